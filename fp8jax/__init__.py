@@ -1,0 +1,14 @@
+"""FP8 training for JAX and Flax as pure functions.
+
+model = fp8jax.transform(model, recipe)
+tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
+"""
+
+from fp8jax import formats as formats
+from fp8jax import optim as optim
+from fp8jax.gradients import apply_updates as apply_updates
+from fp8jax.gradients import value_and_grad as value_and_grad
+from fp8jax.models import transform as transform
+from fp8jax.recipe import Recipe as Recipe
+from fp8jax.scaled import ScaledArray as ScaledArray
+from fp8jax.scaled import quantize as quantize

@@ -1,0 +1,53 @@
+"""What every test runs under: the CPU, no rank promotion, examples drawn the same way each time."""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+# Before jax is imported: the `target` packages would have it look for a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("deterministic")
+
+
+@pytest.fixture
+def root():
+    """The project's root folder."""
+    return ROOT
+
+
+@pytest.fixture
+def strict_dtypes():
+    """No implicit dtype promotion: for kernels (flax's LayerNorm in bf16 and optax.adamw need promotion)."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def load_program():
+    """Imports a program by its path from the root, e.g. `load_program("examples/bench/step.py")`."""
+
+    def load(path):
+        path = ROOT / path
+        spec = importlib.util.spec_from_file_location(f"program_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        # A program finds its neighbours as it would when run.
+        sys.path.insert(0, str(path.parent))
+        sys.modules[spec.name] = module
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.remove(str(path.parent))
+        return module
+
+    return load

@@ -1,0 +1,277 @@
+"""Imports point one way: down the ranks of the design, and every library stays in its room.
+
+A room is a root file or a folder of `fp8jax/`. A module may import rooms of a lower rank, its own room, and
+of its own rank only what `SIDEWAYS` lists with a reason. `interop/fp8jax_torch` stands outside the ranks and
+may import `formats`, `recipe` and `scaled`. The checker reads the sources (lazy imports included) and imports
+nothing.
+"""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+import pytest
+
+RANKS = {
+    "formats": 0,
+    "recipe": 1,
+    "platforms": 0,
+    "scaled": 1,
+    "variables": 1,
+    "scaling": 2,
+    "backends": 2,
+    "comm": 2,
+    "layout": 2,
+    "einsum": 2,
+    "dot": 3,
+    "optim": 3,
+    "models": 4,
+    "gradients": 4,
+    "train": 5,
+    "program": 4,
+    "memory": 5,
+    "chart": 5,
+    "targets": 5,
+    "cli": 6,
+    "__init__": 6,
+}
+
+# Rooms of one rank that may import each other's, and why.
+SIDEWAYS = {
+    ("chart", "targets"): "the chart is read from a program compiled for a target",
+    ("memory", "targets"): "the plan is read from a program compiled for a target",
+}
+
+ANYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_module_names)
+
+# Library -> the modules or folders that may import it; a "lazy" one only inside a function.
+LIBRARIES = {
+    "flax": {
+        "models": "eager",
+        "scaling.merge": "eager",  # borrows the dtype whose addition is max
+    },
+    "optax": {"optim": "eager", "gradients": "eager"},
+    "orbax": {"train": "eager"},
+    "rich": {"train": "eager"},
+    "matplotlib": {"train": "eager"},
+    "yaml": {"train": "eager", "recipe": "lazy"},
+    "transformer_engine": {"backends.te": "lazy"},
+    "jax_plugins": {"targets": "lazy"},
+}
+
+INTEROP_MAY_IMPORT = {"formats", "recipe", "scaled"}
+
+
+class Import(NamedTuple):
+    """One imported name, e.g. Import("fp8jax.scaling.delayed", 12, lazy=False)."""
+
+    name: str
+    line: int
+    lazy: bool
+
+
+def module_name(path, top):
+    """Dotted name below `top`: scaling/__init__.py -> scaling, scaling/merge.py -> scaling.merge."""
+    parts = path.relative_to(top).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def package_of(path, top):
+    """The package that relative imports of the file start from."""
+    return [top.name, *path.relative_to(top).parts[:-1]]
+
+
+def imports_of(path, top):
+    """Every import in the file: statements, and import_module or __import__ of a constant."""
+    tree = ast.parse(path.read_text(), str(path))
+    lazy_nodes = {
+        inner
+        for outer in ast.walk(tree)
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        lazy = node in lazy_nodes
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            base = package_of(path, top)[: -node.level + 1 or None] if node.level else []
+            base = [*base, *(node.module or "").split(".")] if node.module else base
+            for alias in node.names:
+                yield Import(".".join([*base, alias.name]), node.lineno, lazy)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield Import(str(node.args[0].value), node.lineno, lazy)
+
+
+def complaint_about(module, imported):
+    """Why `module` may not import that, or None."""
+    library, *rest = imported.name.split(".")
+    room = module.split(".")[0]
+    if library == "fp8jax":
+        target = rest[0] if rest and (rest[0] in RANKS or len(rest) > 1) else "__init__"
+        if target not in RANKS:
+            return f"{target} is no room of the design, add it to RANKS with its rank"
+        # `from fp8jax import Recipe` goes through the root, which stands above everything.
+        if target == room or RANKS[target] < RANKS[room] or (room, target) in SIDEWAYS:
+            return None
+        return f"{room} (rank {RANKS[room]}) imports {target} (rank {RANKS[target]})"
+    if library in ANYWHERE:
+        return None
+    rooms = LIBRARIES.get(library, {})
+    allowed = rooms.get(module) or rooms.get(room)
+    if allowed == "eager" or (allowed == "lazy" and imported.lazy):
+        return None
+    if allowed == "lazy":
+        return f"{library} is imported by {module} when it loads: import it in the function that needs it"
+    return f"{library} is imported by {module}; it belongs to {', '.join(sorted(rooms)) or 'no room'}"
+
+
+def violations(top):
+    """Lines that say which import of the package at `top` breaks which rule."""
+    found = []
+    for path in sorted(top.rglob("*.py")):
+        module = module_name(path, top)
+        where = path.relative_to(top.parent)
+        if module.split(".")[0] not in RANKS:
+            found.append(f"{where}: no room of the design, add it to RANKS with its rank")
+            continue
+        for imported in imports_of(path, top):
+            complaint = complaint_about(module, imported)
+            if complaint:
+                found.append(f"{where}:{imported.line}: {complaint}")
+    return found
+
+
+def interop_violations(top):
+    """The same for interop/fp8jax_torch, which sees three rooms of fp8jax."""
+    found = []
+    for path in sorted(top.rglob("*.py")):
+        for imported in imports_of(path, top):
+            library, *rest = imported.name.split(".")
+            if library == "fp8jax" and not (rest and rest[0] in INTEROP_MAY_IMPORT):
+                found.append(f"{path.relative_to(top.parent)}:{imported.line}: imports {imported.name}")
+    return found
+
+
+def shadowing(top):
+    """Names that the root exports and one of its files has too: `import fp8jax.name` would get the export."""
+    files = {path.stem for path in top.iterdir() if path.suffix == ".py" or path.is_dir()}
+    return [
+        f"fp8jax/__init__.py:{imported.line}: exports {name}, and a file has that name"
+        for imported in imports_of(top / "__init__.py", top)
+        for parent, _, name in [imported.name.rpartition(".")]
+        if name in files and parent != "fp8jax"
+    ]
+
+
+def plant(folder, files):
+    """Writes {path: source} under folder/fp8jax and returns that."""
+    top = folder / "fp8jax"
+    for path, source in {"__init__.py": "", **files}.items():
+        (top / path).parent.mkdir(parents=True, exist_ok=True)
+        (top / path).write_text(textwrap.dedent(source))
+    return top
+
+
+def test_imports_point_down(root):
+    assert violations(root / "fp8jax") == []
+
+
+def test_interop_sees_three_rooms(root):
+    assert interop_violations(root / "interop" / "fp8jax_torch") == []
+
+
+def test_no_file_is_named_as_an_export(root):
+    assert shadowing(root / "fp8jax") == []
+
+
+@pytest.mark.parametrize(
+    "path, source, says",
+    [
+        ("formats.py", "from fp8jax.recipe import Recipe", "formats (rank 0) imports recipe (rank 1)"),
+        ("recipe.py", "import fp8jax.scaled", "recipe (rank 1) imports scaled (rank 1)"),
+        ("scaling/delayed.py", "from ..dot import dot_general", "scaling (rank 2) imports dot (rank 3)"),
+        ("scaling/__init__.py", "from ..backends import xla", "scaling (rank 2) imports backends (rank 2)"),
+        ("dot.py", "from . import models", "dot (rank 3) imports models (rank 4)"),
+        ("dot.py", "def f():\n    import fp8jax.gradients", "dot (rank 3) imports gradients (rank 4)"),
+        ("dot.py", "from fp8jax import Recipe", "dot (rank 3) imports __init__ (rank 6)"),
+        ("train/loop.py", "import fp8jax", "train (rank 5) imports __init__ (rank 6)"),
+        ("train/loop.py", "from fp8jax import targets", "train (rank 5) imports targets (rank 5)"),
+        ("optim/adam.py", "import flax.linen as nn", "flax is imported by optim.adam"),
+        ("scaling/delayed.py", "from flax.linen import fp8_ops", "flax is imported by scaling.delayed"),
+        (
+            "models/linen.py",
+            "import optax",
+            "optax is imported by models.linen; it belongs to gradients, optim",
+        ),
+        ("recipe.py", "import yaml", "yaml is imported by recipe when it loads"),
+        ("chart.py", "from rich import table", "rich is imported by chart; it belongs to train"),
+        ("scaled.py", "import importlib\nimportlib.import_module('torch')", "torch is imported by scaled"),
+        (
+            "backends/xla.py",
+            "import transformer_engine.jax",
+            "transformer_engine is imported by backends.xla",
+        ),
+        ("backends/te.py", "import transformer_engine.jax", "by backends.te when it loads"),
+        ("utils.py", "", "no room of the design"),
+    ],
+)
+def test_planted_violation_is_found(tmp_path, path, source, says):
+    [found] = violations(plant(tmp_path, {path: source}))
+    assert says in found
+
+
+def test_what_the_design_allows_passes(tmp_path):
+    files = {
+        "__init__.py": "from fp8jax.models import transform as transform\nfrom fp8jax import optim as optim",
+        "recipe.py": "from fp8jax.formats import E4M3\ndef load():\n    import yaml",
+        "scaling/__init__.py": "from . import delayed\nfrom .merge import to_max",
+        "scaling/delayed.py": "import jax\nfrom fp8jax.scaled import amax",
+        "scaling/merge.py": "from flax.linen.fp8_ops import fm32",
+        "backends/te.py": "def load():\n    import transformer_engine.jax",
+        "optim/adam.py": "import optax\nimport ml_dtypes\nfrom ..scaled import ScaledArray",
+        "models/linen.py": "import flax.linen as nn\nfrom fp8jax import dot",
+        "chart.py": "from fp8jax import targets",
+    }
+    top = plant(tmp_path, files)
+    assert violations(top) == []
+    assert shadowing(top) == []
+
+
+def test_planted_shadowing_is_found(tmp_path):
+    top = plant(tmp_path, {"__init__.py": "from fp8jax.models import dot as dot", "dot.py": ""})
+    [found] = shadowing(top)
+    assert "exports dot" in found
+
+
+def test_planted_interop_violation_is_found(tmp_path):
+    top = tmp_path / "fp8jax_torch"
+    top.mkdir()
+    (top / "linear.py").write_text(
+        "import torch\nfrom fp8jax.scaled import amax\nfrom fp8jax.dot import dot_general\n"
+    )
+    [found] = interop_violations(top)
+    assert "linear.py:3: imports fp8jax.dot.dot_general" in found
+
+
+def test_importing_the_package_loads_no_extra_and_touches_no_device():
+    program = """
+        import sys
+        import fp8jax
+        from jax._src import xla_bridge
+        extras = {"matplotlib", "orbax", "qwix", "torch", "transformer_engine"} & set(sys.modules)
+        print(sorted(extras), xla_bridge.backends_are_initialized())
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[] False"
+
+
+def test_every_room_of_the_table_is_described_once():
+    assert set(SIDEWAYS) <= {(a, b) for a in RANKS for b in RANKS if RANKS[a] == RANKS[b]}
+    assert {room.split(".")[0] for rooms in LIBRARIES.values() for room in rooms} <= set(RANKS)
