@@ -1,0 +1,91 @@
+"""Number formats: what a code can mean. Data only.
+
+A floating-point format is a dtype and the four numbers that every scale needs:
+
+    >>> from fp8jax import formats
+    >>> formats.E4M3.max, formats.E4M3.smallest_subnormal
+    (448.0, 0.001953125)
+    >>> formats.get("FP16").bits
+    16
+
+`E4M3` is the variant without infinities (`float8_e4m3fn`), as in the OCP 8-bit
+floating point specification and on NVIDIA hardware.
+
+References:
+    FP8 Formats for Deep Learning, arXiv 2209.05433, Table 1.
+    OCP Microscaling Formats (MX) v1.0, section 5.3 (E8M0 is its shared exponent).
+"""
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    Attributes:
+        name: what recipes and reports call it.
+        dtype: the numpy dtype of its codes.
+        bits: width of a code.
+        mantissa_bits: explicit fraction bits (E8M0 has none).
+        exponent_bias: a normal number is (1 + fraction) * 2**(exponent - exponent_bias).
+        max: largest finite value.
+        smallest_normal: smallest positive value with full precision.
+        smallest_subnormal: smallest positive value.
+        has_infinity: whether overflow has a code of its own.
+    """
+
+    name: str
+    dtype: Any
+    bits: int
+    mantissa_bits: int
+    exponent_bias: int
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    has_infinity: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _format(name: str, dtype: Any, exponent_bias: int, has_infinity: bool) -> Format:
+    info = ml_dtypes.finfo(dtype)
+    return Format(
+        name=name,
+        dtype=np.dtype(dtype),
+        bits=info.bits,
+        mantissa_bits=info.nmant,
+        exponent_bias=exponent_bias,
+        max=float(info.max),
+        smallest_normal=float(info.smallest_normal),
+        smallest_subnormal=float(info.smallest_subnormal),
+        has_infinity=has_infinity,
+    )
+
+
+E4M3 = _format("E4M3", ml_dtypes.float8_e4m3fn, 7, False)
+E5M2 = _format("E5M2", ml_dtypes.float8_e5m2, 15, True)
+E8M0 = _format("E8M0", ml_dtypes.float8_e8m0fnu, 127, False)
+FP16 = _format("FP16", np.float16, 15, True)
+BF16 = _format("BF16", ml_dtypes.bfloat16, 127, True)
+FP32 = _format("FP32", np.float32, 127, True)
+
+ALL = (E4M3, E5M2, E8M0, FP16, BF16, FP32)
+
+
+def get(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        ValueError: no format has that name.
+    """
+    for candidate in ALL:
+        if candidate.name == name:
+            return candidate
+    legal = ", ".join(f.name for f in ALL)
+    raise ValueError(f"`name`: expected one of {legal}; got {name!r}.")

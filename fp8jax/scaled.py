@@ -1,0 +1,295 @@
+"""A tensor kept in few bits: codes and a scale, `value = data * scale`.
+
+    >>> import jax.numpy as jnp
+    >>> from fp8jax import formats, quantize
+    >>> q = quantize(jnp.array([0.1, -2.0, 300.0]), formats.E4M3)
+    >>> q.data.dtype, q.scale.shape
+    (dtype(float8_e4m3fn), ())
+    >>> [round(float(v), 3) for v in q.dequantize()]
+    [0.105, -2.009, 300.0]
+
+This is the only module that casts to a narrow format, so the only one that saturates:
+
+* rounding: to nearest, ties to even; subnormals are kept;
+* overflow: beyond the format's max, infinities included, becomes +-max (as the
+  hardware's saturating conversion does), never NaN;
+* NaN stays NaN, so that a broken step shows;
+* zero stays zero, with its sign.
+
+A scale is always finite, positive and a normal float32 with a normal reciprocal: an
+amax that is zero, subnormal, infinite or NaN says nothing and gives scale 1.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8jax.formats import Format
+from fp8jax.platforms import by_platform
+
+# Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal
+# float32 numbers, which compilers that flush subnormals to zero keep.
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**126
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("data", "scale"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaledArray:
+    """Codes and the scale that gives them their meaning: `value = data * scale`.
+
+    Invariants (checked by `validate`):
+        `data` holds codes of a floating dtype, any shape;
+        `scale` is float32, a scalar or of `data`'s rank, each of its dims dividing
+        `data`'s: one entry scales a whole block.
+
+    Arithmetic with it (+ - * / ** negation) acts on the dequantized value and returns a
+    plain float32 array.
+    """
+
+    data: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the value."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and of the scales."""
+        return int(self.data.nbytes + self.scale.nbytes)
+
+    def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
+        """The value, `data * scale`, computed in float32 and cast to `dtype`."""
+        return (self.data.astype(jnp.float32) * expand(self.scale, self.shape)).astype(dtype)
+
+    def validate(self) -> "ScaledArray":
+        """Returns itself; raises ValueError naming both shapes if an invariant is broken."""
+        shape, blocks = self.shape, tuple(self.scale.shape)
+        fits = not blocks or (
+            len(blocks) == len(shape) and all(b and d % b == 0 for d, b in zip(shape, blocks, strict=True))
+        )
+        if not fits or self.scale.dtype != jnp.float32:
+            raise ValueError(
+                "`ScaledArray`: expected a float32 scale, scalar or of the data's rank with "
+                f"dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
+                f"scale {self.scale.dtype}{list(blocks)}."
+            )
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+    def __add__(self, other: Any) -> jax.Array:
+        return self.dequantize() + value(other)
+
+    def __radd__(self, other: Any) -> jax.Array:
+        return value(other) + self.dequantize()
+
+    def __sub__(self, other: Any) -> jax.Array:
+        return self.dequantize() - value(other)
+
+    def __rsub__(self, other: Any) -> jax.Array:
+        return value(other) - self.dequantize()
+
+    def __mul__(self, other: Any) -> jax.Array:
+        return self.dequantize() * value(other)
+
+    def __rmul__(self, other: Any) -> jax.Array:
+        return value(other) * self.dequantize()
+
+    def __truediv__(self, other: Any) -> jax.Array:
+        return self.dequantize() / value(other)
+
+    def __rtruediv__(self, other: Any) -> jax.Array:
+        return value(other) / self.dequantize()
+
+    def __pow__(self, other: Any) -> jax.Array:
+        return self.dequantize() ** value(other)
+
+    def __neg__(self) -> jax.Array:
+        return -self.dequantize()
+
+
+def is_scaled(leaf: Any) -> bool:
+    """Whether `leaf` is a `ScaledArray`: the `is_leaf` of tree functions."""
+    return isinstance(leaf, ScaledArray)
+
+
+def value(x: Any) -> Any:
+    """`x` dequantized if it is a `ScaledArray`, else `x` itself."""
+    return x.dequantize() if isinstance(x, ScaledArray) else x
+
+
+def expand(scale: Any, shape: tuple[int, ...]) -> jax.Array:
+    """`scale` with one entry per block, made to broadcast against `shape`."""
+    scale = jnp.asarray(scale)
+    if scale.ndim:
+        for axis, (blocks, dim) in enumerate(zip(scale.shape, shape, strict=True)):
+            if blocks not in (1, dim):
+                scale = jnp.repeat(scale, dim // blocks, axis)
+        return scale
+    return scale.reshape((1,) * len(shape))
+
+
+def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
+    """Largest absolute value of each block of `x`, float32 of shape `shape`.
+
+    Args:
+        x: float array or `ScaledArray`.
+        shape: () for the whole tensor, or `x`'s rank with dims that divide its dims.
+
+    Returns:
+        float32 of shape `shape`; 0 for an empty tensor; NaN or inf where a block has one.
+    """
+    x = value(x)
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    if not shape:
+        return jnp.max(magnitude, initial=0)
+    # Split each dim into (blocks, within a block) and reduce the second of each pair.
+    pairs = [n for d, b in zip(x.shape, shape, strict=True) for n in (b, d // b)]
+    inner = tuple(range(1, 2 * x.ndim, 2))
+    return jnp.max(magnitude.reshape(pairs), inner, initial=0)
+
+
+def usable(amax: jax.Array) -> jax.Array:
+    """Where an amax says something: positive, finite and not subnormal."""
+    tiny = jnp.float32(np.finfo(np.float32).tiny)
+    return (amax >= tiny) & (amax <= jnp.float32(np.finfo(np.float32).max))
+
+
+def scale_of(
+    amax: jax.Array,
+    limit: Any,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    otherwise: Any = 1.0,
+) -> jax.Array:
+    """The scale that maps `amax` to `limit`, the top of a format.
+
+    Mathematically equivalent to `amax / limit * 2**margin`; as a power of two to
+    `2**-(floor(log2(limit / amax)) - margin)`, exactly (no `log2` is taken).
+
+    Args:
+        amax: float32, any shape.
+        limit: the format's max; a number or an array that broadcasts.
+        margin: binary headroom left above amax.
+        power_of_two: round the scale up to a power of two (MS-AMP's scales).
+        otherwise: the scale where amax is 0, subnormal, infinite or NaN.
+
+    Returns:
+        float32 of amax's shape, within [2**-126, 2**126].
+
+    References:
+        TransformerEngine `DelayedScaling` and `Float8CurrentScaling` (the reciprocal of
+        their factor), MS-AMP `ScalingMeta` (power of two).
+    """
+    known, limit = usable(amax), jnp.asarray(limit, jnp.float32)
+    factor = limit / jnp.where(known, amax, limit)
+    if power_of_two:
+        _, exponent = jnp.frexp(jnp.minimum(factor, jnp.float32(MAX_SCALE)))
+        exponent = jnp.clip(exponent - (1 + margin), -126, 126)
+        scale = jnp.ldexp(jnp.ones_like(factor), -exponent)
+    else:
+        factor = factor * jnp.float32(2.0**-margin)
+        scale = 1 / jnp.clip(factor, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
+    return jnp.where(known, scale, jnp.asarray(otherwise, jnp.float32))
+
+
+def quantize(
+    x: Any,
+    format: Format,
+    scale: Any = None,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    blocks: tuple[int, ...] = (),
+) -> ScaledArray:
+    """Casts `x / scale` to `format`, rounding to nearest even and saturating.
+
+    Mathematically equivalent to
+    `clip(x.astype(float32) * (1 / scale), -format.max, format.max).astype(format.dtype)`.
+
+    Args:
+        x: float array (float32, bfloat16, float16) or `ScaledArray`, any shape.
+        format: format of the codes.
+        scale: float32, scalar or of x's rank (see `ScaledArray`). By default the one that
+            maps the largest magnitude of `x` (of each block) to the format's max: current
+            scaling.
+        margin: binary headroom of the default scale.
+        power_of_two: whether the default scale is a power of two.
+        blocks: shape of the default scale; () is one for the whole tensor.
+
+    Returns:
+        A `ScaledArray` of x's shape. Half an ulp at the format's max, times the scale,
+        bounds the error of every element that does not saturate.
+
+    Raises:
+        TypeError: `x` is not a floating array.
+        ValueError: the scale's shape does not fit.
+    """
+    x = jnp.asarray(value(x))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
+    if scale is None:
+        scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)
+    scale = jnp.asarray(scale, jnp.float32)
+    ScaledArray(x, scale).validate()
+    return ScaledArray(cast(x.astype(jnp.float32) * (1 / expand(scale, x.shape)), format), scale)
+
+
+def to_bytes(codes: jax.Array) -> jax.Array:
+    """8-bit codes as uint8. XLA on CPU slices, stacks and moves float8 arrays by way of float16."""
+    return lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def cast(x: jax.Array, format: Format) -> jax.Array:
+    """float32 `x` to the codes of `format`: to nearest even, saturating, NaN kept."""
+    if format.bits == 8:
+        # XLA's own float8 conversion on CPU is scalar; integer arithmetic on the float's
+        # bits vectorizes and gives the same codes three times as fast.
+        return by_platform(x, cpu=_cast_by_bits, default=_cast_natively, format=format)
+    return _cast_natively(x, format)
+
+
+def _cast_natively(x: jax.Array, format: Format) -> jax.Array:
+    limit = jnp.float32(format.max)
+    return lax.clamp(-limit, x, limit).astype(format.dtype)
+
+
+def _cast_by_bits(x: jax.Array, format: Format) -> jax.Array:
+    limit = jnp.float32(format.max)
+    bits = lax.bitcast_convert_type(lax.clamp(-limit, x, limit), jnp.uint32)
+    sign, magnitude = (bits >> 24) & jnp.uint32(0x80), bits & jnp.uint32(0x7FFFFFFF)
+    dropped, smallest_exponent = 23 - format.mantissa_bits, 1 - format.exponent_bias
+    # Normal codes: round the mantissa where it is cut off, then rebias the exponent.
+    last_kept = (magnitude >> dropped) & jnp.uint32(1)
+    rounded = (magnitude + (jnp.uint32(2 ** (dropped - 1) - 1) + last_kept)) >> dropped
+    normal = rounded - jnp.uint32((127 - format.exponent_bias) << format.mantissa_bits)
+    # Subnormal codes: adding this power of two makes the float adder itself round to the
+    # format's smallest step, and leaves the code in the low bits of the sum.
+    anchor = np.float32(2.0 ** (smallest_exponent - format.mantissa_bits + 23))
+    total = lax.bitcast_convert_type(magnitude, jnp.float32) + anchor
+    subnormal = lax.bitcast_convert_type(total, jnp.uint32) - anchor.view(np.uint32)
+    is_subnormal = magnitude < jnp.uint32((127 + smallest_exponent) << 23)
+    code = jnp.where(is_subnormal, subnormal, normal)
+    nan = np.array(np.nan, format.dtype).view(np.uint8)
+    code = jnp.where(magnitude > jnp.uint32(0x7F800000), jnp.uint32(nan & 0x7F), code)
+    return lax.bitcast_convert_type((code | sign).astype(jnp.uint8), format.dtype)

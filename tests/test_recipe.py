@@ -1,0 +1,266 @@
+"""The precision chart as a value: its rows, its text, and what it refuses."""
+
+import dataclasses
+import inspect
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+import fp8jax
+from fp8jax import Recipe, formats
+from fp8jax.recipe import DEFAULT_EXCLUDE, PRESETS
+
+# The chart: gemm, comm, weight, master weight, weight gradient, moments; and TransformerEngine's window of
+# amaxes (1024) or MS-AMP's (16).
+CHART = {
+    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
+    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
+    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
+    "te": ("FP8", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
+    "O1": ("FP8", "FP8", "FP16", "-", "E4M3", ("FP32", "FP32"), 16),
+    "O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 16),
+    "O3": ("FP8", "FP8", "E4M3", "FP16", "E4M3", ("E4M3", "FP16"), 16),
+    "te+O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 1024),
+}
+COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "moments", "amax_history_len")
+# What every preset has in common: TransformerEngine's defaults and our start.
+COMMON = {
+    "scaling": "delayed",
+    "fp8_format": "HYBRID",
+    "margin": 0,
+    "interval": 1,
+    "amax_compute_algo": "max",
+    "override_linear_precision": (False, False, False),
+    "first_scale": "tensor",
+    "include": ("*",),
+    "exclude": DEFAULT_EXCLUDE,
+}
+CHOICES = {
+    "gemm": ("FP32", "BF16", "FP16", "FP8"),
+    "comm": ("FP32", "BF16", "FP8"),
+    "weight": ("FP32", "FP16", "E4M3"),
+    "master_weight": ("-", "FP32", "FP16"),
+    "weight_grad": ("FP32", "E4M3"),
+    "moments": (("FP32", "FP32"), ("E4M3", "FP16")),
+    "scaling": ("delayed", "current"),
+    "fp8_format": ("HYBRID", "E4M3"),
+    "amax_compute_algo": ("max", "most_recent"),
+    "first_scale": ("tensor", "one"),
+}
+FIELDS = [field.name for field in dataclasses.fields(Recipe)]
+
+
+@pytest.mark.parametrize("name", CHART)
+def test_a_preset_is_its_row_of_the_chart(name):
+    recipe = Recipe.parse(name)
+    assert dataclasses.asdict(recipe) == {**dict(zip(COLUMNS, CHART[name], strict=True)), **COMMON}
+    assert str(recipe) == name
+    assert recipe == PRESETS[name] == getattr(Recipe, name.replace("+", "_").upper())
+    for format in {recipe.weight, *recipe.moments}:
+        assert formats.get(format).name == format
+
+
+def test_the_presets_are_those_and_all_different():
+    assert list(PRESETS) == list(CHART) and len(set(PRESETS.values())) == len(CHART)
+    assert set(FIELDS) == {*COLUMNS, *COMMON}
+
+
+@pytest.mark.parametrize("fp8_format, expected", [("HYBRID", ("E4M3", "E5M2")), ("E4M3", ("E4M3", "E4M3"))])
+def test_formats_of_a_gemm(fp8_format, expected):
+    assert Recipe.te(fp8_format).gemm_formats == expected
+
+
+def test_a_recipe_is_a_frozen_hashable_replaceable_value():
+    recipe = Recipe.O2
+    changed = dataclasses.replace(recipe, margin=2)
+    assert changed.margin == 2 and recipe.margin == 0 and changed != recipe
+    assert hash(dataclasses.replace(changed, margin=0)) == hash(recipe)
+    assert {recipe: 1}[dataclasses.replace(changed, margin=0)] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.margin = 3
+    with pytest.raises(ValueError, match="`margin` is one of: an integer from 0 to 100; got '-1'"):
+        dataclasses.replace(recipe, margin=-1)
+    assert fp8jax.Recipe is Recipe
+
+
+# Parse and str ###################################################################################
+
+patterns = st.lists(
+    st.text(st.characters(exclude_characters=",+= ", exclude_categories=("Cs",)), min_size=1, max_size=8),
+    max_size=3,
+).map(tuple)
+
+
+@st.composite
+def legal_values(draw):
+    """Values of all fields that go together, so that what is drawn covers all that is legal."""
+    values = {name: draw(st.sampled_from(choices)) for name, choices in CHOICES.items()}
+    values |= {
+        "margin": draw(st.integers(0, 100)),
+        "interval": draw(st.integers(1, 2**20)),
+        "amax_history_len": draw(st.integers(1, 2**20)),
+        "override_linear_precision": draw(st.tuples(*[st.booleans()] * 3)),
+        "include": draw(st.just(("*",)) | patterns),
+        "exclude": draw(st.just(DEFAULT_EXCLUDE) | patterns),
+    }
+    values["master_weight"] = draw(st.sampled_from(("FP32", "FP16"))) if values["weight"] == "E4M3" else "-"
+    if values["gemm"] != "FP8":
+        values |= {"weight": "FP32", "master_weight": "-", "weight_grad": "FP32"}
+    else:
+        values["include"] = values["include"] or ("*",)
+        if all(values["override_linear_precision"]):
+            values["override_linear_precision"] = (False, True, True)
+    return values
+
+
+@hypothesis.given(legal_values())
+@hypothesis.settings(max_examples=300)
+def test_parse_is_the_inverse_of_str(values):
+    try:
+        recipe = Recipe(**values)
+    except ValueError as error:
+        # Only patterns that could not be written down may be refused.
+        assert "clude` is one of: a tuple of patterns" in str(error)
+        hypothesis.reject()
+    text = str(recipe)
+    assert (Recipe.parse(text) == recipe) is True, repr(text)
+    assert str(Recipe.parse(text)) == text
+    assert hash(Recipe.parse(text)) == hash(recipe)
+
+
+@pytest.mark.parametrize(
+    "text, changes",
+    [
+        ("te,margin=2,interval=3", {"margin": 2, "interval": 3}),
+        (" te , scaling = current ", {"scaling": "current"}),
+        ("te,exclude=", {"exclude": ()}),
+        ("te,exclude=lm_head+*/out", {"exclude": ("lm_head", "*/out")}),
+        ("te,moments=E4M3+FP16", {"moments": ("E4M3", "FP16")}),
+        (
+            "te,override_linear_precision=False+false+True",
+            {"override_linear_precision": (False, False, True)},
+        ),
+        ("te,weight=E4M3,master_weight=FP16", {"weight": "E4M3", "master_weight": "FP16"}),
+    ],
+)
+def test_what_text_means(text, changes):
+    assert Recipe.parse(text) == dataclasses.replace(Recipe.TE, **changes)
+
+
+def test_parse_takes_a_recipe_as_it_is_and_str_is_short():
+    recipe = dataclasses.replace(Recipe.O2, scaling="current")
+    assert Recipe.parse(recipe) is recipe
+    assert str(recipe) == "O2,scaling=current"
+    assert str(dataclasses.replace(Recipe.O2, amax_history_len=1024)) == "te+O2"
+
+
+# What is refused #################################################################################
+
+NUMBERS = {
+    "margin": ("an integer from 0 to 100", (-1, 101, 1.0, "1", True, None)),
+    "interval": ("an integer from 1 to 1048576", (0, -1, 2**20 + 1, 1.5, False)),
+    "amax_history_len": ("an integer from 1 to 1048576", (0, -4, 2**20 + 1, "16")),
+    "override_linear_precision": (
+        "three booleans: fprop dgrad wgrad",
+        ((True, False), (1, 0, 0), [True, False, False], None, "True+False+False"),
+    ),
+    "include": ("a tuple of patterns", (["*"], "*", ("a,b",), ("a b",), ("",), (1,), ("a+b",))),
+    "exclude": ("a tuple of patterns", (["*"], "*", ("a=b",), None)),
+}
+ILLEGAL = [
+    (name, " ".join("+".join(c) if isinstance(c, tuple) else c for c in choices), bad)
+    for name, choices in CHOICES.items()
+    for bad in ("nonsense", "", None, 8, *(["fp8", "E4M3FN", "E5M2"] if name == "gemm" else []))
+] + [(name, legal, bad) for name, (legal, values) in NUMBERS.items() for bad in values]
+
+
+@pytest.mark.parametrize("name, legal, bad", ILLEGAL, ids=str)
+def test_an_illegal_value_raises_names_the_field_and_lists_what_is_legal(name, legal, bad):
+    with pytest.raises(ValueError) as error:
+        Recipe(**{name: bad})
+    message = str(error.value)
+    assert message.startswith(f"recipe: `{name}` is one of: {legal}") and "got" in message
+    assert "\n" not in message
+
+
+def test_every_field_has_illegal_values_in_the_table():
+    assert {name for name, _, _ in ILLEGAL} == set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("O4", r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2; got 'O4'"),
+        ("", r"expected one of fp32, .*; got ''"),
+        ("o2", r"expected one of fp32, .*; got 'o2'"),
+        ("margin=1", r"expected one of fp32, .*; got 'margin=1'"),
+        ("te,marjin=1", r"with a field of gemm, comm, .*, exclude; got 'marjin=1'"),
+        ("te,margin", r"expected field=value after the preset, .*; got 'margin'"),
+        ("te,", r"expected field=value after the preset, .*; got ''"),
+        ("te,margin=-1", r"`margin` is one of: an integer from 0 to 100; got '-1'"),
+        ("te,margin=two", r"`margin` is one of: an integer; got 'two'"),
+        ("te,margin=", r"`margin` is one of: an integer; got ''"),
+        ("te,scaling=block", r"`scaling` is one of: delayed current; got 'block'"),
+        ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16; got 'E4M3'"),
+        ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: True or False"),
+        ("te,include=a++b", r"`include` is one of: a tuple of patterns"),
+        ("te,margin=1,margin=2", r"margin"),
+    ],
+)
+def test_text_that_means_nothing_raises_and_says_what_would(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Recipe.parse(text)
+    assert str(error.value).startswith("recipe: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"weight": "E4M3"}, "weight=E4M3 needs master_weight=FP16 or FP32"),
+        (
+            {"weight": "FP16", "master_weight": "FP32"},
+            "any other weight needs master_weight=-; got weight=FP16",
+        ),
+        ({"master_weight": "FP16"}, "got weight=FP32, master_weight=FP16"),
+        ({"gemm": "BF16", "weight": "FP16"}, "with gemm=BF16 both must be FP32; got weight=FP16"),
+        ({"gemm": "FP32", "weight_grad": "E4M3"}, "got weight=FP32, weight_grad=E4M3"),
+        ({"override_linear_precision": (True, True, True)}, "say gemm=BF16"),
+        ({"include": ()}, "include is empty, so no layer is in FP8; say gemm=BF16"),
+    ],
+)
+def test_columns_that_contradict_each_other_raise_and_say_which(values, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Recipe(**values)
+    assert str(error.value).startswith("recipe: ") and "\n" not in str(error.value)
+
+
+# TransformerEngine's arguments ###################################################################
+
+TE_ARGUMENTS = {
+    "fp8_format": "E4M3",
+    "margin": 3,
+    "interval": 5,
+    "amax_history_len": 7,
+    "amax_compute_algo": "most_recent",
+    "override_linear_precision": (False, False, True),
+    "first_scale": "one",
+}
+
+
+@pytest.mark.parametrize("name", TE_ARGUMENTS)
+def test_each_of_tes_arguments_reaches_its_field_alone(name):
+    got = Recipe.te(**{name: TE_ARGUMENTS[name]})
+    assert got == dataclasses.replace(Recipe.TE, **{name: TE_ARGUMENTS[name]}) != Recipe.TE
+
+
+def test_tes_arguments_have_its_names_order_and_defaults():
+    """Its order but for the format, which comes first here."""
+    signature = inspect.signature(Recipe.te)
+    assert list(signature.parameters) == list(TE_ARGUMENTS)
+    assert {name: p.default for name, p in signature.parameters.items()} == {
+        name: getattr(Recipe.TE, name) for name in TE_ARGUMENTS
+    }
+    assert Recipe.te(*TE_ARGUMENTS.values()) == Recipe.te(**TE_ARGUMENTS)
+    with pytest.raises(ValueError, match="`margin`"):
+        Recipe.te(margin=-1)

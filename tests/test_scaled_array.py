@@ -1,0 +1,194 @@
+"""ScaledArray as a container: a pytree, a number, and what it refuses."""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fp8jax import ScaledArray, formats, quantize
+from fp8jax.scaled import is_scaled, value
+
+FORMATS = (formats.E4M3, formats.E5M2, formats.FP16, formats.BF16)
+
+
+@functools.cache
+def example(format=formats.E4M3, shape=(4, 6), blocks=(2, 3), power_of_two=False):
+    """Codes and scales that are neither zeros nor ones."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    return jax.jit(lambda x: quantize(x, format, blocks=blocks, power_of_two=power_of_two))(x)
+
+
+def assert_same(got, expected):
+    assert isinstance(got, ScaledArray)
+    for field in dataclasses.fields(ScaledArray):
+        a, b = (np.asarray(getattr(x, field.name)) for x in (got, expected))
+        assert a.dtype == b.dtype and a.shape == b.shape, field.name
+        assert a.tobytes() == b.tobytes(), field.name
+
+
+@pytest.mark.parametrize("blocks", [(), (1, 1), (2, 3)])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_every_field_survives_the_way_through_a_tree(format, blocks):
+    q = example(format, blocks=blocks)
+    leaves, treedef = jax.tree.flatten(q)
+    assert [leaf.dtype for leaf in leaves] == [
+        format.dtype,
+        jnp.float32,
+    ]  # data first: Linen compares its shape
+    assert_same(jax.tree.unflatten(treedef, leaves), q)
+    assert_same(jax.tree.map(lambda leaf: leaf, {"w": q})["w"], q)
+    assert_same(jax.jit(lambda q: q)(q), q)
+    assert_same(jax.device_get(q), q)
+    paths = jax.tree_util.tree_flatten_with_path(q)[0]
+    assert [jax.tree_util.keystr(path) for path, _ in paths] == [".data", ".scale"]
+    # Tree functions put what they like in the place of arrays.
+    ranks = jax.tree.map(lambda leaf: leaf.ndim, q)
+    assert (ranks.data, ranks.scale) == (2, len(blocks))
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        example().scale = jnp.ones(())
+
+
+@pytest.mark.parametrize(
+    "format, blocks, nbytes",
+    [(formats.E4M3, (), 24 + 4), (formats.FP16, (1, 1), 48 + 4), (formats.E5M2, (2, 3), 24 + 24)],
+)
+def test_its_shape_is_that_of_the_value_and_its_bytes_those_of_codes_and_scales(format, blocks, nbytes):
+    q = example(format, blocks=blocks)
+    assert (q.shape, q.ndim, q.size, q.nbytes) == ((4, 6), 2, 24, nbytes)
+    scalar = quantize(jnp.float32(3), format)
+    assert (scalar.shape, scalar.ndim, scalar.size) == ((), 0, 1)
+
+
+@pytest.mark.parametrize("blocks", [(), (1, 1), (4, 1), (2, 3)])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_its_value_is_data_times_scale(format, blocks, strict_dtypes):
+    q = example(format, blocks=blocks)
+    scale = np.asarray(q.scale)
+    for axis, (count, dim) in enumerate(zip(blocks, q.shape, strict=False)):
+        scale = np.repeat(scale, dim // count, axis)
+    expected = np.asarray(q.data).astype(np.float32) * scale
+    assert q.dequantize().dtype == jnp.float32
+    np.testing.assert_array_equal(q.dequantize(), expected)
+    np.testing.assert_array_equal(value(q), expected)
+    np.testing.assert_array_equal(q.dequantize(jnp.bfloat16), jnp.asarray(expected).astype(jnp.bfloat16))
+    assert value(scale) is scale and is_scaled(q) and not is_scaled(scale)
+
+
+OTHERS = {
+    "array": jnp.arange(1.0, 25.0).reshape(4, 6),
+    "bfloat16": jnp.arange(1.0, 25.0, dtype=jnp.bfloat16).reshape(4, 6),
+    "numpy": np.arange(1.0, 25.0, dtype=np.float32).reshape(4, 6),
+    "scaled": example(formats.FP16, blocks=()),
+    "number": 2.5,
+    "numpy number": np.float32(2.5),
+}
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_arithmetic_acts_on_the_value_from_both_sides(name, other):
+    operate, q, other = getattr(operator, name), example(), OTHERS[other]
+    v = np.asarray(q.dequantize())
+    plain = np.asarray(value(other), np.float32)
+    for got, expected in ((operate(q, other), operate(v, plain)), (operate(other, q), operate(plain, v))):
+        assert isinstance(got, jax.Array) and got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected, rtol=2.0**-22)
+
+
+def test_powers_negation_and_functions_of_arrays_act_on_the_value():
+    q = example()
+    v = q.dequantize()
+    for got, expected in (
+        (q**2, v**2),
+        (-q, -v),
+        (jnp.sin(q), jnp.sin(v)),
+        (jnp.asarray(q), v),
+        (jnp.dot(q, v.T), v @ v.T),
+        (jnp.max(q), jnp.max(v)),
+    ):
+        assert isinstance(got, jax.Array) and got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_vmap_maps_codes_and_scales_together():
+    q = example(shape=(3, 4, 6), blocks=(3, 1, 1), power_of_two=True)
+
+    @jax.jit
+    def run(q):
+        per_layer = jax.vmap(lambda layer: layer.dequantize())(q)
+        shared = jax.vmap(lambda layer: layer * 2.0, in_axes=(ScaledArray(0, None),))(
+            ScaledArray(q.data, jnp.float32(0.5))
+        )
+        made = jax.vmap(lambda x: quantize(x, formats.E4M3, power_of_two=True))(q.dequantize())
+        last = jax.vmap(lambda x: quantize(x, formats.E4M3, 0.5), in_axes=2, out_axes=ScaledArray(2, None))(
+            q.data * 1.0
+        )
+        return per_layer, shared, made, last
+
+    per_layer, shared, made, last = run(q)
+    np.testing.assert_array_equal(per_layer, q.dequantize())
+    np.testing.assert_array_equal(shared, q.data.astype(jnp.float32))
+    assert_same(made, ScaledArray(q.data, q.scale[:, 0, 0]))
+    assert_same(last, quantize(q.data.astype(jnp.float32), formats.E4M3, 0.5))
+
+
+def test_scan_carries_slices_and_stacks_it():
+    # Powers of two: a fused multiply and add then gives the same bits.
+    layers = example(shape=(3, 4, 6), blocks=(3, 1, 1), power_of_two=True)
+
+    def step(carry, layer):
+        assert is_scaled(layer) and layer.shape == (4, 6) and layer.scale.shape == (1, 1)
+        carry = quantize(carry + layer, formats.E4M3, blocks=(1, 1), power_of_two=True)
+        return carry, carry
+
+    first = jax.tree.map(lambda leaf: leaf[0], layers)
+    last, all = jax.jit(lambda first, layers: lax.scan(step, first, layers))(first, layers)
+    expected, one_step = first, jax.jit(step)
+    for i in range(3):
+        expected = one_step(expected, jax.tree.map(lambda leaf, i=i: leaf[i], layers))[0]
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], all), expected)
+    assert_same(last, expected)
+
+
+def test_gradients_flow_through_arithmetic_to_the_other_operand():
+    q, x = example(), OTHERS["array"]
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(q * x))(x), q.dequantize())
+
+
+ILLEGAL = {
+    "rank": (jnp.ones((4, 6)), jnp.ones((4,))),
+    "more blocks than elements": (jnp.ones((4, 6)), jnp.ones((8, 1))),
+    "does not divide": (jnp.ones((4, 6)), jnp.ones((3, 1))),
+    "no block": (jnp.ones((4, 6)), jnp.ones((2, 0))),
+    "scale's dtype": (jnp.ones((4, 6)), jnp.ones((), jnp.float16)),
+    "codes' dtype": (jnp.ones((4, 6), jnp.int8), jnp.ones(())),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_validate_names_both_shapes_and_dtypes(name):
+    data, scale = ILLEGAL[name]
+    with pytest.raises(ValueError) as error:
+        ScaledArray(data, scale).validate()
+    message = str(error.value)
+    assert message.startswith("`ScaledArray`: expected") and "\n" not in message
+    for part in (data, scale):
+        assert f"{part.dtype}{list(part.shape)}" in message
+
+
+@pytest.mark.parametrize(
+    "shape, blocks", [((4, 6), ()), ((4, 6), (2, 3)), ((0, 6), (1, 2)), ((), ()), ((0,), (1,))]
+)
+def test_validate_returns_what_is_legal(shape, blocks):
+    q = ScaledArray(jnp.zeros(shape, jnp.float8_e4m3fn), jnp.ones(blocks))
+    assert q.validate() is q
+    abstract = ScaledArray(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q.data, q.scale)))
+    assert abstract.validate() is abstract
