@@ -1,0 +1,24 @@
+"""The shape of an answer to "how is a scale chosen?"."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+State = dict[str, jax.Array]
+
+
+class Scaling(NamedTuple):
+    """Three pure functions over a dict of float32 arrays, as in optax.
+
+        state = scaling.init(n)                     # for the n operands of a dot
+        scale = scaling.scale(state, i, amax, max)  # for the cast of operand i, this step
+        state = scaling.update(state, amaxes, maxes)  # for the next step
+
+    `amax` is that of the operand at hand, shape (); `max` is its format's. `update` takes all
+    operands at once, shape (n,): on a GPU n scalars cost as much as one.
+    """
+
+    init: Callable[[int], State]
+    scale: Callable[[State, int, jax.Array, float], jax.Array]
+    update: Callable[[State, jax.Array, Any], State]

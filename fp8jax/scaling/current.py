@@ -1,0 +1,33 @@
+"""Current scaling: the scale comes from the tensor that is cast. No state.
+
+An amax that is zero, infinite or NaN gives scale 1.
+
+References:
+    TransformerEngine `Float8CurrentScaling`.
+"""
+
+from typing import Any
+
+import jax
+
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import scale_of
+from fp8jax.scaling.base import Scaling, State
+
+
+def build(recipe: Recipe) -> Scaling:
+    """Current scaling with the recipe's margin."""
+
+    def init(operands: int) -> State:
+        del operands
+        return {}
+
+    def scale(state: State, operand: int, amax: jax.Array, limit: float) -> jax.Array:
+        del state, operand
+        return scale_of(amax, limit, margin=recipe.margin)
+
+    def update(state: State, amaxes: jax.Array, limits: Any) -> State:
+        del amaxes, limits
+        return state
+
+    return Scaling(init, scale, update)

@@ -1,0 +1,71 @@
+"""Delayed scaling: the scale comes from the amaxes of the steps before.
+
+The step that sees an amax still casts with the old scale; the window that gives the next
+scale is the newest `amax_history_len` amaxes, this step's included:
+
+    scale = amax / format.max * 2**margin,   amax = max(window) or window[newest]
+
+State of a dot's n operands:
+
+    scale         # shape=(n,), float32: what the next step casts with; UNSET before the first
+    amax_history  # shape=(n, amax_history_len), float32: newest first, 0 where nothing was seen
+    step          # shape=(), float32: steps seen modulo interval; only where interval > 1
+
+What differs from TransformerEngine, on purpose: an infinite or NaN amax enters the window as
+0, so that one bad step is forgotten at once instead of freezing the scale until it leaves
+the window; subnormal amaxes cannot make an infinite factor; and until a tensor with an amax
+was seen, the scale comes from the tensor itself (`first_scale="one"` asks for TE's start).
+
+References:
+    TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433,
+    section 3.2.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import MAX_SCALE, scale_of, usable
+from fp8jax.scaling.base import Scaling, State
+
+# No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
+# each cast a look at the whole window.
+UNSET = 2 * MAX_SCALE
+
+
+def build(recipe: Recipe) -> Scaling:
+    """Delayed scaling with the recipe's margin, interval, window and algorithm."""
+
+    def init(operands: int) -> State:
+        first = UNSET if recipe.first_scale == "tensor" else 1.0
+        state = {
+            "scale": jnp.full((operands,), first, jnp.float32),
+            "amax_history": jnp.zeros((operands, recipe.amax_history_len), jnp.float32),
+        }
+        if recipe.interval > 1:
+            state["step"] = jnp.zeros((), jnp.float32)
+        return state
+
+    def scale(state: State, operand: int, amax: jax.Array, limit: float) -> jax.Array:
+        kept = state["scale"][operand]
+        if recipe.first_scale == "one":
+            return kept
+        return jnp.where(kept == UNSET, scale_of(amax, limit, margin=recipe.margin), kept)
+
+    def update(state: State, amaxes: jax.Array, limits: Any) -> State:
+        newest = jnp.where(usable(amaxes), amaxes, 0.0)
+        history = jnp.concatenate([newest[:, None], state["amax_history"][:, :-1]], axis=1)
+        window = newest if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=1)
+        scale = scale_of(window, limits, margin=recipe.margin, otherwise=state["scale"])
+        if recipe.interval == 1:
+            return {"scale": scale, "amax_history": history}
+        is_due = (state["step"] == 0) | (state["scale"] == UNSET)
+        return {
+            "scale": jnp.where(is_due, scale, state["scale"]),
+            "amax_history": history,
+            "step": jnp.mod(state["step"] + 1, recipe.interval),
+        }
+
+    return Scaling(init, scale, update)

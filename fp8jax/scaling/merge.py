@@ -1,0 +1,80 @@
+"""What happens where cotangents meet: amaxes are merged by max, FP8 codes are never added.
+
+JAX adds the cotangents of a layer that is used twice, or broadcast in a scan. The new scaling
+state leaves a step as the cotangent of the old one, and the sum of two amaxes is wrong; an
+FP8 weight gradient is codes on a scale of their own, and the sum of two codes is nonsense.
+Both travel as arrays of extended dtypes, in which addition means something else, or shows:
+
+    state = from_max(jax.grad(loss)(to_max(state)))          # merged by max; -inf where unused
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(no_codes(shape))
+    adds_codes(jaxpr.jaxpr)                                  # whether codes meet in it
+
+The dtypes are Flax's (`fm32` and its kin, made for the first purpose). This is the only
+module besides `models/` that imports flax.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from flax.linen.fp8_ops import Fp8MetaTyRules, fm32, fp8_meta_dtype_wrapper
+from jax import lax
+
+from fp8jax.formats import E4M3
+from fp8jax.scaled import to_bytes
+
+
+class NeedsWideGradient(Exception):
+    """A kernel is used in a way that its gradient cannot leave as FP8 codes."""
+
+
+class _CodesRules(Fp8MetaTyRules):
+    @staticmethod
+    def zero(dt: Any) -> Any:
+        return lax.convert_element_type(jnp.zeros((), jnp.uint8), dt)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CodesDType(fp8_meta_dtype_wrapper):
+    _rules: type = _CodesRules
+
+
+# Bytes: XLA on CPU would stack a scan's float8 arrays by way of float16, all of them at each step.
+CODES = _CodesDType(jnp.dtype(jnp.uint8))
+
+
+def to_max(tree: Any) -> Any:
+    """float32 leaves become `fm32`; leaves that are already stay."""
+    return jax.tree.map(lambda x: x if x.dtype == fm32 else lax.convert_element_type(x, fm32), tree)
+
+
+def from_max(tree: Any) -> Any:
+    """`fm32` leaves become float32 again; other leaves stay."""
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32) if x.dtype == fm32 else x, tree)
+
+
+def no_codes(shape: tuple[int, ...]) -> jax.Array:
+    """Zero E4M3 codes that cannot be added."""
+    return to_codes(jnp.zeros(shape, E4M3.dtype))
+
+
+def to_codes(data: jax.Array) -> jax.Array:
+    """E4M3 codes as an array that cannot be added."""
+    return lax.convert_element_type(to_bytes(data), CODES)
+
+
+def from_codes(codes: jax.Array) -> jax.Array:
+    """The E4M3 codes again."""
+    return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
+
+
+def adds_codes(jaxpr: Any) -> bool:
+    """Whether a jaxpr adds arrays of codes anywhere: a kernel's gradient is a sum in it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("add_any", "reduce_sum") and eqn.outvars[0].aval.dtype == CODES:
+            return True
+        if any(adds_codes(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params)):
+            return True
+    return False

@@ -1,0 +1,295 @@
+"""How scales are chosen, against a plain model of the definition; how states that meet are merged."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen.fp8_ops import fm32
+from jax import lax
+
+from fp8jax import Recipe, scaling
+from fp8jax.scaled import MAX_SCALE, MIN_SCALE
+from fp8jax.scaling.delayed import UNSET
+from fp8jax.scaling.merge import CODES, adds_codes, from_codes, from_max, no_codes, to_codes, to_max
+
+LIMITS = np.float32([448, 448, 57344])  # lhs, rhs, grad
+OPERANDS = len(LIMITS)
+STEPS = 12
+TINY = np.finfo(np.float32).tiny
+
+RECIPES = {
+    "max": Recipe.te(amax_history_len=3),
+    "most recent": Recipe.te(amax_history_len=3, amax_compute_algo="most_recent"),
+    "margin": Recipe.te(amax_history_len=2, margin=5),
+    "interval": Recipe.te(amax_history_len=4, interval=3),
+    "interval, one": Recipe.te(amax_history_len=2, interval=2, first_scale="one", margin=1),
+    "one": Recipe.te(amax_history_len=4, first_scale="one"),
+    "one, most recent": Recipe.te(amax_history_len=1, amax_compute_algo="most_recent", first_scale="one"),
+    "current": Recipe.parse("te,scaling=current"),
+    "current, margin": Recipe.parse("te,scaling=current,margin=4"),
+}
+
+
+def says_something(amax):
+    return TINY <= amax < np.inf
+
+
+def scale_of(amax, limit, margin):
+    """amax / limit * 2**margin as TransformerEngine rounds it: the reciprocal of a rounded factor."""
+    with np.errstate(over="ignore"):
+        factor = np.float32(limit) / np.float32(amax) * np.float32(2.0**-margin)
+    return np.float32(1) / np.clip(factor, np.float32(MIN_SCALE), np.float32(MAX_SCALE))
+
+
+class DelayedModel:
+    """One operand under delayed scaling, by the definition."""
+
+    def __init__(self, recipe, limit):
+        self.recipe, self.limit = recipe, limit
+        self.kept = np.float32(1) if recipe.first_scale == "one" else None
+        self.seen = []  # one amax per step, newest last; 0 for one that says nothing
+
+    def casts_with(self, amax):
+        """The scale of this step's cast."""
+        if self.kept is not None:
+            return self.kept
+        return scale_of(amax, self.limit, self.recipe.margin) if says_something(amax) else np.float32(1)
+
+    def update(self, amax):
+        """Chooses the next step's scale."""
+        # An interval is counted from the first step on, but nobody waits for a first scale.
+        is_due = len(self.seen) % self.recipe.interval == 0 or self.kept is None
+        self.seen.append(amax if says_something(amax) else np.float32(0))
+        window = self.seen[-self.recipe.amax_history_len :]
+        chosen = self.seen[-1] if self.recipe.amax_compute_algo == "most_recent" else max(window)
+        if is_due and chosen > 0:
+            self.kept = scale_of(chosen, self.limit, self.recipe.margin)
+
+    @property
+    def history(self):
+        """Newest first, 0 where nothing was seen."""
+        length = self.recipe.amax_history_len
+        return (self.seen[::-1] + [np.float32(0)] * length)[:length]
+
+
+@functools.cache
+def runner(name):
+    """Compiled: amaxes (STEPS, OPERANDS) to each step's scales and the state after it."""
+    chosen = scaling.of_recipe(RECIPES[name])
+
+    def step(state, amaxes):
+        scales = [chosen.scale(state, i, amaxes[i], float(LIMITS[i])) for i in range(OPERANDS)]
+        state = chosen.update(state, amaxes, jnp.asarray(LIMITS))
+        return state, (jnp.stack(scales), state)
+
+    return jax.jit(lambda amaxes: lax.scan(step, chosen.init(OPERANDS), amaxes)[1])
+
+
+amaxes_of_a_tensor = st.one_of(
+    st.floats(float(np.float32(1e-12)), float(np.float32(1e12)), width=32),
+    st.floats(0, float(np.float32(2**127)), width=32, exclude_max=True),
+    st.sampled_from([0.0, np.nan, np.inf, 1e-45, 1e-40, float(TINY), 448.0, 57344.0, 1.0]),
+)
+sequences = st.lists(
+    st.lists(amaxes_of_a_tensor, min_size=OPERANDS, max_size=OPERANDS), min_size=STEPS, max_size=STEPS
+).map(np.float32)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("current")])
+@hypothesis.given(amaxes=sequences)
+@hypothesis.settings(max_examples=40)
+def test_delayed_scales_and_histories_are_those_of_the_definition(name, amaxes):
+    recipe = RECIPES[name]
+    scales, states = jax.tree.map(np.asarray, runner(name)(amaxes))
+    models = [DelayedModel(recipe, limit) for limit in LIMITS]
+    for t, seen in enumerate(amaxes):
+        np.testing.assert_array_equal(scales[t], [m.casts_with(a) for m, a in zip(models, seen, strict=True)])
+        for model, amax in zip(models, seen, strict=True):
+            model.update(amax)
+        kept = [np.float32(UNSET) if m.kept is None else m.kept for m in models]
+        np.testing.assert_array_equal(states["scale"][t], kept)
+        np.testing.assert_array_equal(states["amax_history"][t], [m.history for m in models])
+    assert (np.isfinite(scales) & (scales >= MIN_SCALE) & (scales <= MAX_SCALE)).all()
+
+
+@pytest.mark.parametrize("name", ["current", "current, margin"])
+@hypothesis.given(amaxes=sequences)
+@hypothesis.settings(max_examples=40)
+def test_current_scales_come_from_the_tensor_itself(name, amaxes):
+    scales, states = runner(name)(amaxes)
+    expected = [
+        [
+            scale_of(amax, limit, RECIPES[name].margin) if says_something(amax) else 1
+            for amax, limit in zip(row, LIMITS, strict=True)
+        ]
+        for row in amaxes
+    ]
+    np.testing.assert_array_equal(scales, np.float32(expected))
+    assert states == {}
+
+
+def test_a_window_of_amaxes_by_hand():
+    """The step that sees an amax casts with the scale of before; then it counts for three steps."""
+    amaxes = np.float32([[4.48, 448, 57344]] + [[44.8, 1, 1], [0, np.nan, np.inf]] + [[1, 2, 4]] * 9)
+    scales, states = runner("max")(amaxes)
+    first = np.float32([4.48 / 448, 1, 1])
+    np.testing.assert_allclose(scales[0], first, rtol=2e-7)  # there is none before the first
+    np.testing.assert_allclose(scales[1], first, rtol=2e-7)
+    np.testing.assert_allclose(scales[2], [44.8 / 448, 1, 1], rtol=2e-7)
+    np.testing.assert_allclose(scales[4], [44.8 / 448, 2 / 448, 4 / 57344], rtol=2e-7)
+    np.testing.assert_allclose(scales[5], [1 / 448, 2 / 448, 4 / 57344], rtol=2e-7)
+    np.testing.assert_array_equal(
+        states["amax_history"][2], np.float32([[0, 44.8, 4.48], [0, 1, 448], [0, 1, 57344]])
+    )
+
+
+@pytest.mark.parametrize(
+    "name, first, keys",
+    [
+        ("max", UNSET, {"scale": (3,), "amax_history": (3, 3)}),
+        ("one", 1, {"scale": (3,), "amax_history": (3, 4)}),
+        ("interval", UNSET, {"scale": (3,), "amax_history": (3, 4), "step": ()}),
+        ("current", None, {}),
+    ],
+)
+def test_the_state_before_the_first_step(name, first, keys):
+    state = scaling.of_recipe(RECIPES[name]).init(3)
+    assert {key: leaf.shape for key, leaf in state.items()} == keys
+    assert all(leaf.dtype == jnp.float32 for leaf in state.values())
+    for key, leaf in state.items():
+        np.testing.assert_array_equal(leaf, first if key == "scale" else 0)
+
+
+def test_unset_is_a_number_that_no_scale_is():
+    assert np.isfinite(np.float32(UNSET)) and UNSET > MAX_SCALE and np.float32(UNSET) == UNSET
+
+
+# Merging #########################################################################################
+
+
+@jax.custom_vjp
+def use(x, state, seen):
+    """A layer: reads its state, and returns `seen` as the new one."""
+    return x * 2
+
+
+use.defvjp(
+    lambda x, state, seen: (x * 2, (from_max(state), seen)),
+    lambda kept, g: (g * 2, to_max(kept[0] * 0 + kept[1]), jnp.zeros_like(kept[1])),
+)
+
+
+def new_state(loss, state):
+    return from_max(jax.jit(jax.grad(loss, allow_int=True))(to_max(state)))
+
+
+STATE = jnp.float32([3.0, 5.0])
+SEEN = (jnp.float32([1.0, 40.0]), jnp.float32([7.0, 2.0]))
+
+
+def test_two_uses_merge_by_max_and_not_with_the_old_value():
+    merged = new_state(lambda s: use(use(1.0, s, SEEN[0]), s, SEEN[1]), STATE)
+    np.testing.assert_array_equal(merged, [7, 40])
+    np.testing.assert_array_equal(new_state(lambda s: use(1.0, s, SEEN[0]), STATE), SEEN[0])
+
+
+def test_no_use_leaves_minus_infinity():
+    np.testing.assert_array_equal(new_state(lambda s: 1.0, STATE), [-np.inf, -np.inf])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+def test_a_state_broadcast_in_a_scan_merges_by_max(wrap):
+    seen = jnp.float32([[1, 9], [8, 2], [3, 3]])
+
+    def loss(state):
+        return lax.scan(lambda x, seen: (wrap(use)(x, state, seen), None), 1.0, seen)[0]
+
+    np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
+
+
+def test_a_state_shared_by_the_examples_of_a_vmap_merges_by_max():
+    seen = jnp.float32([[1, 9], [8, 2], [3, 3]])
+
+    def loss(state):
+        return jnp.sum(jax.vmap(use, in_axes=(0, None, 0))(jnp.ones(3), state, seen))
+
+    np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
+
+
+def test_a_state_scanned_over_stays_one_per_layer_through_checkpoint():
+    states, seen = jnp.float32([[1, 2], [3, 4]]), jnp.float32([[10, 20], [30, 40]])
+
+    def loss(states):
+        return lax.scan(lambda x, layer: (jax.checkpoint(use)(x, *layer), None), 1.0, (states, seen))[0]
+
+    np.testing.assert_array_equal(new_state(loss, states), seen)
+
+
+def test_to_max_and_from_max_keep_values_and_other_leaves():
+    tree = {"a": STATE, "b": to_max(STATE)}
+    wide = to_max(tree)
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {fm32}
+    for leaf in jax.tree.leaves(from_max(wide)):
+        assert leaf.dtype == jnp.float32
+        np.testing.assert_array_equal(leaf, STATE)
+    np.testing.assert_array_equal(from_max({"a": STATE})["a"], STATE)
+
+
+DATA = jnp.arange(-8.0, 8.0).reshape(4, 4)
+
+
+@jax.custom_vjp
+def once(x, slot):
+    """A layer whose weight gradient is DATA times its output's gradient; it never reads its slot."""
+    return x
+
+
+once.defvjp(lambda x, slot: (x, None), lambda kept, g: (g, to_codes((DATA * g).astype(jnp.float8_e4m3fn))))
+
+
+def twice(slot):
+    return once(once(1.0, slot), slot)
+
+
+def in_a_scan(slot):
+    return lax.scan(lambda x, _: (once(x, slot), None), 1.0, None, length=2)[0]
+
+
+def broadcast(slot):
+    return jnp.sum(jax.vmap(lambda x: once(x, slot))(jnp.ones(3)))
+
+
+def scanned_over(slots):
+    return lax.scan(lambda x, slot: (once(x, slot), None), 1.0, slots)[0]
+
+
+@pytest.mark.parametrize(
+    "loss, shape, expected",
+    [
+        (lambda slot: once(1.0, slot), (4, 4), False),
+        (lambda slot: jax.checkpoint(once)(1.0, slot), (4, 4), False),
+        (scanned_over, (3, 4, 4), False),
+        (twice, (4, 4), True),
+        (jax.jit(twice), (4, 4), True),
+        (in_a_scan, (4, 4), True),
+        (broadcast, (4, 4), True),
+    ],
+    ids=["once", "checkpoint", "scanned over", "twice", "twice in jit", "in a scan", "in vmap"],
+)
+def test_where_codes_would_be_added_is_seen(loss, shape, expected):
+    grad = jax.grad(loss, allow_int=True)
+    assert adds_codes(jax.make_jaxpr(grad)(no_codes(shape)).jaxpr) is expected
+    if not expected:
+        codes = jax.jit(lambda: from_codes(grad(no_codes(shape))))()
+        assert codes.dtype == jnp.float8_e4m3fn
+        np.testing.assert_array_equal(codes.astype(jnp.float32), jnp.broadcast_to(DATA, shape))
+
+
+def test_codes_are_of_their_own_dtype_and_start_at_zero():
+    start = jax.eval_shape(lambda: no_codes((2, 3)))
+    assert start.dtype == CODES and start.shape == (2, 3)
+    np.testing.assert_array_equal(from_codes(no_codes((2, 3))), np.zeros((2, 3)))
