@@ -1,0 +1,36 @@
+"""What an FP8 GEMM means: dequantize, multiply in float32, cast.
+
+Slow and exact; the other backends are tested against it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.scaled import ScaledArray
+
+
+def supports() -> str | None:
+    """None: runs everywhere."""
+    return None
+
+
+def dot(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    out_dtype: Any,
+    precise: bool,
+) -> jax.Array:
+    """The product of the dequantized operands; see `fp8jax.backends`."""
+    del precise
+    return lax.dot_general(
+        lhs.dequantize(),
+        rhs.dequantize(),
+        dimension_numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    ).astype(out_dtype)

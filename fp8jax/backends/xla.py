@@ -1,0 +1,104 @@
+"""FP8 GEMMs through XLA: cuBLASLt on a GPU, exact emulation on a CPU.
+
+One program serves both; which half of it is compiled is decided when it is lowered, so a
+program traced on a laptop compiles for a GPU that is not there.
+
+GPU. XLA recognizes `convert(fp8) * scalar` operands of a dot and makes one
+`__cublas$lt$matmul$f8` call, which takes the scales as they are (float32), accumulates in
+float32, and writes `out_dtype`. Precision DEFAULT is fast accumulation, HIGHEST precise.
+
+CPU. FP8 values are exact in bfloat16 and float32 and their products are exact in float32, so
+a wider dot means the same as an FP8 one. Which is faster depends on the processor: bfloat16
+where it has bfloat16 instructions, else float32.
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.platforms import by_platform
+from fp8jax.scaled import ScaledArray
+
+
+def supports() -> str | None:
+    """None: runs wherever JAX does."""
+    return None
+
+
+def dot(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    out_dtype: Any,
+    precise: bool,
+) -> jax.Array:
+    """See `fp8jax.backends`."""
+    return by_platform(
+        lhs.data,
+        lhs.scale,
+        rhs.data,
+        rhs.scale,
+        cpu=_dot_widened,
+        default=_dot_scaled,
+        dimension_numbers=dimension_numbers,
+        out_dtype=out_dtype,
+        precise=precise,
+    )
+
+
+def _dot_widened(
+    lhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs: jax.Array,
+    rhs_scale: jax.Array,
+    *,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out_dtype: Any,
+    precise: bool,
+) -> jax.Array:
+    del precise  # it always is
+    wide = jnp.bfloat16 if _has_bfloat16_instructions() else jnp.float32
+    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    ((lhs_k,), (rhs_k,)), (lhs_batch, rhs_batch) = dimension_numbers
+    if lhs_k != lhs.ndim - 1:
+        # XLA's fast CPU GEMM wants rows of lhs; the barrier keeps it from undoing the transpose.
+        lhs = lax.optimization_barrier(jnp.moveaxis(lhs, lhs_k, -1))
+        dimension_numbers = (((lhs.ndim - 1,), (rhs_k,)), (lhs_batch, rhs_batch))
+    out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    # Two multiplications: the product of the scales alone can leave float32's range.
+    return (out * lhs_scale * rhs_scale).astype(out_dtype)
+
+
+def _dot_scaled(
+    lhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs: jax.Array,
+    rhs_scale: jax.Array,
+    *,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out_dtype: Any,
+    precise: bool,
+) -> jax.Array:
+    # The scales are cast for the sake of the pattern; XLA hands the float32 ones to cuBLASLt.
+    return lax.dot_general(
+        lhs.astype(out_dtype) * lhs_scale.astype(out_dtype),
+        rhs.astype(out_dtype) * rhs_scale.astype(out_dtype),
+        dimension_numbers,
+        precision=lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT,
+        preferred_element_type=out_dtype,
+    )
+
+
+@functools.cache
+def _has_bfloat16_instructions() -> bool:
+    """Whether this processor multiplies bfloat16 natively (Linux tells; else assume not)."""
+    try:
+        flags = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -1,0 +1,224 @@
+"""A dot product whose three GEMMs run in FP8, for JAX's autodiff.
+
+    y  = lhs . rhs       E4M3 x E4M3, fast accumulation
+    dx = dy  . rhs^T     E5M2 x E4M3, precise accumulation
+    dw = lhs^T . dy      E4M3 x E5M2, precise accumulation
+
+    >>> import jax, jax.numpy as jnp
+    >>> from fp8jax import Recipe
+    >>> from fp8jax.dot import dot_general, init_state
+    >>> recipe = Recipe.parse("te")
+    >>> x, w = jnp.ones((4, 16)), jnp.ones((16, 32))
+    >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, state=init_state(recipe))
+    >>> float(y[0, 0])
+    16.0
+
+What the backward needs is kept in FP8. The new scaling state leaves as the cotangent of
+`state`, since only the backward sees the amax of `dy`: "overwrite with gradient".
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax import backends, formats, scaling
+from fp8jax.layout import Layout
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import ScaledArray, amax, quantize, to_bytes, value
+from fp8jax.scaling.merge import CODES, NeedsWideGradient, from_max, to_codes, to_max
+
+OPERANDS = ("lhs", "rhs", "grad")
+
+State = dict[str, jax.Array]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A kernel on its way through a loss, with the place its gradient comes out of.
+
+    A narrow kernel has no cotangent of its own worth having: that of a float16 array is
+    float16. `slot` is a zero array of the kernel's shape, never read by `dot_general`; its
+    cotangent is the gradient with respect to the kernel's value, as float32 or as E4M3 codes
+    whose scale leaves through the dot's state.
+    """
+
+    value: Any  # ScaledArray or float array
+    slot: Any  # shape=kernel's, float32 or merge.CODES
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's shape."""
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        """The kernel's rank."""
+        return self.value.ndim
+
+    def dequantize(self) -> jax.Array:
+        """The value as a float32 array that gradients flow through."""
+        if self.slot.dtype == CODES:
+            raise NeedsWideGradient
+        return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.slot
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+
+class _Static(NamedTuple):
+    """What is known when the dot is traced."""
+
+    recipe: Recipe
+    backend: str
+    layout: Layout
+    lhs_dtype: Any
+    rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
+    slot_dtype: Any  # None: the gradient is that of rhs itself
+    out_dtype: Any
+
+    @property
+    def formats(self) -> list[formats.Format]:
+        """The formats of `OPERANDS`."""
+        forward, backward = map(formats.get, self.recipe.gemm_formats)
+        return [forward, forward, backward]
+
+
+def init_state(recipe: Recipe) -> State:
+    """The scaling state of one dot, a dict of float32 arrays; empty if nothing is kept.
+
+    Returns:
+        What the recipe's scaling keeps for the operands lhs, rhs and grad, in this order
+        (see `fp8jax.scaling.delayed`), and where the weight gradient is FP8 its last scale,
+        `wgrad_scale`, shape ().
+    """
+    state = scaling.of_recipe(recipe).init(len(OPERANDS))
+    if recipe.weight_grad == "E4M3":
+        state["wgrad_scale"] = jnp.ones((), jnp.float32)
+    return state
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    recipe: Recipe,
+    state: State,
+    out_dtype: Any = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """`lax.dot_general` whose GEMMs run in FP8 as the recipe's `gemm` column says.
+
+    Args:
+        lhs: float array: the input.
+        rhs: the kernel: float array, `ScaledArray`, or `Weight`.
+        dimension_numbers: as in `jax.lax.dot_general`; batch dims allowed, any dim may be 0.
+        recipe: its `gemm` must be "FP8".
+        state: scaling state of this dot, see `init_state`.
+        out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
+        backend: see `fp8jax.backends`.
+
+    Returns:
+        Array of `lax.dot_general`'s shape. Its gradients: for `lhs` in lhs's dtype, for a
+        float `rhs` in rhs's dtype, for a `Weight` in its slot, and for `state` the new state.
+
+    Raises:
+        ValueError: `recipe.gemm` is not "FP8".
+    """
+    if recipe.gemm != "FP8":
+        raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
+    kernel, slot = (rhs.value, rhs.slot) if isinstance(rhs, Weight) else (rhs, None)
+    rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
+    if out_dtype is None:
+        out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
+    layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
+    slot_dtype = None if slot is None else slot.dtype
+    static = _Static(recipe, backend, layout, lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
+    out: Any = _dot(static, lhs, kernel, slot, to_max(state))
+    return out.reshape(layout.out_shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(static: _Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> jax.Array:
+    return _forward(static, lhs, rhs, slot, state)[0]
+
+
+def _forward(static: _Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> tuple[jax.Array, Any]:
+    """The output, and what the backward needs."""
+    del slot
+    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    state = from_max(state)
+    lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
+    rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
+    narrow = (static.layout.lhs_matrix(q_lhs), static.layout.rhs_matrix(q_rhs))
+    wide = (
+        static.layout.lhs_matrix(lhs.astype(static.out_dtype)),
+        static.layout.rhs_matrix(value(rhs).astype(static.out_dtype)),
+    )
+    out = _multiply(static, *(wide if fprop_is_high else narrow), "mk,kn", precise=False)
+    kept = (
+        wide[0] if wgrad_is_high else _packed(narrow[0]),
+        wide[1] if dgrad_is_high else _packed(narrow[1]),
+    )
+    return out, (kept, (lhs_seen, rhs_seen), state)
+
+
+def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, Any, Any]:
+    matrices, seen, state = kept
+    lhs, rhs = (_unpacked(matrix, static.formats[0]) for matrix in matrices)
+    _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    grad_seen, q_grad = _quantize(static, 2, grad, state)
+    dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
+    drhs = _multiply(static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True)
+    dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
+    drhs = static.layout.rhs_tensor(drhs)
+    limits = jnp.array([format.max for format in static.formats], jnp.float32)
+    update = scaling.of_recipe(static.recipe).update
+    new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
+    in_rhs, in_slot = None, None
+    if static.slot_dtype == CODES:
+        q_drhs = quantize(drhs, formats.E4M3, power_of_two=True)
+        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
+    elif static.slot_dtype is not None:
+        in_slot = drhs.astype(static.slot_dtype)
+    elif static.rhs_dtype is not None:
+        in_rhs = drhs.astype(static.rhs_dtype)
+    return dlhs, in_rhs, in_slot, to_max(new_state)
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def _quantize(static: _Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
+    """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses."""
+    format, seen = static.formats[operand], amax(x)
+    q = quantize(x, format, scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max))
+    # Without the barrier XLA keeps the wide tensor for the backward and casts it again.
+    return seen, _unpacked(lax.optimization_barrier(_packed(q)), format)
+
+
+def _packed(q: ScaledArray) -> ScaledArray:
+    """As it is kept for the backward: bytes, see `to_bytes`."""
+    return ScaledArray(to_bytes(q.data), q.scale)
+
+
+def _unpacked(matrix: Any, format: formats.Format) -> Any:
+    """The inverse of `_packed`; what was not packed stays as it is."""
+    if not isinstance(matrix, ScaledArray):
+        return matrix
+    return ScaledArray(lax.bitcast_convert_type(matrix.data, format.dtype), matrix.scale)
+
+
+def _multiply(static: _Static, lhs: Any, rhs: Any, spec: str, *, precise: bool) -> jax.Array:
+    """One GEMM between matrices, in FP8 if the operands are."""
+    dimension_numbers = static.layout.contract(spec)
+    if isinstance(lhs, ScaledArray):
+        multiply = backends.get(static.backend).dot
+        return multiply(lhs, rhs, dimension_numbers, out_dtype=static.out_dtype, precise=precise)
+    out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    return out.astype(static.out_dtype)

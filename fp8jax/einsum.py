@@ -1,0 +1,58 @@
+"""An einsum of two operands as one dot product.
+
+>>> from fp8jax.einsum import is_dot
+>>> is_dot("bthd,hdm->btm"), is_dot("bt,tm->b")     # the second sums `m` away
+(True, False)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+
+
+def is_dot(subscripts: str) -> bool:
+    """Whether `subscripts` is two operands, "->", and a product that one `dot_general` and a
+    transpose make: no repeated letter within an operand, none summed in one operand alone."""
+    operands, arrow, out = subscripts.partition("->")
+    if not arrow or operands.count(",") != 1:
+        return False
+    lhs, rhs = operands.replace("...", "").split(",")
+    out = out.replace("...", "")
+    is_repeated = any(len(set(term)) < len(term) for term in (lhs, rhs, out))
+    alone = set(lhs) ^ set(rhs)
+    return not is_repeated and alone <= set(out) <= set(lhs) | set(rhs) and "..." not in rhs
+
+
+def einsum(subscripts: str, lhs: Any, rhs: Any, dot_general: Callable[..., Any]) -> Any:
+    """`jnp.einsum(subscripts, lhs, rhs)` by `dot_general(lhs, rhs, dimension_numbers)`.
+
+    Args:
+        subscripts: with "->", and such that `is_dot`; lhs may have "...", rhs may not.
+        lhs, rhs: what `dot_general` takes; only their `ndim` is used here.
+        dot_general: called once.
+    """
+    left, right, out = _spell_out(subscripts, lhs.ndim)
+    shared = [letter for letter in left if letter in right]
+    batch = [letter for letter in shared if letter in out]
+    contracted = [letter for letter in shared if letter not in out]
+
+    def axes(term: str, letters: list[str]) -> tuple[int, ...]:
+        return tuple(term.index(letter) for letter in letters)
+
+    dimension_numbers: lax.DotDimensionNumbers = (
+        (axes(left, contracted), axes(right, contracted)),
+        (axes(left, batch), axes(right, batch)),
+    )
+    made = "".join(batch) + "".join(c for term in (left, right) for c in term if c not in shared)
+    return dot_general(lhs, rhs, dimension_numbers).transpose([made.index(c) for c in out])
+
+
+def _spell_out(subscripts: str, lhs_ndim: int) -> tuple[str, str, str]:
+    """The three terms with lhs's "..." replaced by letters that are not in use."""
+    operands, _, out = subscripts.partition("->")
+    left, right = operands.split(",")
+    unused = (c for c in map(chr, range(ord("A"), 0x250)) if c.isalpha() and c not in subscripts)
+    hidden = lhs_ndim - len(left.replace("...", "")) if "..." in left else 0
+    letters = "".join(next(unused) for _ in range(hidden))
+    return left.replace("...", letters), right, out.replace("...", letters)

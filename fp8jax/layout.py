@@ -1,0 +1,96 @@
+"""A `dot_general` of any rank as one of matrices: (batch) x m x k times (batch) x k x n.
+
+GEMM libraries take matrices: one contracted and one free dim per operand, at most one batch
+dim. A `Layout` says how an operand becomes one, and how a gradient becomes an operand again.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from fp8jax.scaled import ScaledArray
+
+
+class _Side(NamedTuple):
+    """One operand: its shape, and its dims by role, in matrix order."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # dims, batch first, then the matrix's rows, then its columns
+    matrix: tuple[int, ...]  # shape as a (batched) matrix
+
+    def to_matrix(self, x: jax.Array) -> jax.Array:
+        return x.transpose(self.order).reshape(self.matrix)
+
+    def to_tensor(self, x: jax.Array) -> jax.Array:
+        back = tuple(self.order.index(dim) for dim in range(len(self.order)))
+        return x.reshape(tuple(self.shape[dim] for dim in self.order)).transpose(back)
+
+
+class Layout(NamedTuple):
+    """How the operands of one `dot_general` become matrices, and its output a tensor."""
+
+    lhs: _Side
+    rhs: _Side
+    out_shape: tuple[int, ...]
+    is_batched: bool
+
+    @classmethod
+    def of(
+        cls,
+        lhs: tuple[int, ...],
+        rhs: tuple[int, ...],
+        dimension_numbers: lax.DotDimensionNumbers,
+    ) -> "Layout":
+        """The layout of the dot of arrays of shapes `lhs` and `rhs`."""
+        (lhs_k, rhs_k), (lhs_batch, rhs_batch) = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+        # The two operands must list the contracted dims in one order; rhs's own costs nothing.
+        paired = sorted(zip(rhs_k, lhs_k, strict=True))
+        lhs_k, rhs_k = tuple(k for _, k in paired), tuple(k for k, _ in paired)
+        lhs_m = tuple(d for d in range(len(lhs)) if d not in lhs_k + lhs_batch)
+        rhs_n = tuple(d for d in range(len(rhs)) if d not in rhs_k + rhs_batch)
+
+        def side(shape: tuple[int, ...], *groups: tuple[int, ...]) -> _Side:
+            sizes = tuple(math.prod(shape[d] for d in dims) for dims in groups)
+            matrix = sizes if groups[0] else sizes[1:]
+            return _Side(tuple(shape), sum(groups, ()), matrix)
+
+        out = [lhs[d] for d in lhs_batch + lhs_m] + [rhs[d] for d in rhs_n]
+        return cls(
+            side(lhs, lhs_batch, lhs_m, lhs_k),
+            side(rhs, rhs_batch, rhs_k, rhs_n),
+            tuple(out),
+            bool(lhs_batch),
+        )
+
+    def lhs_matrix(self, x: Any) -> Any:
+        """lhs as ([batch,] m, k); a `ScaledArray` with a scalar scale stays one."""
+        return _on_data(self.lhs.to_matrix, x)
+
+    def rhs_matrix(self, x: Any) -> Any:
+        """rhs as ([batch,] k, n)."""
+        return _on_data(self.rhs.to_matrix, x)
+
+    def lhs_tensor(self, x: jax.Array) -> jax.Array:
+        """A ([batch,] m, k) matrix in lhs's shape."""
+        return self.lhs.to_tensor(x)
+
+    def rhs_tensor(self, x: jax.Array) -> jax.Array:
+        """A ([batch,] k, n) matrix in rhs's shape."""
+        return self.rhs.to_tensor(x)
+
+    def contract(self, spec: str) -> lax.DotDimensionNumbers:
+        """Dimension numbers of a matrix product written as "mk,kn": the letter shared by
+        both operands is contracted."""
+        lhs, rhs = spec.split(",")
+        (letter,) = set(lhs) & set(rhs)
+        batch = (0,) if self.is_batched else ()
+        offset = len(batch)
+        return (((lhs.index(letter) + offset,), (rhs.index(letter) + offset,)), (batch, batch))
+
+
+def _on_data(reshape: Any, x: Any) -> Any:
+    if isinstance(x, ScaledArray):
+        return ScaledArray(reshape(x.data), x.scale)
+    return reshape(x)
