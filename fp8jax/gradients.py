@@ -1,0 +1,197 @@
+"""Variables in, variables out: the loss's gradient, and a step along it.
+
+    loss, grads = fp8jax.value_and_grad(loss_fn)(variables, batch)
+    updates, opt_state = tx.update(grads, opt_state, variables)
+    variables = fp8jax.apply_updates(variables, updates)
+
+`variables` are Flax's: `{"params": ..., "_overwrite_with_gradient": ...}`. The gradient has
+the same structure: under "params" the gradients, in the format that the recipe's
+`weight_grad` column names, under "_overwrite_with_gradient" the new scaling state, which
+replaces the old one. A tree without a "params" collection is taken as the parameters.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+
+from fp8jax import formats
+from fp8jax.dot import Weight
+from fp8jax.scaled import ScaledArray, is_scaled, quantize, value
+from fp8jax.scaling.merge import (
+    CODES,
+    NeedsWideGradient,
+    adds_codes,
+    from_codes,
+    from_max,
+    no_codes,
+    to_max,
+)
+from fp8jax.variables import PARAMS, SCALING, has_params
+
+
+def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` for variables that hold scaled weights and scaling state.
+
+    Args:
+        loss_fn: `loss_fn(variables, *args, **kwargs)` gives a scalar, or with `has_aux` a
+            scalar and anything else.
+        has_aux: as in `jax.value_and_grad`.
+
+    Returns:
+        A function of the same arguments that gives `(loss, grads)`, or
+        `((loss, aux), grads)`. `grads["params"]` holds an array for an array (in its dtype),
+        and for a `ScaledArray` weight a float32 array, or a `ScaledArray` in E4M3 with a
+        power-of-two scale where the recipe's weight gradients are FP8. Where a layer is
+        used more than once, its amaxes are merged by max; the state of a layer that the
+        loss did not use stays as it was. Other collections take no part.
+
+    References:
+        FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(variables: Any) -> Any:
+            try:
+                return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, narrow=True)
+            except NeedsWideGradient:
+                # A kernel's gradient is a sum: let all leave as float32, to be narrowed after it.
+                return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, narrow=False)
+
+        # JAX adds arrays of an extended dtype only in compiled code.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
+        return run(variables) if is_traced else jax.jit(run)(variables)
+
+    return wrapped
+
+
+def _value_and_grad(
+    loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any, has_aux: bool, narrow: bool
+) -> Any:
+    is_flax = has_params(variables)
+    params = variables[PARAMS] if is_flax else variables
+    state = variables.get(SCALING, {}) if is_flax else {}
+    is_marked = _is_marked(params, state)
+
+    def slot(leaf: Any, marked: bool) -> Any:
+        if marked and narrow:
+            return no_codes(leaf.shape)
+        return jnp.zeros(leaf.shape, jnp.float32) if marked or is_scaled(leaf) else leaf
+
+    def opened(leaf: Any, slot: Any, marked: bool) -> Any:
+        return Weight(leaf, slot) if marked or is_scaled(leaf) else slot
+
+    def loss(slots: Any, state: Any) -> Any:
+        inside = jax.tree.map(opened, params, slots, is_marked, is_leaf=is_scaled)
+        if is_flax:
+            inside = {**variables, PARAMS: inside}
+            if SCALING in variables:
+                inside[SCALING] = state
+        return loss_fn(inside, *args, **kwargs)
+
+    slots = jax.tree.map(slot, params, is_marked, is_leaf=is_scaled)
+    # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
+    grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux, allow_int=True)
+    if narrow and any(jax.tree.leaves(is_marked)):
+        grad_fn = _unless_codes_meet(grad_fn, slots, to_max(state))
+    out, (grads, new_state) = grad_fn(slots, to_max(state))
+    new_state = jax.tree.map(_unless_unused, from_max(new_state), state)
+    grads, new_state = _narrow(grads, params, new_state)
+    if not is_flax:
+        return out, grads
+    return out, {PARAMS: grads, **({SCALING: new_state} if SCALING in variables else {})}
+
+
+def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`grad_fn` traced, so that it is known whether it adds FP8 codes; raises if it does."""
+    jaxpr, out = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    if adds_codes(jaxpr.jaxpr):
+        raise NeedsWideGradient
+    run, treedef = jax.extend.core.jaxpr_as_fun(jaxpr), jax.tree.structure(out)
+    return lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
+
+
+def _unless_unused(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isneginf(new), old, new)
+
+
+def _is_marked(params: Any, state: Any) -> Any:
+    """For each parameter, whether its gradient is FP8: its state has a scale for it."""
+    if not isinstance(params, Mapping):
+        return jax.tree.map(lambda leaf: "wgrad_scale" in state, params, is_leaf=is_scaled)
+    return {name: _is_marked(below, state.get(name, {})) for name, below in params.items()}
+
+
+def _narrow(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+    """The marked gradients as `ScaledArray`s, and the state with their scales."""
+    if not isinstance(grads, Mapping):
+        return grads, state
+    grads, state = dict(grads), dict(state)
+    for name, kept in state.items():
+        if isinstance(grads[name], Mapping):
+            grads[name], state[name] = _narrow(grads[name], params[name], kept)
+        elif "wgrad_scale" in kept:
+            grads[name], scale = _narrow_leaf(grads[name], params[name], kept["wgrad_scale"])
+            state[name] = {**kept, "wgrad_scale": scale}
+    return grads, state
+
+
+def _narrow_leaf(grad: Any, param: Any, scale: jax.Array) -> tuple[ScaledArray, jax.Array]:
+    """One gradient, as codes on `scale` or wide, as a `ScaledArray`; and its scale in scale's shape."""
+    blocks = scale.shape + (1,) * (param.ndim - scale.ndim) if scale.ndim else ()
+    if is_scaled(param):
+        blocks = param.scale.shape
+    if grad.dtype == CODES:
+        return ScaledArray(from_codes(grad), scale.reshape(blocks)), scale
+    q = quantize(grad, formats.E4M3, power_of_two=True, blocks=blocks)
+    return q, q.scale.reshape(scale.shape)
+
+
+def apply_updates(variables: Any, updates: Any) -> Any:
+    """`variables` after a step: `optax.apply_updates` that knows scaled weights.
+
+    Args:
+        variables: Flax variables, or parameters alone.
+        updates: what the optimizer made of `value_and_grad`'s gradients: the same structure,
+            or that of the parameters alone if `variables` are the parameters alone.
+
+    Returns:
+        New variables. A plain leaf becomes `leaf + update` in its own dtype. A `ScaledArray`
+        becomes its value plus the update, computed in float32, and quantized to its format
+        on a fresh power-of-two scale per block of its old scale (the weight is its own
+        master). The scaling state is replaced by that in `updates`. Collections that
+        `updates` does not have stay.
+
+    Raises:
+        ValueError: `updates` has a collection that `variables` lacks.
+    """
+    if not has_params(variables):
+        return jax.tree.map(_step, variables, updates, is_leaf=is_scaled)
+    if not has_params(updates) or not set(updates) <= set(variables):
+        got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+        raise ValueError(
+            f"`updates`: expected the collections of `variables` ({', '.join(sorted(variables))}), "
+            f"'params' among them; got {got}. Give `tx.update` the gradients and variables as "
+            "`value_and_grad` returned and took them."
+        )
+    params = jax.tree.map(_step, variables[PARAMS], updates[PARAMS], is_leaf=is_scaled)
+    return {**variables, **updates, PARAMS: params}
+
+
+def _step(leaf: Any, update: Any) -> Any:
+    if update is None:
+        return leaf
+    if not is_scaled(leaf):
+        return (leaf + value(update)).astype(leaf.dtype)
+    new = value(leaf) + value(update).astype(jnp.float32)
+    format = _format_of(leaf)
+    return quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
+
+
+def _format_of(leaf: ScaledArray) -> formats.Format:
+    return next(f for f in formats.ALL if f.dtype == leaf.data.dtype)

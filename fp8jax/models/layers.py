@@ -1,0 +1,229 @@
+"""One layer's call under a recipe: Linen's Dense, DenseGeneral and Einsum.
+
+The layer's own code runs, with two of its attributes replaced for the length of the call:
+`promote_dtype`, so that the kernel reaches the dot in the format it is kept in, and
+`dot_general`. `nn.Einsum` has no such seam; its product is made here.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+from flax.linen.module import merge_param
+from jax import lax
+
+from fp8jax import formats
+from fp8jax.dot import Weight, dot_general, init_state
+from fp8jax.einsum import einsum, is_dot
+from fp8jax.models.report import Row, Rows, why_not_chosen
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import ScaledArray, is_scaled, quantize
+
+# A kernel's scaling state is the parameter of the kernel's name and this suffix.
+STATE = "__fp8"
+
+MATCHED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+
+# Layers that multiply but stay as they are; the report says why.
+LEFT_ALONE = {
+    "Conv": "convolutions stay as they are",
+    "ConvTranspose": "convolutions stay as they are",
+    "ConvLocal": "convolutions stay as they are",
+    "Embed": "embeddings stay as they are",
+}
+
+_GEMM_DTYPES = {"BF16": jnp.dtype(jnp.bfloat16), "FP32": jnp.dtype(jnp.float32)}
+
+
+class Interceptor:
+    """A Flax method interceptor that runs matched layers under a recipe.
+
+    Args:
+        recipe: which layers, and how.
+        backend: who multiplies.
+        rows: gets one row per layer that was called.
+    """
+
+    def __init__(self, recipe: Recipe, backend: str, rows: Rows):
+        self.recipe, self.backend, self.rows = recipe, backend, rows
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """Flax's protocol: makes the method's call, `call(*args, **kwargs)`."""
+        module, method = context.module, context.method_name
+        path, kind = "/".join(module.path), type(module).__name__
+        if kind in LEFT_ALONE and method in ("__call__", "attend"):
+            path += ".attend" if method == "attend" else ""
+            self.rows[path] = Row(path, kind, (), False, LEFT_ALONE[kind])
+        if method != "__call__" or not isinstance(module, MATCHED):
+            return call(*args, **kwargs)
+        reason = self._why_not(module, path, args, kwargs)
+        multiply = None
+        if reason is None:
+            multiply = _FP8Dot(self.recipe, self.backend, self._state(module), module.param_dtype)
+        elif self.recipe.gemm in _GEMM_DTYPES and not _has_own_dot(module):
+            multiply = _WideDot(_GEMM_DTYPES[self.recipe.gemm], module.param_dtype)
+        out = _call(call, module, multiply, args, kwargs)
+        if reason is None and module.is_initializing() and self.recipe.weight != "FP32":
+            self._narrow_kernel(module)
+        shape = tuple(meta.unbox(module.get_variable("params", "kernel")).shape)
+        self.rows[path] = Row(path, kind, shape, reason is None, reason or "")
+        return out
+
+    def _why_not(self, module: Any, path: str, args: Any, kwargs: Any) -> str | None:
+        """None where the layer runs in FP8, else the reason."""
+        if self.recipe.gemm != "FP8":
+            return f"gemm={self.recipe.gemm}"
+        if _has_own_dot(module):
+            return "the layer has a dot_general of its own"
+        if isinstance(module, nn.Einsum) and not is_dot(_subscripts(module, *args, **kwargs)):
+            return "the einsum is not a single dot product"
+        return why_not_chosen(self.recipe, path)
+
+    def _state(self, module: Any) -> Any:
+        name, fresh = "kernel" + STATE, init_state(self.recipe)
+        if not fresh:
+            return fresh
+        if module.has_variable("params", name):
+            return module.get_variable("params", name)
+        if not module.is_initializing():
+            raise ValueError(
+                f"`variables`: expected the scaling state of layer {'/'.join(module.path)!r} in "
+                "the collection '_overwrite_with_gradient'; got none. Take it from "
+                "`model.init(...)`, and give `apply` all of the variables, not 'params' alone."
+            )
+        # Not `module.param`, which would draw a key and so change the layer's own draws.
+        module.put_variable("params", name, fresh)
+        return fresh
+
+    def _narrow_kernel(self, module: Any) -> None:
+        """Puts the kernel that `init` just made into the recipe's weight format."""
+        boxed = module.get_variable("params", "kernel")
+        kernel = meta.unbox(boxed)
+        if not is_scaled(kernel):
+            format, blocks = weight_format(self.recipe), (1,) * kernel.ndim
+            kernel = quantize(kernel, format, power_of_two=True, blocks=blocks)
+            module.put_variable("params", "kernel", meta.replace_boxed(boxed, kernel))
+
+
+def weight_format(recipe: Recipe) -> formats.Format:
+    """Format of the matched kernels."""
+    return formats.get(recipe.weight)
+
+
+class _FP8Dot:
+    """`promote_dtype` and `dot_general` of one matched layer's call."""
+
+    def __init__(self, recipe: Recipe, backend: str, state: Any, param_dtype: Any):
+        self.static = {"recipe": recipe, "backend": backend, "state": state}
+        self.param_dtype = param_dtype
+        self.out_dtype: Any = None
+
+    def promote_dtype(
+        self, inputs: Any, kernel: Any, bias: Any, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, Any, Any]:
+        """Leaves input and kernel as they are: casting to FP8 from what they are kept in
+        rounds once. Notes the dtype that the layer computes in."""
+        del inexact
+        self.out_dtype = _compute_dtype(dtype, inputs, kernel, self.param_dtype, bias)
+        inputs = jnp.asarray(inputs)
+        if not jnp.issubdtype(inputs.dtype, jnp.floating):
+            inputs = inputs.astype(self.out_dtype)
+        return inputs, kernel, _cast(bias, self.out_dtype)
+
+    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, **ignored: Any) -> Any:
+        """`ignored` is the precision of a wider GEMM."""
+        return dot_general(lhs, rhs, dimension_numbers, out_dtype=self.out_dtype, **self.static)
+
+    def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:
+        return einsum(subscripts, lhs, rhs, self.dot_general)
+
+
+class _WideDot:
+    """The same for GEMMs in a wider format: operands cast to it, forward and backward."""
+
+    def __init__(self, gemm_dtype: Any, param_dtype: Any):
+        self.gemm_dtype, self.param_dtype = gemm_dtype, param_dtype
+        self.out_dtype: Any = None
+
+    def promote_dtype(
+        self, inputs: Any, kernel: Any, bias: Any, dtype: Any = None, inexact: bool = True
+    ) -> tuple[Any, Any, Any]:
+        del inexact
+        self.out_dtype = _compute_dtype(dtype, inputs, kernel, self.param_dtype, bias)
+        operands = (_cast(jnp.asarray(x), self.gemm_dtype) for x in (inputs, kernel))
+        return *operands, _cast(bias, self.out_dtype)
+
+    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None) -> Any:
+        out = lax.dot_general(lhs, rhs, dimension_numbers, precision=precision)
+        return out.astype(self.out_dtype)
+
+    def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:
+        return jnp.einsum(subscripts, lhs, rhs).astype(self.out_dtype)
+
+
+def _compute_dtype(dtype: Any, inputs: Any, kernel: Any, param_dtype: Any, bias: Any) -> Any:
+    """What Flax computes in: `dtype`, or the promoted dtype of what takes part."""
+    if dtype is not None:
+        return jnp.dtype(dtype)
+    kept = param_dtype if isinstance(kernel, ScaledArray | Weight) else kernel.dtype
+    parts = [jnp.asarray(inputs).dtype, kept, *([] if bias is None else [bias.dtype])]
+    promoted = jnp.result_type(*parts)
+    return promoted if jnp.issubdtype(promoted, jnp.floating) else jnp.dtype(jnp.float32)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return None if x is None else x.astype(dtype)
+
+
+def _has_own_dot(module: Any) -> bool:
+    own = (getattr(module, name, None) for name in ("dot_general", "dot_general_cls"))
+    return any(dot is not None for dot in own)
+
+
+def _call(
+    call: Callable[..., Any], module: Any, multiply: _FP8Dot | _WideDot | None, args: Any, kwargs: Any
+) -> Any:
+    """The layer's call, multiplying with `multiply` if given."""
+    if multiply is None:
+        return call(*args, **kwargs)
+    with _replaced(module, "promote_dtype", multiply.promote_dtype):
+        if isinstance(module, nn.Einsum):
+            return _call_einsum(module, multiply, *args, **kwargs)
+        with _replaced(module, "dot_general", multiply.dot_general):
+            return call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, new: Any) -> Iterator[None]:
+    """One attribute of a bound module, which Flax freezes, replaced for a while. The bound
+    module is Flax's own copy for this call; the user's module is never touched."""
+    old = getattr(module, name)
+    object.__setattr__(module, name, new)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, name, old)
+
+
+def _subscripts(module: nn.Einsum, inputs: Any, einsum_str: str | None = None) -> str:
+    del inputs
+    return merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
+
+
+def _call_einsum(
+    module: Any, multiply: _FP8Dot | _WideDot, inputs: jax.Array, einsum_str: str | None = None
+) -> jax.Array:
+    """What `nn.Einsum.__call__` does, with our product."""
+    subscripts = _subscripts(module, inputs, einsum_str)
+    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    bias, broadcast = None, ()
+    if module.use_bias:
+        shape, broadcast = module._get_bias_shape(subscripts, inputs, kernel)
+        bias = module.param("bias", module.bias_init, shape, module.param_dtype)
+    inputs, kernel, bias = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
+    out = multiply.einsum(subscripts, inputs, kernel)
+    return out if bias is None else out + jnp.reshape(bias, broadcast)

@@ -1,0 +1,196 @@
+"""Flax Linen: the dots of a module's layers, under a recipe, without touching the module.
+
+    model = transform(module, recipe)
+    variables = model.init(key, x)      # "params" as the module's, kernels in their format
+    y = model.apply(variables, x)
+
+While the module runs, its calls pass through a Flax interceptor. A layer that the recipe
+matches finds, next to its kernel in "params", the scaling state of its dot, so that
+`nn.scan`, `nn.remat` and `nn.vmap` split and stack the state as they do the kernel. Outside
+the state lives in a collection of its own, "_overwrite_with_gradient", as a tree shaped
+like "params":
+
+    {"params": {"fc": {"kernel": k}},
+     "_overwrite_with_gradient": {"fc": {"kernel": {"lhs": ..., "rhs": ..., "grad": ...}}}}
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from fp8jax import backends
+from fp8jax.models import layers
+from fp8jax.models.report import Report, Rows, check_patterns
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import is_scaled, quantize, value
+from fp8jax.scaling.merge import to_max
+from fp8jax.variables import PARAMS, SCALING
+
+
+def transform(module: Any, recipe: Recipe, backend: str) -> "LinenModel":
+    """See `fp8jax.transform`."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"`model`: expected a Flax Linen module; got {type(module).__name__}.")
+    if recipe.gemm == "FP16" or recipe.weight == "E4M3":
+        raise ValueError(
+            f"`recipe`: {recipe} is not in this release (float16 GEMMs with loss scaling, FP8 "
+            "weights); use fp32, bf16, te, O1, O2 or te+O2."
+        )
+    backends.get(backend)
+    return LinenModel(module, recipe, backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenModel:
+    """A Linen module under a recipe; made by `fp8jax.transform`.
+
+    Attributes:
+        module: the user's module.
+        recipe: the formats.
+        backend: who multiplies.
+    """
+
+    module: nn.Module
+    recipe: Recipe
+    backend: str = "auto"
+
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """`module.init`: variables whose matched kernels are in the recipe's weight format.
+
+        Returns:
+            The module's variables and, where the recipe keeps any, the scaling state in
+            "_overwrite_with_gradient". The values are those of `module.init` with the same
+            `rngs`, rounded to the weight format.
+
+        Raises:
+            ValueError: an include or exclude pattern matches no layer.
+        """
+        return self.init_with_output(rngs, *args, **kwargs)[1]
+
+    def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """`module.init_with_output`; see `init`."""
+        rows: Rows = {}
+        with self._intercept(rows):
+            out, variables = self.module.init_with_output(rngs, *args, **kwargs)
+        check_patterns(self.recipe, rows)
+        return out, _split(variables)
+
+    def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """`module.apply`, with `init`'s variables or a plain model's parameters in them.
+
+        Gradients taken with `fp8jax.value_and_grad` carry the new scaling state; applying
+        the model alone changes no state.
+
+        Raises:
+            ValueError: `variables` lack the scaling state of a matched layer.
+        """
+        with self._intercept({}):
+            result = self.module.apply(_merge(variables), *args, **kwargs)
+        if kwargs.get("mutable", False) is False:
+            return result
+        out, mutated = result
+        return out, _split(mutated)
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Which layers run in FP8 for these example inputs, and why the others do not.
+
+        Args: those of `module.apply` after the variables; arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            ValueError: an include or exclude pattern matches no layer.
+        """
+        rows: Rows = {}
+        rngs = {name: jax.random.key(0) for name in (PARAMS, *kwargs.pop("rngs", {}))}
+
+        def init(*args: Any) -> Any:
+            with self._intercept(rows):
+                return self.module.init(rngs, *args, **kwargs)
+
+        jax.eval_shape(init, *args)
+        check_patterns(self.recipe, rows)
+        return Report(str(self.recipe), tuple(rows.values()))
+
+    def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+        """A plain model's variables in this model's formats.
+
+        Args:
+            plain: variables of the untransformed module, e.g. a checkpoint.
+            like: this model's variables, as `init` gives them: formats and scaling state.
+
+        Returns:
+            Variables with plain's values, rounded where `like` has a `ScaledArray`.
+        """
+
+        def convert(target: Any, source: Any) -> Any:
+            if not is_scaled(target):
+                return source
+            format, blocks = layers.weight_format(self.recipe), target.scale.shape
+            return quantize(source, format, power_of_two=True, blocks=blocks)
+
+        params = jax.tree.map(convert, like[PARAMS], plain[PARAMS], is_leaf=is_scaled)
+        return {**like, **plain, PARAMS: params}
+
+    def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """These variables as the untransformed module takes them: plain float32 arrays for
+        scaled ones, no scaling state."""
+        plain = {name: tree for name, tree in variables.items() if name != SCALING}
+        plain[PARAMS] = jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled)
+        return plain
+
+    @contextlib.contextmanager
+    def _intercept(self, rows: Rows) -> Iterator[None]:
+        interceptor = layers.Interceptor(self.recipe, self.backend, rows)
+        with nn.intercept_methods(interceptor):
+            yield
+
+
+def _merge(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables as the module takes them: each kernel's scaling state beside the kernel."""
+    inside = {name: tree for name, tree in variables.items() if name != SCALING}
+    state = to_max(variables.get(SCALING, {}))
+    if PARAMS in inside:
+        inside[PARAMS] = _merge_params(inside[PARAMS], state)
+    return inside
+
+
+def _merge_params(params: Any, state: Any) -> dict[str, Any]:
+    merged = dict(params)
+    for name, kept in state.items():
+        if name not in params:
+            raise ValueError(
+                f"`variables`: {SCALING!r} has {name!r}, which 'params' ({sorted(params)}) lacks."
+            )
+        if isinstance(params[name], Mapping):
+            merged[name] = _merge_params(params[name], kept)
+        else:
+            merged[name + layers.STATE] = kept
+    return merged
+
+
+def _split(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_merge`."""
+    outside = dict(variables)
+    if PARAMS in outside:
+        outside[PARAMS], state = _split_params(outside[PARAMS])
+        if state:
+            outside[SCALING] = state
+    return outside
+
+
+def _split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    plain: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for name, leaf in params.items():
+        if name.endswith(layers.STATE):
+            state[name.removesuffix(layers.STATE)] = leaf
+        elif isinstance(leaf, Mapping):
+            plain[name], below = _split_params(leaf)
+            if below:
+                state[name] = below
+        else:
+            plain[name] = leaf
+    return plain, state

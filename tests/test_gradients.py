@@ -1,0 +1,168 @@
+"""Variables through a step: gradients in their format, state replaced, weights requantized."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from fp8jax import ScaledArray, formats, quantize
+from fp8jax.scaled import is_scaled
+
+
+class MLP(nn.Module):
+    """Two matched layers, the second only on request."""
+
+    @nn.compact
+    def __call__(self, x, deep=True):
+        x = nn.relu(nn.Dense(32, name="first")(x))
+        second = nn.Dense(8, name="second")
+        return second(x) if deep or self.is_initializing() else x
+
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((16, 64), np.float32))
+Y = jnp.asarray(RNG.standard_normal((16, 8), np.float32))
+
+
+def mse(model):
+    return lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)
+
+
+@pytest.fixture(scope="module")
+def o2():
+    model = fp8jax.transform(MLP(), "O2")
+    return model, model.init(jax.random.key(0), X)
+
+
+def test_gradients_are_in_the_formats_of_the_recipe(o2):
+    model, variables = o2
+    _, grads = jax.jit(fp8jax.value_and_grad(mse(model)))(variables, X, Y)
+    kernel, bias = grads["params"]["first"]["kernel"], grads["params"]["first"]["bias"]
+    assert is_scaled(kernel) and kernel.data.dtype == jnp.float8_e4m3fn
+    assert kernel.scale.shape == variables["params"]["first"]["kernel"].scale.shape
+    assert np.frexp(kernel.scale)[0] == 0.5  # a power of two
+    assert bias.dtype == jnp.float32
+    recorded = grads["_overwrite_with_gradient"]["first"]["kernel"]["wgrad_scale"]
+    assert float(recorded) == float(kernel.scale.squeeze())
+    te = fp8jax.transform(MLP(), "te")
+    _, grads = jax.jit(fp8jax.value_and_grad(mse(te)))(te.init(jax.random.key(0), X), X, Y)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} == {"float32"}
+
+
+def test_no_wide_gradient_of_a_kernel_exists_in_the_program(o2):
+    """The gradient leaves the backward as codes: no float32 array of the kernel's shape is made of it."""
+    model, variables = o2
+    jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(mse(model)))(variables, X, Y)
+    kernels = [aval for aval in jaxpr.out_avals if aval.shape == (64, 32)]
+    assert [str(aval.dtype) for aval in kernels] == ["float8_e4m3fn"]
+
+
+def test_with_and_without_jit_and_with_aux_agree(o2):
+    model, variables = o2
+    loss = mse(model)
+    jitted = jax.jit(fp8jax.value_and_grad(loss))(variables, X, Y)
+    eager = fp8jax.value_and_grad(loss)(variables, X, Y)
+    with_aux = lambda *args: (loss(*args), {"x": X})  # noqa: E731
+    (value, aux), grads = jax.jit(fp8jax.value_and_grad(with_aux, has_aux=True))(variables, X, Y)
+    for got in (eager, (value, grads)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, jitted)
+    np.testing.assert_array_equal(aux["x"], X)
+
+
+def test_state_of_an_unused_layer_stays(o2):
+    model, variables = o2
+    loss = lambda variables: jnp.mean(model.apply(variables, X, deep=False) ** 2)  # noqa: E731
+    _, grads = jax.jit(fp8jax.value_and_grad(loss))(variables)
+    before, after = variables["_overwrite_with_gradient"], grads["_overwrite_with_gradient"]
+    jax.tree.map(np.testing.assert_array_equal, after["second"], before["second"])
+    assert (after["first"]["kernel"]["amax_history"][:, 0] > 0).all()
+    unused = grads["params"]["second"]["kernel"]
+    assert not unused.dequantize().any() and np.isfinite(unused.scale).all()
+
+
+def test_parameters_alone_are_variables_too():
+    weight = quantize(jnp.asarray(RNG.standard_normal((8, 4), np.float32)), formats.FP16)
+    params = {"w": weight, "b": jnp.ones((4,))}
+    loss = lambda params, x: jnp.sum((x @ jnp.asarray(params["w"]) + params["b"][None]) ** 2)  # noqa: E731
+    value, grads = fp8jax.value_and_grad(loss)(params, X[:, :8])
+    want = jax.value_and_grad(loss)({**params, "w": weight.dequantize()}, X[:, :8])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (value, grads), want)
+    updated = fp8jax.apply_updates(params, jax.tree.map(lambda g: -0.01 * g, grads))
+    assert is_scaled(updated["w"]) and updated["w"].data.dtype == jnp.float16
+
+
+def test_apply_updates_adds_requantizes_and_replaces(o2):
+    _, variables = o2
+    updates = {
+        "params": jax.tree.map(lambda p: jnp.full(p.shape, 0.25), variables["params"], is_leaf=is_scaled),
+        "_overwrite_with_gradient": jax.tree.map(lambda s: s + 1, variables["_overwrite_with_gradient"]),
+    }
+    new = jax.jit(fp8jax.apply_updates)(variables, updates)
+    kernel = variables["params"]["first"]["kernel"]
+    expected = quantize(kernel.dequantize() + 0.25, formats.FP16, power_of_two=True, blocks=(1, 1))
+    jax.tree.map(np.testing.assert_array_equal, new["params"]["first"]["kernel"], expected)
+    np.testing.assert_array_equal(new["params"]["first"]["bias"], 0.25)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        new["_overwrite_with_gradient"],
+        updates["_overwrite_with_gradient"],
+    )
+    assert jax.tree.structure(new) == jax.tree.structure(variables)
+    kept = fp8jax.apply_updates({"params": {"b": jnp.ones(2)}, "other": 3}, {"params": {"b": None}})
+    assert kept["other"] == 3 and (kept["params"]["b"] == 1).all()
+
+
+@pytest.mark.parametrize("updates", [{"first": 0}, {"params": {}, "momentum": {}}])
+def test_apply_updates_refuses_other_collections(o2, updates):
+    with pytest.raises(ValueError, match=r"`updates`: expected the collections of `variables`"):
+        fp8jax.apply_updates(o2[1], updates)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O2,scaling=current", "te+O2", "bf16"])
+def test_training_reaches_the_loss_of_float32_in_one_trace(recipe):
+    def train(recipe):
+        model = fp8jax.transform(MLP(), recipe)
+        variables = model.init(jax.random.key(0), X)
+        tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), fp8jax.optim.adamw(3e-3, recipe))
+        opt_state = tx.init(variables)
+
+        traces = []
+
+        @jax.jit
+        def step(variables, opt_state):
+            traces.append(recipe)
+            loss, grads = fp8jax.value_and_grad(mse(model))(variables, X, Y)
+            updates, opt_state = tx.update(grads, opt_state, variables)
+            return fp8jax.apply_updates(variables, updates), opt_state, loss
+
+        avals = [jax.typeof(leaf) for leaf in jax.tree.leaves((variables, opt_state))]
+        for _ in range(60):
+            variables, opt_state, loss = step(variables, opt_state)
+        assert [jax.typeof(leaf) for leaf in jax.tree.leaves((variables, opt_state))] == avals
+        assert len(traces) == 1
+        return float(loss)
+
+    first, last = float(jnp.mean(Y**2)), train(recipe)
+    assert last < 0.1 * first
+    assert abs(last - train("fp32")) < 0.03
+
+
+def test_a_shared_float16_weight_gets_a_float32_sum_before_it_is_narrowed():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(64, name="layer")
+            return layer(layer(x))
+
+    model = fp8jax.transform(Twice(), "O2")
+    variables = model.init(jax.random.key(0), X)
+    loss = lambda variables: jnp.mean(model.apply(variables, X) ** 2)  # noqa: E731
+    _, grads = jax.jit(fp8jax.value_and_grad(loss))(variables)
+    got = grads["params"]["layer"]["kernel"]
+    assert isinstance(got, ScaledArray) and got.data.dtype == jnp.float8_e4m3fn
+    plain = jax.grad(lambda v: jnp.mean(Twice().apply(v, X) ** 2))(model.dequantize(variables))
+    want = plain["params"]["layer"]["kernel"]
+    assert float(jnp.linalg.norm(got.dequantize() - want) / jnp.linalg.norm(want)) < 0.12

@@ -1,0 +1,347 @@
+"""FP8 in Linen modules: same values, same names, state where it belongs, and a report that is true."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax import Recipe, ScaledArray
+from fp8jax.scaled import is_scaled
+from fp8jax.scaling.delayed import UNSET
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """One of each matched kind of layer, compact."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attn")(h, h)
+        h = nn.gelu(nn.Dense(2 * WIDTH, name="up")(nn.LayerNorm()(x)))
+        return x + nn.DenseGeneral(WIDTH, name="down")(h), None
+
+
+class Net(nn.Module):
+    """Blocks under scan and remat, an einsum, an embedding, a convolution, a head."""
+
+    depth: int = 3
+
+    def setup(self):
+        self.embed = nn.Embed(11, WIDTH)
+        self.conv = nn.Conv(WIDTH, (3,))
+        blocks = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
+        )
+        self.blocks = blocks()
+        self.mix = nn.Einsum((WIDTH, 2, 8), "bti,ihd->bthd")
+        self.lm_head = nn.Dense(11)
+
+    def __call__(self, tokens):
+        x, _ = self.blocks(self.conv(self.embed(tokens)), None)
+        return self.lm_head(self.mix(x).reshape(*x.shape))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 11, (4, 8))
+PLAIN = Net().init(jax.random.key(0), TOKENS)
+
+
+def relative(got, want):
+    return float(jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want)))
+
+
+def squares(model):
+    return lambda variables: jnp.mean(model.apply(variables, TOKENS) ** 2)
+
+
+@pytest.fixture(scope="module")
+def o2():
+    model = fp8jax.transform(Net(), "O2")
+    variables = model.init(jax.random.key(0), TOKENS)
+    return model, variables, jax.jit(fp8jax.value_and_grad(squares(model)))
+
+
+def test_init_gives_the_modules_own_values_and_names(o2):
+    model, variables, _ = o2
+    assert sorted(variables) == ["_overwrite_with_gradient", "params"]
+    plain = model.dequantize(variables)
+    assert jax.tree.structure(plain) == jax.tree.structure(PLAIN)
+    # FP16 with a power-of-two scale keeps 11 bits.
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=2**-11, atol=1e-6), plain, PLAIN
+    )
+    te = fp8jax.transform(Net(), "te").init(jax.random.key(0), TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, te["params"], PLAIN["params"])
+
+
+def test_matched_kernels_are_scaled_per_layer_of_a_scan(o2):
+    _, variables, _ = o2
+    kernel = variables["params"]["blocks"]["up"]["kernel"]
+    assert isinstance(kernel, ScaledArray) and kernel.data.dtype == jnp.float16
+    assert kernel.shape == (3, WIDTH, 2 * WIDTH) and kernel.scale.shape == (3, 1, 1)
+    query = variables["params"]["blocks"]["attn"]["query"]["kernel"]
+    assert query.shape == (3, WIDTH, 2, 8) and query.scale.shape == (3, 1, 1, 1)
+    plain = [variables["params"]["lm_head"]["kernel"], variables["params"]["embed"]["embedding"]]
+    assert not any(map(is_scaled, plain))
+
+
+def test_state_is_shaped_like_params_with_a_layer_axis(o2):
+    _, variables, _ = o2
+    state = variables["_overwrite_with_gradient"]
+    assert sorted(state) == ["blocks", "mix"]
+    assert sorted(state["blocks"]) == ["attn", "down", "up"]
+    up, mix = state["blocks"]["up"]["kernel"], state["mix"]["kernel"]
+    assert {k: v.shape for k, v in up.items()} == {
+        "scale": (3, 3),
+        "amax_history": (3, 3, 16),
+        "wgrad_scale": (3,),
+    }
+    assert {k: v.shape for k, v in mix.items()} == {
+        "scale": (3,),
+        "amax_history": (3, 16),
+        "wgrad_scale": (),
+    }
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32"}
+
+
+def test_forward_and_gradients_are_those_of_the_plain_module_but_for_fp8_noise(o2):
+    model, variables, value_and_grad = o2
+    plain = model.dequantize(variables)
+    assert relative(model.apply(variables, TOKENS), Net().apply(plain, TOKENS)) < 0.15
+    loss, grads = value_and_grad(variables)
+    want_loss, want = jax.value_and_grad(squares(Net()))(plain)
+    assert abs(float(loss) - float(want_loss)) < 0.1 * float(want_loss)
+    got = jax.tree.map(lambda g: g.dequantize() if is_scaled(g) else g, grads["params"], is_leaf=is_scaled)
+    flat = [jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(t)]) for t in (got, want["params"])]
+    assert relative(*flat) < 0.25
+    assert is_scaled(grads["params"]["blocks"]["up"]["kernel"])
+    assert grads["params"]["blocks"]["up"]["kernel"].data.dtype == jnp.float8_e4m3fn
+
+
+def test_a_step_records_what_each_layer_saw(o2):
+    _, variables, value_and_grad = o2
+    before = variables["_overwrite_with_gradient"]
+    assert all((leaf == UNSET).all() for leaf in [before["mix"]["kernel"]["scale"]])
+    _, grads = value_and_grad(variables)
+    after = grads["_overwrite_with_gradient"]
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    history = after["blocks"]["up"]["kernel"]["amax_history"]
+    assert (history[:, :, 0] > 0).all() and (history[:, :, 1:] == 0).all()
+    kernel = variables["params"]["blocks"]["up"]["kernel"].dequantize()
+    np.testing.assert_array_equal(history[:, 1, 0], jnp.max(jnp.abs(kernel), axis=(1, 2)))
+    for leaf in jax.tree.leaves(after):
+        assert np.isfinite(leaf).all()
+
+
+def test_applying_changes_no_state_and_needs_all_variables(o2):
+    model, variables, _ = o2
+    copy = jax.tree.map(np.array, variables)
+    model.apply(variables, TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, variables, copy)
+    with pytest.raises(ValueError, match=r"layer 'blocks/attn/query' in the collection '_overwrite"):
+        model.apply({"params": variables["params"]}, TOKENS)
+    wrong = {**variables, "_overwrite_with_gradient": {"body": {}}}
+    with pytest.raises(ValueError, match=r"has 'body', which 'params'"):
+        model.apply(wrong, TOKENS)
+
+
+def test_every_gemm_of_the_report_is_float8_in_the_jaxpr_and_no_other(o2):
+    model, variables, _ = o2
+    count, wide = jaxprs.fp8_dots(fp8jax.value_and_grad(squares(model)), variables)
+    matched = [row for row in model.report(TOKENS).rows if row.fp8]
+    assert len(matched) == 7
+    # Three GEMMs a layer; remat runs a block's forward again, but for its last layer, which nothing needs.
+    recomputed = sum(row.path.startswith("blocks/") for row in matched) - 1
+    assert count == 3 * len(matched) + recomputed
+    plain_count, plain_wide = jaxprs.fp8_dots(jax.value_and_grad(squares(Net())), PLAIN)
+    assert plain_count == 0 and count + wide == plain_wide
+
+
+def test_report_names_every_layer_and_why_not(o2):
+    model, *_ = o2
+    rows = {row.path: row for row in model.report(TOKENS).rows}
+    assert {path: row.reason for path, row in rows.items() if not row.fp8} == {
+        "embed": "embeddings stay as they are",
+        "conv": "convolutions stay as they are",
+        "lm_head": "exclude=lm_head",
+    }
+    assert rows["blocks/attn/query"].kernel_shape == (WIDTH, 2, 8)
+    assert rows["mix"].kind == "Einsum"
+    text = str(model.report(jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)))
+    assert "7 of 10 layers in FP8" in text and "exclude=lm_head" in text
+
+
+@pytest.mark.parametrize(
+    "recipe, fp8",
+    [
+        ("te,exclude=", {"blocks", "mix", "lm_head"}),
+        ("te,include=mix", {"mix"}),
+        ("te,include=blocks/*,exclude=up+blocks/attn/*", {"blocks"}),
+        ("bf16", set()),
+    ],
+)
+def test_rules_choose_layers(recipe, fp8):
+    model = fp8jax.transform(Net(), recipe)
+    found = {row.path.split("/")[0] for row in model.report(TOKENS).rows if row.fp8}
+    assert found == fp8
+    if recipe.endswith("attn/*"):
+        assert [row.path for row in model.report(TOKENS).rows if row.fp8] == ["blocks/down"]
+
+
+@pytest.mark.parametrize("rule", ["include=nothing", "exclude=lm_head+blocks/attention/*"])
+def test_a_rule_that_matches_nothing_raises(rule):
+    model = fp8jax.transform(Net(), f"te,{rule}")
+    pattern = rule.split("=")[1].split("+")[-1].replace("*", r"\*")
+    for run in (lambda: model.report(TOKENS), lambda: model.init(jax.random.key(0), TOKENS)):
+        with pytest.raises(ValueError, match=f"pattern '{pattern}' matches no layer.*blocks/up"):
+            run()
+
+
+class Twice(nn.Module):
+    """A layer used twice; the second input is three times the first."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(WIDTH, name="shared")
+        return layer(x) + layer(3 * x)
+
+
+class Broadcast(nn.Module):
+    """One layer's weights in every step of a scan, on growing inputs."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return 2 * x, nn.Dense(WIDTH, name="shared")(x)
+
+        scan = nn.scan(Body, variable_broadcast="params", split_rngs={"params": False}, length=4)
+        return scan(name="loop")(x, None)[1]
+
+
+@pytest.mark.parametrize("module, largest", [(Twice(), 3), (Broadcast(), 8)])
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+@pytest.mark.parametrize("how", ["value_and_grad", "jax.grad"])
+def test_a_shared_layer_merges_amaxes_by_max_and_adds_gradients(module, largest, recipe, how):
+    """Peers add them: a scale doubled by two uses, fourfold after a scan over four."""
+    if recipe == "O2" and how == "jax.grad":
+        pytest.skip("a float16 weight's gradient needs fp8jax.value_and_grad")
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((4, WIDTH), np.float32))
+    model = fp8jax.transform(module, recipe)
+    variables = model.init(jax.random.key(0), x)
+    loss = lambda variables: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
+    grad = fp8jax.value_and_grad(loss) if how == "value_and_grad" else jax.value_and_grad(loss)
+    _, grads = jax.jit(grad)(variables)
+    want = jax.grad(lambda v: jnp.mean(module.apply(v, x) ** 2))(model.dequantize(variables))
+
+    def kernel(tree):
+        tree = tree["loop"] if "loop" in tree else tree
+        return tree["shared"]["kernel"]
+
+    got = kernel(grads["params"])
+    got = got.dequantize() if is_scaled(got) else got
+    assert relative(got, kernel(want["params"])) < 0.1
+    state = kernel(grads["_overwrite_with_gradient"])
+    np.testing.assert_allclose(state["amax_history"][0, 0], largest * jnp.max(jnp.abs(x)), rtol=1e-6)
+    np.testing.assert_allclose(state["scale"][0], largest * jnp.max(jnp.abs(x)) / 448, rtol=1e-6)
+
+
+def test_dense_at_the_root_and_layers_that_are_left_alone():
+    x = jnp.ones((2, 16))
+    model = fp8jax.transform(nn.Dense(8), "O2")
+    variables = model.init(jax.random.key(0), x)
+    assert is_scaled(variables["params"]["kernel"])
+    assert variables["_overwrite_with_gradient"]["kernel"]["scale"].shape == (3,)
+    own = fp8jax.transform(nn.Sequential([nn.Dense(8, dot_general=jax.lax.dot_general)]), "te")
+    [row] = own.report(x).rows
+    assert not row.fp8 and row.reason == "the layer has a dot_general of its own"
+    summed = fp8jax.transform(nn.Sequential([nn.Einsum((16, 3), "bi,io->b", use_bias=False)]), "te")
+    [row] = summed.report(x).rows
+    assert not row.fp8 and row.reason == "the einsum is not a single dot product"
+    assert summed.apply(summed.init(jax.random.key(0), x), x).shape == (2,)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp32"])
+def test_wide_recipes_multiply_in_their_format(recipe):
+    model = fp8jax.transform(Net(), recipe)
+    variables = model.init(jax.random.key(0), TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, variables, PLAIN)
+    error = relative(model.apply(variables, TOKENS), Net().apply(PLAIN, TOKENS))
+    assert error < (1e-6 if recipe == "fp32" else 0.02)
+    assert (error > 1e-4) == (recipe == "bf16")
+    # All of the layers' GEMMs, backward ones too, are in it; those of attention itself are the module's own.
+    jaxpr = str(jax.make_jaxpr(jax.grad(squares(model)))(variables))
+    assert ("bf16" in jaxpr) == (recipe == "bf16")
+
+
+def test_plain_variables_and_this_models_convert_into_each_other(o2):
+    model, variables, _ = o2
+    noisy = jax.tree.map(lambda p: p + 0.01, PLAIN)
+    loaded = model.quantize(noisy, like=variables)
+    assert jax.tree.structure(loaded) == jax.tree.structure(variables)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=2**-11, atol=1e-6),
+        model.dequantize(loaded),
+        noisy,
+    )
+    # Plain float32 parameters in place of scaled ones work as they are.
+    mixed = {**variables, "params": PLAIN["params"]}
+    assert relative(model.apply(mixed, TOKENS), Net().apply(PLAIN, TOKENS)) < 0.15
+
+
+def test_the_users_module_is_not_touched(o2):
+    module = Net()
+    model = fp8jax.transform(module, "O2")
+    model.init(jax.random.key(0), TOKENS)
+    assert model.module is module and module.scope is None
+    jax.tree.map(np.testing.assert_array_equal, module.init(jax.random.key(0), TOKENS), PLAIN)
+
+
+def test_mutable_collections_come_back_as_the_module_has_them():
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(8, name="fc")(x))
+
+    x = jnp.ones((4, 16))
+    model = fp8jax.transform(Norm(), "O2")
+    variables = model.init(jax.random.key(0), x)
+    assert sorted(variables) == ["_overwrite_with_gradient", "batch_stats", "params"]
+    _, mutated = model.apply(variables, x, mutable=["batch_stats"])
+    assert sorted(mutated) == ["batch_stats"]
+
+    def loss(variables, x):
+        out, mutated = model.apply(variables, x, mutable=["batch_stats"])
+        return jnp.mean(out**2), mutated
+
+    (_, aux), grads = jax.jit(fp8jax.value_and_grad(loss, has_aux=True))(variables, x)
+    assert sorted(grads) == ["_overwrite_with_gradient", "params"] and sorted(aux) == ["batch_stats"]
+    updated = fp8jax.apply_updates(variables, grads)
+    assert sorted(updated) == sorted(variables)
+    jax.tree.map(np.testing.assert_array_equal, updated["batch_stats"], variables["batch_stats"])
+
+
+@pytest.mark.parametrize(
+    "model, recipe, error, message",
+    [
+        (object(), "O2", TypeError, "expected a Flax Linen module; got object"),
+        (nn.Dense(4), "O4", ValueError, "expected one of fp32, bf16, .*got 'O4'"),
+        (nn.Dense(4), "O3", ValueError, "not in this release"),
+        (nn.Dense(4), "fp16_amp", ValueError, "not in this release"),
+    ],
+)
+def test_transform_refuses(model, recipe, error, message):
+    with pytest.raises(error, match=message):
+        fp8jax.transform(model, recipe)
+
+
+def test_recipe_objects_and_text_are_the_same():
+    x = jnp.ones((2, 16))
+    by_text, by_value = (fp8jax.transform(nn.Dense(8), recipe) for recipe in ("O2", Recipe.O2))
+    assert by_text.recipe == by_value.recipe
+    assert str(by_text.report(x)) == str(by_value.report(x))
