@@ -1,0 +1,18 @@
+"""What does the optimizer keep? Adam with narrow moments, as links for optax chains.
+
+    tx = optax.chain(
+        fp8jax.optim.clip_by_global_norm(1.0),
+        fp8jax.optim.adamw(3e-4, recipe),
+    )
+
+Every link takes either parameters or whole Flax variables, of which it sees "params" only:
+the scaling state passes through untouched.
+"""
+
+from fp8jax.optim.adam import adam as adam
+from fp8jax.optim.adam import adamw as adamw
+from fp8jax.optim.adam import moments as moments
+from fp8jax.optim.adam import scale_by_adam as scale_by_adam
+from fp8jax.optim.links import clip_by_global_norm as clip_by_global_norm
+from fp8jax.optim.links import dequantize as dequantize
+from fp8jax.optim.links import on_params as on_params

@@ -1,0 +1,83 @@
+"""Links between `value_and_grad`'s gradients and optax.
+
+A gradient leaf is an array or an FP8 `ScaledArray`; raw optax links raise on the latter
+(JAX has no implicit promotion for float8), and after `dequantize` any of them works.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8jax.scaled import ScaledArray, is_scaled, value
+from fp8jax.variables import PARAMS, has_params
+
+
+def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` for whole variables: it sees the "params" collection, the others pass through.
+
+    Trees without a "params" collection are given to `tx` as they are.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        return tx.init(params[PARAMS] if has_params(params) else params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if not has_params(updates):
+            params = params[PARAMS] if has_params(params) else params
+            return tx.update(updates, state, params, **extra)
+        params = params[PARAMS] if has_params(params) else params
+        new, state = tx.update(updates[PARAMS], state, params, **extra)
+        return {**updates, PARAMS: new}, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def dequantize() -> optax.GradientTransformationExtraArgs:
+    """Turns FP8 gradients into float32 arrays, so that any optax link can follow."""
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        return jax.tree.map(value, updates, is_leaf=is_scaled)
+
+    return on_params(optax.stateless(update))
+
+
+def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` for scaled gradients: it clips by multiplying their scales.
+
+    The norm is that of the dequantized gradients, in float32; the codes stay as they are.
+
+    References:
+        MS-AMP `clip_grad_norm_`.
+    """
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        leaves = jax.tree.leaves(updates, is_leaf=is_scaled)
+        squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
+        norm = jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm).astype(jnp.float32)
+
+        def clip(leaf: Any) -> Any:
+            if is_scaled(leaf):
+                return ScaledArray(leaf.data, leaf.scale * factor)
+            return leaf * factor.astype(leaf.dtype)
+
+        return jax.tree.map(clip, updates, is_leaf=is_scaled)
+
+    return on_params(optax.stateless(update))
+
+
+def plain_mask(mask: Any | Callable[[Any], Any] | None) -> Any:
+    """A mask that is a function sees `ScaledArray`s as single leaves of the value's shape."""
+    if not callable(mask):
+        return mask
+
+    def as_value(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_scaled(leaf) else leaf
+
+    return lambda params: mask(jax.tree.map(as_value, params, is_leaf=is_scaled))
