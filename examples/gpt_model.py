@@ -1,0 +1,127 @@
+"""A GPT in Linen: the model that train_gpt.py trains.
+
+    logits = GPT(GPTConfig(vocabulary=65)).apply(variables, tokens)    # (batch, time) -> (batch, time, 65)
+
+A decoder as GPT-2 has it: learned positions, layer norm before each half of a block, causal
+attention, a gelu MLP four times as wide. Nothing here knows about FP8: `fp8jax.transform` runs
+its four linear layers per block, and an untied head if asked to, in the recipe's formats.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+INIT = nn.initializers.normal(0.02)
+PRODUCT = "product"  # the name under which `nn.remat` knows the outputs of the linear layers
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The size of a GPT; the defaults are nanoGPT's for training on a CPU."""
+
+    vocabulary: int
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 64
+    bias: bool = False
+    tied: bool = True  # the head is the embedding's transpose
+    dtype: str = "float32"  # of activations between the matrix products
+    remat: bool = True  # keep only the products for the backward, and recompute what lies between them
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"--width {self.width} is no multiple of --heads {self.heads}; change one")
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, time, width) -> the same."""
+        batch, time, width = x.shape
+        heads = self.config.heads
+        # One product for all three, as (query, key, value) x head x channel.
+        qkv = product(linear(self.config, 3 * width, "c_attn"), x)
+        query, key, value = jnp.split(qkv.reshape(batch, time, 3 * heads, width // heads), 3, axis=2)
+        y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
+
+
+class MLP(nn.Module):
+    """Two linear layers around a gelu."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, time, width) -> the same."""
+        width = x.shape[-1]
+        x = nn.gelu(product(linear(self.config, 4 * width, "c_fc"), x))  # with GPT-2's tanh, not erf
+        return product(residual_linear(self.config, width, "c_proj"), x)
+
+
+class Block(nn.Module):
+    """One layer: tokens look at each other, then each thinks for itself."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        """(batch, time, width) -> the same, as the carry of a scan."""
+        x = x + Attention(self.config, name="attn")(norm(self.config, "ln_1")(x))
+        x = x + MLP(self.config, name="mlp")(norm(self.config, "ln_2")(x))
+        return x, None
+
+
+class GPT(nn.Module):
+    """Tokens in, logits of the next token out."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """(batch, time) int -> (batch, time, vocabulary)."""
+        config, time = self.config, tokens.shape[1]
+        wte = nn.Embed(config.vocabulary, config.width, dtype=config.dtype, embedding_init=INIT, name="wte")
+        wpe = nn.Embed(config.context, config.width, dtype=config.dtype, embedding_init=INIT, name="wpe")
+        x = wte(tokens) + wpe(jnp.arange(time)[None])
+        # A scan compiles one block instead of `layers` of them; parameters are stacked along axis 0.
+        keep = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        block = nn.remat(Block, prevent_cse=False, policy=keep) if config.remat else Block
+        scanned = nn.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers
+        )
+        x, _ = scanned(config, name="h")(x, None)
+        x = norm(config, "ln_f")(x)
+        if config.tied:
+            return wte.attend(x)
+        return linear(config, config.vocabulary, "lm_head", bias=False)(x)
+
+
+def linear(config: GPTConfig, features: int, name: str, *, bias: bool = True, share: float = 1.0) -> nn.Dense:
+    """A linear layer; `share` is that of its output's initial variance among layers that are summed."""
+    init = nn.initializers.normal(0.02 * share**0.5)
+    return nn.Dense(features, use_bias=config.bias and bias, dtype=config.dtype, kernel_init=init, name=name)
+
+
+def residual_linear(config: GPTConfig, features: int, name: str) -> nn.Dense:
+    """One of the two per block whose outputs the residual stream sums."""
+    return linear(config, features, name, share=1 / (2 * config.layers))
+
+
+def product(layer: nn.Dense, x: jax.Array) -> jax.Array:
+    """The layer's output, marked as worth keeping for the backward."""
+    return checkpoint_name(layer(x), PRODUCT)
+
+
+def norm(config: GPTConfig, name: str) -> nn.LayerNorm:
+    """A layer norm, whose bias follows that of the linear layers."""
+    return nn.LayerNorm(epsilon=1e-5, use_bias=config.bias, dtype=config.dtype, name=name)

@@ -1,0 +1,327 @@
+"""Train a character-level GPT in FP8 next to its bf16 twin.
+
+    python examples/train_gpt.py                                   # on the standard library's source
+    python examples/train_gpt.py --data shakespeare.txt --steps 2000
+    python examples/train_gpt.py --recipe te,amax_history_len=16 --no-twin
+    python examples/train_gpt.py --config run.yaml --steps 500     # the command line wins over the file
+    python examples/train_gpt.py --out runs/gpt-1 --resume         # go on with a run that was stopped
+
+Recipe and twin start from the same weights and see the same batches. The run leaves report.html,
+pictures and result.json in its folder. Killed at any moment and resumed, it ends with the same
+losses, bit for bit, as one that was never killed. `./dev train` does the same in an environment
+of its own; --help lists every option.
+"""
+
+import dataclasses
+import math
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gpt_model import GPT, GPTConfig
+
+import fp8jax
+from fp8jax import train
+from fp8jax.train.config import knob
+from fp8jax.train.observe import Curves, Watched
+
+FINAL_EVAL_BATCHES = 200  # as many as nanoGPT takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of a run; the defaults are nanoGPT's for a CPU."""
+
+    # what to compare
+    recipe: str = knob(
+        "O2", "precision recipe: fp32, bf16, te, O1, O2 or te+O2, with changes: O2,scaling=current"
+    )
+    twin: bool = knob(True, "train the same model in bf16 next to it")
+    data: str = knob("", "text file; by default the source of Python's standard library")
+    # the model
+    layers: int = knob(4, "blocks", least=1)
+    heads: int = knob(4, "attention heads per block", least=1)
+    width: int = knob(128, "channels of the residual stream", least=1)
+    context: int = knob(64, "characters that the model looks back on", least=1)
+    bias: bool = knob(False, "biases in linear layers and norms")
+    tied: bool = knob(True, "the head is the embedding's transpose, not a layer of its own")
+    dtype: str = knob("float32", "activations between matrix products: float32 or bfloat16")
+    remat: bool = knob(True, "keep only matrix products for the backward: less memory, on a CPU less time")
+    # the training
+    steps: int = knob(500, "optimizer steps", least=1)
+    batch: int = knob(12, "windows of text per step", least=1)
+    lr: float = knob(1e-3, "learning rate after the warm-up", least=0)
+    min_lr: float = knob(1e-4, "learning rate at the end of the cosine", least=0)
+    warmup: int = knob(100, "steps in which the learning rate rises", least=0)
+    beta1: float = knob(0.9, "decay of Adam's first moment", least=0, below=1)
+    beta2: float = knob(0.99, "decay of its second: short, since a step has few characters", least=0, below=1)
+    weight_decay: float = knob(0.1, "decoupled, on matrices only", least=0)
+    clip: float = knob(1.0, "largest global norm of the gradient; 0 is no limit", least=0)
+    seed: int = knob(0, "of weights and batches", least=0, below=2**32)
+    # the bookkeeping
+    eval_interval: int = knob(100, "steps between validations", least=1)
+    eval_batches: int = knob(20, f"batches per validation; the last one takes {FINAL_EVAL_BATCHES}", least=1)
+    checkpoint_interval: int = knob(250, "steps between checkpoints", least=1)
+    log_interval: int = knob(10, "steps between updates of display and scales; a stop waits for one", least=1)
+    out: str = knob("", "folder of the run; by default runs/gpt-N")
+    resume: bool = knob(False, "go on with the run in --out, or with the newest one")
+
+    def __post_init__(self) -> None:
+        train.config.check_ranges(self)
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"--dtype must be float32 or bfloat16; got {self.dtype}")
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    variables: Any  # {"params": ..., "_overwrite_with_gradient": ...}
+    opt_state: Any
+
+
+class Learner(NamedTuple):
+    """The training of a model under one recipe."""
+
+    step: Callable[[State, np.ndarray], tuple[State, jax.Array, Watched]]  # takes the state over
+    loss: Callable[[State, np.ndarray], jax.Array]
+    gradients: Any  # their shapes and dtypes
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """A linear warm-up, then a cosine down to `min_lr` at the last step."""
+
+    def schedule(step: Any) -> jax.Array:
+        rising = config.lr * (step + 1) / (config.warmup + 1)
+        part = (step - config.warmup) / max(config.steps - config.warmup, 1)
+        falling = config.min_lr + 0.5 * (1 + jnp.cos(jnp.pi * part)) * (config.lr - config.min_lr)
+        return jnp.where(step < config.warmup, rising, falling)
+
+    return schedule
+
+
+def decays(params: Any) -> Any:
+    """Which parameters decay: matrices and embeddings, not norms and biases."""
+
+    def is_matrix(path: Any, leaf: Any) -> bool:
+        stacked = path[0].key == "h"  # the scan's axis comes first
+        return leaf.ndim - stacked >= 2
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def build(config: Config, model: Any) -> tuple[Learner, State]:
+    """Compiles the training of `model`, and makes its first state."""
+    recipe = model.recipe
+    rate, betas = learning_rate(config), (config.beta1, config.beta2)
+    tx = optax.chain(
+        fp8jax.optim.clip_by_global_norm(config.clip or math.inf),
+        fp8jax.optim.adamw(rate, recipe, *betas, weight_decay=config.weight_decay, mask=decays),
+    )
+
+    def loss_fn(variables: Any, batch: jax.Array) -> jax.Array:
+        logits = model.apply(variables, batch[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    # Jitted by itself so that it is traced once, for the step and for the gradients' shapes.
+    loss_and_grads = jax.jit(fp8jax.value_and_grad(loss_fn))
+
+    def step(state: State, batch: jax.Array) -> tuple[State, jax.Array, Watched]:
+        loss, grads = loss_and_grads(state.variables, batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.variables)
+        variables = fp8jax.apply_updates(state.variables, updates)
+        return State(variables, opt_state), loss, train.observe.watch(state.variables, variables, recipe)
+
+    def first_state(key: jax.Array, tokens: jax.Array) -> State:
+        variables = model.init(key, tokens)
+        return State(variables, tx.init(variables))
+
+    batch = np.zeros((config.batch, config.context + 1), np.int32)
+    state = jax.jit(first_state)(jax.random.key(config.seed), batch[:, :-1])
+    # Compiled here, so that the time of the first step says something.
+    learner = Learner(
+        step=jax.jit(step, donate_argnums=0).lower(state, batch).compile(),
+        loss=jax.jit(lambda state, batch: loss_fn(state.variables, batch)).lower(state, batch).compile(),
+        gradients=jax.eval_shape(loss_and_grads, state.variables, batch)[1],
+    )
+    return learner, state
+
+
+def advance(learner: Learner, state: State, batches: list[np.ndarray], curves: Curves) -> State:
+    """One step per batch; waits for the device only at the end."""
+    losses, seen, begun = [], [], time.perf_counter()
+    for batch in batches:
+        state, loss, watched = learner.step(state, batch)
+        losses.append(loss)
+        seen.append(watched)
+    losses, seen = jax.device_get((losses, seen))
+    curves.add([float(loss) for loss in losses], seen, time.perf_counter() - begun)
+    return state
+
+
+def spans(start: int, stop: int, *intervals: int) -> Iterator[tuple[int, int]]:
+    """Cuts the steps from `start` to `stop` at every multiple of an interval."""
+    while start < stop:
+        end = min(stop, *((start // interval + 1) * interval for interval in intervals))
+        yield start, end
+        start = end
+
+
+class Run(NamedTuple):
+    """A run, by the names of its recipes; states and curves are replaced and added to as it goes."""
+
+    config: Config
+    folder: pathlib.Path
+    text: train.data.Text
+    layers: dict[str, str]  # which of them run in FP8, and why the others do not
+    learners: dict[str, Learner]
+    states: dict[str, State]
+    curves: dict[str, Curves]
+
+    def batches(self, purpose: str, numbers: range) -> list[np.ndarray]:
+        """Batches of one part of the text, the same for every model and after every resume."""
+        tokens = self.text.train if purpose == "train" else self.text.validation
+        size, context, seed = self.config.batch, self.config.context, self.config.seed
+        return [train.data.batch(tokens, (seed, purpose, number), size, context) for number in numbers]
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint."""
+        history = {}
+        for i, curves in enumerate(self.curves.values()):
+            history.update({f"{i}.{name}": array for name, array in curves.arrays().items()})
+        train.checkpoint.save(self.folder / "checkpoints", step, list(self.states.values()), history)
+
+    def restore(self) -> int:
+        """Goes back to the newest whole checkpoint; returns the steps done by then."""
+        with train.blame_input():
+            found, skipped = train.checkpoint.newest(self.folder / "checkpoints", list(self.states.values()))
+        for reason in skipped:
+            print(f"warning: skipping {reason}", file=sys.stderr)
+        if found is None:
+            print(f"warning: no checkpoint in {self.folder}, so the run starts at step 0", file=sys.stderr)
+            return 0
+        for i, name in enumerate(self.states):
+            self.states[name] = found.state[i]
+            prefix = f"{i}."
+            history = {k.removeprefix(prefix): v for k, v in found.history.items() if k.startswith(prefix)}
+            self.curves[name] = Curves.from_arrays(history)
+        return found.step
+
+
+def prepare(argv: Sequence[str] | None) -> Run:
+    """Reads the input and compiles; raises `BadInput`, and writes nothing, if the input makes no run."""
+    with train.blame_input():
+        train.extras.check()
+        given = train.config.read(Config, argv, __doc__ or "")
+        folder = train.rundir.choose(given.get("out", ""), given.get("resume", False))
+        found = train.rundir.began(folder, [field.name for field in dataclasses.fields(Config)])
+        config = Config(**{**found.settings, **given})
+        recipes = [fp8jax.Recipe.parse(config.recipe)]
+        if config.twin and recipes[0] != fp8jax.Recipe.BF16:
+            recipes.append(fp8jax.Recipe.BF16)
+        text = train.data.load(config.data)
+        train.data.check_length(text, config.batch, config.context)
+        now = train.rundir.Began(dataclasses.asdict(config), text.fingerprint)
+        train.rundir.check_same(folder, found, now)
+        sizes = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(GPTConfig)}
+        gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
+        models = {str(recipe): fp8jax.transform(gpt, recipe) for recipe in recipes}
+        tokens = jax.ShapeDtypeStruct((config.batch, config.context), jnp.int32)
+        layers = {name: str(model.report(tokens)) for name, model in models.items()}
+    learners, states = {}, {}
+    for name, model in models.items():
+        print(f"{layers[name].splitlines()[0]}; compiling", flush=True)
+        learners[name], states[name] = build(config, model)
+    with train.blame_input():
+        train.rundir.start(folder, now)
+    return Run(config, folder, text, layers, learners, states, {name: Curves() for name in models})
+
+
+def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
+    """Trains until the last step or until asked to stop; returns the steps done."""
+    config = run.config
+    intervals = (config.log_interval, config.eval_interval, config.checkpoint_interval)
+    with train.Progress(run.curves, config.steps, config.batch * config.context) as progress:
+        for begin, end in spans(done, config.steps, *intervals):
+            if stop_asked():
+                run.save(begin)
+                return begin
+            batches = run.batches("train", range(begin, end))
+            for name, learner in run.learners.items():
+                run.states[name] = advance(learner, run.states[name], batches, run.curves[name])
+            if end % config.eval_interval == 0 and end < config.steps:
+                validate(run, end, config.eval_batches)
+            progress.show()
+            if end % config.checkpoint_interval == 0 or end == config.steps:
+                run.save(end)
+    return config.steps
+
+
+def validate(run: Run, step: int, count: int) -> None:
+    """Adds the validation loss of every model to its curve, always on the same batches."""
+    batches = run.batches("validation", range(count))
+    for name, learner in run.learners.items():
+        losses = jax.device_get([learner.loss(run.states[name], batch) for batch in batches])
+        run.curves[name].validation.append((step, float(np.mean(losses, dtype=np.float64))))
+
+
+def report(run: Run) -> None:
+    """Prints the comparison and writes the page."""
+    config, text, outcomes = run.config, run.text, {}
+    for name, learner in run.learners.items():
+        variables, opt_state = run.states[name]
+        outcomes[name] = train.report.Outcome(
+            curves=run.curves[name],
+            tokens=config.batch * config.context,
+            parameters=train.observe.parameters(variables),
+            bytes=train.observe.bytes_per_parameter(variables, learner.gradients, opt_state),
+            tensors=train.observe.tensors(variables),
+            layers=run.layers[name],
+        )
+    about = {
+        "data": text.name,
+        "characters": len(text.train) + len(text.validation),
+        "vocabulary": len(text.vocabulary),
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "settings": dataclasses.asdict(config),
+    }
+    page = train.report.write(run.folder, about, outcomes)
+    train.report.show(outcomes)
+    print(f"report: {page}")
+
+
+def train_and_report(argv: Sequence[str] | None) -> None:
+    """The program, but for what its user or its input does wrong."""
+    run = prepare(argv)
+    done = run.restore() if run.config.resume else 0
+    with train.stop.requests() as stop_asked:
+        done = fit(run, done, stop_asked)
+    if done < run.config.steps:
+        print(f"stopped and saved after step {done}; go on with: ./dev train --out {run.folder} --resume")
+        return
+    validate(run, done, FINAL_EVAL_BATCHES)
+    report(run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    try:
+        train_and_report(argv)
+    except train.BadInput as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_gpt: interrupted; --resume goes on from the newest checkpoint, if any", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

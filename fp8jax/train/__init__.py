@@ -1,0 +1,16 @@
+"""The parts of a training program: settings, text, checkpoints, progress, report.
+
+`examples/train_gpt.py` puts them together. They know neither the model nor the optimizer.
+"""
+
+from fp8jax.train import checkpoint as checkpoint
+from fp8jax.train import config as config
+from fp8jax.train import data as data
+from fp8jax.train import extras as extras
+from fp8jax.train import observe as observe
+from fp8jax.train import report as report
+from fp8jax.train import rundir as rundir
+from fp8jax.train import stop as stop
+from fp8jax.train.errors import BadInput as BadInput
+from fp8jax.train.errors import blame_input as blame_input
+from fp8jax.train.progress import Progress as Progress

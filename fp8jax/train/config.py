@@ -1,0 +1,147 @@
+"""A program's settings: one frozen dataclass, filled by a YAML file and by the command line.
+
+    @dataclass(frozen=True)
+    class Config:
+        steps: int = knob(1000, "optimizer steps", least=1)
+        bias: bool = knob(False, "biases in the linear layers")
+
+    given = read(Config, ["--config", "run.yaml", "--steps", "200"])   # {"bias": True, "steps": 200}
+    config = Config(**given)
+
+`read` gives only what was asked for, so that a resumed run can tell a setting that was asked
+for from a default. The command line wins over the file. Every complaint is a ValueError whose
+message is one line.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from fp8jax.train.extras import need
+
+
+def knob(default: Any, help: str, *, least: float | None = None, below: float = math.inf) -> Any:
+    """A dataclass field with its line of `--help`, and the range of a number: least <= value < below."""
+    return dataclasses.field(default=default, metadata={"help": help, "least": least, "below": below})
+
+
+def check_ranges(config: Any) -> None:
+    """Raises ValueError for the first number that is out of its knob's range; for `__post_init__`."""
+    for field in dataclasses.fields(config):
+        value, least, below = getattr(config, field.name), field.metadata["least"], field.metadata["below"]
+        if least is not None and not least <= value < below:
+            limit = f" and below {below:g}" if below < math.inf else ""
+            raise ValueError(f"--{_flag(field)} must be at least {least:g}{limit}; got {value}")
+
+
+def read(cls: type, argv: Sequence[str] | None, description: str = "") -> dict[str, Any]:
+    """The settings that a YAML file and the command line ask for.
+
+    Args:
+        cls: a dataclass whose fields are bool, int, float or str, made with `knob`.
+        argv: the command line without the program's name; None for this process's own.
+        description: first lines of `--help`.
+
+    Returns:
+        Field name -> value, for the fields that were given.
+
+    Raises:
+        ValueError: an unknown flag or key, a value of the wrong type, or an unreadable file.
+    """
+    given, unknown = _parser(cls, description).parse_known_args(argv)
+    if unknown:
+        raise ValueError(_unknown("option", unknown[0], [f"--{_flag(f)}" for f in dataclasses.fields(cls)]))
+    from_command_line = vars(given)
+    path = from_command_line.pop("config", None)
+    return {**(_read_yaml(cls, path) if path else {}), **from_command_line}
+
+
+def suggest(word: str, legal: Iterable[str]) -> str:
+    """` (did you mean X?)` for the nearest legal word, or nothing."""
+    near = difflib.get_close_matches(word, list(legal), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+_METAVARS: dict[Any, str] = {float: "X", str: "TEXT"}
+_EXPECTED: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text (in quotes)",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints its usage and exits; here a complaint is an exception like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists the options")
+
+
+def _parser(cls: type, description: str) -> _Parser:
+    parser = _Parser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
+    for field in dataclasses.fields(cls):
+        default = "" if field.default == "" else f" [{field.default}]"
+        text = (field.metadata["help"] + default).replace("%", "%%")
+        kind: dict[str, Any] = {"type": field.type, "metavar": _METAVARS.get(field.type, "N")}
+        if field.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(f"--{_flag(field)}", dest=field.name, help=text, **kind)
+    return parser
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return field.name.replace("_", "-")
+
+
+def _unknown(what: str, word: str, legal: list[str]) -> str:
+    return f"unknown {what} {word}{suggest(word, legal)}; the {what}s are {', '.join(legal)}"
+
+
+def _read_yaml(cls: type, path: str) -> dict[str, Any]:
+    """The file's keys as field names, with values of the fields' types."""
+    yaml = need("yaml")
+    try:
+        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"--config {path} is no YAML: {where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--config {path}: expected lines of `option: value`; got a {type(content).__name__}"
+        )
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    values = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            raise ValueError(f"--config {path}: {_unknown('key', str(key), list(fields))}")
+        values[name] = _typed(fields[name], value, path)
+    return values
+
+
+def _typed(field: dataclasses.Field[Any], value: Any, path: str) -> Any:
+    """`value` as the field's type, where YAML meant the same."""
+    # YAML reads 1e-3 as a string (its floats have a dot) and 1 as an integer.
+    if field.type is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if type(value) is not field.type:
+        raise ValueError(f"--config {path}: `{field.name}` must be {_EXPECTED[field.type]}; got {value!r}")
+    return value

@@ -1,0 +1,168 @@
+"""The pictures of a run, as PNG: losses, scales, saturation.
+
+losses({"O2": curves, "bf16": other}) -> bytes
+scales(tensors, curves), saturations(tensors, curves) -> bytes
+"""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8jax.train.extras import need
+from fp8jax.train.observe import OPERANDS, Curves, Tensor
+
+COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
+GREY = "#555555"
+
+
+def losses(curves: Mapping[str, Curves]) -> bytes:
+    """Training and validation loss of every model; with two models, their difference below."""
+    names = list(curves)
+    rows = 2 if len(names) == 2 else 1
+    figure, axes = _subplots(rows, 1, size=(9, 4.6 + 1.6 * (rows - 1)), ratios=[3, 1][:rows], sharex=True)
+    # The twin lies below, wide and pale: two curves on top of each other are the expected result.
+    for number in reversed(range(len(names))):
+        _draw_losses(axes[0][0], names[number], curves[names[number]], COLOURS[number], is_below=number > 0)
+    axes[0][0].set_ylabel("loss (nats per character)")
+    axes[0][0].legend(frameon=False, reverse=True)
+    if rows == 2:
+        _draw_difference(axes[1][0], curves)
+    axes[-1][0].set_xlabel("step")
+    return _png(figure)
+
+
+def _draw_losses(panel: Any, name: str, curves: Curves, colour: str, is_below: bool) -> None:
+    loss = np.array(curves.loss)
+    steps = np.arange(1, len(loss) + 1)
+    at, validation = zip(*curves.validation, strict=True) if curves.validation else ((), ())
+    style = {"color": colour, "alpha": 0.35 if is_below else 1.0}
+    panel.plot(steps, loss, color=colour, alpha=0.15, linewidth=0.7)
+    panel.plot(at, validation, "o:", markersize=11 if is_below else 4, label=f"{name}, validation", **style)
+    width = 6.0 if is_below else 1.5
+    panel.plot(steps, _smooth(loss), linewidth=width, label=f"{name}, training (smoothed)", **style)
+
+
+def _draw_difference(panel: Any, curves: Mapping[str, Curves]) -> None:
+    """The first model's training loss minus the second's, step by step."""
+    first, second = (np.array(of_one.loss) for of_one in curves.values())
+    difference = _smooth(first - second)
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    panel.plot(np.arange(1, len(difference) + 1), difference, color=COLOURS[0], linewidth=1.2)
+    panel.set_ylabel("{} - {}\n(same batches)".format(*curves))
+    # The first tenth, where the loss falls steeply, would set the scale for all of it.
+    late = difference[len(difference) // 10 :]
+    limit = max(0.02, 1.3 * float(np.max(np.abs(late), initial=0.0)))
+    panel.set_ylim(-limit, limit)
+
+
+def scales(tensors: list[Tensor], curves: Curves) -> bytes:
+    """One panel per kind of layer and operand; one line per layer, on a log2 axis."""
+    steps, values, _ = _watched(curves)
+    sites = list(dict.fromkeys(tensor.layer for tensor in tensors))
+    operands = list(OPERANDS)
+    size = (1.2 + 2.3 * len(sites), 6.6)
+    figure, axes = _subplots(len(operands), len(sites), size=size, sharex=True, sharey="row")
+    for column, site in enumerate(sites):
+        axes[0][column].set_title(_short(site), fontsize=10)
+        axes[-1][column].set_xlabel("step")
+        for row, operand in enumerate(operands):
+            panel = axes[row][column]
+            lines = [i for i, t in enumerate(tensors) if (t.layer, t.operand) == (site, operand)]
+            for i in lines:
+                colour = _depth_colour(tensors[i].number, len(lines))
+                panel.plot(steps, values[:, i], color=colour, linewidth=1.3, label=tensors[i].number or None)
+            panel.set_yscale("log", base=2)
+            if column == 0:
+                panel.set_ylabel(f"scale of the\n{operand}")
+    _legend_of_layers(figure, axes[0][0])
+    return _png(figure)
+
+
+def saturations(tensors: list[Tensor], curves: Curves) -> bytes:
+    """One map per operand: a row per layer, time to the right, red where casts clipped."""
+    plt = need("matplotlib.pyplot")
+    steps, _, values = _watched(curves)
+    colours = need("matplotlib.colors")
+    operands = list(OPERANDS)
+    rows = [[i for i, t in enumerate(tensors) if t.operand == operand] for operand in operands]
+    size = (10, 1.6 + 0.17 * sum(map(len, rows)))
+    figure, axes = _subplots(len(operands), 1, size=size, sharex=True)
+    norm = colours.TwoSlopeNorm(1.0, 0.0, 2.0)
+    edges = np.concatenate([[0], steps])
+    image: Any = None
+    for panel, operand, chosen in zip(axes[:, 0], operands, rows, strict=True):
+        image = panel.pcolormesh(
+            edges, np.arange(len(chosen) + 1), values[:, chosen].T, cmap=plt.get_cmap("RdBu_r"), norm=norm
+        )
+        labels = [f"{_short(tensors[i].layer)} {tensors[i].number}".strip() for i in chosen]
+        panel.set_yticks(np.arange(len(chosen)) + 0.5, labels, fontsize=7)
+        panel.invert_yaxis()
+        panel.set_title(operand, fontsize=10, loc="left")
+        panel.grid(False)
+    axes[-1][0].set_xlabel("step")
+    bar = figure.colorbar(image, ax=list(axes[:, 0]), shrink=0.6, pad=0.02, extend="max")
+    bar.set_label("amax / largest representable value\n(above 1: clipped)")
+    return _png(figure)
+
+
+def _subplots(rows: int, columns: int, size: tuple[float, float], ratios: Any = None, **share: Any) -> Any:
+    need("matplotlib").use("Agg")
+    plt = need("matplotlib.pyplot")
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=ratios, **share
+    )
+    for panel in axes.flat:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(True, color="#e6e6e6", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.tick_params(colors=GREY, labelsize=8)
+    return figure, axes
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    need("matplotlib.pyplot").close(figure)
+    return buffer.getvalue()
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """A running mean over a fiftieth of the curve, narrower at its ends."""
+    half = max(1, len(values) // 100)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def _watched(curves: Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, scales and saturations as arrays."""
+    arrays = curves.arrays()
+    return arrays["watched_steps"], arrays["scales"], arrays["saturations"]
+
+
+def _short(path: str) -> str:
+    """`h/attn/c_attn` -> `attn/c_attn`."""
+    return "/".join(path.split("/")[-2:])
+
+
+def _depth_colour(number: str, layers: int) -> Any:
+    """Dark for the first layer of a scan, light for the last."""
+    depth = int(number.split(",")[0]) / max(layers - 1, 1) if number else 0.0
+    return need("matplotlib.pyplot").get_cmap("viridis")(0.9 * depth)
+
+
+def _legend_of_layers(figure: Any, panel: Any) -> None:
+    handles, labels = panel.get_legend_handles_labels()
+    if labels:
+        figure.legend(
+            handles,
+            labels,
+            title="layer",
+            loc="outside right upper",
+            frameon=False,
+            fontsize=8,
+            title_fontsize=8,
+        )

@@ -1,0 +1,112 @@
+"""The folder of a run: whose it is, and when it may be written to.
+
+    runs/gpt-1/settings.json    # the settings the run was started with, and its text's fingerprint
+              checkpoints/      # see `fp8jax.train.checkpoint`
+              report.html ...   # see `fp8jax.train.report`
+
+A folder is never taken over: a new run needs one that is new or empty, a resumed run one whose
+settings are the same.
+"""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+RUNS = pathlib.Path("runs")
+MAY_CHANGE = ("data", "out", "resume")  # the text itself is compared, not its path
+_SETTINGS = "settings.json"
+_ANOTHER = "start a new run with another --out"
+
+
+def choose(out: str, resume: bool) -> pathlib.Path:
+    """The folder that a run shall use; nothing is created.
+
+    Args:
+        out: the folder, or "" for runs/gpt-N: the next free N, or with `resume` the newest.
+        resume: whether to go on with the run that is there.
+
+    Raises:
+        ValueError: the folder is taken and `resume` is not set, or it is no folder.
+    """
+    if not out:
+        numbers = [int(m[1]) for p in RUNS.glob("gpt-*") if (m := re.fullmatch(r"gpt-(\d+)", p.name))]
+        last = max(numbers, default=0)
+        return RUNS / f"gpt-{max(1, last if resume else last + 1)}"
+    folder = pathlib.Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {out} is a file; give a folder for the run")
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"--out {out} holds a run already: add --resume to go on with it, or give another --out"
+        )
+    return folder
+
+
+class Began(NamedTuple):
+    """How a run began."""
+
+    settings: dict[str, Any]  # empty if no run did
+    text: str  # fingerprint
+
+
+def began(folder: pathlib.Path, names: Collection[str]) -> Began:
+    """How the run in `folder` began; `Began({}, "")` if there is none.
+
+    Args:
+        folder: of the run.
+        names: the settings that this program knows.
+
+    Raises:
+        ValueError: the file that should say it is damaged, or of another version.
+    """
+    path = folder / _SETTINGS
+    try:
+        found = Began(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Began({}, "")
+    except (OSError, TypeError, ValueError):
+        raise ValueError(f"{path} is damaged, so the run cannot be resumed; {_ANOTHER}") from None
+    if not set(found.settings) <= set(names):
+        raise ValueError(f"the run in {folder} was made by another version of this program; {_ANOTHER}")
+    return found
+
+
+def check_same(folder: pathlib.Path, found: Began, now: Began) -> None:
+    """Raises ValueError if the run that was found is not the one that is asked for."""
+    if not found.settings:
+        return
+    for name, value in found.settings.items():
+        if name not in MAY_CHANGE and now.settings[name] != value:
+            flag = "--" + name.replace("_", "-")
+            difference = f"has {flag} {value}, not {now.settings[name]}"
+            raise ValueError(
+                f"the run in {folder} {difference}; leave {flag} out to go on with it, or {_ANOTHER}"
+            )
+    if found.text != now.text:
+        raise ValueError(
+            f"the run in {folder} began with another text than --data has now; give that, or {_ANOTHER}"
+        )
+
+
+def start(folder: pathlib.Path, now: Began) -> None:
+    """Makes the folder, with a note of how the run began.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / _SETTINGS).exists():
+            write(folder / _SETTINGS, json.dumps(now._asdict(), indent=1))
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
+
+
+def write(path: pathlib.Path, content: str) -> None:
+    """Writes a file that is either the old one or the new one, whenever the process dies."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(content, encoding="utf-8")
+    os.replace(partial, path)

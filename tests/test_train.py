@@ -1,0 +1,342 @@
+"""The main job as its user runs it: two steps, every bad input, and a run that nothing can spoil."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from fp8jax import Recipe
+from fp8jax.scaled import is_scaled, value
+
+PROGRAM = "examples/train_gpt.py"
+TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Programs that were compiled once; most of the time here would go into compiling them again."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def program(load_program):
+    return load_program(PROGRAM)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def curves(run):
+    """Everything that a run recorded, to the bit, but not how long it took."""
+    newest = sorted(run.glob("checkpoints/step-*"))[-1]
+    with np.load(newest / "history.npz") as file:
+        recorded = {name: file[name].tobytes() for name in file if "seconds" not in name}
+    models = json.loads((run / "result.json").read_text())["models"]
+    losses = {name: (model["training_losses"], model["validation_losses"]) for name, model in models.items()}
+    return recorded, losses
+
+
+# --- two steps --------------------------------------------------------------------------------
+
+EVERYTHING_ELSE = (
+    "--no-twin --no-tied --bias --no-remat --dtype bfloat16 --recipe te,scaling=current,exclude="
+)
+
+
+@pytest.mark.parametrize(
+    "options, names, layers",
+    [([], ["O2", "bf16"], 4), (EVERYTHING_ELSE.split(), ["te,scaling=current,exclude="], 5)],
+    ids=["default", "everything else"],
+)
+def test_two_steps(program, folder, capsys, options, names, layers):
+    assert program.main([*TINY, "--steps", "2", *options]) == 0
+    printed = capsys.readouterr().out
+    assert f"{names[0]}: {layers} of " in printed and "report: runs/gpt-1/report.html" in printed
+    result = json.loads((folder / "runs/gpt-1/result.json").read_text())
+    assert list(result["models"]) == names
+    for model in result["models"].values():
+        losses = model["training_losses"]
+        # Nothing was learned yet: a uniform guess among the vocabulary, within what the start adds.
+        np.testing.assert_allclose(losses, np.log(result["vocabulary"]), atol=0.1)
+        assert len(losses) == 2 and losses[0] != losses[1]
+        assert [step for step, _ in model["validation_losses"]] == [2]
+    page = (folder / "runs/gpt-1/report.html").read_text()
+    assert ("keeps no delayed scales" in page) == ("current" in names[0])
+
+
+def test_a_finished_run_can_be_resumed_to_report_again(program, folder, capsys):
+    assert program.main([*TINY, "--steps", "2", "--out", "run"]) == 0
+    before = curves(folder / "run")
+    (folder / "run/report.html").unlink()
+    assert program.main(["--out", "run", "--resume"]) == 0
+    assert curves(folder / "run") == before and list(before[1]) == ["O2", "bf16"]
+    assert (folder / "run/report.html").exists() and capsys.readouterr().err == ""
+
+
+def test_a_second_run_gets_a_folder_of_its_own(program, folder, capsys):
+    for run in ("gpt-1", "gpt-2"):
+        assert program.main([*TINY, "--steps", "2", "--no-twin", "--recipe", "bf16"]) == 0
+        assert f"report: runs/{run}/report.html" in capsys.readouterr().out
+    first, second = (json.loads((folder / f"runs/gpt-{n}/result.json").read_text()) for n in (1, 2))
+    assert first["gap"] is None and list(first["models"]) == ["bf16"]
+    assert first["models"]["bf16"]["training_losses"] == second["models"]["bf16"]["training_losses"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, capsys):
+    assert program.main([*TINY, "--steps", "2", "--recipe", "bf16", "--out", "run", "--resume"]) == 0
+    assert "no checkpoint in run, so the run starts at step 0" in capsys.readouterr().err
+    assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_recipe_and_twin_start_from_the_same_weights(program):
+    gpt = program.GPT(program.GPTConfig(17, layers=2, heads=2, width=16))
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    ours, twins = (
+        jax.jit(program.fp8jax.transform(gpt, recipe).init)(jax.random.key(1), tokens)["params"]
+        for recipe in ("O2", "bf16")
+    )
+    ours = jax.tree.leaves(ours, is_leaf=is_scaled)
+    assert sum(map(is_scaled, ours)) == 4
+    for leaf, other in zip(ours, jax.tree.leaves(twins), strict=True):
+        assert other.dtype == jnp.float32
+        np.testing.assert_allclose(value(leaf), other, rtol=2**-11, atol=1e-9)
+
+
+def test_learning_rate_is_nanogpts(program):
+    config = program.Config(steps=2000)
+    rate = program.learning_rate(config)
+    expected = {0: 1e-3 / 101, 50: 1e-3 * 51 / 101, 100: 1e-3, 1050: 0.5 * (1e-3 + 1e-4), 2000: 1e-4}
+    for step, at_step in expected.items():
+        assert float(rate(jnp.int32(step))) == pytest.approx(at_step, rel=1e-5), step
+    assert np.isfinite(float(program.learning_rate(program.Config(steps=2))(1)))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_only_matrices_decay(program, is_plain):
+    config = program.GPTConfig(17, layers=3, heads=2, width=8, bias=not is_plain, tied=is_plain)
+    params = jax.eval_shape(
+        program.GPT(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    )["params"]
+    decaying = {
+        "/".join(key.key for key in path)
+        for path, decays in jax.tree_util.tree_leaves_with_path(program.decays(params))
+        if decays
+    }
+    kernels = {f"h/{name}/kernel" for name in ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")}
+    head = set() if is_plain else {"lm_head/kernel"}
+    assert decaying == kernels | head | {"wte/embedding", "wpe/embedding"}
+
+
+def test_a_token_sees_only_what_came_before_it(program):
+    model = program.GPT(program.GPTConfig(17, layers=2, heads=2, width=8, context=6))
+    tokens = jnp.array([[1, 2, 3, 4, 5, 6]])
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
+    apply = jax.jit(model.apply)
+    before, after = apply(params, tokens), apply(params, tokens.at[0, 3].set(9))
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert np.all(np.any(np.asarray(before != after)[:, 3:], axis=-1))
+
+
+@pytest.mark.parametrize(
+    "start, stop, intervals, expected",
+    [
+        (0, 10, (5,), [(0, 5), (5, 10)]),
+        (0, 10, (4, 6), [(0, 4), (4, 6), (6, 8), (8, 10)]),
+        (8, 10, (4, 6), [(8, 10)]),
+        (10, 10, (4,), []),
+        (0, 3, (10,), [(0, 3)]),
+    ],
+)
+def test_spans_lie_on_one_grid_wherever_a_run_resumes(program, start, stop, intervals, expected):
+    assert list(program.spans(start, stop, *intervals)) == expected
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+BAD = [
+    (["--data", "nowhere.txt"], "--data nowhere.txt: no such file; give the path of a text file"),
+    (["--data", "short.txt"], "--data short.txt is too short"),
+    (["--data", "empty.txt"], "--data empty.txt is empty"),
+    (["--data", "."], "--data . cannot be read"),
+    (["--recipe", "O9"], "expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2; got 'O9'"),
+    (["--recipe", "O2,margin=-1"], "`margin`"),
+    (["--recipe", "O2,exclude=nothing"], "the exclude pattern 'nothing' matches no layer"),
+    (["--recipe", "O3"], "not in this release"),
+    (["--config", "unknown.yaml"], "unknown key stepz (did you mean steps?)"),
+    (["--config", "broken.yaml"], "is no YAML"),
+    (["--config", "types.yaml"], "`steps` must be a whole number; got 'many'"),
+    (["--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),
+    (["--steps", "many"], "invalid int value: 'many'"),
+    (["--steps", "0"], "--steps must be at least 1; got 0"),
+    (["--stepz", "3"], "unknown option --stepz (did you mean --steps?)"),
+    (["--lr", "-1"], "--lr must be at least 0"),
+    (["--beta2", "1"], "--beta2 must be at least 0 and below 1"),
+    (["--heads", "3"], "--width 128 is no multiple of --heads 3"),
+    (["--dtype", "float8"], "--dtype must be float32 or bfloat16; got float8"),
+    (["--out", "taken"], "--out taken holds a run already: add --resume"),
+    (["--out", "short.txt"], "--out short.txt is a file"),
+    (["--out", "taken", "--resume", "--recipe", "te"], "has --recipe O2, not te; leave --recipe out"),
+    (["--out", "taken", "--resume", "--data", "other.txt"], "began with another text"),
+]
+
+
+@pytest.mark.parametrize("argv, says", BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv, says):
+    files = {
+        "short.txt": "too short to fill a batch",
+        "empty.txt": "",
+        "other.txt": "another text, " * 200,
+        "unknown.yaml": "stepz: 3",
+        "broken.yaml": "steps: [1",
+        "types.yaml": "steps: many",
+        "taken/settings.json": json.dumps({"settings": {"recipe": "O2", "steps": 5}, "text": "of this run"}),
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    assert program.main(argv) == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.splitlines()
+    assert line.startswith("train_gpt: ") and says in line
+    assert captured.out == ""
+    found = {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+    assert found == files
+
+
+# --- a run that nothing can spoil -------------------------------------------------------------
+
+LONG = [*TINY, "--no-twin", "--steps", "300", "--checkpoint-interval", "20", "--eval-interval", "50"]
+
+
+class Process:
+    """A training program in a process of its own, and what it printed so far."""
+
+    def __init__(self, program, folder, cache, *argv):
+        self.log = folder / f"{time.monotonic_ns()}.log"
+        environment = {**os.environ, "PYTHONPATH": str(program.parent.parent)}
+        if cache:
+            environment |= {"JAX_COMPILATION_CACHE_DIR": cache}
+            environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(program), *argv],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def printed(self):
+        return self.log.read_text()
+
+    def wait_until(self, happened):
+        deadline = time.monotonic() + 200
+        while not happened():
+            assert self.process.poll() is None, f"ended too early:\n{self.printed()}"
+            assert time.monotonic() < deadline, f"nothing happened:\n{self.printed()}"
+            time.sleep(0.002)
+
+    def is_training(self):
+        return "step " in self.printed()
+
+    def end(self, by=None):
+        """The exit status, after a signal if one is given."""
+        if by is not None:
+            self.process.send_signal(by)
+        return self.process.wait(timeout=200)
+
+
+@pytest.fixture(scope="module")
+def journey(request, tmp_path_factory, cache):
+    """One run left alone, and one that was killed, stopped, damaged and resumed; what they did."""
+    program, folder = request.config.rootpath / PROGRAM, tmp_path_factory.mktemp("journey")
+    spoiled, told = folder / "spoiled", {"folder": folder}
+
+    def checkpoints():
+        return sorted(path.name for path in spoiled.glob("checkpoints/step-*"))
+
+    # It compiles for itself: that gives the same program too.
+    alone = Process(program, folder, None, *LONG, "--out", "alone")
+
+    first = Process(program, folder, cache, *LONG, "--out", "spoiled")
+    # While a checkpoint is being written, but not the first: there is one to go back to.
+    first.wait_until(lambda: checkpoints() and list(spoiled.glob("checkpoints/writing-*")))
+    told["killed while writing"] = first.end(by=signal.SIGKILL)
+    told["alone"] = alone.end()
+
+    second = Process(program, folder, cache, "--out", "spoiled", "--resume")
+    second.wait_until(second.is_training)
+    time.sleep(random.Random(0).uniform(0.0, 0.5))
+    told["stopped"] = second.end(by=signal.SIGINT)
+    told["stopped says"], told["checkpoint of the stop"] = second.printed(), checkpoints()[-1]
+
+    third = Process(program, folder, cache, "--out", "spoiled", "--resume")
+    third.wait_until(third.is_training)
+    time.sleep(random.Random(1).uniform(0.0, 0.5))
+    told["killed at random"] = third.end(by=signal.SIGKILL)
+
+    told["checkpoints before damage"] = checkpoints()
+    files = [path for path in (spoiled / "checkpoints" / checkpoints()[-1]).rglob("*") if path.is_file()]
+    victim = max(files, key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-10])
+    last = Process(program, folder, cache, "--out", "spoiled", "--resume")
+    told["finished"], told["finished says"] = last.end(), last.printed()
+    return told
+
+
+def test_the_journey_went_as_planned(journey):
+    assert journey["killed while writing"] == journey["killed at random"] == -signal.SIGKILL
+    assert journey["alone"] == journey["stopped"] == journey["finished"] == 0, journey["finished says"]
+    assert len(journey["checkpoints before damage"]) >= 2
+
+
+def test_interrupting_saves_and_says_how_to_go_on(journey):
+    last = journey["stopped says"].splitlines()[-1]
+    step = int(journey["checkpoint of the stop"].removeprefix("step-"))
+    assert last == f"stopped and saved after step {step}; go on with: ./dev train --out spoiled --resume"
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(journey):
+    newest = journey["checkpoints before damage"][-1]
+    warnings = [line for line in journey["finished says"].splitlines() if line.startswith("warning: ")]
+    assert [line for line in warnings if newest in line and "missing or damaged" in line]
+
+
+def test_killed_stopped_and_damaged_ends_as_if_left_alone(journey):
+    alone, spoiled = (curves(journey["folder"] / name) for name in ("alone", "spoiled"))
+    assert len(alone[1]["O2"][0]) == 300 and len(alone[0]) >= 5
+    assert alone == spoiled
+
+
+def test_interrupted_before_the_first_step(program, folder, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "build", interrupt)
+    assert program.main([*TINY, "--out", "run"]) == 130
+    assert capsys.readouterr().err.startswith("train_gpt: interrupted;")
+    assert not (folder / "run").exists()
+
+
+def test_recipes_of_the_help_exist(program):
+    text = program.Config.__dataclass_fields__["recipe"].metadata["help"]
+    for name in ("fp32", "bf16", "te", "O1", "O2", "te+O2"):
+        assert name in text and Recipe.parse(name)
