@@ -1,0 +1,236 @@
+"""What a compiled program does, read from its text: which GEMMs, how many kernels, how many bytes.
+
+    read = program.read(jax.jit(step).lower(*args).compile())
+    read.count("cublaslt_f8"), read.kernels, read.temporaries
+
+A recipe says what should run in FP8; only the optimized program says what does. XLA turns a matched
+product into the custom call `__cublas$lt$matmul$f8` and an unmatched one into something slower, silently.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+# Custom call -> kind of GEMM. Other kinds: "triton" (a GEMM fusion), "dot" (left to the code generator).
+_CALLS = {
+    "__cublas$lt$matmul$f8": "cublaslt_f8",
+    "__cublas$lt$matmul": "cublaslt",
+    "__cublas$gemm": "cublas",
+    "__onednn$matmul": "onednn",
+}
+
+# Opcodes that launch nothing themselves: values in place, or control flow whose bodies are counted.
+_NO_KERNEL = frozenset(
+    "add-dependency after-all async-start bitcast call conditional constant get-tuple-element opt-barrier "
+    "parameter partition-id replica-id tuple while".split()
+)
+
+
+class Gemm(NamedTuple):
+    """One matrix product of the program."""
+
+    kind: str  # "cublaslt_f8", "cublaslt", "cublas", "onednn", "triton" or "dot"
+    lhs: str  # XLA's names of the dtypes: "f8e4m3fn", "bf16", ...
+    rhs: str
+    out: str
+    out_shape: tuple[int, ...]
+    fast: bool  # products may be accumulated in less than float32 (precision DEFAULT)
+    runs: int  # how often it runs in one call: trip counts of the loops around it; 1 where unknown
+    name: str  # where it comes from, e.g. "jit(step)/jvp(Dense_0)/dot_general"
+
+
+class Program(NamedTuple):
+    """A compiled program as this module reads it; see `read`."""
+
+    gemms: tuple[Gemm, ...]
+    kernels: int  # instructions that launch work on the device, loop bodies counted once
+    temporaries: int  # bytes besides arguments and outputs
+    arguments: int  # bytes
+    outputs: int  # bytes
+    donated: int  # bytes of arguments that outputs took over
+
+    @property
+    def total(self) -> int:
+        """Bytes in all. Temporaries alone mislead: XLA also computes in the outputs' buffers."""
+        return self.arguments + self.outputs - self.donated + self.temporaries
+
+    def count(self, *kinds: str) -> int:
+        """Number of GEMMs of these kinds, or of all."""
+        return sum(not kinds or gemm.kind in kinds for gemm in self.gemms)
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(gemm.kind for gemm in self.gemms)
+        gemms = ", ".join(f"{self.count(kind)} {kind}" for kind in kinds) or "no"
+        return f"{gemms} GEMMs, {self.kernels} kernels, {self.temporaries / 1e9:.3f} GB of temporaries"
+
+
+class _Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    shape: str  # as printed: "bf16[8,16]{1,0}", or a tuple of such
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+
+
+def read(compiled: Any) -> Program:
+    """Reads a compiled program.
+
+    Args:
+        compiled: what `jax.jit(f).lower(...).compile()` gives, on any platform.
+
+    Returns:
+        The program's GEMMs in order of appearance and its costs. A kernel is an instruction of the entry
+        computation, or of what it calls or loops over, that launches work: a fusion, a library call, a copy,
+        a collective. A loop's body counts once, whatever its trip count.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    computations, entry = _parse(compiled.as_text())
+    gemms: list[Gemm] = []
+    kernels = _walk(computations, entry, 1, gemms)
+    memory = compiled.memory_analysis()
+    return Program(
+        gemms=tuple(gemms),
+        kernels=kernels,
+        temporaries=memory.temp_size_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        donated=memory.alias_size_in_bytes,
+    )
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """The computations of the text by name, and the entry's name."""
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = None, None
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line)
+        if header:
+            current = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif current is not None and (found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line)):
+            current.append(_instruction(found[1], found[2]))
+    if entry is None:
+        raise ValueError("`compiled`: expected the text of an HLO module; it has no ENTRY computation.")
+    return computations, entry
+
+
+def _instruction(name: str, rest: str) -> _Instruction:
+    """`bf16[8]{0} add(%a, %b), metadata=...` in its parts."""
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opcode, _, _ = rest[end + 1 :].partition("(")
+    start = end + 1 + len(opcode)
+    operands = re.findall(r"%([\w.\-]+)", rest[start : _closing(rest, start)])
+    return _Instruction(name, rest[:end], opcode.strip(), tuple(operands), rest)
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    return len(text)
+
+
+def _walk(computations: dict[str, list[_Instruction]], name: str, runs: int, gemms: list[Gemm]) -> int:
+    """Appends the GEMMs of a computation that is executed, and returns its number of kernels."""
+    kernels = 0
+    shapes = {instruction.name: instruction.shape for instruction in computations[name]}
+    for instruction in computations[name]:
+        if kind := _kind(instruction, computations):
+            gemms.append(_gemm(kind, instruction, shapes, computations, runs))
+        kernels += _launches(instruction)
+        for called in _executed(instruction):
+            kernels += _walk(computations, called, runs * _trip_count(instruction), gemms)
+    return kernels
+
+
+def _launches(instruction: _Instruction) -> bool:
+    opcode = instruction.opcode
+    # The start of an asynchronous pair is the launch, its end a wait.
+    return opcode not in _NO_KERNEL and not opcode.endswith(("-done", "-update"))
+
+
+def _executed(instruction: _Instruction) -> list[str]:
+    """Computations that the instruction runs as programs of their own (a fusion's is one kernel)."""
+    if instruction.opcode not in ("while", "call", "conditional", "async-start"):
+        return []
+    names = re.findall(r"(?:condition|body|to_apply|calls|\w+_computation)=%([\w.\-]+)", instruction.line)
+    branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.line)
+    return names + (re.findall(r"%([\w.\-]+)", branches[1]) if branches else [])
+
+
+def _trip_count(instruction: _Instruction) -> int:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.line)
+    return int(found[1]) if found and instruction.opcode == "while" else 1
+
+
+def _kind(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> str | None:
+    """The kind of GEMM that the instruction is, or None."""
+    if instruction.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
+        return _CALLS.get(target[1]) if target else None
+    if instruction.opcode == "dot":
+        return "dot"
+    if instruction.opcode == "fusion" and _inner_dot(instruction, computations):
+        return "triton" if "__triton" in instruction.line else "dot"
+    return None
+
+
+def _inner_dot(
+    instruction: _Instruction, computations: dict[str, list[_Instruction]]
+) -> tuple[_Instruction, dict[str, str]] | None:
+    """The dot inside a fusion, with the shapes around it."""
+    called = re.search(r"calls=%([\w.\-]+)", instruction.line)
+    body = computations.get(called[1], []) if called else []
+    for inner in body:
+        if inner.opcode == "dot":
+            return inner, {other.name: other.shape for other in body}
+        if inner.opcode == "fusion" and (found := _inner_dot(inner, computations)):
+            return found
+    return None
+
+
+def _gemm(
+    kind: str,
+    instruction: _Instruction,
+    shapes: dict[str, str],
+    computations: dict[str, list[_Instruction]],
+    runs: int,
+) -> Gemm:
+    out = instruction.shape
+    if instruction.opcode == "fusion":
+        instruction, shapes = _inner_dot(instruction, computations) or (instruction, shapes)
+    lhs, rhs = (_dtype(shapes.get(operand, "")) for operand in instruction.operands[:2])
+    name = re.search(r'op_name="([^"]*)"', instruction.line)
+    dims = re.search(r"\[([\d,]*)\]", out)
+    return Gemm(
+        kind=kind,
+        lhs=lhs,
+        rhs=rhs,
+        out=_dtype(out),
+        out_shape=tuple(int(dim) for dim in dims[1].split(",") if dim) if dims else (),
+        fast=set(_precision(instruction.line)) <= {"DEFAULT", "default"},
+        runs=runs,
+        name=name[1] if name else "",
+    )
+
+
+def _dtype(shape: str) -> str:
+    """The dtype of a shape as printed; of a tuple, that of its first element (the rest is workspace)."""
+    found = re.search(r"([a-z]\w*)\[", shape)
+    return found[1] if found else ""
+
+
+def _precision(line: str) -> list[str]:
+    """The precision of each operand, as a library call's configuration or a dot's attribute says it."""
+    found = re.search(r'"operand_precision":(\[[^\]]*\])', line)
+    if found:
+        return json.loads(found[1])
+    found = re.search(r"operand_precision=\{([^}]*)\}", line)
+    return found[1].split(",") if found else []

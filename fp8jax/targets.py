@@ -1,0 +1,246 @@
+"""GPUs as values, and programs compiled for one that is not here.
+
+    compiled = targets.compile_for(step, variables, batch, target="h200")
+    print(program.read(compiled))       # e.g. 6 cublaslt_f8 GEMMs, 51 kernels, 0.638 GB of temporaries
+
+XLA compiles ahead of time for a described GPU. The result is the optimized program that the GPU would get:
+which GEMMs are FP8 library calls, which fusions and collectives there are, how much memory it needs. It
+cannot run, so nothing is autotuned: GEMMs go to cuBLASLt, as most do on the real device, not to Triton.
+It needs JAX's CUDA plugin (`pip install "fp8jax[target]"`) and neither a GPU nor NVIDIA's libraries.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU as the compiler and a roofline see it.
+
+    Attributes:
+        name: as users write it: "h200".
+        device: as its driver names it: "NVIDIA H200".
+        capability: compute capability, (major, minor). FP8 GEMMs need (8, 9).
+        cores: streaming multiprocessors.
+        memory: bytes.
+        bandwidth: bytes per second of the memory.
+        l2: bytes of the level-2 cache.
+        clock_ghz: the multiprocessors' highest clock.
+        bf16_flops: peak of dense bf16 GEMMs, per second.
+        fp8_flops: peak of dense FP8 GEMMs, per second.
+        shared_memory: bytes per multiprocessor; a block can have 1 KiB less.
+        threads: resident threads per multiprocessor.
+    """
+
+    name: str
+    device: str
+    capability: tuple[int, int]
+    cores: int
+    memory: int
+    bandwidth: int
+    l2: int
+    clock_ghz: float
+    bf16_flops: float
+    fp8_flops: float
+    shared_memory: int = 228 * 1024
+    threads: int = 2048
+
+
+# Capability, cores, L2, clock, memory: as the drivers report them (XLA's target_config/specs for the first
+# three). Peaks: NVIDIA's data sheets (H100 SXM; H200 SXM; HGX B200; L40S), halved where they count sparsity.
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target(
+            name="h100",
+            device="NVIDIA H100 80GB HBM3",
+            capability=(9, 0),
+            cores=132,
+            memory=84_929_347_584,
+            bandwidth=3_352_320_000_000,
+            l2=52_428_800,
+            clock_ghz=1.98,
+            bf16_flops=989.4e12,
+            fp8_flops=1978.9e12,
+        ),
+        Target(
+            name="h200",
+            device="NVIDIA H200",
+            capability=(9, 0),
+            cores=132,
+            memory=150_754_820_096,
+            bandwidth=4_800_000_000_000,
+            l2=52_428_800,
+            clock_ghz=1.98,
+            bf16_flops=989.4e12,
+            fp8_flops=1978.9e12,
+        ),
+        Target(
+            name="b200",
+            device="NVIDIA B200",
+            capability=(10, 0),
+            cores=148,
+            memory=191_514_411_008,
+            bandwidth=7_672_320_000_000,
+            l2=132_644_864,
+            clock_ghz=1.965,
+            bf16_flops=2250e12,
+            fp8_flops=4500e12,
+        ),
+        Target(
+            name="l40s",
+            device="NVIDIA L40S",
+            capability=(8, 9),
+            cores=142,
+            memory=46_068 * 2**20,
+            bandwidth=864_000_000_000,
+            l2=96 * 2**20,
+            clock_ghz=2.52,
+            bf16_flops=362.05e12,
+            fp8_flops=733e12,
+            shared_memory=100 * 1024,
+            threads=1536,
+        ),
+    )
+}
+
+# Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
+_COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+_PLUGIN = "jax-cuda13-plugin"
+
+
+def get(target: str | Target) -> Target:
+    """The target of that name; a `Target` is returned as it is.
+
+    Raises:
+        ValueError: no such target; the message lists those there are.
+    """
+    if isinstance(target, Target):
+        return target
+    if target.lower() not in TARGETS:
+        raise ValueError(f"`target`: expected one of {', '.join(TARGETS)}, or a `Target`; got {target!r}.")
+    return TARGETS[target.lower()]
+
+
+def why_not() -> str | None:
+    """None if programs can be compiled for targets here, else the reason, and what to install."""
+    try:
+        plugin = importlib.metadata.version(_PLUGIN)
+    except importlib.metadata.PackageNotFoundError:
+        return (
+            f"compiling for a GPU that is not here needs the package {_PLUGIN}, which is not installed: "
+            'pip install "fp8jax[target]" (Linux only).'
+        )
+    here = importlib.metadata.version("jaxlib")
+    if plugin != here:
+        return (
+            f"{_PLUGIN} {plugin} does not match jaxlib {here}, and they must be of one version: "
+            f"pip install {_PLUGIN}=={here} jax-cuda13-pjrt=={here}."
+        )
+    return None
+
+
+@functools.cache
+def mesh(target: str | Target, devices: int = 1) -> Mesh:
+    """A mesh of `devices` GPUs of one host that are not here, along an axis "devices".
+
+    Args:
+        target: name of a GPU, or a `Target`.
+        devices: how many.
+
+    Returns:
+        A mesh for the `NamedSharding`s of what is given to `compile_for`.
+
+    Raises:
+        ValueError: no such target, or `devices` is not positive.
+        RuntimeError: the CUDA plugin is missing, or of another version than jaxlib.
+    """
+    gpu = get(target)
+    if devices < 1:
+        raise ValueError(f"`devices`: expected a positive number; got {devices}.")
+    if reason := why_not():
+        raise RuntimeError(reason)
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=gpu.name,
+        target_config=_description(gpu),
+        topology=f"1x{devices}x1",
+    )
+    return Mesh(np.array(topology.devices), ("devices",))
+
+
+def compile_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target = "h200",
+    devices: int = 1,
+    donate_argnums: int | tuple[int, ...] = (),
+) -> jax.stages.Compiled:
+    """`jax.jit(fn)` compiled for GPUs that are not here.
+
+    Args:
+        fn: the function. Its arguments are trees of arrays.
+        *args: arrays or `jax.ShapeDtypeStruct`s; only shapes, dtypes and weak types are looked at. A struct
+            whose sharding is on `mesh(target, devices)` keeps it; all else is replicated.
+        target: name of a GPU (one of `TARGETS`), or a `Target`.
+        devices: GPUs of one host.
+        donate_argnums: as in `jax.jit`.
+
+    Returns:
+        The compiled program: for `program.read`, `as_text()`, `memory_analysis()`. It cannot be called.
+
+    Raises:
+        ValueError: no such target, or `devices` is not positive.
+        RuntimeError: the CUDA plugin is missing, or of another version than jaxlib.
+    """
+    gpus = mesh(target, devices)
+    replicated = NamedSharding(gpus, PartitionSpec())
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+        sharding = leaf.sharding if aval is leaf and leaf.sharding is not None else replicated
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+    lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
+    return lowered.compile(compiler_options=_COMPILER_OPTIONS)
+
+
+def _description(target: Target) -> str:
+    """The target as the text of XLA's GpuTargetConfigProto."""
+    major, minor = target.capability
+    # What is written as a number here is the same on every GPU that multiplies FP8.
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          shared_memory_per_block: 49152
+          shared_memory_per_block_optin: {target.shared_memory - 1024}
+          shared_memory_per_core: {target.shared_memory}
+          threads_per_core_limit: {target.threads}
+          core_count: {target.cores}
+          fpus_per_core: 128
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          memory_bandwidth: {target.bandwidth}
+          l2_cache_size: {target.l2}
+          clock_rate_ghz: {target.clock_ghz}
+          device_memory_size: {target.memory}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 12 }}
+        runtime_version {{ major: 13 minor: 0 patch: 0 }}
+        device_description_str: "{target.device}"
+    """

@@ -1,0 +1,107 @@
+"""The benchmarks run, and the programs compiled for an H200 are what fp8jax promises."""
+
+import functools
+import json
+import sys
+
+import pytest
+
+from fp8jax import targets
+
+needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+
+OURS = ("fp8jax te", "fp8jax te,scaling=current", "fp8jax O2", "fp8jax O2,scaling=current")
+
+
+@pytest.fixture
+def bench(load_program, monkeypatch, capsys):
+    """Runs a benchmark with these arguments and returns what it printed."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        load_program(f"examples/bench/{name}.py").main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def compiled(load_program):
+    """Reads the MLP of examples/bench/program.py, compiled for an H200 in a way; each program once."""
+
+    @functools.cache
+    def compile_once(way, count):
+        program = load_program("examples/bench/program.py")
+        return program.compile_blocks(program.ways.WAYS[way], count, 8192, 4096, "h200")
+
+    return compile_once
+
+
+def test_step_prints_and_keeps_a_row_per_way(bench, tmp_path):
+    names = ["bf16", "flax Fp8DotGeneral", "qwix", "fp8jax O2"]
+    lines = bench("step", "--tiny", "--record", str(tmp_path), "--ways", *names).splitlines()
+    assert lines[1].split()[:3] == ["way", "step", "ms"]
+    assert [line[:18].strip() for line in lines[2:]] == names
+    [folder] = tmp_path.iterdir()
+    assert folder.name.endswith("_step")
+    kept = json.loads((folder / "result.json").read_text())
+    assert kept["environment"]["command"].startswith("python examples/bench/step.py --tiny")
+    assert {"date", "device", "commit", "jax"} <= set(kept["environment"])
+    [rows] = kept["results"].values()
+    assert [row["way"] for row in rows] == names
+    assert all(row["step ms"] > 0 and row["temporaries MB"] > 0 for row in rows)
+    assert rows[0]["/ bf16"] == 1.0
+
+
+@needs_plugin
+def test_program_finds_fp8_gemms(bench):
+    out = bench("program", "--tiny", "--json", "--ways", "bf16", "fp8jax O2")
+    (mlp, rows), (gpt, layers) = json.loads(out).items()
+    assert mlp.startswith("h200, 1 MLP block(s), 64 tokens")
+    assert [(row["FP8 GEMMs"], row["other GEMMs"]) for row in rows] == [(0, 6), (6, 0)]
+    assert gpt == "h200, GPT, O2"
+    # Forward and two backward products in FP8 for each layer of the report, and none besides.
+    assert {row["FP8 GEMMs"] for row in layers if row["report"] == "FP8"} == {3}
+    assert {row["FP8 GEMMs"] for row in layers if row["report"] != "FP8"} == {0}
+    assert sum(row["report"] == "FP8" for row in layers) == 4
+
+
+def test_program_says_what_is_missing(bench, monkeypatch):
+    monkeypatch.setattr(targets, "why_not", lambda: "the plugin is missing")
+    with pytest.raises(SystemExit, match="the plugin is missing"):
+        bench("program", "--tiny")
+
+
+@needs_plugin
+@pytest.mark.parametrize("way", OURS)
+def test_mlp_on_an_h200(compiled, way):
+    read, bf16 = compiled(way, 1), compiled("bf16", 1)
+    fp8 = [gemm for gemm in read.gemms if gemm.kind == "cublaslt_f8"]
+    assert len(fp8) == len(read.gemms) == 6
+    # Forward fast; the gradients of input and weight precise.
+    assert sorted(gemm.fast for gemm in fp8) == [False] * 4 + [True] * 2
+    assert {gemm.out for gemm in fp8} == {"bf16"}
+    assert read.total < bf16.total
+
+
+@needs_plugin
+def test_peers_on_an_h200_are_as_recorded(compiled):
+    """The harness itself: figures found independently of it (jax 0.10.2, flax 0.12.8)."""
+    bf16, flax = compiled("bf16", 1), compiled("flax Fp8DotGeneral", 1)
+    assert (round(bf16.temporaries / 1e9, 2), bf16.kernels) == (0.94, 27)
+    assert (round(flax.temporaries / 1e9, 3), flax.kernels) == (0.805, 72)
+    assert compiled("bf16", 4).temporaries == pytest.approx(2.920e9, rel=1e-3)
+    assert compiled("flax Fp8DotGeneral", 4).temporaries == pytest.approx(2.318e9, rel=1e-3)
+
+
+@needs_plugin
+@pytest.mark.parametrize("way", ["fp8jax te", "fp8jax te,scaling=current"])
+def test_residuals_on_an_h200_are_kept_in_fp8(compiled, way):
+    assert compiled(way, 1).temporaries < 0.65e9
+    assert compiled(way, 4).temporaries < 0.62 * compiled("bf16", 4).temporaries
+
+
+@needs_plugin
+@pytest.mark.parametrize("way", OURS)
+def test_fewer_kernels_than_flax_on_an_h200(compiled, way):
+    assert compiled(way, 1).kernels < compiled("flax Fp8DotGeneral", 1).kernels
