@@ -169,6 +169,8 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 
     Raises:
         ValueError: `updates` has a collection that `variables` lacks.
+        TypeError: an update is still a `ScaledArray`: optax's own links act on its codes and
+            on its scale apart, which means nothing.
     """
     if not has_params(variables):
         return jax.tree.map(_step, variables, updates, is_leaf=is_scaled)
@@ -186,9 +188,14 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 def _step(leaf: Any, update: Any) -> Any:
     if update is None:
         return leaf
+    if is_scaled(update):
+        raise TypeError(
+            f"`updates`: expected arrays; got a {update.data.dtype} ScaledArray of shape {list(update.shape)}. "
+            "Links that know no scaled gradients ran on one: put `fp8jax.optim.dequantize()` before them."
+        )
     if not is_scaled(leaf):
-        return (leaf + value(update)).astype(leaf.dtype)
-    new = value(leaf) + value(update).astype(jnp.float32)
+        return (leaf + update).astype(leaf.dtype)
+    new = value(leaf) + update.astype(jnp.float32)
     format = _format_of(leaf)
     return quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
 

@@ -149,7 +149,11 @@ class Recipe:
         name, *changes = [part.strip() for part in str(text).split(",")]
         if name not in PRESETS:
             raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}; got {name!r}.")
-        return dataclasses.replace(PRESETS[name], **dict(_parse_change(c) for c in changes))
+        parsed = [_parse_change(change) for change in changes]
+        twice = [field for i, (field, _) in enumerate(parsed) if field in dict(parsed[:i])]
+        if twice:
+            raise ValueError(f"recipe: expected each field once; got {twice[0]} twice in {text!r}.")
+        return dataclasses.replace(PRESETS[name], **dict(parsed))
 
     def __str__(self) -> str:
         def changes(preset: Recipe) -> list[str]:
@@ -222,7 +226,7 @@ def _check_patterns(recipe: Recipe) -> None:
     for name in ("include", "exclude"):
         patterns = getattr(recipe, name)
         legal = isinstance(patterns, tuple) and all(
-            isinstance(p, str) and p and not set(p) & set(",+= ") for p in patterns
+            isinstance(p, str) and p and not any(c in ",+=" or c.isspace() for c in p) for p in patterns
         )
         if not legal:
             raise _illegal(name, patterns, "a tuple of patterns without comma, plus, equals, space")

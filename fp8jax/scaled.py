@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.formats import Format
+from fp8jax.formats import E8M0, Format
 from fp8jax.platforms import by_platform
 
 # Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal
@@ -85,13 +85,17 @@ class ScaledArray:
         fits = not blocks or (
             len(blocks) == len(shape) and all(b and d % b == 0 for d, b in zip(shape, blocks, strict=True))
         )
-        if not fits or self.scale.dtype != jnp.float32:
+        is_float = jnp.issubdtype(self.data.dtype, jnp.floating) and self.scale.dtype == jnp.float32
+        if not (fits and is_float):
             raise ValueError(
-                "`ScaledArray`: expected a float32 scale, scalar or of the data's rank with "
+                "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank with "
                 f"dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
                 f"scale {self.scale.dtype}{list(blocks)}."
             )
         return self
+
+    # NumPy would take it for an object and call the operators below element by element.
+    __array_ufunc__ = None
 
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
@@ -156,10 +160,12 @@ def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
         shape: () for the whole tensor, or `x`'s rank with dims that divide its dims.
 
     Returns:
-        float32 of shape `shape`; 0 for an empty tensor; NaN or inf where a block has one.
+        float32 of shape `shape`; 0 for an empty tensor; inf where a block has inf or NaN.
     """
     x = value(x)
     magnitude = jnp.abs(x.astype(jnp.float32))
+    # XLA's maximum on CPU may pass over a NaN.
+    magnitude = jnp.where(magnitude == magnitude, magnitude, jnp.inf)
     if not shape:
         return jnp.max(magnitude, initial=0)
     # Split each dim into (blocks, within a block) and reduce the second of each pair.
@@ -202,13 +208,14 @@ def scale_of(
         their factor), MS-AMP `ScalingMeta` (power of two).
     """
     known, limit = usable(amax), jnp.asarray(limit, jnp.float32)
-    factor = limit / jnp.where(known, amax, limit)
+    amax = jnp.where(known, amax, limit)
     if power_of_two:
-        _, exponent = jnp.frexp(jnp.minimum(factor, jnp.float32(MAX_SCALE)))
-        exponent = jnp.clip(exponent - (1 + margin), -126, 126)
-        scale = jnp.ldexp(jnp.ones_like(factor), -exponent)
+        # Of the quotient only its exponent counts, and it can leave float32's range.
+        (fraction, exponent), (of_fraction, of_exponent) = jnp.frexp(limit), jnp.frexp(amax)
+        exponent = exponent - of_exponent - (fraction < of_fraction) - margin
+        scale = jnp.ldexp(jnp.ones_like(amax), -jnp.clip(exponent, -126, 126))
     else:
-        factor = factor * jnp.float32(2.0**-margin)
+        factor = limit * jnp.float32(2.0**-margin) / amax
         scale = 1 / jnp.clip(factor, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
     return jnp.where(known, scale, jnp.asarray(otherwise, jnp.float32))
 
@@ -243,12 +250,16 @@ def quantize(
 
     Raises:
         TypeError: `x` is not a floating array.
-        ValueError: the scale's shape does not fit.
+        ValueError: the scale's or blocks' shape does not fit, or the format is E8M0, which has
+            neither sign nor zero.
     """
     x = jnp.asarray(value(x))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
+    if format == E8M0:
+        raise ValueError("`format`: expected a format of tensors; got E8M0, which is one of scales.")
     if scale is None:
+        ScaledArray(x, jax.ShapeDtypeStruct(blocks, jnp.float32)).validate()
         scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)
     scale = jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()

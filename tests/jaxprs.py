@@ -6,7 +6,15 @@ import jax.extend.core as jex
 FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}
 
 # What may stand between an FP8 array and the dot that multiplies it.
-TRANSPARENT = {"convert_element_type", "mul", "transpose", "reshape", "broadcast_in_dim", "copy"}
+TRANSPARENT = {
+    "convert_element_type",
+    "mul",
+    "transpose",
+    "reshape",
+    "broadcast_in_dim",
+    "copy",
+    "optimization_barrier",
+}
 
 
 def dots(fn, *args):
@@ -32,7 +40,8 @@ def _dots(jaxpr):
             eqn = producer.get(var)
             if eqn is None or eqn.primitive.name not in TRANSPARENT:
                 return None
-            var = eqn.invars[0]
+            is_barrier = eqn.primitive.name == "optimization_barrier"
+            var = eqn.invars[eqn.outvars.index(var) if is_barrier else 0]
         return None
 
     for eqn in jaxpr.eqns:

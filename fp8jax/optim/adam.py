@@ -68,7 +68,7 @@ def scale_by_adam(
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
         kept = (treedef.flatten_up_to(tree) for tree in (state.mu, state.nu))
         new = [leaf(*leaves) for leaves in zip(grads, *kept, strict=True)]
-        directions, mu, nu = (treedef.unflatten(column) for column in zip(*new, strict=True))
+        directions, mu, nu = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(3))
         return directions, optax.ScaleByAdamState(count, mu, nu)
 
     return on_params(optax.GradientTransformation(init, update))
