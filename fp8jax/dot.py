@@ -29,7 +29,7 @@ from fp8jax import backends, formats, scaling
 from fp8jax.layout import Layout
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, quantize, to_bytes, value
-from fp8jax.scaling.merge import CODES, NeedsWideGradient, from_max, to_codes, to_max
+from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
 
 OPERANDS = ("lhs", "rhs", "grad")
 
@@ -139,7 +139,8 @@ def dot_general(
     layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
     slot_dtype = None if slot is None else slot.dtype
     static = _Static(recipe, backend, layout, lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
-    out: Any = _dot(static, lhs, kernel, slot, to_max(state))
+    state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
+    out: Any = _dot(static, lhs, kernel, slot, state)
     return out.reshape(layout.out_shape)
 
 

@@ -190,7 +190,7 @@ def _step(leaf: Any, update: Any) -> Any:
         return leaf
     if is_scaled(update):
         raise TypeError(
-            f"`updates`: expected arrays; got a {update.data.dtype} ScaledArray of shape {list(update.shape)}. "
+            f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "
             "Links that know no scaled gradients ran on one: put `fp8jax.optim.dequantize()` before them."
         )
     if not is_scaled(leaf):

@@ -88,8 +88,8 @@ class ScaledArray:
         is_float = jnp.issubdtype(self.data.dtype, jnp.floating) and self.scale.dtype == jnp.float32
         if not (fits and is_float):
             raise ValueError(
-                "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank with "
-                f"dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
+                "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank "
+                f"with dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
                 f"scale {self.scale.dtype}{list(blocks)}."
             )
         return self

@@ -224,7 +224,16 @@ class Broadcast(nn.Module):
         return scan(name="loop")(x, None)[1]
 
 
-@pytest.mark.parametrize("module, largest", [(Twice(), 3), (Broadcast(), 8)])
+class Mapped(nn.Module):
+    """One layer's weights for every example of a vmap, on growing inputs."""
+
+    @nn.compact
+    def __call__(self, x):
+        mapped = nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})
+        return mapped(WIDTH, name="shared")(jnp.stack([x, 2 * x, 5 * x]))
+
+
+@pytest.mark.parametrize("module, largest", [(Twice(), 3), (Broadcast(), 8), (Mapped(), 5)])
 @pytest.mark.parametrize("recipe", ["te", "O2"])
 @pytest.mark.parametrize("how", ["value_and_grad", "jax.grad"])
 def test_a_shared_layer_merges_amaxes_by_max_and_adds_gradients(module, largest, recipe, how):
@@ -321,7 +330,8 @@ def test_mutable_collections_come_back_as_the_module_has_them():
 
     (_, aux), grads = jax.jit(fp8jax.value_and_grad(loss, has_aux=True))(variables, x)
     assert sorted(grads) == ["_overwrite_with_gradient", "params"] and sorted(aux) == ["batch_stats"]
-    updated = fp8jax.apply_updates(variables, grads)
+    updates, _ = fp8jax.optim.dequantize().update(grads, ())
+    updated = fp8jax.apply_updates(variables, updates)
     assert sorted(updated) == sorted(variables)
     jax.tree.map(np.testing.assert_array_equal, updated["batch_stats"], variables["batch_stats"])
 

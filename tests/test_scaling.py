@@ -14,7 +14,17 @@ from jax import lax
 from fp8jax import Recipe, scaling
 from fp8jax.scaled import MAX_SCALE, MIN_SCALE
 from fp8jax.scaling.delayed import UNSET
-from fp8jax.scaling.merge import CODES, adds_codes, from_codes, from_max, no_codes, to_codes, to_max
+from fp8jax.scaling.merge import (
+    CODES,
+    NeedsWideGradient,
+    adds_codes,
+    along,
+    from_codes,
+    from_max,
+    no_codes,
+    to_codes,
+    to_max,
+)
 
 LIMITS = np.float32([448, 448, 57344])  # lhs, rhs, grad
 OPERANDS = len(LIMITS)
@@ -215,7 +225,7 @@ def test_a_state_shared_by_the_examples_of_a_vmap_merges_by_max():
     seen = jnp.float32([[1, 9], [8, 2], [3, 3]])
 
     def loss(state):
-        return jnp.sum(jax.vmap(use, in_axes=(0, None, 0))(jnp.ones(3), state, seen))
+        return jnp.sum(jax.vmap(lambda x, seen: use(x, along(state, x), seen))(jnp.ones(3), seen))
 
     np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
 
@@ -259,10 +269,6 @@ def in_a_scan(slot):
     return lax.scan(lambda x, _: (once(x, slot), None), 1.0, None, length=2)[0]
 
 
-def broadcast(slot):
-    return jnp.sum(jax.vmap(lambda x: once(x, slot))(jnp.ones(3)))
-
-
 def scanned_over(slots):
     return lax.scan(lambda x, slot: (once(x, slot), None), 1.0, slots)[0]
 
@@ -276,9 +282,8 @@ def scanned_over(slots):
         (twice, (4, 4), True),
         (jax.jit(twice), (4, 4), True),
         (in_a_scan, (4, 4), True),
-        (broadcast, (4, 4), True),
     ],
-    ids=["once", "checkpoint", "scanned over", "twice", "twice in jit", "in a scan", "in vmap"],
+    ids=["once", "checkpoint", "scanned over", "twice", "twice in jit", "in a scan"],
 )
 def test_where_codes_would_be_added_is_seen(loss, shape, expected):
     grad = jax.grad(loss, allow_int=True)
@@ -287,6 +292,24 @@ def test_where_codes_would_be_added_is_seen(loss, shape, expected):
         codes = jax.jit(lambda: from_codes(grad(no_codes(shape))))()
         assert codes.dtype == jnp.float8_e4m3fn
         np.testing.assert_array_equal(codes.astype(jnp.float32), jnp.broadcast_to(DATA, shape))
+
+
+def test_codes_that_the_examples_of_a_vmap_share_are_refused():
+    def loss(slot):
+        return jnp.sum(jax.vmap(lambda x: once(x, along(slot, x)))(jnp.ones(3)))
+
+    with pytest.raises(NeedsWideGradient):
+        jax.make_jaxpr(jax.grad(loss, allow_int=True))(no_codes((4, 4)))
+
+
+def test_along_is_nothing_outside_vmap_and_where_the_state_is_mapped_too():
+    np.testing.assert_array_equal(along(STATE, 1.0), STATE)
+    states, seen = jnp.stack(SEEN), jnp.stack(SEEN[::-1])
+
+    def loss(states):
+        return jnp.sum(jax.vmap(lambda x, s, seen: use(x, along(s, x), seen))(jnp.ones(2), states, seen))
+
+    np.testing.assert_array_equal(new_state(loss, states), seen)
 
 
 def test_codes_are_of_their_own_dtype_and_start_at_zero():

@@ -14,13 +14,15 @@ module besides `models/` that imports flax.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-import jax.extend.core
+import jax.extend.core as jex
 import jax.numpy as jnp
 from flax.linen.fp8_ops import Fp8MetaTyRules, fm32, fp8_meta_dtype_wrapper
 from jax import lax
+from jax.interpreters import ad, batching, mlir
 
 from fp8jax.formats import E4M3
 from fp8jax.scaled import to_bytes
@@ -70,11 +72,55 @@ def from_codes(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
 
 
+def along(tree: Any, *operands: Any) -> Any:
+    """`tree` as it is; where a vmap maps the operands alone, one copy for each example.
+
+    JAX would sum the cotangents of an array that the examples share, by an addition that the
+    dtypes here do not have: those of the copies of an `fm32` leaf merge by max.
+
+    Raises:
+        NeedsWideGradient: a vmap maps the operands alone, and a leaf holds codes.
+    """
+    return jax.tree.map(lambda leaf: _along_p.bind(leaf, *operands), tree)
+
+
+_along_p = jex.Primitive("along")
+_along_p.def_impl(lambda leaf, *operands: leaf)
+_along_p.def_abstract_eval(lambda leaf, *operands: leaf)
+mlir.register_lowering(_along_p, lambda ctx, leaf, *operands: [leaf])
+ad.primitive_jvps[_along_p] = lambda primals, tangents: (_along_p.bind(*primals), tangents[0])
+
+
+def _batch(args: Any, dims: Any) -> Any:
+    (leaf, *operands), (dim, *theirs) = args, dims
+    mapped = [(x, d) for x, d in zip(operands, theirs, strict=True) if d is not None]
+    if dim is not None or not mapped:
+        return _along_p.bind(*args), dim
+    if leaf.dtype == CODES:
+        raise NeedsWideGradient
+    x, d = mapped[0]
+    return _copies(leaf, x.shape[d]) if leaf.dtype == fm32 else leaf, 0 if leaf.dtype == fm32 else None
+
+
+batching.primitive_batchers[_along_p] = _batch
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(leaf: jax.Array, count: int) -> jax.Array:
+    return to_max(jnp.broadcast_to(from_max(leaf), (count, *leaf.shape)))
+
+
+_copies.defvjp(
+    lambda leaf, count: (_copies(leaf, count), None),
+    lambda count, kept, cotangents: (to_max(jnp.max(from_max(cotangents), axis=0)),),
+)
+
+
 def adds_codes(jaxpr: Any) -> bool:
     """Whether a jaxpr adds arrays of codes anywhere: a kernel's gradient is a sum in it."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("add_any", "reduce_sum") and eqn.outvars[0].aval.dtype == CODES:
             return True
-        if any(adds_codes(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params)):
+        if any(adds_codes(inner) for inner in jex.jaxprs_in_params(eqn.params)):
             return True
     return False
