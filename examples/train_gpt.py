@@ -32,7 +32,7 @@ from fp8jax import train
 from fp8jax.train.config import knob
 from fp8jax.train.observe import Curves, Watched
 
-FINAL_EVAL_BATCHES = 200  # as many as nanoGPT takes
+MOST_FINAL_BATCHES = 400  # of the validation text at the end: all of it, unless it is long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Config:
     seed: int = knob(0, "of weights and batches", least=0, below=2**32)
     # the bookkeeping
     eval_interval: int = knob(100, "steps between validations", least=1)
-    eval_batches: int = knob(20, f"batches per validation; the last one takes {FINAL_EVAL_BATCHES}", least=1)
+    eval_batches: int = knob(20, "random batches per validation; the last one takes them all", least=1)
     checkpoint_interval: int = knob(250, "steps between checkpoints", least=1)
     log_interval: int = knob(10, "steps between updates of display and scales; a stop waits for one", least=1)
     out: str = knob("", "folder of the run; by default runs/gpt-N")
@@ -256,16 +256,15 @@ def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
             for name, learner in run.learners.items():
                 run.states[name] = advance(learner, run.states[name], batches, run.curves[name])
             if end % config.eval_interval == 0 and end < config.steps:
-                validate(run, end, config.eval_batches)
+                validate(run, end, run.batches("validation", range(config.eval_batches)))
             progress.show()
             if end % config.checkpoint_interval == 0 or end == config.steps:
                 run.save(end)
     return config.steps
 
 
-def validate(run: Run, step: int, count: int) -> None:
-    """Adds the validation loss of every model to its curve, always on the same batches."""
-    batches = run.batches("validation", range(count))
+def validate(run: Run, step: int, batches: list[np.ndarray]) -> None:
+    """Adds the validation loss of every model to its curve."""
     for name, learner in run.learners.items():
         losses = jax.device_get([learner.loss(run.states[name], batch) for batch in batches])
         run.curves[name].validation.append((step, float(np.mean(losses, dtype=np.float64))))
@@ -306,7 +305,8 @@ def train_and_report(argv: Sequence[str] | None) -> None:
     if done < run.config.steps:
         print(f"stopped and saved after step {done}; go on with: ./dev train --out {run.folder} --resume")
         return
-    validate(run, done, FINAL_EVAL_BATCHES)
+    size, context = run.config.batch, run.config.context
+    validate(run, done, train.data.windows(run.text.validation, size, context, MOST_FINAL_BATCHES))
     report(run)
 
 

@@ -195,6 +195,18 @@ def test_every_window_can_be_drawn():
     assert set(starts.tolist()) == {0, 1, 2}
 
 
+def test_windows_side_by_side_cover_all_of_a_text_that_is_not_too_long():
+    tokens = np.arange(1000, dtype=np.uint16)
+    batches = data.windows(tokens, size=4, context=8, most=100)
+    assert {(batch.shape, batch.dtype) for batch in batches} == {((4, 9), np.dtype(np.int32))}
+    seen = np.concatenate(batches)
+    np.testing.assert_array_equal(seen, np.arange(124)[:, None] * 8 + np.arange(9))
+    spread = np.concatenate(data.windows(tokens, size=4, context=8, most=2))[:, 0]
+    np.testing.assert_array_equal(spread, np.arange(8) * 124 // 8 * 8)
+    [few] = data.windows(tokens[:18], size=4, context=8, most=100)
+    np.testing.assert_array_equal(few[:, 0], [0, 0, 8, 8])
+
+
 # --- checkpoints ------------------------------------------------------------------------------
 
 

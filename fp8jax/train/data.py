@@ -120,3 +120,23 @@ def batch(tokens: np.ndarray, seed: tuple[int, str, int], size: int, context: in
     random = np.random.default_rng((run, zlib.crc32(purpose.encode()), number))
     starts = random.integers(len(tokens) - context, size=size)
     return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def windows(tokens: np.ndarray, size: int, context: int, most: int) -> list[np.ndarray]:
+    """All of `tokens` in batches of windows side by side, or evenly spaced ones if they are too many.
+
+    Args:
+        tokens: shape=(n,), n > context.
+        size: windows per batch.
+        context: as in `batch`.
+        most: number of batches.
+
+    Returns:
+        At most `most` int32 arrays of shape (size, context + 1). Fewer than `size` windows are left
+        out, or, if there are no more, seen twice.
+    """
+    available = (len(tokens) - 1) // context
+    batches = min(most, max(available // size, 1))
+    starts = np.arange(batches * size) * available // (batches * size) * context
+    chosen = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+    return list(chosen.reshape(batches, size, context + 1))
