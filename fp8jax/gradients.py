@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax.dot import Weight
+from fp8jax.optim.overwrite import Overwrite
 from fp8jax.scaled import ScaledArray, is_scaled, quantize, value
 from fp8jax.scaling.merge import (
     CODES,
@@ -188,6 +189,8 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 def _step(leaf: Any, update: Any) -> Any:
     if update is None:
         return leaf
+    if isinstance(update, Overwrite):
+        return update.onto(leaf)
     if is_scaled(update):
         raise TypeError(
             f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "

@@ -114,7 +114,9 @@ def test_steps_are_traced_once_and_keep_structure_and_dtypes(name, level):
     for seed in (1, 2, 3):
         params, state, updates = compiled.run(params, state, grads_of(level, seed))
         chex.assert_trees_all_equal_shapes_and_dtypes((params, state), (old_params, old_state))
-        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+        # A scaled parameter's new codes as integers, float32 otherwise.
+        replaced = {"uint16"} if level != "fp32" and name != "scale_by_adam" else set()
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(updates)} == {"float32"} | replaced
         chex.assert_tree_all_finite(values(params))
     assert compiled.traces == 1
     for new, old in zip(jax.tree.leaves(values(params)), jax.tree.leaves(values(old_params)), strict=True):
@@ -243,12 +245,13 @@ def test_the_scaling_state_is_not_touched(name):
     variables = {PARAMS: params_of("O1"), SCALING: scaling_state(1.0)}
     gradients = {PARAMS: grads_of("O1"), SCALING: scaling_state(2.0)}
     updates, _ = tx.update(gradients, tx.init(variables), variables)
-    assert updates[SCALING] is gradients[SCALING] and set(updates) == {PARAMS, SCALING}
+    assert set(updates) == {PARAMS, SCALING}
+    chex.assert_trees_all_equal(updates[SCALING], gradients[SCALING])
 
 
 def test_a_schedule_is_asked_for_every_step():
     schedule = lambda count: jnp.float32([0.0, 0.5, 0.25])[count]  # noqa: E731
-    params, grads = params_of("O2"), grads_of("O2")
+    params, grads = params_of("fp32"), grads_of("O2")
     compiled, direction = Stepper(adamw(schedule, "O2", B1, B2, EPS, 0.0)), stepper("scale_by_adam", "O2")
     state, direction_state = compiled.tx.init(params), direction.tx.init(params)
     for rate in (0.0, 0.5, 0.25):
@@ -261,7 +264,7 @@ def test_a_schedule_is_asked_for_every_step():
 def test_hyperparameters_can_be_injected_and_changed_without_a_new_trace():
     make = optax.inject_hyperparams(adamw, static_args=("recipe", "mask"))
     compiled = Stepper(make(learning_rate=LR, recipe="O2", b1=B1, b2=B2, eps=EPS, weight_decay=DECAY))
-    params, grads = params_of("O2"), grads_of("O2")
+    params, grads = params_of("fp32"), grads_of("O2")
     state = compiled.tx.init(params)
     assert set(state.hyperparams) == {"learning_rate", "b1", "b2", "eps", "weight_decay"}
     _, _, expected = stepper("adamw", "O2").along(params, grads, 1)

@@ -11,8 +11,10 @@ the scaling state passes through untouched.
 
 from fp8jax.optim.adam import adam as adam
 from fp8jax.optim.adam import adamw as adamw
-from fp8jax.optim.adam import moments as moments
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam
+from fp8jax.optim.adam import with_masters as with_masters
 from fp8jax.optim.links import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.links import dequantize as dequantize
 from fp8jax.optim.links import on_params as on_params
+from fp8jax.optim.state import moments as moments
+from fp8jax.optim.state import skipped as skipped

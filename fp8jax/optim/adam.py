@@ -4,27 +4,39 @@ Each step, in float32, per tensor:
 
     m = b1 m + (1 - b1) g
     v = b2 v + (1 - b2) g^2
-    update = m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    direction = m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
 with the new m and v not yet rounded; then they are rounded to their formats, each tensor on
 a fresh power-of-two scale. E4M3 + FP16 costs 3 bytes per parameter instead of 8.
+
+A step is computed twice: a first pass reduces it to the amaxes, all of which go into one
+array, and from whose scales a second pass writes the codes. The barrier between them keeps
+the compiler from storing in float32 what it can recompute.
+
+A step that would make any weight or moment infinite or NaN changes none, and is counted.
 
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.
     FP8-LM, arXiv 2310.18313, section 2.3; MS-AMP `LBAdam`, `LBAdamW`.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from fp8jax import formats
-from fp8jax.optim.links import dequantize, on_params, plain_mask
+from fp8jax.optim.links import on_params, plain_mask
+from fp8jax.optim.overwrite import Overwrite
+from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, is_scaled, quantize, value
+from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, value
+from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
 
@@ -41,37 +53,18 @@ def scale_by_adam(
         eps: added to the root of the second moment.
 
     Returns:
-        A link with state `optax.ScaleByAdamState(count, mu, nu)`; the leaves of mu and nu are
-        `ScaledArray`s, with as many scales as the parameter has, or float32 arrays. Updates
-        are float32.
+        A link whose state is an `AdamState` without masters. Updates are float32, and zero
+        where a step is skipped.
+
+    Raises:
+        ValueError: the recipe keeps master weights, which only `adam` and `adamw` can.
     """
-    first, second = (formats.get(name) for name in Recipe.parse(recipe).moments)
-
-    def init(params: Any) -> optax.ScaleByAdamState:
-        def zeros(format: formats.Format) -> Any:
-            return jax.tree.map(lambda p: _zeros(p, format), params, is_leaf=is_scaled)
-
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros(first), zeros(second))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        count = optax.safe_increment(state.count)
-        correction = (1 - jnp.float32(b1) ** count, 1 - jnp.float32(b2) ** count)
-
-        def leaf(grad: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
-            g = value(grad).astype(jnp.float32)
-            m = b1 * value(mu) + (1 - b1) * g
-            v = b2 * value(nu) + (1 - b2) * jnp.square(g)
-            root = jnp.sqrt(v) / jnp.sqrt(correction[1])
-            return m / correction[0] / (root + eps), _keep(m, mu, first), _keep(v, nu, second)
-
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
-        kept = (treedef.flatten_up_to(tree) for tree in (state.mu, state.nu))
-        new = [leaf(*leaves) for leaves in zip(grads, *kept, strict=True)]
-        directions, mu, nu = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(3))
-        return directions, optax.ScaleByAdamState(count, mu, nu)
-
-    return on_params(optax.GradientTransformation(init, update))
+    row = Recipe.parse(recipe)
+    if row.master_weight != "-":
+        raise ValueError(
+            f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
+        )
+    return _optimizer(_Step(row, b1, b2, eps))
 
 
 def adam(
@@ -87,19 +80,19 @@ def adam(
 
     Args:
         learning_rate: number or schedule.
-        recipe, b1, b2, eps: as in `scale_by_adam`.
+        recipe: its `moments` and `master_weight` columns are read.
+        b1, b2, eps: as in `scale_by_adam`.
         weight_decay: strength of the L2 term.
         mask: which parameters decay: a tree of booleans, or a function that gives one from
             the parameters (a `ScaledArray` counts as one leaf of its value's shape).
+
+    Returns:
+        An optimizer whose state is an `AdamState`; `update` needs the parameters. Updates of
+        plain parameters are float32 arrays to add; those of `ScaledArray`s are their new
+        values (`Overwrite`), which `fp8jax.apply_updates` puts in place. Links that change
+        updates therefore come before it.
     """
-    return on_params(
-        optax.chain(
-            dequantize(),
-            optax.add_decayed_weights(weight_decay, plain_mask(mask)),
-            scale_by_adam(recipe, b1, b2, eps),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-    )
+    return _optimizer(_Step(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, False))
 
 
 def adamw(
@@ -115,32 +108,231 @@ def adamw(
 
     Args: as in `adam`; the weight decay is decoupled: `learning_rate * weight_decay * w` is
         subtracted from the weight.
+
+    Returns: as `adam`.
     """
-    return on_params(
-        optax.chain(
-            scale_by_adam(recipe, b1, b2, eps),
-            optax.add_decayed_weights(weight_decay, plain_mask(mask)),
-            optax.scale_by_learning_rate(learning_rate),
+    return _optimizer(_Step(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, True))
+
+
+def with_masters(state: Any, params: Any) -> Any:
+    """An optimizer state whose master weights are those of a wider model.
+
+    `init` can only give them the values of the FP8 weights; this gives them a checkpoint's.
+
+    Args:
+        state: an optimizer state, with one `adam` or `adamw` in it.
+        params: parameters of the same structure, plain arrays or `ScaledArray`s, or whole
+            variables.
+    """
+
+    def rebuild(node: Any) -> Any:
+        if not is_adam_state(node):
+            return node
+        tree = params[PARAMS] if has_params(params) else params
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
+        masters = treedef.flatten_up_to(node.master)
+        new = [m if m is None else _like(m, value(leaf)) for m, leaf in zip(masters, leaves, strict=True)]
+        return node._replace(master=treedef.unflatten(new))
+
+    return jax.tree.map(rebuild, state, is_leaf=is_adam_state)
+
+
+def _like(kept: Any, new: jax.Array) -> Any:
+    """A float32 array in the format of what is kept in its place."""
+    if not is_scaled(kept):
+        return new.astype(jnp.float32)
+    return quantize(new, _format_of(kept), power_of_two=True, blocks=kept.scale.shape)
+
+
+def _format_of(kept: Any) -> formats.Format:
+    dtype = kept.data.dtype if is_scaled(kept) else kept.dtype
+    return next(format for format in formats.ALL if format.dtype == dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The hyperparameters of a step; without a learning rate it moves no weights."""
+
+    recipe: Recipe
+    b1: Any
+    b2: Any
+    eps: Any
+    learning_rate: Any = None
+    weight_decay: Any = 0.0
+    mask: Any = None
+    decoupled: bool = True
+
+
+class _Leaf(NamedTuple):
+    """What a step reads of one parameter."""
+
+    grad: Any
+    mu: Any
+    nu: Any
+    param: Any  # None if the step moves no weights
+    master: Any  # None if there is none
+
+
+class _Numbers(NamedTuple):
+    """Scalars of one step."""
+
+    rate: Any
+    decay: Any
+    corrections: tuple[Any, Any]
+
+
+class _Moved(NamedTuple):
+    """A step along one parameter, float32 of its shape, nothing rounded yet."""
+
+    mu: jax.Array
+    nu: jax.Array
+    update: jax.Array  # to add to the weight; the direction if the step moves no weights
+    weight: Any  # the new weight, or None
+
+
+def _optimizer(step: _Step) -> optax.GradientTransformationExtraArgs:
+    first, second = (formats.get(name) for name in step.recipe.moments)
+
+    def init(params: Any) -> AdamState:
+        def zeros(format: formats.Format) -> Any:
+            return jax.tree.map(lambda p: _zeros(p, format), params, is_leaf=is_scaled)
+
+        adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros(first), zeros(second))
+        master = jax.tree.map(lambda p: _master_of(p, step.recipe), params, is_leaf=is_scaled)
+        return AdamState(adam, master, jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        if params is None and step.learning_rate is not None:
+            raise ValueError(
+                "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
+            )
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
+        count = optax.safe_increment(state.adam.count)
+        numbers = _Numbers(
+            step.learning_rate(state.adam.count) if callable(step.learning_rate) else step.learning_rate,
+            step.weight_decay,
+            (1 - jnp.float32(step.b1) ** count, 1 - jnp.float32(step.b2) ** count),
         )
+        kept = [treedef.flatten_up_to(tree) for tree in (state.adam.mu, state.adam.nu, state.master)]
+        olds = [None] * len(grads) if step.learning_rate is None else treedef.flatten_up_to(params)
+        mu, nu, master = kept
+        leaves = [_Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
+        new, ok = _advance(step, leaves, numbers, _decays(step, treedef, params))
+        directions, mu, nu, master = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(4))
+        adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
+        return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
+
+    return on_params(optax.GradientTransformation(init, update))
+
+
+def _advance(
+    step: _Step, leaves: list[_Leaf], numbers: _Numbers, decays: list[bool]
+) -> tuple[list[Any], jax.Array]:
+    """(update, mu, nu, master) of each leaf, and whether the step was taken."""
+
+    # First pass: amaxes.
+    seen: list[jax.Array] = [jnp.zeros(1)]
+    limits: list[Any] = [np.ones(1)]
+    for leaf, decay in zip(leaves, decays, strict=True):
+        for amaxes, limit in _amaxes(_moved(step, leaf, numbers, decay), leaf):
+            seen.append(amaxes.reshape(-1))
+            limits.append(np.full(seen[-1].shape, limit))
+    all_seen = jnp.concatenate(seen)
+    ok = jnp.all(all_seen < jnp.inf)
+    scales = scale_of(all_seen, np.concatenate(limits).astype(np.float32), power_of_two=True)
+
+    # Second pass: codes.
+    leaves, numbers, scales, ok = lax.optimization_barrier((leaves, numbers, scales, ok))
+    scale = iter(jnp.split(scales, np.cumsum([len(part) for part in seen])[:-1])[1:])
+    new = [
+        _written(_moved(step, leaf, numbers, decay), leaf, scale, ok)
+        for leaf, decay in zip(leaves, decays, strict=True)
+    ]
+    return new, ok
+
+
+def _moved(step: _Step, leaf: _Leaf, numbers: _Numbers, decay: bool) -> _Moved:
+    g, w = value(leaf.grad).astype(jnp.float32), None
+    if leaf.param is not None:
+        w = value(leaf.param if leaf.master is None else leaf.master).astype(jnp.float32)
+        if decay and not step.decoupled:
+            g = g + numbers.decay * w
+    m = step.b1 * value(leaf.mu) + (1 - step.b1) * g
+    v = step.b2 * value(leaf.nu) + (1 - step.b2) * jnp.square(g)
+    root = jnp.sqrt(v) / jnp.sqrt(numbers.corrections[1])
+    direction = m / numbers.corrections[0] / (root + step.eps)
+    if w is None:
+        return _Moved(m, v, direction, None)
+    if decay and step.decoupled:
+        direction = direction + numbers.decay * w
+    update = -numbers.rate * direction
+    return _Moved(m, v, update, w + update)
+
+
+def _amaxes(moved: _Moved, leaf: _Leaf) -> list[tuple[jax.Array, float]]:
+    """What the first pass must know: the amax of each block of what is rounded, and the top of its format;
+    in the order in which `_written` takes scales. Wide tensors are only looked at for what is not finite."""
+    found = []
+    written = (
+        (moved.mu, leaf.mu),
+        (moved.nu, leaf.nu),
+        (moved.weight, leaf.param),
+        (moved.weight, leaf.master),
     )
+    for new, kept in written:
+        if is_scaled(kept):
+            found.append((amax(new, kept.scale.shape), _format_of(kept).max))
+    if not (is_scaled(leaf.nu) and is_scaled(leaf.param)):
+        found.append((amax(moved.nu + jnp.abs(moved.update)), 1.0))
+    return found
 
 
-def moments(state: Any) -> tuple[Any, Any]:
-    """The trees of first and second moments in an optimizer state, however deep.
+def _written(moved: _Moved, leaf: _Leaf, scales: Any, ok: jax.Array) -> tuple[Any, Any, Any, Any]:
+    """(update, mu, nu, master) in their formats; the old ones if not `ok`."""
 
-    Raises:
-        ValueError: the state holds no Adam moments, or more than one pair.
-    """
+    def keep(new: jax.Array, kept: Any) -> Any:
+        if not is_scaled(kept):
+            return jnp.where(ok, new, kept)
+        return Overwrite.of(_on(next(scales), new, kept), ok).onto(kept)
 
-    def is_adam(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByAdamState)
+    mu, nu = keep(moved.mu, leaf.mu), keep(moved.nu, leaf.nu)
+    update, new, master = jnp.where(ok, moved.update, 0.0), moved.weight, None
+    if is_scaled(leaf.param):
+        scale = next(scales)
+        if leaf.master is not None:
+            # From the master as it is kept, so that the weight can be recomputed from it.
+            master = keep(new, leaf.master)
+            new = value(master)
+        update = Overwrite.of(_on(scale, new, leaf.param), ok)
+    if not (is_scaled(leaf.nu) and is_scaled(leaf.param)):
+        next(scales)  # of no format: only looked at
+    return update, mu, nu, master
 
-    found = [node for node in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(node)]
-    if len(found) != 1:
-        raise ValueError(
-            f"`state`: expected an optimizer state with one pair of Adam moments; got {len(found)}."
-        )
-    return found[0].mu, found[0].nu
+
+def _on(scale: jax.Array, new: jax.Array, kept: ScaledArray) -> ScaledArray:
+    return quantize(new, _format_of(kept), scale.reshape(kept.scale.shape))
+
+
+def _decays(step: _Step, treedef: Any, params: Any) -> list[bool]:
+    """Which leaves decay."""
+    if step.learning_rate is None:
+        return [False] * treedef.num_leaves
+    if step.mask is None:
+        return [True] * treedef.num_leaves
+    mask: Any = plain_mask(step.mask)
+    mask = mask(params) if callable(mask) else mask
+    spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params)
+    return treedef.flatten_up_to(spread)
+
+
+def _master_of(param: Any, recipe: Recipe) -> Any:
+    """The master of a parameter that is kept in the recipe's weight format, where it has one."""
+    if recipe.master_weight == "-" or not is_scaled(param) or _format_of(param).name != recipe.weight:
+        return None
+    format = formats.get(recipe.master_weight)
+    if format == formats.FP32:
+        return value(param)
+    return quantize(value(param), format, power_of_two=True, blocks=param.scale.shape)
 
 
 def _zeros(param: Any, format: formats.Format) -> Any:
@@ -149,10 +341,3 @@ def _zeros(param: Any, format: formats.Format) -> Any:
         return zeros
     scale_shape = param.scale.shape if is_scaled(param) else ()
     return ScaledArray(zeros, jnp.ones(scale_shape, jnp.float32))
-
-
-def _keep(moment: jax.Array, old: Any, format: formats.Format) -> Any:
-    """A new moment in the old one's format."""
-    if not is_scaled(old):
-        return moment
-    return quantize(moment, format, power_of_two=True, blocks=old.scale.shape)

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fp8jax.optim.state import skipped
 from fp8jax.scaled import ScaledArray, is_scaled, value
-from fp8jax.variables import PARAMS, has_params
+from fp8jax.variables import PARAMS, SCALING, has_params
 
 
 def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`tx` for whole variables: it sees the "params" collection, the others pass through.
 
-    Trees without a "params" collection are given to `tx` as they are.
+    Trees without a "params" collection are given to `tx` as they are. The scaling state of a
+    step that `tx` skips is the old one, if `update` gets the variables.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -29,9 +31,15 @@ def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if not has_params(updates):
             params = params[PARAMS] if has_params(params) else params
             return tx.update(updates, state, params, **extra)
-        params = params[PARAMS] if has_params(params) else params
-        new, state = tx.update(updates[PARAMS], state, params, **extra)
-        return {**updates, PARAMS: new}, state
+        variables = params if has_params(params) else {PARAMS: params}
+        new, new_state = tx.update(updates[PARAMS], state, variables[PARAMS], **extra)
+        others = {name: tree for name, tree in updates.items() if name != PARAMS}
+        if SCALING in others and SCALING in variables:
+            is_taken = skipped(new_state) == skipped(state)
+            others[SCALING] = jax.tree.map(
+                lambda new, old: jnp.where(is_taken, new, old), others[SCALING], variables[SCALING]
+            )
+        return {**others, PARAMS: new}, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
