@@ -167,11 +167,15 @@ def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
     # XLA's maximum on CPU may pass over a NaN.
     magnitude = jnp.where(magnitude == magnitude, magnitude, jnp.inf)
     if not shape:
-        return jnp.max(magnitude, initial=0)
+        return _max_or_0(magnitude, range(x.ndim))
     # Split each dim into (blocks, within a block) and reduce the second of each pair.
     pairs = [n for d, b in zip(x.shape, shape, strict=True) for n in (b, d // b)]
-    inner = tuple(range(1, 2 * x.ndim, 2))
-    return jnp.max(magnitude.reshape(pairs), inner, initial=0)
+    return _max_or_0(magnitude.reshape(pairs), range(1, 2 * x.ndim, 2))
+
+
+def _max_or_0(magnitude: jax.Array, axes: range) -> jax.Array:
+    """`jnp.max(magnitude, axes, initial=0)`, which takes the maximum with 0 in a kernel of its own."""
+    return lax.reduce(magnitude, jnp.float32(0), lax.max, tuple(axes))
 
 
 def usable(amax: jax.Array) -> jax.Array:

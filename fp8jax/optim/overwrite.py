@@ -28,12 +28,6 @@ class Overwrite:
     bits: jax.Array  # uint8 or uint16: the codes
     scale: jax.Array  # float32, the parameter's scale shape; 0 where nothing is to be replaced
 
-    @classmethod
-    def of(cls, new: ScaledArray, if_: Any) -> "Overwrite":
-        """Replaces by `new` where the scalar `if_` is true."""
-        bits = lax.bitcast_convert_type(new.data, _bits_of(new.data.dtype))
-        return cls(bits, jnp.where(if_, new.scale, 0))
-
     def onto(self, old: Any) -> ScaledArray:
         """The new value of a parameter, or the old one.
 
@@ -50,9 +44,13 @@ class Overwrite:
             )
         is_new = self.scale > 0
         blocks = is_new.reshape(-1)[0]  # all or none
-        kept = lax.bitcast_convert_type(old.data, self.bits.dtype)
-        bits = jnp.where(blocks, self.bits, kept)
+        bits = jnp.where(blocks, self.bits, to_bits(old.data))
         return ScaledArray(lax.bitcast_convert_type(bits, dtype), jnp.where(is_new, self.scale, old.scale))
+
+
+def to_bits(codes: jax.Array) -> jax.Array:
+    """Codes as integers of their width."""
+    return lax.bitcast_convert_type(codes, _bits_of(codes.dtype))
 
 
 def _bits_of(dtype: Any) -> Any:
