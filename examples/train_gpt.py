@@ -41,7 +41,8 @@ class Config:
 
     # what to compare
     recipe: str = knob(
-        "O2", "precision recipe: fp32, bf16, te, O1, O2 or te+O2, with changes: O2,scaling=current"
+        "O2",
+        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3 or te+O2, with changes: O2,scaling=current",
     )
     twin: bool = knob(True, "train the same model in bf16 next to it")
     data: str = knob("", "text file; by default the source of Python's standard library")

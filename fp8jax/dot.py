@@ -28,7 +28,7 @@ from jax import lax
 from fp8jax import backends, formats, scaling
 from fp8jax.layout import Layout
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, quantize, to_bytes, value
+from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, to_bytes, value
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
 
 OPERANDS = ("lhs", "rhs", "grad")
@@ -116,7 +116,8 @@ def dot_general(
 
     Args:
         lhs: float array: the input.
-        rhs: the kernel: float array, `ScaledArray`, or `Weight`.
+        rhs: the kernel: float array, `ScaledArray`, or `Weight`. One that is kept in the format
+            that the GEMM takes, on a single scale, goes to it as it is.
         dimension_numbers: as in `jax.lax.dot_general`; batch dims allowed, any dim may be 0.
         recipe: its `gemm` must be "FP8".
         state: scaling state of this dot, see `init_state`.
@@ -183,7 +184,7 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
     in_rhs, in_slot = None, None
     if static.slot_dtype == CODES:
-        q_drhs = quantize(drhs, formats.E4M3, power_of_two=True)
+        q_drhs = quantize_gradient(drhs)
         in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
     elif static.slot_dtype is not None:
         in_slot = drhs.astype(static.slot_dtype)
@@ -196,8 +197,12 @@ _dot.defvjp(_forward, _backward)
 
 
 def _quantize(static: _Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
-    """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses."""
-    format, seen = static.formats[operand], amax(x)
+    """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses; or as it is, if it is FP8."""
+    format = static.formats[operand]
+    if isinstance(x, ScaledArray) and x.data.dtype == format.dtype and x.scale.size == 1:
+        scale = x.scale.reshape(())
+        return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
+    seen = amax(x)
     q = quantize(x, format, scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max))
     # Without the barrier XLA keeps the wide tensor for the backward and casts it again.
     return seen, _unpacked(lax.optimization_barrier(_packed(q)), format)

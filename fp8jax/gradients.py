@@ -7,7 +7,8 @@
 `variables` are Flax's: `{"params": ..., "_overwrite_with_gradient": ...}`. The gradient has
 the same structure: under "params" the gradients, in the format that the recipe's
 `weight_grad` column names, under "_overwrite_with_gradient" the new scaling state, which
-replaces the old one. A tree without a "params" collection is taken as the parameters.
+replaces the old one, as a new "loss_scale" does. A tree without a "params" collection is
+taken as the parameters.
 """
 
 import functools
@@ -19,10 +20,10 @@ import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 
-from fp8jax import formats
+from fp8jax import formats, loss_scale
 from fp8jax.dot import Weight
 from fp8jax.optim.overwrite import Overwrite
-from fp8jax.scaled import ScaledArray, is_scaled, quantize, value
+from fp8jax.scaled import ScaledArray, is_scaled, quantize, quantize_gradient, value
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,
@@ -32,7 +33,7 @@ from fp8jax.scaling.merge import (
     no_codes,
     to_max,
 )
-from fp8jax.variables import PARAMS, SCALING, has_params
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -57,6 +58,9 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_params(variables) and LOSS_SCALE in variables:
+            return _with_loss_scale(loss_fn, has_aux, variables, args, kwargs)
+
         def run(variables: Any) -> Any:
             try:
                 return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, narrow=True)
@@ -108,6 +112,22 @@ def _value_and_grad(
     return out, {PARAMS: grads, **({SCALING: new_state} if SCALING in variables else {})}
 
 
+def _with_loss_scale(
+    loss_fn: Callable[..., Any], has_aux: bool, variables: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """`value_and_grad` of the scaled loss, made that of the loss."""
+    state = variables[LOSS_SCALE]
+
+    def scaled(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(variables, *args, **kwargs)
+        return (out[0] if has_aux else out) * state["scale"], out
+
+    variables = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
+    (_, out), grads = value_and_grad(scaled, has_aux=True)(variables, *args, **kwargs)
+    grads[PARAMS], new_state = loss_scale.unscale(grads[PARAMS], state)
+    return out, {**grads, LOSS_SCALE: new_state}
+
+
 def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """`grad_fn` traced, so that it is known whether it adds FP8 codes; raises if it does."""
     jaxpr, out = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
@@ -149,7 +169,7 @@ def _narrow_leaf(grad: Any, param: Any, scale: jax.Array) -> tuple[ScaledArray, 
         blocks = param.scale.shape
     if grad.dtype == CODES:
         return ScaledArray(from_codes(grad), scale.reshape(blocks)), scale
-    q = quantize(grad, formats.E4M3, power_of_two=True, blocks=blocks)
+    q = quantize_gradient(grad, blocks)
     return q, q.scale.reshape(scale.shape)
 
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.formats import E8M0, Format
+from fp8jax.formats import E4M3, E8M0, Format
 from fp8jax.platforms import by_platform
 
 # Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal
@@ -268,6 +268,15 @@ def quantize(
     scale = jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
     return ScaledArray(cast(x.astype(jnp.float32) * (1 / expand(scale, x.shape)), format), scale)
+
+
+def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
+    """A weight gradient in E4M3 on power-of-two scales of its own.
+
+    What is infinite becomes NaN, not the format's max: an optimizer must see a broken step.
+    """
+    x = jnp.asarray(value(x), jnp.float32)
+    return quantize(jnp.where(jnp.isinf(x), jnp.nan, x), E4M3, power_of_two=True, blocks=blocks)
 
 
 def to_bytes(codes: jax.Array) -> jax.Array:

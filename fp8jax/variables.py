@@ -1,7 +1,8 @@
 """A model's variables: collections by name, as Flax keeps them.
 
     {"params": {"fc": {"kernel": k}},                              # what is trained
-     "_overwrite_with_gradient": {"fc": {"kernel": state}}}        # how FP8 tensors are scaled
+     "_overwrite_with_gradient": {"fc": {"kernel": state}},        # how FP8 tensors are scaled
+     "loss_scale": {"scale": s, "good_steps": n}}                  # float16 GEMMs only
 
 The second collection has the name that Flax's TrainState, TransformerEngine and MaxText know:
 its "gradient" is its new value.
@@ -12,6 +13,7 @@ from typing import Any
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
+LOSS_SCALE = "loss_scale"
 
 
 def has_params(variables: Any) -> bool:

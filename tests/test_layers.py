@@ -20,6 +20,7 @@ RANKS = {
     "platforms": 0,
     "scaled": 1,
     "variables": 1,
+    "loss_scale": 2,
     "scaling": 2,
     "backends": 2,
     "comm": 2,

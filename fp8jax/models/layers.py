@@ -36,7 +36,11 @@ LEFT_ALONE = {
     "Embed": "embeddings stay as they are",
 }
 
-_GEMM_DTYPES = {"BF16": jnp.dtype(jnp.bfloat16), "FP32": jnp.dtype(jnp.float32)}
+_GEMM_DTYPES = {
+    "FP16": jnp.dtype(jnp.float16),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "FP32": jnp.dtype(jnp.float32),
+}
 
 
 class Interceptor:

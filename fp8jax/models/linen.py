@@ -22,24 +22,19 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from fp8jax import backends
+from fp8jax import backends, loss_scale
 from fp8jax.models import layers
 from fp8jax.models.report import Report, Rows, check_patterns
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import is_scaled, quantize, value
 from fp8jax.scaling.merge import to_max
-from fp8jax.variables import PARAMS, SCALING
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 
 def transform(module: Any, recipe: Recipe, backend: str) -> "LinenModel":
     """See `fp8jax.transform`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"`model`: expected a Flax Linen module; got {type(module).__name__}.")
-    if recipe.gemm == "FP16" or recipe.weight == "E4M3":
-        raise ValueError(
-            f"`recipe`: {recipe} is not in this release (float16 GEMMs with loss scaling, FP8 "
-            "weights); use fp32, bf16, te, O1, O2 or te+O2."
-        )
     backends.get(backend)
     return LinenModel(module, recipe, backend)
 
@@ -63,8 +58,8 @@ class LinenModel:
 
         Returns:
             The module's variables and, where the recipe keeps any, the scaling state in
-            "_overwrite_with_gradient". The values are those of `module.init` with the same
-            `rngs`, rounded to the weight format.
+            "_overwrite_with_gradient" or, for float16 GEMMs, "loss_scale". The values are those
+            of `module.init` with the same `rngs`, rounded to the weight format.
 
         Raises:
             ValueError: an include or exclude pattern matches no layer.
@@ -77,7 +72,10 @@ class LinenModel:
         with self._intercept(rows):
             out, variables = self.module.init_with_output(rngs, *args, **kwargs)
         check_patterns(self.recipe, rows)
-        return out, _split(variables)
+        variables = _split(variables)
+        if self.recipe.gemm == "FP16":
+            variables[LOSS_SCALE] = loss_scale.init()
+        return out, variables
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with `init`'s variables or a plain model's parameters in them.
@@ -136,8 +134,8 @@ class LinenModel:
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """These variables as the untransformed module takes them: plain float32 arrays for
-        scaled ones, no scaling state."""
-        plain = {name: tree for name, tree in variables.items() if name != SCALING}
+        scaled ones, no scaling state, no loss scale."""
+        plain = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
         plain[PARAMS] = jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled)
         return plain
 
@@ -150,7 +148,7 @@ class LinenModel:
 
 def _merge(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Variables as the module takes them: each kernel's scaling state beside the kernel."""
-    inside = {name: tree for name, tree in variables.items() if name != SCALING}
+    inside = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
     state = to_max(variables.get(SCALING, {}))
     if PARAMS in inside:
         inside[PARAMS] = _merge_params(inside[PARAMS], state)
