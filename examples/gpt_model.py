@@ -4,7 +4,7 @@
 
 A decoder as GPT-2 has it: learned positions, layer norm before each half of a block, causal
 attention, a gelu MLP four times as wide. Nothing here knows about FP8: `fp8jax.transform` runs
-its four linear layers per block, and an untied head if asked to, in the recipe's formats.
+its four linear layers per block, and an untied head if not excluded, in the recipe's formats.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class GPTConfig:
     width: int = 128
     context: int = 64
     bias: bool = False
-    tied: bool = True  # the head is the embedding's transpose
+    tied: bool = False  # whether the head is the embedding's transpose
     dtype: str = "float32"  # of activations between the matrix products
     remat: bool = True  # keep only the products for the backward, and recompute what lies between them
 

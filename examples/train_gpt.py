@@ -52,7 +52,7 @@ class Config:
     width: int = knob(128, "channels of the residual stream", least=1)
     context: int = knob(64, "characters that the model looks back on", least=1)
     bias: bool = knob(False, "biases in linear layers and norms")
-    tied: bool = knob(True, "the head is the embedding's transpose, not a layer of its own")
+    tied: bool = knob(False, "the head is the embedding's transpose, as in nanoGPT, not a layer of its own")
     dtype: str = knob("float32", "activations between matrix products: float32 or bfloat16")
     remat: bool = knob(True, "keep only matrix products for the backward: less memory, on a CPU less time")
     # the training

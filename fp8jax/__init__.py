@@ -6,6 +6,7 @@ tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
 
 from fp8jax import formats as formats
 from fp8jax import optim as optim
+from fp8jax.gradients import accumulate_gradients as accumulate_gradients
 from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.gradients import value_and_grad as value_and_grad
 from fp8jax.models import transform as transform

@@ -9,6 +9,7 @@ Every link takes either parameters or whole Flax variables, of which it sees "pa
 the scaling state passes through untouched.
 """
 
+from fp8jax.optim.accumulate import multi_steps as multi_steps
 from fp8jax.optim.adam import adam as adam
 from fp8jax.optim.adam import adamw as adamw
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam

@@ -35,13 +35,16 @@ def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         new, new_state = tx.update(updates[PARAMS], state, variables[PARAMS], **extra)
         others = {name: tree for name, tree in updates.items() if name != PARAMS}
         if SCALING in others and SCALING in variables:
-            is_taken = skipped(new_state) == skipped(state)
-            others[SCALING] = jax.tree.map(
-                lambda new, old: jnp.where(is_taken, new, old), others[SCALING], variables[SCALING]
-            )
+            others[SCALING] = unless_skipped(others[SCALING], variables[SCALING], new_state, state)
         return {**others, PARAMS: new}, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def unless_skipped(new: Any, old: Any, new_state: Any, old_state: Any) -> Any:
+    """The new tree, or the old one after a step that an Adam in the optimizer's state skipped."""
+    is_taken = skipped(new_state) == skipped(old_state)
+    return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
 
 
 def dequantize() -> optax.GradientTransformationExtraArgs:

@@ -1,0 +1,68 @@
+"""Several gradients, one step: `optax.MultiSteps` for scaled gradients and whole variables."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8jax.optim.links import unless_skipped
+from fp8jax.scaled import is_scaled, value
+from fp8jax.variables import PARAMS, SCALING, has_params
+
+
+class MultiStepsState(NamedTuple):
+    """State of `multi_steps`."""
+
+    inner: optax.MultiStepsState  # its gradients are float32
+    scaling: Any  # the scaling states seen since the last step, merged by max; -inf where none was
+
+
+def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.GradientTransformationExtraArgs:
+    """`optax.MultiSteps(tx, every_k)` that averages scaled gradients by value, in float32.
+
+    Codes cannot be averaged, so the gradients are dequantized as they come in; parameters and
+    the rest of `tx`'s state keep their formats. The scaling state changes once per step of
+    `tx`: until then the amaxes of the gradients seen are merged by max. `optax.MultiSteps`
+    itself raises on FP8 gradients.
+
+    Args:
+        tx: what makes the steps, e.g. an `optax.chain` that ends in `fp8jax.optim.adamw`.
+        every_k: gradients per step, a number or a schedule of them.
+
+    Returns:
+        An optimizer for parameters or whole variables, whose updates are zero in between.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def multi(init: Any) -> optax.MultiSteps:
+        return optax.MultiSteps(optax.GradientTransformationExtraArgs(init, tx.update), every_k)
+
+    def init(variables: Any) -> MultiStepsState:
+        params = variables[PARAMS] if has_params(variables) else variables
+        values = jax.tree.map(value, params, is_leaf=is_scaled)
+        scaling = variables.get(SCALING, {}) if has_params(variables) else {}
+        unseen = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), scaling)
+        return MultiStepsState(multi(lambda _: tx.init(params)).init(values), unseen)
+
+    def update(updates: Any, state: MultiStepsState, variables: Any = None, **extra: Any) -> tuple[Any, Any]:
+        is_flax = has_params(updates)
+        params = variables[PARAMS] if has_params(variables) else variables
+        grads = jax.tree.map(value, updates[PARAMS] if is_flax else updates, is_leaf=is_scaled)
+        steps = multi(tx.init)
+        new, inner = steps.update(grads, state.inner, params, **extra)
+        if not is_flax:
+            return new, state._replace(inner=inner)
+        others = {name: tree for name, tree in updates.items() if name != PARAMS}
+        if SCALING not in others:
+            return {**others, PARAMS: new}, state._replace(inner=inner)
+        if not has_params(variables):
+            raise ValueError("`params`: expected whole variables, as `updates` are; got parameters alone.")
+        is_step = steps.has_updated(inner)
+        merged = jax.tree.map(jnp.maximum, state.scaling, others[SCALING])
+        kept = jax.tree.map(lambda new, old: jnp.where(is_step, new, old), merged, variables[SCALING])
+        others[SCALING] = unless_skipped(kept, variables[SCALING], inner, state.inner)
+        unseen = jax.tree.map(lambda x: jnp.where(is_step, -jnp.inf, x), merged)
+        return {**others, PARAMS: new}, MultiStepsState(inner, unseen)
+
+    return optax.GradientTransformationExtraArgs(init, update)

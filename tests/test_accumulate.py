@@ -1,0 +1,213 @@
+"""Several microbatches, one gradient: in one call, and over optimizer calls."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from fp8jax import formats
+from fp8jax.optim import adamw, clip_by_global_norm, multi_steps, skipped
+from fp8jax.scaled import is_scaled, value
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
+
+PARTS = 4
+X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+X[5] *= 10  # one part has the largest amax
+Y = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return nn.Dense(8, name="out")(scan(name="blocks")(x, None)[0])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.gelu(nn.Dense(32, name="fc")(x)), None
+
+
+@functools.cache
+def model_of(recipe):
+    model = fp8jax.transform(Net(), recipe)
+    return model, jax.jit(model.init)(jax.random.key(0), X)
+
+
+def loss_of(model):
+    return lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)
+
+
+def values(tree):
+    return jax.tree.map(lambda leaf: np.asarray(value(leaf), np.float32), tree, is_leaf=is_scaled)
+
+
+def norm(tree):
+    return float(optax.tree.norm(values(tree)))
+
+
+def difference(a, b):
+    return norm(jax.tree.map(np.subtract, values(a), values(b))) / norm(b)
+
+
+@functools.cache
+def parts_of(recipe):
+    """Gradients of the parts, each scaled by the first state."""
+    model, variables = model_of(recipe)
+    grad = jax.jit(fp8jax.value_and_grad(loss_of(model)))
+    return [grad(variables, x, y) for x, y in zip(np.split(X, PARTS), np.split(Y, PARTS), strict=True)]
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+@pytest.mark.parametrize("format", ["FP16", "FP32", "E4M3"])
+def test_the_mean_of_the_parts_in_the_formats_of_one(recipe, format):
+    model, variables = model_of(recipe)
+    grad = fp8jax.accumulate_gradients(loss_of(model), PARTS, format=format)
+    loss, grads = jax.jit(grad)(variables, X, Y)
+    parts = parts_of(recipe)
+    np.testing.assert_allclose(loss, np.mean([loss for loss, _ in parts]), rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(parts[0][1])
+    jax.tree.map(lambda a, b: (a.dtype, a.shape) == (b.dtype, b.shape) or pytest.fail(), grads, parts[0][1])
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *(values(g[PARAMS]) for _, g in parts))
+    # Rounding: at the end to E4M3, by 1/32 of a number at most in the mean square; in between, to the format.
+    final = 2.0**-5 if recipe != "te" else 2.0**-20
+    between = {"FP16": 2.0**-11, "FP32": 2.0**-23, "E4M3": 2.0**-4}[format] if recipe != "te" else 0
+    assert difference(grads[PARAMS], mean) < final + between
+    merged = jax.tree.map(lambda *leaves: np.max(leaves, axis=0), *(g[SCALING] for _, g in parts))
+    state = grads[SCALING]["blocks"]["fc"]["kernel"]
+    expected = merged["blocks"]["fc"]["kernel"]
+    np.testing.assert_array_equal(state["amax_history"], expected["amax_history"])
+    np.testing.assert_array_equal(state["scale"], expected["scale"])
+    if recipe != "te":
+        kernel = grads[PARAMS]["blocks"]["fc"]["kernel"]
+        np.testing.assert_array_equal(state["wgrad_scale"], kernel.scale.reshape(-1))
+
+
+def test_what_is_summed_never_has_the_width_of_float32():
+    """The scan carries the kernels' sums in FP16: 2 bytes a number and a few scales."""
+    model, variables = model_of("O2")
+    grad = fp8jax.accumulate_gradients(loss_of(model), PARTS)
+    [scan] = [eqn for eqn in _all(jax.make_jaxpr(grad)(variables, X, Y)) if _is_outer_scan(eqn)]
+    kernels = [
+        v.aval for v in scan.outvars[: scan.params["num_carry"]] if v.aval.shape in ((2, 32, 32), (32, 8))
+    ]
+    assert len(kernels) == 2 and {aval.dtype for aval in kernels} == {jnp.dtype(jnp.float16)}
+
+
+def _all(closed):
+    for eqn in closed.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _all(inner)
+
+
+def _is_outer_scan(eqn):
+    return eqn.primitive.name == "scan" and eqn.params["length"] == PARTS and eqn.params["num_carry"] > 4
+
+
+def test_auxiliary_outputs_are_stacked_and_keyword_arguments_are_not_split():
+    model, variables = model_of("te")
+
+    def loss(variables, x, y, *, factor):
+        assert factor.shape == (3,)
+        out = model.apply(variables, x)
+        return jnp.sum(factor) * jnp.mean((out - y) ** 2), out
+
+    (_, out), grads = fp8jax.accumulate_gradients(loss, PARTS, has_aux=True)(
+        variables, X, Y, factor=jnp.ones(3)
+    )
+    assert out.shape == (PARTS, 4, 8)
+    _, once = fp8jax.accumulate_gradients(loss_of(model), PARTS)(variables, X, Y)
+    assert difference(grads[PARAMS], jax.tree.map(lambda g: 3 * g, once[PARAMS])) < 1e-2
+
+
+def test_a_batch_that_does_not_divide_and_an_unknown_format_raise():
+    model, variables = model_of("te")
+    with pytest.raises(ValueError, match=r"must divide by `microbatches`=3; got shape \(16, 32\)"):
+        fp8jax.accumulate_gradients(loss_of(model), 3)(variables, X, Y)
+    with pytest.raises(ValueError, match="`format`: expected FP16, FP32 or E4M3; got 'BF16'"):
+        fp8jax.accumulate_gradients(loss_of(model), 2, format="BF16")
+
+
+def test_one_bad_part_lowers_the_loss_scale_once():
+    model, variables = model_of("fp16_amp")
+    bad = X.copy()
+    bad[5] = np.inf
+    _, grads = fp8jax.accumulate_gradients(loss_of(model), PARTS)(variables, bad, Y)
+    assert float(grads[LOSS_SCALE]["scale"]) == float(variables[LOSS_SCALE]["scale"]) / 2
+    assert int(grads[LOSS_SCALE]["good_steps"]) == 0
+
+
+# Over optimizer calls ############################################################################
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+def test_multi_steps_steps_once_along_the_mean(recipe):
+    _, variables = model_of(recipe)
+    base = optax.chain(
+        clip_by_global_norm(0.1), adamw(0.01, recipe, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    )
+    tx = multi_steps(base, PARTS)
+    grads = [g for _, g in parts_of(recipe)]
+
+    @jax.jit
+    def step(variables, state, grads):
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state
+
+    state, now = jax.jit(tx.init)(variables), variables
+    for i, part in enumerate(grads):
+        before, (now, state) = now, step(now, state, part)
+        if i < PARTS - 1:
+            jax.tree.map(np.testing.assert_array_equal, now, before)
+    mean = {
+        PARAMS: jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *(values(g[PARAMS]) for g in grads)),
+        SCALING: jax.tree.map(lambda *leaves: np.max(leaves, axis=0), *(g[SCALING] for g in grads)),
+    }
+    once = lambda variables: fp8jax.apply_updates(  # noqa: E731
+        variables, base.update(mean, base.init(variables), variables)[0]
+    )
+    expected = jax.jit(once)(variables)
+    jax.tree.map(np.testing.assert_array_equal, now[SCALING], expected[SCALING])
+    # A tie of the mean's last bit moves a weight by a code, at most 1/8 of it in FP8.
+    assert difference(now[PARAMS], expected[PARAMS]) < 1e-3
+    assert difference(now[PARAMS], variables[PARAMS]) > 1e-3
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, -np.inf), state.scaling)
+    assert step._cache_size() == 1
+
+
+def test_multi_steps_takes_parameters_alone():
+    params = {"w": fp8jax.quantize(jnp.ones((4, 4)), formats.FP16, power_of_two=True)}
+    grads = {"w": fp8jax.quantize(jnp.ones((4, 4)), formats.E4M3, power_of_two=True)}
+    tx = multi_steps(adamw(0.1, "O2", weight_decay=0.0), 2)
+    state = tx.init(params)
+    for expected in (1.0, 0.9):
+        updates, state = tx.update(grads, state, params)
+        params = fp8jax.apply_updates(params, updates)
+        np.testing.assert_allclose(value(params["w"]), expected, rtol=1e-3)
+
+
+def test_a_bad_gradient_among_several_skips_their_step():
+    _, variables = model_of("O2")
+    tx = multi_steps(adamw(0.01, "O2"), 2)
+    grads = [g for _, g in parts_of("O2")]
+    bad = {**grads[1], PARAMS: jax.tree.map(lambda x: (x * jnp.nan).astype(x.dtype), grads[1][PARAMS])}
+    state, now = tx.init(variables), variables
+    for part in (grads[0], bad):
+        updates, state = tx.update(part, state, now)
+        now = fp8jax.apply_updates(now, updates)
+    jax.tree.map(np.testing.assert_array_equal, now, variables)
+    assert int(skipped(state)) == 1
+
+
+def test_optaxs_own_raises_on_fp8_gradients():
+    _, variables = model_of("O2")
+    tx = optax.MultiSteps(adamw(0.01, "O2"), 2)
+    with pytest.raises((TypeError, ValueError)):
+        tx.update(parts_of("O2")[0][1][PARAMS], tx.init(variables[PARAMS]), variables[PARAMS])
