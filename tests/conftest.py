@@ -15,6 +15,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# For collectives. Set here, not in the environment, so that the programs that tests start see one device.
+jax.config.update("jax_num_cpu_devices", 8)
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("deterministic")
