@@ -58,10 +58,6 @@ def sent():
     return on_each(narrow, local_gradients())
 
 
-def values(tree):
-    return jax.tree.map(lambda q: np.asarray(value(q)), tree, is_leaf=is_scaled)
-
-
 @functools.cache
 def reduced(recipe):
     return on_each(lambda g: fp8jax.comm.all_reduce(g, "data", recipe), sent())
@@ -114,10 +110,8 @@ def test_largest_codes_do_not_overflow_and_nan_spreads():
     assert (got.reshape(DEVICES, -1)[:, 1:] == 448).all()
 
 
-@pytest.mark.parametrize(
-    "recipe, wide", [("O2", {"f32"}), ("O2,comm=BF16", {"bf16", "f32"}), ("te", {"f32"})]
-)
-def test_kernels_cross_the_wire_in_bytes(recipe, wide):
+@pytest.mark.parametrize("recipe", ["O2", "O2,comm=BF16", "te"])
+def test_kernels_cross_the_wire_in_bytes(recipe):
     """Read from the compiled program: in O2 all that crosses in float32 is the bias, and scales."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     all = PartitionSpec()
@@ -150,7 +144,7 @@ def test_whole_variables_merge_states_by_max_and_loss_scales_by_min():
     got = on_each(lambda g: fp8jax.comm.all_reduce(g, "data", "O2"), grads)
     np.testing.assert_array_equal(got[SCALING]["w"]["scale"], 7)
     np.testing.assert_array_equal(got[LOSS_SCALE]["scale"], 1)
-    np.testing.assert_array_equal(values(got[PARAMS])["bias"], values(reduced("O2"))["bias"])
+    np.testing.assert_array_equal(got[PARAMS]["w"].data, reduced("O2")["w"].data)
 
 
 def test_fp8_without_fp8_gradients_raises():
