@@ -8,6 +8,7 @@ product into the custom call `__cublas$lt$matmul$f8` and an unmatched one into s
 """
 
 import json
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -39,10 +40,19 @@ class Gemm(NamedTuple):
     name: str  # where it comes from, e.g. "jit(step)/jvp(Dense_0)/dot_general"
 
 
+class Collective(NamedTuple):
+    """One array that crosses between devices."""
+
+    kind: str  # "all-reduce", "all-to-all", ...
+    dtype: str  # XLA's name
+    numbers: int  # elements on each device, of what it sends or of what it gets
+
+
 class Program(NamedTuple):
     """A compiled program as this module reads it; see `read`."""
 
     gemms: tuple[Gemm, ...]
+    collectives: tuple[Collective, ...]
     kernels: int  # instructions that launch work on the device, loop bodies counted once
     temporaries: int  # bytes besides arguments and outputs
     arguments: int  # bytes
@@ -81,9 +91,9 @@ def read(compiled: Any) -> Program:
         compiled: what `jax.jit(f).lower(...).compile()` gives, on any platform.
 
     Returns:
-        The program's GEMMs in order of appearance and its costs. A kernel is an instruction of the entry
-        computation, or of what it calls or loops over, that launches work: a fusion, a library call, a copy,
-        a collective. A loop's body counts once, whatever its trip count.
+        The program's GEMMs and collectives in order of appearance, and its costs. A kernel is an instruction
+        of the entry computation, or of what it calls or loops over, that launches work: a fusion, a library
+        call, a copy, a collective. A loop's body counts once, whatever its trip count.
 
     Raises:
         ValueError: the text has no entry computation.
@@ -91,15 +101,76 @@ def read(compiled: Any) -> Program:
     computations, entry = _parse(compiled.as_text())
     gemms: list[Gemm] = []
     kernels = _walk(computations, entry, 1, gemms)
+    lines = [instruction for body in computations.values() for instruction in body]
     memory = compiled.memory_analysis()
     return Program(
         gemms=tuple(gemms),
+        collectives=tuple(found for line in lines for found in _collectives(line)),
         kernels=kernels,
         temporaries=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         donated=memory.alias_size_in_bytes,
     )
+
+
+def read_lowered(lowered: Any) -> tuple[Gemm, ...]:
+    """The GEMMs of a program before it is optimized, for platforms that multiply FP8 in a wider format.
+
+    Args:
+        lowered: what `jax.jit(f).lower(...)` gives.
+
+    Returns:
+        As `Program.gemms`; but an operand's dtype is the narrowest that it had on its way from where it was
+        computed to the product: E4M3 codes that were widened and scaled are "f8e4m3fn".
+    """
+    text = lowered.compiler_ir(dialect="hlo").get_hlo_module().to_string()
+    computations, _ = _parse(text)
+    found = []
+    for body in computations.values():
+        by_name = {instruction.name: instruction for instruction in body}
+        shapes = {instruction.name: instruction.shape for instruction in body}
+        for dot in body:
+            if dot.opcode == "dot":
+                lhs, rhs = (_narrowest(by_name, operand) for operand in dot.operands)
+                found.append(_gemm("dot", dot, shapes, computations, 1)._replace(lhs=lhs, rhs=rhs))
+    return tuple(found)
+
+
+# What an array may pass through and still have its values, but for a scale.
+_PASSED = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
+
+_BITS = {"f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16}
+
+
+def _narrowest(by_name: dict[str, _Instruction], name: str) -> str:
+    dtypes = []
+    while name in by_name:
+        instruction = by_name[name]
+        if instruction.opcode == "get-tuple-element":  # of a barrier of a tuple
+            barrier = by_name[instruction.operands[0]]
+            parts = by_name.get(barrier.operands[0]) if barrier.opcode == "opt-barrier" else None
+            if parts is None or parts.opcode != "tuple":
+                break
+            name = parts.operands[int(re.search(r"index=(\d+)", instruction.line)[1])]
+            continue
+        dtypes.append(_dtype(instruction.shape))
+        if instruction.opcode not in _PASSED:
+            break
+        name = instruction.operands[0]
+    return min(
+        (dtype for dtype in dtypes if dtype[0] in "fb"), key=lambda dtype: _BITS.get(dtype, 32), default=""
+    )
+
+
+def _collectives(instruction: _Instruction) -> list[Collective]:
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute"):
+        return []
+    shapes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", instruction.shape)
+    return [
+        Collective(kind, dtype, math.prod(map(int, filter(None, dims.split(","))))) for dtype, dims in shapes
+    ]
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:

@@ -113,7 +113,7 @@ TARGETS: dict[str, Target] = {
 }
 
 # Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
-_COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 _PLUGIN = "jax-cuda13-plugin"
 
@@ -211,7 +211,7 @@ def compile_for(
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
     lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
-    return lowered.compile(compiler_options=_COMPILER_OPTIONS)
+    return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
 def _description(target: Target) -> str:

@@ -56,7 +56,7 @@ LIBRARIES = {
     "optax": {"optim": "eager", "gradients": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "eager"},
-    "matplotlib": {"train": "eager"},
+    "matplotlib": {"train": "eager", "chart": "lazy"},
     "yaml": {"train": "eager", "recipe": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
     "jax_plugins": {"targets": "lazy"},

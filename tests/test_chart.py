@@ -1,0 +1,126 @@
+"""The precision chart, read back from programs, equals the one that is declared; and what breaks it shows."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from fp8jax import Recipe, chart, comm, models, optim, targets
+from fp8jax.recipe import PRESETS
+
+# As in the README; moments are Adam's first and second.
+CHART = {
+    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
+    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
+    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
+    "te": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
+    "O1": ("FP8", "FP8", "FP16", "-", "FP8", "FP32 + FP32"),
+    "O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16"),
+    "O3": ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8 + FP16"),
+    "te+O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16"),
+}
+
+
+def formats(row):
+    return tuple(row.measured[column].formats for column in chart.COLUMNS)
+
+
+def test_the_table_has_every_level():
+    assert list(CHART) == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", CHART)
+def test_what_a_cpu_is_given_is_the_chart(name):
+    row = chart.measure(name, devices=8)
+    assert formats(row) == CHART[name] == tuple(row.declared[column] for column in chart.COLUMNS)
+    assert row.recipe == name and not row.differences
+    assert all(cell.evidence for cell in row.measured.values())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16_amp", "te", "O2", "O3"])
+def test_what_a_gpu_would_run_is_the_chart(name):
+    if reason := targets.why_not():
+        pytest.skip(reason)
+    row = chart.measure(name, target="h200", devices=8)
+    assert formats(row) == CHART[name]
+    library = "cublaslt_f8" if CHART[name][0] == "FP8" else "cublaslt"
+    assert row.measured["gemm"].evidence.endswith(library)
+
+
+# One change to a train step per column, none of which a recipe knows about.
+BREAKS = {
+    "gemm": ("O2", "transform", {"override_linear_precision": (False, False, True)}),
+    "comm": ("O2", "all_reduce", {"comm": "FP32"}),
+    "weight": ("O2", "transform", {"weight": "FP32"}),
+    "master_weight": ("O3", "adamw", {"master_weight": "FP32"}),
+    "weight_grad": ("O2,comm=FP32", "transform", {"weight_grad": "FP32"}),
+    "moments": ("O2", "adamw", {"moments": ("FP32", "FP32")}),
+}
+
+
+@pytest.mark.parametrize("column", BREAKS)
+def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
+    name, part, changes = BREAKS[column]
+    broken = dataclasses.replace(Recipe.parse(name), **changes)
+    transform, all_reduce, adamw = models.transform, comm.all_reduce, optim.adamw
+    replacement = {
+        "transform": (chart.models, lambda model, recipe: transform(model, broken)),
+        "all_reduce": (chart.comm, lambda grads, axis, recipe: all_reduce(grads, axis, broken)),
+        "adamw": (chart.optim, lambda rate, recipe: adamw(rate, broken)),
+    }
+    room, function = replacement[part]
+    assert not chart.measure(name, devices=8).differences
+    monkeypatch.setattr(room, part, function)
+    row = chart.measure(name, devices=8)
+    assert row.differences == [column]
+    assert f"(declared {row.declared[column]})" in chart.table([row])
+
+
+def test_too_many_devices_and_unknown_names_raise():
+    with pytest.raises(ValueError, match=f"`devices`: expected at most {len(jax.devices())}"):
+        chart.measure("te", devices=1000)
+    with pytest.raises(ValueError, match="`target`: expected one of h100"):
+        chart.measure("te", target="h300")
+    with pytest.raises(ValueError, match="expected one of fp32"):
+        chart.measure("O4")
+
+
+def command(*args):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", "fp8jax.cli", *args], capture_output=True, text=True, env=env
+    )
+
+
+def test_the_command_prints_json_and_draws(tmp_path):
+    done = command("chart", "te", "O2", "--devices", "2", "--json", "--png", str(tmp_path / "chart.png"))
+    assert done.returncode == 0, done.stderr
+    rows = {row["recipe"]: row for row in json.loads(done.stdout)}
+    assert set(rows) == {"te", "O2"}
+    for name, row in rows.items():
+        for column, expected in zip(chart.COLUMNS, CHART[name], strict=True):
+            assert row[column]["declared"] == row[column]["formats"] == expected
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_a_table_and_evidence():
+    # The chart has no word for a recipe that leaves one of three GEMMs wide.
+    done = command("chart", "te,override_linear_precision=False+False+True", "--devices", "2")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["recipe", "GEMM", "comm", "weight", "master", "weight", "gradient", "moments"]
+    assert "FP32 / FP8 (declared FP8)" in lines[1]
+    assert any("f8e4m3fn x f8e4m3fn dot" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "args, message", [(("O4",), "expected one of fp32"), (("te", "--target", "h300"), "h100")]
+)
+def test_the_command_says_what_is_wrong_in_one_line(args, message):
+    done = command("chart", *args)
+    assert done.returncode == 2 and message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
