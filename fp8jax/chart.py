@@ -141,8 +141,8 @@ def _mesh(target: str | None, devices: int) -> Mesh:
         return targets.mesh(target, devices)
     if len(jax.devices()) < devices:
         raise ValueError(
-            f"`devices`: expected at most {len(jax.devices())}, as this process has; got {devices}. Start it on a "
-            f"CPU with XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
+            f"`devices`: expected at most {len(jax.devices())}, as this process has; got {devices}. On a CPU, "
+            f"start it with XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
         )
     return Mesh(np.array(jax.devices()[:devices]), ("devices",))
 
