@@ -139,10 +139,11 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
 def _mesh(target: str | None, devices: int) -> Mesh:
     if target is not None:
         return targets.mesh(target, devices)
-    if len(jax.devices()) < devices:
+    here = len(jax.devices())
+    if here < devices:
         raise ValueError(
-            f"`devices`: expected at most {len(jax.devices())}, as this process has; got {devices}. On a CPU, "
-            f"start it with XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
+            f"`devices`: expected at most {here}, as this process has; got {devices}. Start it on a CPU with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
         )
     return Mesh(np.array(jax.devices()[:devices]), ("devices",))
 

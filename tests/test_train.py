@@ -56,7 +56,7 @@ def curves(run):
 
 # --- two steps --------------------------------------------------------------------------------
 
-EVERYTHING_ELSE = "--no-twin --tied --bias --no-remat --dtype bfloat16 --recipe te,scaling=current,exclude="
+EVERYTHING_ELSE = "--no-twin --bias --no-remat --dtype bfloat16 --recipe te,scaling=current,exclude="
 
 
 @pytest.mark.parametrize(
