@@ -174,6 +174,8 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
     matrices, seen, state = kept
     lhs, rhs = (_unpacked(matrix, static.formats[0]) for matrix in matrices)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    # An infinite gradient stays visible: saturated, it would look like a large one.
+    grad = jnp.where(jnp.isinf(grad), jnp.nan, grad)
     grad_seen, q_grad = _quantize(static, 2, grad, state)
     dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
     drhs = _multiply(static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True)

@@ -341,8 +341,6 @@ def test_mutable_collections_come_back_as_the_module_has_them():
     [
         (object(), "O2", TypeError, "expected a Flax Linen module; got object"),
         (nn.Dense(4), "O4", ValueError, "expected one of fp32, bf16, .*got 'O4'"),
-        (nn.Dense(4), "O3", ValueError, "not in this release"),
-        (nn.Dense(4), "fp16_amp", ValueError, "not in this release"),
     ],
 )
 def test_transform_refuses(model, recipe, error, message):

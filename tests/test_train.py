@@ -177,7 +177,6 @@ BAD = [
     (["--recipe", "O9"], "expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2; got 'O9'"),
     (["--recipe", "O2,margin=-1"], "`margin`"),
     (["--recipe", "O2,exclude=nothing"], "the exclude pattern 'nothing' matches no layer"),
-    (["--recipe", "O3"], "not in this release"),
     (["--config", "unknown.yaml"], "unknown key stepz (did you mean steps?)"),
     (["--config", "broken.yaml"], "is no YAML"),
     (["--config", "types.yaml"], "`steps` must be a whole number; got 'many'"),
