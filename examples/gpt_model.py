@@ -48,11 +48,14 @@ class Attention(nn.Module):
         """(batch, time, width) -> the same."""
         batch, time, width = x.shape
         heads = self.config.heads
-        # One product for all three, as (query, key, value) x head x channel.
+        # One product for all three; then each (batch, head, time, channel).
         qkv = product(linear(self.config, 3 * width, "c_attn"), x)
-        query, key, value = jnp.split(qkv.reshape(batch, time, 3 * heads, width // heads), 3, axis=2)
-        y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
+        query, key, value = qkv.reshape(batch, time, 3, heads, width // heads).transpose(2, 0, 3, 1, 4)
+        scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
+        scores = jnp.where(jnp.tri(time, dtype=bool), scores.astype(jnp.float32), -jnp.inf)
+        y = nn.softmax(scores).astype(x.dtype) @ value
+        y = y.transpose(0, 2, 1, 3).reshape(x.shape)
+        return product(residual_linear(self.config, width, "c_proj"), y)
 
 
 class MLP(nn.Module):

@@ -227,7 +227,7 @@ def test_frozen_parameters_stay():
 
 
 def test_apply_if_finite_is_for_plain_parameters():
-    """It gives its gradients' zeros back as updates, which have another structure; `adamw` skips by itself."""
+    """Its updates in a bad step are its gradients' zeros, of another structure; `adamw` skips by itself."""
     params = {"w": quantize(jnp.ones((4, 4)), formats.FP16, power_of_two=True)}
     tx = optax.apply_if_finite(adamw(0.1, "O2"), 3)
     with pytest.raises(TypeError, match="same pytree structure"):
