@@ -73,7 +73,6 @@ def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
         "adamw": (chart.optim, lambda rate, recipe: adamw(rate, broken)),
     }
     room, function = replacement[part]
-    assert not chart.measure(name, devices=8).differences
     monkeypatch.setattr(room, part, function)
     row = chart.measure(name, devices=8)
     assert row.differences == [column]
