@@ -54,6 +54,7 @@ class Program(NamedTuple):
     gemms: tuple[Gemm, ...]
     collectives: tuple[Collective, ...]
     kernels: int  # instructions that launch work on the device, loop bodies counted once
+    moved: int  # bytes that they read and write, every operand and result in whole, loop bodies counted once
     temporaries: int  # bytes besides arguments and outputs
     arguments: int  # bytes
     outputs: int  # bytes
@@ -100,13 +101,14 @@ def read(compiled: Any) -> Program:
     """
     computations, entry = _parse(compiled.as_text())
     gemms: list[Gemm] = []
-    kernels = _walk(computations, entry, 1, gemms)
+    kernels, moved = _walk(computations, entry, 1, gemms)
     lines = [instruction for body in computations.values() for instruction in body]
     memory = compiled.memory_analysis()
     return Program(
         gemms=tuple(gemms),
         collectives=tuple(found for line in lines for found in _collectives(line)),
         kernels=kernels,
+        moved=moved,
         temporaries=memory.temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -140,7 +142,7 @@ def read_lowered(lowered: Any) -> tuple[Gemm, ...]:
 # What an array may pass through and still have its values, but for a scale.
 _PASSED = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
 
-_BITS = {"f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16}
+_BITS = {"f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "u16": 16, "s16": 16, "f64": 64, "s64": 64}
 
 
 def _narrowest(by_name: dict[str, _Instruction], name: str) -> str:
@@ -152,7 +154,8 @@ def _narrowest(by_name: dict[str, _Instruction], name: str) -> str:
             parts = by_name.get(barrier.operands[0]) if barrier.opcode == "opt-barrier" else None
             if parts is None or parts.opcode != "tuple":
                 break
-            name = parts.operands[int(re.search(r"index=(\d+)", instruction.line)[1])]
+            (index,) = re.findall(r"index=(\d+)", instruction.line)
+            name = parts.operands[int(index)]
             continue
         dtypes.append(_dtype(instruction.shape))
         if instruction.opcode not in _PASSED:
@@ -208,17 +211,31 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _walk(computations: dict[str, list[_Instruction]], name: str, runs: int, gemms: list[Gemm]) -> int:
-    """Appends the GEMMs of a computation that is executed, and returns its number of kernels."""
-    kernels = 0
+def _walk(
+    computations: dict[str, list[_Instruction]], name: str, runs: int, gemms: list[Gemm]
+) -> tuple[int, int]:
+    """Appends the GEMMs of a computation that is executed; returns its kernels and the bytes they move."""
+    kernels = moved = 0
     shapes = {instruction.name: instruction.shape for instruction in computations[name]}
     for instruction in computations[name]:
         if kind := _kind(instruction, computations):
             gemms.append(_gemm(kind, instruction, shapes, computations, runs))
-        kernels += _launches(instruction)
+        if _launches(instruction):
+            kernels += 1
+            moved += sum(map(_bytes, [instruction.shape, *(shapes.get(o, "") for o in instruction.operands)]))
         for called in _executed(instruction):
-            kernels += _walk(computations, called, runs * _trip_count(instruction), gemms)
-    return kernels
+            below = _walk(computations, called, runs * _trip_count(instruction), gemms)
+            kernels, moved = kernels + below[0], moved + below[1]
+    return kernels, moved
+
+
+def _bytes(shape: str) -> int:
+    """Size of a shape as printed, all elements of a tuple together."""
+    return sum(
+        max(_BITS.get(dtype, 8 if dtype in ("u8", "s8", "pred") else 32) // 8, 1)
+        * math.prod(map(int, filter(None, dims.split(","))))
+        for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
+    )
 
 
 def _launches(instruction: _Instruction) -> bool:

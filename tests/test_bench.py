@@ -85,6 +85,24 @@ def test_mlp_on_an_h200(compiled, way):
 
 
 @needs_plugin
+@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3"])
+def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(load_program, recipe):
+    """Fewer leaves than the bound is for, so its constant part weighs more: 4 kernels a leaf and 20."""
+    leaves, size = 12, 1024
+    row = load_program("examples/bench/update.py").on_target(recipe, leaves, size, "h200")
+    assert row["kernels"] <= 4 * leaves + 20
+    assert row["temporaries %"] <= 2
+    # Each is read twice and written once: a gradient is not written.
+    assert row["/ state"] <= 4
+
+
+def test_update_takes_turns_here(load_program):
+    rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2)
+    assert [row["way"] for row in rows] == ["optax.adamw", "O2"]
+    assert all(row["step ms"] > 0 and row["temporaries GB"] >= 0 for row in rows)
+
+
+@needs_plugin
 def test_peers_on_an_h200_are_as_recorded(compiled):
     """The harness itself: figures found independently of it (jax 0.10.2, flax 0.12.8)."""
     bf16, flax = compiled("bf16", 1), compiled("flax Fp8DotGeneral", 1)

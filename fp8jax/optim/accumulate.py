@@ -38,15 +38,16 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
     def multi(init: Any) -> optax.MultiSteps:
         return optax.MultiSteps(optax.GradientTransformationExtraArgs(init, tx.update), every_k)
 
-    def init(variables: Any) -> MultiStepsState:
+    def init(params: Any) -> MultiStepsState:
+        variables = params
         params = variables[PARAMS] if has_params(variables) else variables
         values = jax.tree.map(value, params, is_leaf=is_scaled)
         scaling = variables.get(SCALING, {}) if has_params(variables) else {}
         unseen = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), scaling)
         return MultiStepsState(multi(lambda _: tx.init(params)).init(values), unseen)
 
-    def update(updates: Any, state: MultiStepsState, variables: Any = None, **extra: Any) -> tuple[Any, Any]:
-        is_flax = has_params(updates)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        variables, is_flax = params, has_params(updates)
         params = variables[PARAMS] if has_params(variables) else variables
         grads = jax.tree.map(value, updates[PARAMS] if is_flax else updates, is_leaf=is_scaled)
         steps = multi(tx.init)

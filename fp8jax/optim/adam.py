@@ -206,7 +206,7 @@ def _optimizer(step: _Step) -> optax.GradientTransformationExtraArgs:
         master = jax.tree.map(lambda p: _master_of(p, step.recipe), params, is_leaf=is_scaled)
         return AdamState(adam, master, jnp.zeros([], jnp.int32))
 
-    def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
         if params is None and step.learning_rate is not None:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
