@@ -117,14 +117,19 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def build(config: Config, model: Any) -> tuple[Learner, State]:
-    """Compiles the training of `model`, and makes its first state."""
-    recipe = model.recipe
+def optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformation:
+    """Clipped AdamW."""
     rate, betas = learning_rate(config), (config.beta1, config.beta2)
-    tx = optax.chain(
+    return optax.chain(
         fp8jax.optim.clip_by_global_norm(config.clip or math.inf),
         fp8jax.optim.adamw(rate, recipe, *betas, weight_decay=config.weight_decay, mask=decays),
     )
+
+
+def build(config: Config, model: Any) -> tuple[Learner, State]:
+    """Compiles the training of `model`, and makes its first state."""
+    recipe = model.recipe
+    tx = optimizer(config, recipe)
 
     def loss_fn(variables: Any, batch: jax.Array) -> jax.Array:
         logits = model.apply(variables, batch[:, :-1]).astype(jnp.float32)

@@ -11,6 +11,7 @@ from fp8jax.gradients import accumulate_gradients as accumulate_gradients
 from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.gradients import value_and_grad as value_and_grad
 from fp8jax.models import transform as transform
+from fp8jax.models.train_state import TrainState as TrainState
 from fp8jax.recipe import Recipe as Recipe
 from fp8jax.scaled import ScaledArray as ScaledArray
 from fp8jax.scaled import quantize as quantize

@@ -41,6 +41,7 @@ RANKS = {
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
+    ("models", "gradients"): "a Flax TrainState applies updates",
     ("chart", "targets"): "the chart is read from a program compiled for a target",
     ("memory", "targets"): "the plan is read from a program compiled for a target",
 }

@@ -1,0 +1,144 @@
+"""Train every level of the precision chart on the same data from the same seed, and compare.
+
+    python examples/levels.py                                   # minutes, on the standard library's source
+    python examples/levels.py --data shakespeare.txt --steps 2000
+    python examples/levels.py --levels bf16 O2 O3 --seed 7 --out runs/levels
+
+The model, the settings and the validation are those of train_gpt.py, whose options all work here but
+--recipe, --twin and --resume. Prints a table and leaves it, with all curves in one picture, in the run's
+folder: levels.json, levels.png. "update ms" is the optimizer's share of a step, compiled by itself.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import train_gpt
+
+import fp8jax
+from fp8jax import Recipe, train
+from fp8jax.recipe import PRESETS
+
+BASELINE = "bf16"
+ROUNDS = 20  # of the update's time
+
+
+def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """One level's run, as a row of the table."""
+    run = train_gpt.prepare([*argv, "--recipe", name, "--no-twin"])
+    (key,) = run.learners
+    with train.stop.requests() as stop_asked:
+        done = train_gpt.fit(run, 0, stop_asked)
+    if done < run.config.steps:
+        raise KeyboardInterrupt
+    config = run.config
+    batches = train.data.windows(
+        run.text.validation, config.batch, config.context, train_gpt.MOST_FINAL_BATCHES
+    )
+    train_gpt.validate(run, done, batches)
+    train_gpt.report(run)
+    curves, (variables, opt_state) = run.curves[key], run.states[key]
+    sizes = train.observe.bytes_per_parameter(variables, run.learners[key].gradients, opt_state)
+    return {
+        "level": name,
+        "validation loss": curves.validation[-1][1],
+        "weights": float(sizes.weights),
+        "gradients": float(sizes.gradients),
+        "optimizer": float(sizes.optimizer),
+        "bytes": float(sizes.weights + sizes.gradients + sizes.optimizer),
+        "step ms": 1e3 * curves.seconds / config.steps,
+        "update ms": update_time(config, variables, opt_state, run.learners[key].gradients),
+        "skipped": int(fp8jax.optim.skipped(opt_state)),
+        "curve": [float(loss) for loss in curves.loss],
+    }
+
+
+def update_time(config: train_gpt.Config, variables: Any, opt_state: Any, gradients: Any) -> float:
+    """Milliseconds of `tx.update` and `apply_updates`, the median of a few."""
+    recipe = Recipe.parse(config.recipe)
+    tx = train_gpt.optimizer(config, recipe)
+
+    def update(variables: Any, opt_state: Any, grads: Any) -> Any:
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return fp8jax.apply_updates(variables, updates), opt_state
+
+    grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), gradients)
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(variables, opt_state, grads).compile()
+    times = []
+    for _ in range(ROUNDS + 1):
+        begun = time.perf_counter()
+        variables, opt_state = jax.block_until_ready(compiled(variables, opt_state, grads))
+        times.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(times[1:])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows, and each level's gap to the baseline."""
+    base = {row["level"]: row["validation loss"] for row in rows}.get(BASELINE)
+    titles = "level,validation loss,gap,weights,gradients,optimizer,bytes,step ms,update ms,skipped".split(
+        ","
+    )
+    cells = [titles]
+    for row in rows:
+        gap = "-" if base is None else f"{row['validation loss'] - base:+.4f}"
+        loss, numbers = f"{row['validation loss']:.4f}", (f"{row[title]:.2f}" for title in titles[3:9])
+        cells.append([row["level"], loss, gap, *numbers, str(row["skipped"])])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """All training curves, smoothed over a fiftieth of the run."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(8, 5), dpi=150)).subplots()
+    for row in rows:
+        width = max(len(row["curve"]) // 50, 1)
+        smooth = np.convolve(row["curve"], np.ones(width) / width, "valid")
+        axes.plot(np.arange(len(smooth)) + width, smooth, label=row["level"], linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--levels", nargs="+", default=list(PRESETS), choices=list(PRESETS), metavar="LEVEL")
+    parser.add_argument("--out", default="runs/levels", help="folder; one of that name must not exist")
+    args, others = parser.parse_known_args(argv)
+    folder, rows = pathlib.Path(args.out), []
+    try:
+        if folder.exists():
+            raise train.BadInput(f"--out {folder} exists; name another folder")
+        for name in args.levels:
+            rows.append(train_level(name, [*others, "--out", str(folder / name)]))
+    except train.BadInput as error:
+        print(f"levels: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("levels: interrupted; the levels that were done are in their folders", file=sys.stderr)
+        return 130
+    (folder / "levels.json").write_text(json.dumps(rows, indent=1))
+    draw(rows, folder / "levels.png")
+    print(f"\n{table(rows)}\n\n{folder / 'levels.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

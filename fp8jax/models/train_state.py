@@ -1,0 +1,31 @@
+"""Flax's `TrainState` for scaled weights, scaling states and loss scales."""
+
+from typing import Any
+
+from flax.training import train_state
+
+from fp8jax.gradients import apply_updates
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` whose `params` are whole variables.
+
+        state = TrainState.create(apply_fn=model.apply, params=model.init(key, x), tx=tx)
+        loss, grads = fp8jax.value_and_grad(loss_fn)(state.params, batch)
+        state = state.apply_gradients(grads=grads)
+
+    Flax's own works where weights are plain arrays (te), and gives `tx` the parameters alone; this
+    one works at every level, and gives it whole variables, so that the scaling state of a step
+    that an optimizer skips is the old one.
+    """
+
+    @classmethod
+    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
+        """A state at step 0, with `tx.init(params)`."""
+        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+        """The state after `tx.update` and `fp8jax.apply_updates` with `value_and_grad`'s gradients."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        params = apply_updates(self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
