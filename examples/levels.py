@@ -46,6 +46,7 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     train_gpt.report(run)
     curves, (variables, opt_state) = run.curves[key], run.states[key]
     sizes = train.observe.bytes_per_parameter(variables, run.learners[key].gradients, opt_state)
+    skipped = int(fp8jax.optim.skipped(opt_state))
     return {
         "level": name,
         "validation loss": curves.validation[-1][1],
@@ -55,13 +56,13 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
         "bytes": float(sizes.weights + sizes.gradients + sizes.optimizer),
         "step ms": 1e3 * curves.seconds / config.steps,
         "update ms": update_time(config, variables, opt_state, run.learners[key].gradients),
-        "skipped": int(fp8jax.optim.skipped(opt_state)),
+        "skipped": skipped,
         "curve": [float(loss) for loss in curves.loss],
     }
 
 
 def update_time(config: train_gpt.Config, variables: Any, opt_state: Any, gradients: Any) -> float:
-    """Milliseconds of `tx.update` and `apply_updates`, the median of a few."""
+    """Milliseconds of `tx.update` and `apply_updates`, the median of a few. Takes the state over."""
     recipe = Recipe.parse(config.recipe)
     tx = train_gpt.optimizer(config, recipe)
 

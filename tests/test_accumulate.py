@@ -64,8 +64,7 @@ def parts_of(recipe):
     return [grad(variables, x, y) for x, y in zip(np.split(X, PARTS), np.split(Y, PARTS), strict=True)]
 
 
-@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
-@pytest.mark.parametrize("format", ["FP16", "FP32", "E4M3"])
+@pytest.mark.parametrize("recipe, format", [("te", "FP16"), ("O2", "FP32"), ("O2", "E4M3"), ("O3", "FP16")])
 def test_the_mean_of_the_parts_in_the_formats_of_one(recipe, format):
     model, variables = model_of(recipe)
     grad = fp8jax.accumulate_gradients(loss_of(model), PARTS, format=format)
@@ -147,7 +146,7 @@ def test_one_bad_part_lowers_the_loss_scale_once():
 # Over optimizer calls ############################################################################
 
 
-@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+@pytest.mark.parametrize("recipe", ["O2", "O3"])
 def test_multi_steps_steps_once_along_the_mean(recipe):
     _, variables = model_of(recipe)
     base = optax.chain(

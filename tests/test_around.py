@@ -69,7 +69,11 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+# One for each kind of state that there is.
+KINDS = ["fp16_amp", "te", "O2", "O3"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_orbax_keeps_every_level_to_the_bit(name, tmp_path):
     trained = level(name)
     variables, opt_state, _ = trained.run(3)
@@ -89,7 +93,7 @@ def test_orbax_keeps_every_level_to_the_bit(name, tmp_path):
 ROUNDING = {"FP32": 0.0, "FP16": 2.0**-11, "E4M3": 2.0**-4}
 
 
-@pytest.mark.parametrize("name", ["te", "O2", "O3", "fp16_amp"])
+@pytest.mark.parametrize("name", KINDS)
 def test_plain_checkpoints_go_into_a_level_and_back(name):
     trained = level(name)
     plain = Net().init(jax.random.key(1), X)
@@ -105,8 +109,7 @@ def test_plain_checkpoints_go_into_a_level_and_back(name):
     np.testing.assert_allclose(loss, np.mean((Net().apply(plain, X) - Y) ** 2), rtol=0.1)
 
 
-@pytest.mark.parametrize("source", ["te", "O2", "O3"])
-@pytest.mark.parametrize("target", ["bf16", "O1", "O3"])
+@pytest.mark.parametrize("source, target", [("te", "O3"), ("O2", "te"), ("O3", "O2")])
 def test_a_run_goes_on_at_another_level(source, target):
     """What is lost: weights are rounded to the target's format, scaling states start again; moments too are
     the optimizer's to convert, and start again here."""
@@ -125,7 +128,7 @@ def test_a_run_goes_on_at_another_level(source, target):
 # TrainState ######################################################################################
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["fp16_amp", "te", "O3"])
 def test_a_train_state_does_what_a_loop_does(name):
     trained = level(name)
     state = fp8jax.TrainState.create(apply_fn=trained.model.apply, params=trained.variables, tx=trained.tx)

@@ -121,7 +121,7 @@ def test_apply_updates_refuses_other_collections(o2, updates):
         fp8jax.apply_updates(o2[1], updates)
 
 
-@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O2,scaling=current", "te+O2", "bf16"])
+@pytest.mark.parametrize("recipe", ["O2,scaling=current", "te"])
 def test_training_reaches_the_loss_of_float32_in_one_trace(recipe):
     def train(recipe):
         model = fp8jax.transform(MLP(), recipe)

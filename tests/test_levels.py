@@ -305,7 +305,7 @@ def hostile(rng, shape):
         return chosen.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["fp32", "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", ["O1", "O3"])
 def test_nothing_breaks_under_hostile_gradients_and_training_goes_on(name):
     """Clipped, as every training is: an Adam that takes a gradient of 1e15 needs 1e5 steps to forget it."""
     trained = training(name)

@@ -323,6 +323,21 @@ def test_killed_stopped_and_damaged_ends_as_if_left_alone(journey):
     assert alone == spoiled
 
 
+def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, capsys):
+    levels = load_program("examples/levels.py")
+    options = [*TINY, "--steps", "2", "--out", "runs/levels"]
+    assert levels.main(["--levels", "bf16", "O3", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {row["level"]: row for row in json.loads((folder / "runs/levels/levels.json").read_text())}
+    assert set(rows) == {"bf16", "O3"} and lines[-1] == "runs/levels/levels.png"
+    assert rows["bf16"]["bytes"] == 16 and 7 < rows["O3"]["bytes"] < 10  # embeddings and norms are float32
+    for row in rows.values():
+        assert np.isfinite(row["validation loss"]) and row["update ms"] > 0 and len(row["curve"]) == 2
+        assert any(line.startswith(row["level"] + " ") for line in lines)
+    assert (folder / "runs/levels/levels.png").read_bytes().startswith(b"\x89PNG")
+    assert levels.main(options) == 2 and "exists; name another" in capsys.readouterr().err
+
+
 def test_interrupted_before_the_first_step(program, folder, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
