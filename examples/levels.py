@@ -86,7 +86,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     titles = "level,validation loss,gap,weights,gradients,optimizer,bytes,step ms,update ms,skipped".split(
         ","
     )
-    cells = [titles]
+    cells: list[list[str]] = [list(titles)]
     for row in rows:
         gap = "-" if base is None else f"{row['validation loss'] - base:+.4f}"
         loss, numbers = f"{row['validation loss']:.4f}", (f"{row[title]:.2f}" for title in titles[3:9])

@@ -330,7 +330,9 @@ def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, caps
     lines = capsys.readouterr().out.splitlines()
     rows = {row["level"]: row for row in json.loads((folder / "runs/levels/levels.json").read_text())}
     assert set(rows) == {"bf16", "O3"} and lines[-1] == "runs/levels/levels.png"
-    assert rows["bf16"]["bytes"] == 16 and 7 < rows["O3"]["bytes"] < 10  # embeddings and norms are float32
+    assert (
+        round(rows["bf16"]["bytes"], 2) == 16 and 7 < rows["O3"]["bytes"] < 10
+    )  # embeddings and norms are float32
     for row in rows.values():
         assert np.isfinite(row["validation loss"]) and row["update ms"] > 0 and len(row["curve"]) == 2
         assert any(line.startswith(row["level"] + " ") for line in lines)
