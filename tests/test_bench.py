@@ -38,7 +38,7 @@ def compiled(load_program):
 
 
 def test_step_prints_and_keeps_a_row_per_way(bench, tmp_path):
-    names = ["bf16", "qwix", "fp8jax O2"]
+    names = ["bf16", "flax Fp8DotGeneral", "fp8jax O2"]
     lines = bench("step", "--tiny", "--record", str(tmp_path), "--ways", *names).splitlines()
     assert lines[1].split()[:3] == ["way", "step", "ms"]
     assert [line[:18].strip() for line in lines[2:]] == names
