@@ -39,10 +39,6 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     if done < run.config.steps:
         raise KeyboardInterrupt
     config = run.config
-    batches = train.data.windows(
-        run.text.validation, config.batch, config.context, train_gpt.MOST_FINAL_BATCHES
-    )
-    train_gpt.validate(run, done, batches)
     train_gpt.report(run)
     curves, (variables, opt_state) = run.curves[key], run.states[key]
     sizes = train.observe.bytes_per_parameter(variables, run.learners[key].gradients, opt_state)

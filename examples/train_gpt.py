@@ -277,8 +277,10 @@ def validate(run: Run, step: int, batches: list[np.ndarray]) -> None:
 
 
 def report(run: Run) -> None:
-    """Prints the comparison and writes the page."""
+    """Validates on all of the text, prints the comparison and writes the page."""
     config, text, outcomes = run.config, run.text, {}
+    windows = train.data.windows(text.validation, config.batch, config.context, MOST_FINAL_BATCHES)
+    validate(run, config.steps, windows)
     for name, learner in run.learners.items():
         variables, opt_state = run.states[name]
         outcomes[name] = train.report.Outcome(
@@ -311,8 +313,6 @@ def train_and_report(argv: Sequence[str] | None) -> None:
     if done < run.config.steps:
         print(f"stopped and saved after step {done}; go on with: ./dev train --out {run.folder} --resume")
         return
-    size, context = run.config.batch, run.config.context
-    validate(run, done, train.data.windows(run.text.validation, size, context, MOST_FINAL_BATCHES))
     report(run)
 
 

@@ -246,8 +246,10 @@ def as_data(rows: list[Row]) -> list[dict[str, Any]]:
 
 def picture(rows: list[Row], path: Any, title: str) -> None:
     """Draws the chart as a PNG; a cell that is not as declared is red. Needs the `train` extra."""
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError('drawing needs matplotlib: pip install "fp8jax[train]"') from None
     figure = Figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
     axes = figure.subplots()
     axes.axis("off")

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from fp8jax import formats, loss_scale
 from fp8jax.dot import Weight
 from fp8jax.optim.overwrite import Overwrite
+from fp8jax.optim.passes import format_of
 from fp8jax.scaled import ScaledArray, is_scaled, quantize, quantize_gradient, value
 from fp8jax.scaling.merge import (
     CODES,
@@ -158,7 +159,7 @@ def _add(sums: Any, grads: Any, parts: int) -> Any:
         new = value(total) + value(grad).astype(jnp.float32) / parts
         if not is_scaled(total):
             return new
-        return quantize(new, _format_of(total), power_of_two=True, blocks=total.scale.shape)
+        return quantize(new, format_of(total), power_of_two=True, blocks=total.scale.shape)
 
     if not has_params(grads):
         return jax.tree.map(add, sums, grads, is_leaf=is_scaled)
@@ -292,9 +293,9 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 
     Returns:
         New variables. A plain leaf becomes `leaf + update` in its own dtype. A `ScaledArray`
-        becomes its value plus the update, computed in float32, and quantized to its format
-        on a fresh power-of-two scale per block of its old scale (the weight is its own
-        master). The scaling state is replaced by that in `updates`. Collections that
+        becomes the new value that `adam` or `adamw` gave it (`Overwrite`); with a float update
+        its value plus the update, computed in float32, and quantized to its format on a fresh
+        power-of-two scale per block of its old scale. The scaling state is replaced by that in `updates`. Collections that
         `updates` does not have stay.
 
     Raises:
@@ -328,9 +329,5 @@ def _step(leaf: Any, update: Any) -> Any:
     if not is_scaled(leaf):
         return (leaf + update).astype(leaf.dtype)
     new = value(leaf) + update.astype(jnp.float32)
-    format = _format_of(leaf)
+    format = format_of(leaf)
     return quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
-
-
-def _format_of(leaf: ScaledArray) -> formats.Format:
-    return next(f for f in formats.ALL if f.dtype == leaf.data.dtype)

@@ -53,6 +53,19 @@ class Level:
         updates, opt_state = self.tx.update(grads, opt_state, variables)
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 
+    def train(self, create, steps):
+        """A TrainState after some steps."""
+
+        @jax.jit
+        def step(state):
+            _, grads = fp8jax.value_and_grad(self.loss)(state.params)
+            return state.apply_gradients(grads=grads)
+
+        state = create(apply_fn=self.model.apply, params=self.variables, tx=self.tx)
+        for _ in range(steps):
+            state = step(state)
+        return state
+
     def run(self, steps):
         variables, opt_state = self.variables, self.opt_state
         for _ in range(steps):
@@ -131,15 +144,7 @@ def test_a_run_goes_on_at_another_level(source, target):
 @pytest.mark.parametrize("name", ["fp16_amp", "te", "O3"])
 def test_a_train_state_does_what_a_loop_does(name):
     trained = level(name)
-    state = fp8jax.TrainState.create(apply_fn=trained.model.apply, params=trained.variables, tx=trained.tx)
-
-    @jax.jit
-    def step(state):
-        _, grads = fp8jax.value_and_grad(trained.loss)(state.params)
-        return state.apply_gradients(grads=grads)
-
-    for _ in range(2):
-        state = step(state)
+    state = trained.train(fp8jax.TrainState.create, 2)
     variables, opt_state, _ = trained.run(2)
     assert isinstance(state, train_state.TrainState) and int(state.step) == 2
     assert bits(state.params) == bits(variables) and bits(state.opt_state) == bits(opt_state)
@@ -147,17 +152,7 @@ def test_a_train_state_does_what_a_loop_does(name):
 
 def test_flaxs_own_train_state_works_where_weights_are_plain_arrays():
     trained = level("te")
-    state = train_state.TrainState.create(
-        apply_fn=trained.model.apply, params=trained.variables, tx=trained.tx
-    )
-
-    @jax.jit
-    def step(state):
-        _, grads = fp8jax.value_and_grad(trained.loss)(state.params)
-        return state.apply_gradients(grads=grads)
-
-    for _ in range(2):
-        state = step(state)
+    state = trained.train(train_state.TrainState.create, 2)
     variables, _, _ = trained.run(2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, variables)
 

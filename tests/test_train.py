@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax import Recipe
+from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
 
 PROGRAM = "examples/train_gpt.py"
@@ -352,5 +353,5 @@ def test_interrupted_before_the_first_step(program, folder, monkeypatch, capsys)
 
 def test_recipes_of_the_help_exist(program):
     text = program.Config.__dataclass_fields__["recipe"].metadata["help"]
-    for name in ("fp32", "bf16", "te", "O1", "O2", "te+O2"):
+    for name in PRESETS:
         assert name in text and Recipe.parse(name)

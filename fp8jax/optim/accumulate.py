@@ -39,11 +39,10 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         return optax.MultiSteps(optax.GradientTransformationExtraArgs(init, tx.update), every_k)
 
     def init(params: Any) -> MultiStepsState:
-        variables = params
-        params = variables[PARAMS] if has_params(variables) else variables
-        values = jax.tree.map(value, params, is_leaf=is_scaled)
-        scaling = variables.get(SCALING, {}) if has_params(variables) else {}
+        scaling = params.get(SCALING, {}) if has_params(params) else {}
         unseen = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), scaling)
+        params = params[PARAMS] if has_params(params) else params
+        values = jax.tree.map(value, params, is_leaf=is_scaled)
         return MultiStepsState(multi(lambda _: tx.init(params)).init(values), unseen)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -43,8 +43,8 @@ class Overwrite:
                 "links that scale updates or add to them come before `adam` and `adamw`."
             )
         is_new = self.scale > 0
-        blocks = is_new.reshape(-1)[0]  # all or none
-        bits = jnp.where(blocks, self.bits, to_bits(old.data))
+        all_new = is_new.reshape(-1)[0]  # or none: a step is taken as a whole
+        bits = jnp.where(all_new, self.bits, to_bits(old.data))
         return ScaledArray(lax.bitcast_convert_type(bits, dtype), jnp.where(is_new, self.scale, old.scale))
 
 
