@@ -7,9 +7,8 @@
     python examples/train_gpt.py --out runs/gpt-1 --resume         # go on with a run that was stopped
 
 Recipe and twin start from the same weights and see the same batches. The run leaves report.html,
-pictures and result.json in its folder. Killed at any moment and resumed, it ends with the same
-losses, bit for bit, as one that was never killed. `./dev train` does the same in an environment
-of its own; --help lists every option.
+pictures and result.json in its folder. Killed and resumed, it ends with the same losses, bit for
+bit, as one never killed. `./dev train` does it in an environment of its own; --help lists options.
 """
 
 import dataclasses
