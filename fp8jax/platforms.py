@@ -22,33 +22,39 @@ _choose_p = jex.Primitive("by_platform")
 _choose_p.multiple_results = True
 
 
-def by_platform(*args: jax.Array, cpu: Callable[..., Any], default: Callable[..., Any], **static: Any) -> Any:
+def by_platform(
+    *args: Any, cpu: Callable[..., Any], default: Callable[..., Any], whole: bool = False, **static: Any
+) -> Any:
     """`cpu(*args, **static)` on a CPU, `default(*args, **static)` elsewhere.
 
     Args:
-        args: arrays.
-        cpu: a module-level function that gives one array.
-        default: the same for other platforms, with a result of the same shape and dtype.
+        args: trees of arrays.
+        cpu: a module-level function that gives a tree of arrays.
+        default: the same for other platforms, with a result of the same structure.
+        whole: whether `cpu` is only for arrays that are whole on one device, because it cuts
+            them where a partitioner would have to gather them.
         static: hashable keyword arguments of both.
     """
-    avals = tuple(jax.typeof(arg) for arg in args)
-    branches = _trace(cpu, default, tuple(sorted(static.items())), avals)
-    (out,) = _choose_p.bind(*args, cpu=branches[0], default=branches[1])
-    return out
+    leaves, treedef = jax.tree.flatten(args)
+    leaves = [jax.numpy.asarray(leaf) for leaf in leaves]
+    avals = tuple(jax.typeof(leaf) for leaf in leaves)
+    on_cpu, elsewhere, out = _trace(cpu, default, tuple(sorted(static.items())), treedef, avals)
+    return jax.tree.unflatten(out, _choose_p.bind(*leaves, cpu=on_cpu, default=elsewhere, whole=whole))
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace(cpu: Any, default: Any, static: Any, avals: Any) -> tuple[Any, Any]:
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    on_cpu, elsewhere = (
-        jax.make_jaxpr(functools.partial(way, **dict(static)))(*shapes) for way in (cpu, default)
+def _trace(cpu: Any, default: Any, static: Any, treedef: Any, avals: Any) -> tuple[Any, Any, Any]:
+    args = treedef.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    (on_cpu, _), (elsewhere, shapes) = (
+        jax.make_jaxpr(functools.partial(way, **dict(static)), return_shape=True)(*args)
+        for way in (cpu, default)
     )
-    return on_cpu, elsewhere
+    return on_cpu, elsewhere, jax.tree.structure(shapes)
 
 
 @_choose_p.def_abstract_eval
-def _abstract(*avals: Any, cpu: Any, default: Any) -> Any:
-    del avals, cpu
+def _abstract(*avals: Any, cpu: Any, default: Any, whole: bool) -> Any:
+    del avals, cpu, whole
     return default.out_avals
 
 
@@ -58,27 +64,39 @@ def _compiled(branch: Any) -> Callable[..., Any]:
 
 
 @_choose_p.def_impl
-def _run(*args: jax.Array, cpu: Any, default: Any) -> Any:
-    (platform,) = {device.platform for arg in args for device in jax.numpy.asarray(arg).devices()}
-    return _compiled(cpu if platform == "cpu" else default)(*args)
+def _run(*args: jax.Array, cpu: Any, default: Any, whole: bool) -> Any:
+    devices = {device for arg in args for device in arg.devices()}
+    on_cpu = {device.platform for device in devices} == {"cpu"}
+    return _compiled(cpu if on_cpu and not (whole and len(devices) > 1) else default)(*args)
 
 
-def _batch(args: Any, dims: Any, *, cpu: Any, default: Any) -> Any:
+def _batch(args: Any, dims: Any, *, cpu: Any, default: Any, whole: bool) -> Any:
     def batched(branch: Any) -> Any:
         return jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(branch), in_axes=dims))(*args)
 
-    out = _choose_p.bind(*args, cpu=batched(cpu), default=batched(default))
+    out = _choose_p.bind(*args, cpu=batched(cpu), default=batched(default), whole=whole)
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[_choose_p] = _batch
 
 
-def _lower(ctx: Any, *args: Any, branch: Any) -> Any:
+def _lower(ctx: Any, *args: Any, cpu: Any, default: Any, whole: bool) -> Any:
+    del cpu, whole
+    return mlir.lower_fun(jex.jaxpr_as_fun(default), multiple_results=True)(ctx, *args)
+
+
+def _lower_on_cpu(ctx: Any, *args: Any, cpu: Any, default: Any, whole: bool) -> Any:
+    branch = default if whole and _is_partitioned(ctx.module_context.axis_context) else cpu
     return mlir.lower_fun(jex.jaxpr_as_fun(branch), multiple_results=True)(ctx, *args)
 
 
-mlir.register_lowering(
-    _choose_p, lambda ctx, *args, cpu, default: _lower(ctx, *args, branch=cpu), platform="cpu"
-)
-mlir.register_lowering(_choose_p, lambda ctx, *args, cpu, default: _lower(ctx, *args, branch=default))
+def _is_partitioned(axes: Any) -> bool:
+    """Whether arrays may be parts of larger ones: in a program for several devices, outside `shard_map`."""
+    if hasattr(axes, "mesh"):
+        return set(axes.mesh.axis_names) != set(axes.manual_axes)
+    return axes.num_devices > 1
+
+
+mlir.register_lowering(_choose_p, _lower_on_cpu, platform="cpu")
+mlir.register_lowering(_choose_p, _lower)

@@ -18,6 +18,7 @@ References:
     FP8-LM, arXiv 2310.18313, section 2.3; MS-AMP `LBAdam`, `LBAdamW`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,29 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax import formats
-from fp8jax.optim import passes
 from fp8jax.optim.links import on_params, plain_mask
+from fp8jax.optim.passes import advance
 from fp8jax.optim.state import AdamState, is_adam_state
+from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers, format_of
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled, quantize, value
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The hyperparameters; without a learning rate a step moves no weights."""
+
+    recipe: Recipe
+    b1: Any
+    b2: Any
+    eps: Any
+    learning_rate: Any = None
+    weight_decay: Any = 0.0
+    mask: Any = None
+    decay: str = NO_DECAY
 
 
 def scale_by_adam(
@@ -59,7 +75,7 @@ def scale_by_adam(
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
         )
-    return _optimizer(passes.Step(row, b1, b2, eps))
+    return _optimizer(_Rule(row, b1, b2, eps))
 
 
 def adam(
@@ -87,9 +103,7 @@ def adam(
         values (`Overwrite`), which `fp8jax.apply_updates` puts in place. Links that change
         updates therefore come before it.
     """
-    return _optimizer(
-        passes.Step(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, False)
-    )
+    return _optimizer(_Rule(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, L2))
 
 
 def adamw(
@@ -108,7 +122,7 @@ def adamw(
 
     Returns: as `adam`.
     """
-    return _optimizer(passes.Step(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, True))
+    return _optimizer(_Rule(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED))
 
 
 def with_masters(state: Any, params: Any) -> Any:
@@ -138,37 +152,42 @@ def _like(kept: Any, new: jax.Array) -> Any:
     """A float32 array in the format of what is kept in its place."""
     if not is_scaled(kept):
         return new.astype(jnp.float32)
-    return quantize(new, passes.format_of(kept), power_of_two=True, blocks=kept.scale.shape)
+    return quantize(new, format_of(kept), power_of_two=True, blocks=kept.scale.shape)
 
 
-def _optimizer(step: passes.Step) -> optax.GradientTransformationExtraArgs:
-    first, second = (formats.get(name) for name in step.recipe.moments)
+def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
+    first, second = (formats.get(name) for name in rule.recipe.moments)
 
     def init(params: Any) -> AdamState:
         def zeros(format: formats.Format) -> Any:
             return jax.tree.map(lambda p: _zeros(p, format), params, is_leaf=is_scaled)
 
         adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros(first), zeros(second))
-        master = jax.tree.map(lambda p: _master_of(p, step.recipe), params, is_leaf=is_scaled)
+        master = jax.tree.map(lambda p: _master_of(p, rule.recipe), params, is_leaf=is_scaled)
         return AdamState(adam, master, jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
-        if params is None and step.learning_rate is not None:
+        if params is None and rule.learning_rate is not None:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
         count = optax.safe_increment(state.adam.count)
-        numbers = passes.Numbers(
-            step.learning_rate(state.adam.count) if callable(step.learning_rate) else step.learning_rate,
-            step.weight_decay,
-            (1 - jnp.float32(step.b1) ** count, 1 - jnp.float32(step.b2) ** count),
+        numbers = Numbers(
+            (rule.b1, rule.b2),
+            (1 - rule.b1, 1 - rule.b2),
+            (1 - jnp.float32(rule.b1) ** count, 1 - jnp.float32(rule.b2) ** count),
+            rule.eps,
+            rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate,
+            rule.weight_decay,
         )
+        numbers = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), numbers)
         kept = [treedef.flatten_up_to(tree) for tree in (state.adam.mu, state.adam.nu, state.master)]
-        olds = [None] * len(grads) if step.learning_rate is None else treedef.flatten_up_to(params)
+        olds = [None] * len(grads) if rule.learning_rate is None else treedef.flatten_up_to(params)
         mu, nu, master = kept
-        leaves = [passes.Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
-        new, ok = passes.advance(step, leaves, numbers, _decays(step, treedef, params))
+        leaves = [Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
+        _check_shapes(leaves)
+        new, ok = advance(leaves, numbers, _decays(rule, treedef, params))
         directions, mu, nu, master = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(4))
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
         return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
@@ -176,21 +195,28 @@ def _optimizer(step: passes.Step) -> optax.GradientTransformationExtraArgs:
     return on_params(optax.GradientTransformation(init, update))
 
 
-def _decays(step: passes.Step, treedef: Any, params: Any) -> list[bool]:
-    """Which leaves decay."""
-    if step.learning_rate is None:
-        return [False] * treedef.num_leaves
-    if step.mask is None:
-        return [True] * treedef.num_leaves
-    mask: Any = plain_mask(step.mask)
+def _check_shapes(leaves: list[Leaf]) -> None:
+    for leaf in leaves:
+        if leaf.grad.shape != leaf.mu.shape:
+            raise ValueError(
+                f"`updates`: expected gradients of the shapes that `init` saw, here {leaf.mu.shape}; got "
+                f"{leaf.grad.shape}."
+            )
+
+
+def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
+    """The kind of decay of each leaf."""
+    if rule.learning_rate is None or rule.mask is None:
+        return (rule.decay,) * treedef.num_leaves
+    mask: Any = plain_mask(rule.mask)
     mask = mask(params) if callable(mask) else mask
     spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params)
-    return treedef.flatten_up_to(spread)
+    return tuple(rule.decay if decays else NO_DECAY for decays in treedef.flatten_up_to(spread))
 
 
 def _master_of(param: Any, recipe: Recipe) -> Any:
     """The master of a parameter that is kept in the recipe's weight format, where it has one."""
-    if recipe.master_weight == "-" or not is_scaled(param) or passes.format_of(param).name != recipe.weight:
+    if recipe.master_weight == "-" or not is_scaled(param) or format_of(param).name != recipe.weight:
         return None
     format = formats.get(recipe.master_weight)
     if format == formats.FP32:

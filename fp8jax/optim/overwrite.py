@@ -15,7 +15,7 @@ from jax import lax
 from fp8jax.scaled import ScaledArray
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "scale"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "scale", "is_new"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overwrite:
     """What replaces a `ScaledArray` parameter; made by `adam` and `adamw`, used by `apply_updates`.
@@ -26,7 +26,14 @@ class Overwrite:
     """
 
     bits: jax.Array  # uint8 or uint16: the codes
-    scale: jax.Array  # float32, the parameter's scale shape; 0 where nothing is to be replaced
+    scale: jax.Array  # float32, the parameter's scale shape
+    is_new: jax.Array  # shape=(), bool: whether there is anything to replace
+
+    @classmethod
+    def by(cls, new: ScaledArray) -> "Overwrite":
+        """The one that puts `new` in place."""
+        # A constant: the compiler need not keep the old value for the case that it is False.
+        return cls(to_bits(new.data), new.scale, jnp.ones((), bool))
 
     def onto(self, old: Any) -> ScaledArray:
         """The new value of a parameter, or the old one.
@@ -42,10 +49,10 @@ class Overwrite:
                 "but zeros, which keep the old value, can take the place of a scaled parameter's new value: "
                 "links that scale updates or add to them come before `adam` and `adamw`."
             )
-        is_new = self.scale > 0
-        all_new = is_new.reshape(-1)[0]  # or none: a step is taken as a whole
-        bits = jnp.where(all_new, self.bits, to_bits(old.data))
-        return ScaledArray(lax.bitcast_convert_type(bits, dtype), jnp.where(is_new, self.scale, old.scale))
+        bits = jnp.where(self.is_new, self.bits, to_bits(old.data))
+        return ScaledArray(
+            lax.bitcast_convert_type(bits, dtype), jnp.where(self.is_new, self.scale, old.scale)
+        )
 
 
 def to_bits(codes: jax.Array) -> jax.Array:

@@ -1,147 +1,167 @@
 """One Adam step over many tensors, computed twice so that no float32 copy of one is stored.
 
-    new, ok = advance(step, leaves, numbers, decays)
+    new, ok = advance(leaves, numbers, decays)
 
 The first pass reduces the step to the amaxes of what is to be rounded, all of which go into
 one array, from which all scales come; the second computes it again and writes the codes. The
 barrier between them keeps a GPU's compiler from storing in float32 what it can recompute.
+On a CPU both passes go through a tensor piece by piece (`pieces`).
 """
 
-import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax import formats
+from fp8jax.optim import pieces
 from fp8jax.optim.overwrite import Overwrite, to_bits
-from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, value
+from fp8jax.optim.step import Leaf, Numbers, before_rounding, format_of, moved, rounded, to_round
+from fp8jax.platforms import by_platform
+from fp8jax.scaled import ScaledArray, amax, is_scaled, scale_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The hyperparameters of a step; without a learning rate it moves no weights."""
-
-    recipe: Recipe
-    b1: Any
-    b2: Any
-    eps: Any
-    learning_rate: Any = None
-    weight_decay: Any = 0.0
-    mask: Any = None
-    decoupled: bool = True
-
+# A leaf's update, mu, nu and master.
+Written = tuple[Any, Any, Any, Any]
 
 # How partial amaxes are taken: at most so many, each of at least so many numbers.
 _MOST_PARTS, _FEW = 16384, 64
 
 
-class Leaf(NamedTuple):
-    """What a step reads of one parameter."""
-
-    grad: Any
-    mu: Any
-    nu: Any
-    param: Any  # None if the step moves no weights
-    master: Any  # None if there is none
-
-
-class Numbers(NamedTuple):
-    """Scalars of one step."""
-
-    rate: Any
-    decay: Any
-    corrections: tuple[Any, Any]
-
-
-class _Moved(NamedTuple):
-    """A step along one parameter, float32 of its shape, nothing rounded yet."""
-
-    mu: jax.Array
-    nu: jax.Array
-    update: jax.Array  # to add to the weight; the direction if the step moves no weights
-    weight: Any  # the new weight, or None
-
-
-def format_of(kept: Any) -> formats.Format:
-    """The format of an array, or of a `ScaledArray`'s codes."""
-    dtype = kept.data.dtype if is_scaled(kept) else kept.dtype
-    return next(format for format in formats.ALL if format.dtype == dtype)
-
-
-def advance(
-    step: Step, leaves: list[Leaf], numbers: Numbers, decays: list[bool]
-) -> tuple[list[Any], jax.Array]:
-    """(update, mu, nu, master) of each leaf, and whether the step was taken."""
-    packed, unpacked = _packed(leaves)
-
-    # First pass: amaxes.
-    seen = [
-        found
-        for leaf, decay in zip(unpacked(packed), decays, strict=True)
-        for found in _seen(_moved(step, leaf, decay, numbers), leaf)
-    ]
-    amaxes = _maxima([partial for partial, _, _ in seen])
-    limits = np.concatenate([[], *(np.full(len(partial), limit) for partial, limit, _ in seen)])
+def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tuple[list[Written], jax.Array]:
+    """What is written of each leaf, and whether the step was taken."""
+    packed, layout = _packed(leaves)
+    amaxes = by_platform(
+        packed, numbers, cpu=_amaxes_in_pieces, default=_amaxes, whole=True, layout=layout, decays=decays
+    )
+    nodes = [kept for leaf in _unpacked(packed, layout) for kept in to_round(leaf)]
+    limits = [np.full(_scale_size(kept), 1.0 if kept is None else format_of(kept).max) for kept in nodes]
+    olds = [jnp.ones(1) if kept is None else kept.scale.reshape(-1) for kept in nodes]
     ok = jnp.all(amaxes < jnp.inf)
-    scales = scale_of(amaxes, limits.astype(np.float32), power_of_two=True)
-
-    # Second pass: codes.
-    kept = jnp.concatenate([jnp.zeros(0), *(scale.reshape(-1) for _, _, scale in seen)])
-    packed, numbers, scales, kept, ok = lax.optimization_barrier((packed, numbers, scales, kept, ok))
-    scales = _Scales(seen, scales, jnp.where(ok, scales, kept), jnp.where(ok, scales, 0))
-    new = [
-        _written(_moved(step, leaf, decay, numbers), leaf, scales, ok)
-        for leaf, decay in zip(unpacked(packed), decays, strict=True)
-    ]
+    scales = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
+    scales = (scales, jnp.concatenate([jnp.zeros(0), *olds]))
+    packed, numbers, scales, ok = lax.optimization_barrier((packed, numbers, scales, ok))
+    new = by_platform(
+        packed,
+        numbers,
+        scales,
+        ok,
+        cpu=_written_in_pieces,
+        default=_written,
+        whole=True,
+        layout=layout,
+        decays=decays,
+    )
     return new, ok
 
 
-def _packed(leaves: list[Leaf]) -> tuple[Any, Callable[[Any], list[Leaf]]]:
-    """The leaves with all scales in one array, and the way back.
+def _packed(leaves: list[Leaf]) -> tuple[Any, Any]:
+    """The leaves with all scales in one array, and what `_unpacked` needs to undo it.
 
     Hundreds of scalars that are read, and written in place, are copied by a GPU one by one.
     """
     nodes, treedef = jax.tree.flatten(leaves, is_leaf=is_scaled)
-    shapes = [node.scale.shape for node in nodes if is_scaled(node)]
-    ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int)
-
-    def unpacked(packed: Any) -> list[Leaf]:
-        scales, data = packed
-        parts = iter(zip(jnp.split(scales, ends), shapes, strict=False))
-
-        def restored(node: Any, part: jax.Array) -> Any:
-            if not is_scaled(node):
-                return part
-            scale, shape = next(parts)
-            return ScaledArray(part, scale.reshape(shape))
-
-        return jax.tree.unflatten(treedef, list(map(restored, nodes, data)))
-
+    shapes = tuple(node.scale.shape if is_scaled(node) else None for node in nodes)
     scales = jnp.concatenate([jnp.zeros(0), *(node.scale.reshape(-1) for node in nodes if is_scaled(node))])
     # The barrier, or the compiler would see the scalars behind their slices.
     packed = (lax.optimization_barrier(scales), [node.data if is_scaled(node) else node for node in nodes])
-    return packed, unpacked
+    return packed, (treedef, shapes)
 
 
-class _Scales:
-    """The scales of what is written, one after the other: the new one, the one to keep (the old one where
-    the step is skipped), and the one of an update (0 there)."""
+def _unpacked(packed: Any, layout: Any) -> list[Leaf]:
+    (scales, data), (treedef, shapes) = packed, layout
+    parts = iter(_parts(scales, [math.prod(shape) for shape in shapes if shape is not None]))
+    nodes = [
+        node if shape is None else ScaledArray(node, next(parts).reshape(shape))
+        for node, shape in zip(data, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, nodes)
 
-    def __init__(self, seen: Any, *scales: jax.Array):
-        ends = np.cumsum([len(partial) for partial, _, _ in seen])
-        self.parts = zip(*(jnp.split(array, ends) for array in scales), strict=True)
 
-    def __call__(self, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        return tuple(part.reshape(shape) for part in next(self.parts))
+def _parts(array: jax.Array, sizes: list[int]) -> list[jax.Array]:
+    """Consecutive parts of these sizes."""
+    return jnp.split(array, np.cumsum(sizes, dtype=int)[:-1]) if sizes else []
 
-    def skip(self) -> None:
-        next(self.parts)
+
+def _scale_size(kept: Any) -> int:
+    return 1 if kept is None else kept.scale.size
+
+
+def _amaxes(packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]) -> jax.Array:
+    """The first pass."""
+    partials = []
+    for leaf, decay in zip(_unpacked(packed, layout), decays, strict=True):
+        tensors = before_rounding(moved(leaf, numbers, decay), leaf)
+        for tensor, kept in zip(tensors, to_round(leaf), strict=True):
+            partials.append(_partial_amax(tensor, () if kept is None else kept.scale.shape))
+    return _maxima(partials)
+
+
+def _amaxes_in_pieces(packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]) -> jax.Array:
+    amaxes = []
+    for leaf, decay in zip(_unpacked(packed, layout), decays, strict=True):
+        amaxes += pieces.amaxes(leaf, numbers, decay)
+    return jnp.concatenate([jnp.zeros(0), *(amax.reshape(-1) for amax in amaxes)])
+
+
+def _written(
+    packed: Any,
+    numbers: Numbers,
+    scales: tuple[jax.Array, jax.Array],
+    ok: jax.Array,
+    *,
+    layout: Any,
+    decays: tuple[str, ...],
+    way_of: Callable[[Leaf], Callable[..., Leaf] | None] = lambda leaf: None,
+) -> list[Written]:
+    """The second pass."""
+    leaves = _unpacked(packed, layout)
+    sizes = [_scale_size(kept) for leaf in leaves for kept in to_round(leaf)]
+    new, old = scales
+    new_scales, kept_scales = (iter(_parts(array, sizes)) for array in (new, jnp.where(ok, new, old)))
+    written = []
+    for leaf, decay in zip(leaves, decays, strict=True):
+        way = way_of(leaf) or _written_whole
+        data = way(leaf, numbers, decay, _shaped(leaf, new_scales), ok)
+        kept = iter(_shaped(leaf, kept_scales))
+        mu, nu, weight, master = (
+            ScaledArray(new, next(kept)) if is_scaled(old) else new
+            for new, old in zip(data[1:], leaf[1:], strict=True)
+        )
+        written.append((Overwrite.by(weight) if is_scaled(leaf.param) else data.grad, mu, nu, master))
+    return written
+
+
+_written_in_pieces = functools.partial(_written, way_of=pieces.way_to_write)
+
+
+def _shaped(leaf: Leaf, scales: Iterator[jax.Array]) -> list[jax.Array]:
+    """The scales of a leaf."""
+    shapes = [() if kept is None else kept.scale.shape for kept in to_round(leaf)]
+    return [next(scales).reshape(shape) for shape in shapes]
+
+
+def _written_whole(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Array], ok: jax.Array) -> Leaf:
+    """What a step makes of a leaf's arrays, the update in the place of the gradient."""
+    new = moved(leaf, numbers, decay)
+    kept = jax.tree.map(
+        lambda new, old: _choose(ok, new, old),
+        rounded(new, leaf, scales),
+        leaf._replace(grad=None, param=leaf.param if is_scaled(leaf.param) else None),
+        is_leaf=is_scaled,
+    )
+    return kept._replace(grad=jnp.where(ok, new.update, 0.0))
+
+
+def _choose(ok: jax.Array, new: Any, old: Any) -> jax.Array:
+    if not is_scaled(new):
+        return jnp.where(ok, new, old)
+    # Codes as integers: XLA on CPU would select among float8 ones by way of float16.
+    bits = jnp.where(ok, to_bits(new.data), to_bits(old.data))
+    return lax.bitcast_convert_type(bits, new.data.dtype)
 
 
 def _partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
@@ -169,70 +189,3 @@ def _maxima(partials: list[jax.Array]) -> jax.Array:
         ends = np.cumsum([len(partial) for partial in group])
         found[width] = iter(jnp.split(jnp.max(jnp.concatenate(group), axis=1), ends))
     return jnp.concatenate([jnp.zeros(0), *(next(found[partial.shape[1]]) for partial in partials)])
-
-
-def _moved(step: Step, leaf: Leaf, decay: bool, numbers: Numbers) -> _Moved:
-    g, w = value(leaf.grad).astype(jnp.float32), None
-    if leaf.param is not None:
-        w = value(leaf.param if leaf.master is None else leaf.master).astype(jnp.float32)
-        if decay and not step.decoupled:
-            g = g + numbers.decay * w
-    m = step.b1 * value(leaf.mu) + (1 - step.b1) * g
-    v = step.b2 * value(leaf.nu) + (1 - step.b2) * jnp.square(g)
-    root = jnp.sqrt(v) / jnp.sqrt(numbers.corrections[1])
-    direction = m / numbers.corrections[0] / (root + step.eps)
-    if w is None:
-        return _Moved(m, v, direction, None)
-    if decay and step.decoupled:
-        direction = direction + numbers.decay * w
-    update = -numbers.rate * direction
-    return _Moved(m, v, update, w + update)
-
-
-def _seen(moved: _Moved, leaf: Leaf) -> list[tuple[jax.Array, float, jax.Array]]:
-    """What the first pass must know: amaxes of parts of each block of what is rounded, the top of its format
-    and its old scale, in the order in which `_written` takes scales. Wide tensors are only looked at for
-    what is not finite."""
-    found = []
-    written = (
-        (moved.mu, leaf.mu),
-        (moved.nu, leaf.nu),
-        (moved.weight, leaf.param),
-        (moved.weight, leaf.master),
-    )
-    for new, kept in written:
-        if is_scaled(kept):
-            found.append((_partial_amax(new, kept.scale.shape), format_of(kept).max, kept.scale))
-    if not (is_scaled(leaf.nu) and is_scaled(leaf.param)):
-        found.append((_partial_amax(moved.nu + jnp.abs(moved.update), ()), 1.0, jnp.ones(1)))
-    return found
-
-
-def _written(moved: _Moved, leaf: Leaf, scales: _Scales, ok: jax.Array) -> tuple[Any, Any, Any, Any]:
-    """(update, mu, nu, master) in their formats; the old ones if not `ok`."""
-
-    def keep(new: jax.Array, kept: Any) -> Any:
-        if not is_scaled(kept):
-            return jnp.where(ok, new, kept)
-        scale, kept_scale, _ = scales(kept.scale.shape)
-        codes = quantize(new, format_of(kept), scale).data
-        return ScaledArray(_choose(ok, codes, kept.data), kept_scale)
-
-    mu, nu = keep(moved.mu, leaf.mu), keep(moved.nu, leaf.nu)
-    update, new, master = jnp.where(ok, moved.update, 0.0), moved.weight, None
-    if is_scaled(leaf.param):
-        scale, _, update_scale = scales(leaf.param.scale.shape)
-        if leaf.master is not None:
-            # From the master as it is kept, so that the weight can be recomputed from it.
-            master = keep(new, leaf.master)
-            new = value(master)
-        codes = quantize(new, format_of(leaf.param), scale).data
-        update = Overwrite(to_bits(codes), update_scale)
-    if not (is_scaled(leaf.nu) and is_scaled(leaf.param)):
-        scales.skip()  # of no format: only looked at
-    return update, mu, nu, master
-
-
-def _choose(ok: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Codes as integers: XLA on CPU would select among float8 ones by way of float16."""
-    return lax.bitcast_convert_type(jnp.where(ok, to_bits(new), to_bits(old)), new.dtype)

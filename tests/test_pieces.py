@@ -1,0 +1,145 @@
+"""The optimizer step on a CPU goes through a tensor piece by piece: it is the step, and stores little."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import fp8jax
+from fp8jax import Recipe, formats, program, quantize
+from fp8jax.optim import adamw, pieces
+from fp8jax.optim.state import skipped
+from fp8jax.scaled import is_scaled
+
+# Of several pieces, the last of which overlaps the one before; of several in each slab; of blocks that
+# cannot be cut; of one piece; and what stays as it is.
+SHAPES = {
+    "long": ((260, 258), (1, 1)),
+    "stacked": ((4, 130, 132), (4, 1, 1)),
+    "blocks": ((8, 16), (4, 2)),
+    "short": ((4, 8), ()),
+    "empty": ((0, 4), (1, 1)),
+    "bias": ((64,), None),
+    "table": ((400, 100), None),
+}
+
+
+def tree(level, column, seed, size):
+    """Parameters or gradients in the format of a recipe's column."""
+    rng, format = np.random.default_rng(seed), formats.get(getattr(Recipe.parse(level), column))
+
+    def leaf(shape, blocks):
+        x = jnp.asarray(size * rng.normal(size=shape), jnp.float32)
+        is_plain = format == formats.FP32 or blocks is None
+        return x if is_plain else quantize(x, format, power_of_two=True, blocks=blocks)
+
+    return {name: leaf(*given) for name, given in SHAPES.items()}
+
+
+def step_of(tx):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return fp8jax.apply_updates(params, updates), state
+
+    return step
+
+
+def spread(tree):
+    """On several devices, where tensors are taken whole."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+
+    def put(x):
+        spec = PartitionSpec("x") if x.ndim > 1 and x.shape[0] and x.shape[0] % 4 == 0 else PartitionSpec()
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+def assert_one_code_apart(got, expected):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.dtype.itemsize < 4 and a.dtype != bool:
+            a, b = (np.int32(x.view(f"int{8 * x.dtype.itemsize}")) for x in (a, b))
+            assert np.abs(a - b).max(initial=0) <= 1
+            assert (a != b).mean() < 0.02 if a.size else True
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", ["te", "O1", "O2", "O3"])
+def test_a_step_in_pieces_is_the_step(level):
+    tx = adamw(1e-2, level, weight_decay=0.1)
+    params = tree(level, "weight", 0, 1.0)
+    state, step = tx.init(params), step_of(tx)
+    for seed, count in ((1, 0), (2, 0), (3, 1)):
+        grads = tree(level, "weight_grad", seed, 1e-3)
+        if count:
+            grads["bias"] = grads["bias"].at[3].set(jnp.nan)
+        expected = step(*spread((params, state, grads)))
+        got = step(params, state, grads)
+        assert_one_code_apart(got, expected)
+        assert int(skipped(got[1])) == int(skipped(expected[1])) == count
+        if count:
+            jax.tree.map(np.testing.assert_array_equal, got, (params, state._replace(skipped=got[1].skipped)))
+        params, state = got
+
+
+def test_tensors_on_several_devices_are_not_gathered():
+    tx, params, grads = (
+        adamw(1e-2, "O2"),
+        tree("O2", "weight", 0, 1.0),
+        tree("O2", "weight_grad", 1, 1e-3),
+    )
+    given = spread((params, tx.init(params), grads))
+    step = step_of(tx)
+    moved = program.read(step.lower(*given).compile()).collectives
+    assert max(collective.numbers for collective in moved) < 1000
+    for new, old in zip(jax.tree.leaves(step(*given)), jax.tree.leaves(given[:2]), strict=True):
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
+@pytest.mark.parametrize("level", ["te", "O1", "O2", "O3"])
+def test_the_temporaries_of_a_step_fit_in_one_leaf(level):
+    recipe, shape, count = Recipe.parse(level), (512, 515), 6
+
+    def leaves(name):
+        format = formats.get(name)
+        data = jax.ShapeDtypeStruct(shape, format.dtype)
+        scaled = fp8jax.ScaledArray(data, jax.ShapeDtypeStruct((1, 1), jnp.float32))
+        return {str(i): data if format == formats.FP32 else scaled for i in range(count)}
+
+    tx, params, grads = adamw(1e-2, level), leaves(recipe.weight), leaves(recipe.weight_grad)
+    given = params, jax.eval_shape(tx.init, params), grads
+    memory = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 4 * shape[0] * shape[1]
+    # Nothing new is kept either: all results are in the place of what was given.
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000 * count
+
+
+def test_a_leaf_is_cut_where_its_scales_allow():
+    def cut(blocks):
+        x = quantize(jnp.ones((4, 8, 3000)), formats.FP16, power_of_two=True, blocks=blocks)
+        return pieces._cut(pieces.Leaf(x, x, x, x, None))
+
+    assert cut(()) == cut((1, 1, 1)) == (1, 96000, 16384)
+    assert cut((4, 1, 1)) == (4, 24000, 16384)
+    assert cut((4, 8, 1)) == (32, 3000, 3000)
+    assert cut((2, 1, 1)) is cut((1, 8, 1)) is cut((1, 1, 3)) is cut((4, 8, 3000)) is None
+
+
+def test_steps_of_several_models_at_once():
+    tx = adamw(1e-2, "O2")
+    params = {"w": quantize(jnp.arange(12.0).reshape(3, 4) / 7, formats.FP16, power_of_two=True)}
+    grads = [
+        {"w": quantize(g * jnp.cos(jnp.arange(12.0)).reshape(3, 4), formats.E4M3, power_of_two=True)}
+        for g in (1.0, jnp.nan, 2.0)
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
+    got, state = jax.vmap(step_of(tx), in_axes=(None, None, 0))(params, tx.init(params), stacked)
+    np.testing.assert_array_equal(state.skipped, [0, 1, 0])
+    for i, each in enumerate(grads):
+        alone = step_of(tx)(params, tx.init(params), each)
+        jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), (got, state), alone)
+    assert is_scaled(got["w"])
