@@ -6,8 +6,9 @@
 
 `tx.update` and `apply_updates` in one program, parameters and state donated, for square leaves whose
 gradients come in the recipe's format; `optax.adamw` in float32 is the reference. "temporaries %" is of the
-float32 size of the parameters. "moved" is what all kernels read and write; "/ state" is relative to the bytes
-of parameters, gradients and moments. On this machine the recipes take turns, and the leaves are fewer.
+float32 size of the parameters, "of a leaf" in float32 leaves. "moved" is what all kernels read and write;
+"/ state" is relative to the bytes of parameters, gradients and moments. On this machine the recipes take
+turns, and the leaves are fewer.
 """
 
 import argparse
@@ -65,6 +66,7 @@ def row(way: str, read: program.Program, leaves: int, size: int, state: int) -> 
         "per leaf": read.kernels / leaves,
         "temporaries GB": read.temporaries / 1e9,
         "temporaries %": 100 * read.temporaries / (4 * leaves * size**2),
+        "of a leaf": read.temporaries / (4 * size**2),
         "moved GB": read.moved / 1e9,
         "/ state": read.moved / state,
     }
