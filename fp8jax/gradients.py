@@ -12,6 +12,7 @@ taken as the parameters.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 from fp8jax import formats, loss_scale
 from fp8jax.dot import Weight
-from fp8jax.optim.overwrite import Overwrite
+from fp8jax.optim.overwrite import overwrites
 from fp8jax.optim.passes import format_of
 from fp8jax.scaled import ScaledArray, is_scaled, quantize, quantize_gradient, value
 from fp8jax.scaling.merge import (
@@ -293,7 +294,7 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 
     Returns:
         New variables. A plain leaf becomes `leaf + update` in its own dtype. A `ScaledArray`
-        becomes the new value that `adam` or `adamw` gave it (`Overwrite`); with a float update
+        becomes the new value that `adam` or `adamw` gave it (`optax.apply_updates` does this too); with a float update
         its value plus the update, computed in float32, and quantized to its format on a fresh
         power-of-two scale per block of its old scale. The scaling state is replaced by that
         in `updates`. Collections that `updates` does not have stay.
@@ -319,8 +320,8 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 def _step(leaf: Any, update: Any) -> Any:
     if update is None:
         return leaf
-    if isinstance(update, Overwrite):
-        return update.onto(leaf)
+    if overwrites(update) and is_scaled(leaf):
+        return jax.tree.map(operator.add, leaf, update)
     if is_scaled(update):
         raise TypeError(
             f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "

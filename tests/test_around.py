@@ -150,8 +150,9 @@ def test_a_train_state_does_what_a_loop_does(name):
     assert bits(state.params) == bits(variables) and bits(state.opt_state) == bits(opt_state)
 
 
-def test_flaxs_own_train_state_works_where_weights_are_plain_arrays():
-    trained = level("te")
+@pytest.mark.parametrize("name", ["te", "O3"])
+def test_flaxs_own_train_state_does_too(name):
+    trained = level(name)
     state = trained.train(train_state.TrainState.create, 2)
     variables, _, _ = trained.run(2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, variables)

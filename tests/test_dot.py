@@ -223,6 +223,14 @@ def test_one_bad_step_leaves_the_scales_of_the_next_usable(bad):
             assert sqnr(got, want) > 20
 
 
+@pytest.mark.parametrize("recipe", [TE, Recipe.O2])
+def test_an_infinite_output_gradient_shows_in_the_weight_gradient(recipe):
+    """Saturated it would be a large gradient, and an optimizer would take the step."""
+    lhs, rhs, grad = normal(0, 32, 64), normal(1, 64, 16), normal(2, 32, 16)
+    *_, drhs, _ = step(recipe)(lhs, rhs, grad.at[3, 5].set(jnp.inf), init_state(recipe))
+    np.testing.assert_array_equal(np.isnan(drhs).any(axis=0), np.arange(16) == 5)
+
+
 def test_a_nan_shows_in_the_output():
     lhs = normal(0, 4, 16).at[1, 2].set(jnp.nan)
     out = current(lhs, normal(1, 16, 8))

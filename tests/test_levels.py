@@ -192,18 +192,17 @@ def test_only_optimizers_that_move_weights_can_keep_masters():
 # Overwriting #####################################################################################
 
 
-def overwrite(x):
-    q = quantize(x, formats.FP16, power_of_two=True)
-    return q, Overwrite.by(q)
-
-
-def test_an_overwrite_replaces_and_its_zeros_keep():
-    old, _ = overwrite(jnp.arange(6.0))
-    new, update = overwrite(-3 * jnp.arange(6.0))
-    got = fp8jax.apply_updates({"w": old}, {"w": update})["w"]
-    jax.tree.map(np.testing.assert_array_equal, got, new)
-    kept = fp8jax.apply_updates({"w": old}, {"w": jax.tree.map(jnp.zeros_like, update)})["w"]
-    jax.tree.map(np.testing.assert_array_equal, kept, old)
+@pytest.mark.parametrize("apply_updates", [fp8jax.apply_updates, optax.apply_updates])
+@pytest.mark.parametrize("format", [formats.FP16, formats.E4M3])
+def test_an_overwrite_replaces_and_its_zeros_keep(apply_updates, format):
+    old, new = (quantize(k * jnp.arange(6.0), format, power_of_two=True) for k in (1, -3))
+    for params in ({"w": old}, jax.tree.map(np.asarray, {"w": old})):
+        update = {"w": Overwrite.by(new)}
+        got = apply_updates(params, update)["w"]
+        kept = apply_updates(params, jax.tree.map(jnp.zeros_like, update))["w"]
+        for a, b in ((got, new), (kept, old)):
+            assert a.data.dtype == b.data.dtype
+            jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.parametrize("link", [optax.scale(0.5), optax.add_decayed_weights(0.1), optax.clip(0.5)])

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 
 from fp8jax import ScaledArray, formats, quantize
-from fp8jax.scaled import MAX_SCALE, MIN_SCALE, _cast_natively, amax, cast, expand, scale_of, usable
+from fp8jax.scaled import (
+    MAX_SCALE,
+    MIN_SCALE,
+    _cast_natively,
+    amax,
+    cast,
+    expand,
+    quantize_gradient,
+    scale_of,
+    usable,
+)
 
 FP8 = (formats.E4M3, formats.E5M2)
 TARGETS = (*FP8, formats.FP16, formats.BF16)
@@ -355,3 +365,9 @@ def test_a_bad_number_makes_the_amax_of_its_block_alone_infinite(size, bad):
     np.testing.assert_array_equal(each, [[expected[0], INF]])
     np.testing.assert_array_equal(q.scale, [[msamp_scale(expected[0], 448, 0), 1.0]])
     np.testing.assert_array_equal(np.isnan(q.data.astype(np.float32)), np.isnan(x))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so_in_a_gradient(bad):
+    q = quantize_gradient(jnp.array([1.0, bad, 0.5]))
+    np.testing.assert_array_equal(q.dequantize(), [1, np.nan, 0.5])

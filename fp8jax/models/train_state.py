@@ -14,9 +14,9 @@ class TrainState(train_state.TrainState):
         loss, grads = fp8jax.value_and_grad(loss_fn)(state.params, batch)
         state = state.apply_gradients(grads=grads)
 
-    Flax's own works where weights are plain arrays (te), and gives `tx` the parameters alone; this
-    one works at every level, and gives it whole variables, so that the scaling state of a step
-    that an optimizer skips is the old one.
+    Flax's own works too, for GEMMs in FP8. It gives `tx` the parameters alone; this one gives it whole
+    variables, so that the scaling state of a step that an optimizer skips is the old one, and
+    loss scales move.
     """
 
     @classmethod

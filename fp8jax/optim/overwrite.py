@@ -15,44 +15,50 @@ from jax import lax
 from fp8jax.scaled import ScaledArray
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "scale", "is_new"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overwrite:
-    """What replaces a `ScaledArray` parameter; made by `adam` and `adamw`, used by `apply_updates`.
+    """What replaces an array when it is added to it; `adam` and `adamw` make a pair of them, codes and scale,
+    for each `ScaledArray` parameter.
 
-    Its zeros mean "no update", so `optax.set_to_zero`, `optax.MultiSteps` and
-    `optax.apply_if_finite` may put zeros in its place. What multiplies it or adds to it makes
-    floats of its bits, which `onto` refuses.
+    Addition is the one thing that `optax.apply_updates` does, so that it, Flax's `TrainState` and
+    `nnx.Optimizer` put a new value in place. Its zeros mean "no update", so `optax.set_to_zero`
+    and the like may put zeros in its place. What multiplies it or adds to it makes floats of its
+    bits, which are refused.
     """
 
-    bits: jax.Array  # uint8 or uint16: the codes
-    scale: jax.Array  # float32, the parameter's scale shape
+    bits: jax.Array  # unsigned integers of the array's width
     is_new: jax.Array  # shape=(), bool: whether there is anything to replace
 
-    @classmethod
-    def by(cls, new: ScaledArray) -> "Overwrite":
-        """The one that puts `new` in place."""
-        # A constant: the compiler need not keep the old value for the case that it is False.
-        return cls(to_bits(new.data), new.scale, jnp.ones((), bool))
+    # NumPy and JAX arrays leave an addition to this.
+    __array_ufunc__ = None
 
-    def onto(self, old: Any) -> ScaledArray:
-        """The new value of a parameter, or the old one.
+    @classmethod
+    def by(cls, new: ScaledArray) -> ScaledArray:
+        """The pair that puts `new` in place."""
+        # A constant: the compiler need not keep the old value for the case that it is False.
+        return jax.tree.map(lambda array: cls(to_bits(array), jnp.ones((), bool)), new)
+
+    def __radd__(self, old: Any) -> jax.Array:
+        """The new value of an array, or the old one.
 
         Raises:
-            TypeError: the parameter is no `ScaledArray` in the format of the new value, or
-                something did arithmetic with this.
+            TypeError: the array has not the new value's width, or something did arithmetic with this.
         """
-        dtype = old.data.dtype if isinstance(old, ScaledArray) else getattr(old, "dtype", type(old))
-        if not isinstance(old, ScaledArray) or self.bits.dtype != _bits_of(dtype):
+        old = jnp.asarray(old)
+        if self.bits.dtype != _bits_of(old.dtype):
             raise TypeError(
-                f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {dtype}. Nothing "
+                f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {old.dtype}. Nothing "
                 "but zeros, which keep the old value, can take the place of a scaled parameter's new value: "
                 "links that scale updates or add to them come before `adam` and `adamw`."
             )
-        bits = jnp.where(self.is_new, self.bits, to_bits(old.data))
-        return ScaledArray(
-            lax.bitcast_convert_type(bits, dtype), jnp.where(self.is_new, self.scale, old.scale)
-        )
+        bits = jnp.where(self.is_new, self.bits, to_bits(old))
+        return lax.bitcast_convert_type(bits, old.dtype)
+
+
+def overwrites(update: Any) -> bool:
+    """Whether an update is a pair made by `Overwrite.by`."""
+    return isinstance(update, ScaledArray) and isinstance(update.data, Overwrite)
 
 
 def to_bits(codes: jax.Array) -> jax.Array:
