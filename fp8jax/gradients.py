@@ -294,10 +294,10 @@ def apply_updates(variables: Any, updates: Any) -> Any:
 
     Returns:
         New variables. A plain leaf becomes `leaf + update` in its own dtype. A `ScaledArray`
-        becomes the new value that `adam` or `adamw` gave it (`optax.apply_updates` does this too); with a float update
-        its value plus the update, computed in float32, and quantized to its format on a fresh
-        power-of-two scale per block of its old scale. The scaling state is replaced by that
-        in `updates`. Collections that `updates` does not have stay.
+        becomes the new value that `adam` or `adamw` gave it (`optax.apply_updates` does this
+        too); with a float update its value plus the update, computed in float32, and quantized
+        to its format on a fresh power-of-two scale per block of its old scale. The scaling
+        state is replaced by that in `updates`. Collections that `updates` does not have stay.
 
     Raises:
         ValueError: `updates` has a collection that `variables` lacks.
