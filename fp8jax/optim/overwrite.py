@@ -49,8 +49,8 @@ class Overwrite:
         if self.bits.dtype != _bits_of(old.dtype):
             raise TypeError(
                 f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {old.dtype}. "
-                "Nothing but zeros, which keep the old value, can take the place of a scaled parameter's new value: "
-                "links that scale updates or add to them come before `adam` and `adamw`."
+                "Nothing but zeros, which keep the old value, can take the place of a scaled parameter's "
+                "new value: links that scale updates or add to them come before `adam` and `adamw`."
             )
         bits = jnp.where(self.is_new, self.bits, to_bits(old))
         return lax.bitcast_convert_type(bits, old.dtype)
