@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 from flax.linen.module import merge_param
-from jax import lax
 
 from fp8jax import formats
-from fp8jax.dot import Weight, dot_general, init_state
-from fp8jax.einsum import einsum, is_dot
+from fp8jax.dot import init_state
+from fp8jax.einsum import is_dot
+from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import Row, Rows, why_not_chosen
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, is_scaled, quantize
+from fp8jax.scaled import is_scaled, quantize
 
 # A kernel's scaling state is the parameter of the kernel's name and this suffix.
 STATE = "__fp8"
@@ -34,12 +34,6 @@ LEFT_ALONE = {
     "ConvTranspose": "convolutions stay as they are",
     "ConvLocal": "convolutions stay as they are",
     "Embed": "embeddings stay as they are",
-}
-
-_GEMM_DTYPES = {
-    "FP16": jnp.dtype(jnp.float16),
-    "BF16": jnp.dtype(jnp.bfloat16),
-    "FP32": jnp.dtype(jnp.float32),
 }
 
 
@@ -67,9 +61,9 @@ class Interceptor:
         reason = self._why_not(module, path, args, kwargs)
         multiply = None
         if reason is None:
-            multiply = _FP8Dot(self.recipe, self.backend, self._state(module), module.param_dtype)
-        elif self.recipe.gemm in _GEMM_DTYPES and not _has_own_dot(module):
-            multiply = _WideDot(_GEMM_DTYPES[self.recipe.gemm], module.param_dtype)
+            multiply = FP8Dot(self.recipe, self.backend, lambda: self._state(module), module.param_dtype)
+        elif self.recipe.gemm in GEMM_DTYPES and not _has_own_dot(module):
+            multiply = WideDot(GEMM_DTYPES[self.recipe.gemm], module.param_dtype)
         out = _call(call, module, multiply, args, kwargs)
         if reason is None and module.is_initializing() and self.recipe.weight != "FP32":
             self._narrow_kernel(module)
@@ -118,83 +112,23 @@ def weight_format(recipe: Recipe) -> formats.Format:
     return formats.get(recipe.weight)
 
 
-class _FP8Dot:
-    """`promote_dtype` and `dot_general` of one matched layer's call."""
-
-    def __init__(self, recipe: Recipe, backend: str, state: Any, param_dtype: Any):
-        self.static = {"recipe": recipe, "backend": backend, "state": state}
-        self.param_dtype = param_dtype
-        self.out_dtype: Any = None
-
-    def promote_dtype(
-        self, inputs: Any, kernel: Any, bias: Any, dtype: Any = None, inexact: bool = True
-    ) -> tuple[Any, Any, Any]:
-        """Leaves input and kernel as they are: casting to FP8 from what they are kept in
-        rounds once. Notes the dtype that the layer computes in."""
-        del inexact
-        self.out_dtype = _compute_dtype(dtype, inputs, kernel, self.param_dtype, bias)
-        inputs = jnp.asarray(inputs)
-        if not jnp.issubdtype(inputs.dtype, jnp.floating):
-            inputs = inputs.astype(self.out_dtype)
-        return inputs, kernel, _cast(bias, self.out_dtype)
-
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, **ignored: Any) -> Any:
-        """`ignored` is the precision of a wider GEMM."""
-        return dot_general(lhs, rhs, dimension_numbers, out_dtype=self.out_dtype, **self.static)
-
-    def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:
-        return einsum(subscripts, lhs, rhs, self.dot_general)
-
-
-class _WideDot:
-    """The same for GEMMs in a wider format: operands cast to it, forward and backward."""
-
-    def __init__(self, gemm_dtype: Any, param_dtype: Any):
-        self.gemm_dtype, self.param_dtype = gemm_dtype, param_dtype
-        self.out_dtype: Any = None
-
-    def promote_dtype(
-        self, inputs: Any, kernel: Any, bias: Any, dtype: Any = None, inexact: bool = True
-    ) -> tuple[Any, Any, Any]:
-        del inexact
-        self.out_dtype = _compute_dtype(dtype, inputs, kernel, self.param_dtype, bias)
-        operands = (_cast(jnp.asarray(x), self.gemm_dtype) for x in (inputs, kernel))
-        return *operands, _cast(bias, self.out_dtype)
-
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None) -> Any:
-        out = lax.dot_general(lhs, rhs, dimension_numbers, precision=precision)
-        return out.astype(self.out_dtype)
-
-    def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:
-        return jnp.einsum(subscripts, lhs, rhs).astype(self.out_dtype)
-
-
-def _compute_dtype(dtype: Any, inputs: Any, kernel: Any, param_dtype: Any, bias: Any) -> Any:
-    """What Flax computes in: `dtype`, or the promoted dtype of what takes part."""
-    if dtype is not None:
-        return jnp.dtype(dtype)
-    kept = param_dtype if isinstance(kernel, ScaledArray | Weight) else kernel.dtype
-    parts = [jnp.asarray(inputs).dtype, kept, *([] if bias is None else [bias.dtype])]
-    promoted = jnp.result_type(*parts)
-    return promoted if jnp.issubdtype(promoted, jnp.floating) else jnp.dtype(jnp.float32)
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return None if x is None else x.astype(dtype)
-
-
 def _has_own_dot(module: Any) -> bool:
     own = (getattr(module, name, None) for name in ("dot_general", "dot_general_cls"))
     return any(dot is not None for dot in own)
 
 
 def _call(
-    call: Callable[..., Any], module: Any, multiply: _FP8Dot | _WideDot | None, args: Any, kwargs: Any
+    call: Callable[..., Any], module: Any, multiply: FP8Dot | WideDot | None, args: Any, kwargs: Any
 ) -> Any:
     """The layer's call, multiplying with `multiply` if given."""
     if multiply is None:
         return call(*args, **kwargs)
-    with _replaced(module, "promote_dtype", multiply.promote_dtype):
+
+    def promote_dtype(inputs: Any, kernel: Any, bias: Any, dtype: Any = None, inexact: bool = True) -> Any:
+        del inexact
+        return multiply.operands(inputs, kernel, bias, dtype)
+
+    with _replaced(module, "promote_dtype", promote_dtype):
         if isinstance(module, nn.Einsum):
             return _call_einsum(module, multiply, *args, **kwargs)
         with _replaced(module, "dot_general", multiply.dot_general):
@@ -219,7 +153,7 @@ def _subscripts(module: nn.Einsum, inputs: Any, einsum_str: str | None = None) -
 
 
 def _call_einsum(
-    module: Any, multiply: _FP8Dot | _WideDot, inputs: jax.Array, einsum_str: str | None = None
+    module: Any, multiply: FP8Dot | WideDot, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
     """What `nn.Einsum.__call__` does, with our product."""
     subscripts = _subscripts(module, inputs, einsum_str)
