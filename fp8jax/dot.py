@@ -69,6 +69,10 @@ class Weight:
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
 
+    def __getitem__(self, index: Any) -> Any:
+        """Itself for `...`, else a part of the dequantized value."""
+        return self if index is ... else self.dequantize()[index]
+
 
 class _Static(NamedTuple):
     """What is known when the dot is traced."""

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 from fp8jax import formats, loss_scale
 from fp8jax.dot import Weight
 from fp8jax.optim.overwrite import overwrites
-from fp8jax.optim.passes import format_of
-from fp8jax.scaled import ScaledArray, is_scaled, quantize, quantize_gradient, value
+from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,

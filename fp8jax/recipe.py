@@ -146,14 +146,10 @@ class Recipe:
         """
         if isinstance(text, Recipe):
             return text
-        name, *changes = [part.strip() for part in str(text).split(",")]
-        if name not in PRESETS:
-            raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}; got {name!r}.")
-        parsed = [_parse_change(change) for change in changes]
-        twice = [field for i, (field, _) in enumerate(parsed) if field in dict(parsed[:i])]
-        if twice:
-            raise ValueError(f"recipe: expected each field once; got {twice[0]} twice in {text!r}.")
-        return dataclasses.replace(PRESETS[name], **dict(parsed))
+        name, _, changes = str(text).partition(",")
+        if name.strip() not in PRESETS:
+            raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}; got {name.strip()!r}.")
+        return dataclasses.replace(PRESETS[name.strip()], **parse_changes(changes))
 
     def __str__(self) -> str:
         def changes(preset: Recipe) -> list[str]:
@@ -171,6 +167,19 @@ class Recipe:
     def gemm_formats(self) -> tuple[str, str]:
         """Names of the formats of an FP8 GEMM's forward operands and output gradient."""
         return ("E4M3", "E4M3" if self.fp8_format == "E4M3" else "E5M2")
+
+
+def parse_changes(text: str) -> dict[str, Any]:
+    """`field=value,field=value` as a dict of values of the fields' types.
+
+    Raises:
+        ValueError: an unknown field, one twice, or a value that cannot be read.
+    """
+    parsed = [_parse_change(change.strip()) for change in text.split(",")] if text.strip() else []
+    twice = [field for i, (field, _) in enumerate(parsed) if field in dict(parsed[:i])]
+    if twice:
+        raise ValueError(f"recipe: expected each field once; got {twice[0]} twice in {text!r}.")
+    return dict(parsed)
 
 
 def _show(value: Any) -> str:

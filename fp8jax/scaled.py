@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.formats import E4M3, E8M0, Format
+from fp8jax.formats import ALL, E4M3, E8M0, Format
 from fp8jax.platforms import by_platform
 
 # Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal
@@ -100,6 +100,10 @@ class ScaledArray:
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
 
+    def __getitem__(self, index: Any) -> Any:
+        """Itself for `...`, else a part of the dequantized value."""
+        return self if index is ... else self.dequantize()[index]
+
     def __add__(self, other: Any) -> jax.Array:
         return self.dequantize() + value(other)
 
@@ -134,6 +138,12 @@ class ScaledArray:
 def is_scaled(leaf: Any) -> bool:
     """Whether `leaf` is a `ScaledArray`: the `is_leaf` of tree functions."""
     return isinstance(leaf, ScaledArray)
+
+
+def format_of(x: Any) -> Format:
+    """The format of an array, or of a `ScaledArray`'s codes."""
+    dtype = x.data.dtype if is_scaled(x) else x.dtype
+    return next(format for format in ALL if format.dtype == dtype)
 
 
 def value(x: Any) -> Any:

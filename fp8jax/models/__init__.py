@@ -1,24 +1,101 @@
-"""Where does FP8 enter a model? `transform` gives a model to the file that knows its kind."""
+"""Where does FP8 enter a model? Each function gives a model to the file that knows its kind."""
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from fp8jax.models import linen
+import jax
+
+from fp8jax import gradients
+from fp8jax.models import linen, nnx
+from fp8jax.models.report import Report
+from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
 
 
-def transform(model: Any, recipe: Recipe | str, *, backend: str = "auto") -> Any:
+def transform(model: Any, recipe: Recipe | str, *, rules: Iterable[Rule] = (), backend: str = "auto") -> Any:
     """The same model with the recipe's formats: same code, same parameter names.
 
     Args:
-        model: a Flax Linen module, unbound. It is not changed.
+        model: a Flax module, Linen or NNX. It is not changed.
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
+        rules: what some layers do instead, see `Rule`; the first that fits a layer decides.
         backend: who multiplies: "auto", "xla" or "reference" (slow and exact).
 
     Returns:
-        A `fp8jax.models.linen.LinenModel` with the module's `init` and `apply`.
+        For a Linen module a `fp8jax.models.linen.LinenModel`, with the module's `init` and
+        `apply`; for an NNX module a module of the same kind, see `fp8jax.models.nnx`.
 
     Raises:
-        TypeError: `model` is not a Linen module.
-        ValueError: the recipe cannot be parsed, or asks for what this release lacks.
+        TypeError: `model` is no Flax module.
+        ValueError: the recipe cannot be parsed, or asks for what this release lacks; of an NNX
+            model, a rule or a pattern matches no layer (a Linen model's `init` finds that out).
     """
-    return linen.transform(model, Recipe.parse(recipe), backend)
+    for kind in (linen, nnx):
+        if kind.is_module(model):
+            return kind.transform(model, Recipe.parse(recipe), tuple(rules), backend)
+    raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
+
+
+def report(model: Any, *args: Any, **kwargs: Any) -> Report:
+    """Which layers of a transformed model run in FP8 for these inputs, and why the others do not.
+
+    Args:
+        model: what `transform` made.
+        args, kwargs: the model's inputs, after the variables if it is Linen; arrays or
+            `jax.ShapeDtypeStruct`s. Nothing is computed.
+
+    Raises:
+        TypeError: `model` is no transformed model.
+    """
+    if isinstance(model, linen.LinenModel):
+        return model.report(*args, **kwargs)
+    if nnx.is_module(model):
+        return nnx.report(model, *args, **kwargs)
+    raise TypeError(f"`model`: expected what fp8jax.transform made; got {type(model).__name__}.")
+
+
+def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` for models that hold scaled weights and scaling state.
+
+    Args:
+        loss_fn: `loss_fn(variables, *args, **kwargs)` of Flax variables, or
+            `loss_fn(model, *args, **kwargs)` of an NNX module, gives a scalar, or with `has_aux`
+            a scalar and anything else.
+        has_aux: as in `jax.value_and_grad`.
+
+    Returns:
+        A function of the same arguments. Of variables: see `gradients.value_and_grad`. Of a
+        module: the loss and an `nnx.State` of gradients of its `nnx.Param`s, as
+        `nnx.value_and_grad` gives them; the module has its new scaling state, as it has its new
+        statistics.
+    """
+    return _of_either(loss_fn, gradients.value_and_grad, has_aux)
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any], microbatches: int, *, has_aux: bool = False, format: str = "FP16"
+) -> Callable[..., Any]:
+    """`value_and_grad` of a batch taken in parts, one after the other: the memory of one part.
+
+    Args: see `gradients.accumulate_gradients`. Of an NNX module, all parts see the statistics and
+        random streams that came in, and those of the last part are kept.
+    """
+
+    def grad_of(loss_fn: Any, has_aux: bool) -> Any:
+        return gradients.accumulate_gradients(loss_fn, microbatches, has_aux=has_aux, format=format)
+
+    return _of_either(loss_fn, grad_of, has_aux, lambda aux: jax.tree.map(lambda x: x[-1], aux))
+
+
+def _of_either(
+    loss_fn: Any, grad_of: Callable[..., Any], has_aux: bool, last: Callable[[Any], Any] = lambda aux: aux
+) -> Callable[..., Any]:
+    of_variables = grad_of(loss_fn, has_aux=has_aux)
+    of_module = nnx.gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last)
+
+    @functools.wraps(loss_fn)
+    def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return (of_module if nnx.is_module(model) else of_variables)(model, *args, **kwargs)
+
+    return of_either

@@ -19,7 +19,8 @@ from fp8jax import formats
 from fp8jax.dot import init_state
 from fp8jax.einsum import is_dot
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import Row, Rows, why_not_chosen
+from fp8jax.models.report import Row, Rows, scope
+from fp8jax.models.rules import Choice, Layer, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import is_scaled, quantize
 
@@ -41,13 +42,13 @@ class Interceptor:
     """A Flax method interceptor that runs matched layers under a recipe.
 
     Args:
-        recipe: which layers, and how.
+        rules: which layers, and how.
         backend: who multiplies.
         rows: gets one row per layer that was called.
     """
 
-    def __init__(self, recipe: Recipe, backend: str, rows: Rows):
-        self.recipe, self.backend, self.rows = recipe, backend, rows
+    def __init__(self, rules: Rules, backend: str, rows: Rows):
+        self.rules, self.backend, self.rows = rules, backend, rows
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Flax's protocol: makes the method's call, `call(*args, **kwargs)`."""
@@ -56,33 +57,34 @@ class Interceptor:
         if kind in LEFT_ALONE and method in ("__call__", "attend"):
             path += ".attend" if method == "attend" else ""
             self.rows[path] = Row(path, kind, (), False, LEFT_ALONE[kind])
+            with scope(path):
+                return call(*args, **kwargs)
         if method != "__call__" or not isinstance(module, MATCHED):
             return call(*args, **kwargs)
-        reason = self._why_not(module, path, args, kwargs)
+        recipe, reason = self._choose(module, path, args, kwargs)
         multiply = None
         if reason is None:
-            multiply = FP8Dot(self.recipe, self.backend, lambda: self._state(module), module.param_dtype)
-        elif self.recipe.gemm in GEMM_DTYPES and not _has_own_dot(module):
-            multiply = WideDot(GEMM_DTYPES[self.recipe.gemm], module.param_dtype)
-        out = _call(call, module, multiply, args, kwargs)
-        if reason is None and module.is_initializing() and self.recipe.weight != "FP32":
-            self._narrow_kernel(module)
-        shape = tuple(meta.unbox(module.get_variable("params", "kernel")).shape)
-        self.rows[path] = Row(path, kind, shape, reason is None, reason or "")
+            multiply = FP8Dot(recipe, self.backend, lambda: self._state(module, recipe), module.param_dtype)
+        elif recipe.gemm in GEMM_DTYPES and not _has_own_dot(module):
+            multiply = WideDot(GEMM_DTYPES[recipe.gemm], module.param_dtype)
+        with scope(path):
+            out = _call(call, module, multiply, args, kwargs)
+        if reason is None and module.is_initializing() and recipe.weight != "FP32":
+            _narrow_kernel(module, recipe)
+        self.rows[path] = Row(path, kind, _kernel_shape(module, args), reason is None, reason or "")
         return out
 
-    def _why_not(self, module: Any, path: str, args: Any, kwargs: Any) -> str | None:
-        """None where the layer runs in FP8, else the reason."""
-        if self.recipe.gemm != "FP8":
-            return f"gemm={self.recipe.gemm}"
+    def _choose(self, module: Any, path: str, args: Any, kwargs: Any) -> Choice:
         if _has_own_dot(module):
-            return "the layer has a dot_general of its own"
-        if isinstance(module, nn.Einsum) and not is_dot(_subscripts(module, *args, **kwargs)):
-            return "the einsum is not a single dot product"
-        return why_not_chosen(self.recipe, path)
+            return Choice(self.rules.recipe, "the layer has a dot_general of its own")
+        choice = self.rules.choose(Layer(path, module, _kernel_shape(module, args)))
+        is_einsum = isinstance(module, nn.Einsum) and choice.reason is None
+        if is_einsum and not is_dot(_subscripts(module, *args, **kwargs)):
+            return Choice(choice.recipe, "the einsum is not a single dot product")
+        return choice
 
-    def _state(self, module: Any) -> Any:
-        name, fresh = "kernel" + STATE, init_state(self.recipe)
+    def _state(self, module: Any, recipe: Recipe) -> Any:
+        name, fresh = "kernel" + STATE, init_state(recipe)
         if not fresh:
             return fresh
         if module.has_variable("params", name):
@@ -97,19 +99,28 @@ class Interceptor:
         module.put_variable("params", name, fresh)
         return fresh
 
-    def _narrow_kernel(self, module: Any) -> None:
-        """Puts the kernel that `init` just made into the recipe's weight format."""
-        boxed = module.get_variable("params", "kernel")
-        kernel = meta.unbox(boxed)
-        if not is_scaled(kernel):
-            format, blocks = weight_format(self.recipe), (1,) * kernel.ndim
-            kernel = quantize(kernel, format, power_of_two=True, blocks=blocks)
-            module.put_variable("params", "kernel", meta.replace_boxed(boxed, kernel))
+
+def _narrow_kernel(module: Any, recipe: Recipe) -> None:
+    """Puts the kernel that `init` just made into the recipe's weight format."""
+    boxed = module.get_variable("params", "kernel")
+    kernel = meta.unbox(boxed)
+    if not is_scaled(kernel):
+        format, blocks = formats.get(recipe.weight), (1,) * kernel.ndim
+        kernel = quantize(kernel, format, power_of_two=True, blocks=blocks)
+        module.put_variable("params", "kernel", meta.replace_boxed(boxed, kernel))
 
 
-def weight_format(recipe: Recipe) -> formats.Format:
-    """Format of the matched kernels."""
-    return formats.get(recipe.weight)
+def _kernel_shape(module: Any, args: Any) -> tuple[int, ...]:
+    """The shape of the kernel that the layer has, or will have."""
+    if module.has_variable("params", "kernel"):
+        return tuple(meta.unbox(module.get_variable("params", "kernel")).shape)
+    if isinstance(module, nn.Einsum):
+        return tuple(module.shape)
+    inputs: Any = jnp.shape(args[0])
+    if not isinstance(module, nn.DenseGeneral):
+        return inputs[-1], module.features
+    axes, features = (x if isinstance(x, tuple) else (x,) for x in (module.axis, module.features))
+    return tuple(inputs[axis] for axis in (*module.batch_dims, *axes)) + tuple(features)
 
 
 def _has_own_dot(module: Any) -> bool:

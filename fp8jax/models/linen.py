@@ -24,19 +24,24 @@ import jax
 
 from fp8jax import backends, loss_scale
 from fp8jax.models import layers
-from fp8jax.models.report import Report, Rows, check_patterns
+from fp8jax.models.report import Report, Rows, measured
+from fp8jax.models.rules import Rule, Rules
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import is_scaled, quantize, value
+from fp8jax.scaled import format_of, is_scaled, quantize, value
 from fp8jax.scaling.merge import to_max
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 
-def transform(module: Any, recipe: Recipe, backend: str) -> "LinenModel":
+def transform(module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> "LinenModel":
     """See `fp8jax.transform`."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"`model`: expected a Flax Linen module; got {type(module).__name__}.")
     backends.get(backend)
-    return LinenModel(module, recipe, backend)
+    Rules(recipe, rules)
+    return LinenModel(module, recipe, backend, rules)
+
+
+def is_module(model: Any) -> bool:
+    """Whether `model` is a Linen module."""
+    return isinstance(model, nn.Module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,13 @@ class LinenModel:
         module: the user's module.
         recipe: the formats.
         backend: who multiplies.
+        rules: what some layers do instead.
     """
 
     module: nn.Module
     recipe: Recipe
     backend: str = "auto"
+    rules: tuple[Rule, ...] = ()
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`module.init`: variables whose matched kernels are in the recipe's weight format.
@@ -69,9 +76,9 @@ class LinenModel:
     def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """`module.init_with_output`; see `init`."""
         rows: Rows = {}
-        with self._intercept(rows):
+        with self._intercept(rows) as rules:
             out, variables = self.module.init_with_output(rngs, *args, **kwargs)
-        check_patterns(self.recipe, rows)
+        rules.check(_paths(rows))
         variables = _split(variables)
         if self.recipe.gemm == "FP16":
             variables[LOSS_SCALE] = loss_scale.init()
@@ -102,15 +109,17 @@ class LinenModel:
             ValueError: an include or exclude pattern matches no layer.
         """
         rows: Rows = {}
+        kwargs.pop("mutable", None)
         rngs = {name: jax.random.key(0) for name in (PARAMS, *kwargs.pop("rngs", {}))}
+        variables = jax.eval_shape(lambda *args: self.init(rngs, *args, **kwargs), *args)
+        mutable = [name for name in variables if name not in (PARAMS, SCALING, LOSS_SCALE)]
 
-        def init(*args: Any) -> Any:
+        def call(variables: Any, *args: Any) -> Any:
             with self._intercept(rows):
-                return self.module.init(rngs, *args, **kwargs)
+                return self.module.apply(_merge(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
 
-        jax.eval_shape(init, *args)
-        check_patterns(self.recipe, rows)
-        return Report(str(self.recipe), tuple(rows.values()))
+        jaxpr = jax.make_jaxpr(call)(variables, *args)
+        return measured(str(self.recipe), rows, jaxpr)
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """A plain model's variables in this model's formats.
@@ -126,8 +135,7 @@ class LinenModel:
         def convert(target: Any, source: Any) -> Any:
             if not is_scaled(target):
                 return source
-            format, blocks = layers.weight_format(self.recipe), target.scale.shape
-            return quantize(source, format, power_of_two=True, blocks=blocks)
+            return quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
 
         params = jax.tree.map(convert, like[PARAMS], plain[PARAMS], is_leaf=is_scaled)
         return {**like, **plain, PARAMS: params}
@@ -140,10 +148,15 @@ class LinenModel:
         return plain
 
     @contextlib.contextmanager
-    def _intercept(self, rows: Rows) -> Iterator[None]:
-        interceptor = layers.Interceptor(self.recipe, self.backend, rows)
-        with nn.intercept_methods(interceptor):
-            yield
+    def _intercept(self, rows: Rows) -> Iterator[Rules]:
+        rules = Rules(self.recipe, self.rules)
+        with nn.intercept_methods(layers.Interceptor(rules, self.backend, rows)):
+            yield rules
+
+
+def _paths(rows: Rows) -> list[str]:
+    """Those of the layers that a pattern may match."""
+    return [row.path for row in rows.values() if row.kernel_shape]
 
 
 def _merge(variables: Mapping[str, Any]) -> dict[str, Any]:

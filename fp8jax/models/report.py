@@ -1,9 +1,13 @@
 """Which layers run in FP8, which do not, and why: nothing falls back silently."""
 
-import fnmatch
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
-from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe
+import jax
+import jax.extend.core as jex
+
+# Products of what stands under `scope(path)` are the layer's.
+_SCOPE = "fp8jax:"
 
 
 class Row(NamedTuple):
@@ -14,6 +18,7 @@ class Row(NamedTuple):
     kernel_shape: tuple[int, ...]  # within one layer of a scan; () if it has no kernel
     fp8: bool
     reason: str  # why not; empty if it is
+    flops: int = 0  # of its products in one forward pass: two for each multiplication
 
 
 Rows = dict[str, Row]
@@ -24,45 +29,100 @@ class Report(NamedTuple):
 
     recipe: str
     rows: tuple[Row, ...]
+    flops: int  # of all products in one forward pass, the layers' and others
+    note: str = ""
+
+    @property
+    def fp8_share(self) -> float:
+        """The part of all FLOPs of products that is in FP8."""
+        return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
 
     def __str__(self) -> str:
-        shapes = ["x".join(map(str, row.kernel_shape)) for row in self.rows]
-        cells = [("layer", "kind", "kernel", "FP8")]
-        for row, shape in zip(self.rows, shapes, strict=True):
-            cells.append((row.path or "(root)", row.kind, shape, "yes" if row.fp8 else row.reason))
-        widths = [max(len(line[column]) for line in cells) for column in range(3)]
+        def share(flops: int) -> str:
+            return f"{100 * flops / max(self.flops, 1):.1f}%"
+
+        cells = [("layer", "kind", "kernel", "FLOPs", "FP8")]
+        for row in self.rows:
+            shape = "x".join(map(str, row.kernel_shape))
+            cells.append(
+                (
+                    row.path or "(root)",
+                    row.kind,
+                    shape,
+                    share(row.flops),
+                    "yes" if row.fp8 else row.reason,
+                )
+            )
+        others = self.flops - sum(row.flops for row in self.rows)
+        if others > 0:
+            cells.append(("(no layer's)", "", "", share(others), "products of activations stay as they are"))
+        widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in cells
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells
         ]
         count = sum(row.fp8 for row in self.rows)
-        summary = f"{self.recipe}: {count} of {len(self.rows)} layers in FP8"
-        return "\n".join([summary, *lines])
+        summary = f"{self.recipe}: {count} of {len(self.rows)} layers in FP8, "
+        summary += f"{100 * self.fp8_share:.0f}% of the FLOPs of products"
+        return "\n".join([summary, *lines, *([self.note] if self.note else [])])
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Shell-style: a pattern with "/" against the path, one without against the last name."""
-    return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
+def scope(path: str) -> Any:
+    """A context in which products count as those of the layer at `path`."""
+    return jax.named_scope(_SCOPE + path.replace("/", "."))
 
 
-def why_not_chosen(recipe: Recipe, path: str) -> str | None:
-    """None if the recipe's patterns choose the layer, else the rule that does not."""
-    if not any(matches(pattern, path) for pattern in recipe.include):
-        return f"not in include={'+'.join(recipe.include)}"
-    for pattern in recipe.exclude:
-        if matches(pattern, path):
-            return f"exclude={pattern}"
-    return None
+def measured(recipe: str, rows: Rows, jaxpr: Any, note: str = "") -> Report:
+    """The report of a forward pass that was traced to `jaxpr`.
+
+    A layer that was to multiply in FP8 and made no product is reported as one that did not.
+    """
+    flops: dict[str, int] = {}
+    total = _count(jaxpr.jaxpr, 1, "", flops)
+    counted = []
+    for row in rows.values():
+        row = row._replace(flops=flops.get(row.path.replace("/", "."), 0))
+        if row.fp8 and not row.flops and math.prod(row.kernel_shape) and total:
+            row = row._replace(fp8=False, reason="made no product for these inputs")
+        counted.append(row)
+    return Report(recipe, tuple(counted), total, note)
 
 
-def check_patterns(recipe: Recipe, rows: Rows) -> None:
-    """Raises ValueError if a pattern that the user gave matches no layer."""
-    given = [("include", p) for p in recipe.include]
-    if recipe.exclude != DEFAULT_EXCLUDE:
-        given += [("exclude", p) for p in recipe.exclude]
-    layers = [row.path for row in rows.values() if row.kernel_shape]
-    for name, pattern in given:
-        if recipe.gemm == "FP8" and not any(matches(pattern, path) for path in layers):
-            raise ValueError(
-                f"recipe: the {name} pattern {pattern!r} matches no layer; the layers are "
-                f"{', '.join(layers) or 'none'}."
-            )
+def _count(jaxpr: Any, times: int, outer: str, flops: dict[str, int]) -> int:
+    """Adds the FLOPs of a jaxpr's products to those of their layers; the sum."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        layer = _layer_of(eqn) or outer
+        name, own = eqn.primitive.name, times * _flops(eqn)
+        if own:
+            flops[layer] = flops.get(layer, 0) + own
+            total += own
+            continue
+        below = list(jex.jaxprs_in_params(eqn.params))
+        if name == "by_platform":
+            below = [eqn.params["default"].jaxpr]
+        elif name == "cond":
+            # The branch with the most products; which one runs is not known here.
+            below = [max(below, key=lambda branch: _count(branch, 1, "", {}))]
+        repeats = eqn.params["length"] if name == "scan" else 1
+        total += sum(_count(inner, times * repeats, layer, flops) for inner in below)
+    return total
+
+
+def _layer_of(eqn: Any) -> str:
+    names = str(eqn.source_info.name_stack).split("/")
+    found = [name.removeprefix(_SCOPE) for name in names if name.startswith(_SCOPE)]
+    return found[-1] if found else ""
+
+
+def _flops(eqn: Any) -> int:
+    """Of one product: two for each multiplication."""
+    if not eqn.outvars or not hasattr(eqn.outvars[0].aval, "shape"):
+        return 0
+    out = math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "dot_general":
+        ((contracted, _), _) = eqn.params["dimension_numbers"]
+        return 2 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2 * out * math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
+    return 0

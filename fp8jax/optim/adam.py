@@ -30,9 +30,9 @@ from fp8jax import formats
 from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.passes import advance
 from fp8jax.optim.state import AdamState, is_adam_state
-from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers, format_of
+from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, is_scaled, quantize, value
+from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, value
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
@@ -162,8 +162,9 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         def zeros(format: formats.Format) -> Any:
             return jax.tree.map(lambda p: _zeros(p, format), params, is_leaf=is_scaled)
 
-        adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros(first), zeros(second))
         master = jax.tree.map(lambda p: _master_of(p, rule.recipe), params, is_leaf=is_scaled)
+        mu, nu, master = (_with_variables_inside(tree) for tree in (zeros(first), zeros(second), master))
+        adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
         return AdamState(adam, master, jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
@@ -193,6 +194,25 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
 
     return on_params(optax.GradientTransformation(init, update))
+
+
+def _with_variables_inside(tree: Any) -> Any:
+    """`nnx.Variable`s of `ScaledArray`s turned inside out.
+
+    `nnx.Optimizer` gives `init` variables and `update` their values, whose arrays it then puts back
+    one by one: it must find a variable for each.
+    """
+
+    def is_variable(node: Any) -> bool:
+        return hasattr(node, "get_raw_value")
+
+    def turned(node: Any) -> Any:
+        if not is_variable(node) or not is_scaled(node.get_raw_value()):
+            return node
+        scaled = node.get_raw_value()
+        return ScaledArray(node.replace(scaled.data), scaled.scale)
+
+    return jax.tree.map(turned, tree, is_leaf=is_variable)
 
 
 def _check_shapes(leaves: list[Leaf]) -> None:

@@ -20,9 +20,9 @@ from jax import lax
 
 from fp8jax.optim import pieces
 from fp8jax.optim.overwrite import Overwrite, to_bits
-from fp8jax.optim.step import Leaf, Numbers, before_rounding, format_of, moved, rounded, to_round
+from fp8jax.optim.step import Leaf, Numbers, before_rounding, moved, rounded, to_round
 from fp8jax.platforms import by_platform
-from fp8jax.scaled import ScaledArray, amax, is_scaled, scale_of
+from fp8jax.scaled import ScaledArray, amax, format_of, is_scaled, scale_of
 
 # A leaf's update, mu, nu and master.
 Written = tuple[Any, Any, Any, Any]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax import formats
-from fp8jax.scaled import is_scaled, quantize, value
+from fp8jax.scaled import format_of, is_scaled, quantize, value
 
 
 class Leaf(NamedTuple):
@@ -45,12 +44,6 @@ class Moved(NamedTuple):
 
 # Where weight decay goes: nowhere, into the gradient (L2) or into the update (AdamW).
 NO_DECAY, L2, DECOUPLED = "no", "L2", "decoupled"
-
-
-def format_of(kept: Any) -> formats.Format:
-    """The format of an array, or of a `ScaledArray`'s codes."""
-    dtype = kept.data.dtype if is_scaled(kept) else kept.dtype
-    return next(format for format in formats.ALL if format.dtype == dtype)
 
 
 def moments(leaf: Leaf, numbers: Numbers, decay: str) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,327 @@
+"""Flax NNX: a copy of a module whose layers multiply under a recipe.
+
+    model = transform(module, recipe)               # a new module; the user's is untouched
+    loss, grads = value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)                  # an `nnx.Optimizer`
+
+Matched layers get another class, a subclass of their own that multiplies with `FP8Dot`; their
+attributes and parameters keep their names. Beside its kernel such a layer has the scaling state
+of its dot, `FP8State`s. They are no `nnx.Param`s, so optimizers and plain gradients pass them by;
+`value_and_grad` gives them their new values in place, as NNX does with a BatchNorm's statistics.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fp8jax import backends, formats, loss_scale
+from fp8jax.dot import init_state
+from fp8jax.einsum import is_dot
+from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
+from fp8jax.models.report import Report, Row, measured, scope
+from fp8jax.models.rules import Choice, Layer, Rule, Rules
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import quantize
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
+
+# The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
+STATE = "__fp8_"
+
+
+class FP8State(nnx.Variable):
+    """An array of a dot's scaling state, see `fp8jax.dot.init_state`; stacked as the kernel is."""
+
+
+class LossScale(nnx.Variable):
+    """The loss scale of a model whose GEMMs are float16, see `fp8jax.loss_scale`."""
+
+
+def is_module(model: Any) -> bool:
+    """Whether `model` is an NNX module."""
+    return isinstance(model, nnx.Module)
+
+
+MATCHED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+
+# Layers that multiply but stay as they are; the report says why.
+LEFT_ALONE = {
+    nnx.Conv: "convolutions stay as they are",
+    nnx.ConvTranspose: "convolutions stay as they are",
+    nnx.Embed: "embeddings stay as they are",
+    nnx.LoRA: "adapters stay as they are",
+}
+
+
+def transform(model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> nnx.Module:
+    """See `fp8jax.transform`."""
+    backends.get(backend)
+    copy: Any = nnx.clone(model)
+    chosen, paths = Rules(recipe, rules), []
+    for path, layer in _layers(copy, MATCHED):
+        if hasattr(layer, "how__fp8"):
+            raise ValueError(f"`model`: layer {path!r} is transformed already; transform the plain model.")
+        paths.append(path)
+        _convert(layer, path, chosen, backend)
+    chosen.check(paths)
+    if recipe.gemm == "FP16":
+        copy.loss_scale__fp8 = LossScale(loss_scale.init())
+    return copy
+
+
+def _layers(model: nnx.Module, kinds: Any) -> list[tuple[str, Any]]:
+    modules = [("/".join(map(str, parts)), layer) for parts, layer in nnx.iter_modules(model)]
+    return [(path, layer) for path, layer in modules if isinstance(layer, kinds)]
+
+
+def _convert(layer: Any, path: str, rules: Rules, backend: str) -> None:
+    """Makes the layer one that multiplies under its recipe."""
+    rank = _rank(layer)
+    stack = layer.kernel.shape[: layer.kernel.ndim - rank]
+    recipe, reason = _choose(layer, path, tuple(layer.kernel.shape[len(stack) :]), rules)
+    if reason is None:
+        for name, state in init_state(recipe).items():
+            setattr(layer, f"kernel{STATE}{name}", FP8State(jnp.broadcast_to(state, (*stack, *state.shape))))
+        if recipe.weight != "FP32":
+            format, blocks = formats.get(recipe.weight), (*stack, *(1,) * rank)
+            layer.kernel.set_value(
+                quantize(layer.kernel.get_value(), format, power_of_two=True, blocks=blocks)
+            )
+    layer.how__fp8 = _How(recipe, backend, path, reason)
+    if reason is None or (recipe.gemm in GEMM_DTYPES and not _has_own_dot(layer)):
+        _change_class(layer, _multiplying)
+
+
+def _choose(layer: Any, path: str, kernel_shape: tuple[int, ...], rules: Rules) -> Choice:
+    if _has_own_dot(layer):
+        return Choice(rules.recipe, "the layer has a dot_general of its own")
+    choice = rules.choose(Layer(path, layer, kernel_shape))
+    is_einsum = isinstance(layer, nnx.Einsum) and choice.reason is None and layer.einsum_str
+    if is_einsum and not is_dot(layer.einsum_str):
+        return Choice(choice.recipe, "the einsum is not a single dot product")
+    return choice
+
+
+def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
+    """See `fp8jax.report`."""
+    copy, rows, recipes = nnx.clone(model), {}, []
+    for path, layer in _layers(copy, (*MATCHED, *LEFT_ALONE)):
+        how, shape, reason = getattr(layer, "how__fp8", None), (), None
+        if how is not None:
+            shape, reason = tuple(layer.kernel.shape[-_rank(layer) :]), how.reason
+            recipes.append(how.recipe)
+        else:
+            kinds = [kind for kind in LEFT_ALONE if isinstance(layer, kind)]
+            reason = LEFT_ALONE[kinds[0]] if kinds else "the layer is not transformed"
+        kind = type(layer).__name__
+        rows[path] = Row(path, kind, shape, reason is None, reason or "")
+        layer.path__fp8 = path
+        _change_class(layer, _scoped)
+    if not recipes:
+        raise TypeError("`model`: expected what fp8jax.transform made; no layer of it is transformed.")
+    graph, state = nnx.split(copy)
+
+    def call(state: Any, args: Any, kwargs: Any) -> Any:
+        return jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
+
+    jaxpr = jax.make_jaxpr(call)(state, args, kwargs)
+    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr)
+
+
+def _rank(layer: Any) -> int:
+    """The rank of one kernel; a stack of layers, made under `nnx.vmap`, has more axes in front."""
+    if isinstance(layer, nnx.Einsum):
+        return len(layer.kernel_shape)
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
+    return 2
+
+
+def _has_own_dot(layer: Any) -> bool:
+    if isinstance(layer, nnx.Einsum):
+        return layer.einsum_op is not jnp.einsum
+    if getattr(layer, "dot_general_cls", None) is not None:
+        return True
+    return layer.dot_general not in (None, jax.lax.dot_general)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """How a layer multiplies: a constant of the model's graph."""
+
+    recipe: Recipe
+    backend: str
+    path: str
+    reason: str | None  # why not in FP8
+
+
+class _Operand:
+    """A kernel between a layer's `promote_dtype` and its product, with who multiplies it."""
+
+    def __init__(self, kernel: Any, multiply: FP8Dot | WideDot):
+        self.kernel, self.multiply = kernel, multiply
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.kernel.ndim
+
+
+def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, inexact: bool = True) -> Any:
+    del inexact
+    how = layer.how__fp8
+    if how.reason is None:
+        multiply = FP8Dot(how.recipe, how.backend, functools.partial(_state_of, layer), layer.param_dtype)
+    else:
+        multiply = WideDot(GEMM_DTYPES[how.recipe.gemm], layer.param_dtype)
+    inputs, kernel, bias = multiply.operands(*operands, dtype=dtype)
+    return inputs, _Operand(kernel, multiply), bias
+
+
+def _state_of(layer: Any) -> dict[str, jax.Array]:
+    names = init_state(layer.how__fp8.recipe)
+    return {name: getattr(layer, f"kernel{STATE}{name}").get_value() for name in names}
+
+
+def _dot_general(
+    lhs: Any, rhs: _Operand, dimension_numbers: Any, *, out_sharding: Any = None, **kw: Any
+) -> Any:
+    kw.pop("preferred_element_type", None)
+    out = rhs.multiply.dot_general(lhs, rhs.kernel, dimension_numbers, **kw)
+    return out if out_sharding is None else jax.lax.with_sharding_constraint(out, out_sharding)
+
+
+def _einsum(subscripts: str, lhs: Any, rhs: _Operand, *, out_sharding: Any = None, **ignored: Any) -> Any:
+    out = rhs.multiply.einsum(subscripts, lhs, rhs.kernel)
+    return out if out_sharding is None else jax.lax.with_sharding_constraint(out, out_sharding)
+
+
+def _hook(name: str, make: Callable[[Any], Any]) -> property:
+    """What a layer finds in the place of its attribute, which it keeps."""
+
+    def put(layer: Any, new: Any) -> None:
+        vars(layer)[name] = new
+
+    return property(make, put)
+
+
+_SEAMS = {
+    "promote_dtype": _hook("promote_dtype", lambda layer: functools.partial(_promote, layer)),
+    "dot_general": _hook("dot_general", lambda layer: _dot_general),
+    "einsum_op": _hook("einsum_op", lambda layer: _einsum),
+}
+
+
+def _change_class(layer: Any, subclass_of: Callable[[type], type]) -> None:
+    # NNX would take an assignment for an attribute of the model.
+    object.__setattr__(layer, "__class__", subclass_of(type(layer)))
+
+
+def _subclass(cls: type, members: dict[str, Any]) -> type:
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (cls,), {**names, **members})
+
+
+@functools.cache
+def _multiplying(cls: type) -> type:
+    """A subclass whose layers multiply as their `how__fp8` says."""
+    return _subclass(cls, _SEAMS)
+
+
+@functools.cache
+def _scoped(cls: type) -> type:
+    """A subclass whose products are counted as those of its `path__fp8`."""
+
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        with scope(layer.path__fp8):
+            return cls.__call__(layer, *args, **kwargs)
+
+    def attend(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        with scope(layer.path__fp8):
+            return cls.attend(layer, *args, **kwargs)
+
+    return _subclass(cls, {"__call__": call, **({"attend": attend} if hasattr(cls, "attend") else {})})
+
+
+# Gradients #######################################################################################
+
+
+def gradient_of_module(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    grad_of: Callable[[Callable[..., Any]], Any],
+    last: Callable[[Any], Any] = lambda aux: aux,
+) -> Callable[..., Any]:
+    """A function that gives the gradient of a loss of a module.
+
+    Args:
+        loss_fn: `loss_fn(model, *args, **kwargs)`.
+        has_aux: whether it gives more than the loss.
+        grad_of: the gradient, with auxiliary outputs, of a loss of variables.
+        last: of the auxiliary outputs that the gradient gives, the last call's.
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        graph, params, states, scales, rest = nnx.split(model, *_KINDS)
+        variables = {PARAMS: _tree(params), SCALING: _tree(states)}
+        for _, variable in nnx.to_flat_state(scales):
+            variables[LOSS_SCALE] = variable.get_value()
+
+        def pure(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            # New variables, which belong to this trace and may be changed in it.
+            others = jax.tree.map(lambda x: x, (scales, rest))
+            inside = _put(params, variables[PARAMS]), _put(states, variables[SCALING]), *others
+            inside = nnx.merge(graph, *inside)
+            out = loss_fn(inside, *args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            *_, after = nnx.split(inside, *_KINDS)
+            return loss, (aux, after)
+
+        (loss, (aux, after)), grads = grad_of(pure)(variables, *args, **kwargs)
+        nnx.update(model, last(after), _put(states, grads[SCALING]))
+        for path, variable in nnx.to_flat_state(scales):
+            nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
+        grads = _put(params, grads[PARAMS])
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+# What of a model is trained, what is scaled with, and the rest.
+_KINDS = (nnx.Param, FP8State, LossScale, ...)
+
+
+def _tree(state: Any) -> dict[Any, Any]:
+    """The values of a state as nested dicts; a scaling state is one in its kernel's place."""
+    tree: dict[Any, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        *parents, name = _path(path)
+        below = tree
+        for part in parents:
+            below = below.setdefault(part, {})
+        below[name] = variable.get_value()
+    return tree
+
+
+def _put(state: Any, tree: Any) -> Any:
+    """The state with the values of such a tree."""
+
+    def found(path: Any) -> Any:
+        return functools.reduce(lambda below, part: below[part], _path(path), tree)
+
+    return nnx.from_flat_state(
+        [(path, variable.replace(found(path))) for path, variable in nnx.to_flat_state(state)]
+    )
+
+
+def _path(path: Any) -> list[Any]:
+    *parents, name = path
+    return [*parents, *(name.split(STATE) if isinstance(name, str) else [name])]

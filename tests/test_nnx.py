@@ -1,0 +1,311 @@
+"""FP8 in NNX modules: the user's idioms, values and names, and state where it belongs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import Recipe, ScaledArray
+from fp8jax.models.nnx import FP8State
+from fp8jax.optim import adamw, clip_by_global_norm, skipped
+from fp8jax.scaled import is_scaled, value
+
+WIDTH, DEPTH = 16, 3
+
+
+class Block(nnx.Module):
+    """One of each matched kind of layer."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.LinearGeneral(2 * WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.drop(self.down(nnx.gelu(self.up(x))))
+
+
+class Net(nnx.Module):
+    """Blocks in a list, an einsum, statistics, an embedding, a convolution, a head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, WIDTH, rngs=rngs)
+        self.conv = nnx.Conv(WIDTH, WIDTH, (3,), rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.statistics = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.mix = nnx.Einsum("bti,ihd->bthd", (WIDTH, 2, 8), (2, 8), rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 11, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.conv(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.mix(self.statistics(x)).reshape(x.shape))
+
+
+TOKENS = np.random.default_rng(0).integers(0, 11, (4, 8))
+
+
+@functools.cache
+def net(recipe=None):
+    return Net(nnx.Rngs(0)) if recipe is None else fp8jax.transform(net(), recipe)
+
+
+def squares(model, tokens):
+    return jnp.mean(model(tokens) ** 2)
+
+
+def relative(got, want):
+    return float(jnp.linalg.norm(jnp.ravel(got - want)) / jnp.linalg.norm(jnp.ravel(want)))
+
+
+def flat(grads):
+    leaves = jax.tree.leaves(nnx.as_pure(grads), is_leaf=is_scaled)
+    return jnp.concatenate([jnp.ravel(value(leaf)) for leaf in leaves])
+
+
+def without_dropout(model):
+    model = nnx.clone(model)
+    model.set_attributes(deterministic=True, raise_if_not_found=False)
+    return model
+
+
+# Transform #######################################################################################
+
+
+def test_transform_makes_a_copy_and_keeps_names_and_values():
+    plain = Net(nnx.Rngs(0))
+    graph, before = nnx.split(plain)
+    before = jax.tree.map(np.asarray, jax.tree.map(lambda x: x, nnx.state(plain, nnx.Param)))
+    model = fp8jax.transform(plain, "O2")
+    assert type(model) is Net and isinstance(model.blocks[0].up, nnx.Linear)
+    assert nnx.split(plain)[0] == graph
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(plain, nnx.Param), before)
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    assert paths == [path for path, _ in nnx.to_flat_state(before)]
+    kernel = model.blocks[0].up.kernel.get_value()
+    assert is_scaled(kernel) and kernel.data.dtype == jnp.float16 and kernel.scale.shape == (1, 1)
+    np.testing.assert_allclose(value(kernel), plain.blocks[0].up.kernel[...], rtol=2**-11, atol=1e-6)
+    plain_ones = [model.head.kernel, model.embed.embedding, model.conv.kernel, model.blocks[0].up.bias]
+    assert not any(is_scaled(param.get_value()) for param in plain_ones)
+
+
+def test_a_model_is_transformed_once():
+    with pytest.raises(ValueError, match="'blocks/0/attn/key' is transformed already"):
+        fp8jax.transform(net("O2"), "te")
+
+
+def test_the_output_is_the_plain_models_but_for_fp8_noise():
+    plain, model = without_dropout(net()), without_dropout(net("O2"))
+    assert relative(model(TOKENS), plain(TOKENS)) < 0.15
+    wide = without_dropout(net("fp32"))
+    np.testing.assert_allclose(wide(TOKENS), plain(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_the_report_says_why():
+    report = fp8jax.report(net("O2"), TOKENS)
+    rows = {row.path: row for row in report.rows}
+    assert rows["blocks/0/up"].fp8 and rows["blocks/0/up"].kernel_shape == (16, 32)
+    assert rows["blocks/1/attn/query"].kernel_shape == (16, 2, 8)
+    assert rows["head"].reason == "exclude=head"
+    assert rows["conv"].reason == "convolutions stay as they are"
+    assert rows["embed"].reason == "embeddings stay as they are"
+    assert rows["blocks/0/up"].flops == 2 * 32 * 16 * 32
+    assert rows["head"].flops == 2 * 32 * 16 * 11 and rows["conv"].flops == 2 * 32 * 16 * 16 * 3
+    others = 2 * 2 * (2 * 4 * 2 * 8 * 8 * 8)  # scores and mixing of 2 blocks
+    assert report.flops == sum(row.flops for row in report.rows) + others
+    fp8 = sum(row.flops for row in report.rows if row.fp8)
+    assert report.fp8_share == fp8 / report.flops
+    assert f"{100 * report.fp8_share:.0f}% of the FLOPs" in str(report)
+    with pytest.raises(TypeError, match="no layer of it is transformed"):
+        fp8jax.report(net(), TOKENS)
+
+
+def test_a_layer_with_a_dot_of_its_own_keeps_it():
+    own = nnx.Linear(4, 4, dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args), rngs=nnx.Rngs(0))
+    [row] = fp8jax.report(fp8jax.transform(own, "O2"), jnp.ones((2, 4))).rows
+    assert row.reason == "the layer has a dot_general of its own"
+
+
+def test_a_lora_layers_kernel_is_in_fp8_and_its_adapter_is_not():
+    plain = nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(0))
+    model = fp8jax.transform(plain, "O3")
+    x = jax.random.normal(jax.random.key(1), (4, 16))
+    assert relative(model(x), plain(x)) < 0.1
+    assert is_scaled(model.kernel.get_value()) and not is_scaled(model.lora.lora_a.get_value())
+    rows = {row.path: row for row in fp8jax.report(model, x).rows}
+    assert rows[""].fp8 and rows["lora"].reason == "adapters stay as they are"
+
+
+# Training ########################################################################################
+
+
+@functools.cache
+def step_of(clip=None):
+    @nnx.jit
+    def step(model, optimizer, tokens):
+        loss, grads = fp8jax.value_and_grad(squares)(model, tokens)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3", "fp16_amp"])
+def test_a_loop_of_nnx_idioms_stays_one(recipe):
+    model = nnx.clone(net(recipe))
+    tx = optax.chain(clip_by_global_norm(1.0), adamw(3e-3, recipe))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    structure = jax.tree.structure(nnx.state(optimizer))
+    statistics = np.asarray(model.statistics.mean[...])
+    losses = [float(step_of()(model, optimizer, TOKENS)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert jax.tree.structure(nnx.state(optimizer)) == structure
+    assert int(optimizer.step[...]) == 20 and int(skipped(nnx.as_pure(optimizer.opt_state))) == 0
+    assert (np.asarray(model.statistics.mean[...]) != statistics).all()
+    if Recipe.parse(recipe).gemm == "FP8":
+        history = model.blocks[1].up.kernel__fp8_amax_history[...]
+        assert int((history[0] > 0).sum()) == min(20, Recipe.parse(recipe).amax_history_len)
+
+
+def test_gradients_are_those_of_the_plain_model_in_their_formats():
+    model = without_dropout(net("O2"))
+    loss, grads = fp8jax.value_and_grad(squares)(model, TOKENS)
+    plain = without_dropout(net())
+    want_loss, want = nnx.value_and_grad(squares)(plain, TOKENS)
+    assert abs(float(loss) - float(want_loss)) < 0.1 * float(want_loss)
+    kernel = grads["blocks"][0]["up"]["kernel"]
+    assert isinstance(kernel, nnx.Param) and kernel.get_value().data.dtype == jnp.float8_e4m3fn
+    assert relative(flat(grads), flat(want)) < 0.25
+
+
+def test_auxiliary_outputs_and_microbatches():
+    model = without_dropout(net("O2"))
+    model.statistics.use_running_average = True
+
+    def loss_fn(model, tokens):
+        out = model(tokens)
+        return jnp.mean(out**2), out
+
+    (loss, out), grads = fp8jax.value_and_grad(loss_fn, has_aux=True)(nnx.clone(model), TOKENS)
+    parts = nnx.clone(model)
+    (mean, outs), sums = fp8jax.accumulate_gradients(loss_fn, 2, has_aux=True)(parts, TOKENS)
+    np.testing.assert_allclose(mean, loss, rtol=0.02)
+    assert out.shape == (4, 8, 11) and outs.shape == (2, 2, 8, 11)
+    assert relative(flat(sums), flat(grads)) < 0.1
+    history = parts.blocks[0].up.kernel__fp8_amax_history[...]
+    assert int((history[0] > 0).sum()) == 1
+
+
+def test_a_module_used_twice_merges_its_amaxes_by_max():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.fc(100 * self.fc(x))
+
+    model = fp8jax.transform(Twice(nnx.Rngs(0)), "O2")
+    x = jnp.ones((4, 8))
+    largest = float(jnp.max(jnp.abs(100 * model.fc(x))))
+    _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(x)))(model)
+    np.testing.assert_allclose(model.fc.kernel__fp8_amax_history[0, 0], largest, rtol=0.1)
+    assert is_scaled(grads["fc"]["kernel"].get_value())
+
+
+# Transforms ######################################################################################
+
+
+class Stack(nnx.Module):
+    """Layers made under `nnx.vmap`, run under `nnx.scan` and `nnx.remat`."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=DEPTH)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return Block(rngs)
+
+        self.blocks = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(x, block):
+            return block(x)
+
+        return run(x, self.blocks)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+def test_layers_under_vmap_scan_and_remat(recipe):
+    model = fp8jax.transform(Stack(nnx.Rngs(0)), recipe)
+    x = jax.random.normal(jax.random.key(0), (2, 4, WIDTH))
+    scale = model.blocks.up.kernel__fp8_scale[...]
+    assert scale.shape == (DEPTH, 3)
+    if recipe != "te":
+        assert model.blocks.up.kernel.get_value().scale.shape == (DEPTH, 1, 1)
+    [row] = [row for row in fp8jax.report(model, x).rows if row.path == "blocks/up"]
+    assert row.kernel_shape == (16, 32) and row.flops == DEPTH * 2 * 8 * 16 * 32
+    optimizer = nnx.Optimizer(model, adamw(3e-3, recipe), wrt=nnx.Param)
+    losses = [float(step_of()(model, optimizer, x)) for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+    new = model.blocks.up.kernel__fp8_scale[...]
+    assert (new != scale).all() and len(set(map(float, new[:, 0]))) > 1
+
+
+def test_several_models_at_once():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return nnx.Linear(8, 4, rngs=nnx.Rngs(key))
+
+    model = fp8jax.transform(make(jax.random.split(jax.random.key(0), 5)), "O2")
+    assert model.kernel.get_value().scale.shape == (5, 1, 1)
+    x = jax.random.normal(jax.random.key(1), (5, 2, 8))
+    out = nnx.vmap(lambda model, x: model(x))(model, x)
+    np.testing.assert_allclose(
+        out, jnp.einsum("nbi,nio->nbo", x, value(model.kernel.get_value())), atol=0.2, rtol=0.2
+    )
+
+
+def test_split_merge_state_and_a_checkpoint(tmp_path):
+    model = nnx.clone(net("O3"))
+    fp8jax.value_and_grad(squares)(model, TOKENS)
+    graph, params, states, rest = nnx.split(model, nnx.Param, FP8State, ...)
+    assert len(nnx.to_flat_state(states)) == 3 * (2 * 6 + 1)
+    again = nnx.merge(graph, params, states, rest)
+    same = without_dropout(again)(TOKENS)
+    np.testing.assert_array_equal(same, without_dropout(model)(TOKENS))
+    checkpointer = ocp.StandardCheckpointer()
+    pure = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+    checkpointer.save(tmp_path / "model", pure)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "model", jax.tree.map(ocp.utils.to_shape_dtype_struct, pure))
+    fresh = nnx.clone(net("O3"))
+    state = nnx.state(fresh, nnx.Not(nnx.RngState))
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(fresh, state)
+    np.testing.assert_array_equal(without_dropout(fresh)(TOKENS), same)
+
+
+def test_evaluation_changes_nothing():
+    model = without_dropout(net("te"))
+    fp8jax.value_and_grad(squares)(model, TOKENS)
+    model.statistics.use_running_average = True
+    before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, (nnx.Param, FP8State))))
+    nnx.jit(lambda model, tokens: model(tokens))(model, TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(model, (nnx.Param, FP8State))), before)
+
+
+def test_scaled_values_index_as_arrays():
+    x = fp8jax.quantize(jnp.arange(6.0).reshape(2, 3), fp8jax.formats.FP16, power_of_two=True)
+    assert isinstance(x[...], ScaledArray)
+    np.testing.assert_array_equal(x[1], [3, 4, 5])
