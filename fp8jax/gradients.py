@@ -265,7 +265,11 @@ def _narrow(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
         if isinstance(grads[name], Mapping):
             grads[name], state[name] = _narrow(grads[name], params[name], kept)
         elif "wgrad_scale" in kept:
-            grads[name], scale = _narrow_leaf(grads[name], params[name], kept["wgrad_scale"])
+            # A kernel may stand in a box of axis names.
+            [grad], box = jax.tree.flatten(grads[name], is_leaf=is_scaled)
+            [param] = jax.tree.leaves(params[name], is_leaf=is_scaled)
+            grad, scale = _narrow_leaf(grad, param, kept["wgrad_scale"])
+            grads[name] = jax.tree.unflatten(box, [grad])
             state[name] = {**kept, "wgrad_scale": scale}
     return grads, state
 

@@ -6,6 +6,8 @@ The layer's own code runs, with two of its attributes replaced for the length of
 """
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 from flax.linen.module import merge_param
+from jax.sharding import PartitionSpec
 
 from fp8jax import formats
 from fp8jax.dot import init_state
@@ -22,7 +25,7 @@ from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import Row, Rows, scope
 from fp8jax.models.rules import Choice, Layer, Rules
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import is_scaled, quantize
+from fp8jax.scaled import ScaledArray, is_scaled, quantize
 
 # A kernel's scaling state is the parameter of the kernel's name and this suffix.
 STATE = "__fp8"
@@ -69,6 +72,8 @@ class Interceptor:
             multiply = WideDot(GEMM_DTYPES[recipe.gemm], module.param_dtype)
         with scope(path):
             out = _call(call, module, multiply, args, kwargs)
+        if isinstance(multiply, FP8Dot) and not multiply.is_used:
+            reason = "the layer multiplies in its own way"
         if reason is None and module.is_initializing() and recipe.weight != "FP32":
             _narrow_kernel(module, recipe)
         self.rows[path] = Row(path, kind, _kernel_shape(module, args), reason is None, reason or "")
@@ -107,7 +112,47 @@ def _narrow_kernel(module: Any, recipe: Recipe) -> None:
     if not is_scaled(kernel):
         format, blocks = formats.get(recipe.weight), (1,) * kernel.ndim
         kernel = quantize(kernel, format, power_of_two=True, blocks=blocks)
+        if isinstance(boxed, meta.Partitioned):
+            boxed = _box_of_scaled(type(boxed))(**vars(boxed))
         module.put_variable("params", "kernel", meta.replace_boxed(boxed, kernel))
+
+
+def with_plain_boxes(tree: Any) -> Any:
+    """The tree with the module's own boxes of axis names in the place of those of `ScaledArray`s."""
+
+    def is_box(node: Any) -> bool:
+        return isinstance(node, meta.AxisMetadata)
+
+    def plain(node: Any) -> Any:
+        return node.plain(**vars(node)) if hasattr(node, "plain") else node
+
+    return jax.tree.map(plain, tree, is_leaf=is_box)
+
+
+@functools.cache
+def _box_of_scaled(cls: type[meta.Partitioned]) -> type[meta.Partitioned]:
+    """A box of axis names for a `ScaledArray`: the codes have the names, the scale those of its own axes."""
+
+    def get_partition_spec(box: Any) -> Any:
+        spec, kernel = cls.get_partition_spec(box), box.value
+        if not is_scaled(kernel):
+            return spec
+        own = (name if n > 1 else None for name, n in zip(spec, kernel.scale.shape, strict=True))
+        return ScaledArray(spec, PartitionSpec(*own))
+
+    def get_sharding(box: Any, mesh: Any) -> Any:
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        specs = get_partition_spec(box)
+        return jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+    def unbox(box: Any, apply_constraint: bool = True) -> Any:
+        """Without a constraint: codes, scale and slot of a kernel have shapes of their own."""
+        del apply_constraint
+        return box.value
+
+    members = {"plain": cls, "get_partition_spec": get_partition_spec, "get_sharding": get_sharding}
+    members["unbox"] = unbox
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(members))
 
 
 def _kernel_shape(module: Any, args: Any) -> tuple[int, ...]:

@@ -100,6 +100,11 @@ class LinenModel:
         out, mutated = result
         return out, _split(mutated)
 
+    def tabulate(self, rngs: Any, *args: Any, **kwargs: Any) -> str:
+        """`module.tabulate`."""
+        with self._intercept({}):
+            return self.module.tabulate(rngs, *args, **kwargs)
+
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """Which layers run in FP8 for these example inputs, and why the others do not.
 
@@ -137,14 +142,17 @@ class LinenModel:
                 return source
             return quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
 
-        params = jax.tree.map(convert, like[PARAMS], plain[PARAMS], is_leaf=is_scaled)
+        # Without the boxes of axis names, which are of different classes, and back into like's.
+        params = jax.tree.map(convert, *map(nn.unbox, (like[PARAMS], plain[PARAMS])), is_leaf=is_scaled)
+        boxes = jax.tree.structure(like[PARAMS], is_leaf=is_scaled)
+        params = jax.tree.unflatten(boxes, jax.tree.leaves(params, is_leaf=is_scaled))
         return {**like, **plain, PARAMS: params}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """These variables as the untransformed module takes them: plain float32 arrays for
         scaled ones, no scaling state, no loss scale."""
         plain = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-        plain[PARAMS] = jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled)
+        plain[PARAMS] = layers.with_plain_boxes(jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled))
         return plain
 
     @contextlib.contextmanager

@@ -31,11 +31,15 @@ class FP8Dot:
         backend: who multiplies.
         state: gives the scaling state; called when the layer multiplies.
         param_dtype: dtype that the layer's parameters have in its own code.
+
+    Attributes:
+        is_used: whether the layer multiplied with this; a subclass's own code may not.
     """
 
     def __init__(self, recipe: Recipe, backend: str, state: Callable[[], Any], param_dtype: Any):
         self.recipe, self.backend, self.state, self.param_dtype = recipe, backend, state, param_dtype
         self.out_dtype: Any = None
+        self.is_used = False
 
     def operands(self, inputs: Any, kernel: Any, bias: Any, dtype: Any) -> tuple[Any, Any, Any]:
         """Leaves input and kernel as they are: casting to FP8 from what they are kept in
@@ -48,6 +52,7 @@ class FP8Dot:
 
     def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, **ignored: Any) -> Any:
         """`ignored` is the precision of a wider GEMM."""
+        self.is_used = True
         return dot_general(
             lhs,
             rhs,

@@ -88,7 +88,8 @@ def measured(recipe: str, rows: Rows, jaxpr: Any, note: str = "") -> Report:
 
 
 def _count(jaxpr: Any, times: int, outer: str, flops: dict[str, int]) -> int:
-    """Adds the FLOPs of a jaxpr's products to those of their layers; the sum."""
+    """Adds the FLOPs of a jaxpr's products to those of their layers; the sum. All branches of a `cond`
+    count, and a `while_loop`'s body once: how it goes is not known here."""
     total = 0
     for eqn in jaxpr.eqns:
         layer = _layer_of(eqn) or outer
@@ -100,9 +101,6 @@ def _count(jaxpr: Any, times: int, outer: str, flops: dict[str, int]) -> int:
         below = list(jex.jaxprs_in_params(eqn.params))
         if name == "by_platform":
             below = [eqn.params["default"].jaxpr]
-        elif name == "cond":
-            # The branch with the most products; which one runs is not known here.
-            below = [max(below, key=lambda branch: _count(branch, 1, "", {}))]
         repeats = eqn.params["length"] if name == "scan" else 1
         total += sum(_count(inner, times * repeats, layer, flops) for inner in below)
     return total
