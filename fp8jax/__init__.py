@@ -7,11 +7,15 @@ tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
 from fp8jax import comm as comm
 from fp8jax import formats as formats
 from fp8jax import optim as optim
+from fp8jax.dot import dot_general as dot_general
+from fp8jax.dot import einsum as einsum
+from fp8jax.dot import init_state as init_state
 from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.models import accumulate_gradients as accumulate_gradients
 from fp8jax.models import report as report
 from fp8jax.models import transform as transform
 from fp8jax.models import value_and_grad as value_and_grad
+from fp8jax.models.linen import dot_general_cls as dot_general_cls
 from fp8jax.models.rules import Rule as Rule
 from fp8jax.models.train_state import TrainState as TrainState
 from fp8jax.recipe import Recipe as Recipe

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax import backends, formats, scaling
+from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, to_bytes, value
@@ -92,14 +92,18 @@ class _Static(NamedTuple):
         return [forward, forward, backward]
 
 
-def init_state(recipe: Recipe) -> State:
+def init_state(recipe: Recipe | str) -> State:
     """The scaling state of one dot, a dict of float32 arrays; empty if nothing is kept.
+
+    Args:
+        recipe: a `Recipe`, or the text of one.
 
     Returns:
         What the recipe's scaling keeps for the operands lhs, rhs and grad, in this order
         (see `fp8jax.scaling.delayed`), and where the weight gradient is FP8 its last scale,
         `wgrad_scale`, shape ().
     """
+    recipe = Recipe.parse(recipe)
     state = scaling.of_recipe(recipe).init(len(OPERANDS))
     if recipe.weight_grad == "E4M3":
         state["wgrad_scale"] = jnp.ones((), jnp.float32)
@@ -111,7 +115,7 @@ def dot_general(
     rhs: Any,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
-    recipe: Recipe,
+    recipe: Recipe | str,
     state: State,
     out_dtype: Any = None,
     backend: str = "auto",
@@ -123,8 +127,10 @@ def dot_general(
         rhs: the kernel: float array, `ScaledArray`, or `Weight`. One that is kept in the format
             that the GEMM takes, on a single scale, goes to it as it is.
         dimension_numbers: as in `jax.lax.dot_general`; batch dims allowed, any dim may be 0.
-        recipe: its `gemm` must be "FP8".
-        state: scaling state of this dot, see `init_state`.
+        recipe: a `Recipe`, or the text of one; its `gemm` must be "FP8".
+        state: scaling state of this dot, see `init_state`. Without one of its own a product has
+            no memory: `jax.value_and_grad` with respect to it, or `fp8jax.value_and_grad` of Flax
+            variables that hold it in "_overwrite_with_gradient", gives the next one.
         out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
         backend: see `fp8jax.backends`.
 
@@ -135,6 +141,7 @@ def dot_general(
     Raises:
         ValueError: `recipe.gemm` is not "FP8".
     """
+    recipe = Recipe.parse(recipe)
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
     kernel, slot = (rhs.value, rhs.slot) if isinstance(rhs, Weight) else (rhs, None)
@@ -147,6 +154,36 @@ def dot_general(
     state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
     out: Any = _dot(static, lhs, kernel, slot, state)
     return out.reshape(layout.out_shape)
+
+
+def einsum(
+    subscripts: str,
+    lhs: jax.Array,
+    rhs: Any,
+    *,
+    recipe: Recipe | str,
+    state: State,
+    out_dtype: Any = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """`jnp.einsum` of two operands whose GEMMs run in FP8.
+
+    Args:
+        subscripts: with "->", and such that one `dot_general` and a transpose make it: no letter
+            twice in an operand, none summed in one operand alone; lhs may have "...".
+        lhs, rhs, recipe, state, out_dtype, backend: see `dot_general`.
+
+    Raises:
+        ValueError: the einsum is no single dot product.
+    """
+    subscripts = subscripts.replace(" ", "")
+    if not contraction.is_dot(subscripts):
+        raise ValueError(
+            f"`subscripts`: expected an einsum that is one dot product of two operands, with '->'; got "
+            f"{subscripts!r}. Sum or take diagonals before it."
+        )
+    options = {"recipe": recipe, "state": state, "out_dtype": out_dtype, "backend": backend}
+    return contraction.einsum(subscripts, lhs, rhs, functools.partial(dot_general, **options))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

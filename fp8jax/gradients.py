@@ -262,6 +262,8 @@ def _narrow(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
         return grads, state
     grads, state = dict(grads), dict(state)
     for name, kept in state.items():
+        if name not in grads:
+            continue  # of a product that is no layer's
         if isinstance(grads[name], Mapping):
             grads[name], state[name] = _narrow(grads[name], params[name], kept)
         elif "wgrad_scale" in kept:

@@ -25,7 +25,7 @@ RANKS = {
     "backends": 2,
     "comm": 2,
     "layout": 2,
-    "einsum": 2,
+    "contraction": 2,
     "dot": 3,
     "optim": 3,
     "models": 4,

@@ -19,8 +19,8 @@ from flax.linen.module import merge_param
 from jax.sharding import PartitionSpec
 
 from fp8jax import formats
+from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state
-from fp8jax.einsum import is_dot
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import Row, Rows, scope
 from fp8jax.models.rules import Choice, Layer, Rules

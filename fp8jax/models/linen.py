@@ -16,13 +16,16 @@ like "params":
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from fp8jax import backends, loss_scale
+from fp8jax.dot import dot_general, init_state
 from fp8jax.models import layers
 from fp8jax.models.report import Report, Rows, measured
 from fp8jax.models.rules import Rule, Rules
@@ -170,24 +173,22 @@ def _paths(rows: Rows) -> list[str]:
 def _merge(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Variables as the module takes them: each kernel's scaling state beside the kernel."""
     inside = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-    state = to_max(variables.get(SCALING, {}))
-    if PARAMS in inside:
-        inside[PARAMS] = _merge_params(inside[PARAMS], state)
-    return inside
+    inside[PARAMS], others = _merge_params(inside.get(PARAMS, {}), to_max(variables.get(SCALING, {})))
+    return {**inside, **({SCALING: others} if others else {})}
 
 
-def _merge_params(params: Any, state: Any) -> dict[str, Any]:
-    merged = dict(params)
+def _merge_params(params: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters with the states of their kernels, and the states of products that are no layer's."""
+    merged, others = dict(params), {}
     for name, kept in state.items():
         if name not in params:
-            raise ValueError(
-                f"`variables`: {SCALING!r} has {name!r}, which 'params' ({sorted(params)}) lacks."
-            )
-        if isinstance(params[name], Mapping):
-            merged[name] = _merge_params(params[name], kept)
+            others[name] = kept
+        elif isinstance(params[name], Mapping):
+            merged[name], below = _merge_params(params[name], kept)
+            others.update({name: below} if below else {})
         else:
             merged[name + layers.STATE] = kept
-    return merged
+    return merged, others
 
 
 def _split(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def _split(variables: Mapping[str, Any]) -> dict[str, Any]:
     if PARAMS in outside:
         outside[PARAMS], state = _split_params(outside[PARAMS])
         if state:
-            outside[SCALING] = state
+            outside[SCALING] = _union(state, outside.get(SCALING, {}))
     return outside
 
 
@@ -213,3 +214,55 @@ def _split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         else:
             plain[name] = leaf
     return plain, state
+
+
+def _union(a: Any, b: Any) -> Any:
+    """The leaves of two trees of mappings."""
+    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
+        return a
+    return {name: _union(a.get(name, b.get(name)), b.get(name, a.get(name))) for name in {**a, **b}}
+
+
+class DotGeneral(nn.Module):
+    """What `fp8jax.dot_general_cls` makes: a product with a scaling state of its own."""
+
+    recipe: Recipe
+    backend: str = "auto"
+
+    @nn.compact
+    def __call__(self, lhs: Any, rhs: Any, dimension_numbers: Any, *ignored: Any, **kwargs: Any) -> jax.Array:
+        """`lax.dot_general`; precision and the like are those of a wider GEMM."""
+        fresh = init_state(self.recipe)
+        state = {name: self.variable(SCALING, name, lambda x=x: x).value for name, x in fresh.items()}
+        out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        return dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            recipe=self.recipe,
+            state=state,
+            out_dtype=out_dtype,
+            backend=self.backend,
+        )
+
+
+def dot_general_cls(recipe: Recipe | str, *, backend: str = "auto") -> Callable[[], DotGeneral]:
+    """For Linen modules that take a `dot_general_cls`: their products in FP8, without `transform`.
+
+        nn.Dense(16, dot_general_cls=fp8jax.dot_general_cls("te"))
+
+    The state is in "_overwrite_with_gradient"; `fp8jax.value_and_grad` and `fp8jax.apply_updates` take
+    such variables. Under `nn.scan` and `nn.vmap` that collection needs an axis, as any other.
+
+    Args:
+        recipe: its GEMM column is used; kernels come as the layer gives them.
+        backend: see `fp8jax.transform`.
+
+    Raises:
+        ValueError: the recipe's GEMMs are not FP8.
+    """
+    recipe = Recipe.parse(recipe)
+    if recipe.gemm != "FP8":
+        raise ValueError(f"`recipe`: expected gemm=FP8; got gemm={recipe.gemm}.")
+    recipe = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
+    return functools.partial(DotGeneral, recipe, backend)

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.contraction import einsum
 from fp8jax.dot import Weight, dot_general
-from fp8jax.einsum import einsum
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, value
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8jax import backends, formats, loss_scale
+from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state
-from fp8jax.einsum import is_dot
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import Report, Row, measured, scope
 from fp8jax.models.rules import Choice, Layer, Rule, Rules

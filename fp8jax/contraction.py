@@ -1,6 +1,6 @@
 """An einsum of two operands as one dot product.
 
->>> from fp8jax.einsum import is_dot
+>>> from fp8jax.contraction import is_dot
 >>> is_dot("bthd,hdm->btm"), is_dot("bt,tm->b")     # the second sums `m` away
 (True, False)
 """
