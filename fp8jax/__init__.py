@@ -12,6 +12,8 @@ from fp8jax.dot import einsum as einsum
 from fp8jax.dot import init_state as init_state
 from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.models import accumulate_gradients as accumulate_gradients
+from fp8jax.models import dequantize as dequantize
+from fp8jax.models import freeze as freeze
 from fp8jax.models import report as report
 from fp8jax.models import transform as transform
 from fp8jax.models import value_and_grad as value_and_grad

@@ -251,6 +251,34 @@ def _quantize(static: _Static, operand: int, x: Any, state: State) -> tuple[jax.
     return seen, _unpacked(lax.optimization_barrier(_packed(q)), format)
 
 
+def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:
+    """A kernel as the forward GEMM takes it: its codes and scale, once for many products.
+
+    Args:
+        kernel: float array or `ScaledArray`, shape=(*stack, ...).
+        recipe: its `gemm` is "FP8".
+        state: its scaling state, whose arrays have the axes of `stack` in front; {} if there is none.
+        rank: that of one kernel of the stack.
+
+    Returns:
+        A `ScaledArray` in the GEMM's forward format, with one scale for each of the stack:
+        `dot_general` gives the same with it as with the kernel.
+    """
+    format, depth = formats.get(recipe.gemm_formats[0]), kernel.ndim - rank
+    if isinstance(kernel, ScaledArray) and kernel.data.dtype == format.dtype:
+        return kernel
+
+    def one(kernel: jax.Array, state: State) -> ScaledArray:
+        scale = scaling.of_recipe(recipe).scale(state, 1, amax(kernel), format.max)
+        return quantize(kernel, format, scale)
+
+    for _ in range(depth):
+        one = jax.vmap(one)
+    q = one(value(kernel), state)
+    blocks = (*q.scale.shape, *(1,) * rank)
+    return ScaledArray(q.data, q.scale.reshape(blocks))
+
+
 def _packed(q: ScaledArray) -> ScaledArray:
     """As it is kept for the backward: bytes, see `to_bytes`."""
     return ScaledArray(to_bytes(q.data), q.scale)

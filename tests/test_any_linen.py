@@ -267,3 +267,111 @@ def test_a_rule_is_for_one_model():
     assert rows["fc_0"] == "rule: gemm=BF16"
     rows, _ = choices(recipe=Recipe.TE)
     assert rows["fc_0"] == "FP8"
+
+
+# Inference #######################################################################################
+
+
+def casts(function, *args):
+    """How many arrays of the kernels' sizes are rounded to FP8."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return text.count("by_platform")
+
+
+@pytest.mark.parametrize("recipe", ["te", "te,scaling=current", "O2", "O3"])
+@pytest.mark.parametrize("module", [Mlp(), Scanned()], ids=["mlp", "scan"])
+def test_frozen_variables_give_the_same_and_cast_no_kernel(module, recipe):
+    model = fp8jax.transform(module, recipe)
+    variables = model.init(jax.random.key(0), X)
+    for _ in range(2):  # the second time the scales are those of a step
+        frozen = model.freeze(variables, X)
+        np.testing.assert_array_equal(model.apply(frozen, X), model.apply(variables, X))
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen["params"])} >= {"float8_e4m3fn"}
+        if recipe != "O3":
+            assert casts(model.apply, frozen, X) < casts(model.apply, variables, X)
+        _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
+        variables = {**variables, **{k: v for k, v in grads.items() if k != "params"}}
+
+
+# Raw code ########################################################################################
+
+
+class ByHand(nn.Module):
+    """A product of its own, with a state of its own, beside a layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="fc")(x)
+        w = self.param("w", LECUN, (16, 8))
+        state = self.variable("_overwrite_with_gradient", "product", fp8jax.init_state, "te").value
+        return fp8jax.einsum("...i,io->...o", x, w, recipe="te", state=state)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ByHand(),
+        fp8jax.transform(ByHand(), "O2"),
+        nn.Dense(8, dot_general_cls=fp8jax.dot_general_cls("te")),
+    ],
+    ids=["by hand", "by hand, transformed", "dot_general_cls"],
+)
+def test_products_of_raw_code_keep_their_state(model):
+    variables = model.init(jax.random.key(0), X)
+    tx = adamw(1e-2, "O2" if hasattr(model, "recipe") else "te")
+
+    @jax.jit
+    def step(variables, state):
+        loss_fn = lambda v: jnp.mean((model.apply(v, X) - jnp.tanh(X[..., :8])) ** 2)  # noqa: E731
+        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, loss
+
+    state, losses = tx.init(variables), []
+    for _ in range(20):
+        variables, state, loss = step(variables, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    kept = variables["_overwrite_with_gradient"]
+    kept = kept.get("product") or kept["DotGeneral_0"]
+    assert int(jnp.sum(kept["amax_history"][0] > 0)) == 20
+
+
+def test_an_einsum_that_is_no_dot_raises():
+    with pytest.raises(ValueError, match="expected an einsum that is one dot product"):
+        fp8jax.einsum("ii,ij->j", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="te", state={})
+    with pytest.raises(ValueError, match="expected gemm=FP8; got gemm=BF16"):
+        fp8jax.dot_general_cls("bf16")
+
+
+# Embeddings ######################################################################################
+
+
+class Tied(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(12, 16)
+        self.fc = nn.Dense(16)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.fc(self.embed(tokens)))
+
+
+@pytest.mark.parametrize(
+    "recipe, rules", [("O2", [Rule("*.attend", "O2")]), ("O2,include=*+*.attend", []), ("O2", [])]
+)
+def test_attend_is_in_fp8_where_it_is_asked_for(recipe, rules):
+    tokens = np.arange(12).reshape(2, 6)
+    model = fp8jax.transform(Tied(), recipe, rules=rules)
+    variables = model.init(jax.random.key(0), tokens)
+    rows = {row.path: row for row in model.report(tokens).rows}
+    is_asked = bool(rules) or "attend" in recipe
+    assert rows["embed.attend"].fp8 == is_asked and rows["embed.attend"].flops == 2 * 12 * 16 * 12
+    assert rows["embed"].reason == "embeddings stay as they are"
+    assert ("embed" in variables["_overwrite_with_gradient"]) == is_asked
+    assert not is_scaled(variables["params"]["embed"]["embedding"])
+    loss_fn = lambda v, apply=model.apply: jnp.mean(apply(v, tokens) ** 2)  # noqa: E731
+    _, grads = fp8jax.value_and_grad(loss_fn)(variables)
+    want = jax.grad(lambda v: loss_fn(v, Tied().apply))(model.dequantize(variables))
+    got, want = (g["params"]["embed"]["embedding"] for g in (grads, want))
+    assert jnp.linalg.norm(got - want) < 0.1 * jnp.linalg.norm(want)
+    assert is_scaled(grads["params"]["fc"]["kernel"])

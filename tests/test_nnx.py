@@ -309,3 +309,84 @@ def test_scaled_values_index_as_arrays():
     x = fp8jax.quantize(jnp.arange(6.0).reshape(2, 3), fp8jax.formats.FP16, power_of_two=True)
     assert isinstance(x[...], ScaledArray)
     np.testing.assert_array_equal(x[1], [3, 4, 5])
+
+
+# Back, and inference #############################################################################
+
+
+@pytest.mark.parametrize("recipe", ["te", "O3", "bf16", "fp16_amp"])
+def test_the_plain_model_comes_back(recipe):
+    plain, model = net(), net(recipe)
+    again = fp8jax.dequantize(model)
+    assert nnx.split(again)[0] == nnx.split(plain)[0]
+    assert type(again.blocks[0].up) is nnx.Linear
+    format = {"te": 0, "O3": 2**-4}.get(recipe, 0)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (again, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=format, atol=0.002 * (format > 0))
+    assert type(model.blocks[0].up) is not nnx.Linear
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_a_frozen_model_gives_the_same(recipe):
+    model = without_dropout(net(recipe))
+    model.statistics.use_running_average = True
+    for _ in range(2):
+        frozen = fp8jax.freeze(model)
+        np.testing.assert_array_equal(frozen(TOKENS), model(TOKENS))
+        assert frozen.blocks[0].up.kernel.get_value().data.dtype == jnp.float8_e4m3fn
+        fp8jax.value_and_grad(squares)(model, TOKENS)
+    stack = fp8jax.transform(Stack(nnx.Rngs(0)), recipe)
+    assert fp8jax.freeze(stack).blocks.up.kernel.get_value().scale.shape == (DEPTH, 1, 1)
+
+
+def test_functions_for_nnx_refuse_others():
+    for function in (fp8jax.freeze, fp8jax.dequantize):
+        with pytest.raises(TypeError, match="expected an NNX module; got dict"):
+            function({})
+    with pytest.raises(TypeError, match="expected what fp8jax.transform made; got dict"):
+        fp8jax.report({})
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(12, 16, rngs=rngs)
+        self.fc = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.fc(self.embed(tokens)))
+
+
+def test_attend_is_in_fp8_where_it_is_asked_for():
+    tokens, plain = np.arange(12).reshape(2, 6), Tied(nnx.Rngs(0))
+    model = fp8jax.transform(plain, "O2", rules=[fp8jax.Rule("*.attend", "O2")])
+    rows = {row.path: row for row in fp8jax.report(model, tokens).rows}
+    assert rows["embed.attend"].fp8 and rows["embed.attend"].flops == 2 * 12 * 16 * 12
+    _, grads = fp8jax.value_and_grad(squares)(model, tokens)
+    _, want = nnx.value_and_grad(squares)(plain, tokens)
+    assert relative(grads["embed"]["embedding"][...], want["embed"]["embedding"][...]) < 0.1
+    assert float(model.embed.embedding__fp8_amax_history[0, 0]) > 0
+    assert nnx.split(fp8jax.dequantize(model))[0] == nnx.split(plain)[0]
+    default = fp8jax.report(fp8jax.transform(plain, "O2"), tokens)
+    assert [row.path for row in default.rows if row.fp8] == ["fc"]
+
+
+# Rules ###########################################################################################
+
+
+def test_rules_choose_layers_of_a_module():
+    rules = [
+        fp8jax.Rule("blocks/0/*"),
+        fp8jax.Rule("re:blocks/1/attn/(query|key)", "margin=2"),
+        fp8jax.Rule(kind=nnx.Einsum, recipe="weight=FP32,weight_grad=FP32"),
+        fp8jax.Rule("head", "te"),
+    ]
+    model = fp8jax.transform(net(), "O2", rules=rules)
+    rows = {row.path: row for row in fp8jax.report(model, TOKENS).rows}
+    assert rows["blocks/0/up"].reason == "rule: gemm=BF16" and rows["blocks/1/up"].fp8
+    assert rows["head"].fp8 and rows["mix"].fp8
+    assert not is_scaled(model.mix.kernel.get_value()) and is_scaled(model.blocks[1].up.kernel.get_value())
+    optimizer = nnx.Optimizer(model, adamw(3e-3, "O2"), wrt=nnx.Param)
+    losses = [float(step_of()(model, optimizer, TOKENS)) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="fc_9.* matches no layer"):
+        fp8jax.transform(net(), "O2", rules=[fp8jax.Rule("fc_9")])

@@ -55,6 +55,35 @@ def report(model: Any, *args: Any, **kwargs: Any) -> Report:
     raise TypeError(f"`model`: expected what fp8jax.transform made; got {type(model).__name__}.")
 
 
+def dequantize(model: Any) -> Any:
+    """The plain NNX module again: its own layers, float32 kernels, no scaling state.
+
+    Of a Linen model, `model.dequantize(variables)` gives the plain module's variables.
+
+    Raises:
+        TypeError: `model` is no NNX module.
+    """
+    return nnx.dequantize(_checked_nnx(model))
+
+
+def freeze(model: Any) -> Any:
+    """A copy of a transformed NNX module for repeated inference: matched kernels as their GEMMs take them.
+
+    It gives the same outputs and casts no kernel. It is not to be trained: kernels are rounded. Of a
+    Linen model, see `model.freeze(variables, *inputs)`.
+
+    Raises:
+        TypeError: `model` is no NNX module.
+    """
+    return nnx.freeze(_checked_nnx(model))
+
+
+def _checked_nnx(model: Any) -> Any:
+    if not nnx.is_module(model):
+        raise TypeError(f"`model`: expected an NNX module; got {type(model).__name__}.")
+    return model
+
+
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """`jax.value_and_grad` for models that hold scaled weights and scaling state.
 

@@ -48,10 +48,14 @@ class Interceptor:
         rules: which layers, and how.
         backend: who multiplies.
         rows: gets one row per layer that was called.
+
+    Attributes:
+        recipes: of the layers that multiplied in FP8, by path.
     """
 
     def __init__(self, rules: Rules, backend: str, rows: Rows):
         self.rules, self.backend, self.rows = rules, backend, rows
+        self.recipes: dict[str, Recipe] = {}
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Flax's protocol: makes the method's call, `call(*args, **kwargs)`."""
@@ -59,9 +63,10 @@ class Interceptor:
         path, kind = "/".join(module.path), type(module).__name__
         if kind in LEFT_ALONE and method in ("__call__", "attend"):
             path += ".attend" if method == "attend" else ""
+            choice = self._choose_attend(module, path) if method == "attend" else None
             self.rows[path] = Row(path, kind, (), False, LEFT_ALONE[kind])
             with scope(path):
-                return call(*args, **kwargs)
+                return call(*args, **kwargs) if choice is None else self._attend(module, path, choice, *args)
         if method != "__call__" or not isinstance(module, MATCHED):
             return call(*args, **kwargs)
         recipe, reason = self._choose(module, path, args, kwargs)
@@ -77,6 +82,8 @@ class Interceptor:
         if reason is None and module.is_initializing() and recipe.weight != "FP32":
             _narrow_kernel(module, recipe)
         self.rows[path] = Row(path, kind, _kernel_shape(module, args), reason is None, reason or "")
+        if reason is None:
+            self.recipes[path] = recipe
         return out
 
     def _choose(self, module: Any, path: str, args: Any, kwargs: Any) -> Choice:
@@ -88,8 +95,19 @@ class Interceptor:
             return Choice(choice.recipe, "the einsum is not a single dot product")
         return choice
 
-    def _state(self, module: Any, recipe: Recipe) -> Any:
-        name, fresh = "kernel" + STATE, init_state(recipe)
+    def _choose_attend(self, module: nn.Embed, path: str) -> Choice | None:
+        return self.rules.choose_attend(Layer(path, module, module.embedding.shape[::-1]))
+
+    def _attend(self, module: Any, path: str, choice: Choice, query: Any) -> Any:
+        """What `nn.Embed.attend` does, in FP8."""
+        state = functools.partial(self._state, module, choice.recipe, "embedding")
+        multiply = FP8Dot(choice.recipe, self.backend, state, module.param_dtype)
+        query, table, _ = multiply.operands(query, module.embedding, None, module.dtype)
+        self.rows[path] = Row(path, type(module).__name__, table.shape[::-1], True, "")
+        return multiply.dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
+
+    def _state(self, module: Any, recipe: Recipe, kernel: str = "kernel") -> Any:
+        name, fresh = kernel + STATE, init_state(recipe)
         if not fresh:
             return fresh
         if module.has_variable("params", name):

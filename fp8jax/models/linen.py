@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import backends, loss_scale
-from fp8jax.dot import dot_general, init_state
+from fp8jax.dot import dot_general, init_state, quantized_kernel
 from fp8jax.models import layers
 from fp8jax.models.report import Report, Rows, measured
 from fp8jax.models.rules import Rule, Rules
@@ -158,11 +158,45 @@ class LinenModel:
         plain[PARAMS] = layers.with_plain_boxes(jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled))
         return plain
 
+    def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Variables for repeated inference: each matched kernel as its GEMM takes it, in FP8.
+
+        `apply` gives the same with them as with `variables`, and casts no kernel. They are not to
+        be trained: a kernel's value is rounded.
+
+        Args: the variables, then the model's inputs; arrays or `jax.ShapeDtypeStruct`s.
+        """
+        rules = Rules(self.recipe, self.rules)
+        rows: Rows = {}
+        interceptor = layers.Interceptor(rules, self.backend, rows)
+
+        def call(*args: Any) -> Any:
+            with nn.intercept_methods(interceptor):
+                return self.module.apply(_merge(variables), *args, **kwargs)
+
+        jax.eval_shape(call, *args)
+        params = variables[PARAMS]
+        for path, recipe in interceptor.recipes.items():
+            parts = [*filter(None, path.split("/")), "kernel"]
+            rank = len(rows[path].kernel_shape)
+            params = _replaced(params, variables.get(SCALING, {}), parts, recipe, rank)
+        return {**variables, PARAMS: params}
+
     @contextlib.contextmanager
     def _intercept(self, rows: Rows) -> Iterator[Rules]:
         rules = Rules(self.recipe, self.rules)
         with nn.intercept_methods(layers.Interceptor(rules, self.backend, rows)):
             yield rules
+
+
+def _replaced(params: Any, state: Any, parts: list[str], recipe: Recipe, rank: int) -> Any:
+    """The parameters with the kernel at a path quantized for its GEMM."""
+    name, *below = parts
+    state = state.get(name, {})
+    if below:
+        return {**params, name: _replaced(params[name], state, below, recipe, rank)}
+    [kernel], box = jax.tree.flatten(params[name], is_leaf=is_scaled)
+    return {**params, name: jax.tree.unflatten(box, [quantized_kernel(kernel, recipe, state, rank)])}
 
 
 def _paths(rows: Rows) -> list[str]:

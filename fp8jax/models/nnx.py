@@ -21,12 +21,12 @@ from flax import nnx
 
 from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
-from fp8jax.dot import init_state
+from fp8jax.dot import init_state, quantized_kernel
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import Report, Row, measured, scope
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import quantize
+from fp8jax.scaled import quantize, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
@@ -67,6 +67,13 @@ def transform(model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backen
             raise ValueError(f"`model`: layer {path!r} is transformed already; transform the plain model.")
         paths.append(path)
         _convert(layer, path, chosen, backend)
+    for path, layer in _layers(copy, nnx.Embed):
+        choice = chosen.choose_attend(Layer(f"{path}.attend", layer, layer.embedding.shape[::-1]))
+        if choice is not None:
+            paths.append(f"{path}.attend")
+            layer.how__fp8 = _How(choice.recipe, backend, f"{path}.attend", None)
+            _add_state(layer, "embedding", choice.recipe, ())
+            _change_class(layer, _attending)
     chosen.check(paths)
     if recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
@@ -84,8 +91,7 @@ def _convert(layer: Any, path: str, rules: Rules, backend: str) -> None:
     stack = layer.kernel.shape[: layer.kernel.ndim - rank]
     recipe, reason = _choose(layer, path, tuple(layer.kernel.shape[len(stack) :]), rules)
     if reason is None:
-        for name, state in init_state(recipe).items():
-            setattr(layer, f"kernel{STATE}{name}", FP8State(jnp.broadcast_to(state, (*stack, *state.shape))))
+        _add_state(layer, "kernel", recipe, stack)
         if recipe.weight != "FP32":
             format, blocks = formats.get(recipe.weight), (*stack, *(1,) * rank)
             layer.kernel.set_value(
@@ -94,6 +100,11 @@ def _convert(layer: Any, path: str, rules: Rules, backend: str) -> None:
     layer.how__fp8 = _How(recipe, backend, path, reason)
     if reason is None or (recipe.gemm in GEMM_DTYPES and not _has_own_dot(layer)):
         _change_class(layer, _multiplying)
+
+
+def _add_state(layer: Any, kernel: str, recipe: Recipe, stack: tuple[int, ...]) -> None:
+    for name, state in init_state(recipe).items():
+        setattr(layer, f"{kernel}{STATE}{name}", FP8State(jnp.broadcast_to(state, (*stack, *state.shape))))
 
 
 def _choose(layer: Any, path: str, kernel_shape: tuple[int, ...], rules: Rules) -> Choice:
@@ -112,13 +123,15 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
     for path, layer in _layers(copy, (*MATCHED, *LEFT_ALONE)):
         how, shape, reason = getattr(layer, "how__fp8", None), (), None
         if how is not None:
-            shape, reason = tuple(layer.kernel.shape[-_rank(layer) :]), how.reason
+            path, reason = how.path, how.reason
+            table = isinstance(layer, nnx.Embed)
+            shape = layer.embedding.shape[::-1] if table else layer.kernel.shape[-_rank(layer) :]
             recipes.append(how.recipe)
         else:
             kinds = [kind for kind in LEFT_ALONE if isinstance(layer, kind)]
             reason = LEFT_ALONE[kinds[0]] if kinds else "the layer is not transformed"
         kind = type(layer).__name__
-        rows[path] = Row(path, kind, shape, reason is None, reason or "")
+        rows[path] = Row(path, kind, tuple(shape), reason is None, reason or "")
         layer.path__fp8 = path
         _change_class(layer, _scoped)
     if not recipes:
@@ -130,6 +143,35 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
 
     jaxpr = jax.make_jaxpr(call)(state, args, kwargs)
     return measured(str(max(recipes, key=recipes.count)), rows, jaxpr)
+
+
+def dequantize(model: nnx.Module) -> nnx.Module:
+    """See `fp8jax.dequantize`."""
+    copy: Any = nnx.clone(model)
+    for _, layer in _layers(copy, (*MATCHED, nnx.Embed)):
+        how = vars(layer).get("how__fp8")
+        if how is None:
+            continue
+        if not isinstance(layer, nnx.Embed):
+            layer.kernel.set_value(value(layer.kernel.get_value()))
+        for name in [name for name in vars(layer) if name.endswith("__fp8") or STATE in name]:
+            delattr(layer, name)
+        if type(layer).__mro__[1].__qualname__ == type(layer).__qualname__:
+            _change_class(layer, lambda cls: cls.__mro__[1])
+    if hasattr(copy, "loss_scale__fp8"):
+        del copy.loss_scale__fp8
+    return copy
+
+
+def freeze(model: nnx.Module) -> nnx.Module:
+    """See `fp8jax.freeze`."""
+    copy: Any = nnx.clone(model)
+    for _, layer in _layers(copy, MATCHED):
+        how = getattr(layer, "how__fp8", None)
+        if how is not None and how.reason is None:
+            kernel, state = layer.kernel.get_value(), _state_of(layer)
+            layer.kernel.set_value(quantized_kernel(kernel, how.recipe, state, _rank(layer)))
+    return copy
 
 
 def _rank(layer: Any) -> int:
@@ -185,9 +227,19 @@ def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, i
     return inputs, _Operand(kernel, multiply), bias
 
 
-def _state_of(layer: Any) -> dict[str, jax.Array]:
+def _state_of(layer: Any, kernel: str = "kernel") -> dict[str, jax.Array]:
     names = init_state(layer.how__fp8.recipe)
-    return {name: getattr(layer, f"kernel{STATE}{name}").get_value() for name in names}
+    return {name: getattr(layer, f"{kernel}{STATE}{name}").get_value() for name in names}
+
+
+def _attend(layer: Any, query: Any, out_sharding: Any = None) -> Any:
+    """What `nnx.Embed.attend` does, in FP8."""
+    how = layer.how__fp8
+    state = functools.partial(_state_of, layer, "embedding")
+    multiply = FP8Dot(how.recipe, how.backend, state, layer.param_dtype)
+    query, table, _ = multiply.operands(query, layer.embedding[...], None, layer.dtype)
+    dimensions = (((query.ndim - 1,), (1,)), ((), ()))
+    return _dot_general(query, _Operand(table, multiply), dimensions, out_sharding=out_sharding)
 
 
 def _dot_general(
@@ -233,6 +285,12 @@ def _subclass(cls: type, members: dict[str, Any]) -> type:
 def _multiplying(cls: type) -> type:
     """A subclass whose layers multiply as their `how__fp8` says."""
     return _subclass(cls, _SEAMS)
+
+
+@functools.cache
+def _attending(cls: type) -> type:
+    """A subclass of an embedding whose `attend` multiplies in FP8."""
+    return _subclass(cls, {"attend": _attend})
 
 
 @functools.cache

@@ -88,6 +88,16 @@ class Rules:
             return Choice(self.recipe, f"gemm={self.recipe.gemm}")
         return Choice(self.recipe, _why_not_chosen(self.recipe, layer.path))
 
+    def choose_attend(self, layer: Layer) -> Choice | None:
+        """What an embedding's `attend` does, if a rule or a pattern that ends with "attend" asks for it."""
+        for number, rule in enumerate(self.rules):
+            if rule.path.endswith("attend") and rule.fits(layer):
+                self.fitted.add(number)
+                return _of_table(self.recipes[number])
+        if any(p.endswith("attend") and matches(p, layer.path) for p in self.recipe.include):
+            return _of_table(self.recipe)
+        return None
+
     def check(self, paths: Sequence[str]) -> None:
         """Raises ValueError if a rule, or a pattern of the recipe's that the user gave, fits no layer."""
         given = [("include pattern", p) for p in self.recipe.include]
@@ -103,6 +113,13 @@ class Rules:
             raise ValueError(
                 f"recipe: the {name} {what} matches no layer; the layers are {', '.join(paths) or 'none'}."
             )
+
+
+def _of_table(recipe: Recipe) -> Choice | None:
+    """A table that is looked up as well stays as it is, and so does its gradient."""
+    if recipe.gemm != "FP8":
+        return None
+    return Choice(dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-"), None)
 
 
 def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
