@@ -45,6 +45,7 @@ class Interceptor:
     """A Flax method interceptor that runs matched layers under a recipe.
 
     Args:
+        root: the model.
         rules: which layers, and how.
         backend: who multiplies.
         rows: gets one row per layer that was called.
@@ -53,8 +54,8 @@ class Interceptor:
         recipes: of the layers that multiplied in FP8, by path.
     """
 
-    def __init__(self, rules: Rules, backend: str, rows: Rows):
-        self.rules, self.backend, self.rows = rules, backend, rows
+    def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows):
+        self.root, self.rules, self.backend, self.rows = root, rules, backend, rows
         self.recipes: dict[str, Recipe] = {}
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -89,6 +90,9 @@ class Interceptor:
     def _choose(self, module: Any, path: str, args: Any, kwargs: Any) -> Choice:
         if _has_own_dot(module):
             return Choice(self.rules.recipe, "the layer has a dot_general of its own")
+        if not path and not isinstance(self.root, MATCHED):
+            # `layer.apply({"params": ...}, x)` inside of a model, as for a tied head.
+            return Choice(self.rules.recipe, "the layer is applied to parameters that it is given")
         choice = self.rules.choose(Layer(path, module, _kernel_shape(module, args)))
         is_einsum = isinstance(module, nn.Einsum) and choice.reason is None
         if is_einsum and not is_dot(_subscripts(module, *args, **kwargs)):

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from fp8jax import backends, loss_scale
 from fp8jax.dot import dot_general, init_state, quantized_kernel
 from fp8jax.models import layers
-from fp8jax.models.report import Report, Rows, measured
+from fp8jax.models.report import Report, Rows, measured, trace
 from fp8jax.models.rules import Rule, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import format_of, is_scaled, quantize, value
@@ -119,14 +119,20 @@ class LinenModel:
         rows: Rows = {}
         kwargs.pop("mutable", None)
         rngs = {name: jax.random.key(0) for name in (PARAMS, *kwargs.pop("rngs", {}))}
-        variables = jax.eval_shape(lambda *args: self.init(rngs, *args, **kwargs), *args)
+        variables = {}
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            variables.update(jax.eval_shape(lambda: self.init(rngs, *args, **kwargs)))
+            return ()
+
+        trace(init, *args, **kwargs)
         mutable = [name for name in variables if name not in (PARAMS, SCALING, LOSS_SCALE)]
 
-        def call(variables: Any, *args: Any) -> Any:
+        def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
             with self._intercept(rows):
                 return self.module.apply(_merge(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
 
-        jaxpr = jax.make_jaxpr(call)(variables, *args)
+        jaxpr = trace(call, variables, *args, **kwargs)
         return measured(str(self.recipe), rows, jaxpr)
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,13 +174,13 @@ class LinenModel:
         """
         rules = Rules(self.recipe, self.rules)
         rows: Rows = {}
-        interceptor = layers.Interceptor(rules, self.backend, rows)
+        interceptor = layers.Interceptor(self.module, rules, self.backend, rows)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with nn.intercept_methods(interceptor):
                 return self.module.apply(_merge(variables), *args, **kwargs)
 
-        jax.eval_shape(call, *args)
+        trace(call, *args, **kwargs)
         params = variables[PARAMS]
         for path, recipe in interceptor.recipes.items():
             parts = [*filter(None, path.split("/")), "kernel"]
@@ -185,7 +191,7 @@ class LinenModel:
     @contextlib.contextmanager
     def _intercept(self, rows: Rows) -> Iterator[Rules]:
         rules = Rules(self.recipe, self.rules)
-        with nn.intercept_methods(layers.Interceptor(rules, self.backend, rows)):
+        with nn.intercept_methods(layers.Interceptor(self.module, rules, self.backend, rows)):
             yield rules
 
 

@@ -23,7 +23,7 @@ from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state, quantized_kernel
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import Report, Row, measured, scope
+from fp8jax.models.report import Report, Row, measured, scope, trace
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import quantize, value
@@ -138,10 +138,10 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
         raise TypeError("`model`: expected what fp8jax.transform made; no layer of it is transformed.")
     graph, state = nnx.split(copy)
 
-    def call(state: Any, args: Any, kwargs: Any) -> Any:
-        return jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        return nnx.merge(graph, state)(*args, **kwargs)
 
-    jaxpr = jax.make_jaxpr(call)(state, args, kwargs)
+    jaxpr = trace(call, state, *args, **kwargs)
     return measured(str(max(recipes, key=recipes.count)), rows, jaxpr)
 
 

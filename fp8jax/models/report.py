@@ -71,6 +71,21 @@ def scope(path: str) -> Any:
     return jax.named_scope(_SCOPE + path.replace("/", "."))
 
 
+def trace(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`jax.make_jaxpr(function)` with respect to arrays and `jax.ShapeDtypeStruct`s: other arguments, such
+    as `train=False`, are what they are."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        filled = [next(rest) if dynamic else leaf for leaf, dynamic in zip(leaves, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        return jax.tree.leaves(function(*args, **kwargs))
+
+    return jax.make_jaxpr(call)(*(leaf for leaf, dynamic in zip(leaves, is_array, strict=True) if dynamic))
+
+
 def measured(recipe: str, rows: Rows, jaxpr: Any, note: str = "") -> Report:
     """The report of a forward pass that was traced to `jaxpr`.
 
