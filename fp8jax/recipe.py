@@ -146,10 +146,10 @@ class Recipe:
         """
         if isinstance(text, Recipe):
             return text
-        name, _, changes = str(text).partition(",")
+        name, *changes = str(text).split(",", 1)
         if name.strip() not in PRESETS:
             raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}; got {name.strip()!r}.")
-        return dataclasses.replace(PRESETS[name.strip()], **parse_changes(changes))
+        return dataclasses.replace(PRESETS[name.strip()], **(parse_changes(changes[0]) if changes else {}))
 
     def __str__(self) -> str:
         def changes(preset: Recipe) -> list[str]:
@@ -175,7 +175,7 @@ def parse_changes(text: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown field, one twice, or a value that cannot be read.
     """
-    parsed = [_parse_change(change.strip()) for change in text.split(",")] if text.strip() else []
+    parsed = [_parse_change(change.strip()) for change in text.split(",")]
     twice = [field for i, (field, _) in enumerate(parsed) if field in dict(parsed[:i])]
     if twice:
         raise ValueError(f"recipe: expected each field once; got {twice[0]} twice in {text!r}.")
