@@ -8,9 +8,8 @@ barrier between them keeps a GPU's compiler from storing in float32 what it can 
 On a CPU both passes go through a tensor piece by piece (`pieces`).
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -34,9 +33,9 @@ _MOST_PARTS, _FEW = 16384, 64
 def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tuple[list[Written], jax.Array]:
     """What is written of each leaf, and whether the step was taken."""
     packed, layout = _packed(leaves)
-    amaxes = by_platform(
-        packed, numbers, cpu=_amaxes_in_pieces, default=_amaxes, whole=True, layout=layout, decays=decays
-    )
+    options = {"whole": True, "layout": layout, "decays": decays}
+    # Leaves as they are for a CPU, packed for a GPU: what a branch does not use is not computed.
+    amaxes = by_platform(leaves, packed, numbers, cpu=_amaxes_in_pieces, default=_amaxes, **options)
     nodes = [kept for leaf in _unpacked(packed, layout) for kept in to_round(leaf)]
     limits = [np.full(_scale_size(kept), 1.0 if kept is None else format_of(kept).max) for kept in nodes]
     olds = [jnp.ones(1) if kept is None else kept.scale.reshape(-1) for kept in nodes]
@@ -45,15 +44,7 @@ def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tu
     scales = (scales, jnp.concatenate([jnp.zeros(0), *olds]))
     packed, numbers, scales, ok = lax.optimization_barrier((packed, numbers, scales, ok))
     new = by_platform(
-        packed,
-        numbers,
-        scales,
-        ok,
-        cpu=_written_in_pieces,
-        default=_written,
-        whole=True,
-        layout=layout,
-        decays=decays,
+        leaves, packed, numbers, scales, ok, cpu=_written_in_pieces, default=_written_from_packed, **options
     )
     return new, ok
 
@@ -90,8 +81,11 @@ def _scale_size(kept: Any) -> int:
     return 1 if kept is None else kept.scale.size
 
 
-def _amaxes(packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]) -> jax.Array:
+def _amaxes(
+    leaves: list[Leaf], packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]
+) -> jax.Array:
     """The first pass."""
+    del leaves
     partials = []
     for leaf, decay in zip(_unpacked(packed, layout), decays, strict=True):
         tensors = before_rounding(moved(leaf, numbers, decay), leaf)
@@ -100,14 +94,28 @@ def _amaxes(packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ..
     return _maxima(partials)
 
 
-def _amaxes_in_pieces(packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]) -> jax.Array:
-    amaxes = []
-    for leaf, decay in zip(_unpacked(packed, layout), decays, strict=True):
-        amaxes += pieces.amaxes(leaf, numbers, decay)
-    return jnp.concatenate([jnp.zeros(0), *(amax.reshape(-1) for amax in amaxes)])
+def _amaxes_in_pieces(
+    leaves: list[Leaf], packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]
+) -> jax.Array:
+    del packed, layout
+    found, places = [jnp.zeros(0)], []
+    sizes = [sum(map(_scale_size, to_round(leaf))) for leaf in leaves]
+    begins = np.cumsum([0, *sizes])
+    for group in pieces.groups(leaves, decays):
+        together, decay = [leaves[number] for number in group], decays[group[0]]
+        if len(group) == 1:
+            amaxes = [x.reshape(1, -1) for x in pieces.amaxes(together[0], numbers, decay)]
+            found.append(jnp.concatenate(amaxes, axis=1).reshape(-1))
+        else:
+            tensors = before_rounding(moved(pieces.stacked(together), numbers, decay), together[0])
+            found.append(jnp.concatenate([amax(x, (len(group), 1)) for x in tensors], axis=1).reshape(-1))
+        places += [place for number in group for place in range(begins[number], begins[number + 1])]
+    # From the order of the groups to that of the leaves, in one go.
+    return jnp.concatenate(found)[np.argsort(places)] if places else jnp.zeros(0)
 
 
-def _written(
+def _written_from_packed(
+    leaves: list[Leaf],
     packed: Any,
     numbers: Numbers,
     scales: tuple[jax.Array, jax.Array],
@@ -115,27 +123,62 @@ def _written(
     *,
     layout: Any,
     decays: tuple[str, ...],
-    way_of: Callable[[Leaf], Callable[..., Leaf] | None] = lambda leaf: None,
 ) -> list[Written]:
     """The second pass."""
-    leaves = _unpacked(packed, layout)
+    del leaves
+    return _written(_unpacked(packed, layout), numbers, scales, ok, decays, in_pieces=False)
+
+
+def _written_in_pieces(
+    leaves: list[Leaf],
+    packed: Any,
+    numbers: Numbers,
+    scales: tuple[jax.Array, jax.Array],
+    ok: jax.Array,
+    *,
+    layout: Any,
+    decays: tuple[str, ...],
+) -> list[Written]:
+    del packed, layout
+    return _written(leaves, numbers, scales, ok, decays, in_pieces=True)
+
+
+def _written(
+    leaves: list[Leaf],
+    numbers: Numbers,
+    scales: tuple[jax.Array, jax.Array],
+    ok: jax.Array,
+    decays: tuple[str, ...],
+    in_pieces: bool,
+) -> list[Written]:
     sizes = [_scale_size(kept) for leaf in leaves for kept in to_round(leaf)]
     new, old = scales
-    new_scales, kept_scales = (iter(_parts(array, sizes)) for array in (new, jnp.where(ok, new, old)))
-    written = []
-    for leaf, decay in zip(leaves, decays, strict=True):
-        way = way_of(leaf) or _written_whole
-        data = way(leaf, numbers, decay, _shaped(leaf, new_scales), ok)
-        kept = iter(_shaped(leaf, kept_scales))
-        mu, nu, weight, master = (
-            ScaledArray(new, next(kept)) if is_scaled(old) else new
-            for new, old in zip(data[1:], leaf[1:], strict=True)
-        )
-        written.append((Overwrite.by(weight) if is_scaled(leaf.param) else data.grad, mu, nu, master))
-    return written
+    new_parts, kept_parts = (iter(_parts(array, sizes)) for array in (new, jnp.where(ok, new, old)))
+    new_scales = [_shaped(leaf, new_parts) for leaf in leaves]
+    arrays: dict[int, Leaf] = {}
+    for group in pieces.groups(leaves, decays) if in_pieces else [[number] for number in range(len(leaves))]:
+        together, decay = [leaves[number] for number in group], decays[group[0]]
+        if len(group) == 1:
+            way = (pieces.way_to_write(together[0]) if in_pieces else None) or _written_whole
+            arrays[group[0]] = way(together[0], numbers, decay, new_scales[group[0]], ok)
+            continue
+        rows = [
+            jnp.stack(parts).reshape(-1, 1)
+            for parts in zip(*(map(jnp.ravel, new_scales[number]) for number in group), strict=True)
+        ]
+        written = _written_apart(pieces.stacked(together), numbers, decay, rows, ok)
+        arrays.update(zip(group, pieces.unstacked(written, together), strict=True))
+    return [_assembled(leaf, arrays[number], _shaped(leaf, kept_parts)) for number, leaf in enumerate(leaves)]
 
 
-_written_in_pieces = functools.partial(_written, way_of=pieces.way_to_write)
+def _assembled(leaf: Leaf, arrays: Leaf, scales: list[jax.Array]) -> Written:
+    """What is written of a leaf, from its new arrays and the scales to keep."""
+    rest = iter(scales)
+    mu, nu, weight, master = (
+        ScaledArray(new, next(rest)) if is_scaled(old) else new
+        for new, old in zip(arrays[1:], leaf[1:], strict=True)
+    )
+    return Overwrite.by(weight) if is_scaled(leaf.param) else arrays.grad, mu, nu, master
 
 
 def _shaped(leaf: Leaf, scales: Iterator[jax.Array]) -> list[jax.Array]:
@@ -154,6 +197,15 @@ def _written_whole(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Ar
         is_leaf=is_scaled,
     )
     return kept._replace(grad=jnp.where(ok, new.update, 0.0))
+
+
+def _written_apart(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Array], ok: jax.Array) -> Leaf:
+    """The same in a branch of its own, or it would be computed again for each row that is taken out."""
+    return lax.cond(
+        ok,
+        lambda: _written_whole(leaf, numbers, decay, scales, jnp.array(True)),
+        lambda: _written_whole(leaf, numbers, decay, scales, jnp.array(False)),
+    )
 
 
 def _choose(ok: jax.Array, new: Any, old: Any) -> jax.Array:

@@ -81,6 +81,55 @@ def amaxes(leaf: Leaf, numbers: Numbers, decay: str) -> list[jax.Array]:
     ]
 
 
+# Small tensors ###################################################################################
+
+
+def groups(leaves: list[Leaf], decays: tuple[str, ...]) -> list[list[int]]:
+    """The numbers of leaves that are alike and small, together; each of the others alone.
+
+    The time to compile a step is that of its leaves, most of which are biases and norms.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, (leaf, decay) in enumerate(zip(leaves, decays, strict=True)):
+        nodes = [node for node in leaf if node is not None]
+        is_small = 0 < math.prod(leaf.grad.shape) <= _PIECE
+        if is_small and all(node.scale.size == 1 for node in nodes if is_scaled(node)):
+            formats = tuple(None if node is None else (is_scaled(node), _data(node).dtype) for node in leaf)
+            alike.setdefault((formats, decay), []).append(number)
+        else:
+            alike[number] = [number]
+    return list(alike.values())
+
+
+def stacked(leaves: list[Leaf]) -> Leaf:
+    """Small leaves as the rows of one, filled up with zeros, a scale for each row."""
+    longest = max(math.prod(leaf.grad.shape) for leaf in leaves)
+
+    def stack(*nodes: Any) -> Any:
+        flat = [_bits(_data(node)).reshape(-1) for node in nodes]
+        rows = jnp.stack([jnp.pad(row, (0, longest - len(row))) for row in flat])
+        if not is_scaled(nodes[0]):
+            return rows
+        scale = jnp.concatenate([node.scale.reshape(1, 1) for node in nodes])
+        return ScaledArray(lax.bitcast_convert_type(rows, nodes[0].data.dtype), scale)
+
+    return jax.tree.map(stack, *leaves, is_leaf=is_scaled)
+
+
+def unstacked(rows: Leaf, leaves: list[Leaf]) -> list[Leaf]:
+    """The arrays of each leaf, of those of `stacked(leaves)`."""
+
+    def row(array: jax.Array, number: int) -> jax.Array:
+        shape = leaves[number].grad.shape
+        bits = _bits(array)[number, : math.prod(shape)].reshape(shape)
+        return lax.bitcast_convert_type(bits, array.dtype)
+
+    return [jax.tree.map(lambda array, i=i: row(array, i), rows) for i in range(len(leaves))]
+
+
+# Tensors in place ################################################################################
+
+
 def way_to_write(leaf: Leaf) -> Callable[..., Leaf] | None:
     """How to write a leaf in place; None if there is no such way."""
     if is_scaled(leaf.param):
