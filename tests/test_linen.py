@@ -144,8 +144,9 @@ def test_applying_changes_no_state_and_needs_all_variables(o2):
     jax.tree.map(np.testing.assert_array_equal, variables, copy)
     with pytest.raises(ValueError, match=r"layer 'blocks/attn/query' in the collection '_overwrite"):
         model.apply({"params": variables["params"]}, TOKENS)
-    wrong = {**variables, "_overwrite_with_gradient": {"body": {}}}
-    with pytest.raises(ValueError, match=r"has 'body', which 'params'"):
+    # A state of another name is one of a product of raw code.
+    wrong = {**variables, "_overwrite_with_gradient": {"body": {"scale": jnp.ones(3)}}}
+    with pytest.raises(ValueError, match=r"layer 'blocks/attn/query' in the collection '_overwrite"):
         model.apply(wrong, TOKENS)
 
 

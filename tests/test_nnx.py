@@ -160,7 +160,15 @@ def step_of(clip=None):
     return step
 
 
-@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3", "fp16_amp"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("te", marks=pytest.mark.long),
+        pytest.param("O2", marks=pytest.mark.long),
+        "O3",
+        pytest.param("fp16_amp", marks=pytest.mark.long),
+    ],
+)
 def test_a_loop_of_nnx_idioms_stays_one(recipe):
     model = nnx.clone(net(recipe))
     tx = optax.chain(clip_by_global_norm(1.0), adamw(3e-3, recipe))
@@ -177,6 +185,7 @@ def test_a_loop_of_nnx_idioms_stays_one(recipe):
         assert int((history[0] > 0).sum()) == min(20, Recipe.parse(recipe).amax_history_len)
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_the_plain_model_in_their_formats():
     model = without_dropout(net("O2"))
     loss, grads = fp8jax.value_and_grad(squares)(model, TOKENS)
@@ -188,6 +197,7 @@ def test_gradients_are_those_of_the_plain_model_in_their_formats():
     assert relative(flat(grads), flat(want)) < 0.25
 
 
+@pytest.mark.long
 def test_auxiliary_outputs_and_microbatches():
     model = without_dropout(net("O2"))
     model.statistics.use_running_average = True
@@ -245,7 +255,7 @@ class Stack(nnx.Module):
         return run(x, self.blocks)
 
 
-@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+@pytest.mark.parametrize("recipe", [pytest.param("te", marks=pytest.mark.long), "O3"])
 def test_layers_under_vmap_scan_and_remat(recipe):
     model = fp8jax.transform(Stack(nnx.Rngs(0)), recipe)
     x = jax.random.normal(jax.random.key(0), (2, 4, WIDTH))
@@ -262,6 +272,7 @@ def test_layers_under_vmap_scan_and_remat(recipe):
     assert (new != scale).all() and len(set(map(float, new[:, 0]))) > 1
 
 
+@pytest.mark.long
 def test_several_models_at_once():
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):
@@ -276,6 +287,7 @@ def test_several_models_at_once():
     )
 
 
+@pytest.mark.long
 def test_split_merge_state_and_a_checkpoint(tmp_path):
     model = nnx.clone(net("O3"))
     fp8jax.value_and_grad(squares)(model, TOKENS)
@@ -314,7 +326,7 @@ def test_scaled_values_index_as_arrays():
 # Back, and inference #############################################################################
 
 
-@pytest.mark.parametrize("recipe", ["te", "O3", "bf16", "fp16_amp"])
+@pytest.mark.parametrize("recipe", ["O3", "fp16_amp"])
 def test_the_plain_model_comes_back(recipe):
     plain, model = net(), net(recipe)
     again = fp8jax.dequantize(model)
@@ -326,7 +338,8 @@ def test_the_plain_model_comes_back(recipe):
     assert type(model.blocks[0].up) is not nnx.Linear
 
 
-@pytest.mark.parametrize("recipe", ["te", "O2"])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["te"])
 def test_a_frozen_model_gives_the_same(recipe):
     model = without_dropout(net(recipe))
     model.statistics.use_running_average = True
@@ -373,6 +386,7 @@ def test_attend_is_in_fp8_where_it_is_asked_for():
 # Rules ###########################################################################################
 
 
+@pytest.mark.long
 def test_rules_choose_layers_of_a_module():
     rules = [
         fp8jax.Rule("blocks/0/*"),

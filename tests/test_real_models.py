@@ -11,6 +11,8 @@ from flax import nnx
 import fp8jax
 from fp8jax.optim import adamw, clip_by_global_norm
 
+pytestmark = pytest.mark.long
+
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, 48, (4, 16))
 IMAGES = RNG.normal(size=(8, 16, 16, 3)).astype(np.float32)
@@ -45,10 +47,10 @@ class EncoderDecoder(nn.Module):
 
         embed = nn.Embed(48, WIDTH, dtype=self.dtype)
         memory = embed(source)
-        for i in range(2):
+        for i in range(1):
             memory = feed_forward(f"encoder_{i}", attend(f"encode_{i}", memory, None))
         x = embed(jnp.pad(target, ((0, 0), (1, 0)))[:, :-1])
-        for i in range(2):
+        for i in range(1):
             x = attend(f"decode_{i}", x, None, nn.make_causal_mask(target))
             x = feed_forward(f"decoder_{i}", attend(f"cross_{i}", x, memory))
         return embed.attend(nn.RMSNorm(dtype=self.dtype)(x) * WIDTH**-0.5)
@@ -179,10 +181,9 @@ class Decoder(nnx.Module):
         return self.embed.attend(self.norm(run(self.embed(tokens), self.layers)))
 
 
-@pytest.mark.parametrize("attend", [False, True])
-def test_an_nnx_decoder(attend):
+def test_an_nnx_decoder():
     losses, targets = {}, np.roll(TOKENS, -1, 1)
-    rules = [fp8jax.Rule("*.attend", "O2")] if attend else []
+    rules = [fp8jax.Rule("*.attend", "O2")]
     for recipe in ("bf16", "O2"):
         given = rules if recipe == "O2" else []
         model = fp8jax.transform(Decoder(nnx.Rngs(0)), recipe, rules=given)
@@ -199,10 +200,7 @@ def test_an_nnx_decoder(attend):
         losses[recipe] = [float(step(model, optimizer)) for _ in range(20)]
     report = fp8jax.report(model, TOKENS)
     rows = {row.path: row for row in report.rows}
-    assert (
-        report.fp8_share > (0.9 if attend else 0.8)
-        and rows["embed.attend" if attend else "embed"].fp8 == attend
-    )
+    assert report.fp8_share > 0.9 and rows["embed.attend"].fp8
     assert rows["layers/kv"].kernel_shape == (WIDTH, 2, HEADS // 2, HEAD)
     assert losses["O2"][-1] < 0.8 * losses["O2"][0]
     np.testing.assert_allclose(losses["O2"], losses["bf16"], atol=0.05 * losses["bf16"][0])
