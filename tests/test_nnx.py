@@ -19,6 +19,10 @@ from fp8jax.scaled import is_scaled, value
 WIDTH, DEPTH = 16, 3
 
 
+def long(recipe):
+    return pytest.param(recipe, marks=pytest.mark.long)
+
+
 class Block(nnx.Module):
     """One of each matched kind of layer."""
 
@@ -163,7 +167,7 @@ def step_of(clip=None):
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param("te", marks=pytest.mark.long),
+        long("te"),
         pytest.param("O2", marks=pytest.mark.long),
         "O3",
         pytest.param("fp16_amp", marks=pytest.mark.long),
@@ -255,7 +259,7 @@ class Stack(nnx.Module):
         return run(x, self.blocks)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("te", marks=pytest.mark.long), "O3"])
+@pytest.mark.parametrize("recipe", [long("te"), "O3"])
 def test_layers_under_vmap_scan_and_remat(recipe):
     model = fp8jax.transform(Stack(nnx.Rngs(0)), recipe)
     x = jax.random.normal(jax.random.key(0), (2, 4, WIDTH))
