@@ -279,6 +279,7 @@ def casts(function, *args):
     return text.count("by_platform")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe, module",
     [("te", Scanned()), ("te,scaling=current", Scanned()), ("O2", Mlp()), ("O3", Mlp())],
@@ -310,6 +311,7 @@ class ByHand(nn.Module):
         return fp8jax.einsum("...i,io->...o", x, w, recipe="te", state=state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [
