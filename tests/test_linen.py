@@ -354,3 +354,15 @@ def test_recipe_objects_and_text_are_the_same():
     by_text, by_value = (fp8jax.transform(nn.Dense(8), recipe) for recipe in ("O2", Recipe.O2))
     assert by_text.recipe == by_value.recipe
     assert str(by_text.report(x)) == str(by_value.report(x))
+
+
+def test_layers_called_by_keyword():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.DenseGeneral(features=4)(inputs=nn.Dense(8)(inputs=x))
+
+    x = jnp.ones((2, 16))
+    model = fp8jax.transform(Net(), "O2")
+    assert model.apply(model.init(jax.random.key(0), x), x).shape == (2, 4)
+    assert [row.kernel_shape for row in model.report(x).rows] == [(16, 8), (8, 4)]

@@ -356,6 +356,15 @@ def test_a_frozen_model_gives_the_same(recipe):
     assert fp8jax.freeze(stack).blocks.up.kernel.get_value().scale.shape == (DEPTH, 1, 1)
 
 
+def test_a_class_with_its_bases_name_comes_back():
+    Own = type("Linear", (nnx.Linear,), {"__qualname__": "Linear"})
+    model = fp8jax.transform(
+        nnx.List([Own(4, 4, rngs=nnx.Rngs(0)), Own(4, 4, rngs=nnx.Rngs(0))]), "te,exclude=0"
+    )
+    assert [type(layer) is Own for layer in model] == [True, False]
+    assert [type(layer) for layer in fp8jax.dequantize(model)] == [Own, Own]
+
+
 def test_functions_for_nnx_refuse_others():
     for function in (fp8jax.freeze, fp8jax.dequantize):
         with pytest.raises(TypeError, match="expected an NNX module; got dict"):

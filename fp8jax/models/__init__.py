@@ -8,6 +8,7 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.models import linen, nnx
+from fp8jax.models.nnx_gradient import gradient_of_module
 from fp8jax.models.report import Report
 from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
@@ -121,7 +122,7 @@ def _of_either(
     loss_fn: Any, grad_of: Callable[..., Any], has_aux: bool, last: Callable[[Any], Any] = lambda aux: aux
 ) -> Callable[..., Any]:
     of_variables = grad_of(loss_fn, has_aux=has_aux)
-    of_module = nnx.gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last)
+    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last)
 
     @functools.wraps(loss_fn)
     def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,9 @@ class Interceptor:
             choice = self._choose_attend(module, path) if method == "attend" else None
             self.rows[path] = Row(path, kind, (), False, LEFT_ALONE[kind])
             with scope(path):
-                return call(*args, **kwargs) if choice is None else self._attend(module, path, choice, *args)
+                if choice is None:
+                    return call(*args, **kwargs)
+                return self._attend(module, path, choice, *args, **kwargs)
         if method != "__call__" or not isinstance(module, MATCHED):
             return call(*args, **kwargs)
         recipe, reason = self._choose(module, path, args, kwargs)
@@ -82,7 +84,9 @@ class Interceptor:
             reason = "the layer multiplies in its own way"
         if reason is None and module.is_initializing() and recipe.weight != "FP32":
             _narrow_kernel(module, recipe)
-        self.rows[path] = Row(path, kind, _kernel_shape(module, args), reason is None, reason or "")
+        self.rows[path] = Row(
+            path, kind, _kernel_shape(module, *args, **kwargs), reason is None, reason or ""
+        )
         if reason is None:
             self.recipes[path] = recipe
         return out
@@ -93,7 +97,7 @@ class Interceptor:
         if not path and not isinstance(self.root, MATCHED):
             # `layer.apply({"params": ...}, x)` inside of a model, as for a tied head.
             return Choice(self.rules.recipe, "the layer is applied to parameters that it is given")
-        choice = self.rules.choose(Layer(path, module, _kernel_shape(module, args)))
+        choice = self.rules.choose(Layer(path, module, _kernel_shape(module, *args, **kwargs)))
         is_einsum = isinstance(module, nn.Einsum) and choice.reason is None
         if is_einsum and not is_dot(_subscripts(module, *args, **kwargs)):
             return Choice(choice.recipe, "the einsum is not a single dot product")
@@ -177,17 +181,18 @@ def _box_of_scaled(cls: type[meta.Partitioned]) -> type[meta.Partitioned]:
     return types.new_class(cls.__name__, (cls,), exec_body=lambda names: names.update(members))
 
 
-def _kernel_shape(module: Any, args: Any) -> tuple[int, ...]:
+def _kernel_shape(module: Any, inputs: Any, *rest: Any, **options: Any) -> tuple[int, ...]:
     """The shape of the kernel that the layer has, or will have."""
     if module.has_variable("params", "kernel"):
         return tuple(meta.unbox(module.get_variable("params", "kernel")).shape)
     if isinstance(module, nn.Einsum):
         return tuple(module.shape)
-    inputs: Any = jnp.shape(args[0])
+    del rest, options
+    shape: Any = jnp.shape(inputs)
     if not isinstance(module, nn.DenseGeneral):
-        return inputs[-1], module.features
+        return shape[-1], module.features
     axes, features = (x if isinstance(x, tuple) else (x,) for x in (module.axis, module.features))
-    return tuple(inputs[axis] for axis in (*module.batch_dims, *axes)) + tuple(features)
+    return tuple(shape[axis] for axis in (*module.batch_dims, *axes)) + tuple(features)
 
 
 def _has_own_dot(module: Any) -> bool:

@@ -27,7 +27,6 @@ from fp8jax.models.report import Report, Row, measured, scope, trace
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import quantize, value
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
 STATE = "__fp8_"
@@ -156,8 +155,8 @@ def dequantize(model: nnx.Module) -> nnx.Module:
             layer.kernel.set_value(value(layer.kernel.get_value()))
         for name in [name for name in vars(layer) if name.endswith("__fp8") or STATE in name]:
             delattr(layer, name)
-        if type(layer).__mro__[1].__qualname__ == type(layer).__qualname__:
-            _change_class(layer, lambda cls: cls.__mro__[1])
+        # A class of the user's may have the name of its base: only what `transform` made is undone.
+        _change_class(layer, lambda cls: vars(cls).get("plain__fp8", cls))
     if hasattr(copy, "loss_scale__fp8"):
         del copy.loss_scale__fp8
     return copy
@@ -278,7 +277,7 @@ def _change_class(layer: Any, subclass_of: Callable[[type], type]) -> None:
 
 def _subclass(cls: type, members: dict[str, Any]) -> type:
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), {**names, **members})
+    return type(cls)(cls.__name__, (cls,), {**names, **members, "plain__fp8": cls})
 
 
 @functools.cache
@@ -306,80 +305,3 @@ def _scoped(cls: type) -> type:
             return cls.attend(layer, *args, **kwargs)
 
     return _subclass(cls, {"__call__": call, **({"attend": attend} if hasattr(cls, "attend") else {})})
-
-
-# Gradients #######################################################################################
-
-
-def gradient_of_module(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    grad_of: Callable[[Callable[..., Any]], Any],
-    last: Callable[[Any], Any] = lambda aux: aux,
-) -> Callable[..., Any]:
-    """A function that gives the gradient of a loss of a module.
-
-    Args:
-        loss_fn: `loss_fn(model, *args, **kwargs)`.
-        has_aux: whether it gives more than the loss.
-        grad_of: the gradient, with auxiliary outputs, of a loss of variables.
-        last: of the auxiliary outputs that the gradient gives, the last call's.
-    """
-
-    @functools.wraps(loss_fn)
-    def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        graph, params, states, scales, rest = nnx.split(model, *_KINDS)
-        variables = {PARAMS: _tree(params), SCALING: _tree(states)}
-        for _, variable in nnx.to_flat_state(scales):
-            variables[LOSS_SCALE] = variable.get_value()
-
-        def pure(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            # New variables, which belong to this trace and may be changed in it.
-            others = jax.tree.map(lambda x: x, (scales, rest))
-            inside = _put(params, variables[PARAMS]), _put(states, variables[SCALING]), *others
-            inside = nnx.merge(graph, *inside)
-            out = loss_fn(inside, *args, **kwargs)
-            loss, aux = out if has_aux else (out, None)
-            *_, after = nnx.split(inside, *_KINDS)
-            return loss, (aux, after)
-
-        (loss, (aux, after)), grads = grad_of(pure)(variables, *args, **kwargs)
-        nnx.update(model, last(after), _put(states, grads[SCALING]))
-        for path, variable in nnx.to_flat_state(scales):
-            nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
-        grads = _put(params, grads[PARAMS])
-        return ((loss, aux) if has_aux else loss), grads
-
-    return wrapped
-
-
-# What of a model is trained, what is scaled with, and the rest.
-_KINDS = (nnx.Param, FP8State, LossScale, ...)
-
-
-def _tree(state: Any) -> dict[Any, Any]:
-    """The values of a state as nested dicts; a scaling state is one in its kernel's place."""
-    tree: dict[Any, Any] = {}
-    for path, variable in nnx.to_flat_state(state):
-        *parents, name = _path(path)
-        below = tree
-        for part in parents:
-            below = below.setdefault(part, {})
-        below[name] = variable.get_value()
-    return tree
-
-
-def _put(state: Any, tree: Any) -> Any:
-    """The state with the values of such a tree."""
-
-    def found(path: Any) -> Any:
-        return functools.reduce(lambda below, part: below[part], _path(path), tree)
-
-    return nnx.from_flat_state(
-        [(path, variable.replace(found(path))) for path, variable in nnx.to_flat_state(state)]
-    )
-
-
-def _path(path: Any) -> list[Any]:
-    *parents, name = path
-    return [*parents, *(name.split(STATE) if isinstance(name, str) else [name])]
