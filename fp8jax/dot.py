@@ -27,8 +27,9 @@ from jax import lax
 
 from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
+from fp8jax.platforms import by_platform
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, to_bytes, value
+from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, select, to_bytes, value
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
 
 OPERANDS = ("lhs", "rhs", "grad")
@@ -152,7 +153,7 @@ def dot_general(
     slot_dtype = None if slot is None else slot.dtype
     static = _Static(recipe, backend, layout, lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
     state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
-    out: Any = _dot(static, lhs, kernel, slot, state)
+    out: Any = _jitted_dot(static, lhs, kernel, slot, state)
     return out.reshape(layout.out_shape)
 
 
@@ -216,7 +217,7 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
     lhs, rhs = (_unpacked(matrix, static.formats[0]) for matrix in matrices)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     # An infinite gradient stays visible: saturated, it would look like a large one.
-    grad = jnp.where(jnp.isinf(grad), jnp.nan, grad)
+    grad = select(lax.is_finite(grad), grad, float("nan"))
     grad_seen, q_grad = _quantize(static, 2, grad, state)
     dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
     drhs = _multiply(static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True)
@@ -238,6 +239,9 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
 
 _dot.defvjp(_forward, _backward)
 
+# A model has many products of one kind: jitted, they are traced and differentiated once.
+_jitted_dot = jax.jit(_dot, static_argnums=0)
+
 
 def _quantize(static: _Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
     """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses; or as it is, if it is FP8."""
@@ -247,8 +251,14 @@ def _quantize(static: _Static, operand: int, x: Any, state: State) -> tuple[jax.
         return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
     seen = amax(x)
     q = quantize(x, format, scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max))
-    # Without the barrier XLA keeps the wide tensor for the backward and casts it again.
-    return seen, _unpacked(lax.optimization_barrier(_packed(q)), format)
+    packed = by_platform(_packed(q), cpu=_as_it_is, default=lax.optimization_barrier)
+    return seen, _unpacked(packed, format)
+
+
+def _as_it_is(x: Any) -> Any:
+    """In the place of the barrier without which XLA on a GPU keeps the wide tensor for the backward, and
+    casts it again. On a CPU it only makes compiling slower."""
+    return x
 
 
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from fp8jax import formats, loss_scale
 from fp8jax.dot import Weight
 from fp8jax.optim.overwrite import overwrites
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
+from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, select, value
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,
@@ -246,7 +246,7 @@ def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[...,
 
 
 def _unless_unused(new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isneginf(new), old, new)
+    return select(new == -jnp.inf, old, new)
 
 
 def _is_marked(params: Any, state: Any) -> Any:

@@ -173,9 +173,9 @@ def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
         float32 of shape `shape`; 0 for an empty tensor; inf where a block has inf or NaN.
     """
     x = value(x)
-    magnitude = jnp.abs(x.astype(jnp.float32))
+    magnitude = lax.abs(x.astype(jnp.float32))
     # XLA's maximum on CPU may pass over a NaN.
-    magnitude = jnp.where(magnitude == magnitude, magnitude, jnp.inf)
+    magnitude = select(magnitude == magnitude, magnitude, float("inf"))
     if not shape:
         return _max_or_0(magnitude, range(x.ndim))
     # Split each dim into (blocks, within a block) and reduce the second of each pair.
@@ -186,6 +186,14 @@ def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
 def _max_or_0(magnitude: jax.Array, axes: range) -> jax.Array:
     """`jnp.max(magnitude, axes, initial=0)`, which takes the maximum with 0 in a kernel of its own."""
     return lax.reduce(magnitude, jnp.float32(0), lax.max, tuple(axes))
+
+
+def select(mask: jax.Array, x: Any, otherwise: Any) -> jax.Array:
+    """`jnp.where` of arrays of one shape and dtype, either of them a number: a third of the operations,
+    which add up where each product of a model has a few."""
+    like = otherwise if isinstance(x, float) else x
+    full = [lax.full_like(like, branch) if isinstance(branch, float) else branch for branch in (x, otherwise)]
+    return lax.select(mask, *full)
 
 
 def usable(amax: jax.Array) -> jax.Array:
@@ -221,17 +229,23 @@ def scale_of(
         TransformerEngine `DelayedScaling` and `Float8CurrentScaling` (the reciprocal of
         their factor), MS-AMP `ScalingMeta` (power of two).
     """
-    known, limit = usable(amax), jnp.asarray(limit, jnp.float32)
-    amax = jnp.where(known, amax, limit)
+    known = usable(amax)
     if power_of_two:
+        limit = jnp.asarray(limit, jnp.float32)
+        amax = jnp.where(known, amax, limit)
         # Of the quotient only its exponent counts, and it can leave float32's range.
         (fraction, exponent), (of_fraction, of_exponent) = jnp.frexp(limit), jnp.frexp(amax)
         exponent = exponent - of_exponent - (fraction < of_fraction) - margin
         scale = jnp.ldexp(jnp.ones_like(amax), -jnp.clip(exponent, -126, 126))
     else:
-        factor = limit * jnp.float32(2.0**-margin) / amax
-        scale = 1 / jnp.clip(factor, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
-    return jnp.where(known, scale, jnp.asarray(otherwise, jnp.float32))
+        scale = 1 / factor_of(amax, limit, margin)
+    return select(known, scale, otherwise)
+
+
+def factor_of(amax: jax.Array, limit: Any, margin: int = 0) -> jax.Array:
+    """The reciprocal of `scale_of` where the amax is usable, else any number."""
+    factor = limit * np.float32(2.0**-margin) / amax
+    return lax.clamp(np.float32(MIN_SCALE), factor, np.float32(MAX_SCALE))
 
 
 def quantize(
@@ -277,7 +291,7 @@ def quantize(
         scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)
     scale = jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
-    return ScaledArray(cast(x.astype(jnp.float32) * (1 / expand(scale, x.shape)), format), scale)
+    return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)
 
 
 def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
@@ -309,21 +323,18 @@ def _cast_natively(x: jax.Array, format: Format) -> jax.Array:
 
 
 def _cast_by_bits(x: jax.Array, format: Format) -> jax.Array:
-    limit = jnp.float32(format.max)
-    bits = lax.bitcast_convert_type(lax.clamp(-limit, x, limit), jnp.uint32)
-    sign, magnitude = (bits >> 24) & jnp.uint32(0x80), bits & jnp.uint32(0x7FFFFFFF)
-    dropped, smallest_exponent = 23 - format.mantissa_bits, 1 - format.exponent_bias
-    # Normal codes: round the mantissa where it is cut off, then rebias the exponent.
-    last_kept = (magnitude >> dropped) & jnp.uint32(1)
-    rounded = (magnitude + (jnp.uint32(2 ** (dropped - 1) - 1) + last_kept)) >> dropped
-    normal = rounded - jnp.uint32((127 - format.exponent_bias) << format.mantissa_bits)
-    # Subnormal codes: adding this power of two makes the float adder itself round to the
-    # format's smallest step, and leaves the code in the low bits of the sum.
-    anchor = np.float32(2.0 ** (smallest_exponent - format.mantissa_bits + 23))
-    total = lax.bitcast_convert_type(magnitude, jnp.float32) + anchor
-    subnormal = lax.bitcast_convert_type(total, jnp.uint32) - anchor.view(np.uint32)
-    is_subnormal = magnitude < jnp.uint32((127 + smallest_exponent) << 23)
-    code = jnp.where(is_subnormal, subnormal, normal)
-    nan = np.array(np.nan, format.dtype).view(np.uint8)
-    code = jnp.where(magnitude > jnp.uint32(0x7F800000), jnp.uint32(nan & 0x7F), code)
-    return lax.bitcast_convert_type((code | sign).astype(jnp.uint8), format.dtype)
+    # Adding a power of two to the magnitude makes the float adder itself round to the format's step there,
+    # and leaves the rounded mantissa in the low bits of the sum. The power follows the exponent, down to
+    # that of the format's subnormals, which all have the same step.
+    cut = 23 - format.mantissa_bits
+    smallest = np.uint32((128 - format.exponent_bias) << 23)
+    magnitude = lax.bitcast_convert_type(lax.min(lax.abs(x), jnp.float32(format.max)), jnp.uint32)
+    anchor = (lax.max(magnitude, smallest) & np.uint32(0x7F800000)) + np.uint32(cut << 23)
+    rounded = lax.bitcast_convert_type(magnitude, jnp.float32) + lax.bitcast_convert_type(anchor, jnp.float32)
+    mantissa = lax.bitcast_convert_type(rounded, jnp.uint32) - anchor
+    code = mantissa + (anchor >> np.uint32(cut)) - np.uint32((smallest + (cut << 23)) >> cut)
+    # Of a NaN all this is a large number, and no other code is larger than NaN's.
+    nan = np.uint32(np.array(np.nan, format.dtype).view(np.uint8) & 0x7F)
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(24)) & np.uint32(0x80)
+    code = lax.min(code, nan) | sign
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), format.dtype)

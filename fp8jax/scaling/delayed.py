@@ -25,9 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import MAX_SCALE, scale_of, usable
+from fp8jax.scaled import MAX_SCALE, factor_of, scale_of, select, usable
 from fp8jax.scaling.base import Scaling, State
 
 # No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
@@ -49,14 +50,19 @@ def build(recipe: Recipe) -> Scaling:
         return state
 
     def scale(state: State, operand: int, amax: jax.Array, limit: float) -> jax.Array:
-        kept = state["scale"][operand]
+        kept = lax.index_in_dim(state["scale"], operand, keepdims=False)
         if recipe.first_scale == "one":
             return kept
-        return jnp.where(kept == UNSET, scale_of(amax, limit, margin=recipe.margin), kept)
+        first = kept == UNSET
+        # Exactly `where(first, scale_of(...), kept)`. XLA computes what ends in a division once, and what
+        # ends in a choice again for each of its uses.
+        factor = factor_of(amax, limit, margin=recipe.margin)
+        return select(first, 1.0, kept) / select(first & usable(amax), factor, 1.0)
 
     def update(state: State, amaxes: jax.Array, limits: Any) -> State:
-        newest = jnp.where(usable(amaxes), amaxes, 0.0)
-        history = jnp.concatenate([newest[:, None], state["amax_history"][:, :-1]], axis=1)
+        newest = select(usable(amaxes), amaxes, 0.0)
+        kept = lax.slice_in_dim(state["amax_history"], 0, recipe.amax_history_len - 1, axis=1)
+        history = lax.concatenate([lax.expand_dims(newest, [1]), kept], 1)
         window = newest if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=1)
         scale = scale_of(window, limits, margin=recipe.margin, otherwise=state["scale"])
         if recipe.interval == 1:
