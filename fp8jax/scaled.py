@@ -230,20 +230,19 @@ def scale_of(
         their factor), MS-AMP `ScalingMeta` (power of two).
     """
     known = usable(amax)
+    factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
+    # Exactly `where(known, 1 / factor, otherwise)`. XLA computes what ends in a division once, and what ends
+    # in a choice again for each of its uses.
+    return select(known, jnp.ones_like(amax), otherwise) / select(known, factor, 1.0)
+
+
+def factor_of(amax: jax.Array, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> jax.Array:
+    """The reciprocal of `scale_of` where the amax is usable, else any positive number."""
     if power_of_two:
-        limit = jnp.asarray(limit, jnp.float32)
-        amax = jnp.where(known, amax, limit)
-        # Of the quotient only its exponent counts, and it can leave float32's range.
-        (fraction, exponent), (of_fraction, of_exponent) = jnp.frexp(limit), jnp.frexp(amax)
-        exponent = exponent - of_exponent - (fraction < of_fraction) - margin
-        scale = jnp.ldexp(jnp.ones_like(amax), -jnp.clip(exponent, -126, 126))
-    else:
-        scale = 1 / factor_of(amax, limit, margin)
-    return select(known, scale, otherwise)
-
-
-def factor_of(amax: jax.Array, limit: Any, margin: int = 0) -> jax.Array:
-    """The reciprocal of `scale_of` where the amax is usable, else any number."""
+        bits, of_limit = (lax.bitcast_convert_type(jnp.float32(x), jnp.int32) for x in (amax, limit))
+        # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
+        exponent = lax.clamp(-126, ((of_limit - bits) >> 23) - margin, 126)
+        return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     factor = limit * np.float32(2.0**-margin) / amax
     return lax.clamp(np.float32(MIN_SCALE), factor, np.float32(MAX_SCALE))
 

@@ -36,12 +36,11 @@ def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tu
     options = {"whole": True, "layout": layout, "decays": decays}
     # Leaves as they are for a CPU, packed for a GPU: what a branch does not use is not computed.
     amaxes = by_platform(leaves, packed, numbers, cpu=_amaxes_in_pieces, default=_amaxes, **options)
-    nodes = [kept for leaf in _unpacked(packed, layout) for kept in to_round(leaf)]
+    nodes = [kept for leaf in leaves for kept in to_round(leaf)]
     limits = [np.full(_scale_size(kept), 1.0 if kept is None else format_of(kept).max) for kept in nodes]
-    olds = [jnp.ones(1) if kept is None else kept.scale.reshape(-1) for kept in nodes]
     ok = jnp.all(amaxes < jnp.inf)
     scales = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
-    scales = (scales, jnp.concatenate([jnp.zeros(0), *olds]))
+    scales = (scales, packed[0][_places_of_old(leaves)] if packed[0].size else jnp.ones_like(scales))
     packed, numbers, scales, ok = lax.optimization_barrier((packed, numbers, scales, ok))
     new = by_platform(
         leaves, packed, numbers, scales, ok, cpu=_written_in_pieces, default=_written_from_packed, **options
@@ -98,20 +97,31 @@ def _amaxes_in_pieces(
     leaves: list[Leaf], packed: Any, numbers: Numbers, *, layout: Any, decays: tuple[str, ...]
 ) -> jax.Array:
     del packed, layout
-    found, places = [jnp.zeros(0)], []
-    sizes = [sum(map(_scale_size, to_round(leaf))) for leaf in leaves]
-    begins = np.cumsum([0, *sizes])
-    for group in pieces.groups(leaves, decays):
-        together, decay = [leaves[number] for number in group], decays[group[0]]
-        if len(group) == 1:
-            amaxes = [x.reshape(1, -1) for x in pieces.amaxes(together[0], numbers, decay)]
-            found.append(jnp.concatenate(amaxes, axis=1).reshape(-1))
-        else:
-            tensors = before_rounding(moved(pieces.stacked(together), numbers, decay), together[0])
-            found.append(jnp.concatenate([amax(x, (len(group), 1)) for x in tensors], axis=1).reshape(-1))
-        places += [place for number in group for place in range(begins[number], begins[number + 1])]
+    groups = pieces.groups(leaves, decays)
+    found = [pieces.amaxes([leaves[i] for i in group], numbers, decays[group[0]]) for group in groups]
     # From the order of the groups to that of the leaves, in one go.
-    return jnp.concatenate(found)[np.argsort(places)] if places else jnp.zeros(0)
+    places = [place for group in groups for place in _places(leaves, group).reshape(-1)]
+    flat = [jnp.zeros(0), *(amaxes.reshape(-1) for amaxes in found)]
+    return jnp.concatenate(flat)[np.argsort(places)] if places else flat[0]
+
+
+def _places_of_old(leaves: list[Leaf]) -> np.ndarray[Any, Any]:
+    """Where the scale of each of what is rounded is among all of the leaves; anywhere if it has none."""
+    places, seen = [], 0
+    for leaf in leaves:
+        of_node = {}
+        for node in filter(is_scaled, leaf):
+            of_node[id(node)] = np.arange(seen, seen + node.scale.size)
+            seen += node.scale.size
+        places += [of_node.get(id(kept), np.zeros(1, int)) for kept in to_round(leaf)]
+    return np.concatenate([np.zeros(0, int), *places])
+
+
+def _places(leaves: list[Leaf], group: list[int]) -> np.ndarray[Any, Any]:
+    """Where a group's scales are among those of all leaves, a row for each of its leaves."""
+    sizes = [sum(map(_scale_size, to_round(leaf))) for leaf in leaves]
+    ends = np.cumsum(sizes)
+    return np.array([np.arange(ends[number] - sizes[number], ends[number]) for number in group])
 
 
 def _written_from_packed(
@@ -153,22 +163,20 @@ def _written(
 ) -> list[Written]:
     sizes = [_scale_size(kept) for leaf in leaves for kept in to_round(leaf)]
     new, old = scales
-    new_parts, kept_parts = (iter(_parts(array, sizes)) for array in (new, jnp.where(ok, new, old)))
-    new_scales = [_shaped(leaf, new_parts) for leaf in leaves]
+    # On a CPU not a choice, which would be made again, with all that leads to it, for each scale.
+    kept = lax.cond(ok, lambda: new, lambda: old) if in_pieces else jnp.where(ok, new, old)
+    kept_scales = iter(_parts(kept, sizes))
     arrays: dict[int, Leaf] = {}
     for group in pieces.groups(leaves, decays) if in_pieces else [[number] for number in range(len(leaves))]:
         together, decay = [leaves[number] for number in group], decays[group[0]]
-        if len(group) == 1:
-            way = (pieces.way_to_write(together[0]) if in_pieces else None) or _written_whole
-            arrays[group[0]] = way(together[0], numbers, decay, new_scales[group[0]], ok)
-            continue
-        rows = [
-            jnp.stack(parts).reshape(-1, 1)
-            for parts in zip(*(map(jnp.ravel, new_scales[number]) for number in group), strict=True)
-        ]
-        written = _written_apart(pieces.stacked(together), numbers, decay, rows, ok)
-        arrays.update(zip(group, pieces.unstacked(written, together), strict=True))
-    return [_assembled(leaf, arrays[number], _shaped(leaf, kept_parts)) for number, leaf in enumerate(leaves)]
+        way = (pieces.way_to_write(together[0]) if in_pieces else None) or _each_whole
+        if len(group) > 1 and pieces.is_small(together[0]):
+            way = _stacked if any(map(is_scaled, together[0])) else _each_whole
+        written = way(together, numbers, decay, new[_places(leaves, group)], ok)
+        arrays.update(zip(group, written, strict=True))
+    return [
+        _assembled(leaf, arrays[number], _shaped(leaf, kept_scales)) for number, leaf in enumerate(leaves)
+    ]
 
 
 def _assembled(leaf: Leaf, arrays: Leaf, scales: list[jax.Array]) -> Written:
@@ -187,8 +195,30 @@ def _shaped(leaf: Leaf, scales: Iterator[jax.Array]) -> list[jax.Array]:
     return [next(scales).reshape(shape) for shape in shapes]
 
 
-def _written_whole(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Array], ok: jax.Array) -> Leaf:
-    """What a step makes of a leaf's arrays, the update in the place of the gradient."""
+def _each_whole(
+    leaves: list[Leaf], numbers: Numbers, decay: str, scales: jax.Array, ok: jax.Array
+) -> list[Leaf]:
+    """What a step makes of each leaf's arrays, the update in the place of the gradient."""
+    parts = [
+        _shaped(leaf, iter(pieces.parted(row[None], leaf))) for leaf, row in zip(leaves, scales, strict=True)
+    ]
+    return [_whole(leaf, numbers, decay, part, ok) for leaf, part in zip(leaves, parts, strict=True)]
+
+
+def _stacked(
+    leaves: list[Leaf], numbers: Numbers, decay: str, scales: jax.Array, ok: jax.Array
+) -> list[Leaf]:
+    """The same, in a branch of its own, or it would be computed again for each row that is taken out."""
+    rows, parts = pieces.stacked(leaves), pieces.parted(scales, leaves[0])
+    written = lax.cond(
+        ok,
+        lambda: _whole(rows, numbers, decay, parts, jnp.array(True)),
+        lambda: _whole(rows, numbers, decay, parts, jnp.array(False)),
+    )
+    return pieces.unstacked(written, leaves)
+
+
+def _whole(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Array], ok: jax.Array) -> Leaf:
     new = moved(leaf, numbers, decay)
     kept = jax.tree.map(
         lambda new, old: _choose(ok, new, old),
@@ -197,15 +227,6 @@ def _written_whole(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Ar
         is_leaf=is_scaled,
     )
     return kept._replace(grad=jnp.where(ok, new.update, 0.0))
-
-
-def _written_apart(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Array], ok: jax.Array) -> Leaf:
-    """The same in a branch of its own, or it would be computed again for each row that is taken out."""
-    return lax.cond(
-        ok,
-        lambda: _written_whole(leaf, numbers, decay, scales, jnp.array(True)),
-        lambda: _written_whole(leaf, numbers, decay, scales, jnp.array(False)),
-    )
 
 
 def _choose(ok: jax.Array, new: Any, old: Any) -> jax.Array:

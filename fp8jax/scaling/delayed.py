@@ -54,8 +54,7 @@ def build(recipe: Recipe) -> Scaling:
         if recipe.first_scale == "one":
             return kept
         first = kept == UNSET
-        # Exactly `where(first, scale_of(...), kept)`. XLA computes what ends in a division once, and what
-        # ends in a choice again for each of its uses.
+        # Exactly `where(first, scale_of(...), kept)`, see there.
         factor = factor_of(amax, limit, margin=recipe.margin)
         return select(first, 1.0, kept) / select(first & usable(amax), factor, 1.0)
 
