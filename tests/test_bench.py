@@ -2,11 +2,15 @@
 
 import functools
 import json
+import pathlib
+import subprocess
 import sys
 
 import pytest
 
 from fp8jax import targets
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 
@@ -51,6 +55,17 @@ def test_step_prints_and_keeps_a_row_per_way(bench, tmp_path):
     assert [row["way"] for row in rows] == names
     assert all(row["step ms"] > 0 and row["temporaries MB"] > 0 for row in rows)
     assert rows[0]["/ bf16"] == 1.0
+
+
+@pytest.mark.long
+def test_compile_measures_both_programs():
+    names = ["bf16", "fp8jax O2"]
+    run = [sys.executable, str(ROOT / "examples/bench/compile.py"), "--tiny", "--json", "--ways", *names]
+    sections = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    assert list(sections) == ["loss and gradients", "whole step"]
+    for rows in sections.values():
+        assert [row["way"] for row in rows] == names
+        assert all(row["compile s"] > 0 and row["total s"] > row["trace s"] > 0 for row in rows)
 
 
 @needs_plugin
