@@ -19,11 +19,13 @@ What the backward needs is kept in FP8. The new scaling state leaves as the cota
 
 import dataclasses
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
@@ -214,6 +216,8 @@ def _forward(static: _Static, lhs: jax.Array, rhs: Any, slot: Any, state: State)
 
 def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, Any, Any]:
     matrices, seen, state = kept
+    if isinstance(grad, SymbolicZero):  # the output is not used
+        grad = jnp.zeros(grad.shape, grad.dtype)
     lhs, rhs = (_unpacked(matrix, static.formats[0]) for matrix in matrices)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     # An infinite gradient stays visible: saturated, it would look like a large one.
@@ -237,7 +241,29 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
     return dlhs, in_rhs, in_slot, to_max(new_state)
 
 
-_dot.defvjp(_forward, _backward)
+def _forward_rule(static: _Static, *operands: Any) -> tuple[jax.Array, Any]:
+    """`_forward` of what is differentiated, which says so for each array."""
+
+    def is_perturbed(tree: Any) -> bool:
+        return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
+
+    lhs, rhs, slot, state = jax.tree.map(lambda leaf: leaf.value, operands)
+    _, of_rhs, of_slot, of_state = map(is_perturbed, operands)
+    if of_rhs and isinstance(rhs, ScaledArray):
+        raise TypeError(
+            f"a scaled weight, {rhs.data.dtype}{list(rhs.shape)}, has no gradient of its own: expected "
+            "`fp8jax.value_and_grad` (which takes Flax variables and NNX modules); got JAX's or NNX's own."
+        )
+    if state and (of_rhs or of_slot) and not of_state:
+        warnings.warn(
+            "a gradient is taken with respect to weights but not to the FP8 scaling state: its new amaxes "
+            "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
+            stacklevel=2,
+        )
+    return _forward(static, lhs, rhs, slot, state)
+
+
+_dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 
 # A model has many products of one kind: jitted, they are traced and differentiated once.
 _jitted_dot = jax.jit(_dot, static_argnums=0)

@@ -52,3 +52,17 @@ def _dots(jaxpr):
             inner = {"cpu": inner["cpu"]}
         for below in jex.jaxprs_in_params(inner):
             yield from _dots(below)
+
+
+def equations(jaxpr, primitive, way):
+    """All equations of a primitive, on the way that is taken on this platform: "cpu" or "default"."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == primitive:
+            found.append(eqn)
+        inner = eqn.params
+        if eqn.primitive.name == "by_platform":
+            inner = {way: inner[way]}
+        for below in jex.jaxprs_in_params(inner):
+            found += equations(below, primitive, way)
+    return found

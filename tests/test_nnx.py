@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -132,6 +133,30 @@ def test_the_report_says_why():
     assert f"{100 * report.fp8_share:.0f}% of the FLOPs" in str(report)
     with pytest.raises(TypeError, match="no layer of it is transformed"):
         fp8jax.report(net(), TOKENS)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_every_gemm_of_the_report_is_float8_in_the_jaxpr_and_no_other(recipe):
+    model = fp8jax.transform(Net(nnx.Rngs(0)), recipe)
+    rows = fp8jax.report(model, TOKENS).rows
+    matched = [row for row in rows if row.fp8]
+    assert len(matched) == 2 * 6 + 1 and not next(row for row in rows if row.path == "head").fp8
+    graph, state = nnx.split(model)
+
+    def kept(state):
+        loss, grads = fp8jax.value_and_grad(squares)(nnx.merge(graph, state), TOKENS)
+        return loss, jax.tree.leaves(grads)
+
+    # The gradients are used, or nothing would be left of the backward.
+    count, wide = jaxprs.fp8_dots(kept, state)
+    plain_graph, plain = nnx.split(Net(nnx.Rngs(0)))
+
+    def plain_kept(state):
+        return jax.tree.leaves(nnx.grad(squares)(nnx.merge(plain_graph, state), TOKENS))
+
+    plain_count, plain_wide = jaxprs.fp8_dots(plain_kept, plain)
+    assert count == 3 * len(matched)
+    assert plain_count == 0 and count + wide == plain_wide
 
 
 def test_a_layer_with_a_dot_of_its_own_keeps_it():
