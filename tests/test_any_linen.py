@@ -97,7 +97,14 @@ class Recurrent(nn.Module):
         return nn.RNN(nn.LSTMCell(16))(x)
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(8))(x)
+
+
 MODELS = {
+    "WeightNorm": Normed(),
     "scan": Scanned(),
     "scan, one layer broadcast": Scanned(broadcast=True),
     "partitioned": Partitioned(),
@@ -139,6 +146,25 @@ def test_it_trains(module):
     np.testing.assert_allclose(losses[0], plain, rtol=0.1)
     assert losses[-1] < losses[0] and jax.tree.structure((variables, state)) == structure
     assert all(row.fp8 and row.flops for row in model.report(X).rows)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_a_normed_kernel_is_a_plain_parameter_and_its_product_in_fp8(recipe):
+    model = fp8jax.transform(Normed(), recipe)
+    variables = model.init(jax.random.key(0), X)
+    plain = Normed().init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], plain["params"])
+    loss = lambda apply: lambda variables: jnp.mean(apply(variables, X) ** 3)  # noqa: E731
+    _, grads = fp8jax.value_and_grad(loss(model.apply))(variables)
+    want = jax.grad(loss(Normed().apply))(plain)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=0.1 * jnp.max(jnp.abs(b))),
+        grads["params"],
+        want["params"],
+    )
+    [kept] = jax.tree.leaves(grads["_overwrite_with_gradient"], is_leaf=lambda node: "scale" in node)
+    assert set(kept) == {"scale", "amax_history"} and kept["amax_history"][0, 0] == np.max(np.abs(X))
+    assert all(row.fp8 for row in model.report(X).rows)
 
 
 def test_a_batch_of_nothing():

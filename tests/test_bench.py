@@ -3,12 +3,17 @@
 import functools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
-from fp8jax import targets
+import fp8jax
+from fp8jax import program, targets
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -115,6 +120,37 @@ def test_update_takes_turns_here(load_program):
     rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2)
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]
     assert all(row["step ms"] > 0 and row["temporaries GB"] >= 0 for row in rows)
+
+
+class NormedMLP(nn.Module):
+    """A norm and two layers, whose dims no FP8 GEMM takes if they are odd."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        x = nn.gelu(nn.Dense(self.hidden, dtype=jnp.bfloat16)(nn.LayerNorm(dtype=jnp.bfloat16)(x)))
+        return nn.Dense(width, dtype=jnp.bfloat16)(x)
+
+
+@needs_plugin
+@pytest.mark.parametrize("width, hidden", [(1024, 4096), (130, 250)])
+def test_norms_are_cast_where_they_are_computed_and_odd_dims_padded(width, hidden):
+    model = fp8jax.transform(NormedMLP(hidden), "te")
+    x = jax.ShapeDtypeStruct((2048, width), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert "XLA computes a norm within the cast" in str(model.report(x))
+
+    def loss(variables, x):
+        return jnp.mean(model.apply(variables, x).astype(jnp.float32) ** 2)
+
+    compiled = targets.compile_for(fp8jax.value_and_grad(loss), variables, x, target="h200")
+    assert [gemm.kind for gemm in program.read(compiled).gemms] == ["cublaslt_f8"] * 6
+    # Of what the forward computes before its first product, only FP8 codes have the input's size.
+    entry = compiled.as_text().split("ENTRY")[1].split("custom-call(")[0]
+    outputs = [line.split(" fusion(")[0] for line in entry.splitlines() if " fusion(" in line]
+    assert set(re.findall(rf"(\w+)\[2048,{width}\]", " ".join(outputs))) == {"f8e4m3fn"}
 
 
 @needs_plugin

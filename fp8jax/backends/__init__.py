@@ -1,7 +1,8 @@
 """Who multiplies? Each file is one answer; `auto` takes the best one that can.
 
-A backend is a module with two functions:
+A backend is a module with two functions and a text:
 
+    NORMS                                 # what becomes of a norm or an activation before a cast
     supports() -> str | None              # None, or the reason why it cannot run here
     dot(lhs, rhs, dimension_numbers, *, out_dtype, precise) -> Array
 

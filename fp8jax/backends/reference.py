@@ -11,6 +11,8 @@ from jax import lax
 
 from fp8jax.scaled import ScaledArray
 
+NORMS = "norms and activations are stored, and then cast to FP8"
+
 
 def supports() -> str | None:
     """None: runs everywhere."""

@@ -6,6 +6,7 @@ The layer's own code runs, with two of its attributes replaced for the length of
 """
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -27,10 +28,14 @@ from fp8jax.models.rules import Choice, Layer, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled, quantize
 
-# A kernel's scaling state is the parameter of the kernel's name and this suffix.
-STATE = "__fp8"
+# The names of parameters and of their scaling states, which are parameters too within a model. They share
+# no word: `nn.WeightNorm` and its like choose what they change by a part of the name.
+STATES = {"kernel": "fp8__of_weight", "embedding": "fp8__of_table"}
 
 MATCHED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+
+# What computes the kernel of the layer within from its parameters, which therefore stay float32.
+NORMED = (nn.WeightNorm, nn.SpectralNorm)
 
 # Layers that multiply but stay as they are; the report says why.
 LEFT_ALONE = {
@@ -57,6 +62,7 @@ class Interceptor:
     def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows):
         self.root, self.rules, self.backend, self.rows = root, rules, backend, rows
         self.recipes: dict[str, Recipe] = {}
+        self._in_norm = 0
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Flax's protocol: makes the method's call, `call(*args, **kwargs)`."""
@@ -70,9 +76,17 @@ class Interceptor:
                 if choice is None:
                     return call(*args, **kwargs)
                 return self._attend(module, path, choice, *args, **kwargs)
+        if method == "__call__" and isinstance(module, NORMED):
+            self._in_norm += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._in_norm -= 1
         if method != "__call__" or not isinstance(module, MATCHED):
             return call(*args, **kwargs)
         recipe, reason = self._choose(module, path, args, kwargs)
+        if self._in_norm and reason is None:
+            recipe = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
         multiply = None
         if reason is None:
             multiply = FP8Dot(recipe, self.backend, lambda: self._state(module, recipe), module.param_dtype)
@@ -115,7 +129,7 @@ class Interceptor:
         return multiply.dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
     def _state(self, module: Any, recipe: Recipe, kernel: str = "kernel") -> Any:
-        name, fresh = kernel + STATE, init_state(recipe)
+        name, fresh = STATES[kernel], init_state(recipe)
         if not fresh:
             return fresh
         if module.has_variable("params", name):

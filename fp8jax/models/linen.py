@@ -133,7 +133,7 @@ class LinenModel:
                 return self.module.apply(_merge(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
 
         jaxpr = trace(call, variables, *args, **kwargs)
-        return measured(str(self.recipe), rows, jaxpr)
+        return measured(str(self.recipe), rows, jaxpr, backends.get(self.backend).NORMS)
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """A plain model's variables in this model's formats.
@@ -227,7 +227,7 @@ def _merge_params(params: Any, state: Any) -> tuple[dict[str, Any], dict[str, An
             merged[name], below = _merge_params(params[name], kept)
             others.update({name: below} if below else {})
         else:
-            merged[name + layers.STATE] = kept
+            merged[layers.STATES[name]] = kept
     return merged, others
 
 
@@ -244,9 +244,10 @@ def _split(variables: Mapping[str, Any]) -> dict[str, Any]:
 def _split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     plain: dict[str, Any] = {}
     state: dict[str, Any] = {}
+    names = {of_state: of_param for of_param, of_state in layers.STATES.items()}
     for name, leaf in params.items():
-        if name.endswith(layers.STATE):
-            state[name.removesuffix(layers.STATE)] = leaf
+        if name in names:
+            state[names[name]] = leaf
         elif isinstance(leaf, Mapping):
             plain[name], below = _split_params(leaf)
             if below:

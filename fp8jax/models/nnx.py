@@ -118,14 +118,14 @@ def _choose(layer: Any, path: str, kernel_shape: tuple[int, ...], rules: Rules) 
 
 def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
     """See `fp8jax.report`."""
-    copy, rows, recipes = nnx.clone(model), {}, []
+    copy, rows, hows = nnx.clone(model), {}, []
     for path, layer in _layers(copy, (*MATCHED, *LEFT_ALONE)):
         how, shape, reason = getattr(layer, "how__fp8", None), (), None
         if how is not None:
             path, reason = how.path, how.reason
             table = isinstance(layer, nnx.Embed)
             shape = layer.embedding.shape[::-1] if table else layer.kernel.shape[-_rank(layer) :]
-            recipes.append(how.recipe)
+            hows.append(how)
         else:
             kinds = [kind for kind in LEFT_ALONE if isinstance(layer, kind)]
             reason = LEFT_ALONE[kinds[0]] if kinds else "the layer is not transformed"
@@ -133,7 +133,7 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
         rows[path] = Row(path, kind, tuple(shape), reason is None, reason or "")
         layer.path__fp8 = path
         _change_class(layer, _scoped)
-    if not recipes:
+    if not hows:
         raise TypeError("`model`: expected what fp8jax.transform made; no layer of it is transformed.")
     graph, state = nnx.split(copy)
 
@@ -141,7 +141,9 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
         return nnx.merge(graph, state)(*args, **kwargs)
 
     jaxpr = trace(call, state, *args, **kwargs)
-    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr)
+    recipes = [how.recipe for how in hows]
+    note = backends.get(hows[0].backend).NORMS
+    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr, note)
 
 
 def dequantize(model: nnx.Module) -> nnx.Module:
