@@ -29,9 +29,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
-from fp8jax.platforms import by_platform
+from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, select, to_bytes, value
+from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, quantize_gradient, select, to_bytes, value
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
 
 OPERANDS = ("lhs", "rhs", "grad")
@@ -122,6 +122,7 @@ def dot_general(
     state: State,
     out_dtype: Any = None,
     backend: str = "auto",
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`lax.dot_general` whose GEMMs run in FP8 as the recipe's `gemm` column says.
 
@@ -136,6 +137,7 @@ def dot_general(
             variables that hold it in "_overwrite_with_gradient", gives the next one.
         out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
         backend: see `fp8jax.backends`.
+        out_sharding: as in `lax.dot_general`, for meshes with explicit axes.
 
     Returns:
         Array of `lax.dot_general`'s shape. Its gradients: for `lhs` in lhs's dtype, for a
@@ -155,8 +157,17 @@ def dot_general(
     slot_dtype = None if slot is None else slot.dtype
     static = _Static(recipe, backend, layout, lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
     state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
-    out: Any = _jitted_dot(static, lhs, kernel, slot, state)
-    return out.reshape(layout.out_shape)
+
+    def multiplied(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
+        out: Any = _jitted_dot(static, lhs, kernel, slot, state)
+        return out.reshape(layout.out_shape)
+
+    def like(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
+        del slot, state
+        a, b = (x.astype(jnp.float32) for x in (lhs, kernel.data if is_scaled(kernel) else kernel))
+        return lax.dot_general(a, b, dimension_numbers, out_sharding=out_sharding)
+
+    return with_auto_axes(multiplied, like, lhs, kernel, slot, state)
 
 
 def einsum(

@@ -136,8 +136,8 @@ def _no_sums(grads: Any, format: str) -> Any:
 
     def zeros(leaf: Any) -> Any:
         if is_scaled(leaf) and sums != formats.FP32:
-            return ScaledArray(jnp.zeros(leaf.shape, sums.dtype), jnp.ones(leaf.scale.shape, jnp.float32))
-        return jnp.zeros(leaf.shape, jnp.float32)
+            return ScaledArray(jnp.zeros_like(leaf.data, sums.dtype), jnp.ones_like(leaf.scale))
+        return jnp.zeros_like(leaf.data if is_scaled(leaf) else leaf, jnp.float32)
 
     def unseen(least: float) -> Any:
         return lambda leaf: jnp.full(leaf.shape, least, leaf.dtype)
@@ -192,9 +192,10 @@ def _value_and_grad(
     is_marked = _is_marked(params, state)
 
     def slot(leaf: Any, marked: bool) -> Any:
+        like = leaf.data if is_scaled(leaf) else leaf  # sharded as it is
         if marked and narrow:
-            return no_codes(leaf.shape)
-        return jnp.zeros(leaf.shape, jnp.float32) if marked or is_scaled(leaf) else leaf
+            return no_codes(like)
+        return jnp.zeros_like(like, jnp.float32) if marked or is_scaled(leaf) else leaf
 
     def opened(leaf: Any, slot: Any, marked: bool) -> Any:
         return Weight(leaf, slot) if marked or is_scaled(leaf) else slot

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, PartitionSpec
 
 _choose_p = jex.Primitive("by_platform")
 _choose_p.multiple_results = True
@@ -68,6 +69,29 @@ def _run(*args: jax.Array, cpu: Any, default: Any, whole: bool) -> Any:
     devices = {device for arg in args for device in arg.devices()}
     on_cpu = {device.platform for device in devices} == {"cpu"}
     return _compiled(cpu if on_cpu and not (whole and len(devices) > 1) else default)(*args)
+
+
+def with_auto_axes(function: Callable[..., Any], out: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, in which XLA chooses shardings, also where the axes of a mesh are explicit.
+
+    Explicit axes make shardings part of types, which a custom derivative rule and a primitive of
+    our own do not carry.
+
+    Args:
+        function: of arrays, or trees of them.
+        out: a function of the same arguments that gives a tree of arrays of function's structure
+            and the wanted shardings; only traced, and only where an axis is explicit.
+        args: what both take.
+    """
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None:
+        return function(*args)
+    with jax.sharding.use_abstract_mesh(mesh):
+        whole = PartitionSpec()
+        shapes = jax.eval_shape(out, *args)
+        specs = jax.tree.map(lambda like: like.sharding.spec if like.sharding else whole, shapes)
+        return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
 
 
 def _batch(args: Any, dims: Any, *, cpu: Any, default: Any, whole: bool) -> Any:

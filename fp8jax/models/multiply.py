@@ -50,7 +50,9 @@ class FP8Dot:
             inputs = inputs.astype(self.out_dtype)
         return inputs, kernel, _cast(bias, self.out_dtype)
 
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, **ignored: Any) -> Any:
+    def dot_general(
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: Any = None, **ignored: Any
+    ) -> Any:
         """`ignored` is the precision of a wider GEMM."""
         self.is_used = True
         return dot_general(
@@ -61,6 +63,7 @@ class FP8Dot:
             recipe=self.recipe,
             backend=self.backend,
             state=self.state(),
+            out_sharding=out_sharding,
         )
 
     def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:

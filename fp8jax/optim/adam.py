@@ -19,6 +19,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,10 @@ import optax
 
 from fp8jax import formats
 from fp8jax.optim.links import on_params, plain_mask
-from fp8jax.optim.passes import advance
+from fp8jax.optim.passes import advance, as_written
 from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
+from fp8jax.platforms import with_auto_axes
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, value
 from fp8jax.variables import PARAMS, has_params
@@ -188,7 +190,9 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         mu, nu, master = kept
         leaves = [Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
         _check_shapes(leaves)
-        new, ok = advance(leaves, numbers, _decays(rule, treedef, params))
+        decays = _decays(rule, treedef, params)
+        step = functools.partial(advance, decays=decays)
+        new, ok = with_auto_axes(step, as_written, leaves, numbers)
         directions, mu, nu, master = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(4))
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
         return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
@@ -245,7 +249,7 @@ def _master_of(param: Any, recipe: Recipe) -> Any:
 
 
 def _zeros(param: Any, format: formats.Format) -> Any:
-    zeros = jnp.zeros(param.shape, format.dtype)
+    zeros = jnp.zeros_like(param.data if is_scaled(param) else param, format.dtype)  # sharded as it is
     if format == formats.FP32:
         return zeros
     scale_shape = param.scale.shape if is_scaled(param) else ()

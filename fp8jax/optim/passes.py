@@ -21,7 +21,7 @@ from fp8jax.optim import pieces
 from fp8jax.optim.overwrite import Overwrite, to_bits
 from fp8jax.optim.step import Leaf, Numbers, before_rounding, moved, rounded, to_round
 from fp8jax.platforms import by_platform
-from fp8jax.scaled import ScaledArray, amax, format_of, is_scaled, scale_of
+from fp8jax.scaled import ScaledArray, amax, format_of, is_scaled, scale_of, value
 
 # A leaf's update, mu, nu and master.
 Written = tuple[Any, Any, Any, Any]
@@ -46,6 +46,17 @@ def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tu
         leaves, packed, numbers, scales, ok, cpu=_written_in_pieces, default=_written_from_packed, **options
     )
     return new, ok
+
+
+def as_written(leaves: list[Leaf], numbers: Numbers) -> tuple[list[Written], jax.Array]:
+    """What `advance` gives of these leaves, in its shapes and in the shardings of the leaves."""
+    del numbers
+    new = []
+    for leaf in leaves:
+        moves = leaf.grad if leaf.param is None else leaf.param
+        update = Overwrite.by(moves) if is_scaled(leaf.param) else value(moves)
+        new.append((update, leaf.mu, leaf.nu, leaf.master))
+    return new, jnp.array(True)
 
 
 def _packed(leaves: list[Leaf]) -> tuple[Any, Any]:

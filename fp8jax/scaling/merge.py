@@ -6,7 +6,7 @@ FP8 weight gradient is codes on a scale of their own, and the sum of two codes i
 Both travel as arrays of extended dtypes, in which addition means something else, or shows:
 
     state = from_max(jax.grad(loss)(to_max(state)))          # merged by max; -inf where unused
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(no_codes(shape))
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(no_codes(jnp.zeros(shape)))
     adds_codes(jaxpr.jaxpr)                                  # whether codes meet in it
 
 The dtypes are Flax's (`fm32` and its kin, made for the first purpose). This is the only
@@ -57,9 +57,9 @@ def from_max(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32) if x.dtype == fm32 else x, tree)
 
 
-def no_codes(shape: tuple[int, ...]) -> jax.Array:
-    """Zero E4M3 codes that cannot be added."""
-    return to_codes(jnp.zeros(shape, E4M3.dtype))
+def no_codes(like: jax.Array) -> jax.Array:
+    """Zero E4M3 codes that cannot be added, of an array's shape."""
+    return to_codes(jnp.zeros_like(like, E4M3.dtype))
 
 
 def to_codes(data: jax.Array) -> jax.Array:

@@ -1,0 +1,112 @@
+"""A mesh with explicit axes, `jax.make_mesh`'s default, gives what one with automatic axes does."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax import formats, quantize
+
+X = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.relu(nn.Dense(64)(x)))
+
+
+class Module(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.mix = nnx.Einsum("bi,io->bo", (64, 8), rngs=rngs)
+
+    def __call__(self, x):
+        return self.mix(nnx.relu(self.up(x)))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def spread(tree, mesh, spec):
+    """Kernels sharded by `spec`, the rest everywhere."""
+
+    def put(x):
+        is_kernel = x.ndim == 2 and x.shape[0] % 8 == 0
+        return jax.device_put(x, NamedSharding(mesh, spec if is_kernel else P()))
+
+    return jax.tree.map(put, tree)
+
+
+def two_steps(recipe, kind, spec):
+    model, mesh = fp8jax.transform(Net(), recipe), mesh_of(kind)
+    variables = model.init(jax.random.key(0), X)
+    tx = fp8jax.optim.adam(1e-2, recipe)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+
+    @jax.jit
+    def step(variables, state, x):
+        loss, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, grads["params"], loss
+
+    with jax.set_mesh(mesh):
+        variables = spread(variables, mesh, spec)
+        state = jax.jit(tx.init)(variables)
+        for _ in range(2):
+            variables, state, grads, loss = step(variables, state, x)
+    return variables, state, grads, loss
+
+
+@pytest.mark.parametrize(
+    "recipe, spec",
+    [
+        ("O2", P("data", None)),
+        pytest.param("te", P(None, "model"), marks=pytest.mark.long),
+        pytest.param("O3", P("model", None), marks=pytest.mark.long),
+    ],
+)
+def test_explicit_axes_change_nothing(recipe, spec):
+    got, want = (two_steps(recipe, kind, spec) for kind in (AxisType.Explicit, AxisType.Auto))
+    for new in jax.tree.leaves(got[:3]):
+        is_kernel = new.ndim == 2 and new.shape[0] % 8 == 0
+        assert new.sharding.spec == (spec if is_kernel else P(*(None,) * new.ndim))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_modules_without_a_mesh_in_the_context(recipe):
+    def losses(kind):
+        model, mesh = fp8jax.transform(Module(), recipe), mesh_of(kind)
+        graph, state = nnx.split(model)
+        model = nnx.merge(graph, spread(state, mesh, P("data", None)))
+        optimizer = nnx.Optimizer(model, fp8jax.optim.adam(1e-2, recipe), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            optimizer.update(model, grads)
+            return loss
+
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        return [float(step(model, optimizer, x)) for _ in range(3)]
+
+    np.testing.assert_allclose(losses(AxisType.Explicit), losses(AxisType.Auto), rtol=1e-5)
+
+
+def test_a_cast_keeps_an_explicit_sharding():
+    mesh = mesh_of(AxisType.Explicit)
+    x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
+    q = jax.jit(lambda x: quantize(x, formats.E4M3))(x)
+    assert q.data.sharding.is_equivalent_to(x.sharding, 2)
+    np.testing.assert_array_equal(q.dequantize(), quantize(jnp.asarray(X), formats.E4M3).dequantize())
