@@ -18,6 +18,7 @@ from fp8jax.models import report as report
 from fp8jax.models import transform as transform
 from fp8jax.models import value_and_grad as value_and_grad
 from fp8jax.models.linen import dot_general_cls as dot_general_cls
+from fp8jax.models.nnx import FP8State as FP8State
 from fp8jax.models.rules import Rule as Rule
 from fp8jax.models.train_state import TrainState as TrainState
 from fp8jax.recipe import Recipe as Recipe

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -366,6 +367,31 @@ def test_products_of_raw_code_keep_their_state(model):
     kept = variables["_overwrite_with_gradient"]
     kept = kept.get("product") or kept["DotGeneral_0"]
     assert int(jnp.sum(kept["amax_history"][0] > 0)) == 20
+
+
+@pytest.fixture
+def rank_promotion():
+    """As users have it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.usefixtures("rank_promotion")
+def test_a_block_written_by_hand_has_its_products_in_fp8(load_program):
+    example = load_program("examples/handwritten.py")
+    variables = example.init(jax.random.key(0), "te")
+    tokens = np.zeros((2, example.TIME), int)
+    loss = lambda variables: jnp.sum(example.logits(variables, tokens, "te").astype(jnp.float32))  # noqa: E731
+    # Attention's two and the tied head's one stay as they are, and their gradients.
+    assert jaxprs.fp8_dots(fp8jax.value_and_grad(loss), variables) == (3 * 7, 3 * 3)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("rank_promotion")
+def test_a_block_written_by_hand_learns_as_in_bf16(load_program):
+    train = load_program("examples/handwritten.py").train
+    fp8, bf16 = train("te", 100), train(None, 100)
+    assert fp8 < 3.2 and abs(fp8 - bf16) < 0.1
 
 
 def test_an_einsum_that_is_no_dot_raises():

@@ -302,6 +302,23 @@ def test_layers_under_vmap_scan_and_remat(recipe):
 
 
 @pytest.mark.long
+def test_state_axes_that_leave_the_scaling_state_out_are_named():
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), in_axes=0, out_axes=0)
+            self.layers = nnx.split_rngs(splits=DEPTH)(make)(rngs)
+
+        def __call__(self, x, axes):
+            scan = nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+            return scan(self.layers, x)
+
+    model, x = fp8jax.transform(Layers(nnx.Rngs(0)), "te"), jnp.ones((4, WIDTH))
+    with pytest.raises(ValueError, match="`fp8jax.FP8State` needs it too"):
+        model(x, nnx.StateAxes({nnx.Param: 0, ...: None}))
+    out = model(x, nnx.StateAxes({(nnx.Param, fp8jax.FP8State): 0, ...: None}))
+    np.testing.assert_array_equal(out, model(x, 0))
+
+
 def test_several_models_at_once():
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):

@@ -229,8 +229,17 @@ def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, i
 
 
 def _state_of(layer: Any, kernel: str = "kernel") -> dict[str, jax.Array]:
-    names = init_state(layer.how__fp8.recipe)
-    return {name: getattr(layer, f"{kernel}{STATE}{name}").get_value() for name in names}
+    fresh = init_state(layer.how__fp8.recipe)
+    state = {name: getattr(layer, f"{kernel}{STATE}{name}").get_value() for name in fresh}
+    if kernel == "kernel" and layer.kernel.ndim == _rank(layer):
+        for name, new in fresh.items():
+            if state[name].shape != new.shape:
+                raise ValueError(
+                    f"layer {layer.how__fp8.path!r}: expected the scaling state of one layer, "
+                    f"{name}{new.shape}; got {state[name].shape}. Where `nnx.StateAxes` give `nnx.Param` an "
+                    "axis, `fp8jax.FP8State` needs it too: `{(nnx.Param, fp8jax.FP8State): 0, ...: None}`."
+                )
+    return state
 
 
 def _attend(layer: Any, query: Any, out_sharding: Any = None) -> Any:
