@@ -5,10 +5,12 @@
 (True, False)
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def is_dot(subscripts: str) -> bool:
@@ -24,13 +26,16 @@ def is_dot(subscripts: str) -> bool:
     return not is_repeated and alone <= set(out) <= set(lhs) | set(rhs) and "..." not in rhs
 
 
-def einsum(subscripts: str, lhs: Any, rhs: Any, dot_general: Callable[..., Any]) -> Any:
+def einsum(
+    subscripts: str, lhs: Any, rhs: Any, dot_general: Callable[..., Any], out_sharding: Any = None
+) -> Any:
     """`jnp.einsum(subscripts, lhs, rhs)` by `dot_general(lhs, rhs, dimension_numbers)`.
 
     Args:
         subscripts: with "->", and such that `is_dot`; lhs may have "...", rhs may not.
         lhs, rhs: what `dot_general` takes; only their `ndim` is used here.
-        dot_general: called once.
+        dot_general: called once; with `out_sharding` if that is given.
+        out_sharding: of the output, a `PartitionSpec` or a sharding.
     """
     left, right, out = _spell_out(subscripts, lhs.ndim)
     shared = [letter for letter in left if letter in right]
@@ -45,7 +50,15 @@ def einsum(subscripts: str, lhs: Any, rhs: Any, dot_general: Callable[..., Any])
         (axes(left, batch), axes(right, batch)),
     )
     made = "".join(batch) + "".join(c for term in (left, right) for c in term if c not in shared)
-    return dot_general(lhs, rhs, dimension_numbers).transpose([made.index(c) for c in out])
+    order = [made.index(letter) for letter in out]
+    if out_sharding is None:
+        return dot_general(lhs, rhs, dimension_numbers).transpose(order)
+    spec = getattr(out_sharding, "spec", out_sharding)
+    of_letter = dict(itertools.zip_longest(out, spec))
+    made_spec = PartitionSpec(*(of_letter[letter] for letter in made))
+    if isinstance(out_sharding, NamedSharding):
+        made_spec = NamedSharding(out_sharding.mesh, made_spec)
+    return dot_general(lhs, rhs, dimension_numbers, out_sharding=made_spec).transpose(order)
 
 
 def _spell_out(subscripts: str, lhs_ndim: int) -> tuple[str, str, str]:

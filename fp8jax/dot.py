@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
-from fp8jax.platforms import by_platform, with_auto_axes
+from fp8jax.platforms import by_platform, explicit_mesh, with_auto_axes
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, quantize_gradient, select, to_bytes, value
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
@@ -137,7 +137,7 @@ def dot_general(
             variables that hold it in "_overwrite_with_gradient", gives the next one.
         out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
         backend: see `fp8jax.backends`.
-        out_sharding: as in `lax.dot_general`, for meshes with explicit axes.
+        out_sharding: of the output, a `PartitionSpec` or a sharding.
 
     Returns:
         Array of `lax.dot_general`'s shape. Its gradients: for `lhs` in lhs's dtype, for a
@@ -165,9 +165,13 @@ def dot_general(
     def like(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
         del slot, state
         a, b = (x.astype(jnp.float32) for x in (lhs, kernel.data if is_scaled(kernel) else kernel))
-        return lax.dot_general(a, b, dimension_numbers, out_sharding=out_sharding)
+        return lax.dot_general(a, b, dimension_numbers)
 
-    return with_auto_axes(multiplied, like, lhs, kernel, slot, state)
+    operands = (lhs, kernel, slot, state)
+    out = with_auto_axes(multiplied, like if out_sharding is None else out_sharding, *operands)
+    if out_sharding is None or explicit_mesh(operands):
+        return out
+    return lax.with_sharding_constraint(out, out_sharding)
 
 
 def einsum(
@@ -179,13 +183,14 @@ def einsum(
     state: State,
     out_dtype: Any = None,
     backend: str = "auto",
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands whose GEMMs run in FP8.
 
     Args:
         subscripts: with "->", and such that one `dot_general` and a transpose make it: no letter
             twice in an operand, none summed in one operand alone; lhs may have "...".
-        lhs, rhs, recipe, state, out_dtype, backend: see `dot_general`.
+        lhs, rhs, recipe, state, out_dtype, backend, out_sharding: see `dot_general`.
 
     Raises:
         ValueError: the einsum is no single dot product.
@@ -197,7 +202,7 @@ def einsum(
             f"{subscripts!r}. Sum or take diagonals before it."
         )
     options = {"recipe": recipe, "state": state, "out_dtype": out_dtype, "backend": backend}
-    return contraction.einsum(subscripts, lhs, rhs, functools.partial(dot_general, **options))
+    return contraction.einsum(subscripts, lhs, rhs, functools.partial(dot_general, **options), out_sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -71,7 +71,13 @@ def _run(*args: jax.Array, cpu: Any, default: Any, whole: bool) -> Any:
     return _compiled(cpu if on_cpu and not (whole and len(devices) > 1) else default)(*args)
 
 
-def with_auto_axes(function: Callable[..., Any], out: Callable[..., Any], *args: Any) -> Any:
+def explicit_mesh(*args: Any) -> Any:
+    """The mesh of arrays whose shardings are part of their types; None if there is none."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def with_auto_axes(function: Callable[..., Any], out: Any, *args: Any) -> Any:
     """`function(*args)`, in which XLA chooses shardings, also where the axes of a mesh are explicit.
 
     Explicit axes make shardings part of types, which a custom derivative rule and a primitive of
@@ -79,19 +85,19 @@ def with_auto_axes(function: Callable[..., Any], out: Callable[..., Any], *args:
 
     Args:
         function: of arrays, or trees of them.
-        out: a function of the same arguments that gives a tree of arrays of function's structure
-            and the wanted shardings; only traced, and only where an axis is explicit.
+        out: the wanted sharding; or a function of the same arguments that gives a tree of arrays
+            of function's structure and the wanted shardings, only traced, and only where an axis
+            is explicit.
         args: what both take.
     """
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)]
-    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    mesh = explicit_mesh(args)
     if mesh is None:
         return function(*args)
     with jax.sharding.use_abstract_mesh(mesh):
-        whole = PartitionSpec()
-        shapes = jax.eval_shape(out, *args)
-        specs = jax.tree.map(lambda like: like.sharding.spec if like.sharding else whole, shapes)
-        return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
+        if callable(out):
+            whole, shapes = PartitionSpec(), jax.eval_shape(out, *args)
+            out = jax.tree.map(lambda like: like.sharding.spec if like.sharding else whole, shapes)
+        return jax.sharding.auto_axes(function, out_sharding=out)(*args)
 
 
 def _batch(args: Any, dims: Any, *, cpu: Any, default: Any, whole: bool) -> Any:

@@ -104,6 +104,36 @@ def test_modules_without_a_mesh_in_the_context(recipe):
     np.testing.assert_allclose(losses(AxisType.Explicit), losses(AxisType.Auto), rtol=1e-5)
 
 
+class Sharded(nnx.Module):
+    """Layers that are told how their outputs are sharded: their operands alone do not say it."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.mix = nnx.Einsum("btw,wo->tbo", (64, 8), rngs=rngs)
+
+    def __call__(self, x, sharded):
+        hidden, out = (P("data", None, "model"), P(None, "data", "model")) if sharded else (None, None)
+        return self.mix(self.up(x, out_sharding=hidden), out_sharding=out)
+
+
+@pytest.mark.parametrize("recipe", ["te", "bf16"])
+def test_outputs_are_sharded_as_a_model_says(recipe):
+    model = fp8jax.transform(Sharded(), recipe)
+    x = np.tile(X[:, None], (1, 4, 1))
+    want = nnx.jit(lambda model: model(x, False))(model)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(model)
+        model = nnx.merge(graph, spread(state, mesh, P("data", "model")))
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        loss = lambda model: (lambda out: (jnp.mean(out**2), out))(model(x, True))  # noqa: E731
+        (_, got), grads = nnx.jit(fp8jax.value_and_grad(loss, has_aux=True))(model)
+    assert got.sharding.spec == P(None, "data", "model")
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert grads["mix"]["kernel"].get_value().sharding.spec == P("data", "model")
+
+
 def test_a_cast_keeps_an_explicit_sharding():
     mesh = mesh_of(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))

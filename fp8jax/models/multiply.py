@@ -4,6 +4,7 @@ A layer of Flax promotes its operands to one dtype and calls a `dot_general`. Wh
 place of both: `operands` leaves a kernel in the format it is kept in, `dot_general` multiplies.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax import lax
 
 from fp8jax.contraction import einsum
 from fp8jax.dot import Weight, dot_general
+from fp8jax.platforms import explicit_mesh
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, value
 
@@ -66,9 +68,9 @@ class FP8Dot:
             out_sharding=out_sharding,
         )
 
-    def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:
+    def einsum(self, subscripts: str, lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
         """`jnp.einsum` of subscripts that are one dot."""
-        return einsum(subscripts, lhs, rhs, self.dot_general)
+        return einsum(subscripts, lhs, rhs, self.dot_general, out_sharding)
 
 
 class WideDot:
@@ -85,15 +87,26 @@ class WideDot:
         return inputs, kernel, _cast(bias, self.out_dtype)
 
     def dot_general(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, **ignored: Any
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        out_sharding: Any = None,
+        **ignored: Any,
     ) -> Any:
         """`lax.dot_general`, its output in the layer's dtype."""
-        out = lax.dot_general(lhs, rhs, dimension_numbers, precision=precision)
-        return out.astype(self.out_dtype)
+        product = functools.partial(lax.dot_general, lhs, rhs, dimension_numbers, precision=precision)
+        return self._sharded(product, out_sharding, lhs, rhs)
 
-    def einsum(self, subscripts: str, lhs: Any, rhs: Any) -> Any:
+    def einsum(self, subscripts: str, lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
         """`jnp.einsum`, its output in the layer's dtype."""
-        return jnp.einsum(subscripts, lhs, rhs).astype(self.out_dtype)
+        return self._sharded(functools.partial(jnp.einsum, subscripts, lhs, rhs), out_sharding, lhs, rhs)
+
+    def _sharded(self, product: Callable[..., Any], out_sharding: Any, *operands: Any) -> Any:
+        if out_sharding is None or explicit_mesh(operands):
+            return product(out_sharding=out_sharding).astype(self.out_dtype)
+        return lax.with_sharding_constraint(product().astype(self.out_dtype), out_sharding)
 
 
 def _compute_dtype(dtype: Any, inputs: Any, kernel: Any, param_dtype: Any, bias: Any) -> Any:

@@ -256,13 +256,11 @@ def _dot_general(
     lhs: Any, rhs: _Operand, dimension_numbers: Any, *, out_sharding: Any = None, **kw: Any
 ) -> Any:
     kw.pop("preferred_element_type", None)
-    out = rhs.multiply.dot_general(lhs, rhs.kernel, dimension_numbers, **kw)
-    return out if out_sharding is None else jax.lax.with_sharding_constraint(out, out_sharding)
+    return rhs.multiply.dot_general(lhs, rhs.kernel, dimension_numbers, out_sharding=out_sharding, **kw)
 
 
 def _einsum(subscripts: str, lhs: Any, rhs: _Operand, *, out_sharding: Any = None, **ignored: Any) -> Any:
-    out = rhs.multiply.einsum(subscripts, lhs, rhs.kernel)
-    return out if out_sharding is None else jax.lax.with_sharding_constraint(out, out_sharding)
+    return rhs.multiply.einsum(subscripts, lhs, rhs.kernel, out_sharding)
 
 
 def _hook(name: str, make: Callable[[Any], Any]) -> property:
