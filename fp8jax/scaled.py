@@ -307,6 +307,16 @@ def to_bytes(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes, jnp.uint8)
 
 
+def to_bits(codes: jax.Array) -> jax.Array:
+    """Codes as unsigned integers of their width."""
+    return lax.bitcast_convert_type(codes, bits_of(codes.dtype))
+
+
+def bits_of(dtype: Any) -> Any:
+    """The unsigned integers of a dtype's width."""
+    return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}.get(jnp.dtype(dtype).itemsize, jnp.uint32))
+
+
 def cast(x: jax.Array, format: Format) -> jax.Array:
     """float32 `x` to the codes of `format`: to nearest even, saturating, NaN kept."""
     if format.bits == 8:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.scaled import ScaledArray
+from fp8jax.scaled import ScaledArray, bits_of, to_bits
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())
@@ -46,7 +46,7 @@ class Overwrite:
             TypeError: the array has not the new value's width, or something did arithmetic with this.
         """
         old = jnp.asarray(old)
-        if self.bits.dtype != _bits_of(old.dtype):
+        if self.bits.dtype != bits_of(old.dtype):
             raise TypeError(
                 f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {old.dtype}. "
                 "Nothing but zeros, which keep the old value, can take the place of a scaled parameter's "
@@ -59,12 +59,3 @@ class Overwrite:
 def overwrites(update: Any) -> bool:
     """Whether an update is a pair made by `Overwrite.by`."""
     return isinstance(update, ScaledArray) and isinstance(update.data, Overwrite)
-
-
-def to_bits(codes: jax.Array) -> jax.Array:
-    """Codes as integers of their width."""
-    return lax.bitcast_convert_type(codes, _bits_of(codes.dtype))
-
-
-def _bits_of(dtype: Any) -> Any:
-    return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}.get(jnp.dtype(dtype).itemsize, jnp.uint32))

@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 
 from fp8jax.optim import pieces
-from fp8jax.optim.overwrite import Overwrite, to_bits
+from fp8jax.optim.overwrite import Overwrite
 from fp8jax.optim.step import Leaf, Numbers, before_rounding, moved, rounded, to_round
 from fp8jax.platforms import by_platform
-from fp8jax.scaled import ScaledArray, amax, format_of, is_scaled, scale_of, value
+from fp8jax.scaled import ScaledArray, amax, format_of, is_scaled, scale_of, to_bits, value
 
 # A leaf's update, mu, nu and master.
 Written = tuple[Any, Any, Any, Any]

@@ -1,0 +1,101 @@
+"""What the collectives share: common scales, and tensors as bytes in few large buckets.
+
+A collective costs its latency, whatever it carries, and a model has hundreds of tensors: their
+bytes go together. The codes travel as unsigned integers: XLA on CPU would make float16 of a
+float8 collective.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax import formats
+from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, to_bytes
+
+# Numbers in a bucket: enough to hide a collective's latency, few enough that the float32 sums, four bytes
+# each, are little.
+BUCKET = 2**25
+
+
+def narrowed(leaves: list[Any], axis_name: str, mu: Any = None) -> list[ScaledArray]:
+    """The leaves in E4M3 on scales that all devices share: the largest of theirs, divided by `mu`.
+
+    Args:
+        leaves: `ScaledArray`s, whose blocks stay, and float arrays, which get a power-of-two scale.
+        axis_name: the mesh axis.
+        mu: None, or a float32 scalar for each leaf.
+
+    Returns:
+        E4M3 `ScaledArray`s. What is infinite becomes NaN, so that a broken step shows.
+    """
+    scales = [leaf.scale if is_scaled(leaf) else _scale(leaf) for leaf in leaves]
+    common = common_scales(scales, axis_name)
+    if mu is not None:
+        common = [scale / factor for scale, factor in zip(common, mu, strict=True)]
+    return [
+        quantize(leaf if is_scaled(leaf) else _finite(leaf), formats.E4M3, scale)
+        for leaf, scale in zip(leaves, common, strict=True)
+    ]
+
+
+def _scale(leaf: jax.Array) -> jax.Array:
+    return scale_of(amax(_finite(leaf)), formats.E4M3.max, power_of_two=True)
+
+
+def _finite(leaf: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isinf(leaf), jnp.nan, leaf)
+
+
+def common_scales(scales: list[jax.Array], axis_name: str) -> list[jax.Array]:
+    """The largest of each scale over the devices; one collective for all."""
+    packed = lax.pmax(jnp.concatenate([scale.reshape(-1) for scale in scales]), axis_name)
+    return list(unpacked(packed, [scale.shape for scale in scales]))
+
+
+def unpacked(flat: jax.Array, shapes: list[tuple[int, ...]]) -> Iterator[jax.Array]:
+    """Consecutive parts of the last axis, each in its shape behind the axes before."""
+    start, leading = 0, flat.shape[:-1]
+    for shape in shapes:
+        size = 1
+        for dim in shape:
+            size *= dim
+        yield flat[..., start : start + size].reshape(*leading, *shape)
+        start += size
+
+
+def in_buckets(
+    function: Callable[[jax.Array], jax.Array], tensors: list[jax.Array]
+) -> Iterator[tuple[jax.Array, list[int]]]:
+    """`function` of tensors joined along their last axis, and which tensors: at most `BUCKET` numbers
+    together, more in one tensor alone."""
+    bucket: list[int] = []
+    for number, tensor in enumerate(tensors):
+        if bucket and sum(tensors[i].size for i in bucket) + tensor.size > BUCKET:
+            yield function(jnp.concatenate([tensors[i] for i in bucket], axis=-1)), bucket
+            bucket = []
+        bucket.append(number)
+    if bucket:
+        yield function(jnp.concatenate([tensors[i] for i in bucket], axis=-1)), bucket
+
+
+def mean_of_parts(rows: jax.Array, axis_name: str) -> jax.Array:
+    """Every device's row for this one: their codes' mean, as codes.
+
+    Args:
+        rows: uint8 E4M3 codes, shape=(devices, n): row i is for device i.
+
+    Returns:
+        uint8 codes, shape=(n,): added in float32 and rounded once. In units of the scale: no mean
+        of codes is larger than a code can be.
+    """
+    parts = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
+    mean = jnp.mean(from_bytes(parts).astype(jnp.float32), axis=0)
+    return to_bytes(quantize(mean, formats.E4M3, 1.0).data)
+
+
+def from_bytes(codes: jax.Array) -> jax.Array:
+    """E4M3 codes of uint8."""
+    return lax.bitcast_convert_type(codes, formats.E4M3.dtype)
