@@ -64,7 +64,15 @@ def parts_of(recipe):
     return [grad(variables, x, y) for x, y in zip(np.split(X, PARTS), np.split(Y, PARTS), strict=True)]
 
 
-@pytest.mark.parametrize("recipe, format", [("te", "FP16"), ("O2", "FP32"), ("O2", "E4M3"), ("O3", "FP16")])
+@pytest.mark.parametrize(
+    "recipe, format",
+    [
+        pytest.param("te", "FP16", marks=pytest.mark.long),
+        ("O2", "FP32"),
+        ("O2", "E4M3"),
+        pytest.param("O3", "FP16", marks=pytest.mark.long),
+    ],
+)
 def test_the_mean_of_the_parts_in_the_formats_of_one(recipe, format):
     model, variables = model_of(recipe)
     grad = fp8jax.accumulate_gradients(loss_of(model), PARTS, format=format)

@@ -141,7 +141,7 @@ def test_a_run_goes_on_at_another_level(source, target):
 # TrainState ######################################################################################
 
 
-@pytest.mark.parametrize("name", ["fp16_amp", "te", "O3"])
+@pytest.mark.parametrize("name", ["fp16_amp", pytest.param("te", marks=pytest.mark.long), "O3"])
 def test_a_train_state_does_what_a_loop_does(name):
     trained = level(name)
     state = trained.train(fp8jax.TrainState.create, 2)
@@ -150,7 +150,7 @@ def test_a_train_state_does_what_a_loop_does(name):
     assert bits(state.params) == bits(variables) and bits(state.opt_state) == bits(opt_state)
 
 
-@pytest.mark.parametrize("name", ["te", "O3"])
+@pytest.mark.parametrize("name", [pytest.param("te", marks=pytest.mark.long), "O3"])
 def test_flaxs_own_train_state_does_too(name):
     trained = level(name)
     state = trained.train(train_state.TrainState.create, 2)

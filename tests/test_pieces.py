@@ -68,7 +68,7 @@ def assert_one_code_apart(got, expected):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("level", ["te", "O2", "O3"])
+@pytest.mark.parametrize("level", ["te", "O2", pytest.param("O3", marks=pytest.mark.long)])
 def test_a_step_in_pieces_is_the_step(level):
     tx = adamw(1e-2, level, weight_decay=0.1)
     params = tree(level, "weight", 0, 1.0)

@@ -324,6 +324,7 @@ def test_killed_stopped_and_damaged_ends_as_if_left_alone(journey):
     assert alone == spoiled
 
 
+@pytest.mark.long
 def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, capsys):
     levels = load_program("examples/levels.py")
     options = [*TINY, "--steps", "2", "--out", "runs/levels"]
