@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
-from fp8jax.platforms import by_platform, explicit_mesh, with_auto_axes
+from fp8jax.platforms import by_platform, explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, quantize_gradient, select, to_bytes, value
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
@@ -171,7 +171,7 @@ def dot_general(
     out = with_auto_axes(multiplied, like if out_sharding is None else out_sharding, *operands)
     if out_sharding is None or explicit_mesh(operands):
         return out
-    return lax.with_sharding_constraint(out, out_sharding)
+    return with_sharding(out, out_sharding)
 
 
 def einsum(

@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax import lax
 from jax.interpreters import batching, mlir
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 _choose_p = jex.Primitive("by_platform")
 _choose_p.multiple_results = True
@@ -93,11 +94,20 @@ def with_auto_axes(function: Callable[..., Any], out: Any, *args: Any) -> Any:
     mesh = explicit_mesh(args)
     if mesh is None:
         return function(*args)
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in pairs if kind == AxisType.Explicit)
     with jax.sharding.use_abstract_mesh(mesh):
         if callable(out):
-            whole, shapes = PartitionSpec(), jax.eval_shape(out, *args)
-            out = jax.tree.map(lambda like: like.sharding.spec if like.sharding else whole, shapes)
-        return jax.sharding.auto_axes(function, out_sharding=out)(*args)
+            jaxpr, shapes = jax.make_jaxpr(out, return_shape=True)(*args)
+            specs = [aval.sharding.spec for aval in jaxpr.out_avals]
+            out = jax.tree.unflatten(jax.tree.structure(shapes), specs)
+        return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*args)
+
+
+def with_sharding(x: jax.Array, sharding: Any) -> jax.Array:
+    """`x` sharded so, on a mesh of either kind."""
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.sharding.reshard(x, sharding) if is_explicit else lax.with_sharding_constraint(x, sharding)
 
 
 def _batch(args: Any, dims: Any, *, cpu: Any, default: Any, whole: bool) -> Any:

@@ -189,11 +189,11 @@ def _max_or_0(magnitude: jax.Array, axes: range) -> jax.Array:
 
 
 def select(mask: jax.Array, x: Any, otherwise: Any) -> jax.Array:
-    """`jnp.where` of arrays of one shape and dtype, either of them a number: a third of the operations,
+    """`jnp.where` of arrays of one shape and dtype, one of which may be a number: a third of the operations,
     which add up where each product of a model has a few."""
-    like = otherwise if isinstance(x, float) else x
-    full = [lax.full_like(like, branch) if isinstance(branch, float) else branch for branch in (x, otherwise)]
-    return lax.select(mask, *full)
+    like = otherwise if isinstance(x, int | float) else x
+    cases = (lax.full_like(like, case) if isinstance(case, int | float) else case for case in (x, otherwise))
+    return lax.select(mask, *cases)
 
 
 def usable(amax: jax.Array) -> jax.Array:
@@ -229,6 +229,9 @@ def scale_of(
         TransformerEngine `DelayedScaling` and `Float8CurrentScaling` (the reciprocal of
         their factor), MS-AMP `ScalingMeta` (power of two).
     """
+    amax = jnp.broadcast_to(amax, np.broadcast_shapes(amax.shape, np.shape(limit)))
+    if not isinstance(otherwise, int | float):
+        otherwise = jnp.broadcast_to(jnp.asarray(otherwise, jnp.float32), amax.shape)
     known = usable(amax)
     factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
     # Exactly `where(known, 1 / factor, otherwise)`. XLA computes what ends in a division once, and what ends
@@ -237,11 +240,11 @@ def scale_of(
 
 
 def factor_of(amax: jax.Array, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> jax.Array:
-    """The reciprocal of `scale_of` where the amax is usable, else any positive number."""
+    """The reciprocal of `scale_of` where the amax is usable, else any number."""
     if power_of_two:
         bits, of_limit = (lax.bitcast_convert_type(jnp.float32(x), jnp.int32) for x in (amax, limit))
         # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
-        exponent = lax.clamp(-126, ((of_limit - bits) >> 23) - margin, 126)
+        exponent = lax.clamp(np.int32(-126), ((of_limit - bits) >> 23) - margin, np.int32(126))
         return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     factor = limit * np.float32(2.0**-margin) / amax
     return lax.clamp(np.float32(MIN_SCALE), factor, np.float32(MAX_SCALE))

@@ -149,6 +149,35 @@ def test_it_trains(module):
     assert all(row.fp8 and row.flops for row in model.report(X).rows)
 
 
+class Spectral(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.SpectralNorm(nn.Dense(8))(x, update_stats=False)
+
+
+class NormedWhole(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(8), variable_filter=None)(x)
+
+
+@pytest.mark.parametrize("module", [Spectral(), NormedWhole()])
+def test_what_takes_a_state_for_a_weight_leaves_its_layer_plain(module):
+    model = fp8jax.transform(module, "O2")
+    variables, plain = model.init(jax.random.key(0), X), module.init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, variables, plain)
+    np.testing.assert_allclose(model.apply(variables, X), module.apply(plain, X), rtol=1e-6)
+    [row] = model.report(X).rows
+    assert not row.fp8 and "takes all that the layer has for weights" in row.reason
+
+
+def test_a_frozen_model_keeps_a_normed_kernel():
+    model = fp8jax.transform(Normed(), "O2")
+    variables = model.init(jax.random.key(0), X)
+    frozen = model.freeze(variables, X)
+    np.testing.assert_array_equal(model.apply(frozen, X), model.apply(variables, X))
+
+
 @pytest.mark.parametrize("recipe", ["te", "O2"])
 def test_a_normed_kernel_is_a_plain_parameter_and_its_product_in_fp8(recipe):
     model = fp8jax.transform(Normed(), recipe)

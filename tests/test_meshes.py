@@ -134,6 +134,30 @@ def test_outputs_are_sharded_as_a_model_says(recipe):
     assert grads["mix"]["kernel"].get_value().sharding.spec == P("data", "model")
 
 
+def test_on_a_mesh_of_both_kinds_and_within_shard_map():
+    recipe, dims = fp8jax.Recipe.parse("te"), (((1,), (0,)), ((), ()))
+    x, w = jnp.asarray(X), jnp.asarray(X[:8].T)
+
+    def product(x, w, **options):
+        state = fp8jax.init_state(recipe)
+        return fp8jax.dot_general(x, w, dims, recipe=recipe, state=state, **options)
+
+    want = product(x, w)
+    mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    given = jax.device_put(x, NamedSharding(mixed, P("data"))), jax.device_put(w, NamedSharding(mixed, P()))
+    out = jax.jit(product)(*given)
+    assert jax.typeof(out).sharding.spec == P("data", None)
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        told = product(x, w, out_sharding=P("data", None))
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
+        rows = jax.jit(jax.shard_map(product, check_vma=False, **specs))(x, w)
+    assert told.sharding.spec == P("data", None)
+    np.testing.assert_allclose(told, want, rtol=1e-5)
+    # Each device's scale is of its own rows.
+    assert np.linalg.norm(rows - want) < 0.05 * np.linalg.norm(want)
+
+
 def test_a_cast_keeps_an_explicit_sharding():
     mesh = mesh_of(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))

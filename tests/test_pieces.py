@@ -118,6 +118,21 @@ def test_the_temporaries_of_a_step_fit_in_one_leaf(level):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1000 * count
 
 
+def test_tensors_whose_scales_differ_in_layout_move_as_each_alone():
+    tx, layers = adamw(1e-2, "O2"), (4, 1, 1)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 100, 60)), jnp.float32)
+    params = {name: quantize(x, formats.FP16, power_of_two=True, blocks=layers) for name in "ab"}
+    grads = {
+        "a": quantize(x, formats.E4M3, power_of_two=True, blocks=layers),
+        "b": quantize(x, formats.E4M3, power_of_two=True),
+    }
+    together = step_of(tx)(params, tx.init(params), grads)[0]
+    for name in "ab":
+        one = {name: params[name]}
+        alone = step_of(tx)(one, tx.init(one), {name: grads[name]})[0]
+        assert_one_code_apart(together[name], alone[name])
+
+
 def test_a_leaf_is_cut_where_its_scales_allow():
     def cut(blocks):
         x = quantize(jnp.ones((4, 8, 3000)), formats.FP16, power_of_two=True, blocks=blocks)

@@ -11,7 +11,8 @@ from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, to_bits
 
 
 def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32") -> Any:
-    """`lax.all_gather(..., tiled=True)` of a tree; for use inside `jax.shard_map`.
+    """`lax.all_gather(..., tiled=True)` of a tree; for use inside `jax.shard_map`
+    with `check_vma=False`.
 
     Args:
         tree: arrays and `ScaledArray`s: this device's parts.

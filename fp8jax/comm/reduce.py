@@ -37,7 +37,8 @@ def all_reduce(
     floats: str | None = None,
     mu: Any = None,
 ) -> Any:
-    """The mean or sum of the devices' gradients; for use inside `jax.shard_map`.
+    """The mean or sum of the devices' gradients; for use inside `jax.shard_map`
+    with `check_vma=False`.
 
     Args:
         grads: `value_and_grad`'s: a tree of arrays and E4M3 `ScaledArray`s, or whole variables.

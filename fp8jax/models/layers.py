@@ -37,6 +37,12 @@ MATCHED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 # What computes the kernel of the layer within from its parameters, which therefore stay float32.
 NORMED = (nn.WeightNorm, nn.SpectralNorm)
 
+
+def _takes_all(module: Any) -> bool:
+    """Whether a `NORMED` module would take a scaling state for a weight."""
+    return isinstance(module, nn.SpectralNorm) or not module.variable_filter
+
+
 # Layers that multiply but stay as they are; the report says why.
 LEFT_ALONE = {
     "Conv": "convolutions stay as they are",
@@ -62,7 +68,7 @@ class Interceptor:
     def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows):
         self.root, self.rules, self.backend, self.rows = root, rules, backend, rows
         self.recipes: dict[str, Recipe] = {}
-        self._in_norm = 0
+        self._norms: list[Any] = []
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Flax's protocol: makes the method's call, `call(*args, **kwargs)`."""
@@ -77,15 +83,17 @@ class Interceptor:
                     return call(*args, **kwargs)
                 return self._attend(module, path, choice, *args, **kwargs)
         if method == "__call__" and isinstance(module, NORMED):
-            self._in_norm += 1
+            self._norms.append(module)
             try:
                 return call(*args, **kwargs)
             finally:
-                self._in_norm -= 1
+                self._norms.pop()
         if method != "__call__" or not isinstance(module, MATCHED):
             return call(*args, **kwargs)
         recipe, reason = self._choose(module, path, args, kwargs)
-        if self._in_norm and reason is None:
+        if self._norms and reason is None:
+            taken = [type(norm).__name__ for norm in self._norms if _takes_all(norm)]
+            reason = f"{taken[0]} takes all that the layer has for weights" if taken else None
             recipe = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
         multiply = None
         if reason is None:
@@ -101,7 +109,7 @@ class Interceptor:
         self.rows[path] = Row(
             path, kind, _kernel_shape(module, *args, **kwargs), reason is None, reason or ""
         )
-        if reason is None:
+        if reason is None and not self._norms:
             self.recipes[path] = recipe
         return out
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax.contraction import einsum
 from fp8jax.dot import Weight, dot_general
-from fp8jax.platforms import explicit_mesh
+from fp8jax.platforms import explicit_mesh, with_sharding
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, value
 
@@ -106,7 +106,7 @@ class WideDot:
     def _sharded(self, product: Callable[..., Any], out_sharding: Any, *operands: Any) -> Any:
         if out_sharding is None or explicit_mesh(operands):
             return product(out_sharding=out_sharding).astype(self.out_dtype)
-        return lax.with_sharding_constraint(product().astype(self.out_dtype), out_sharding)
+        return with_sharding(product().astype(self.out_dtype), out_sharding)
 
 
 def _compute_dtype(dtype: Any, inputs: Any, kernel: Any, param_dtype: Any, bias: Any) -> Any:

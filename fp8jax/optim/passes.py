@@ -66,7 +66,9 @@ def _packed(leaves: list[Leaf]) -> tuple[Any, Any]:
     """
     nodes, treedef = jax.tree.flatten(leaves, is_leaf=is_scaled)
     shapes = tuple(node.scale.shape if is_scaled(node) else None for node in nodes)
-    scales = jnp.concatenate([jnp.zeros(0), *(node.scale.reshape(-1) for node in nodes if is_scaled(node))])
+    scales = jnp.concatenate(
+        [jnp.zeros(0, jnp.float32), *(node.scale.reshape(-1) for node in nodes if is_scaled(node))]
+    )
     # The barrier, or the compiler would see the scalars behind their slices.
     packed = (lax.optimization_barrier(scales), [node.data if is_scaled(node) else node for node in nodes])
     return packed, (treedef, shapes)
@@ -112,7 +114,7 @@ def _amaxes_in_pieces(
     found = [pieces.amaxes([leaves[i] for i in group], numbers, decays[group[0]]) for group in groups]
     # From the order of the groups to that of the leaves, in one go.
     places = [place for group in groups for place in _places(leaves, group).reshape(-1)]
-    flat = [jnp.zeros(0), *(amaxes.reshape(-1) for amaxes in found)]
+    flat = [jnp.zeros(0, jnp.float32), *(amaxes.reshape(-1) for amaxes in found)]
     return jnp.concatenate(flat)[np.argsort(places)] if places else flat[0]
 
 
@@ -272,4 +274,6 @@ def _maxima(partials: list[jax.Array]) -> jax.Array:
     for width, group in groups.items():
         ends = np.cumsum([len(partial) for partial in group])
         found[width] = iter(jnp.split(jnp.max(jnp.concatenate(group), axis=1), ends))
-    return jnp.concatenate([jnp.zeros(0), *(next(found[partial.shape[1]]) for partial in partials)])
+    return jnp.concatenate(
+        [jnp.zeros(0, jnp.float32), *(next(found[partial.shape[1]]) for partial in partials)]
+    )

@@ -63,7 +63,7 @@ def _cut(leaf: Leaf, together: int = 1) -> _Cut | None:
             if slabs not in (1, node.scale.size):
                 return None
             slabs = node.scale.size
-    size = math.prod(shape) // slabs if slabs else 0
+    size = math.prod(shape) // slabs
     return _Cut(slabs, size, min(size, _PIECE // together)) if size >= (_FEW if slabs > 1 else 1) else None
 
 
@@ -95,7 +95,7 @@ def amaxes(leaves: list[Leaf], numbers: Numbers, decay: str) -> jax.Array:
         column = lax.dynamic_slice(found, start, seen.shape)
         return lax.dynamic_update_slice(found, jnp.maximum(column, seen), start), load(i + 1)
 
-    found = jnp.zeros((len(kept), len(leaves), cut.slabs))
+    found = jnp.zeros((len(kept), len(leaves), cut.slabs), jnp.float32)
     found, _ = lax.fori_loop(0, cut.pieces, look, (found, load(0)))
     has_slabs = [node is not None and node.scale.size == cut.slabs for node in kept]
     columns = zip(found, has_slabs, strict=True)
@@ -109,7 +109,7 @@ def groups(leaves: list[Leaf], decays: tuple[str, ...]) -> list[list[int]]:
     most = max(_COPIED, _COPIED_SHARE * largest)
     alike: dict[Any, list[list[int]]] = {}
     for number, (leaf, decay) in enumerate(zip(leaves, decays, strict=True)):
-        formats = tuple(None if node is None else (is_scaled(node), _data(node).dtype) for node in leaf)
+        formats = tuple(node if node is None else _kind_of(node) for node in leaf)
         # Wide tensors are moved faster than they are gathered in rows.
         cut = (
             math.prod(leaf.grad.shape) if is_small(leaf) else None if to_round(leaf) == [None] else _cut(leaf)
@@ -121,6 +121,11 @@ def groups(leaves: list[Leaf], decays: tuple[str, ...]) -> list[list[int]]:
             lists.append([])
         lists[-1].append(number)
     return [group for lists in alike.values() for group in lists]
+
+
+def _kind_of(node: Any) -> tuple[Any, ...]:
+    """What is alike of alike nodes, besides their size."""
+    return (node.data.dtype, node.scale.size) if is_scaled(node) else (node.dtype,)
 
 
 def _copied(leaf: Leaf) -> int:

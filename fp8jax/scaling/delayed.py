@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8jax.recipe import Recipe
@@ -60,8 +61,10 @@ def build(recipe: Recipe) -> Scaling:
 
     def update(state: State, amaxes: jax.Array, limits: Any) -> State:
         newest = select(usable(amaxes), amaxes, 0.0)
-        kept = lax.slice_in_dim(state["amax_history"], 0, recipe.amax_history_len - 1, axis=1)
-        history = lax.concatenate([lax.expand_dims(newest, [1]), kept], 1)
+        # The oldest leaves and the newest enters; as a choice, which XLA fuses with what follows.
+        moved = lax.pad(state["amax_history"], np.float32(0), [(0, 0, 0), (1, -1, 0)])
+        is_new = lax.broadcasted_iota(jnp.int32, moved.shape, 1) == 0
+        history = lax.select(is_new, lax.broadcast_in_dim(newest, moved.shape, (0,)), moved)
         window = newest if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=1)
         scale = scale_of(window, limits, margin=recipe.margin, otherwise=state["scale"])
         if recipe.interval == 1:
