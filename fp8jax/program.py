@@ -45,7 +45,7 @@ class Collective(NamedTuple):
 
     kind: str  # "all-reduce", "all-to-all", ...
     dtype: str  # XLA's name
-    numbers: int  # elements on each device, of what it sends or of what it gets
+    numbers: int  # elements of its result on each device
 
 
 class Program(NamedTuple):
@@ -171,6 +171,8 @@ def _collectives(instruction: _Instruction) -> list[Collective]:
     if kind not in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute"):
         return []
     shapes = re.findall(r"([a-z]\w*)\[([\d,]*)\]", instruction.shape)
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        shapes = shapes[len(shapes) // 2 :]  # its operands stand before its results
     return [
         Collective(kind, dtype, math.prod(map(int, filter(None, dims.split(","))))) for dtype, dims in shapes
     ]

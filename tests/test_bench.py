@@ -105,6 +105,19 @@ def test_mlp_on_an_h200(compiled, way):
 
 
 @needs_plugin
+def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
+    here, there = json.loads(bench("wire", "--json", "--tiny", "--size", "128")).values()
+    for rows in (here, there):
+        sizes = {(row["what"], row["way"]): row["MB sent"] for row in rows}
+        for what in {row["what"] for row in rows}:
+            assert sizes[what, "FP8"] <= 0.27 * sizes[what, "float32"]
+            assert sizes[what, "FP8"] <= 0.52 * sizes[what, "bfloat16"]
+        assert {row["as"] for row in rows if row["way"] == "FP8"} == {"u8"}
+    # Three for a whole tree: scales, codes there, codes back.
+    assert [row["collectives"] for row in there if row["way"] == "FP8"] == [3, 2, 2]
+
+
+@needs_plugin
 @pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3"])
 def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(load_program, recipe):
     """Fewer leaves than the bound is for, so its constant part weighs more: 4 kernels a leaf and 20."""
