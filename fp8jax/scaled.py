@@ -302,7 +302,7 @@ def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
     What is infinite becomes NaN, not the format's max: an optimizer must see a broken step.
     """
     x = jnp.asarray(value(x), jnp.float32)
-    return quantize(jnp.where(jnp.isinf(x), jnp.nan, x), E4M3, power_of_two=True, blocks=blocks)
+    return quantize(select(lax.is_finite(x), x, float("nan")), E4M3, power_of_two=True, blocks=blocks)
 
 
 def to_bytes(codes: jax.Array) -> jax.Array:
