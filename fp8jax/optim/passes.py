@@ -8,6 +8,7 @@ barrier between them keeps a GPU's compiler from storing in float32 what it can 
 On a CPU both passes go through a tensor piece by piece (`pieces`).
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +44,7 @@ def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tu
     scales = (scales, packed[0][_places_of_old(leaves)] if packed[0].size else jnp.ones_like(scales))
     packed, numbers, scales, ok = lax.optimization_barrier((packed, numbers, scales, ok))
     new = by_platform(
-        leaves, packed, numbers, scales, ok, cpu=_written_in_pieces, default=_written_from_packed, **options
+        leaves, packed, numbers, scales, ok, cpu=_WRITTEN_IN_PIECES, default=_WRITTEN_WHOLE, **options
     )
     return new, ok
 
@@ -137,43 +138,19 @@ def _places(leaves: list[Leaf], group: list[int]) -> np.ndarray[Any, Any]:
     return np.array([np.arange(ends[number] - sizes[number], ends[number]) for number in group])
 
 
-def _written_from_packed(
-    leaves: list[Leaf],
-    packed: Any,
-    numbers: Numbers,
-    scales: tuple[jax.Array, jax.Array],
-    ok: jax.Array,
-    *,
-    layout: Any,
-    decays: tuple[str, ...],
-) -> list[Written]:
-    """The second pass."""
-    del leaves
-    return _written(_unpacked(packed, layout), numbers, scales, ok, decays, in_pieces=False)
-
-
-def _written_in_pieces(
-    leaves: list[Leaf],
-    packed: Any,
-    numbers: Numbers,
-    scales: tuple[jax.Array, jax.Array],
-    ok: jax.Array,
-    *,
-    layout: Any,
-    decays: tuple[str, ...],
-) -> list[Written]:
-    del packed, layout
-    return _written(leaves, numbers, scales, ok, decays, in_pieces=True)
-
-
 def _written(
     leaves: list[Leaf],
+    packed: Any,
     numbers: Numbers,
     scales: tuple[jax.Array, jax.Array],
     ok: jax.Array,
+    *,
+    layout: Any,
     decays: tuple[str, ...],
     in_pieces: bool,
 ) -> list[Written]:
+    """The second pass."""
+    leaves = leaves if in_pieces else _unpacked(packed, layout)
     sizes = [_scale_size(kept) for leaf in leaves for kept in to_round(leaf)]
     new, old = scales
     # On a CPU not a choice, which would be made again, with all that leads to it, for each scale.
@@ -185,11 +162,17 @@ def _written(
         way = (pieces.way_to_write(together[0]) if in_pieces else None) or _each_whole
         if len(group) > 1 and pieces.is_small(together[0]):
             way = _stacked if any(map(is_scaled, together[0])) else _each_whole
-        written = way(together, numbers, decay, new[_places(leaves, group)], ok)
-        arrays.update(zip(group, written, strict=True))
+        places = _places(leaves, group)
+        # A slice where it can be: a GPU would gather with a kernel of its own.
+        rows = new[places] if len(group) > 1 else new[places[0, 0] : places[0, -1] + 1][None]
+        arrays.update(zip(group, way(together, numbers, decay, rows, ok), strict=True))
     return [
         _assembled(leaf, arrays[number], _shaped(leaf, kept_scales)) for number, leaf in enumerate(leaves)
     ]
+
+
+_WRITTEN_IN_PIECES = functools.partial(_written, in_pieces=True)
+_WRITTEN_WHOLE = functools.partial(_written, in_pieces=False)
 
 
 def _assembled(leaf: Leaf, arrays: Leaf, scales: list[jax.Array]) -> Written:
