@@ -31,7 +31,16 @@ from fp8jax import backends, contraction, formats, scaling
 from fp8jax.layout import Layout
 from fp8jax.platforms import by_platform, explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, quantize_gradient, select, to_bytes, value
+from fp8jax.scaled import (
+    ScaledArray,
+    amax,
+    is_scaled,
+    quantize,
+    quantize_gradient,
+    to_bytes,
+    value,
+    without_infinities,
+)
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, along, from_max, to_codes, to_max
 
 OPERANDS = ("lhs", "rhs", "grad")
@@ -236,8 +245,7 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
         grad = jnp.zeros(grad.shape, grad.dtype)
     lhs, rhs = (_unpacked(matrix, static.formats[0]) for matrix in matrices)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    # An infinite gradient stays visible: saturated, it would look like a large one.
-    grad = select(lax.is_finite(grad), grad, float("nan"))
+    grad = without_infinities(grad)
     grad_seen, q_grad = _quantize(static, 2, grad, state)
     dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
     drhs = _multiply(static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True)

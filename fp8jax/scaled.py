@@ -301,8 +301,13 @@ def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
 
     What is infinite becomes NaN, not the format's max: an optimizer must see a broken step.
     """
-    x = jnp.asarray(value(x), jnp.float32)
-    return quantize(select(lax.is_finite(x), x, float("nan")), E4M3, power_of_two=True, blocks=blocks)
+    x = without_infinities(jnp.asarray(value(x), jnp.float32))
+    return quantize(x, E4M3, power_of_two=True, blocks=blocks)
+
+
+def without_infinities(x: jax.Array) -> jax.Array:
+    """`x` with NaN for what is infinite: saturated, it would look like a large number."""
+    return select(lax.is_finite(x), x, float("nan"))
 
 
 def to_bytes(codes: jax.Array) -> jax.Array:

@@ -150,6 +150,14 @@ def test_whole_variables_merge_states_by_max_and_loss_scales_by_min():
     np.testing.assert_array_equal(got[SCALING]["w"]["scale"], 7)
     np.testing.assert_array_equal(got[LOSS_SCALE]["scale"], 1)
     np.testing.assert_array_equal(got[PARAMS]["w"].data, reduced("O2")["w"].data)
+    ones = jax.tree.map(lambda _: jnp.ones(DEVICES), sent(), is_leaf=is_scaled)
+    again, state = on_each(lambda g, mu: fp8jax.comm.all_reduce(g, "data", mu=mu), grads, ones)
+    np.testing.assert_array_equal(again[PARAMS]["w"].data, got[PARAMS]["w"].data)
+    assert (np.asarray(state["w"]) != 1).all() and (np.asarray(state["bias"]) == 1).all()
+    cut = {**grads, PARAMS: {"layer": jnp.ones((DEVICES, 8, 2))}}
+    parts = on_each(lambda g: fp8jax.comm.reduce_scatter(g, "data"), cut)
+    np.testing.assert_array_equal(parts[SCALING]["w"]["scale"], 7)
+    np.testing.assert_allclose(parts[PARAMS]["layer"], np.ones((DEVICES, 1, 2)))
 
 
 def test_a_sum_is_the_mean_times_the_devices():

@@ -360,7 +360,9 @@ def test_evaluation_changes_nothing():
     model.statistics.use_running_average = True
     before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, (nnx.Param, FP8State))))
     nnx.jit(lambda model, tokens: model(tokens))(model, TOKENS)
-    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(nnx.state(model, (nnx.Param, FP8State))), before)
+    after = jax.tree.leaves(nnx.as_pure(nnx.state(model, (nnx.Param, FP8State))))
+    assert len(after) > 20
+    assert all(np.array_equal(a, b) for a, b in zip(after, jax.tree.leaves(before), strict=True))
 
 
 def test_scaled_values_index_as_arrays():

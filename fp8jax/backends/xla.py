@@ -23,7 +23,7 @@ from jax import lax
 from fp8jax.platforms import by_platform
 from fp8jax.scaled import ScaledArray
 
-NORMS = "XLA computes a norm within the cast of its output to FP8, and an activation with its amax"
+NORMS = "on a GPU XLA computes a norm within the cast of its output to FP8, and an activation with its amax"
 
 
 def supports() -> str | None:

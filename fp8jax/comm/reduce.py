@@ -24,7 +24,15 @@ from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.mu import renewed
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, is_scaled, quantize, quantize_gradient, to_bytes, value
+from fp8jax.scaled import (
+    ScaledArray,
+    is_scaled,
+    quantize,
+    quantize_gradient,
+    to_bytes,
+    value,
+    without_infinities,
+)
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 
@@ -49,7 +57,7 @@ def all_reduce(
         op: "mean" or "sum".
         floats: what float arrays cross in if comm is FP8: "FP32" or "FP8". By default FP32 beside
             `ScaledArray`s (as in MS-AMP: norms, biases, embeddings), FP8 in a tree of arrays alone.
-        mu: state of the automatic scale, see `fp8jax.comm.mu`; only for a tree without collections.
+        mu: state of the automatic scale of the parameters' gradients, see `fp8jax.comm.mu`.
 
     Returns:
         The same structure, dtypes and shapes, with the same values on every device; with `mu` a
@@ -61,8 +69,10 @@ def all_reduce(
     """
     row = _checked(recipe, op, floats)
     if has_params(grads):
-        new = all_reduce(grads[PARAMS], axis_name, row, op=op, floats=floats)
-        return {**_merged(grads, axis_name), PARAMS: new}
+        new = all_reduce(grads[PARAMS], axis_name, row, op=op, floats=floats, mu=mu)
+        new, state = (new, None) if mu is None else new
+        variables = {**_merged(grads, axis_name), PARAMS: new}
+        return variables if mu is None else (variables, state)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
     narrow = _narrow(leaves, row, floats)
     dtype = jnp.float32 if row.comm == "FP8" else formats.get(row.comm).dtype
@@ -102,7 +112,8 @@ def reduce_scatter(
     """Each device's part of the mean or sum of the devices' gradients: `lax.psum_scatter` of a tree.
 
     Args:
-        grads: a tree of arrays and E4M3 `ScaledArray`s.
+        grads: a tree of arrays and E4M3 `ScaledArray`s, or whole variables, whose other collections
+            are merged and stay whole.
         axis: the tensors' axis that is cut in as many parts as there are devices; device i of the
             mesh axis gets part i.
         axis_name, recipe, op, floats: see `all_reduce`.
@@ -115,6 +126,9 @@ def reduce_scatter(
         ValueError: no such `op` or `floats`, or an axis does not divide by the number of devices.
     """
     row = _checked(recipe, op, floats)
+    if has_params(grads):
+        new = reduce_scatter(grads[PARAMS], axis_name, row, op=op, axis=axis, floats=floats)
+        return {**_merged(grads, axis_name), PARAMS: new}
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
     devices = lax.axis_size(axis_name)
     for leaf in leaves:
@@ -175,7 +189,7 @@ def _wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: int) -> Any
         return part
     # The parts of one tensor share a scale.
     [scale] = wire.common_scales([part.scale], axis_name)
-    return quantize(jnp.where(jnp.isinf(new), jnp.nan, new), formats.E4M3, scale)
+    return quantize(without_infinities(new), formats.E4M3, scale)
 
 
 def _own(scale: jax.Array, axis: int, axis_name: str) -> jax.Array:

@@ -5,6 +5,7 @@ bytes go together. The codes travel as unsigned integers: XLA on CPU would make 
 float8 collective.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, to_bytes
+from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, to_bytes, without_infinities
 
 # Numbers in a bucket: enough to hide a collective's latency, few enough that the float32 sums, four bytes
 # each, are little.
@@ -31,22 +32,16 @@ def narrowed(leaves: list[Any], axis_name: str, mu: Any = None) -> list[ScaledAr
     Returns:
         E4M3 `ScaledArray`s. What is infinite becomes NaN, so that a broken step shows.
     """
+    leaves = [leaf if is_scaled(leaf) else without_infinities(leaf) for leaf in leaves]
     scales = [leaf.scale if is_scaled(leaf) else _scale(leaf) for leaf in leaves]
     common = common_scales(scales, axis_name)
     if mu is not None:
         common = [scale / factor for scale, factor in zip(common, mu, strict=True)]
-    return [
-        quantize(leaf if is_scaled(leaf) else _finite(leaf), formats.E4M3, scale)
-        for leaf, scale in zip(leaves, common, strict=True)
-    ]
+    return [quantize(leaf, formats.E4M3, scale) for leaf, scale in zip(leaves, common, strict=True)]
 
 
 def _scale(leaf: jax.Array) -> jax.Array:
-    return scale_of(amax(_finite(leaf)), formats.E4M3.max, power_of_two=True)
-
-
-def _finite(leaf: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isinf(leaf), jnp.nan, leaf)
+    return scale_of(amax(leaf), formats.E4M3.max, power_of_two=True)
 
 
 def common_scales(scales: list[jax.Array], axis_name: str) -> list[jax.Array]:
@@ -59,9 +54,7 @@ def unpacked(flat: jax.Array, shapes: list[tuple[int, ...]]) -> Iterator[jax.Arr
     """Consecutive parts of the last axis, each in its shape behind the axes before."""
     start, leading = 0, flat.shape[:-1]
     for shape in shapes:
-        size = 1
-        for dim in shape:
-            size *= dim
+        size = math.prod(shape)
         yield flat[..., start : start + size].reshape(*leading, *shape)
         start += size
 
