@@ -32,29 +32,33 @@ def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32"
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
-    devices = lax.axis_size(axis_name)
     whole: list[Any] = [None] * len(leaves)
     narrow = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
     for i, leaf in enumerate(leaves):
         if i not in narrow:
             whole[i] = lax.all_gather(leaf, axis_name, axis=axis, tiled=True)
     codes = dict(zip(narrow, _on_common_scales([leaves[i] for i in narrow], axis, axis_name), strict=True))
-    for dtype in sorted({str(q.data.dtype) for q in codes.values()}):
-        alike = [i for i, q in codes.items() if str(q.data.dtype) == dtype]
-        flat = [to_bits(codes[i].data).reshape(-1) for i in alike]
-        for rows, bucket in wire.in_buckets(lambda bits: lax.all_gather(bits, axis_name), flat):
-            shapes = [codes[alike[i]].shape for i in bucket]
-            for i, parts in zip(bucket, wire.unpacked(rows, shapes), strict=True):
-                part = codes[alike[i]]
-                shape = (*part.shape[:axis], part.shape[axis] * devices, *part.shape[axis + 1 :])
-                bits = jnp.moveaxis(parts, 0, axis).reshape(shape)
-                data = lax.bitcast_convert_type(bits, part.data.dtype)
-                scale = part.scale
-                if _has_own(scale, axis):
-                    scale = lax.all_gather(scale, axis_name, axis=axis, tiled=True)
-                leaf, q = leaves[alike[i]], ScaledArray(data, scale)
-                whole[alike[i]] = q if is_scaled(leaf) else q.dequantize(leaf.dtype)
+    parts = list(codes.values())
+    bits = whole_from_parts([to_bits(q.data) for q in parts], [axis] * len(parts), axis_name)
+    for i, part, all_bits in zip(codes, parts, bits, strict=True):
+        scale = part.scale
+        if _has_own(scale, axis):
+            scale = lax.all_gather(scale, axis_name, axis=axis, tiled=True)
+        q = ScaledArray(lax.bitcast_convert_type(all_bits, part.data.dtype), scale)
+        whole[i] = q if is_scaled(leaves[i]) else q.dequantize(leaves[i].dtype)
     return treedef.unflatten(whole)
+
+
+def whole_from_parts(parts: list[jax.Array], axes: list[int], axis_name: str) -> list[jax.Array]:
+    """Arrays of which each device has a part along an axis, whole; in few collectives."""
+    devices = lax.axis_size(axis_name)
+    whole = []
+    rows = wire.gathered([part.reshape(-1) for part in parts], axis_name)
+    for part, axis, row in zip(parts, axes, rows, strict=True):
+        axis %= part.ndim
+        shape = (*part.shape[:axis], part.shape[axis] * devices, *part.shape[axis + 1 :])
+        whole.append(jnp.moveaxis(row.reshape(devices, *part.shape), 0, axis).reshape(shape))
+    return whole
 
 
 def _on_common_scales(leaves: list[Any], axis: int, axis_name: str) -> list[ScaledArray]:

@@ -71,33 +71,13 @@ def all_reduce(
     if has_params(grads):
         new = all_reduce(grads[PARAMS], axis_name, row, op=op, floats=floats, mu=mu)
         new, state = (new, None) if mu is None else new
-        variables = {**_merged(grads, axis_name), PARAMS: new}
+        variables = {**merged(grads, axis_name), PARAMS: new}
         return variables if mu is None else (variables, state)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
-    narrow = _narrow(leaves, row, floats)
-    dtype = jnp.float32 if row.comm == "FP8" else formats.get(row.comm).dtype
-    new = [None if i in narrow else _wide(leaf, axis_name, dtype, op) for i, leaf in enumerate(leaves)]
-    state = None if mu is None else treedef.flatten_up_to(mu)
-    chosen = [leaves[i] for i in narrow]
-    if chosen:
-        devices = lax.axis_size(axis_name)
-        factors = None if state is None else [state[i] for i in narrow]
-        codes = wire.narrowed(chosen, axis_name, factors)
-        if state is not None and factors is not None:
-            for i, factor in zip(narrow, renewed(factors, chosen, codes, axis_name), strict=True):
-                state[i] = factor
-
-        def reduced(flat: jax.Array) -> jax.Array:
-            rows = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
-            return lax.all_gather(wire.mean_of_parts(rows, axis_name), axis_name, tiled=True)
-
-        flat = [to_bytes(q.data).reshape(-1) for q in codes]
-        for means, bucket in wire.in_buckets(reduced, flat):
-            shapes = [codes[i].shape for i in bucket]
-            for i, mean in zip(bucket, wire.unpacked(means, shapes), strict=True):
-                new[narrow[i]] = _back(mean, codes[i].scale, chosen[i], op, devices)
-    reduced_tree = treedef.unflatten(new)
-    return reduced_tree if state is None else (reduced_tree, treedef.unflatten(state))
+    factors = None if mu is None else treedef.flatten_up_to(mu)
+    new, factors = reduced(leaves, [None] * len(leaves), axis_name, row, op=op, floats=floats, mu=factors)
+    tree = treedef.unflatten(new)
+    return tree if factors is None else (tree, treedef.unflatten(factors))
 
 
 def reduce_scatter(
@@ -128,26 +108,82 @@ def reduce_scatter(
     row = _checked(recipe, op, floats)
     if has_params(grads):
         new = reduce_scatter(grads[PARAMS], axis_name, row, op=op, axis=axis, floats=floats)
-        return {**_merged(grads, axis_name), PARAMS: new}
+        return {**merged(grads, axis_name), PARAMS: new}
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
-    devices = lax.axis_size(axis_name)
     for leaf in leaves:
-        _check_axis(leaf.shape, axis, devices)
+        _check_axis(leaf.shape, axis, lax.axis_size(axis_name))
+    return treedef.unflatten(reduced(leaves, [axis] * len(leaves), axis_name, row, op=op, floats=floats)[0])
+
+
+def reduced(
+    leaves: list[Any],
+    axes: list[int | None],
+    axis_name: str,
+    row: Recipe,
+    *,
+    op: str = "mean",
+    floats: str | None = None,
+    mu: list[jax.Array] | None = None,
+) -> tuple[list[Any], list[jax.Array] | None]:
+    """The means or sums of leaves, and the new automatic scales, if there are any.
+
+    Args:
+        leaves: gradients: arrays and E4M3 `ScaledArray`s.
+        axes: for each the axis that is cut in parts, of which this device gets its own; None: whole.
+        axis_name, row, op, floats: see `all_reduce`.
+        mu: for each leaf, see `fp8jax.comm.mu`.
+    """
+    devices = lax.axis_size(axis_name)
     narrow = _narrow(leaves, row, floats)
     dtype = jnp.float32 if row.comm == "FP8" else formats.get(row.comm).dtype
-    new = [
-        None if i in narrow else _wide_part(leaf, axis_name, dtype, op, axis) for i, leaf in enumerate(leaves)
-    ]
+    new: list[Any] = [None] * len(leaves)
+    wide = [i for i in range(len(leaves)) if i not in narrow]
+    whole = [i for i in wide if axes[i] is None]
+    for means, bucket in wire.in_buckets(
+        lambda flat: (lax.pmean if op == "mean" else lax.psum)(flat, axis_name),
+        [value(leaves[i]).astype(dtype).reshape(-1) for i in whole],
+    ):
+        shapes = [leaves[whole[i]].shape for i in bucket]
+        for i, mean in zip(bucket, wire.unpacked(means, shapes), strict=True):
+            leaf = leaves[whole[i]]
+            as_codes = is_scaled(leaf)
+            new[whole[i]] = quantize_gradient(mean, leaf.scale.shape) if as_codes else mean.astype(leaf.dtype)
+    for i in wide:
+        if i not in whole:
+            new[i] = _wide_part(leaves[i], axis_name, dtype, op, axes[i])
     chosen = [leaves[i] for i in narrow]
-    if chosen:
-        codes = wire.narrowed(chosen, axis_name)
-        rows = [jnp.moveaxis(to_bytes(q.data), axis, 0).reshape(devices, -1) for q in codes]
-        for means, bucket in wire.in_buckets(lambda rows: wire.mean_of_parts(rows, axis_name), rows):
-            shapes = [_moved(_part(codes[i].shape, axis, devices), axis) for i in bucket]
-            for i, mean in zip(bucket, wire.unpacked(means, shapes), strict=True):
-                scale = _own(codes[i].scale, axis, axis_name)
-                new[narrow[i]] = _back(jnp.moveaxis(mean, 0, axis), scale, chosen[i], op, devices)
-    return treedef.unflatten(new)
+    if not chosen:
+        return new, mu
+    factors = None if mu is None else [mu[i] for i in narrow]
+    codes = wire.narrowed(chosen, axis_name, factors)
+    if mu is not None and factors is not None:
+        mu = list(mu)
+        for i, factor in zip(narrow, renewed(factors, chosen, codes, axis_name), strict=True):
+            mu[i] = factor
+    means = wire.means_of_parts(
+        [_rows(q, axes[i], devices) for i, q in zip(narrow, codes, strict=True)], axis_name
+    )
+    is_whole = [axes[i] is None for i in narrow]
+    gathered = iter(
+        wire.gathered([mean for mean, whole in zip(means, is_whole, strict=True) if whole], axis_name)
+    )
+    for i, q, mean in zip(narrow, codes, means, strict=True):
+        axis, scale = axes[i], q.scale
+        if axis is None:
+            mean = next(gathered).reshape(-1)[: q.size].reshape(q.shape)
+        else:
+            mean = jnp.moveaxis(mean.reshape(_moved(_part(q.shape, axis, devices), axis)), 0, axis)
+            scale = _own(scale, axis, axis_name)
+        new[i] = _back(mean, scale, leaves[i], op, devices)
+    return new, mu
+
+
+def _rows(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
+    """A tensor's bytes, shape=(devices, n): row i is for device i."""
+    if axis is not None:
+        return jnp.moveaxis(to_bytes(q.data), axis, 0).reshape(devices, -1)
+    flat = to_bytes(q.data).reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
 
 
 def _checked(recipe: Recipe | str, op: str, floats: str | None) -> Recipe:
@@ -172,14 +208,10 @@ def _back(codes: jax.Array, scale: jax.Array, like: Any, op: str, devices: int) 
     return q if is_scaled(like) else q.dequantize(like.dtype)
 
 
-def _wide(leaf: Any, axis_name: str, dtype: Any, op: str) -> Any:
-    collective = lax.pmean if op == "mean" else lax.psum
-    new = collective(value(leaf).astype(dtype), axis_name)
-    return quantize_gradient(new, leaf.scale.shape) if is_scaled(leaf) else new.astype(leaf.dtype)
-
-
-def _wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: int) -> Any:
-    new = lax.psum_scatter(value(leaf).astype(dtype), axis_name, scatter_dimension=axis, tiled=True)
+def _wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any:
+    new = lax.psum_scatter(
+        value(leaf).astype(dtype), axis_name, scatter_dimension=axis % leaf.ndim, tiled=True
+    )
     if op == "mean":
         new = new / lax.axis_size(axis_name)
     if not is_scaled(leaf):
@@ -209,14 +241,16 @@ def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
 
 
 def _part(shape: tuple[int, ...], axis: int, devices: int) -> tuple[int, ...]:
+    axis %= len(shape)
     return (*shape[:axis], shape[axis] // devices, *shape[axis + 1 :])
 
 
 def _moved(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    axis %= len(shape)
     return (shape[axis], *shape[:axis], *shape[axis + 1 :])
 
 
-def _merged(variables: Any, axis_name: str) -> dict[str, Any]:
+def merged(variables: Any, axis_name: str) -> dict[str, Any]:
     """The collections besides the parameters, the same on all devices."""
     merge = {SCALING: lax.pmax, LOSS_SCALE: lax.pmin}
     return {

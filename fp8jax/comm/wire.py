@@ -74,19 +74,47 @@ def in_buckets(
         yield function(jnp.concatenate([tensors[i] for i in bucket], axis=-1)), bucket
 
 
-def mean_of_parts(rows: jax.Array, axis_name: str) -> jax.Array:
-    """Every device's row for this one: their codes' mean, as codes.
+def means_of_parts(tensors: list[jax.Array], axis_name: str) -> list[jax.Array]:
+    """Every device's rows for this one: their codes' means, as codes.
 
     Args:
-        rows: uint8 E4M3 codes, shape=(devices, n): row i is for device i.
+        tensors: uint8 E4M3 codes, shape=(devices, n): row i is for device i.
+        axis_name: the mesh axis.
 
     Returns:
-        uint8 codes, shape=(n,): added in float32 and rounded once. In units of the scale: no mean
-        of codes is larger than a code can be.
+        uint8 codes, shape=(n,) each: added in float32 and rounded once. In units of the scale: no
+        mean of codes is larger than a code can be.
     """
-    parts = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
-    mean = jnp.mean(from_bytes(parts).astype(jnp.float32), axis=0)
-    return to_bytes(quantize(mean, formats.E4M3, 1.0).data)
+
+    def mean(rows: jax.Array) -> jax.Array:
+        parts = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
+        mean = jnp.mean(from_bytes(parts).astype(jnp.float32), axis=0)
+        return to_bytes(quantize(mean, formats.E4M3, 1.0).data)
+
+    return _in_buckets_of_one_dtype(mean, tensors)
+
+
+def gathered(parts: list[jax.Array], axis_name: str) -> list[jax.Array]:
+    """Every device's parts: flat arrays of n numbers, of any dtypes, as arrays of shape (devices, n)."""
+    new: list[Any] = [None] * len(parts)
+    for dtype in sorted({str(part.dtype) for part in parts}):
+        alike = [i for i, part in enumerate(parts) if str(part.dtype) == dtype]
+        rows = _in_buckets_of_one_dtype(
+            lambda flat: lax.all_gather(flat, axis_name), [parts[i] for i in alike]
+        )
+        for i, row in zip(alike, rows, strict=True):
+            new[i] = row
+    return new
+
+
+def _in_buckets_of_one_dtype(
+    function: Callable[[jax.Array], jax.Array], tensors: list[jax.Array]
+) -> list[jax.Array]:
+    new: list[Any] = [None] * len(tensors)
+    for joined, bucket in in_buckets(function, tensors):
+        for i, part in zip(bucket, unpacked(joined, [tensors[i].shape[-1:] for i in bucket]), strict=True):
+            new[i] = part
+    return new
 
 
 def from_bytes(codes: jax.Array) -> jax.Array:
