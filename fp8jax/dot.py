@@ -28,6 +28,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, contraction, formats, scaling
+from fp8jax.comm.gather import whole_of
+from fp8jax.comm.reduce import part_of_mean
+from fp8jax.comm.zero import Spread
 from fp8jax.layout import Layout
 from fp8jax.platforms import by_platform, explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.recipe import Recipe
@@ -48,7 +51,7 @@ OPERANDS = ("lhs", "rhs", "grad")
 State = dict[str, jax.Array]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=("spread",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
     """A kernel on its way through a loss, with the place its gradient comes out of.
@@ -61,11 +64,12 @@ class Weight:
 
     value: Any  # ScaledArray or float array
     slot: Any  # shape=kernel's, float32 or merge.CODES
+    spread: Spread | None = None  # over devices; then the slot is this device's part
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""
-        return self.value.shape
+        return self.spread.whole(self.value.shape) if self.spread else self.value.shape
 
     @property
     def ndim(self) -> int:
@@ -76,6 +80,8 @@ class Weight:
         """The value as a float32 array that gradients flow through."""
         if self.slot.dtype == CODES:
             raise NeedsWideGradient
+        if self.spread:
+            return _spread_value(self.spread, value(self.value).astype(jnp.float32), self.slot)
         return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.slot
 
     def __jax_array__(self) -> jax.Array:
@@ -84,6 +90,20 @@ class Weight:
     def __getitem__(self, index: Any) -> Any:
         """Itself for `...`, else a part of the dequantized value."""
         return self if index is ... else self.dequantize()[index]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread_value(spread: Spread, kernel: jax.Array, slot: jax.Array) -> jax.Array:
+    """A kernel whole, whose gradient leaves through the slot as this device's part."""
+    del slot
+    return whole_of(kernel, spread) if spread.is_part else kernel
+
+
+_spread_value.defvjp(
+    lambda spread, kernel, slot: (_spread_value(spread, kernel, slot), jnp.zeros_like(kernel, kernel.dtype)),
+    lambda spread, zeros, grad: (zeros, part_of_mean(grad, spread, _WIDE, as_codes=False)),
+)
+_WIDE = Recipe.parse("fp32")
 
 
 class _Static(NamedTuple):
@@ -96,6 +116,7 @@ class _Static(NamedTuple):
     rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
     slot_dtype: Any  # None: the gradient is that of rhs itself
     out_dtype: Any
+    spread: Spread | None  # of the kernel over devices
 
     @property
     def formats(self) -> list[formats.Format]:
@@ -158,13 +179,15 @@ def dot_general(
     recipe = Recipe.parse(recipe)
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
-    kernel, slot = (rhs.value, rhs.slot) if isinstance(rhs, Weight) else (rhs, None)
+    weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
+    kernel, slot = weight.value, weight.slot
     rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
     if out_dtype is None:
         out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
-    layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
+    layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
     slot_dtype = None if slot is None else slot.dtype
-    static = _Static(recipe, backend, layout, lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
+    dtypes = (lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
+    static = _Static(recipe, backend, layout, *dtypes, weight.spread)
     state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
@@ -226,24 +249,34 @@ def _forward(static: _Static, lhs: jax.Array, rhs: Any, slot: Any, state: State)
     state = from_max(state)
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
-    narrow = (static.layout.lhs_matrix(q_lhs), static.layout.rhs_matrix(q_rhs))
-    wide = (
-        static.layout.lhs_matrix(lhs.astype(static.out_dtype)),
-        static.layout.rhs_matrix(value(rhs).astype(static.out_dtype)),
-    )
-    out = _multiply(static, *(wide if fprop_is_high else narrow), "mk,kn", precise=False)
+    narrow_lhs, wide_lhs = (static.layout.lhs_matrix(x) for x in (q_lhs, lhs.astype(static.out_dtype)))
+    wide_rhs = value(rhs).astype(static.out_dtype)
+    operands = (wide_lhs, wide_rhs) if fprop_is_high else (narrow_lhs, q_rhs)
+    out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
+    # Of a kernel that is spread over devices the part is kept, and put together again.
     kept = (
-        wide[0] if wgrad_is_high else _packed(narrow[0]),
-        wide[1] if dgrad_is_high else _packed(narrow[1]),
+        wide_lhs if wgrad_is_high else _packed(narrow_lhs),
+        wide_rhs if dgrad_is_high else _packed(q_rhs),
     )
     return out, (kept, (lhs_seen, rhs_seen), state)
 
 
-def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, Any, Any]:
-    matrices, seen, state = kept
+def _kernel_matrix(static: _Static, rhs: Any) -> Any:
+    """The whole kernel as a matrix."""
+    if static.spread and static.spread.is_part:
+        rhs = whole_of(rhs, static.spread)
+    return static.layout.rhs_matrix(rhs)
+
+
+def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
+    operands, seen, state = kept
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
-    lhs, rhs = (_unpacked(matrix, static.formats[0]) for matrix in matrices)
+    if static.spread and static.spread.is_part:
+        # Not before there is a gradient to multiply with: the kernel is not to wait in memory.
+        operands, grad = lax.optimization_barrier((operands, grad))
+    lhs, rhs = (_unpacked(operand, static.formats[0]) for operand in operands)
+    rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad = without_infinities(grad)
     grad_seen, q_grad = _quantize(static, 2, grad, state)
@@ -255,8 +288,10 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, An
     update = scaling.of_recipe(static.recipe).update
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
     in_rhs, in_slot = None, None
+    if static.slot_dtype is not None and static.spread:
+        drhs = part_of_mean(drhs, static.spread, static.recipe, as_codes=static.slot_dtype == CODES)
     if static.slot_dtype == CODES:
-        q_drhs = quantize_gradient(drhs)
+        q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
         in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
     elif static.slot_dtype is not None:
         in_slot = drhs.astype(static.slot_dtype)
@@ -300,6 +335,8 @@ def _quantize(static: _Static, operand: int, x: Any, state: State) -> tuple[jax.
         scale = x.scale.reshape(())
         return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
     seen = amax(x)
+    if operand == 1 and static.spread and static.spread.is_part:
+        seen = lax.pmax(seen, static.spread.axis_name)  # parts are to be put together
     q = quantize(x, format, scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max))
     packed = by_platform(_packed(q), cpu=_as_it_is, default=lax.optimization_barrier)
     return seen, _unpacked(packed, format)

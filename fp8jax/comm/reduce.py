@@ -23,6 +23,7 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.mu import renewed
+from fp8jax.comm.zero import Spread
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
@@ -178,6 +179,34 @@ def reduced(
     return new, mu
 
 
+def part_of_mean(grad: jax.Array, spread: Spread, row: Recipe, *, as_codes: bool) -> Any:
+    """This device's part of the mean of one weight gradient, as soon as there is one.
+
+    Args:
+        grad: float array, whole.
+        spread: how it is split.
+        row: its `comm` column is read.
+        as_codes: whether it becomes an E4M3 `ScaledArray`, on one scale for the whole tensor, or a
+            float32 array.
+    """
+    axis, name = spread.axis, spread.axis_name
+    if row.comm != "FP8":
+        dtype = formats.get(row.comm).dtype
+        part = _wide_part(grad.astype(jnp.float32), name, dtype, "mean", axis)
+        return on_shared_scale(part, (), name) if as_codes else part
+    [q] = wire.narrowed([grad], name)
+    [mean] = wire.means_of_parts([_rows(q, axis, spread.devices)], name)
+    mean = jnp.moveaxis(mean.reshape(_moved(_part(q.shape, axis, spread.devices), axis)), 0, axis)
+    part = ScaledArray(wire.from_bytes(mean), q.scale)
+    return part if as_codes else part.dequantize()
+
+
+def on_shared_scale(part: jax.Array, blocks: tuple[int, ...], axis_name: str) -> ScaledArray:
+    """A part of a float32 weight gradient in E4M3, on scales that all parts share."""
+    [scale] = wire.common_scales([quantize_gradient(part, blocks).scale], axis_name)
+    return quantize(without_infinities(part), formats.E4M3, scale)
+
+
 def _rows(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
     """A tensor's bytes, shape=(devices, n): row i is for device i."""
     if axis is not None:
@@ -216,12 +245,9 @@ def _wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any
         new = new / lax.axis_size(axis_name)
     if not is_scaled(leaf):
         return new.astype(leaf.dtype)
-    part = quantize_gradient(new, _own(leaf.scale, axis, axis_name).shape)
     if leaf.scale.ndim and leaf.scale.shape[axis] > 1:
-        return part
-    # The parts of one tensor share a scale.
-    [scale] = wire.common_scales([part.scale], axis_name)
-    return quantize(without_infinities(new), formats.E4M3, scale)
+        return quantize_gradient(new, _own(leaf.scale, axis, axis_name).shape)
+    return on_shared_scale(new, leaf.scale.shape, axis_name)
 
 
 def _own(scale: jax.Array, axis: int, axis_name: str) -> jax.Array:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax import gradients
+from fp8jax.comm import Zero
 from fp8jax.models import linen, nnx
 from fp8jax.models.nnx_gradient import gradient_of_module
 from fp8jax.models.report import Report
@@ -85,7 +87,9 @@ def _checked_nnx(model: Any) -> Any:
     return model
 
 
-def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, zero: Zero | None = None
+) -> Callable[..., Any]:
     """`jax.value_and_grad` for models that hold scaled weights and scaling state.
 
     Args:
@@ -93,6 +97,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
             `loss_fn(model, *args, **kwargs)` of an NNX module, gives a scalar, or with `has_aux`
             a scalar and anything else.
         has_aux: as in `jax.value_and_grad`.
+        zero: over which devices the batch is split, and what each keeps, see `gradients.value_and_grad`.
+            An NNX module's statistics become the mean of those that the devices saw.
 
     Returns:
         A function of the same arguments. Of variables: see `gradients.value_and_grad`. Of a
@@ -100,11 +106,17 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         `nnx.value_and_grad` gives them; the module has its new scaling state, as it has its new
         statistics.
     """
-    return _of_either(loss_fn, gradients.value_and_grad, has_aux)
+    grad_of = functools.partial(gradients.value_and_grad, zero=zero)
+    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero))
 
 
 def accumulate_gradients(
-    loss_fn: Callable[..., Any], microbatches: int, *, has_aux: bool = False, format: str = "FP16"
+    loss_fn: Callable[..., Any],
+    microbatches: int,
+    *,
+    has_aux: bool = False,
+    format: str = "FP16",
+    zero: Zero | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of a batch taken in parts, one after the other: the memory of one part.
 
@@ -113,13 +125,29 @@ def accumulate_gradients(
     """
 
     def grad_of(loss_fn: Any, has_aux: bool) -> Any:
-        return gradients.accumulate_gradients(loss_fn, microbatches, has_aux=has_aux, format=format)
+        return gradients.accumulate_gradients(
+            loss_fn, microbatches, has_aux=has_aux, format=format, zero=zero
+        )
 
-    return _of_either(loss_fn, grad_of, has_aux, lambda aux: jax.tree.map(lambda x: x[-1], aux))
+    def last(aux: Any) -> Any:
+        return jax.tree.map(lambda x: x[-1], aux)
+
+    if zero is None:
+        return _of_either(loss_fn, grad_of, has_aux, last)
+    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)))
+
+
+def _of_devices(zero: Zero | None, stacked: Any) -> Any:
+    """One state of the states of the devices."""
+
+    def merge(x: jax.Array) -> jax.Array:
+        return jnp.mean(x, axis=0, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+
+    return stacked if zero is None else jax.tree.map(merge, stacked)
 
 
 def _of_either(
-    loss_fn: Any, grad_of: Callable[..., Any], has_aux: bool, last: Callable[[Any], Any] = lambda aux: aux
+    loss_fn: Any, grad_of: Callable[..., Any], has_aux: bool, last: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     of_variables = grad_of(loss_fn, has_aux=has_aux)
     of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last)

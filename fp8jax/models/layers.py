@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from fp8jax import formats
 from fp8jax.contraction import is_dot
-from fp8jax.dot import init_state
+from fp8jax.dot import Weight, init_state
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import Row, Rows, scope
 from fp8jax.models.rules import Choice, Layer, Rules
@@ -226,6 +226,21 @@ def _call(
     call: Callable[..., Any], module: Any, multiply: FP8Dot | WideDot | None, args: Any, kwargs: Any
 ) -> Any:
     """The layer's call, multiplying with `multiply` if given."""
+    kernel = meta.unbox(module.get_variable("params", "kernel")) if module.scope is not None else None
+    if isinstance(kernel, Weight) and kernel.spread and kernel.spread.is_part:
+        with _replaced(module, "param", functools.partial(_param, module, module.param, kernel)):
+            return _call_with(call, module, multiply, args, kwargs)
+    return _call_with(call, module, multiply, args, kwargs)
+
+
+def _param(module: Any, param: Callable[..., Any], kernel: Weight, name: str, *args: Any, **kw: Any) -> Any:
+    """The layer's parameter; its kernel as this device's part, which Flax would take for a wrong shape."""
+    return kernel if name == "kernel" else param(name, *args, **kw)
+
+
+def _call_with(
+    call: Callable[..., Any], module: Any, multiply: FP8Dot | WideDot | None, args: Any, kwargs: Any
+) -> Any:
     if multiply is None:
         return call(*args, **kwargs)
 

@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax import formats
+from fp8jax.comm import Zero
+from fp8jax.optim.devices import advance_over_devices
 from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.passes import advance, as_written
 from fp8jax.optim.state import AdamState, is_adam_state
@@ -52,10 +54,15 @@ class _Rule:
     weight_decay: Any = 0.0
     mask: Any = None
     decay: str = NO_DECAY
+    zero: Zero | None = None
 
 
 def scale_by_adam(
-    recipe: Recipe | str = "O2", b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8
+    recipe: Recipe | str = "O2",
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    zero: Zero | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam` with the recipe's moments.
 
@@ -64,6 +71,7 @@ def scale_by_adam(
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
+        zero: see `adam`.
 
     Returns:
         A link whose state is an `AdamState` without masters. Updates are float32, and zero
@@ -77,7 +85,7 @@ def scale_by_adam(
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
         )
-    return _optimizer(_Rule(row, b1, b2, eps))
+    return _optimizer(_Rule(row, b1, b2, eps, zero=zero))
 
 
 def adam(
@@ -88,6 +96,7 @@ def adam(
     eps: Any = 1e-8,
     weight_decay: Any = 0.0,
     mask: Any = None,
+    zero: Zero | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam; weight decay, if any, is added to the gradient (L2), as in MS-AMP's `LBAdam`.
 
@@ -98,6 +107,9 @@ def adam(
         weight_decay: strength of the L2 term.
         mask: which parameters decay: a tree of booleans, or a function that gives one from
             the parameters (a `ScaledArray` counts as one leaf of its value's shape).
+        zero: over which devices, and how, gradients, moments and masters are spread, as was said to
+            `value_and_grad`; the state is placed so by `init`, and the step is taken in parts. (Without
+            it arrays may be sharded in any way, and the step is what XLA makes of it.)
 
     Returns:
         An optimizer whose state is an `AdamState`; `update` needs the parameters. Updates of
@@ -105,7 +117,8 @@ def adam(
         values (`Overwrite`), which `fp8jax.apply_updates` puts in place. Links that change
         updates therefore come before it.
     """
-    return _optimizer(_Rule(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, L2))
+    row = Recipe.parse(recipe)
+    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero))
 
 
 def adamw(
@@ -116,6 +129,7 @@ def adamw(
     eps: Any = 1e-8,
     weight_decay: Any = 1e-4,
     mask: Any = None,
+    zero: Zero | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW: `optax.adamw` with the recipe's moments.
 
@@ -124,7 +138,8 @@ def adamw(
 
     Returns: as `adam`.
     """
-    return _optimizer(_Rule(Recipe.parse(recipe), b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED))
+    row = Recipe.parse(recipe)
+    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero))
 
 
 def with_masters(state: Any, params: Any) -> Any:
@@ -165,7 +180,10 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             return jax.tree.map(lambda p: _zeros(p, format), params, is_leaf=is_scaled)
 
         master = jax.tree.map(lambda p: _master_of(p, rule.recipe), params, is_leaf=is_scaled)
-        mu, nu, master = (_with_variables_inside(tree) for tree in (zeros(first), zeros(second), master))
+        kept = [zeros(first), zeros(second), master]
+        if rule.zero is not None:
+            kept = [rule.zero.place_state(tree, params) for tree in kept]
+        mu, nu, master = (_with_variables_inside(tree) for tree in kept)
         adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
         return AdamState(adam, master, jnp.zeros([], jnp.int32))
 
@@ -191,8 +209,11 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         leaves = [Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
         _check_shapes(leaves)
         decays = _decays(rule, treedef, params)
-        step = functools.partial(advance, decays=decays)
-        new, ok = with_auto_axes(step, as_written, leaves, numbers)
+        if rule.zero is None:
+            step = functools.partial(advance, decays=decays)
+            new, ok = with_auto_axes(step, as_written, leaves, numbers)
+        else:
+            new, ok = advance_over_devices(rule.zero, leaves, numbers, decays)
         directions, mu, nu, master = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(4))
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
         return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))

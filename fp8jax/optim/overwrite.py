@@ -27,8 +27,8 @@ class Overwrite:
     bits, which are refused.
     """
 
-    bits: jax.Array  # unsigned integers of the array's width
-    is_new: jax.Array  # shape=(), bool: whether there is anything to replace
+    bits: Any  # unsigned integers of the array's width
+    is_new: Any  # shape=(), bool: whether there is anything to replace
 
     # NumPy and JAX arrays leave an addition to this.
     __array_ufunc__ = None

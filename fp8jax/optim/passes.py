@@ -31,12 +31,21 @@ Written = tuple[Any, Any, Any, Any]
 _MOST_PARTS, _FEW = 16384, 64
 
 
-def advance(leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]) -> tuple[list[Written], jax.Array]:
-    """What is written of each leaf, and whether the step was taken."""
+def advance(
+    leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...], axis_name: str | None = None
+) -> tuple[list[Written], jax.Array]:
+    """What is written of each leaf, and whether the step was taken.
+
+    With `axis_name` the leaves are parts, one on each device of a mesh axis, of tensors that have one
+    scale; or whole and the same on all.
+    """
     packed, layout = _packed(leaves)
     options = {"whole": True, "layout": layout, "decays": decays}
     # Leaves as they are for a CPU, packed for a GPU: what a branch does not use is not computed.
     amaxes = by_platform(leaves, packed, numbers, cpu=_amaxes_in_pieces, default=_amaxes, **options)
+    if axis_name is not None:
+        # Not all that reduces over devices keeps a NaN.
+        amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), axis_name)
     nodes = [kept for leaf in leaves for kept in to_round(leaf)]
     limits = [np.full(_scale_size(kept), 1.0 if kept is None else format_of(kept).max) for kept in nodes]
     ok = jnp.all(amaxes < jnp.inf)

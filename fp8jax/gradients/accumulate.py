@@ -1,0 +1,142 @@
+"""The gradient of a batch that is taken in parts."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import formats
+from fp8jax.comm import Zero
+from fp8jax.comm.reduce import on_shared_scale
+from fp8jax.gradients.devices import Local, Share, over_devices
+from fp8jax.gradients.loss import narrowed, on_one_device
+from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    microbatches: int,
+    *,
+    has_aux: bool = False,
+    format: str = "FP16",
+    zero: Zero | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` of a batch taken in parts, one after the other: the memory of one part.
+
+    Args:
+        loss_fn: as in `value_and_grad`; the mean over the batch of a loss per example.
+        microbatches: number of parts.
+        has_aux: as in `value_and_grad`.
+        format: what the gradients of scaled kernels are summed in: "FP16" on power-of-two
+            scales (each sum is rounded to 11 bits), "FP32", or "E4M3" as in MS-AMP. Others are
+            summed in float32.
+        zero: as in `value_and_grad`: each device takes its part of the batch in parts.
+
+    Returns:
+        A function of the same arguments, whose arrays after the variables are split along
+        their first axis; keyword arguments are not. The loss is the mean over the parts, the
+        auxiliary outputs are stacked, the gradients are the mean, in `value_and_grad`'s
+        formats. All parts are scaled by the state that came in; their amaxes merge by max.
+
+    Raises:
+        ValueError: an array's first axis does not divide by `microbatches`, or no such format.
+    """
+    if format not in ("FP16", "FP32", "E4M3"):
+        raise ValueError(f"`format`: expected FP16, FP32 or E4M3; got {format!r}.")
+    make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format)
+    return make(None) if zero is None else functools.wraps(loss_fn)(over_devices(make, zero, has_aux))
+
+
+def _on_one_device(
+    loss_fn: Callable[..., Any], microbatches: int, has_aux: bool, format: str, local: Local | None
+) -> Callable[..., Any]:
+    grad_fn = on_one_device(loss_fn, has_aux, local)
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        def one(part: Any) -> Any:
+            return grad_fn(variables, *part, **kwargs)
+
+        def add(sums: Any, part: Any) -> tuple[Any, Any]:
+            out, grads = one(part)
+            return _add(sums, grads, microbatches), out
+
+        parts = jax.tree.map(lambda x: _split(x, microbatches), args)
+        _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+        sums, out = jax.lax.scan(add, _no_sums(shapes, format), parts)
+        loss, aux = out if has_aux else (out, None)
+        loss = jnp.mean(loss)
+        grads = _finished(sums, shapes, variables, local)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def _split(x: Any, parts: int) -> Any:
+    if not jnp.ndim(x) or x.shape[0] % parts:
+        raise ValueError(
+            f"a batch array's first axis must divide by `microbatches`={parts}; got shape {jnp.shape(x)}."
+        )
+    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+
+def _no_sums(grads: Any, format: str) -> Any:
+    """What gradients of these shapes are added to, and states are merged with."""
+    sums = formats.get(format)
+
+    def zeros(leaf: Any) -> Any:
+        if is_scaled(leaf) and sums != formats.FP32:
+            return ScaledArray(jnp.zeros_like(leaf.data, sums.dtype), jnp.ones_like(leaf.scale))
+        return jnp.zeros_like(leaf.data if is_scaled(leaf) else leaf, jnp.float32)
+
+    def unseen(least: float) -> Any:
+        return lambda leaf: jnp.full(leaf.shape, least, leaf.dtype)
+
+    if not has_params(grads):
+        return jax.tree.map(zeros, grads, is_leaf=is_scaled)
+    start = {PARAMS: jax.tree.map(zeros, grads[PARAMS], is_leaf=is_scaled)}
+    if SCALING in grads:
+        start[SCALING] = jax.tree.map(unseen(-jnp.inf), grads[SCALING])
+    if LOSS_SCALE in grads:
+        start[LOSS_SCALE] = jax.tree.map(unseen(2**30), grads[LOSS_SCALE])
+    return start
+
+
+def _add(sums: Any, grads: Any, parts: int) -> Any:
+    """The sums with one part's share of the mean gradient added."""
+
+    def add(total: Any, grad: Any) -> Any:
+        new = value(total) + value(grad).astype(jnp.float32) / parts
+        if not is_scaled(total):
+            return new
+        return quantize(new, format_of(total), power_of_two=True, blocks=total.scale.shape)
+
+    if not has_params(grads):
+        return jax.tree.map(add, sums, grads, is_leaf=is_scaled)
+    # One part with a bad gradient lowers the loss scale.
+    merge = {SCALING: jnp.maximum, LOSS_SCALE: jnp.minimum}
+    others = {name: jax.tree.map(merge[name], sums[name], grads[name]) for name in grads if name != PARAMS}
+    return {PARAMS: jax.tree.map(add, sums[PARAMS], grads[PARAMS], is_leaf=is_scaled), **others}
+
+
+def _finished(sums: Any, shapes: Any, variables: Any, local: Local | None) -> Any:
+    """The sums in the formats of gradients of these shapes."""
+    params = shapes[PARAMS] if has_params(shapes) else shapes
+    shares = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled) if local is None else local.shares
+
+    def narrow(like: Any, total: Any, share: Share) -> Any:
+        if not is_scaled(like):
+            return total.astype(like.dtype)
+        if share.spread is not None:
+            return on_shared_scale(value(total), like.scale.shape, share.spread.axis_name)
+        return quantize_gradient(total, like.scale.shape)
+
+    if not has_params(sums):
+        return jax.tree.map(narrow, shapes, sums, shares, is_leaf=is_scaled)
+    grads = {**sums, PARAMS: jax.tree.map(narrow, params, sums[PARAMS], shares, is_leaf=is_scaled)}
+    if SCALING in sums:
+        grads[PARAMS], grads[SCALING] = narrowed(grads[PARAMS], variables[PARAMS], sums[SCALING], shares)
+    return grads

@@ -1,0 +1,154 @@
+"""A loss's gradient on many devices: of each one's share of the batch, reduced as ZeRO has it.
+
+    over_devices(make, zero, has_aux)(variables, batch)
+
+The variables are global arrays. What one device does is a function of its parts of them, which
+`make` builds from the `Share` of each parameter: whether its gradient is reduced within the
+backward, and when a parameter that is split is put together.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fp8jax.comm import Zero
+from fp8jax.comm.gather import whole_from_parts
+from fp8jax.comm.reduce import merged, reduced
+from fp8jax.comm.zero import Spread
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import ScaledArray, is_scaled
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """How one parameter, and its gradient, are spread over devices; a leaf of a tree like the parameters."""
+
+    axis: int | None = None  # along which the gradient is split in the end, counted from the end
+    spread: Spread | None = None  # given if a product reduces the gradient
+    comes_whole: bool = True  # False: a part, which is put together where the loss begins
+
+
+class Local(NamedTuple):
+    """What one device has to know."""
+
+    zero: Zero
+    shares: Any  # tree like the parameters
+
+    def whole(self, params: Any) -> Any:
+        """The parameters, with all parts put together that no product puts together."""
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+        shares = jax.tree.leaves(self.shares)
+        parts = [i for i, share in enumerate(shares) if not share.comes_whole]
+        axes = [shares[i].axis for i in parts]
+        arrays = [leaves[i].data if is_scaled(leaves[i]) else leaves[i] for i in parts]
+        for i, array in zip(parts, whole_from_parts(arrays, axes, self.zero.axis), strict=True):
+            leaves[i] = ScaledArray(array, leaves[i].scale) if is_scaled(leaves[i]) else array
+        return treedef.unflatten(leaves)
+
+    def reduced(self, grads: Any) -> Any:
+        """This device's gradients, of which those that no product reduced are reduced here."""
+        params, rest = (grads[PARAMS], grads) if has_params(grads) else (grads, None)
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+        shares = jax.tree.leaves(self.shares)
+        left = [i for i, share in enumerate(shares) if share.spread is None]
+        floats = "FP32" if any(map(is_scaled, leaves)) else None
+        axes = [shares[i].axis for i in left]
+        row = Recipe.parse(self.zero.recipe)
+        new, _ = reduced([leaves[i] for i in left], axes, self.zero.axis, row, floats=floats)
+        for i, leaf in zip(left, new, strict=True):
+            leaves[i] = leaf
+        params = treedef.unflatten(leaves)
+        return params if rest is None else {**merged(rest, self.zero.axis), PARAMS: params}
+
+
+def over_devices(
+    make: Callable[[Local], Callable[..., Any]], zero: Zero, has_aux: bool
+) -> Callable[..., Any]:
+    """The gradient on all devices of a mesh.
+
+    Args:
+        make: gives the gradient on one device.
+        zero: which devices, and what each keeps.
+        has_aux: whether there are auxiliary outputs: they come stacked, one for each device.
+    """
+
+    def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_batch(args, zero)
+        is_flax = has_params(variables)
+        params = variables[PARAMS] if is_flax else variables
+        states = state_of_each(params, variables.get(SCALING, {}) if is_flax else {})
+        shares = _shares(params, states, zero)
+        local = Local(zero, shares)
+
+        def on_device(variables: Any, args: Any, kwargs: Any) -> Any:
+            out, grads = make(local)(variables, *args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            aux = jax.tree.map(lambda x: x[None], aux)
+            return lax.pmean(loss, zero.axis), aux, local.reduced(grads)
+
+        def spec_of_grad(leaf: Any, share: Share, state: Any) -> Any:
+            names = zero.spec(leaf, split=share.axis is not None)
+            names = names.data if is_scaled(leaf) else names
+            return ScaledArray(names, P()) if state.is_marked else names
+
+        everywhere = {name: P() for name in (SCALING, LOSS_SCALE) if is_flax and name in variables}
+        of_grads = jax.tree.map(spec_of_grad, params, shares, states, is_leaf=is_scaled)
+        of_params = zero.specs(params, split=zero.stage == 3)
+        of_variables = {name: P() for name in variables} if is_flax else of_params
+        in_specs = ({**of_variables, PARAMS: of_params} if is_flax else of_params, P(zero.axis), P())
+        out_specs = (P(), P(zero.axis), {**everywhere, PARAMS: of_grads} if is_flax else of_grads)
+        loss, aux, grads = zero.on_each(on_device, in_specs, out_specs, variables, args, kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """The scaling state of one parameter, {} if it has none; a leaf of a tree like the parameters."""
+
+    arrays: Mapping[str, Any]
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether the gradient is FP8: there is a scale for it."""
+        return "wgrad_scale" in self.arrays
+
+
+def state_of_each(params: Any, state: Any) -> Any:
+    """The `State` of each parameter."""
+    if not isinstance(params, Mapping):
+        return jax.tree.map(lambda leaf: State(state), params, is_leaf=is_scaled)
+    return {name: state_of_each(below, state.get(name, {})) for name, below in params.items()}
+
+
+def _shares(params: Any, states: Any, zero: Zero) -> Any:
+    def share(path: Any, leaf: Any, state: State) -> Share:
+        axis = zero.split_of(leaf) if zero.stage else None
+        if axis is None:
+            return Share()
+        is_layers = is_scaled(leaf) or bool(state.arrays)
+        if zero.stage == 1 or not is_layers:
+            return Share(axis, None, zero.stage < 3)
+        # A layer looks for its kernel and leaves it to its product; what is called otherwise may be used
+        # in other ways too.
+        waits = zero.stage == 3 and "kernel" in [getattr(part, "key", None) for part in path]
+        spread = Spread(zero.axis, axis, zero.devices, waits)
+        return Share(axis, spread, zero.stage < 3 or waits)
+
+    return jax.tree_util.tree_map_with_path(share, params, states, is_leaf=is_scaled)
+
+
+def _check_batch(args: Any, zero: Zero) -> None:
+    for leaf in jax.tree.leaves(args):
+        shape = jax.numpy.shape(leaf)
+        if not shape or shape[0] % zero.devices:
+            raise ValueError(
+                f"with `zero`, a batch array's first axis must divide by the {zero.devices} devices of axis "
+                f"{zero.axis!r}; got shape {shape}. What is no batch goes in as a keyword argument."
+            )

@@ -1,0 +1,211 @@
+"""The gradient of a loss, in the recipe's formats, and the new scaling state."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
+
+from fp8jax import loss_scale
+from fp8jax.comm import Zero
+from fp8jax.comm.reduce import on_shared_scale
+from fp8jax.comm.zero import own_part
+from fp8jax.dot import Weight
+from fp8jax.gradients.devices import Local, Share, State, over_devices, state_of_each
+from fp8jax.scaled import ScaledArray, is_scaled, quantize_gradient, select
+from fp8jax.scaling.merge import (
+    CODES,
+    NeedsWideGradient,
+    adds_codes,
+    from_codes,
+    from_max,
+    no_codes,
+    to_max,
+)
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, zero: Zero | None = None
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for variables that hold scaled weights and scaling state.
+
+    Args:
+        loss_fn: `loss_fn(variables, *args, **kwargs)` gives a scalar, or with `has_aux` a
+            scalar and anything else.
+        has_aux: as in `jax.value_and_grad`.
+        zero: given, the batch is split over devices, see `fp8jax.comm.Zero`: each calls `loss_fn`,
+            which is then a mean over the batch, with its part along the first axis of all positional
+            arguments (keyword arguments it gets whole), inside `jax.shard_map`. The loss, gradients
+            and scaling states are those of the whole batch; auxiliary outputs are stacked, one for
+            each device.
+
+    Returns:
+        A function of the same arguments that gives `(loss, grads)`, or
+        `((loss, aux), grads)`. `grads["params"]` holds an array for an array (in its dtype),
+        and for a `ScaledArray` weight a float32 array, or a `ScaledArray` in E4M3 with a
+        power-of-two scale where the recipe's weight gradients are FP8. Where a layer is
+        used more than once, its amaxes are merged by max; the state of a layer that the
+        loss did not use stays as it was. Other collections take no part.
+
+    Raises:
+        ValueError: with `zero`, a batch array does not divide by the number of devices.
+
+    References:
+        FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
+    """
+    if zero is None:
+        return on_one_device(loss_fn, has_aux, None)
+    make = functools.partial(on_one_device, loss_fn, has_aux)
+    return functools.wraps(loss_fn)(over_devices(make, zero, has_aux))
+
+
+def on_one_device(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:
+    """`value_and_grad` on one device; with `local`, of its parts of the variables, one of many.
+
+    Then the gradients are reduced that products reduce, and the others are to be, see `Local`.
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_params(variables) and LOSS_SCALE in variables:
+            return _with_loss_scale(loss_fn, has_aux, local, variables, args, kwargs)
+
+        def run(variables: Any) -> Any:
+            try:
+                return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, local, narrow=True)
+            except NeedsWideGradient:
+                # A kernel's gradient is a sum: let all leave as float32, to be narrowed after it.
+                return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, local, narrow=False)
+
+        # JAX adds arrays of an extended dtype only in compiled code.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
+        return run(variables) if is_traced else jax.jit(run)(variables)
+
+    return wrapped
+
+
+def _value_and_grad(
+    loss_fn: Callable[..., Any],
+    variables: Any,
+    args: Any,
+    kwargs: Any,
+    has_aux: bool,
+    local: Local | None,
+    *,
+    narrow: bool,
+) -> Any:
+    is_flax = has_params(variables)
+    params = variables[PARAMS] if is_flax else variables
+    state = variables.get(SCALING, {}) if is_flax else {}
+    states = state_of_each(params, state)
+    shares = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled)
+    if local is not None:
+        params, shares = local.whole(params), local.shares
+
+    def has_slot(leaf: Any, state: State, share: Share) -> bool:
+        return state.is_marked or is_scaled(leaf) or share.spread is not None
+
+    def slot(leaf: Any, state: State, share: Share) -> Any:
+        if not has_slot(leaf, state, share):
+            return leaf
+        like = leaf.data if is_scaled(leaf) else leaf  # sharded as it is
+        if share.spread is not None and not share.spread.is_part:
+            like = own_part(like, share.axis, share.spread.axis_name)
+        return no_codes(like) if state.is_marked and narrow else jnp.zeros_like(like, jnp.float32)
+
+    def opened(leaf: Any, slot: Any, state: State, share: Share) -> Any:
+        return Weight(leaf, slot, share.spread) if has_slot(leaf, state, share) else slot
+
+    def loss(slots: Any, state: Any) -> Any:
+        inside = jax.tree.map(opened, params, slots, states, shares, is_leaf=is_scaled)
+        if is_flax:
+            inside = {**variables, PARAMS: inside}
+            if SCALING in variables:
+                inside[SCALING] = state
+        return loss_fn(inside, *args, **kwargs)
+
+    slots = jax.tree.map(slot, params, states, shares, is_leaf=is_scaled)
+    # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
+    grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux, allow_int=True)
+    if narrow and any(state.is_marked for state in jax.tree.leaves(states)):
+        grad_fn = _unless_codes_meet(grad_fn, slots, to_max(state))
+    out, (grads, new_state) = grad_fn(slots, to_max(state))
+    new_state = jax.tree.map(_unless_unused, from_max(new_state), state)
+    grads, new_state = narrowed(grads, params, new_state, shares)
+    if not is_flax:
+        return out, grads
+    return out, {PARAMS: grads, **({SCALING: new_state} if SCALING in variables else {})}
+
+
+def _with_loss_scale(
+    loss_fn: Callable[..., Any], has_aux: bool, local: Local | None, variables: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """`value_and_grad` of the scaled loss, made that of the loss."""
+    state = variables[LOSS_SCALE]
+
+    def scaled(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(variables, *args, **kwargs)
+        return (out[0] if has_aux else out) * state["scale"], out
+
+    variables = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
+    (_, out), grads = on_one_device(scaled, True, local)(variables, *args, **kwargs)
+    grads[PARAMS], new_state = loss_scale.unscale(grads[PARAMS], state)
+    return out, {**grads, LOSS_SCALE: new_state}
+
+
+def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`grad_fn` traced, so that it is known whether it adds FP8 codes; raises if it does."""
+    jaxpr, out = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
+    if adds_codes(jaxpr.jaxpr):
+        raise NeedsWideGradient
+    run, treedef = jax.extend.core.jaxpr_as_fun(jaxpr), jax.tree.structure(out)
+    return lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
+
+
+def _unless_unused(new: jax.Array, old: jax.Array) -> jax.Array:
+    return select(new == -jnp.inf, old, new)
+
+
+def narrowed(grads: Any, params: Any, state: Any, shares: Any) -> tuple[Any, Any]:
+    """The marked gradients as `ScaledArray`s, the others in their parameters' dtypes, and the state with
+    their scales."""
+    if not isinstance(grads, Mapping):
+        return grads, state
+    grads, state = dict(grads), dict(state)
+    for name, kept in state.items():
+        if name not in grads:
+            continue  # of a product that is no layer's
+        if isinstance(grads[name], Mapping):
+            grads[name], state[name] = narrowed(grads[name], params[name], kept, shares[name])
+            continue
+        # A kernel may stand in a box of axis names.
+        [grad], box = jax.tree.flatten(grads[name], is_leaf=is_scaled)
+        [param] = jax.tree.leaves(params[name], is_leaf=is_scaled)
+        [share] = jax.tree.leaves(shares[name])
+        if "wgrad_scale" in kept:
+            grad, scale = _narrow_leaf(grad, param, kept["wgrad_scale"], share)
+            state[name] = {**kept, "wgrad_scale": scale}
+        elif not is_scaled(param):
+            grad = grad.astype(param.dtype)
+        grads[name] = jax.tree.unflatten(box, [grad])
+    return grads, state
+
+
+def _narrow_leaf(grad: Any, param: Any, scale: jax.Array, share: Share) -> tuple[ScaledArray, jax.Array]:
+    """One gradient, as codes on `scale`, wide or done, as a `ScaledArray`; and its scale in scale's shape."""
+    blocks = scale.shape + (1,) * (param.ndim - scale.ndim) if scale.ndim else ()
+    if is_scaled(param):
+        blocks = param.scale.shape
+    if is_scaled(grad):
+        return grad, grad.scale.reshape(scale.shape)
+    if grad.dtype == CODES:
+        return ScaledArray(from_codes(grad), scale.reshape(blocks)), scale
+    if share.spread is not None:
+        q = on_shared_scale(grad, blocks, share.spread.axis_name)
+    else:
+        q = quantize_gradient(grad, blocks)
+    return q, q.scale.reshape(scale.shape)

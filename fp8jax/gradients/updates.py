@@ -1,0 +1,62 @@
+"""A step along a gradient."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.optim.overwrite import overwrites
+from fp8jax.scaled import format_of, is_scaled, quantize, value
+from fp8jax.variables import PARAMS, has_params
+
+
+def apply_updates(variables: Any, updates: Any) -> Any:
+    """`variables` after a step: `optax.apply_updates` that knows scaled weights.
+
+    Args:
+        variables: Flax variables, or parameters alone.
+        updates: what the optimizer made of `value_and_grad`'s gradients: the same structure,
+            or that of the parameters alone if `variables` are the parameters alone.
+
+    Returns:
+        New variables. A plain leaf becomes `leaf + update` in its own dtype. A `ScaledArray`
+        becomes the new value that `adam` or `adamw` gave it (`optax.apply_updates` does this
+        too); with a float update its value plus the update, computed in float32, and quantized
+        to its format on a fresh power-of-two scale per block of its old scale. The scaling
+        state is replaced by that in `updates`. Collections that `updates` does not have stay.
+
+    Raises:
+        ValueError: `updates` has a collection that `variables` lacks.
+        TypeError: an update is still a `ScaledArray`: optax's own links act on its codes and
+            on its scale apart, which means nothing.
+    """
+    if not has_params(variables):
+        return jax.tree.map(_step, variables, updates, is_leaf=is_scaled)
+    if not has_params(updates) or not set(updates) <= set(variables):
+        got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+        raise ValueError(
+            f"`updates`: expected the collections of `variables` ({', '.join(sorted(variables))}), "
+            f"'params' among them; got {got}. Give `tx.update` the gradients and variables as "
+            "`value_and_grad` returned and took them."
+        )
+    params = jax.tree.map(_step, variables[PARAMS], updates[PARAMS], is_leaf=is_scaled)
+    return {**variables, **updates, PARAMS: params}
+
+
+def _step(leaf: Any, update: Any) -> Any:
+    if update is None:
+        return leaf
+    if overwrites(update) and is_scaled(leaf):
+        return jax.tree.map(operator.add, leaf, update)
+    if is_scaled(update):
+        raise TypeError(
+            f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "
+            "Links that know no scaled gradients ran on one: put `fp8jax.optim.dequantize()` before them."
+        )
+    if not is_scaled(leaf):
+        return (leaf + update).astype(leaf.dtype)
+    new = value(leaf) + update.astype(jnp.float32)
+    format = format_of(leaf)
+    return quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)

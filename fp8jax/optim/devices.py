@@ -1,0 +1,76 @@
+"""An Adam step over many devices, each of which steps along its parts of the tensors, see `comm.Zero`."""
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from fp8jax.comm import Zero
+from fp8jax.comm.gather import whole_from_parts
+from fp8jax.comm.zero import own_part
+from fp8jax.optim.overwrite import Overwrite, overwrites
+from fp8jax.optim.passes import Written, advance
+from fp8jax.optim.step import Leaf, Numbers
+from fp8jax.scaled import ScaledArray, is_scaled
+
+
+def advance_over_devices(
+    zero: Zero, leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]
+) -> tuple[list[Written], jax.Array]:
+    """`passes.advance` of global arrays: every device takes the same scales, and the step or none does.
+
+    Moments and masters are parts, from stage 1 on, as gradients are. Of a weight that is whole every
+    device writes its part, and they are put together as they are kept: codes, not float32.
+    """
+    parts = zero.stage >= 1
+    stays = zero.stage == 3  # weights are parts before and after
+    axes = [zero.split_of(_param(leaf)) if parts else None for leaf in leaves]
+
+    def specs(leaf: Leaf, axis: int | None) -> Leaf:
+        split: Any = zero.specs(leaf, split=axis is not None)
+        if stays or leaf.param is None:
+            return split
+        return split._replace(param=zero.spec(leaf.param, split=False))
+
+    def written_specs(leaf: Leaf, axis: int | None) -> Written:
+        split, update = specs(leaf, axis), zero.spec(leaf.grad, split=axis is not None and stays)
+        update = update.data if is_scaled(update) else update
+        if is_scaled(leaf.param):
+            update = ScaledArray(Overwrite(update, P()), Overwrite(P(), P()))
+        return update, split.mu, split.nu, split.master
+
+    def on_device(leaves: list[Leaf], numbers: Numbers) -> tuple[list[Written], jax.Array]:
+        mine = [_own(leaf, axis, zero) for leaf, axis in zip(leaves, axes, strict=True)]
+        new, ok = advance(mine, numbers, decays, zero.axis)
+        return new if stays else _whole(new, axes, zero), ok
+
+    in_specs = [specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    out_specs = [written_specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return zero.on_each(on_device, (in_specs, P()), (out_specs, P()), leaves, numbers)
+
+
+def _param(leaf: Leaf) -> Any:
+    return leaf.grad if leaf.param is None else leaf.param
+
+
+def _own(leaf: Leaf, axis: int | None, zero: Zero) -> Leaf:
+    if zero.stage == 3 or leaf.param is None:
+        return leaf
+    if is_scaled(leaf.param):
+        part = ScaledArray(own_part(leaf.param.data, axis, zero.axis), leaf.param.scale)
+        return leaf._replace(param=part)
+    return leaf._replace(param=own_part(leaf.param, axis, zero.axis))
+
+
+def _whole(new: list[Written], axes: list[int | None], zero: Zero) -> list[Written]:
+    """The updates put together."""
+    split = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
+    updates = [new[i][0] for i, _ in split]
+    arrays = [update.data.bits if overwrites(update) else update for update in updates]
+    whole = whole_from_parts(arrays, [axis for _, axis in split], zero.axis)
+    new = list(new)
+    for (i, _), update, array in zip(split, updates, whole, strict=True):
+        if overwrites(update):
+            array = ScaledArray(Overwrite(array, update.data.is_new), update.scale)
+        new[i] = (array, *new[i][1:])
+    return new
