@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, contraction, formats, scaling
 from fp8jax.comm.gather import whole_of
-from fp8jax.comm.reduce import part_of_mean
+from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.layout import Layout
 from fp8jax.platforms import by_platform, explicit_mesh, with_auto_axes, with_sharding
@@ -101,7 +101,7 @@ def _spread_value(spread: Spread, kernel: jax.Array, slot: jax.Array) -> jax.Arr
 
 _spread_value.defvjp(
     lambda spread, kernel, slot: (_spread_value(spread, kernel, slot), jnp.zeros_like(kernel, kernel.dtype)),
-    lambda spread, zeros, grad: (zeros, part_of_mean(grad, spread, _WIDE, as_codes=False)),
+    lambda spread, zeros, grad: (zeros, part_of_sum(grad, spread, _WIDE, as_codes=False)),
 )
 _WIDE = Recipe.parse("fp32")
 
@@ -289,7 +289,7 @@ def _backward(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
     in_rhs, in_slot = None, None
     if static.slot_dtype is not None and static.spread:
-        drhs = part_of_mean(drhs, static.spread, static.recipe, as_codes=static.slot_dtype == CODES)
+        drhs = part_of_sum(drhs, static.spread, static.recipe, as_codes=static.slot_dtype == CODES)
     if static.slot_dtype == CODES:
         q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
         in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale

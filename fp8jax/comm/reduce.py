@@ -135,6 +135,8 @@ def reduced(
         mu: for each leaf, see `fp8jax.comm.mu`.
     """
     devices = lax.axis_size(axis_name)
+    if devices == 1 and mu is None:
+        return leaves, mu  # nothing crosses
     narrow = _narrow(leaves, row, floats)
     dtype = jnp.float32 if row.comm == "FP8" else formats.get(row.comm).dtype
     new: list[Any] = [None] * len(leaves)
@@ -179,8 +181,8 @@ def reduced(
     return new, mu
 
 
-def part_of_mean(grad: jax.Array, spread: Spread, row: Recipe, *, as_codes: bool) -> Any:
-    """This device's part of the mean of one weight gradient, as soon as there is one.
+def part_of_sum(grad: jax.Array, spread: Spread, row: Recipe, *, as_codes: bool) -> Any:
+    """This device's part of the sum of one weight gradient, as soon as there is one.
 
     Args:
         grad: float array, whole.
@@ -192,12 +194,12 @@ def part_of_mean(grad: jax.Array, spread: Spread, row: Recipe, *, as_codes: bool
     axis, name = spread.axis, spread.axis_name
     if row.comm != "FP8":
         dtype = formats.get(row.comm).dtype
-        part = _wide_part(grad.astype(jnp.float32), name, dtype, "mean", axis)
+        part = _wide_part(grad.astype(jnp.float32), name, dtype, "sum", axis)
         return on_shared_scale(part, (), name) if as_codes else part
     [q] = wire.narrowed([grad], name)
     [mean] = wire.means_of_parts([_rows(q, axis, spread.devices)], name)
     mean = jnp.moveaxis(mean.reshape(_moved(_part(q.shape, axis, spread.devices), axis)), 0, axis)
-    part = ScaledArray(wire.from_bytes(mean), q.scale)
+    part = ScaledArray(wire.from_bytes(mean), q.scale * spread.devices)
     return part if as_codes else part.dequantize()
 
 

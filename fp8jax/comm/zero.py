@@ -22,7 +22,6 @@ References:
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled
+from fp8jax.variables import PARAMS, has_params
 
 HOST = "pinned_host"
 
@@ -100,6 +100,8 @@ class Zero:
 
     def split_of(self, leaf: Any) -> int | None:
         """The axis, from the end, along which an array or `ScaledArray` is split; None if it is whole."""
+        if self.devices == 1:
+            return None
         blocks = leaf.scale.shape if is_scaled(leaf) and leaf.scale.ndim else (1,) * leaf.ndim
         for axis in (-2, -1):
             if leaf.ndim >= 2 and leaf.shape[axis] % self.devices == 0 and blocks[axis] == 1:
@@ -124,11 +126,18 @@ class Zero:
 
         Within a jitted `init` no device ever holds more than that.
         """
+        if has_params(variables):
+            others = {name: self._placed_whole(tree) for name, tree in variables.items() if name != PARAMS}
+            return {**others, PARAMS: self.place(variables[PARAMS])}
         return jax.tree.map(lambda leaf: self._put(leaf, leaf, self.stage == 3), variables, is_leaf=is_scaled)
 
-    def place_state(self, tree: Any, params: Any) -> Any:
-        """A tree of moments or masters of parameters where the stage wants it; `adam` and `adamw` do this."""
-        memory = HOST if self.offload else None
+    def _placed_whole(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: self._placed(x, P()), tree)
+
+    def place_state(self, tree: Any, params: Any, memory: str | None = None) -> Any:
+        """A tree of moments or masters of parameters where the stage wants it, or in the `memory` of that
+        kind; `adam` and `adamw` do this."""
+        memory = memory or (HOST if self.offload else None)
 
         def put(param: Any, kept: Any) -> Any:
             return None if kept is None else self._put(kept, param, self.stage >= 1, memory)
@@ -138,19 +147,25 @@ class Zero:
     def _put(self, leaf: Any, param: Any, split: bool, memory: str | None = None) -> Any:
         """An array or `ScaledArray` of a parameter's shape, split as the parameter would be."""
         axis = self.split_of(param) if split else None
-        specs = self.spec(leaf, split=axis is not None)
-        return jax.tree.map(functools.partial(self._placed, memory=memory), leaf, specs)
+        spec = self.spec(leaf, split=axis is not None)
+        if is_scaled(leaf):  # scales stay at hand
+            return ScaledArray(
+                self._placed(leaf.data, spec.data, memory), self._placed(leaf.scale, spec.scale)
+            )
+        return self._placed(leaf, spec, memory)
 
     def _placed(self, x: Any, spec: P, memory: str | None = None) -> Any:
         if self._is_explicit:
             x = jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
-        elif len(self.mesh.axis_names) > 1 and isinstance(x, jax.core.Tracer):
-            # What other axes do with the other dims is the user's.
-            spec = P(*(spec[i] if i < len(spec) and spec[i] else P.UNCONSTRAINED for i in range(x.ndim)))
-        if memory is not None and x.ndim:
-            # (A GPU's compiler wants scalars on the device.)
-            return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
-        return x if self._is_explicit else lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        else:
+            if len(self.mesh.axis_names) > 1 and isinstance(x, jax.core.Tracer):
+                # What other axes do with the other dims is the user's.
+                spec = P(*(spec[i] if i < len(spec) and spec[i] else P.UNCONSTRAINED for i in range(x.ndim)))
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        if memory is None:
+            return x
+        # (A constraint does not move arrays, and what moves them does not shard them.)
+        return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
 
     @property
     def _is_explicit(self) -> bool:

@@ -5,6 +5,9 @@
 The variables are global arrays. What one device does is a function of its parts of them, which
 `make` builds from the `Share` of each parameter: whether its gradient is reduced within the
 backward, and when a parameter that is split is put together.
+
+Each device takes the gradient of its share of the mean, and shares are added: output gradients, and
+with them the scaling state, are then those that one device would have with the whole batch.
 """
 
 import dataclasses
@@ -12,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -59,7 +63,7 @@ class Local(NamedTuple):
         floats = "FP32" if any(map(is_scaled, leaves)) else None
         axes = [shares[i].axis for i in left]
         row = Recipe.parse(self.zero.recipe)
-        new, _ = reduced([leaves[i] for i in left], axes, self.zero.axis, row, floats=floats)
+        new, _ = reduced([leaves[i] for i in left], axes, self.zero.axis, row, op="sum", floats=floats)
         for i, leaf in zip(left, new, strict=True):
             leaves[i] = leaf
         params = treedef.unflatten(leaves)
@@ -88,8 +92,8 @@ def over_devices(
         def on_device(variables: Any, args: Any, kwargs: Any) -> Any:
             out, grads = make(local)(variables, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            aux = jax.tree.map(lambda x: x[None], aux)
-            return lax.pmean(loss, zero.axis), aux, local.reduced(grads)
+            aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+            return lax.psum(loss, zero.axis), aux, local.reduced(grads)
 
         def spec_of_grad(leaf: Any, share: Share, state: Any) -> Any:
             names = zero.spec(leaf, split=share.axis is not None)
@@ -146,7 +150,7 @@ def _shares(params: Any, states: Any, zero: Zero) -> Any:
 
 def _check_batch(args: Any, zero: Zero) -> None:
     for leaf in jax.tree.leaves(args):
-        shape = jax.numpy.shape(leaf)
+        shape = jnp.shape(leaf)
         if not shape or shape[0] % zero.devices:
             raise ValueError(
                 f"with `zero`, a batch array's first axis must divide by the {zero.devices} devices of axis "

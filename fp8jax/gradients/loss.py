@@ -66,9 +66,15 @@ def value_and_grad(
 def on_one_device(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:
     """`value_and_grad` on one device; with `local`, of its parts of the variables, one of many.
 
-    Then the gradients are reduced that products reduce, and the others are to be, see `Local`.
+    The loss is then divided by their number, and of the gradients those are summed over devices that
+    products sum; the others are to be, see `Local`.
     """
+    if local is not None:
+        loss_fn = _divided(loss_fn, has_aux, local.zero.devices)
+    return _of_each_kind(loss_fn, has_aux, local)
 
+
+def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
         if has_params(variables) and LOSS_SCALE in variables:
@@ -141,6 +147,15 @@ def _value_and_grad(
     return out, {PARAMS: grads, **({SCALING: new_state} if SCALING in variables else {})}
 
 
+def _divided(loss_fn: Callable[..., Any], has_aux: bool, parts: int) -> Callable[..., Any]:
+    @functools.wraps(loss_fn)
+    def divided(*args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(*args, **kwargs)
+        return (out[0] / parts, *out[1:]) if has_aux else out / parts
+
+    return divided
+
+
 def _with_loss_scale(
     loss_fn: Callable[..., Any], has_aux: bool, local: Local | None, variables: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
@@ -152,7 +167,7 @@ def _with_loss_scale(
         return (out[0] if has_aux else out) * state["scale"], out
 
     variables = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
-    (_, out), grads = on_one_device(scaled, True, local)(variables, *args, **kwargs)
+    (_, out), grads = _of_each_kind(scaled, True, local)(variables, *args, **kwargs)
     grads[PARAMS], new_state = loss_scale.unscale(grads[PARAMS], state)
     return out, {**grads, LOSS_SCALE: new_state}
 

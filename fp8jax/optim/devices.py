@@ -44,13 +44,29 @@ def advance_over_devices(
         new, ok = advance(mine, numbers, decays, zero.axis)
         return new if stays else _whole(new, axes, zero), ok
 
+    leaves = [_fetched(leaf, zero) for leaf in leaves]
     in_specs = [specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     out_specs = [written_specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
-    return zero.on_each(on_device, (in_specs, P()), (out_specs, P()), leaves, numbers)
+    new, ok = zero.on_each(on_device, (in_specs, P()), (out_specs, P()), leaves, numbers)
+    if zero.offload:
+        new = [
+            (update, *zero.place_state(list(kept), [_param(leaf)] * 3))
+            for (update, *kept), leaf in zip(new, leaves, strict=True)
+        ]
+    return new, ok
 
 
 def _param(leaf: Leaf) -> Any:
     return leaf.grad if leaf.param is None else leaf.param
+
+
+def _fetched(leaf: Leaf, zero: Zero) -> Leaf:
+    """The leaf with all that is kept in the host's memory on the device."""
+    if not zero.offload:
+        return leaf
+    kept = [leaf.mu, leaf.nu, leaf.master]
+    mu, nu, master = zero.place_state(kept, [_param(leaf)] * 3, "device")
+    return leaf._replace(mu=mu, nu=nu, master=master)
 
 
 def _own(leaf: Leaf, axis: int | None, zero: Zero) -> Leaf:

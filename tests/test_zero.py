@@ -1,0 +1,360 @@
+"""ZeRO on eight devices, which are this machine's processor eight times."""
+
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import fp8jax
+from fp8jax import formats, program
+from fp8jax.comm import Zero
+from fp8jax.scaled import is_scaled, value
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
+
+DEVICES = 8
+pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="conftest.py asks for eight CPU devices")
+
+STAGES = (0, 1, 2, 3)
+X = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(32, 8)).astype(np.float32)
+
+
+class Layer(nn.Module):
+    """One of a stack."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(16, name="down")(nn.gelu(nn.Dense(32, name="up")(x))), None
+
+
+class Net(nn.Module):
+    """Scanned layers, a norm, a layer of its own, and one that no device count divides."""
+
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = stack(name="layers")(x, None)
+        return nn.Dense(8, name="last")(nn.Dense(5, name="odd")(nn.LayerNorm()(x)))
+
+
+@functools.cache
+def mesh(devices=DEVICES, kind=AxisType.Auto):
+    return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(kind,))
+
+
+def training(model, recipe, zero, *, clip=0.1, microbatches=0):
+    """The first state of a training, and its step."""
+    tx = optax.chain(
+        fp8jax.optim.clip_by_global_norm(clip), fp8jax.optim.adamw(1e-2, recipe, weight_decay=0.1, zero=zero)
+    )
+
+    def loss_fn(variables, x, y):
+        return jnp.mean((model.apply(variables, x) - y) ** 2)
+
+    gradient = (
+        fp8jax.accumulate_gradients(loss_fn, microbatches, zero=zero)
+        if microbatches
+        else fp8jax.value_and_grad(loss_fn, zero=zero)
+    )
+
+    def first(key):
+        variables = model.init(key, X)
+        variables = variables if zero is None else zero.place(variables)
+        return variables, tx.init(variables)
+
+    def step(state, x, y):
+        variables, opt_state = state
+        loss, grads = gradient(variables, x, y)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return (fp8jax.apply_updates(variables, updates), opt_state), loss, grads
+
+    return jax.jit(first)(jax.random.key(0)), jax.jit(step)
+
+
+class Training(NamedTuple):
+    """Four steps of one, compiled once."""
+
+    step: Any
+    program: Any  # the compiled step
+    first: Any  # state
+    last: Any
+    losses: list[float]
+    grads: Any  # of the first step
+
+
+def trained(recipe, zero, steps=4, **options):
+    """A training of `Net`."""
+    first, step = training(fp8jax.transform(Net(), recipe), recipe, zero, **options)
+    step = step.lower(first, X, Y).compile()
+    state, losses, all_grads = first, [], []
+    for _ in range(steps):
+        state, loss, grads = step(state, X, Y)
+        losses.append(float(loss))
+        all_grads.append(grads)
+    return Training(step, program.read(step), first, state, losses, all_grads[0])
+
+
+@functools.cache
+def of_one(recipe):
+    return trained(recipe, None)
+
+
+@functools.cache
+def of_stage(recipe, stage):
+    return trained(recipe, Zero(mesh(), recipe, stage))
+
+
+def same_on_all_devices(tree):
+    """Where arrays are whole on every device, all have the same bytes."""
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding.is_fully_replicated:
+            shards = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
+            assert len(set(shards)) == 1
+
+
+def kernels(tree):
+    """Those of the layers."""
+    return [tree["layers"]["up"]["kernel"], tree["layers"]["down"]["kernel"], tree["last"]["kernel"]]
+
+
+# The largest difference of losses of so few examples, from E4M3's 4 bits: each device's first scale of an
+# input is its own. (Over a training it averages out, see examples/bench/zero.py.)
+NOISE = 0.03
+
+RECIPES = [
+    "O2",
+    *(
+        pytest.param(recipe, marks=pytest.mark.long)
+        for recipe in ("te", "O3", "bf16", "fp16_amp", "O2,scaling=current", "O2,comm=BF16", "te,comm=FP8")
+    ),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_losses_are_those_of_one_device(recipe, stage):
+    run = of_stage(recipe, stage)
+    np.testing.assert_allclose(run.losses, of_one(recipe).losses, rtol=NOISE)
+    assert run.losses[-1] < run.losses[0]
+    same_on_all_devices(run.last)
+    if recipe == "fp16_amp":
+        assert run.last[0][LOSS_SCALE]["good_steps"] == 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_device_keeps_what_the_stage_says(stage):
+    run = of_stage("O2", stage)
+    variables, opt_state = run.last
+    mu, nu = fp8jax.optim.moments(opt_state)
+    for tree, is_split in (
+        (run.grads[PARAMS], stage >= 1),
+        (mu, stage >= 1),
+        (nu, stage >= 1),
+        (variables[PARAMS], stage == 3),
+    ):
+        for kernel in kernels(tree):
+            data, scale = (kernel.data, kernel.scale) if is_scaled(kernel) else (kernel, None)
+            assert data.addressable_shards[0].data.size * (DEVICES if is_split else 1) == data.size
+            assert scale is None or scale.sharding.is_fully_replicated
+        assert tree["odd"]["bias"].sharding.is_fully_replicated if tree is variables[PARAMS] else True
+    for leaf in jax.tree.leaves(variables[SCALING]):
+        assert leaf.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_those_of_the_whole_batch_in_the_recipes_format(stage):
+    one, many = of_one("O2").grads, of_stage("O2", stage).grads
+    assert jax.tree.structure(many) == jax.tree.structure(one)
+    for a, b in zip(*(jax.tree.leaves(t[PARAMS], is_leaf=is_scaled) for t in (many, one)), strict=True):
+        if is_scaled(b):
+            assert a.data.dtype == formats.E4M3.dtype and a.scale.shape == b.scale.shape
+        assert np.linalg.norm(value(a) - value(b)) < 0.15 * np.linalg.norm(value(b))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_scaling_state_is_that_of_one_device(stage):
+    """Output gradients are shares of the whole batch's mean: a state moves between numbers of devices."""
+    many, one = of_stage("O2", stage).last[0][SCALING], of_one("O2").last[0][SCALING]
+    assert jax.tree.structure(many) == jax.tree.structure(one)
+    for a, b in zip(kernels(many), kernels(one), strict=True):
+        ratio = np.asarray(a["amax_history"])[..., :4] / np.asarray(b["amax_history"])[..., :4]
+        np.testing.assert_allclose(ratio, 1, atol=0.5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_bad_number_on_one_device_makes_all_skip_the_step(stage):
+    run = of_stage("O2", stage)
+    for bad in (np.inf, np.nan):
+        x = X.copy()
+        x[9, 3] = bad  # of the third device's part
+        after = run.step(run.last, x, Y)[0]
+        assert fp8jax.optim.skipped(after[1]) == 1
+        same_on_all_devices(after)
+        for a, b in zip(jax.tree.leaves(after[0]), jax.tree.leaves(run.last[0]), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        assert np.isfinite(run.step(after, X, Y)[1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_batch_in_parts_on_each_device(stage):
+    run = trained("O2", Zero(mesh(), "O2", stage), microbatches=2)
+    np.testing.assert_allclose(run.losses, of_one("O2").losses, rtol=NOISE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_kernel_used_twice(stage):
+    """Its gradient is a sum, so it leaves in float32."""
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.Dense(16)
+            return nn.Dense(8)(layer(layer(x)))
+
+    found = []
+    for zero in (None, Zero(mesh(), "O2", stage)):
+        state, step = training(fp8jax.transform(Twice(), "O2"), "O2", zero)
+        losses = []
+        for _ in range(3):
+            state, loss, grads = step(state, X, Y)
+            losses.append(float(loss))
+        found.append(losses)
+        assert grads[PARAMS]["Dense_0"]["kernel"].data.dtype == formats.E4M3.dtype
+    np.testing.assert_allclose(*found, rtol=NOISE)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_and_gradients_cross_in_eight_bits(stage):
+    """Read from the compiled program: what is as large as a kernel's part."""
+    read = of_stage("O2", stage).program
+    large = {(c.kind, c.dtype) for c in read.collectives if c.numbers >= 16 * 32 // DEVICES}
+    assert ("all-to-all", "u8") in large
+    assert ("all-gather", "u16" if stage in (1, 2) else "u8") in large
+    floats = {(kind, dtype) for kind, dtype in large if dtype[0] in "fb"}
+    assert floats <= {("all-reduce", "f32"), ("all-gather", "f32"), ("reduce-scatter", "f32")}
+    assert read.arguments < of_stage("O2", 0).program.arguments or stage == 0
+
+
+class NNXNet(nnx.Module):
+    """Two layers, and a norm whose statistics are kept but not used."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, momentum=0.0, rngs=rngs)
+        self.down = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.up(x)
+        self.norm(x)
+        return self.down(nnx.gelu(x))
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
+)
+def test_nnx(stage):
+    def run(zero):
+        model = fp8jax.transform(NNXNet(nnx.Rngs(0)), "O2")
+        if zero is not None:
+            nnx.update(model, zero.place(nnx.state(model, nnx.Param)))
+        optimizer = nnx.Optimizer(model, fp8jax.optim.adamw(1e-2, "O2", zero=zero), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x, y):
+            loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
+            loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(model, x, y)
+            optimizer.update(model, grads)
+            return loss
+
+        return [float(step(model, optimizer, X, Y)) for _ in range(3)], model
+
+    (losses, model), (alone, plain) = run(Zero(mesh(), "O2", stage)), run(None)
+    np.testing.assert_allclose(losses, alone, rtol=NOISE)
+    part = model.up.kernel.get_value().data.addressable_shards[0].data
+    assert part.size * (DEVICES if stage == 3 else 1) == 16 * 32
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=0.1)
+
+
+@pytest.mark.long
+def test_a_mesh_with_explicit_axes():
+    run = trained("O2", Zero(mesh(kind=AxisType.Explicit), "O2", 2))
+    np.testing.assert_allclose(run.losses, of_one("O2").losses, rtol=NOISE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
+def test_with_kernels_sharded_along_another_axis(stage):
+    """Tensor parallelism is the user's mesh and JAX's partitioner; ZeRO is of the other axis."""
+    two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    zero = Zero(two, "O2", stage, axis_name="data")
+    state, step = training(fp8jax.transform(Net(), "O2"), "O2", zero)
+    for name, spec in (
+        ("up", PartitionSpec(None, None, "model")),
+        ("down", PartitionSpec(None, "model", None)),
+    ):
+        kernel = state[0][PARAMS]["layers"][name]["kernel"]
+        data = jax.device_put(kernel.data, NamedSharding(two, spec)) if stage == 0 else kernel.data
+        state[0][PARAMS]["layers"][name]["kernel"] = fp8jax.ScaledArray(data, kernel.scale)
+    losses = []
+    for _ in range(3):
+        state, loss, _ = step(state, X, Y)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, of_one("O2").losses[:3], rtol=NOISE)
+
+
+@pytest.mark.long
+def test_one_device_is_none():
+    run = trained("O2", Zero(mesh(1), "O2", 3))
+    np.testing.assert_array_equal(run.losses, of_one("O2").losses)
+    assert not run.program.collectives
+
+
+def test_auxiliary_outputs_are_stacked_and_keyword_arguments_whole():
+    model = fp8jax.transform(Net(), "O2")
+    zero = Zero(mesh(), "O2", 0)
+
+    def loss_fn(variables, x, *, factor):
+        y = model.apply(variables, x)
+        return jnp.mean(y**2) * factor[0], {"mean": jnp.mean(y), "rows": len(x)}
+
+    gradient = fp8jax.value_and_grad(loss_fn, has_aux=True, zero=zero)
+    variables = model.init(jax.random.key(0), X)
+    (loss, aux), _ = jax.jit(gradient)(variables, X, factor=jnp.full((3,), 2.0))
+    whole = model.apply(variables, X)
+    assert aux["mean"].shape == (DEVICES,) and (aux["rows"] == len(X) // DEVICES).all()
+    np.testing.assert_allclose(loss, 2 * np.mean(whole**2), rtol=0.05)
+    np.testing.assert_allclose(np.mean(aux["mean"]), np.mean(whole), atol=0.02)
+
+
+def test_moments_in_the_hosts_memory():
+    zero = Zero(mesh(), "O2", 1, offload=True)
+    run = trained("O2", zero)
+    np.testing.assert_allclose(run.losses, of_stage("O2", 1).losses, rtol=1e-6)
+    mu, _ = fp8jax.optim.moments(run.last[1])
+    for kernel in kernels(mu):
+        assert kernel.data.sharding.memory_kind == "pinned_host"
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"`stage`: expected 0, 1, 2 or 3; got 4"):
+        Zero(mesh(), "O2", 4)
+    with pytest.raises(ValueError, match=r"`axis_name`.*'data'.*'rows'"):
+        Zero(mesh(), "O2", 1, axis_name="rows")
+    two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    with pytest.raises(ValueError, match="the one to split the batch over"):
+        Zero(two, "O2", 1)
+    with pytest.raises(ValueError, match="no recipe|recipe"):
+        Zero(mesh(), "O9", 1)
+    _, step = training(fp8jax.transform(Net(), "O2"), "O2", Zero(mesh(), "O2", 0))
+    state, _ = training(fp8jax.transform(Net(), "O2"), "O2", None)
+    with pytest.raises(ValueError, match=r"divide by the 8 devices of axis 'data'; got shape \(30, 16\)"):
+        step(state, X[:30], Y[:30])
