@@ -202,13 +202,12 @@ def own_part(x: jax.Array, spread_axis: int | None, axis_name: str) -> jax.Array
 
 def _why_no_offload(mesh: Mesh) -> str | None:
     for device in mesh.devices.flat:
-        try:
-            kinds = [memory.kind for memory in device.addressable_memories()]
-        except (AttributeError, NotImplementedError, RuntimeError):  # a device that is only described
-            return None
+        kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
+            # JAX compiles for a device that is only described as if there were no such memory.
             return (
-                f"expected devices that reach memory of kind {HOST!r}; {device} has {', '.join(kinds)}. "
-                "Leave `offload` out: a higher stage saves memory on any platform."
+                f"expected devices that reach memory of kind {HOST!r}; {device} has "
+                f"{', '.join(kinds) or 'none that is known'}. Leave `offload` out: a higher stage saves "
+                "memory on any platform."
             )
     return None
