@@ -24,9 +24,20 @@ from typing import Any, NoReturn
 from fp8jax.train.extras import need
 
 
-def knob(default: Any, help: str, *, least: float | None = None, below: float = math.inf) -> Any:
-    """A dataclass field with its line of `--help`, and the range of a number: least <= value < below."""
-    return dataclasses.field(default=default, metadata={"help": help, "least": least, "below": below})
+def knob(
+    default: Any, help: str, *, least: float | None = None, below: float = math.inf, kept: bool = True
+) -> Any:
+    """A dataclass field with its line of `--help`, and the range of a number: least <= value < below.
+
+    One that is not `kept` is about a start of the program, not about the run: see `kept`.
+    """
+    metadata = {"help": help, "least": least, "below": below, "kept": kept}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def kept(config: Any) -> dict[str, Any]:
+    """The settings that a run keeps, however often it is started again."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata["kept"]}
 
 
 def check_ranges(config: Any) -> None:
@@ -90,7 +101,7 @@ def _parser(cls: type, description: str) -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the options below")
-    for field in dataclasses.fields(cls):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: not field.metadata["kept"]):
         default = "" if field.default == "" else f" [{field.default}]"
         text = (field.metadata["help"] + default).replace("%", "%%")
         kind: dict[str, Any] = {"type": field.type, "metavar": _METAVARS.get(field.type, "N")}
