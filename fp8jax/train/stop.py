@@ -4,12 +4,16 @@ with requests() as stop_asked:
     for ...:
         if stop_asked():
             ...
+
+Of many processes it is enough to ask one: all get the answer, so they all have to ask at the same place.
 """
 
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from fp8jax.train import processes
 
 
 @contextlib.contextmanager
@@ -24,7 +28,7 @@ def requests() -> Iterator[Callable[[], bool]]:
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(received)
+        yield lambda: processes.any_of(bool(received))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
