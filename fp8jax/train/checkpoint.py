@@ -7,12 +7,16 @@ A checkpoint is written under another name, with the SHA-256 of each of its file
 renamed when it is complete. One that a kill cut off, or that was damaged later, is skipped,
 which `newest` says, and the one before it is taken: the last three are kept.
 
+Of many processes each writes its part of the arrays, in a folder that all of them see, and process 0
+does the rest. Any number of them can read it.
+
     step-00000500/state/          # orbax: the arrays as they are, FP8 codes and scales too
                   history.npz     # the curves up to here
                   leaves.json     # the path, dtype and shape of each array
                   manifest.json   # the SHA-256 of each of the files above
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -23,6 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+from fp8jax.train import processes
 
 KEPT = 3
 _PARTIAL = "writing-"
@@ -37,12 +43,12 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: pathlib.Path, step: int, state: Any, history: dict[str, np.ndarray]) -> pathlib.Path:
-    """Writes a checkpoint and forgets all but the newest three.
+    """Writes a checkpoint and forgets all but the newest three; all processes have to call it.
 
     Args:
         folder: of all checkpoints of a run; made if need be.
         step: optimizer steps done.
-        state: pytree of arrays; dtypes are kept, float8 included.
+        state: pytree of arrays, over all processes; dtypes are kept, float8 included.
         history: arrays by name.
 
     Returns:
@@ -50,27 +56,21 @@ def save(folder: pathlib.Path, step: int, state: Any, history: dict[str, np.ndar
     """
     folder = folder.resolve()
     partial, final = folder / f"{_PARTIAL}{step:08d}", folder / f"step-{step:08d}"
-    _remove_leftovers(folder)
-    partial.mkdir(parents=True)
+    processes.decide(functools.partial(_begin, partial))
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(partial / "state", args=ocp.args.StandardSave(state))
-    np.savez(partial / "history.npz", allow_pickle=False, **history)
-    (partial / "leaves.json").write_text(json.dumps(_leaves(state), indent=1))
-    (partial / "manifest.json").write_text(json.dumps(_digests(partial), indent=1))
-    _flush(partial)
-    shutil.rmtree(final, ignore_errors=True)  # there only if it was damaged, and so made again
-    partial.rename(final)
-    for old in _complete(folder)[:-KEPT]:
-        shutil.rmtree(old)
+    processes.meet()
+    processes.decide(functools.partial(_complete, partial, final, _leaves(state), history))
     return final
 
 
 def newest(folder: pathlib.Path, like: Any) -> tuple[Checkpoint | None, list[str]]:
-    """Reads the newest checkpoint that is whole.
+    """Reads the newest checkpoint that is whole; all processes read the same one.
 
     Args:
         folder: of all checkpoints of a run.
-        like: a state of the same structure; gives shapes, dtypes and placement.
+        like: a state of the same structure; gives shapes, dtypes and placement, which may be another than
+            that of the state when it was saved.
 
     Returns:
         The checkpoint, None if there is none; and for each newer one why it was skipped.
@@ -79,18 +79,50 @@ def newest(folder: pathlib.Path, like: Any) -> tuple[Checkpoint | None, list[str
         ValueError: a whole checkpoint holds a state of another structure.
     """
     folder = folder.resolve()
+    step, skipped = processes.decide(functools.partial(_find, folder, _leaves(like)))
+    if step is None:
+        return None, skipped
+    path = folder / f"step-{step:08d}"
+    with np.load(path / "history.npz") as file:
+        history = dict(file)
+    return Checkpoint(step, _restore(path / "state", like), history), skipped
+
+
+def last_step(folder: pathlib.Path) -> int:
+    """The step of the newest checkpoint, whole or not; 0 if there is none."""
+    return max((_step(path) for path in _named(folder)), default=0)
+
+
+def _begin(partial: pathlib.Path) -> None:
+    for leftover in partial.parent.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(leftover)
+    partial.mkdir(parents=True)
+
+
+def _complete(
+    partial: pathlib.Path, final: pathlib.Path, leaves: dict[str, str], history: dict[str, np.ndarray]
+) -> None:
+    """What makes a checkpoint of the arrays that were written."""
+    np.savez(partial / "history.npz", allow_pickle=False, **history)
+    (partial / "leaves.json").write_text(json.dumps(leaves, indent=1))
+    (partial / "manifest.json").write_text(json.dumps(_digests(partial), indent=1))
+    _flush(partial)
+    shutil.rmtree(final, ignore_errors=True)  # there only if it was damaged, and so made again
+    partial.rename(final)
+    for old in _named(final.parent)[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def _find(folder: pathlib.Path, expected: dict[str, str]) -> tuple[int | None, list[str]]:
+    """The step of the newest whole checkpoint, and for each newer one why it was skipped."""
     skipped = [f"{p}: it was cut off while it was written" for p in sorted(folder.glob(f"{_PARTIAL}*"))]
-    for path in reversed(_complete(folder)):
+    for path in reversed(_named(folder)):
         damage = _damage(path)
         if damage:
             skipped.append(f"{path}: {damage}")
             continue
-        _check_leaves(path, json.loads((path / "leaves.json").read_text()), _leaves(like))
-        with np.load(path / "history.npz") as file:
-            history = dict(file)
-        return Checkpoint(
-            int(path.name.removeprefix("step-")), _restore(path / "state", like), history
-        ), skipped
+        _check_leaves(path, json.loads((path / "leaves.json").read_text()), expected)
+        return _step(path), skipped
     return None, skipped
 
 
@@ -116,9 +148,13 @@ def _check_leaves(path: pathlib.Path, found: dict[str, str], expected: dict[str,
             )
 
 
-def _complete(folder: pathlib.Path) -> list[pathlib.Path]:
+def _named(folder: pathlib.Path) -> list[pathlib.Path]:
     """Checkpoints that were renamed, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def _step(path: pathlib.Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _damage(path: pathlib.Path) -> str | None:
@@ -147,8 +183,3 @@ def _flush(folder: pathlib.Path) -> None:
         if path.is_file():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-
-
-def _remove_leftovers(folder: pathlib.Path) -> None:
-    for partial in folder.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(partial)

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and when it may be written to.
+"""The folder of a run: whose it is, and when it may be written to. Process 0 decides and writes for all.
 
     runs/gpt-1/settings.json    # the settings the run was started with, and its text's fingerprint
               checkpoints/      # see `fp8jax.train.checkpoint`
@@ -14,6 +14,8 @@ import pathlib
 import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
+
+from fp8jax.train import checkpoint, processes
 
 RUNS = pathlib.Path("runs")
 MAY_CHANGE = ("data", "out", "resume")  # the text itself is compared, not its path
@@ -31,6 +33,10 @@ def choose(out: str, resume: bool) -> pathlib.Path:
     Raises:
         ValueError: the folder is taken and `resume` is not set, or it is no folder.
     """
+    return pathlib.Path(processes.decide(lambda: str(_choose(out, resume))))
+
+
+def _choose(out: str, resume: bool) -> pathlib.Path:
     if not out:
         numbers = [int(m[1]) for p in RUNS.glob("gpt-*") if (m := re.fullmatch(r"gpt-(\d+)", p.name))]
         last = max(numbers, default=0)
@@ -97,12 +103,24 @@ def start(folder: pathlib.Path, now: Began) -> None:
     Raises:
         ValueError: the folder cannot be made or written.
     """
+    processes.decide(lambda: _start(folder, now))
+
+
+def _start(folder: pathlib.Path, now: Began) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / _SETTINGS).exists():
             write(folder / _SETTINGS, json.dumps(now._asdict(), indent=1))
     except OSError as error:
         raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
+
+
+def how_to_go_on(folder: pathlib.Path) -> str:
+    """What to do with a run that ended too early."""
+    step = checkpoint.last_step(folder / "checkpoints")
+    return (
+        f"start again with --out {folder} --resume, over any number of processes: it goes on from step {step}"
+    )
 
 
 def write(path: pathlib.Path, content: str) -> None:
