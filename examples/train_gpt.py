@@ -5,10 +5,12 @@
     python examples/train_gpt.py --recipe te,amax_history_len=16 --no-twin
     python examples/train_gpt.py --config run.yaml --steps 500     # the command line wins over the file
     python examples/train_gpt.py --out runs/gpt-1 --resume         # go on with a run that was stopped
+    torchrun --nproc-per-node 2 examples/train_gpt.py --distributed --out runs/gpt-2    # or srun
 
 Recipe and twin start from the same weights and see the same batches. The run leaves report.html,
 pictures and result.json in its folder. Killed and resumed, it ends with the same losses, bit for
-bit, as one never killed. `./dev train` does it in an environment of its own; --help lists options.
+bit, as one never killed; over many processes, or resumed by more or fewer of them, with almost the
+same. `./dev train` does it in an environment of its own; --help lists options.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +37,7 @@ MOST_FINAL_BATCHES = 400  # of the validation text at the end: all of it, unless
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(train.launch.Launch):
     """Settings of a run; the defaults are nanoGPT's for a CPU."""
 
     # what to compare
@@ -89,8 +91,8 @@ class State(NamedTuple):
 class Learner(NamedTuple):
     """The training of a model under one recipe."""
 
-    step: Callable[[State, np.ndarray], tuple[State, jax.Array, Watched]]  # takes the state over
-    loss: Callable[[State, np.ndarray], jax.Array]
+    step: Callable[[State, jax.Array], tuple[State, jax.Array, Watched]]  # takes the state over
+    loss: Callable[[State, jax.Array], jax.Array]
     gradients: Any  # their shapes and dtypes
 
 
@@ -125,9 +127,9 @@ def optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransforma
     )
 
 
-def build(config: Config, model: Any) -> tuple[Learner, State]:
+def build(config: Config, model: Any, place: train.placement.Placement) -> tuple[Learner, State]:
     """Compiles the training of `model`, and makes its first state."""
-    recipe = model.recipe
+    recipe, whole = model.recipe, place.everywhere
     tx = optimizer(config, recipe)
 
     def loss_fn(variables: Any, batch: jax.Array) -> jax.Array:
@@ -148,17 +150,19 @@ def build(config: Config, model: Any) -> tuple[Learner, State]:
         return State(variables, tx.init(variables))
 
     batch = np.zeros((config.batch, config.context + 1), np.int32)
-    state = jax.jit(first_state)(jax.random.key(config.seed), batch[:, :-1])
+    state = jax.jit(first_state, out_shardings=whole)(jax.random.key(config.seed), batch[:, :-1])
+    batch = place.feed(batch)
+    loss = jax.jit(lambda state, batch: loss_fn(state.variables, batch), out_shardings=whole)
     # Compiled here, so that the time of the first step says something.
     learner = Learner(
-        step=jax.jit(step, donate_argnums=0).lower(state, batch).compile(),
-        loss=jax.jit(lambda state, batch: loss_fn(state.variables, batch)).lower(state, batch).compile(),
+        step=jax.jit(step, donate_argnums=0, out_shardings=whole).lower(state, batch).compile(),
+        loss=loss.lower(state, batch).compile(),
         gradients=jax.eval_shape(loss_and_grads, state.variables, batch)[1],
     )
     return learner, state
 
 
-def advance(learner: Learner, state: State, batches: list[np.ndarray], curves: Curves) -> State:
+def advance(learner: Learner, state: State, batches: list[jax.Array], curves: Curves) -> State:
     """One step per batch; waits for the device only at the end."""
     losses, seen, begun = [], [], time.perf_counter()
     for batch in batches:
@@ -170,36 +174,28 @@ def advance(learner: Learner, state: State, batches: list[np.ndarray], curves: C
     return state
 
 
-def spans(start: int, stop: int, *intervals: int) -> Iterator[tuple[int, int]]:
-    """Cuts the steps from `start` to `stop` at every multiple of an interval."""
-    while start < stop:
-        end = min(stop, *((start // interval + 1) * interval for interval in intervals))
-        yield start, end
-        start = end
-
-
 class Run(NamedTuple):
     """A run, by the names of its recipes; states and curves are replaced and added to as it goes."""
 
     config: Config
     folder: pathlib.Path
     text: train.data.Text
+    place: train.placement.Placement
     layers: dict[str, str]  # which of them run in FP8, and why the others do not
     learners: dict[str, Learner]
     states: dict[str, State]
     curves: dict[str, Curves]
 
-    def batches(self, purpose: str, numbers: range) -> list[np.ndarray]:
+    def batches(self, purpose: str, numbers: range) -> list[jax.Array]:
         """Batches of one part of the text, the same for every model and after every resume."""
         tokens = self.text.train if purpose == "train" else self.text.validation
         size, context, seed = self.config.batch, self.config.context, self.config.seed
-        return [train.data.batch(tokens, (seed, purpose, number), size, context) for number in numbers]
+        drawn = (train.data.batch(tokens, (seed, purpose, number), size, context) for number in numbers)
+        return [self.place.feed(batch) for batch in drawn]
 
     def save(self, step: int) -> None:
         """Writes a checkpoint."""
-        history = {}
-        for i, curves in enumerate(self.curves.values()):
-            history.update({f"{i}.{name}": array for name, array in curves.arrays().items()})
+        history = train.observe.pack(self.curves.values())
         train.checkpoint.save(self.folder / "checkpoints", step, list(self.states.values()), history)
 
     def restore(self) -> int:
@@ -207,15 +203,12 @@ class Run(NamedTuple):
         with train.blame_input():
             found, skipped = train.checkpoint.newest(self.folder / "checkpoints", list(self.states.values()))
         for reason in skipped:
-            print(f"warning: skipping {reason}", file=sys.stderr)
+            train.processes.warn(f"skipping {reason}")
         if found is None:
-            print(f"warning: no checkpoint in {self.folder}, so the run starts at step 0", file=sys.stderr)
+            train.processes.warn(f"no checkpoint in {self.folder}, so the run starts at step 0")
             return 0
-        for i, name in enumerate(self.states):
-            self.states[name] = found.state[i]
-            prefix = f"{i}."
-            history = {k.removeprefix(prefix): v for k, v in found.history.items() if k.startswith(prefix)}
-            self.curves[name] = Curves.from_arrays(history)
+        self.states.update(zip(self.states, found.state, strict=True))
+        self.curves.update(zip(self.curves, train.observe.unpack(found.history), strict=True))
         return found.step
 
 
@@ -224,7 +217,9 @@ def prepare(argv: Sequence[str] | None) -> Run:
     with train.blame_input():
         train.extras.check()
         given = train.config.read(Config, argv, __doc__ or "")
-        folder = train.rundir.choose(given.get("out", ""), given.get("resume", False))
+        asked = Config(**given)
+        train.processes.join(asked, "train_gpt")
+        folder = train.rundir.choose(asked.out, asked.resume)
         found = train.rundir.began(folder, [field.name for field in dataclasses.fields(Config)])
         config = Config(**{**found.settings, **given})
         recipes = [fp8jax.Recipe.parse(config.recipe)]
@@ -232,20 +227,21 @@ def prepare(argv: Sequence[str] | None) -> Run:
             recipes.append(fp8jax.Recipe.BF16)
         text = train.data.load(config.data)
         train.data.check_length(text, config.batch, config.context)
-        now = train.rundir.Began(dataclasses.asdict(config), text.fingerprint)
+        now = train.rundir.Began(train.config.kept(config), text.fingerprint)
         train.rundir.check_same(folder, found, now)
         sizes = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(GPTConfig)}
         gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
         models = {str(recipe): fp8jax.transform(gpt, recipe) for recipe in recipes}
+        place = train.placement.over_devices(config.batch)
         tokens = jax.ShapeDtypeStruct((config.batch, config.context), jnp.int32)
         layers = {name: str(model.report(tokens)) for name, model in models.items()}
     learners, states = {}, {}
     for name, model in models.items():
         print(f"{layers[name].splitlines()[0]}; compiling", flush=True)
-        learners[name], states[name] = build(config, model)
+        learners[name], states[name] = build(config, model, place)
     with train.blame_input():
         train.rundir.start(folder, now)
-    return Run(config, folder, text, layers, learners, states, {name: Curves() for name in models})
+    return Run(config, folder, text, place, layers, learners, states, {name: Curves() for name in models})
 
 
 def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
@@ -253,7 +249,7 @@ def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
     config = run.config
     intervals = (config.log_interval, config.eval_interval, config.checkpoint_interval)
     with train.Progress(run.curves, config.steps, config.batch * config.context) as progress:
-        for begin, end in spans(done, config.steps, *intervals):
+        for begin, end in train.spans(done, config.steps, *intervals):
             if stop_asked():
                 run.save(begin)
                 return begin
@@ -268,7 +264,7 @@ def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
     return config.steps
 
 
-def validate(run: Run, step: int, batches: list[np.ndarray]) -> None:
+def validate(run: Run, step: int, batches: list[jax.Array]) -> None:
     """Adds the validation loss of every model to its curve."""
     for name, learner in run.learners.items():
         losses = jax.device_get([learner.loss(run.states[name], batch) for batch in batches])
@@ -279,7 +275,9 @@ def report(run: Run) -> None:
     """Validates on all of the text, prints the comparison and writes the page."""
     config, text, outcomes = run.config, run.text, {}
     windows = train.data.windows(text.validation, config.batch, config.context, MOST_FINAL_BATCHES)
-    validate(run, config.steps, windows)
+    validate(run, config.steps, [run.place.feed(batch) for batch in windows])
+    if not train.processes.is_first():
+        return
     for name, learner in run.learners.items():
         variables, opt_state = run.states[name]
         outcomes[name] = train.report.Outcome(
@@ -296,7 +294,7 @@ def report(run: Run) -> None:
         "vocabulary": len(text.vocabulary),
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "settings": dataclasses.asdict(config),
+        "settings": train.config.kept(config),
     }
     page = train.report.write(run.folder, about, outcomes)
     train.report.show(outcomes)
@@ -306,6 +304,8 @@ def report(run: Run) -> None:
 def train_and_report(argv: Sequence[str] | None) -> None:
     """The program, but for what its user or its input does wrong."""
     run = prepare(argv)
+    train.processes.on_loss(lambda: train.rundir.how_to_go_on(run.folder))
+    train.processes.meet()  # compiling takes some longer than others
     done = run.restore() if run.config.resume else 0
     with train.stop.requests() as stop_asked:
         done = fit(run, done, stop_asked)
@@ -320,11 +320,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train_and_report(argv)
     except train.BadInput as error:
-        print(f"train_gpt: {error}", file=sys.stderr)
-        return 2
+        return train.processes.leave(2, f"train_gpt: {error}")
     except KeyboardInterrupt:
-        print("train_gpt: interrupted; --resume goes on from the newest checkpoint, if any", file=sys.stderr)
-        return 130
+        return train.processes.leave(130, "train_gpt: interrupted; --resume goes on from the last checkpoint")
     return 0
 
 

@@ -17,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from fp8jax import Recipe
 from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
+from fp8jax.train import spans
 
 PROGRAM = "examples/train_gpt.py"
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2".split()
@@ -164,8 +165,8 @@ def test_a_token_sees_only_what_came_before_it(program):
         (0, 3, (10,), [(0, 3)]),
     ],
 )
-def test_spans_lie_on_one_grid_wherever_a_run_resumes(program, start, stop, intervals, expected):
-    assert list(program.spans(start, stop, *intervals)) == expected
+def test_spans_lie_on_one_grid_wherever_a_run_resumes(start, stop, intervals, expected):
+    assert list(spans(start, stop, *intervals)) == expected
 
 
 # --- bad input --------------------------------------------------------------------------------

@@ -7,10 +7,14 @@ from fp8jax.train import checkpoint as checkpoint
 from fp8jax.train import config as config
 from fp8jax.train import data as data
 from fp8jax.train import extras as extras
+from fp8jax.train import launch as launch
 from fp8jax.train import observe as observe
+from fp8jax.train import placement as placement
+from fp8jax.train import processes as processes
 from fp8jax.train import report as report
 from fp8jax.train import rundir as rundir
 from fp8jax.train import stop as stop
 from fp8jax.train.errors import BadInput as BadInput
 from fp8jax.train.errors import blame_input as blame_input
 from fp8jax.train.progress import Progress as Progress
+from fp8jax.train.progress import spans as spans

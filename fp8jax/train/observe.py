@@ -9,7 +9,7 @@ saw, against the largest value that the scale it used can represent.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -156,3 +156,18 @@ class Curves:
             seconds=float(arrays["seconds"]),
             watched=list(rows),
         )
+
+
+def pack(curves: Iterable[Curves]) -> dict[str, np.ndarray]:
+    """The curves of several models as arrays by name, for a checkpoint; inverse of `unpack`."""
+    each = enumerate(one.arrays() for one in curves)
+    return {f"{i}.{name}": array for i, arrays in each for name, array in arrays.items()}
+
+
+def unpack(history: Mapping[str, np.ndarray]) -> list[Curves]:
+    """The curves in their order."""
+    models: dict[int, dict[str, np.ndarray]] = {}
+    for key, array in history.items():
+        i, name = key.split(".")
+        models.setdefault(int(i), {})[name] = array
+    return [Curves.from_arrays(models[i]) for i in sorted(models)]

@@ -1,19 +1,29 @@
 """How a run looks while it runs: one live bar per model, or plain lines where nobody can see a bar.
 
 with Progress({"O2": curves, "bf16": other}, steps=1000, tokens_per_step=768) as progress:
-    progress.show()             # after every span of steps
+    for begin, end in spans(0, 1000, 10, 250):
+        ...
+        progress.show()
     progress.say("a line above the bars")
 """
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8jax.train.extras import need
 from fp8jax.train.observe import Curves
 
 SECONDS_BETWEEN_LINES = 10.0  # where the output is a file or a pipe
+
+
+def spans(start: int, stop: int, *intervals: int) -> Iterator[tuple[int, int]]:
+    """Cuts the steps from `start` to `stop` at every multiple of an interval."""
+    while start < stop:
+        end = min(stop, *((start // interval + 1) * interval for interval in intervals))
+        yield start, end
+        start = end
 
 
 class Progress:

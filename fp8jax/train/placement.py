@@ -1,0 +1,52 @@
+"""Where the arrays of a data-parallel step are: the state whole on every device, a batch cut in rows.
+
+    place = over_devices(rows=config.batch)      # all devices of all processes, or one
+    state = jax.jit(first_state, out_shardings=place.everywhere)(...)
+    state = jax.jit(step, out_shardings=place.everywhere)(state, place.feed(batch))
+
+A step then means the same on any number of devices: XLA adds what the devices have.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class Placement(NamedTuple):
+    """A mesh with the one axis "data"."""
+
+    mesh: Mesh
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Whole on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def rows(self) -> NamedSharding:
+        """As many rows on every device."""
+        return NamedSharding(self.mesh, PartitionSpec("data"))
+
+    def feed(self, batch: np.ndarray) -> jax.Array:
+        """The batch on the devices; each process, which has all of it, gives its own devices theirs."""
+        return jax.make_array_from_callback(batch.shape, self.rows, lambda index: batch[index])
+
+
+def over_devices(rows: int) -> Placement:
+    """All devices of all processes; of a process that is alone, the first one.
+
+    Args:
+        rows: of a batch.
+
+    Raises:
+        ValueError: they are no multiple of the devices.
+    """
+    devices = jax.devices() if jax.distributed.is_initialized() else jax.devices()[:1]
+    if rows % len(devices):
+        raise ValueError(
+            f"--batch must be a multiple of the devices, so that each gets as much; got --batch {rows} for "
+            f"{len(devices)} devices"
+        )
+    return Placement(Mesh(np.array(devices), ("data",)))
