@@ -232,7 +232,7 @@ def prepare(argv: Sequence[str] | None) -> Run:
         sizes = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(GPTConfig)}
         gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
         models = {str(recipe): fp8jax.transform(gpt, recipe) for recipe in recipes}
-        place = train.placement.over_devices(config.batch)
+        place = train.placement.over(train.processes.devices(), config.batch)
         tokens = jax.ShapeDtypeStruct((config.batch, config.context), jnp.int32)
         layers = {name: str(model.report(tokens)) for name, model in models.items()}
     learners, states = {}, {}

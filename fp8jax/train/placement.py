@@ -1,13 +1,14 @@
 """Where the arrays of a data-parallel step are: the state whole on every device, a batch cut in rows.
 
-    place = over_devices(rows=config.batch)      # all devices of all processes, or one
+    place = over(processes.devices(), rows=config.batch)
     state = jax.jit(first_state, out_shardings=place.everywhere)(...)
     state = jax.jit(step, out_shardings=place.everywhere)(state, place.feed(batch))
 
 A step then means the same on any number of devices: XLA adds what the devices have.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,16 +35,8 @@ class Placement(NamedTuple):
         return jax.make_array_from_callback(batch.shape, self.rows, lambda index: batch[index])
 
 
-def over_devices(rows: int) -> Placement:
-    """All devices of all processes; of a process that is alone, the first one.
-
-    Args:
-        rows: of a batch.
-
-    Raises:
-        ValueError: they are no multiple of the devices.
-    """
-    devices = jax.devices() if jax.distributed.is_initialized() else jax.devices()[:1]
+def over(devices: Sequence[Any], rows: int) -> Placement:
+    """A placement on these devices; raises ValueError if they cannot share the rows of a batch."""
     if rows % len(devices):
         raise ValueError(
             f"--batch must be a multiple of the devices, so that each gets as much; got --batch {rows} for "

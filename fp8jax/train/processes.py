@@ -90,6 +90,11 @@ def is_first() -> bool:
     return distributed.global_state.process_id == 0
 
 
+def devices() -> list[Any]:
+    """All devices of all processes; without other processes the first one."""
+    return jax.devices() if jax.distributed.is_initialized() else jax.devices()[:1]
+
+
 def decide(make: Callable[[], Any]) -> Any:
     """What `make` gives, or the ValueError that it raises, in process 0; the same in all processes.
 

@@ -1,0 +1,393 @@
+"""Many processes: who starts them, what they compute, and what becomes of the others when one dies.
+
+The runs are of the real program in real processes, on 127.0.0.1 with gloo, one CPU device each.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8jax import ScaledArray
+from fp8jax.train import checkpoint, config, placement, processes
+from fp8jax.train.launch import Launch, Place, find
+
+# --- who says which process this is -------------------------------------------------------------
+
+TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "2"}
+FLAGS = {"coordinator": "host:12", "processes": 4, "process": 2}
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}
+POD = {"JOB_COMPLETION_INDEX": "2"}
+
+
+def place(coordinator=None, processes=None, process=None, local_device=None, *, by):
+    return Place(coordinator, processes, process, local_device, by)
+
+
+@pytest.mark.parametrize(
+    "flags, environ, expected",
+    [
+        (FLAGS, {}, place("host:12", 4, 2, by="flags")),
+        ({**FLAGS, "process": 0}, {}, place("host:12", 4, 0, by="flags")),
+        ({}, TORCHRUN, place("10.0.0.1:29500", 4, 2, by="variables")),
+        ({"processes": 4}, TORCHRUN, place("10.0.0.1:29500", 4, 2, by="flags and variables")),
+        # torchrun's agent listens on the port itself.
+        (
+            {},
+            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            place("10.0.0.1:29501", 4, 2, by="variables"),
+        ),
+        # A process of several on one machine gets one of its devices.
+        (
+            {},
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            place("10.0.0.1:29500", 4, 2, by="variables"),
+        ),
+        (
+            {},
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+            place("10.0.0.1:29500", 4, 2, 1, by="variables"),
+        ),
+        (
+            {"coordinator": "job-0.job:12", "processes": 4},
+            POD,
+            place("job-0.job:12", 4, 2, by="flags and variables"),
+        ),
+        # What is missing JAX finds: in Slurm's variables, by asking Kubernetes, on a TPU.
+        ({}, POD, place(by="JAX")),
+        ({}, SLURM, place(by="Slurm")),
+        ({}, {"OMPI_COMM_WORLD_RANK": "0"}, place(by="Open MPI")),
+        ({"coordinator": "host:12"}, SLURM, place("host:12", by="flags and Slurm")),
+        ({}, {**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4"}, place(by="Slurm")),
+        ({}, {**SLURM, **TORCHRUN}, place("10.0.0.1:29500", 4, 2, by="variables")),
+        ({}, {}, place(by="JAX")),
+    ],
+)
+def test_the_place_among_the_processes(flags, environ, expected):
+    assert find(Launch(distributed=True, **flags), environ) == expected
+
+
+@pytest.mark.parametrize(
+    "flags, environ, says",
+    [
+        (
+            {"processes": 4},
+            {},
+            "found --processes 4 but no coordinator and no process; expected --coordinator",
+        ),
+        ({"processes": 4}, POD, "found JOB_COMPLETION_INDEX=2, --processes 4 but no coordinator; expected"),
+        (
+            {},
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "but no MASTER_ADDR and no MASTER_PORT; set all of torchrun's",
+        ),
+        ({}, {**TORCHRUN, "RANK": "4"}, "with WORLD_SIZE=4 the last is 3; got RANK=4"),
+        ({}, {**TORCHRUN, "RANK": "two"}, "RANK in the environment must be a whole number; got 'two'"),
+        (
+            {},
+            {**TORCHRUN, "MASTER_PORT": ""},
+            "MASTER_PORT in the environment must be a whole number; got ''",
+        ),
+        ({"process": 0}, TORCHRUN, "--process 0 contradicts RANK=2 in the environment; leave the flag out"),
+        ({"coordinator": "host:1"}, TORCHRUN, "contradicts MASTER_ADDR=10.0.0.1 MASTER_PORT=29500"),
+        ({**FLAGS, "process": 1}, POD, "--process 1 contradicts JOB_COMPLETION_INDEX=2"),
+        ({**FLAGS, "coordinator": "host"}, {}, "must be HOST:PORT; got --coordinator host"),
+        ({**FLAGS, "process": 4}, {}, "with --processes 4 the last is 3; got --process 4"),
+        (
+            {"distributed": False, "process": 0},
+            TORCHRUN,
+            "--process 0 is for many processes; add --distributed",
+        ),
+    ],
+)
+def test_half_given_and_contradictory_places(flags, environ, says):
+    with pytest.raises(ValueError) as caught:
+        find(Launch(**{"distributed": True, **flags}), environ)
+    assert says in str(caught.value)
+
+
+def test_without_distributed_variables_mean_nothing():
+    assert find(Launch(), {**TORCHRUN, **SLURM}) is None
+
+
+def test_how_a_run_is_started_is_not_part_of_the_run():
+    assert config.kept(Launch(True, **FLAGS)) == {}
+
+
+def test_a_process_alone_decides_by_itself(capsys):
+    assert processes.decide(lambda: {"any": (1, "value")}) == {"any": (1, "value")}
+    with pytest.raises(ValueError, match="as it is"):
+        processes.decide(lambda: int("as it is"))
+    assert [processes.any_of(True), processes.any_of(False), processes.is_first()] == [True, False, True]
+    processes.meet()
+    assert processes.leave(2, "what is wrong") == 2 and capsys.readouterr().err == "what is wrong\n"
+    assert processes.devices() == jax.devices()[:1]
+
+
+# --- where arrays are ---------------------------------------------------------------------------
+
+
+def test_devices_get_the_rows_of_a_batch_in_order():
+    batch = np.arange(24).reshape(8, 3)
+    fed = placement.over(jax.devices()[:4], rows=8).feed(batch)
+    assert [shard.data.shape for shard in fed.addressable_shards] == [(2, 3)] * 4
+    np.testing.assert_array_equal(fed, batch)
+    with pytest.raises(
+        ValueError, match="--batch must be a multiple of the devices.*got --batch 9 for 4 devices"
+    ):
+        placement.over(jax.devices()[:4], rows=9)
+
+
+def make_state(devices, seed):
+    """Arrays of all kinds that a training state has, half of them cut over the devices."""
+    mesh = placement.over(jax.devices()[:devices], rows=8).mesh
+    cut, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    values = jax.random.normal(jax.random.key(seed), (8, 4))
+    dtypes = (jnp.float32, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    state = [jax.device_put(values.astype(dtype), where) for dtype in dtypes for where in (cut, whole)]
+    kernel = ScaledArray(
+        jax.device_put(values.astype(jnp.float8_e4m3fn), cut), jax.device_put(2.0 + seed, whole)
+    )
+    return {"leaves": state, "kernel": kernel, "count": jax.device_put(jnp.int32(seed), whole)}
+
+
+@pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (8, 1), (1, 8)])
+def test_a_checkpoint_fits_any_number_of_devices(tmp_path, before, after):
+    state, like = make_state(before, seed=1), make_state(after, seed=0)
+    checkpoint.save(tmp_path, 7, state, {})
+    found, skipped = checkpoint.newest(tmp_path, like)
+    assert found.step == 7 and skipped == [] and checkpoint.last_step(tmp_path) == 7
+    for new, old, wanted in zip(*map(jax.tree.leaves, (found.state, state, like)), strict=True):
+        assert new.dtype == old.dtype and new.sharding == wanted.sharding
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+RUN = "--no-twin --layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2 --steps 120".split()
+RUN += "--log-interval 5 --eval-interval 60 --checkpoint-interval 10 --heartbeat 4".split()
+# Sums in another order move a loss by a millionth; where that makes an FP8 code round to the other side the
+# runs part slowly. A batch that was left out or seen twice shows as differences like those between batches.
+EARLY, LATE = 1e-4, 0.02
+
+# The program, which also tells after each checkpoint what this process has in its own memory.
+TELLING = """
+import hashlib, sys
+import jax, numpy as np
+import train_gpt
+
+def save_and_tell(run, step, save=train_gpt.Run.save):
+    save(run, step)
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(run.states):
+        assert leaf.is_fully_replicated and len(leaf.devices()) == 2 and len(leaf.addressable_shards) == 1
+        digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    print(f"after {step} steps {digest.hexdigest()}", file=sys.stderr, flush=True)
+
+train_gpt.Run.save = save_and_tell
+sys.exit(train_gpt.main())
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Group:
+    """The program in `count` processes that know of each other; alone with 0."""
+
+    def __init__(self, root, folder, cache, count, *argv, code=None):
+        program = ["-c", code] if code else [str(root / "examples/train_gpt.py")]
+        environ = {
+            **os.environ,
+            "PYTHONPATH": f"{root}:{root / 'examples'}",
+            "JAX_COMPILATION_CACHE_DIR": cache,
+        }
+        environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        meeting = ["--distributed", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
+        self.logs, self.members = [], []
+        for i in range(max(count, 1)):
+            flags = [*meeting, "--process", str(i)] if count else []
+            self.logs.append(folder / f"{time.monotonic_ns()}.log")
+            with self.logs[-1].open("w") as log:
+                command = [sys.executable, *program, *flags, *argv]
+                self.members.append(
+                    subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
+                )
+
+    def printed(self, i):
+        return self.logs[i].read_text()
+
+    def last_line(self, i):
+        return self.printed(i).rstrip().splitlines()[-1]
+
+    def wait_for(self, happened):
+        deadline = time.monotonic() + 200
+        while not happened():
+            ended = [i for i, member in enumerate(self.members) if member.poll() is not None]
+            assert not ended, f"{ended} ended too early:\n{self.printed(ended[0])}"
+            assert time.monotonic() < deadline, f"nothing happened:\n{self.printed(0)}"
+            time.sleep(0.01)
+
+    def end(self, i, by=None):
+        """The exit status of a member, after a signal if one is given."""
+        if by is not None:
+            self.members[i].send_signal(by)
+        return self.members[i].wait(timeout=200)
+
+
+@pytest.fixture(scope="module")
+def start(request, tmp_path_factory):
+    """Starts groups in one folder, that share what they compile; none outlives the tests."""
+    folder, cache = tmp_path_factory.mktemp("runs"), str(tmp_path_factory.mktemp("compiled"))
+    groups = []
+
+    def start(count, *argv, **more):
+        groups.append(Group(request.config.rootpath, folder, cache, count, *argv, **more))
+        return groups[-1]
+
+    start.folder = folder
+    yield start
+    for member in (member for group in groups for member in group.members if member.poll() is None):
+        member.kill()
+
+
+def checkpoints(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
+
+
+def losses(run):
+    [model] = json.loads((run / "result.json").read_text())["models"].values()
+    return np.array(model["training_losses"]), np.array(model["validation_losses"])
+
+
+@pytest.fixture(scope="module")
+def alone(start):
+    """The losses of one process that nothing happened to."""
+    group = start(0, *RUN, "--out", "alone")
+    assert group.end(0) == 0, group.printed(0)
+    return losses(start.folder / "alone")
+
+
+def assert_goes_on(run, alone):
+    """The curve of a run that was interrupted is that of the run alone."""
+    for ours, theirs in zip(losses(run), alone, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, atol=10 * LATE)
+        assert np.mean(np.abs(ours - theirs)) < LATE
+    np.testing.assert_allclose(losses(run)[0][:10], alone[0][:10], atol=EARLY)
+
+
+@pytest.fixture(scope="module")
+def killed(start):
+    """A run of two, of which one was killed after the first checkpoint."""
+    run, group = start.folder / "run", start(2, *RUN, "--out", "run", code=TELLING)
+    group.wait_for(lambda: all("after 10 steps" in group.printed(i) for i in range(2)))
+    assert group.end(1, by=signal.SIGKILL) == -signal.SIGKILL
+    begun = time.monotonic()
+    status = group.end(0)
+    return group, status, time.monotonic() - begun, checkpoints(run)
+
+
+def test_two_processes_compute_what_one_does_and_hold_the_same(start, killed, alone):
+    group, *_ = killed
+    first, second = (re.findall("after 10 steps (.*)", group.printed(i)) for i in range(2))
+    assert first == second != []
+    with np.load(start.folder / "run/checkpoints/step-00000010/history.npz") as history:
+        np.testing.assert_allclose(history["0.loss"], alone[0][:10], atol=EARLY)
+    assert "2 processes with 2 devices, found by flags; they meet at 127.0.0.1:" in group.printed(0)
+    assert "compiling" in group.printed(0) and "compiling" not in group.printed(1)
+
+
+def test_when_one_process_is_killed_the_other_stops_with_a_word(killed):
+    group, status, seconds, found = killed
+    assert status == processes.LOST and seconds < 60  # 4 s are the heartbeat; the machine may be slow
+    line = group.last_line(0)
+    assert line.startswith("train_gpt: another process is gone (")
+    assert line.endswith(
+        f"with --out run --resume, over any number of processes: it goes on from step {found[-1]}"
+    )
+
+
+def test_a_run_of_two_goes_on_in_one_from_its_last_checkpoint(start, killed, alone):
+    group = start(0, "--out", "run", "--resume")
+    assert group.end(0) == 0, group.printed(0)
+    assert_goes_on(start.folder / "run", alone)
+
+
+@pytest.mark.long
+def test_four_processes_lose_one_and_two_go_on(start, alone):
+    run, group = start.folder / "four", start(4, *RUN, "--out", "four")
+    group.wait_for(lambda: checkpoints(run))
+    group.end(2, by=signal.SIGKILL)
+    assert [group.end(i) for i in (0, 1, 3)] == [processes.LOST] * 3
+    for i in (0, 1, 3):
+        assert "train_gpt: another process is gone (" in group.last_line(i)
+    group = start(2, "--out", "four", "--resume")
+    assert [group.end(i) for i in range(2)] == [0, 0], group.printed(0)
+    assert_goes_on(run, alone)
+
+
+@pytest.mark.long
+def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone):
+    run = start.folder / "troubled"
+
+    def go_on(*argv):
+        before = checkpoints(run)
+        group = start(2, "--out", "troubled", *argv)
+        group.wait_for(lambda: "step " in group.printed(0) and checkpoints(run) != before)
+        return group
+
+    # One is asked to stop: both save after the same step.
+    group = go_on(*RUN)
+    assert (group.end(1, by=signal.SIGTERM), group.end(0)) == (0, 0), group.printed(0)
+    assert group.last_line(0).startswith(f"stopped and saved after step {checkpoints(run)[-1]}; go on with")
+    # The first is killed: it is the coordinator, and JAX aborts the others.
+    group = go_on("--resume", "--heartbeat", "4")
+    group.end(0, by=signal.SIGKILL)
+    assert group.end(1) == processes.LOST and "another process is gone (" in group.last_line(1)
+    # One falls silent, its connections stay open: only the missed heartbeat tells.
+    group = go_on("--resume", "--heartbeat", "4")
+    group.members[1].send_signal(signal.SIGSTOP)
+    assert group.end(0) == processes.LOST and "(JAX says above why)" in group.printed(0)
+    group.members[1].send_signal(signal.SIGCONT)
+    assert group.end(1) == processes.LOST
+    group = start(2, "--out", "troubled", "--resume")
+    assert [group.end(i) for i in range(2)] == [0, 0], group.printed(0)
+    assert_goes_on(run, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--out", "."], "--out . holds a run already: add --resume"),
+        (["--batch", "5"], "got --batch 5 for 2 devices"),
+        (["--recipe", "O9"], "expected one of fp32, bf16"),
+    ],
+    ids=["decided by the first", "about all of them", "of each"],
+)
+def test_bad_input_ends_all_processes(start, argv, says):
+    group = start(2, *RUN, *argv)
+    for i in range(2):
+        assert group.end(i) == 2 and says in group.last_line(i)
+
+
+@pytest.mark.long
+def test_processes_that_do_not_meet(start):
+    group = start(2, *RUN, "--out", "apart", "--processes", "3", "--patience", "2")
+    for i in range(2):
+        assert group.end(i) == processes.LOST
+        assert "train_gpt: not all processes met at 127.0.0.1:" in group.last_line(i)
