@@ -30,51 +30,35 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}
 POD = {"JOB_COMPLETION_INDEX": "2"}
 
 
-def place(coordinator=None, processes=None, process=None, local_device=None, *, by):
-    return Place(coordinator, processes, process, local_device, by)
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # it listens on MASTER_PORT itself
+ONE_OF_TWO = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}  # of this machine's processes: one device each
+ONE_OF_ONE = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+FOR_TORCH = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4"}  # as scripts for Slurm set them
 
 
 @pytest.mark.parametrize(
     "flags, environ, expected",
     [
-        (FLAGS, {}, place("host:12", 4, 2, by="flags")),
-        ({**FLAGS, "process": 0}, {}, place("host:12", 4, 0, by="flags")),
-        ({}, TORCHRUN, place("10.0.0.1:29500", 4, 2, by="variables")),
-        ({"processes": 4}, TORCHRUN, place("10.0.0.1:29500", 4, 2, by="flags and variables")),
-        # torchrun's agent listens on the port itself.
-        (
-            {},
-            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            place("10.0.0.1:29501", 4, 2, by="variables"),
-        ),
-        # A process of several on one machine gets one of its devices.
-        (
-            {},
-            {**TORCHRUN, "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            place("10.0.0.1:29500", 4, 2, by="variables"),
-        ),
-        (
-            {},
-            {**TORCHRUN, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"},
-            place("10.0.0.1:29500", 4, 2, 1, by="variables"),
-        ),
-        (
-            {"coordinator": "job-0.job:12", "processes": 4},
-            POD,
-            place("job-0.job:12", 4, 2, by="flags and variables"),
-        ),
+        (FLAGS, {}, ["host:12", 4, 2, None, "flags"]),
+        ({**FLAGS, "process": 0}, {}, ["host:12", 4, 0, None, "flags"]),
+        ({}, TORCHRUN, ["10.0.0.1:29500", 4, 2, None, "torchrun's variables"]),
+        ({"processes": 4}, TORCHRUN, ["10.0.0.1:29500", 4, 2, None, "flags and torchrun's variables"]),
+        ({}, {**TORCHRUN, **AGENT}, ["10.0.0.1:29501", 4, 2, None, "torchrun's variables"]),
+        ({}, {**TORCHRUN, **ONE_OF_ONE}, ["10.0.0.1:29500", 4, 2, None, "torchrun's variables"]),
+        ({}, {**TORCHRUN, **ONE_OF_TWO}, ["10.0.0.1:29500", 4, 2, 1, "torchrun's variables"]),
+        ({}, {**SLURM, **TORCHRUN}, ["10.0.0.1:29500", 4, 2, None, "torchrun's variables"]),
+        ({**FLAGS, "process": -1}, POD, ["host:12", 4, 2, None, "flags and JOB_COMPLETION_INDEX"]),
         # What is missing JAX finds: in Slurm's variables, by asking Kubernetes, on a TPU.
-        ({}, POD, place(by="JAX")),
-        ({}, SLURM, place(by="Slurm")),
-        ({}, {"OMPI_COMM_WORLD_RANK": "0"}, place(by="Open MPI")),
-        ({"coordinator": "host:12"}, SLURM, place("host:12", by="flags and Slurm")),
-        ({}, {**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4"}, place(by="Slurm")),
-        ({}, {**SLURM, **TORCHRUN}, place("10.0.0.1:29500", 4, 2, by="variables")),
-        ({}, {}, place(by="JAX")),
+        ({}, POD, [None, None, None, None, "JAX"]),
+        ({}, SLURM, [None, None, None, None, "Slurm"]),
+        ({}, {**SLURM, **FOR_TORCH}, [None, None, None, None, "Slurm"]),
+        ({}, {"OMPI_COMM_WORLD_RANK": "0"}, [None, None, None, None, "Open MPI"]),
+        ({"coordinator": "host:12"}, SLURM, ["host:12", None, None, None, "flags and Slurm"]),
+        ({}, {}, [None, None, None, None, "JAX"]),
     ],
 )
 def test_the_place_among_the_processes(flags, environ, expected):
-    assert find(Launch(distributed=True, **flags), environ) == expected
+    assert find(Launch(distributed=True, **flags), environ) == Place(*expected)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def find(launch: Launch, environ: Mapping[str, str]) -> Place | None:
             f"--distributed found {_said(found)} but no {' and no '.join(missing)}; expected {EXPECTED}"
         )
     _check(found)
-    sources = [name for name, facts in (("flags", flags), ("variables", variables)) if facts]
+    by_variables = "torchrun's variables" if "coordinator" in variables else "JOB_COMPLETION_INDEX"
+    sources = [name for name, facts in (("flags", flags), (by_variables, variables)) if facts]
     if missing:
         sources.append(launcher or "JAX")
     return Place(
