@@ -60,7 +60,7 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
 def update_time(config: train_gpt.Config, variables: Any, opt_state: Any, gradients: Any) -> float:
     """Milliseconds of `tx.update` and `apply_updates`, the median of a few. Takes the state over."""
     recipe = Recipe.parse(config.recipe)
-    tx = train_gpt.optimizer(config, recipe)
+    tx = train_gpt.optimizer(config, recipe, None)
 
     def update(variables: Any, opt_state: Any, grads: Any) -> Any:
         updates, opt_state = tx.update(grads, opt_state, variables)

@@ -118,26 +118,27 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformation:
+def optimizer(config: Config, recipe: fp8jax.Recipe, zero: Any) -> optax.GradientTransformation:
     """Clipped AdamW."""
     rate, betas = learning_rate(config), (config.beta1, config.beta2)
+    options = {"weight_decay": config.weight_decay, "mask": decays, "zero": zero}
     return optax.chain(
         fp8jax.optim.clip_by_global_norm(config.clip or math.inf),
-        fp8jax.optim.adamw(rate, recipe, *betas, weight_decay=config.weight_decay, mask=decays),
+        fp8jax.optim.adamw(rate, recipe, *betas, **options),
     )
 
 
 def build(config: Config, model: Any, place: train.placement.Placement) -> tuple[Learner, State]:
     """Compiles the training of `model`, and makes its first state."""
-    recipe, whole = model.recipe, place.everywhere
-    tx = optimizer(config, recipe)
+    recipe, zero = model.recipe, place.zero(model.recipe, config)
+    tx = optimizer(config, recipe, zero)
 
     def loss_fn(variables: Any, batch: jax.Array) -> jax.Array:
         logits = model.apply(variables, batch[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     # Jitted by itself so that it is traced once, for the step and for the gradients' shapes.
-    loss_and_grads = jax.jit(fp8jax.value_and_grad(loss_fn))
+    loss_and_grads = jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))
 
     def step(state: State, batch: jax.Array) -> tuple[State, jax.Array, Watched]:
         loss, grads = loss_and_grads(state.variables, batch)
@@ -147,16 +148,19 @@ def build(config: Config, model: Any, place: train.placement.Placement) -> tuple
 
     def first_state(key: jax.Array, tokens: jax.Array) -> State:
         variables = model.init(key, tokens)
+        variables = zero.place(variables) if zero else variables
         return State(variables, tx.init(variables))
 
     batch = np.zeros((config.batch, config.context + 1), np.int32)
-    state = jax.jit(first_state, out_shardings=whole)(jax.random.key(config.seed), batch[:, :-1])
+    state = jax.jit(first_state)(jax.random.key(config.seed), batch[:, :-1])
+    kept = (jax.tree.map(lambda x: x.sharding, state), place.everywhere, place.everywhere)
     batch = place.feed(batch)
-    loss = jax.jit(lambda state, batch: loss_fn(state.variables, batch), out_shardings=whole)
+    loss = jax.jit(lambda state, batch: loss_fn(state.variables, batch), out_shardings=place.everywhere)
     # Compiled here, so that the time of the first step says something.
+    step = jax.jit(step, donate_argnums=0, out_shardings=kept).lower(state, batch).compile()
     learner = Learner(
-        step=jax.jit(step, donate_argnums=0, out_shardings=whole).lower(state, batch).compile(),
-        loss=loss.lower(state, batch).compile(),
+        step=place.one_at_a_time(step),
+        loss=place.one_at_a_time(loss.lower(state, batch).compile()),
         gradients=jax.eval_shape(loss_and_grads, state.variables, batch)[1],
     )
     return learner, state
@@ -232,7 +236,7 @@ def prepare(argv: Sequence[str] | None) -> Run:
         sizes = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(GPTConfig)}
         gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
         models = {str(recipe): fp8jax.transform(gpt, recipe) for recipe in recipes}
-        place = train.placement.over(train.processes.devices(), config.batch)
+        place = train.placement.over(train.processes.devices(config.devices), config.batch)
         tokens = jax.ShapeDtypeStruct((config.batch, config.context), jnp.int32)
         layers = {name: str(model.report(tokens)) for name, model in models.items()}
     learners, states = {}, {}

@@ -29,7 +29,7 @@ EXPECTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a run is started over many processes; a resumed run may be started in another way."""
+    """How a run is started over many devices and processes; a resumed run may be started in another way."""
 
     distributed: bool = knob(False, "train over many processes; flags or launcher say how", kept=False)
     coordinator: str = knob("", "HOST:PORT where process 0 awaits the others", kept=False)
@@ -37,6 +37,13 @@ class Launch:
     process: int = knob(-1, "which one this is, from 0; -1 is what the launcher says", least=-1, kept=False)
     patience: int = knob(300, "seconds that processes wait for each other at the start", least=1, kept=False)
     heartbeat: int = knob(30, "seconds of silence after which a process counts as gone", least=2, kept=False)
+    devices: int = knob(
+        1, "devices that share the batch, 0 for all; with --distributed always all", least=0, kept=False
+    )
+    zero: int = knob(
+        0, "ZeRO: devices share 1 moments, 2 and gradients, 3 and weights", least=0, below=4, kept=False
+    )
+    offload: bool = knob(False, "keep moments in the host's memory", kept=False)
 
 
 class Place(NamedTuple):

@@ -90,9 +90,21 @@ def is_first() -> bool:
     return distributed.global_state.process_id == 0
 
 
-def devices() -> list[Any]:
-    """All devices of all processes; without other processes the first one."""
-    return jax.devices() if jax.distributed.is_initialized() else jax.devices()[:1]
+def devices(asked: int) -> list[Any]:
+    """All devices of all processes; without other processes as many as are asked for, 0 for all.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    there = jax.devices()
+    if jax.distributed.is_initialized():
+        return there
+    if asked > len(there):
+        raise ValueError(
+            f"--devices must be at most the {len(there)} that this process has; got {asked}. A CPU is more "
+            f"than one with XLA_FLAGS=--xla_force_host_platform_device_count={asked}"
+        )
+    return there[: asked or None]
 
 
 def decide(make: Callable[[], Any]) -> Any:
