@@ -12,7 +12,7 @@ from jax import lax
 
 from fp8jax import Recipe, ScaledArray, dot, formats, quantize
 from fp8jax.dot import Weight, dot_general, init_state
-from fp8jax.scaling.merge import CODES, from_codes, no_codes
+from fp8jax.scaling.merge import CODES, NeedsWideGradient, from_codes, no_codes
 
 TE = Recipe.te(amax_history_len=4)
 CURRENT = Recipe.parse("te,scaling=current")
@@ -278,7 +278,7 @@ def test_a_kernel_read_outside_the_dot_refuses_to_leave_codes():
     kernel = quantize(normal(1, 8, 8), formats.FP16)
     weight = Weight(kernel, jnp.zeros(kernel.shape))
     np.testing.assert_array_equal(jnp.sin(weight), jnp.sin(kernel.dequantize()))
-    with pytest.raises(dot.NeedsWideGradient):
+    with pytest.raises(NeedsWideGradient):
         jax.eval_shape(lambda: Weight(kernel, no_codes(kernel.data)).dequantize())
     assert jax.eval_shape(lambda: no_codes(jnp.zeros((2, 3)))).dtype == CODES
 

@@ -1,0 +1,24 @@
+"""A dot product whose three GEMMs run in FP8, for JAX's autodiff.
+
+    y  = lhs . rhs       E4M3 x E4M3, fast accumulation
+    dx = dy  . rhs^T     E5M2 x E4M3, precise accumulation
+    dw = lhs^T . dy      E4M3 x E5M2, precise accumulation
+
+    >>> import jax, jax.numpy as jnp
+    >>> from fp8jax import Recipe
+    >>> from fp8jax.dot import dot_general, init_state
+    >>> recipe = Recipe.parse("te")
+    >>> x, w = jnp.ones((4, 16)), jnp.ones((16, 32))
+    >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe, state=init_state(recipe))
+    >>> float(y[0, 0])
+    16.0
+
+What the backward needs is kept in FP8. The new scaling state leaves as the cotangent of
+`state`, since only the backward sees the amax of `dy`: "overwrite with gradient".
+"""
+
+from fp8jax.dot.product import dot_general as dot_general
+from fp8jax.dot.product import einsum as einsum
+from fp8jax.dot.product import init_state as init_state
+from fp8jax.dot.product import quantized_kernel as quantized_kernel
+from fp8jax.dot.weight import Weight as Weight

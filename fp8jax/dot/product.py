@@ -1,0 +1,159 @@
+"""Products under a recipe, and the scaling state of one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax import contraction, formats, scaling
+from fp8jax.dot.rule import State, Static, jitted_dot
+from fp8jax.dot.weight import Weight
+from fp8jax.layout import Layout
+from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, value
+from fp8jax.scaling.merge import along, to_max
+
+OPERANDS = ("lhs", "rhs", "grad")
+
+
+def init_state(recipe: Recipe | str) -> State:
+    """The scaling state of one dot, a dict of float32 arrays; empty if nothing is kept.
+
+    Args:
+        recipe: a `Recipe`, or the text of one.
+
+    Returns:
+        What the recipe's scaling keeps for the operands lhs, rhs and grad, in this order
+        (see `fp8jax.scaling.delayed`), and where the weight gradient is FP8 its last scale,
+        `wgrad_scale`, shape ().
+    """
+    recipe = Recipe.parse(recipe)
+    state = scaling.of_recipe(recipe).init(len(OPERANDS))
+    if recipe.weight_grad == "E4M3":
+        state["wgrad_scale"] = jnp.ones((), jnp.float32)
+    return state
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    recipe: Recipe | str,
+    state: State,
+    out_dtype: Any = None,
+    backend: str = "auto",
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`lax.dot_general` whose GEMMs run in FP8 as the recipe's `gemm` column says.
+
+    Args:
+        lhs: float array: the input.
+        rhs: the kernel: float array, `ScaledArray`, or `Weight`. One that is kept in the format
+            that the GEMM takes, on a single scale, goes to it as it is.
+        dimension_numbers: as in `jax.lax.dot_general`; batch dims allowed, any dim may be 0.
+        recipe: a `Recipe`, or the text of one; its `gemm` must be "FP8".
+        state: scaling state of this dot, see `init_state`. Without one of its own a product has
+            no memory: `jax.value_and_grad` with respect to it, or `fp8jax.value_and_grad` of Flax
+            variables that hold it in "_overwrite_with_gradient", gives the next one.
+        out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
+        backend: see `fp8jax.backends`.
+        out_sharding: of the output, a `PartitionSpec` or a sharding.
+
+    Returns:
+        Array of `lax.dot_general`'s shape. Its gradients: for `lhs` in lhs's dtype, for a
+        float `rhs` in rhs's dtype, for a `Weight` in its slot, and for `state` the new state.
+
+    Raises:
+        ValueError: `recipe.gemm` is not "FP8".
+    """
+    recipe = Recipe.parse(recipe)
+    if recipe.gemm != "FP8":
+        raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
+    weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
+    kernel, slot = weight.value, weight.slot
+    rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
+    if out_dtype is None:
+        out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
+    layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
+    slot_dtype = None if slot is None else slot.dtype
+    dtypes = (lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
+    static = Static(recipe, backend, layout, *dtypes, weight.spread)
+    state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
+
+    def multiplied(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
+        out: Any = jitted_dot(static, lhs, kernel, slot, state)
+        return out.reshape(layout.out_shape)
+
+    def like(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
+        del slot, state
+        a, b = (x.astype(jnp.float32) for x in (lhs, kernel.data if is_scaled(kernel) else kernel))
+        return lax.dot_general(a, b, dimension_numbers)
+
+    operands = (lhs, kernel, slot, state)
+    out = with_auto_axes(multiplied, like if out_sharding is None else out_sharding, *operands)
+    if out_sharding is None or explicit_mesh(operands):
+        return out
+    return with_sharding(out, out_sharding)
+
+
+def einsum(
+    subscripts: str,
+    lhs: jax.Array,
+    rhs: Any,
+    *,
+    recipe: Recipe | str,
+    state: State,
+    out_dtype: Any = None,
+    backend: str = "auto",
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jnp.einsum` of two operands whose GEMMs run in FP8.
+
+    Args:
+        subscripts: with "->", and such that one `dot_general` and a transpose make it: no letter
+            twice in an operand, none summed in one operand alone; lhs may have "...".
+        lhs, rhs, recipe, state, out_dtype, backend, out_sharding: see `dot_general`.
+
+    Raises:
+        ValueError: the einsum is no single dot product.
+    """
+    subscripts = subscripts.replace(" ", "")
+    if not contraction.is_dot(subscripts):
+        raise ValueError(
+            f"`subscripts`: expected an einsum that is one dot product of two operands, with '->'; got "
+            f"{subscripts!r}. Sum or take diagonals before it."
+        )
+    options = {"recipe": recipe, "state": state, "out_dtype": out_dtype, "backend": backend}
+    return contraction.einsum(subscripts, lhs, rhs, functools.partial(dot_general, **options), out_sharding)
+
+
+def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:
+    """A kernel as the forward GEMM takes it: its codes and scale, once for many products.
+
+    Args:
+        kernel: float array or `ScaledArray`, shape=(*stack, ...).
+        recipe: its `gemm` is "FP8".
+        state: its scaling state, whose arrays have the axes of `stack` in front; {} if there is none.
+        rank: that of one kernel of the stack.
+
+    Returns:
+        A `ScaledArray` in the GEMM's forward format, with one scale for each of the stack:
+        `dot_general` gives the same with it as with the kernel.
+    """
+    format, depth = formats.get(recipe.gemm_formats[0]), kernel.ndim - rank
+    if isinstance(kernel, ScaledArray) and kernel.data.dtype == format.dtype:
+        return kernel
+
+    def one(kernel: jax.Array, state: State) -> ScaledArray:
+        scale = scaling.of_recipe(recipe).scale(state, 1, amax(kernel), format.max)
+        return quantize(kernel, format, scale)
+
+    for _ in range(depth):
+        one = jax.vmap(one)
+    q = one(value(kernel), state)
+    blocks = (*q.scale.shape, *(1,) * rank)
+    return ScaledArray(q.data, q.scale.reshape(blocks))

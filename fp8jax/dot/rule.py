@@ -1,0 +1,182 @@
+"""What a product computes, and what its gradients: a custom derivative rule around the three GEMMs."""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from fp8jax import backends, formats, scaling
+from fp8jax.comm.gather import whole_of
+from fp8jax.comm.reduce import part_of_sum
+from fp8jax.comm.zero import Spread
+from fp8jax.layout import Layout
+from fp8jax.platforms import by_platform
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import (
+    ScaledArray,
+    amax,
+    quantize,
+    quantize_gradient,
+    to_bytes,
+    value,
+    without_infinities,
+)
+from fp8jax.scaling.merge import CODES, from_max, to_codes, to_max
+
+State = dict[str, jax.Array]
+
+
+class Static(NamedTuple):
+    """What is known when the dot is traced."""
+
+    recipe: Recipe
+    backend: str
+    layout: Layout
+    lhs_dtype: Any
+    rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
+    slot_dtype: Any  # None: the gradient is that of rhs itself
+    out_dtype: Any
+    spread: Spread | None  # of the kernel over devices
+
+    @property
+    def formats(self) -> list[formats.Format]:
+        """The formats of `OPERANDS`."""
+        forward, backward = map(formats.get, self.recipe.gemm_formats)
+        return [forward, forward, backward]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> jax.Array:
+    return _forward(static, lhs, rhs, slot, state)[0]
+
+
+def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> tuple[jax.Array, Any]:
+    """The output, and what the backward needs."""
+    del slot
+    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    state = from_max(state)
+    lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
+    rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
+    narrow_lhs, wide_lhs = (static.layout.lhs_matrix(x) for x in (q_lhs, lhs.astype(static.out_dtype)))
+    wide_rhs = value(rhs).astype(static.out_dtype)
+    operands = (wide_lhs, wide_rhs) if fprop_is_high else (narrow_lhs, q_rhs)
+    out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
+    # Of a kernel that is spread over devices the part is kept, and put together again.
+    kept = (
+        wide_lhs if wgrad_is_high else _packed(narrow_lhs),
+        wide_rhs if dgrad_is_high else _packed(q_rhs),
+    )
+    return out, (kept, (lhs_seen, rhs_seen), state)
+
+
+def _kernel_matrix(static: Static, rhs: Any) -> Any:
+    """The whole kernel as a matrix."""
+    if static.spread and static.spread.is_part:
+        rhs = whole_of(rhs, static.spread)
+    return static.layout.rhs_matrix(rhs)
+
+
+def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
+    operands, seen, state = kept
+    if isinstance(grad, SymbolicZero):  # the output is not used
+        grad = jnp.zeros(grad.shape, grad.dtype)
+    if static.spread and static.spread.is_part:
+        # Not before there is a gradient to multiply with: the kernel is not to wait in memory.
+        operands, grad = lax.optimization_barrier((operands, grad))
+    lhs, rhs = (_unpacked(operand, static.formats[0]) for operand in operands)
+    rhs = _kernel_matrix(static, rhs)
+    _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    grad = without_infinities(grad)
+    grad_seen, q_grad = _quantize(static, 2, grad, state)
+    dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
+    drhs = _multiply(static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True)
+    dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
+    drhs = static.layout.rhs_tensor(drhs)
+    limits = jnp.array([format.max for format in static.formats], jnp.float32)
+    update = scaling.of_recipe(static.recipe).update
+    new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
+    in_rhs, in_slot = None, None
+    if static.slot_dtype is not None and static.spread:
+        drhs = part_of_sum(drhs, static.spread, static.recipe, as_codes=static.slot_dtype == CODES)
+    if static.slot_dtype == CODES:
+        q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
+        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
+    elif static.slot_dtype is not None:
+        in_slot = drhs.astype(static.slot_dtype)
+    elif static.rhs_dtype is not None:
+        in_rhs = drhs.astype(static.rhs_dtype)
+    return dlhs, in_rhs, in_slot, to_max(new_state)
+
+
+def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
+    """`_forward` of what is differentiated, which says so for each array."""
+
+    def is_perturbed(tree: Any) -> bool:
+        return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
+
+    lhs, rhs, slot, state = jax.tree.map(lambda leaf: leaf.value, operands)
+    _, of_rhs, of_slot, of_state = map(is_perturbed, operands)
+    if of_rhs and isinstance(rhs, ScaledArray):
+        raise TypeError(
+            f"a scaled weight, {rhs.data.dtype}{list(rhs.shape)}, has no gradient of its own: expected "
+            "`fp8jax.value_and_grad` (which takes Flax variables and NNX modules); got JAX's or NNX's own."
+        )
+    if state and (of_rhs or of_slot) and not of_state:
+        warnings.warn(
+            "a gradient is taken with respect to weights but not to the FP8 scaling state: its new amaxes "
+            "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
+            stacklevel=2,
+        )
+    return _forward(static, lhs, rhs, slot, state)
+
+
+_dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
+
+# A model has many products of one kind: jitted, they are traced and differentiated once.
+jitted_dot = jax.jit(_dot, static_argnums=0)
+
+
+def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
+    """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses; or as it is, if it is FP8."""
+    format = static.formats[operand]
+    if isinstance(x, ScaledArray) and x.data.dtype == format.dtype and x.scale.size == 1:
+        scale = x.scale.reshape(())
+        return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
+    seen = amax(x)
+    if operand == 1 and static.spread and static.spread.is_part:
+        seen = lax.pmax(seen, static.spread.axis_name)  # parts are to be put together
+    q = quantize(x, format, scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max))
+    packed = by_platform(_packed(q), cpu=_as_it_is, default=lax.optimization_barrier)
+    return seen, _unpacked(packed, format)
+
+
+def _as_it_is(x: Any) -> Any:
+    """In the place of the barrier without which XLA on a GPU keeps the wide tensor for the backward, and
+    casts it again. On a CPU it only makes compiling slower."""
+    return x
+
+
+def _packed(q: ScaledArray) -> ScaledArray:
+    """As it is kept for the backward: bytes, see `to_bytes`."""
+    return ScaledArray(to_bytes(q.data), q.scale)
+
+
+def _unpacked(matrix: Any, format: formats.Format) -> Any:
+    """The inverse of `_packed`; what was not packed stays as it is."""
+    if not isinstance(matrix, ScaledArray):
+        return matrix
+    return ScaledArray(lax.bitcast_convert_type(matrix.data, format.dtype), matrix.scale)
+
+
+def _multiply(static: Static, lhs: Any, rhs: Any, spec: str, *, precise: bool) -> jax.Array:
+    """One GEMM between matrices, in FP8 if the operands are."""
+    dimension_numbers = static.layout.contract(spec)
+    if isinstance(lhs, ScaledArray):
+        multiply = backends.get(static.backend).dot
+        return multiply(lhs, rhs, dimension_numbers, out_dtype=static.out_dtype, precise=precise)
+    out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    return out.astype(static.out_dtype)

@@ -1,0 +1,71 @@
+"""A kernel on its way through a loss."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.comm.gather import whole_of
+from fp8jax.comm.reduce import part_of_sum
+from fp8jax.comm.zero import Spread
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import value
+from fp8jax.scaling.merge import CODES, NeedsWideGradient
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=("spread",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A kernel on its way through a loss, with the place its gradient comes out of.
+
+    A narrow kernel has no cotangent of its own worth having: that of a float16 array is
+    float16. `slot` is a zero array of the kernel's shape, never read by `dot_general`; its
+    cotangent is the gradient with respect to the kernel's value, as float32 or as E4M3 codes
+    whose scale leaves through the dot's state.
+    """
+
+    value: Any  # ScaledArray or float array
+    slot: Any  # shape=kernel's, float32 or merge.CODES
+    spread: Spread | None = None  # over devices; then the slot is this device's part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's shape."""
+        return self.spread.whole(self.value.shape) if self.spread else self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        """The kernel's rank."""
+        return self.value.ndim
+
+    def dequantize(self) -> jax.Array:
+        """The value as a float32 array that gradients flow through."""
+        if self.slot.dtype == CODES:
+            raise NeedsWideGradient
+        if self.spread:
+            return _spread_value(self.spread, value(self.value).astype(jnp.float32), self.slot)
+        return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.slot
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Itself for `...`, else a part of the dequantized value."""
+        return self if index is ... else self.dequantize()[index]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread_value(spread: Spread, kernel: jax.Array, slot: jax.Array) -> jax.Array:
+    """A kernel whole, whose gradient leaves through the slot as this device's part."""
+    del slot
+    return whole_of(kernel, spread) if spread.is_part else kernel
+
+
+_spread_value.defvjp(
+    lambda spread, kernel, slot: (_spread_value(spread, kernel, slot), jnp.zeros_like(kernel, kernel.dtype)),
+    lambda spread, zeros, grad: (zeros, part_of_sum(grad, spread, _WIDE, as_codes=False)),
+)
+_WIDE = Recipe.parse("fp32")
