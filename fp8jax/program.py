@@ -46,6 +46,7 @@ class Collective(NamedTuple):
     kind: str  # "all-reduce", "all-to-all", ...
     dtype: str  # XLA's name
     numbers: int  # elements of its result on each device
+    runs: int = 1  # how often it runs in one call: trip counts of the loops around it; 1 where unknown
 
 
 class Program(NamedTuple):
@@ -101,12 +102,12 @@ def read(compiled: Any) -> Program:
     """
     computations, entry = _parse(compiled.as_text())
     gemms: list[Gemm] = []
-    kernels, moved = _walk(computations, entry, 1, gemms)
-    lines = [instruction for body in computations.values() for instruction in body]
+    collectives: list[Collective] = []
+    kernels, moved = _walk(computations, entry, 1, gemms, collectives)
     memory = compiled.memory_analysis()
     return Program(
         gemms=tuple(gemms),
-        collectives=tuple(found for line in lines for found in _collectives(line)),
+        collectives=tuple(collectives),
         kernels=kernels,
         moved=moved,
         temporaries=memory.temp_size_in_bytes,
@@ -214,19 +215,25 @@ def _closing(text: str, start: int) -> int:
 
 
 def _walk(
-    computations: dict[str, list[_Instruction]], name: str, runs: int, gemms: list[Gemm]
+    computations: dict[str, list[_Instruction]],
+    name: str,
+    runs: int,
+    gemms: list[Gemm],
+    collectives: list[Collective],
 ) -> tuple[int, int]:
-    """Appends the GEMMs of a computation that is executed; returns its kernels and the bytes they move."""
+    """Appends the GEMMs and collectives of a computation that is executed; returns its kernels and the bytes
+    that they move."""
     kernels = moved = 0
     shapes = {instruction.name: instruction.shape for instruction in computations[name]}
     for instruction in computations[name]:
         if kind := _kind(instruction, computations):
             gemms.append(_gemm(kind, instruction, shapes, computations, runs))
+        collectives += [found._replace(runs=runs) for found in _collectives(instruction)]
         if _launches(instruction):
             kernels += 1
             moved += sum(map(_bytes, [instruction.shape, *(shapes.get(o, "") for o in instruction.operands)]))
         for called in _executed(instruction):
-            below = _walk(computations, called, runs * _trip_count(instruction), gemms)
+            below = _walk(computations, called, runs * _trip_count(instruction), gemms, collectives)
             kernels, moved = kernels + below[0], moved + below[1]
     return kernels, moved
 

@@ -60,7 +60,7 @@ def sent(collective: program.Collective, devices: int) -> float:
     """Bytes that one device sends."""
     around = (devices - 1) / devices
     factor = {"all-reduce": 2 * around, "reduce-scatter": devices - 1.0}.get(collective.kind, around)
-    return factor * collective.numbers * BYTES[collective.dtype]
+    return factor * collective.runs * collective.numbers * BYTES[collective.dtype]
 
 
 def rows(mesh: Mesh, compile_: Callable[..., Any], leaves: int, size: int) -> list[dict[str, Any]]:
