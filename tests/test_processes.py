@@ -115,7 +115,10 @@ def test_a_process_alone_decides_by_itself(capsys):
     assert [processes.any_of(True), processes.any_of(False), processes.is_first()] == [True, False, True]
     processes.meet()
     assert processes.leave(2, "what is wrong") == 2 and capsys.readouterr().err == "what is wrong\n"
-    assert processes.devices() == jax.devices()[:1]
+    assert processes.devices(1) == jax.devices()[:1]
+    assert processes.devices(0) == jax.devices()
+    with pytest.raises(ValueError, match="--devices must be at most the .*; got 99"):
+        processes.devices(99)
 
 
 # --- where arrays are ---------------------------------------------------------------------------
@@ -160,9 +163,10 @@ def test_a_checkpoint_fits_any_number_of_devices(tmp_path, before, after):
 
 RUN = "--no-twin --layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2 --steps 120".split()
 RUN += "--log-interval 5 --eval-interval 60 --checkpoint-interval 10 --heartbeat 4".split()
-# Sums in another order move a loss by a millionth; where that makes an FP8 code round to the other side the
-# runs part slowly. A batch that was left out or seen twice shows as differences like those between batches.
-EARLY, LATE = 1e-4, 0.02
+# Each process rounds its gradients to FP8, on first scales of its own, before they are added: that moves a loss
+# by some ten-thousandths, and the runs part slowly. A batch that was left out or seen twice shows as differences
+# like those between batches, some hundredths.
+EARLY, LATE = 1e-3, 0.02
 
 # The program, which also tells after each checkpoint what this process has in its own memory.
 TELLING = """
@@ -173,9 +177,13 @@ import train_gpt
 def save_and_tell(run, step, save=train_gpt.Run.save):
     save(run, step)
     digest = hashlib.sha256()
+    parts = 0
     for leaf in jax.tree.leaves(run.states):
-        assert leaf.is_fully_replicated and len(leaf.devices()) == 2 and len(leaf.addressable_shards) == 1
-        digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+        assert len(leaf.devices()) == 2 and len(leaf.addressable_shards) == 1
+        parts += not leaf.is_fully_replicated
+        if leaf.is_fully_replicated:
+            digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+    assert parts > 10  # of moments
     print(f"after {step} steps {digest.hexdigest()}", file=sys.stderr, flush=True)
 
 train_gpt.Run.save = save_and_tell
@@ -277,7 +285,7 @@ def assert_goes_on(run, alone):
 @pytest.fixture(scope="module")
 def killed(start):
     """A run of two, of which one was killed after the first checkpoint."""
-    run, group = start.folder / "run", start(2, *RUN, "--out", "run", code=TELLING)
+    run, group = start.folder / "run", start(2, *RUN, "--out", "run", "--zero", "2", code=TELLING)
     group.wait_for(lambda: all("after 10 steps" in group.printed(i) for i in range(2)))
     assert group.end(1, by=signal.SIGKILL) == -signal.SIGKILL
     begun = time.monotonic()
@@ -313,13 +321,13 @@ def test_a_run_of_two_goes_on_in_one_from_its_last_checkpoint(start, killed, alo
 
 @pytest.mark.long
 def test_four_processes_lose_one_and_two_go_on(start, alone):
-    run, group = start.folder / "four", start(4, *RUN, "--out", "four")
+    run, group = start.folder / "four", start(4, *RUN, "--out", "four", "--zero", "3")
     group.wait_for(lambda: checkpoints(run))
     group.end(2, by=signal.SIGKILL)
     assert [group.end(i) for i in (0, 1, 3)] == [processes.LOST] * 3
     for i in (0, 1, 3):
         assert "train_gpt: another process is gone (" in group.last_line(i)
-    group = start(2, "--out", "four", "--resume")
+    group = start(2, "--out", "four", "--resume", "--zero", "1")
     assert [group.end(i) for i in range(2)] == [0, 0], group.printed(0)
     assert_goes_on(run, alone)
 
