@@ -21,7 +21,7 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 DEVICES = 8
 pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="conftest.py asks for eight CPU devices")
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, pytest.param(1, marks=pytest.mark.long), 2, 3)
 X = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(32, 8)).astype(np.float32)
 
@@ -258,9 +258,8 @@ class NNXNet(nnx.Module):
         return self.down(nnx.gelu(x))
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_nnx(stage):
     def run(zero):
         model = fp8jax.transform(NNXNet(nnx.Rngs(0)), "O2")
