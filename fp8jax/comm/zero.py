@@ -188,7 +188,9 @@ class Zero:
             axis_names={self.axis},
             check_vma=False,
         )
-        return run(*args)
+        # Outside of `jit` each operation would run by itself, which arrays of extended dtypes do not.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        return run(*args) if is_traced else jax.jit(run)(*args)
 
 
 def own_part(x: jax.Array, spread_axis: int | None, axis_name: str) -> jax.Array:
