@@ -231,7 +231,8 @@ def _whole(leaf: Leaf, numbers: Numbers, decay: str, scales: list[jax.Array], ok
         leaf._replace(grad=None, param=leaf.param if is_scaled(leaf.param) else None),
         is_leaf=is_scaled,
     )
-    return kept._replace(grad=jnp.where(ok, new.update, 0.0))
+    # -0: of zeros XLA makes one array with those that a scan's gradients start from, and keeps it for this.
+    return kept._replace(grad=jnp.where(ok, new.update, -0.0))
 
 
 def _choose(ok: jax.Array, new: Any, old: Any) -> jax.Array:
