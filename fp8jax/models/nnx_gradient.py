@@ -11,7 +11,7 @@ from fp8jax.models.nnx import STATE, FP8State, LossScale
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 # What of a model is trained, what is scaled with, and the rest.
-_KINDS = (nnx.Param, FP8State, LossScale, ...)
+KINDS = (nnx.Param, FP8State, LossScale, ...)
 
 
 def gradient_of_module(
@@ -31,32 +31,32 @@ def gradient_of_module(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        graph, params, states, scales, rest = nnx.split(model, *_KINDS)
-        variables = {PARAMS: _tree(params), SCALING: _tree(states)}
+        graph, params, states, scales, rest = nnx.split(model, *KINDS)
+        variables = {PARAMS: tree_of(params), SCALING: tree_of(states)}
         for _, variable in nnx.to_flat_state(scales):
             variables[LOSS_SCALE] = variable.get_value()
 
         def pure(variables: Any, *args: Any, **kwargs: Any) -> Any:
             # New variables, which belong to this trace and may be changed in it.
             others = jax.tree.map(lambda x: x, (scales, rest))
-            inside = _put(params, variables[PARAMS]), _put(states, variables[SCALING]), *others
+            inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING]), *others
             inside = nnx.merge(graph, *inside)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            *_, after = nnx.split(inside, *_KINDS)
+            *_, after = nnx.split(inside, *KINDS)
             return loss, (aux, after)
 
         (loss, (aux, after)), grads = grad_of(pure)(variables, *args, **kwargs)
-        nnx.update(model, last(after), _put(states, grads[SCALING]))
+        nnx.update(model, last(after), put_in(states, grads[SCALING]))
         for path, variable in nnx.to_flat_state(scales):
             nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
-        grads = _put(params, grads[PARAMS])
+        grads = put_in(params, grads[PARAMS])
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
 
 
-def _tree(state: Any) -> dict[Any, Any]:
+def tree_of(state: Any) -> dict[Any, Any]:
     """The values of a state as nested dicts; a scaling state is one in its kernel's place."""
     tree: dict[Any, Any] = {}
     for path, variable in nnx.to_flat_state(state):
@@ -68,7 +68,7 @@ def _tree(state: Any) -> dict[Any, Any]:
     return tree
 
 
-def _put(state: Any, tree: Any) -> Any:
+def put_in(state: Any, tree: Any) -> Any:
     """The state with the values of such a tree."""
 
     def found(path: Any) -> Any:
