@@ -24,6 +24,9 @@ from fp8jax.scaled import ScaledArray, amax, is_scaled, to_bytes
 # Numbers in a round of a loop, the fewest of one tensor that are worth one, and the most tensors in one.
 _PIECE, _FEW, _MOST_TOGETHER = 16384, 1024, 16
 
+# Numbers in a slab: a piece's place in it is an int32.
+_MOST = 2**31 - 1
+
 # Bytes of float8 arrays that one loop may write: XLA on a CPU writes into copies of them. More, if that is
 # little beside the largest tensor.
 _COPIED, _COPIED_SHARE = 2**19, 0.25
@@ -53,7 +56,7 @@ class _Cut(NamedTuple):
 
 def _cut(leaf: Leaf, together: int = 1) -> _Cut | None:
     """How each of `together` leaves like this is cut; None where a scale is not one of whole slabs, or
-    there is too little to cut."""
+    there is too little to cut, or too much."""
     shape, slabs = leaf.grad.shape, 1
     for node in leaf:
         if is_scaled(node) and node.scale.size > 1:
@@ -64,7 +67,9 @@ def _cut(leaf: Leaf, together: int = 1) -> _Cut | None:
                 return None
             slabs = node.scale.size
     size = math.prod(shape) // slabs
-    return _Cut(slabs, size, min(size, _PIECE // together)) if size >= (_FEW if slabs > 1 else 1) else None
+    if not (_FEW if slabs > 1 else 1) <= size <= _MOST:
+        return None
+    return _Cut(slabs, size, min(size, _PIECE // together))
 
 
 def amaxes(leaves: list[Leaf], numbers: Numbers, decay: str) -> jax.Array:
