@@ -1,9 +1,11 @@
 """The command `fp8jax`.
 
 fp8jax chart      the precision chart, read back from compiled programs
+fp8jax plan       bytes on each device of a training step, predicted
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -11,23 +13,67 @@ from collections.abc import Sequence
 
 from fp8jax.recipe import PRESETS
 
+_SIZES = {
+    "layers": "blocks",
+    "heads": "attention heads",
+    "width": "channels",
+    "context": "tokens of a sequence",
+    "vocabulary": "of the head (default 50304)",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="fp8jax", description="FP8 training for JAX and Flax.")
     commands = parser.add_subparsers(dest="command", required=True)
-    chart = commands.add_parser("chart", help="the precision chart, read back from compiled programs")
+    _add_chart(commands.add_parser("chart", help="the precision chart, read back from compiled programs"))
+    _add_plan(commands.add_parser("plan", help="bytes on each device of a training step, predicted"))
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, RuntimeError, TypeError) as error:
+        print(f"fp8jax {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_chart(chart: argparse.ArgumentParser) -> None:
     chart.add_argument("recipes", nargs="*", default=list(PRESETS), help="by default all levels")
     chart.add_argument("--target", help="a GPU that is not here: h100, h200, b200 or l40s")
     chart.add_argument("--devices", type=int, default=8, help="that share the batch (default 8)")
     chart.add_argument("--json", action="store_true", help="print JSON")
     chart.add_argument("--png", metavar="FILE", help="draw the chart, too")
-    args = parser.parse_args(argv)
-    try:
-        return run_chart(args)
-    except (ValueError, RuntimeError) as error:
-        print(f"fp8jax {args.command}: {error}", file=sys.stderr)
-        return 2
+    chart.set_defaults(run=run_chart)
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.description = (
+        "Nothing is compiled, and no device is touched. A row for each recipe, stage and number."
+    )
+    plan.add_argument(
+        "--model",
+        default="gpt",
+        help="gpt, gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b, or package.module:function, which returns "
+        "(model, inputs) or (model, inputs, loss), inputs being one device's",
+    )
+    for name, what in _SIZES.items():
+        plan.add_argument(f"--{name}", type=int, help=f"of a gpt: {what}")
+    plan.add_argument("--batch", type=int, default=1, help="of a gpt: sequences on each device (default 1)")
+    plan.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt")
+    plan.add_argument(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of a gpt: keep only products for the backward",
+    )
+    plan.add_argument("--recipe", nargs="+", default=["bf16", "O2"], metavar="RECIPE")
+    plan.add_argument("--zero", nargs="+", type=int, default=[0], metavar="STAGE", help="0 to 3 (default 0)")
+    plan.add_argument("--devices", nargs="+", type=int, default=[1], metavar="N", help="(default 1)")
+    plan.add_argument(
+        "--target", help="a GPU: h100, h200, b200 or l40s; by default a processor like this one"
+    )
+    plan.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
+    plan.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    plan.set_defaults(run=run_plan)
 
 
 def run_chart(args: argparse.Namespace) -> int:
@@ -49,6 +95,25 @@ def run_chart(args: argparse.Namespace) -> int:
         print(f"{chart.table(rows)}\n\nread from a train step compiled for {args.devices} x {where}:\n")
         print(chart.evidence(rows))
     return 1 if any(row.differences for row in rows) else 0
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Prints the plans."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from fp8jax.memory import paper, plan, report, subject
+
+    if args.paper:
+        rows = paper.rows()
+        print(json.dumps(rows, indent=1) if args.json else report.text(rows))
+        return 0
+    sizes = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    of = subject.subject(args.model, batch=args.batch, dtype=args.dtype, remat=args.remat, **sizes)
+    plans = [
+        plan(of.model, recipe, *of.inputs, loss=of.loss, devices=devices, stage=stage, target=args.target)
+        for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)
+    ]
+    print(json.dumps(report.as_data(plans), indent=1) if args.json else report.table(plans))
+    return 0
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ class Graph:
         self.platform = platform
         self.ops: list[Op] = []
         self.inputs: list[Value] = []
+        self.fixed: list[Value] = []  # inputs that nothing may write into
         self.outputs: list[Value] = []
         self.fused: Any = None  # its kernels, once known
         self.marks: dict[str, list[Value]] = {}  # what the calls to be remembered returned
@@ -252,6 +253,7 @@ def _open(op: Op, needed: set[int], platform: str) -> None:
             Value(value, cost=0 if i < constants else None) for i, value in enumerate(op.reads[first:])
         ]
         body.outputs = body.inline(params["body_jaxpr"], body.inputs)
+        body.fixed = body.inputs[:constants]
         op.bodies = [body]
     else:
         first = 1
@@ -277,6 +279,7 @@ def _scanned(op: Op, needed: set[int], platform: str) -> Graph:
         Value(value, cost=None if constants <= i < constants + carried else 0)
         for i, value in enumerate(op.reads)
     ]
+    body.fixed = body.inputs[:constants] + body.inputs[constants + carried :]
     inside = body.inputs[: constants + carried]
     for stack in body.inputs[constants + carried :]:
         aval = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)

@@ -123,7 +123,8 @@ def plan(
     for value, (name, count) in zip(graph.inputs, _parts(zero, state, opt_state, batch), strict=True):
         value.divide(count)
         kept[name] += value.bytes
-    donated = graph.inputs[: len(jax.tree.leaves((state, opt_state)))]
+    count = len(jax.tree.leaves((state, opt_state)))
+    donated, graph.fixed = graph.inputs[:count], graph.inputs[count:]
     most, sent = sweep(graph, donated), _sent(graph, devices)
     parts = _at_most(graph, most, _shapes(zero, state[PARAMS]))
     return Plan(str(recipe), stage, devices, **kept, **parts, sent=sent)
@@ -144,6 +145,7 @@ def fullest(
     leaves = [jax.tree.leaves(arg) for arg in args]
     ends = [sum(map(len, leaves[: i + 1])) for i in range(len(leaves))]
     donated = [v for i in donate_argnums for v in graph.inputs[ends[i] - len(leaves[i]) : ends[i]]]
+    graph.fixed = [value for value in graph.inputs if value not in donated]
     return sum(value.bytes for value in graph.inputs) + sweep(graph, donated).bytes
 
 

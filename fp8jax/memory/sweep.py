@@ -34,12 +34,12 @@ def sweep(graph: Graph, donated: Sequence[Value] = (), *, is_body: bool = False)
     """
     fused = graph.fused = graph.fused or kernels(graph)
     room = [(value.bytes, value.dtype) for value in donated]
-    kept: set[int] = set()
+    kept = {id(value) for value in graph.fixed}
     for output in graph.outputs:
         for value in fused.stored(output).values():
             kept.add(id(value))
-            if value.op is not None and (value.bytes, value.dtype) in room:
-                room.remove((value.bytes, value.dtype))
+            if value.op is not None and (value.bytes, output.dtype) in room:
+                room.remove((value.bytes, output.dtype))
                 value.cost = 0
     return _Sweep(fused, kept, order(fused, kept, is_body=is_body)).most
 
