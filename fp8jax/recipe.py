@@ -22,7 +22,11 @@ printed and parsed by inverse functions:
 """
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from fp8jax import vocabulary
 
 # Layers that stay out of FP8 unless asked for: the output head, as TransformerEngine's
 # and torchao's users do by hand. A pattern without "/" is matched with the layer's own
@@ -133,6 +137,44 @@ class Recipe:
             override_linear_precision=override_linear_precision,
             first_scale=first_scale,
         )
+
+    @classmethod
+    def from_accelerate(
+        cls,
+        source: "str | os.PathLike[str] | object | None" = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> "Recipe":
+        """The recipe that HuggingFace Accelerate's FP8 settings ask for.
+
+        `mixed_precision` no, fp16 and bf16 are `fp32`, `fp16_amp` and `bf16`. In fp8, backend TE is
+        `Recipe.te` with the settings of the same names, and MSAMP is `O1` or `O2` by its `opt_level`;
+        without a backend it is MSAMP if an `opt_level` is given, else TE. What is not given has
+        accelerate's default, e.g. O2, and amax_compute_algo most_recent where `Recipe.te` has max.
+
+        `use_autocast_during_eval` changes nothing in training: both values give the same recipe, and the
+        evaluation is the caller's to choose. `model.apply(variables, x)` evaluates in FP8 (True), and
+        `module.apply(model.dequantize(variables), x)` without it (False, accelerate's default).
+
+        Args:
+            source: an object with accelerate's attributes (`TERecipeKwargs(...)`, `MSAMPRecipeKwargs(...)`,
+                `FP8RecipeKwargs(...)`, or one like them), a mapping of such settings or of a whole
+                configuration, the path of a `config.yaml`, or None for the environment. Keys may have any
+                case, a prefix "fp8_" and the spellings of accelerate's questionnaire.
+            environ: where ACCELERATE_MIXED_PRECISION and ACCELERATE_FP8_* are read from; None: `os.environ`.
+
+        Raises:
+            ValueError: a key or value that is unknown or contradicts another, or one that no recipe
+                expresses: torchao's settings, MXFP8 blocks, the format E5M2.
+            TypeError: `source` is nothing of that kind.
+            OSError: the file cannot be read.
+            ImportError: there is no PyYAML to read it.
+
+        References:
+            Accelerate 1.15.0, utils/dataclasses.py and commands/launch.py.
+        """
+        preset, changes = vocabulary.read(source, environ)
+        return dataclasses.replace(PRESETS[preset], **changes)
 
     @classmethod
     def parse(cls, text: "str | Recipe") -> "Recipe":
