@@ -1,4 +1,4 @@
-"""Accelerate's vocabulary: what its objects, files and variables say.
+"""Accelerate's vocabulary: what its objects, files and variables say, and its nine defects, mended.
 
 The classes here have the names, fields and values of accelerate 1.15.0's after its `__post_init__`, which
 asks for TransformerEngine or MS-AMP to be installed. "Launched" is the environment that its
@@ -12,8 +12,12 @@ import textwrap
 import types
 from collections import UserDict
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
+import fp8jax
 from fp8jax import Recipe
 from fp8jax.vocabulary.settings import DEFAULTS
 
@@ -391,3 +395,103 @@ def test_without_pyyaml_only_files_cannot_be_read(tmp_path, monkeypatch):
     assert Recipe.from_accelerate({"backend": "msamp"}) == Recipe.O2
     with pytest.raises(ImportError, match=r"pip install 'fp8jax\[train\]'"):
         Recipe.from_accelerate(written(tmp_path, "mixed_precision: bf16"))
+
+
+# Accelerate's defects #############################################################################
+
+
+def test_defect_1_the_documented_optimization_level():
+    assert Recipe.from_accelerate({"backend": "msamp", "optimization_level": "O2"}) == Recipe.O2
+    assert Recipe.from_accelerate({"backend": "msamp", "optimization_level": "O1"}) == Recipe.O1
+
+
+def test_defect_2_msamp_needs_nothing_installed_and_checks_its_level():
+    kwargs = FP8RecipeKwargs(backend="msamp")  # where TransformerEngine is, its opt_level stays None
+    assert kwargs.opt_level is None and Recipe.from_accelerate(kwargs) == Recipe.O2
+    with pytest.raises(ValueError, match="`opt_level` is one of: O1 O2; got 'fastest'"):
+        Recipe.from_accelerate(FP8RecipeKwargs(backend="msamp", opt_level="fastest"))
+
+
+@pytest.mark.parametrize("backend", ["te", "TE", "Te"])
+def test_defect_3_a_backend_in_lower_case(backend):
+    assert str(Recipe.from_accelerate(environ=LAUNCHED | variables(BACKEND=backend))) == DEFAULT
+
+
+def test_defect_4_the_questionnaires_own_keys(tmp_path):
+    """Read from its file, and from the variables that a launch makes of that: both spellings, one ignored."""
+    text = "mixed_precision: fp8\nfp8_config: {backend: MSAMP, optimization_level: O1}"
+    assert Recipe.from_accelerate(written(tmp_path, text)) == Recipe.O1
+    launched = LAUNCHED | variables(BACKEND="MSAMP", OPTIMIZATION_LEVEL="O1")
+    assert Recipe.from_accelerate(environ=launched) == Recipe.O1
+    assert Recipe.from_accelerate(environ=dict(reversed(launched.items()))) == Recipe.O1
+
+    text = "fp8_config: {backend: TE, amax_history_length: 16, amax_compute_algorithm: max}"
+    assert Recipe.from_accelerate(written(tmp_path, text)) == Recipe.te(amax_history_len=16)
+    launched = LAUNCHED | variables(BACKEND="TE", AMAX_HISTORY_LENGTH="16", AMAX_COMPUTE_ALGORITHM="max")
+    assert Recipe.from_accelerate(environ=launched) == Recipe.te(amax_history_len=16)
+
+
+def test_defect_5_the_documented_override_is_read(tmp_path):
+    for override in ("(false, false, true)", "[false, false, true]", "'False,False,True'", "[0, no, yes]"):
+        text = f"mixed_precision: fp8\nfp8_config: {{override_linear_precision: {override!s}}}"
+        if override.startswith("("):
+            text = f"mixed_precision: fp8\nfp8_config:\n  override_linear_precision: {override}"
+        recipe = Recipe.from_accelerate(written(tmp_path, text))
+        assert recipe.override_linear_precision == (False, False, True)
+    # What its launch makes of the text is lost; the error says what to write.
+    letters = variables(OVERRIDE_FPROP="(", OVERRIDE_DGRAD="f", OVERRIDE_WGRAD="a")
+    with pytest.raises(ValueError, match=r"write `override_linear_precision: \[false, false, true\]`"):
+        Recipe.from_accelerate(environ=LAUNCHED | letters)
+
+
+def test_defect_6_an_explicit_most_recent_is_kept():
+    for source in (TERecipeKwargs(amax_compute_algo="most_recent"), {"amax_compute_algo": "most_recent"}):
+        assert Recipe.from_accelerate(source).amax_compute_algo == "most_recent"
+    launched = LAUNCHED | variables(BACKEND="TE", AMAX_COMPUTE_ALGO="most_recent")
+    assert Recipe.from_accelerate(environ=launched).amax_compute_algo == "most_recent"
+
+
+class Odd(nn.Module):
+    """A width that 16 does not divide, and layers after it."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name, width in (("first", 16), ("odd", 17), ("next", 32), ("last", 16)):
+            x = nn.LayerNorm(use_bias=False, use_scale=False)(nn.Dense(width, name=name)(x))
+        return x
+
+
+def in_fp8(module, source, **changes):
+    recipe = dataclasses.replace(Recipe.from_accelerate(source), **changes)
+    rows = fp8jax.transform(module, recipe).report(jnp.ones((4, 16))).rows
+    return [row.path for row in rows if row.fp8]
+
+
+@pytest.mark.parametrize("source", [TERecipeKwargs(), MSAMPRecipeKwargs()], ids=["te", "msamp"])
+def test_defect_7_all_layers_are_converted_and_norms_are_left_alone(source):
+    """An odd one, its siblings after it, and a model that is nothing but a layer."""
+    assert in_fp8(Odd(), source) == ["first", "odd", "next", "last"]
+    assert len(in_fp8(nn.Dense(8), source)) == 1
+    model = fp8jax.transform(Odd(), Recipe.from_accelerate(source))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 16)))
+    assert list(shapes["params"]) == [
+        "first",
+        "odd",
+        "next",
+        "last",
+    ]
+
+
+def test_defect_8_deepspeed_does_not_undo_the_settings(tmp_path):
+    text = """
+        distributed_type: DEEPSPEED
+        deepspeed_config: {zero_stage: 2}
+        mixed_precision: fp8
+        fp8_config: {backend: TE, margin: 2, amax_compute_algo: max}
+    """
+    assert Recipe.from_accelerate(written(tmp_path, text)) == Recipe.te(margin=2)
+    assert Recipe.from_accelerate(environ=LAUNCHED | variables(MARGIN="2")).margin == 2
+
+
+def test_defect_9_the_first_and_last_layer_are_left_out_by_name():
+    assert in_fp8(Odd(), TERecipeKwargs(), exclude=("first", "last")) == ["odd", "next"]
