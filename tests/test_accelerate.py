@@ -474,12 +474,7 @@ def test_defect_7_all_layers_are_converted_and_norms_are_left_alone(source):
     assert len(in_fp8(nn.Dense(8), source)) == 1
     model = fp8jax.transform(Odd(), Recipe.from_accelerate(source))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 16)))
-    assert list(shapes["params"]) == [
-        "first",
-        "odd",
-        "next",
-        "last",
-    ]
+    assert set(shapes["params"]) == {"first", "odd", "next", "last"}
 
 
 def test_defect_8_deepspeed_does_not_undo_the_settings(tmp_path):

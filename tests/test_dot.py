@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import Recipe, ScaledArray, dot, formats, quantize
+from fp8jax import Recipe, ScaledArray, formats, quantize
 from fp8jax.dot import Weight, dot_general, init_state
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, from_codes, no_codes
 

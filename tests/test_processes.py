@@ -163,9 +163,9 @@ def test_a_checkpoint_fits_any_number_of_devices(tmp_path, before, after):
 
 RUN = "--no-twin --layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2 --steps 120".split()
 RUN += "--log-interval 5 --eval-interval 60 --checkpoint-interval 10 --heartbeat 4".split()
-# Each process rounds its gradients to FP8, on first scales of its own, before they are added: that moves a loss
-# by some ten-thousandths, and the runs part slowly. A batch that was left out or seen twice shows as differences
-# like those between batches, some hundredths.
+# Each process rounds its gradients to FP8, on first scales of its own, before they are added: that moves a
+# loss by some ten-thousandths, and the runs part slowly. A batch that was left out or seen twice shows as
+# differences like those between batches, some hundredths.
 EARLY, LATE = 1e-3, 0.02
 
 # The program, which also tells after each checkpoint what this process has in its own memory.

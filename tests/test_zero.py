@@ -319,6 +319,104 @@ def test_one_device_is_none():
     assert max(collective.numbers for collective in run.program.collectives) < 16 * 32
 
 
+@pytest.mark.parametrize("recipe", ["O2", "te,comm=FP8", "O2,comm=BF16"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_device_whose_gradients_are_zero_has_no_say_in_their_scale(recipe, stage):
+    """Rows of padding on one device, and inputs that are zero on all: zero parts."""
+    model = fp8jax.transform(nn.Dense(8, use_bias=False), recipe)
+    variables = model.init(jax.random.key(0), X)
+    x = X.copy()
+    x[4:8] = 0
+    x[:, :2] = 0
+
+    def loss_fn(variables, x):
+        return 1e-4 * jnp.mean(model.apply(variables, x) ** 2)
+
+    many = fp8jax.value_and_grad(loss_fn, zero=Zero(mesh(), recipe, stage))(variables, x)[1][PARAMS]["kernel"]
+    one = fp8jax.value_and_grad(loss_fn)(variables, x)[1][PARAMS]["kernel"]
+    assert np.linalg.norm(value(many) - value(one)) < 0.15 * np.linalg.norm(value(one)) != 0
+
+
+def test_zeros_cross_with_others():
+    found = jax.jit(
+        jax.shard_map(
+            lambda x: (
+                fp8jax.comm.all_reduce(x[0], "data", floats="FP8"),
+                fp8jax.comm.all_gather(x, "data", floats="FP8"),
+            ),
+            mesh=mesh(),
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )(jnp.array([1e-5, 0, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5, 1e-5])[:, None])
+    np.testing.assert_allclose(found[0], 0.875e-5, rtol=0.07)
+    np.testing.assert_allclose(found[1][:3, 0], [1e-5, 0, 1e-5], rtol=0.07)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_boxes_of_axis_names_and_flags(recipe):
+    """The axes of a user's mesh have other names than the devices', and a flag is no array."""
+
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+            x = nn.Dense(16, kernel_init=init, name="up")(x)
+            return nn.Dense(8, kernel_init=init, name="lm_head")(x) * (2 if train else 1)
+
+    model = fp8jax.transform(Boxed(), recipe)
+    variables = model.init(jax.random.key(0), X)
+
+    def loss_fn(variables, x, *, train):
+        return jnp.mean(model.apply(variables, x, train=train) ** 2)
+
+    one, _ = fp8jax.value_and_grad(loss_fn)(variables, X, train=True)
+    many, grads = fp8jax.value_and_grad(loss_fn, zero=Zero(mesh(), recipe, 2))(variables, X, train=True)
+    np.testing.assert_allclose(many, one, rtol=NOISE)
+    assert isinstance(grads[PARAMS]["lm_head"]["kernel"], nn.Partitioned)
+
+
+def test_a_stack_whose_axis_is_not_in_front():
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(Layer, variable_axes={"params": 1}, split_rngs={"params": True}, length=8)
+            return layers(name="layers")(x, None)[0]
+
+    model = fp8jax.transform(Stack(), "te")
+    variables = model.init(jax.random.key(0), X)
+    loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
+    one, _ = fp8jax.value_and_grad(loss_fn)(variables, X)
+    for stage in (2, 3):
+        zero = Zero(mesh(), "te", stage)
+        many, _ = fp8jax.value_and_grad(loss_fn, zero=zero)(zero.place(variables), X)
+        np.testing.assert_allclose(many, one, rtol=NOISE)
+
+
+def test_nnx_streams_constants_and_intermediates():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(16, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.least = nnx.BatchStat(jnp.full((4,), jnp.finfo(jnp.float32).min))
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "mask", self.dropout(jnp.ones_like(x[:, :8])) > 0)
+            return self.layer(x)
+
+    model = fp8jax.transform(Noisy(nnx.Rngs(0)), "O2")
+    key = jax.random.key_data(model.dropout.rngs.key[...])
+    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    fp8jax.value_and_grad(loss_fn, zero=Zero(mesh(), "O2", 0))(model, X)
+    np.testing.assert_array_equal(model.least[...], jnp.finfo(jnp.float32).min)
+    np.testing.assert_array_equal(jax.random.key_data(model.dropout.rngs.key[...]), key)
+    [mask] = model.mask[...] if hasattr(model.mask, "__getitem__") else model.mask.get_value()
+    assert mask.shape == (len(X), 8)
+    parts = np.asarray(mask).reshape(DEVICES, -1)
+    assert len({part.tobytes() for part in parts}) == DEVICES
+
+
 def test_auxiliary_outputs_are_stacked_and_keyword_arguments_whole():
     model = fp8jax.transform(Net(), "O2")
     zero = Zero(mesh(), "O2", 0)
@@ -353,6 +451,9 @@ def test_bad_input():
     two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     with pytest.raises(ValueError, match="the one to split the batch over"):
         Zero(two, "O2", 1)
+    both = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(ValueError, match="`mesh`: expected Auto axes"):
+        Zero(both, "O2", 1, axis_name="data")
     with pytest.raises(ValueError, match="no recipe|recipe"):
         Zero(mesh(), "O9", 1)
     _, step = training(fp8jax.transform(Net(), "O2"), "O2", Zero(mesh(), "O2", 0))

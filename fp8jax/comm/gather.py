@@ -75,7 +75,7 @@ def _on_common_scales(leaves: list[Any], axis: int, axis_name: str) -> list[Scal
     plain = [i for i, leaf in enumerate(leaves) if not is_scaled(leaf)]
     new = list(leaves)
     if shared:
-        scales = wire.common_scales([leaves[i].scale for i in shared], axis_name)
+        scales = wire.common_scales([leaves[i] for i in shared], axis_name)
         for i, scale in zip(shared, scales, strict=True):
             new[i] = quantize(leaves[i], format_of(leaves[i]), scale)
     if plain:

@@ -181,19 +181,18 @@ def reduced(
     return new, mu
 
 
-def part_of_sum(grad: jax.Array, spread: Spread, row: Recipe, *, as_codes: bool) -> Any:
+def part_of_sum(grad: jax.Array, spread: Spread, *, as_codes: bool) -> Any:
     """This device's part of the sum of one weight gradient, as soon as there is one.
 
     Args:
         grad: float array, whole.
-        spread: how it is split.
-        row: its `comm` column is read.
+        spread: how it is split, and what it crosses in.
         as_codes: whether it becomes an E4M3 `ScaledArray`, on one scale for the whole tensor, or a
             float32 array.
     """
     axis, name = spread.axis, spread.axis_name
-    if row.comm != "FP8":
-        dtype = formats.get(row.comm).dtype
+    if spread.comm != "FP8":
+        dtype = formats.get(spread.comm).dtype
         part = _wide_part(grad.astype(jnp.float32), name, dtype, "sum", axis)
         return on_shared_scale(part, (), name) if as_codes else part
     [q] = wire.narrowed([grad], name)
@@ -205,8 +204,9 @@ def part_of_sum(grad: jax.Array, spread: Spread, row: Recipe, *, as_codes: bool)
 
 def on_shared_scale(part: jax.Array, blocks: tuple[int, ...], axis_name: str) -> ScaledArray:
     """A part of a float32 weight gradient in E4M3, on scales that all parts share."""
-    [scale] = wire.common_scales([quantize_gradient(part, blocks).scale], axis_name)
-    return quantize(without_infinities(part), formats.E4M3, scale)
+    part = without_infinities(part)
+    [scale] = wire.common_scales([part], axis_name, blocks)
+    return quantize(part, formats.E4M3, scale)
 
 
 def _rows(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:

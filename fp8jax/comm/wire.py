@@ -33,21 +33,31 @@ def narrowed(leaves: list[Any], axis_name: str, mu: Any = None) -> list[ScaledAr
         E4M3 `ScaledArray`s. What is infinite becomes NaN, so that a broken step shows.
     """
     leaves = [leaf if is_scaled(leaf) else without_infinities(leaf) for leaf in leaves]
-    scales = [leaf.scale if is_scaled(leaf) else _scale(leaf) for leaf in leaves]
-    common = common_scales(scales, axis_name)
+    common = common_scales(leaves, axis_name)
     if mu is not None:
         common = [scale / factor for scale, factor in zip(common, mu, strict=True)]
     return [quantize(leaf, formats.E4M3, scale) for leaf, scale in zip(leaves, common, strict=True)]
 
 
-def _scale(leaf: jax.Array) -> jax.Array:
-    return scale_of(amax(leaf), formats.E4M3.max, power_of_two=True)
+def common_scales(leaves: list[Any], axis_name: str, blocks: tuple[int, ...] = ()) -> list[jax.Array]:
+    """For each leaf the largest scale of those of the devices; one collective for all.
 
+    A device where a tensor, or a block of it, is all zeros has no say: any scale will do for it.
 
-def common_scales(scales: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """The largest of each scale over the devices; one collective for all."""
-    packed = lax.pmax(jnp.concatenate([scale.reshape(-1) for scale in scales]), axis_name)
-    return list(unpacked(packed, [scale.shape for scale in scales]))
+    Args:
+        leaves: `ScaledArray`s, and float arrays, of which the power-of-two scales for E4M3 are taken.
+        axis_name: the mesh axis.
+        blocks: the shape of a float array's scales.
+    """
+
+    def vote(leaf: Any) -> jax.Array:
+        if is_scaled(leaf):
+            return jnp.where(amax(leaf, leaf.scale.shape) == 0, 0.0, leaf.scale)
+        return scale_of(amax(leaf, blocks), formats.E4M3.max, power_of_two=True, otherwise=0.0)
+
+    votes = [vote(leaf) for leaf in leaves]
+    packed = lax.pmax(jnp.concatenate([each.reshape(-1) for each in votes]), axis_name)
+    return list(unpacked(jnp.where(packed > 0, packed, 1.0), [each.shape for each in votes]))
 
 
 def unpacked(flat: jax.Array, shapes: list[tuple[int, ...]]) -> Iterator[jax.Array]:

@@ -13,9 +13,9 @@
 | 3 | and weights | gradients as in 2; E4M3 kernels, gathered where they are used, twice |
 
 A tensor is split along one of its last two axes, the first that divides by the devices; others, and
-vectors, are whole everywhere. Its scale is that of the whole tensor, on all devices. Everything
-outside of `value_and_grad` and the optimizer is JAX's own engine: arrays are global, and any optax link
-sees whole tensors.
+vectors, are whole everywhere. (A stack of layers has its axis in front.) Its scale is that of the
+whole tensor, on all devices. Everything outside of `value_and_grad` and the optimizer is JAX's own
+engine: arrays are global, and any optax link sees whole tensors.
 
 References:
     ZeRO, arXiv 1910.02054; FP8-LM, arXiv 2310.18313, section 2.3; MS-AMP's ZeRO optimizers.
@@ -45,6 +45,7 @@ class Spread:
     axis_name: str
     axis: int  # from the end, so that it is the same for one layer of a stack
     devices: int
+    comm: str  # format of gradients on the wire
     is_part: bool  # whether the tensor itself is this device's part, or only its gradient will be
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,6 +86,12 @@ class Zero:
             wanted = "the one to split the batch over" if not self.axis_name else f"{self.axis_name!r}"
             raise ValueError(f"`axis_name`: expected one of the mesh's axes {names}; got {wanted}.")
         Recipe.parse(self.recipe)
+        if self._is_explicit and len(names) > 1:
+            kinds = ", ".join(str(kind) for kind in self.mesh.axis_types)
+            raise ValueError(
+                f"`mesh`: expected Auto axes where there are several; got {kinds}. Make the mesh with "
+                "`axis_types=(jax.sharding.AxisType.Auto,) * n`."
+            )
         if self.offload and (reason := _why_no_offload(self.mesh)):
             raise ValueError(f"`offload`: {reason}")
 
@@ -161,6 +168,8 @@ class Zero:
             if len(self.mesh.axis_names) > 1 and isinstance(x, jax.core.Tracer):
                 # What other axes do with the other dims is the user's.
                 spec = P(*(spec[i] if i < len(spec) and spec[i] else P.UNCONSTRAINED for i in range(x.ndim)))
+            if not isinstance(x, jax.core.Tracer):  # wherever it is
+                return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
             x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         if memory is None:
             return x

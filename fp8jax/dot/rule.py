@@ -101,7 +101,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
     in_rhs, in_slot = None, None
     if static.slot_dtype is not None and static.spread:
-        drhs = part_of_sum(drhs, static.spread, static.recipe, as_codes=static.slot_dtype == CODES)
+        drhs = part_of_sum(drhs, static.spread, as_codes=static.slot_dtype == CODES)
     if static.slot_dtype == CODES:
         q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
         in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale

@@ -11,7 +11,6 @@ from jax import lax
 from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
-from fp8jax.recipe import Recipe
 from fp8jax.scaled import value
 from fp8jax.scaling.merge import CODES, NeedsWideGradient
 
@@ -66,6 +65,5 @@ def _spread_value(spread: Spread, kernel: jax.Array, slot: jax.Array) -> jax.Arr
 
 _spread_value.defvjp(
     lambda spread, kernel, slot: (_spread_value(spread, kernel, slot), jnp.zeros_like(kernel, kernel.dtype)),
-    lambda spread, zeros, grad: (zeros, part_of_sum(grad, spread, _WIDE, as_codes=False)),
+    lambda spread, zeros, grad: (zeros, part_of_sum(grad, spread, as_codes=False)),
 )
-_WIDE = Recipe.parse("fp32")

@@ -23,6 +23,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.zero import Spread
+from fp8jax.dot.product import OPERANDS
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
@@ -89,7 +90,12 @@ def over_devices(
         shares = _shares(params, states, zero)
         local = Local(zero, shares)
 
-        def on_device(variables: Any, args: Any, kwargs: Any) -> Any:
+        options, treedef = jax.tree.flatten(kwargs)
+        arrays = {i: x for i, x in enumerate(options) if hasattr(x, "dtype")}
+
+        def on_device(variables: Any, args: Any, arrays: Any) -> Any:
+            # What is no array, a flag or a name, is as it was.
+            kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(options)])
             out, grads = make(local)(variables, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
@@ -106,7 +112,7 @@ def over_devices(
         of_variables = {name: P() for name in variables} if is_flax else of_params
         in_specs = ({**of_variables, PARAMS: of_params} if is_flax else of_params, P(zero.axis), P())
         out_specs = (P(), P(zero.axis), {**everywhere, PARAMS: of_grads} if is_flax else of_grads)
-        loss, aux, grads = zero.on_each(on_device, in_specs, out_specs, variables, args, kwargs)
+        loss, aux, grads = zero.on_each(on_device, in_specs, out_specs, variables, args, arrays)
         return ((loss, aux) if has_aux else loss), grads
 
     return run
@@ -136,16 +142,25 @@ def _shares(params: Any, states: Any, zero: Zero) -> Any:
         axis = zero.split_of(leaf) if zero.stage else None
         if axis is None:
             return Share()
-        is_layers = is_scaled(leaf) or bool(state.arrays)
-        if zero.stage == 1 or not is_layers:
+        if zero.stage == 1 or not (is_scaled(leaf) or state.arrays) or not _is_stacked_in_front(leaf, state):
             return Share(axis, None, zero.stage < 3)
         # A layer looks for its kernel and leaves it to its product; what is called otherwise may be used
         # in other ways too.
-        waits = zero.stage == 3 and "kernel" in [getattr(part, "key", None) for part in path]
-        spread = Spread(zero.axis, axis, zero.devices, waits)
+        names = [part.key for part in path if hasattr(part, "key")]
+        waits = zero.stage == 3 and names[-1:] == ["kernel"]
+        spread = Spread(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits)
         return Share(axis, spread, zero.stage < 3 or waits)
 
     return jax.tree_util.tree_map_with_path(share, params, states, is_leaf=is_scaled)
+
+
+def _is_stacked_in_front(leaf: Any, state: State) -> bool:
+    """Whether a kernel is one layer's, or a stack of them along its first axes, as its scaling state says."""
+    scale = state.arrays.get("scale")
+    if scale is None:
+        return True
+    depth = scale.ndim - 1
+    return scale.shape == (*leaf.shape[:depth], len(OPERANDS))
 
 
 def _check_batch(args: Any, zero: Zero) -> None:

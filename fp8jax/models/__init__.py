@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fp8jax import gradients
 from fp8jax.comm import Zero
 from fp8jax.models import linen, nnx
-from fp8jax.models.nnx_gradient import gradient_of_module
+from fp8jax.models.nnx_gradient import gradient_of_module, of_devices
 from fp8jax.models.report import Report
 from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
@@ -98,7 +97,8 @@ def value_and_grad(
             a scalar and anything else.
         has_aux: as in `jax.value_and_grad`.
         zero: over which devices the batch is split, and what each keeps, see `gradients.value_and_grad`.
-            An NNX module's statistics become the mean of those that the devices saw.
+            An NNX module's statistics become the mean of those that the devices saw, its intermediates
+            are put together, and each device draws from random streams of its own.
 
     Returns:
         A function of the same arguments. Of variables: see `gradients.value_and_grad`. Of a
@@ -107,7 +107,7 @@ def value_and_grad(
         statistics.
     """
     grad_of = functools.partial(gradients.value_and_grad, zero=zero)
-    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero))
+    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), zero)
 
 
 def accumulate_gradients(
@@ -133,24 +133,24 @@ def accumulate_gradients(
         return jax.tree.map(lambda x: x[-1], aux)
 
     if zero is None:
-        return _of_either(loss_fn, grad_of, has_aux, last)
-    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)))
+        return _of_either(loss_fn, grad_of, has_aux, last, None)
+    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)), zero)
 
 
 def _of_devices(zero: Zero | None, stacked: Any) -> Any:
-    """One state of the states of the devices."""
-
-    def merge(x: jax.Array) -> jax.Array:
-        return jnp.mean(x, axis=0, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
-
-    return stacked if zero is None else jax.tree.map(merge, stacked)
+    return stacked if zero is None else of_devices(stacked)
 
 
 def _of_either(
-    loss_fn: Any, grad_of: Callable[..., Any], has_aux: bool, last: Callable[[Any], Any]
+    loss_fn: Any,
+    grad_of: Callable[..., Any],
+    has_aux: bool,
+    last: Callable[[Any], Any],
+    zero: Zero | None,
 ) -> Callable[..., Any]:
     of_variables = grad_of(loss_fn, has_aux=has_aux)
-    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last)
+    axis = None if zero is None else zero.axis
+    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, axis)
 
     @functools.wraps(loss_fn)
     def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -177,6 +177,17 @@ def with_plain_boxes(tree: Any) -> Any:
     return jax.tree.map(plain, tree, is_leaf=is_box)
 
 
+def with_quiet_boxes(tree: Any) -> Any:
+    """The tree with boxes of axis names that constrain nothing when they are opened."""
+
+    def quiet(node: Any) -> Any:
+        if not isinstance(node, meta.Partitioned) or hasattr(node, "plain"):
+            return node
+        return _box_of_scaled(type(node))(**vars(node))
+
+    return jax.tree.map(quiet, tree, is_leaf=lambda node: isinstance(node, meta.AxisMetadata))
+
+
 @functools.cache
 def _box_of_scaled(cls: type[meta.Partitioned]) -> type[meta.Partitioned]:
     """A box of axis names for a `ScaledArray`: the codes have the names, the scale those of its own axes."""

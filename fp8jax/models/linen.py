@@ -213,6 +213,9 @@ def _paths(rows: Rows) -> list[str]:
 def _merge(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Variables as the module takes them: each kernel's scaling state beside the kernel."""
     inside = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        # On one of many devices there is nothing for a box of axis names to constrain.
+        inside = layers.with_quiet_boxes(inside)
     inside[PARAMS], others = _merge_params(inside.get(PARAMS, {}), to_max(variables.get(SCALING, {})))
     return {**inside, **({SCALING: others} if others else {})}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fp8jax.models.nnx import STATE, FP8State, LossScale
@@ -19,6 +20,7 @@ def gradient_of_module(
     has_aux: bool,
     grad_of: Callable[[Callable[..., Any]], Any],
     last: Callable[[Any], Any] = lambda aux: aux,
+    axis_name: str | None = None,
 ) -> Callable[..., Any]:
     """A function that gives the gradient of a loss of a module.
 
@@ -27,6 +29,8 @@ def gradient_of_module(
         has_aux: whether it gives more than the loss.
         grad_of: the gradient, with auxiliary outputs, of a loss of variables.
         last: of the auxiliary outputs that the gradient gives, the last call's.
+        axis_name: given, the loss is called on each device of this mesh axis, with random streams of
+            its own.
     """
 
     @functools.wraps(loss_fn)
@@ -39,11 +43,15 @@ def gradient_of_module(
         def pure(variables: Any, *args: Any, **kwargs: Any) -> Any:
             # New variables, which belong to this trace and may be changed in it.
             others = jax.tree.map(lambda x: x, (scales, rest))
+            if axis_name is not None:
+                others = (others[0], _with_keys(others[1], functools.partial(_own_key, axis_name)))
             inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING]), *others
             inside = nnx.merge(graph, *inside)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             *_, after = nnx.split(inside, *KINDS)
+            if axis_name is not None:
+                after = _with_keys(after, dict(_keys(rest)))
             return loss, (aux, after)
 
         (loss, (aux, after)), grads = grad_of(pure)(variables, *args, **kwargs)
@@ -54,6 +62,46 @@ def gradient_of_module(
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+def _keys(state: Any) -> list[tuple[Any, Any]]:
+    """The paths and keys of random streams."""
+    found = nnx.to_flat_state(state)
+    return [(path, each.get_value()) for path, each in found if isinstance(each, nnx.RngKey)]
+
+
+def _with_keys(state: Any, new: Any) -> Any:
+    """The state with other keys: a function of the old ones, or keys by path."""
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        if isinstance(variable, nnx.RngKey) and (callable(new) or path in new):
+            variable = variable.replace(new(variable.get_value()) if callable(new) else new[path])
+        flat.append((path, variable))
+    return nnx.from_flat_state(flat)
+
+
+def _own_key(axis_name: str, key: jax.Array) -> jax.Array:
+    fold = functools.partial(jax.random.fold_in, data=jax.lax.axis_index(axis_name))
+    return jax.vmap(fold)(key.reshape(-1)).reshape(key.shape)
+
+
+def of_devices(state: Any) -> Any:
+    """One state of those of the devices, stacked: rows of intermediates put together, else the mean of
+    what differs."""
+
+    def mean(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x[0]
+        return x[0] + jnp.mean(x - x[0], axis=0, dtype=x.dtype)
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x
+
+    flat = []
+    for path, variable in nnx.to_flat_state(state):
+        merge = rows if isinstance(variable, nnx.Intermediate) else mean
+        flat.append((path, jax.tree.map(merge, variable)))
+    return nnx.from_flat_state(flat)
 
 
 def tree_of(state: Any) -> dict[Any, Any]:

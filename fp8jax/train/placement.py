@@ -36,6 +36,10 @@ class Placement(NamedTuple):
 
     def zero(self, recipe: Recipe, launch: Launch) -> Zero | None:
         """What each device keeps; None for all on a single one."""
+        if self.mesh.size == 1 and launch.zero:
+            raise ValueError(
+                f"--zero {launch.zero} shares among devices, and there is one: add --devices or --distributed"
+            )
         if self.mesh.size == 1 and not launch.offload:
             return None
         return Zero(self.mesh, recipe, launch.zero, offload=launch.offload)
