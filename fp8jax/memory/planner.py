@@ -100,7 +100,7 @@ def plan(
     if devices < 1:
         raise ValueError(f"`devices`: expected a positive number; got {devices}.")
     batch = tuple(_of_all(x, devices) for x in inputs)
-    loss_fn, make = _loss_of(model, recipe, loss, variables, inputs)
+    loss_fn, make = _loss_of(model, recipe, loss or mean_square, variables, inputs)
     mesh: Any = AbstractMesh((devices,), ("devices",))  # of no devices in particular
     zero = comm.Zero(mesh, recipe, stage)
     used = zero if devices > 1 else None
@@ -130,6 +130,12 @@ def plan(
     return Plan(str(recipe), stage, devices, **kept, **parts, sent=sent)
 
 
+def mean_square(outputs: jax.Array, *inputs: Any) -> jax.Array:
+    """The mean of the outputs' squares, whatever the inputs: a loss for a model that has none."""
+    del inputs
+    return jnp.mean(jnp.square(outputs.astype(jnp.float32)))
+
+
 def fullest(
     step: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] = (), target: str | None
 ) -> int:
@@ -150,7 +156,7 @@ def fullest(
 
 
 def _loss_of(
-    model: Any, recipe: Recipe, loss: Callable[..., Any] | None, variables: Any, inputs: tuple[Any, ...]
+    model: Any, recipe: Recipe, loss: Callable[..., Any], variables: Any, inputs: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Callable[[], Any]]:
     """The loss as a function of variables and a batch, and what makes the variables."""
 
@@ -160,16 +166,13 @@ def _loss_of(
     if variables is not None:
         return model, lambda: zeros_like(variables)
 
-    def loss_of(outputs: Any, *batch: Any) -> Any:
-        return jnp.mean(jnp.square(outputs.astype(jnp.float32))) if loss is None else loss(outputs, *batch)
-
     if linen.is_module(model):
         model = models.transform(model, recipe)
     if isinstance(model, linen.LinenModel):
-        loss_fn = lambda variables, *batch: loss_of(model.apply(variables, *batch), *batch)  # noqa: E731
+        loss_fn = lambda variables, *batch: loss(model.apply(variables, *batch), *batch)  # noqa: E731
         return loss_fn, lambda: model.init(jax.random.key(0), *zeros_like(inputs))
     if nnx.is_module(model):
-        loss_fn, variables = probe.loss_of_module(model, recipe, loss_of)
+        loss_fn, variables = probe.loss_of_module(model, recipe, loss)
         return loss_fn, lambda: zeros_like(variables)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a loss function with its `variables`; got "

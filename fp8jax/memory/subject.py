@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fp8jax.memory.planner import mean_square
 from fp8jax.models.probe import GPT, GPTS
 
 
@@ -21,7 +22,7 @@ class Subject(NamedTuple):
 
     model: Any
     inputs: tuple[Any, ...]
-    loss: Callable[..., Any] | None  # of the outputs and the inputs
+    loss: Callable[..., Any]  # of the outputs and the inputs
 
 
 def subject(
@@ -78,4 +79,4 @@ def _of_user(name: str) -> Subject:
         )
     model, inputs, *loss = made
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    return Subject(model, inputs, loss[0] if loss else None)
+    return Subject(model, inputs, loss[0] if loss else mean_square)
