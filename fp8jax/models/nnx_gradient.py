@@ -92,7 +92,7 @@ def of_devices(state: Any) -> Any:
     def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[0]
-        return x[0] + jnp.mean(x - x[0], axis=0, dtype=x.dtype)
+        return x[0] + jnp.mean(x - x[:1], axis=0, dtype=x.dtype)
 
     def rows(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x
