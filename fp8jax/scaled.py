@@ -35,6 +35,7 @@ from fp8jax.platforms import by_platform, with_auto_axes
 # Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal
 # float32 numbers, which compilers that flush subnormals to zero keep.
 MIN_SCALE = 2.0**-126
+_INFINITY = np.array(np.inf, np.float32).view(np.int32)
 MAX_SCALE = 2.0**126
 
 
@@ -172,20 +173,32 @@ def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
     Returns:
         float32 of shape `shape`; 0 for an empty tensor; inf where a block has inf or NaN.
     """
-    x = value(x)
+    return by_platform(value(x), cpu=_amax_of_floats, default=_amax_of_bits, shape=shape)
+
+
+def _amax_of_floats(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     magnitude = lax.abs(x.astype(jnp.float32))
     # XLA's maximum on CPU may pass over a NaN.
     magnitude = select(magnitude == magnitude, magnitude, float("inf"))
+    magnitude, axes = _in_blocks(magnitude, shape)
+    # `jnp.max(..., initial=0)` takes the maximum with 0 in a kernel of its own.
+    return lax.reduce(magnitude, jnp.float32(0), lax.max, axes)
+
+
+def _amax_of_bits(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """As integers, which have the order of the magnitudes, and NaN beyond infinity."""
+    bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
+    bits, axes = _in_blocks(bits, shape)
+    largest = lax.reduce(bits, np.int32(0), lax.max, axes)
+    return lax.bitcast_convert_type(lax.min(largest, jnp.full_like(largest, _INFINITY)), jnp.float32)
+
+
+def _in_blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """`x` with each dim split into (blocks, within a block), and the second of each pair; or all of it."""
     if not shape:
-        return _max_or_0(magnitude, range(x.ndim))
-    # Split each dim into (blocks, within a block) and reduce the second of each pair.
+        return x, tuple(range(x.ndim))
     pairs = [n for d, b in zip(x.shape, shape, strict=True) for n in (b, d // b)]
-    return _max_or_0(magnitude.reshape(pairs), range(1, 2 * x.ndim, 2))
-
-
-def _max_or_0(magnitude: jax.Array, axes: range) -> jax.Array:
-    """`jnp.max(magnitude, axes, initial=0)`, which takes the maximum with 0 in a kernel of its own."""
-    return lax.reduce(magnitude, jnp.float32(0), lax.max, tuple(axes))
+    return x.reshape(pairs), tuple(range(1, 2 * x.ndim, 2))
 
 
 def select(mask: jax.Array, x: Any, otherwise: Any) -> jax.Array:
@@ -307,6 +320,11 @@ def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
 
 def without_infinities(x: jax.Array) -> jax.Array:
     """`x` with NaN for what is infinite: saturated, it would look like a large number."""
+    return by_platform(x, cpu=_without_infinities, default=_without_infinities)
+
+
+def _without_infinities(x: jax.Array) -> jax.Array:
+    # Behind `by_platform`, or JAX would keep the constant, in x's shape, through a scan's backward.
     return select(lax.is_finite(x), x, float("nan"))
 
 
