@@ -154,7 +154,7 @@ def test_one_bad_part_lowers_the_loss_scale_once():
 # Over optimizer calls ############################################################################
 
 
-@pytest.mark.parametrize("recipe", ["O2", "O3"])
+@pytest.mark.parametrize("recipe", ["O2", pytest.param("O3", marks=pytest.mark.long)])
 def test_multi_steps_steps_once_along_the_mean(recipe):
     _, variables = model_of(recipe)
     base = optax.chain(

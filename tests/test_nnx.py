@@ -284,7 +284,7 @@ class Stack(nnx.Module):
         return run(x, self.blocks)
 
 
-@pytest.mark.parametrize("recipe", [long("te"), "O3"])
+@pytest.mark.parametrize("recipe", ["te", long("O3")])
 def test_layers_under_vmap_scan_and_remat(recipe):
     model = fp8jax.transform(Stack(nnx.Rngs(0)), recipe)
     x = jax.random.normal(jax.random.key(0), (2, 4, WIDTH))

@@ -377,6 +377,7 @@ def test_boxes_of_axis_names_and_flags(recipe):
     assert isinstance(grads[PARAMS]["lm_head"]["kernel"], nn.Partitioned)
 
 
+@pytest.mark.long
 def test_a_stack_whose_axis_is_not_in_front():
     class Stack(nn.Module):
         @nn.compact
@@ -434,6 +435,7 @@ def test_auxiliary_outputs_are_stacked_and_keyword_arguments_whole():
     np.testing.assert_allclose(np.mean(aux["mean"]), np.mean(whole), atol=0.02)
 
 
+@pytest.mark.long
 def test_moments_in_the_hosts_memory():
     zero = Zero(mesh(), "O2", 1, offload=True)
     run = trained("O2", zero)
