@@ -16,7 +16,6 @@ from fp8jax import ScaledArray, formats, quantize
 from fp8jax.scaled import (
     MAX_SCALE,
     MIN_SCALE,
-    _cast_natively,
     amax,
     cast,
     expand,
@@ -24,6 +23,7 @@ from fp8jax.scaled import (
     scale_of,
     usable,
 )
+from fp8jax.scaled.casts import _cast_natively
 
 FP8 = (formats.E4M3, formats.E5M2)
 TARGETS = (*FP8, formats.FP16, formats.BF16)

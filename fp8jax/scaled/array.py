@@ -1,0 +1,244 @@
+"""Codes and their scale as one value, and how a tensor becomes that."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8jax.formats import ALL, E4M3, E8M0, Format
+from fp8jax.platforms import by_platform
+from fp8jax.scaled.casts import cast, select
+from fp8jax.scaled.scales import scale_of
+
+_INFINITY = np.array(np.inf, np.float32).view(np.int32)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("data", "scale"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaledArray:
+    """Codes and the scale that gives them their meaning: `value = data * scale`.
+
+    Invariants (checked by `validate`):
+        `data` holds codes of a floating dtype, any shape;
+        `scale` is float32, a scalar or of `data`'s rank, each of its dims dividing
+        `data`'s: one entry scales a whole block.
+
+    Arithmetic with it (+ - * / ** negation) acts on the dequantized value and returns a
+    plain float32 array.
+    """
+
+    data: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return tuple(self.data.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the value."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and of the scales."""
+        return int(self.data.nbytes + self.scale.nbytes)
+
+    def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
+        """The value, `data * scale`, computed in float32 and cast to `dtype`."""
+        return (self.data.astype(jnp.float32) * expand(self.scale, self.shape)).astype(dtype)
+
+    def validate(self) -> "ScaledArray":
+        """Returns itself; raises ValueError naming both shapes if an invariant is broken."""
+        shape, blocks = self.shape, tuple(self.scale.shape)
+        fits = not blocks or (
+            len(blocks) == len(shape) and all(b and d % b == 0 for d, b in zip(shape, blocks, strict=True))
+        )
+        is_float = jnp.issubdtype(self.data.dtype, jnp.floating) and self.scale.dtype == jnp.float32
+        if not (fits and is_float):
+            raise ValueError(
+                "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank "
+                f"with dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
+                f"scale {self.scale.dtype}{list(blocks)}."
+            )
+        return self
+
+    # NumPy would take it for an object and call the operators below element by element.
+    __array_ufunc__ = None
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Itself for `...`, else a part of the dequantized value."""
+        return self if index is ... else self.dequantize()[index]
+
+    def __add__(self, other: Any) -> jax.Array:
+        return self.dequantize() + value(other)
+
+    def __radd__(self, other: Any) -> jax.Array:
+        return value(other) + self.dequantize()
+
+    def __sub__(self, other: Any) -> jax.Array:
+        return self.dequantize() - value(other)
+
+    def __rsub__(self, other: Any) -> jax.Array:
+        return value(other) - self.dequantize()
+
+    def __mul__(self, other: Any) -> jax.Array:
+        return self.dequantize() * value(other)
+
+    def __rmul__(self, other: Any) -> jax.Array:
+        return value(other) * self.dequantize()
+
+    def __truediv__(self, other: Any) -> jax.Array:
+        return self.dequantize() / value(other)
+
+    def __rtruediv__(self, other: Any) -> jax.Array:
+        return value(other) / self.dequantize()
+
+    def __pow__(self, other: Any) -> jax.Array:
+        return self.dequantize() ** value(other)
+
+    def __neg__(self) -> jax.Array:
+        return -self.dequantize()
+
+
+def is_scaled(leaf: Any) -> bool:
+    """Whether `leaf` is a `ScaledArray`: the `is_leaf` of tree functions."""
+    return isinstance(leaf, ScaledArray)
+
+
+def format_of(x: Any) -> Format:
+    """The format of an array, or of a `ScaledArray`'s codes."""
+    dtype = x.data.dtype if is_scaled(x) else x.dtype
+    return next(format for format in ALL if format.dtype == dtype)
+
+
+def value(x: Any) -> Any:
+    """`x` dequantized if it is a `ScaledArray`, else `x` itself."""
+    return x.dequantize() if isinstance(x, ScaledArray) else x
+
+
+def expand(scale: Any, shape: tuple[int, ...]) -> jax.Array:
+    """`scale` with one entry per block, made to broadcast against `shape`."""
+    scale = jnp.asarray(scale)
+    if scale.ndim:
+        for axis, (blocks, dim) in enumerate(zip(scale.shape, shape, strict=True)):
+            if blocks not in (1, dim):
+                scale = jnp.repeat(scale, dim // blocks, axis)
+        return scale
+    return scale.reshape((1,) * len(shape))
+
+
+def quantize(
+    x: Any,
+    format: Format,
+    scale: Any = None,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    blocks: tuple[int, ...] = (),
+) -> ScaledArray:
+    """Casts `x / scale` to `format`, rounding to nearest even and saturating.
+
+    Mathematically equivalent to
+    `clip(x.astype(float32) * (1 / scale), -format.max, format.max).astype(format.dtype)`.
+
+    Args:
+        x: float array (float32, bfloat16, float16) or `ScaledArray`, any shape.
+        format: format of the codes.
+        scale: float32, scalar or of x's rank (see `ScaledArray`). By default the one that
+            maps the largest magnitude of `x` (of each block) to the format's max: current
+            scaling.
+        margin: binary headroom of the default scale.
+        power_of_two: whether the default scale is a power of two.
+        blocks: shape of the default scale; () is one for the whole tensor.
+
+    Returns:
+        A `ScaledArray` of x's shape. Half an ulp at the format's max, times the scale,
+        bounds the error of every element that does not saturate.
+
+    Raises:
+        TypeError: `x` is not a floating array.
+        ValueError: the scale's or blocks' shape does not fit, or the format is E8M0, which has
+            neither sign nor zero.
+    """
+    x = jnp.asarray(value(x))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
+    if format == E8M0:
+        raise ValueError("`format`: expected a format of tensors; got E8M0, which is one of scales.")
+    if scale is None:
+        ScaledArray(x, jax.ShapeDtypeStruct(blocks, jnp.float32)).validate()
+        scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)
+    scale = jnp.asarray(scale, jnp.float32)
+    ScaledArray(x, scale).validate()
+    return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)
+
+
+def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
+    """A weight gradient in E4M3 on power-of-two scales of its own.
+
+    What is infinite becomes NaN, not the format's max: an optimizer must see a broken step.
+    """
+    x = without_infinities(jnp.asarray(value(x), jnp.float32))
+    return quantize(x, E4M3, power_of_two=True, blocks=blocks)
+
+
+def without_infinities(x: jax.Array) -> jax.Array:
+    """`x` with NaN for what is infinite: saturated, it would look like a large number."""
+    # Behind `by_platform`, or JAX would keep the constant, in x's shape, through a scan's backward.
+    return by_platform(x, cpu=_without_infinities, default=_without_infinities)
+
+
+def _without_infinities(x: jax.Array) -> jax.Array:
+    return select(lax.is_finite(x), x, float("nan"))
+
+
+def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
+    """Largest absolute value of each block of `x`, float32 of shape `shape`.
+
+    Args:
+        x: float array or `ScaledArray`.
+        shape: () for the whole tensor, or `x`'s rank with dims that divide its dims.
+
+    Returns:
+        float32 of shape `shape`; 0 for an empty tensor; inf where a block has inf or NaN.
+    """
+    return by_platform(value(x), cpu=_amax_of_floats, default=_amax_of_bits, shape=shape)
+
+
+def _amax_of_floats(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    magnitude = lax.abs(x.astype(jnp.float32))
+    # XLA's maximum on CPU may pass over a NaN.
+    magnitude = select(magnitude == magnitude, magnitude, float("inf"))
+    magnitude, axes = _in_blocks(magnitude, shape)
+    # `jnp.max(..., initial=0)` takes the maximum with 0 in a kernel of its own.
+    return lax.reduce(magnitude, jnp.float32(0), lax.max, axes)
+
+
+def _amax_of_bits(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """As integers, which have the order of the magnitudes, and NaN beyond infinity."""
+    bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
+    bits, axes = _in_blocks(bits, shape)
+    largest = lax.reduce(bits, np.int32(0), lax.max, axes)
+    return lax.bitcast_convert_type(lax.min(largest, jnp.full_like(largest, _INFINITY)), jnp.float32)
+
+
+def _in_blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """`x` with each dim split into (blocks, within a block), and the second of each pair; or all of it."""
+    if not shape:
+        return x, tuple(range(x.ndim))
+    pairs = [n for d, b in zip(x.shape, shape, strict=True) for n in (b, d // b)]
+    return x.reshape(pairs), tuple(range(1, 2 * x.ndim, 2))

@@ -1,0 +1,70 @@
+"""Scales from amaxes.
+
+Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal float32
+numbers, which compilers that flush subnormals to zero keep.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8jax.scaled.casts import select
+
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
+
+
+def usable(amax: jax.Array) -> jax.Array:
+    """Where an amax says something: positive, finite and not subnormal."""
+    tiny = jnp.float32(np.finfo(np.float32).tiny)
+    return (amax >= tiny) & (amax <= jnp.float32(np.finfo(np.float32).max))
+
+
+def scale_of(
+    amax: jax.Array,
+    limit: Any,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    otherwise: Any = 1.0,
+) -> jax.Array:
+    """The scale that maps `amax` to `limit`, the top of a format.
+
+    Mathematically equivalent to `amax / limit * 2**margin`; as a power of two to
+    `2**-(floor(log2(limit / amax)) - margin)`, exactly (no `log2` is taken).
+
+    Args:
+        amax: float32, any shape.
+        limit: the format's max; a number or an array that broadcasts.
+        margin: binary headroom left above amax.
+        power_of_two: round the scale up to a power of two (MS-AMP's scales).
+        otherwise: the scale where amax is 0, subnormal, infinite or NaN.
+
+    Returns:
+        float32 of amax's shape, within [2**-126, 2**126].
+
+    References:
+        TransformerEngine `DelayedScaling` and `Float8CurrentScaling` (the reciprocal of
+        their factor), MS-AMP `ScalingMeta` (power of two).
+    """
+    amax = jnp.broadcast_to(amax, np.broadcast_shapes(amax.shape, np.shape(limit)))
+    if not isinstance(otherwise, int | float):
+        otherwise = jnp.broadcast_to(jnp.asarray(otherwise, jnp.float32), amax.shape)
+    known = usable(amax)
+    factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
+    # Exactly `where(known, 1 / factor, otherwise)`. XLA computes what ends in a division once, and what ends
+    # in a choice again for each of its uses.
+    return select(known, jnp.ones_like(amax), otherwise) / select(known, factor, 1.0)
+
+
+def factor_of(amax: jax.Array, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> jax.Array:
+    """The reciprocal of `scale_of` where the amax is usable, else any number."""
+    if power_of_two:
+        bits, of_limit = (lax.bitcast_convert_type(jnp.float32(x), jnp.int32) for x in (amax, limit))
+        # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
+        exponent = lax.clamp(np.int32(-126), ((of_limit - bits) >> 23) - margin, np.int32(126))
+        return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    factor = limit * np.float32(2.0**-margin) / amax
+    return lax.clamp(np.float32(MIN_SCALE), factor, np.float32(MAX_SCALE))
