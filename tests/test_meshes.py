@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import formats, quantize
+from fp8jax.scaled import amax, quantize_gradient, without_infinities
 
 X = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 
@@ -164,3 +165,27 @@ def test_a_cast_keeps_an_explicit_sharding():
     q = jax.jit(lambda x: quantize(x, formats.E4M3))(x)
     assert q.data.sharding.is_equivalent_to(x.sharding, 2)
     np.testing.assert_array_equal(q.dequantize(), quantize(jnp.asarray(X), formats.E4M3).dequantize())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        amax,
+        lambda x: amax(x, (4, 2)),
+        without_infinities,
+        lambda x: quantize(x, formats.E4M3),
+        lambda x: quantize(x, formats.E4M3, blocks=(4, 2)),
+        quantize_gradient,
+    ],
+)
+@pytest.mark.parametrize("spec", [P("data", "model"), P("data", None), P(None, "model")])
+def test_casts_and_amaxes_under_jit_keep_an_explicit_sharding_and_the_values(function, spec):
+    x = X.copy()
+    x[3, 5] = np.inf
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        out = jax.jit(function)(jax.device_put(x, NamedSharding(mesh, spec)))
+    for got, want in zip(jax.tree.leaves(out), jax.tree.leaves(jax.jit(function)(x)), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+        if got.shape == x.shape:
+            assert got.sharding.spec == spec

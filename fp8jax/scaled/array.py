@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from fp8jax.formats import ALL, E4M3, E8M0, Format
-from fp8jax.platforms import by_platform
+from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.scaled.casts import cast, select
 from fp8jax.scaled.scales import scale_of
 
@@ -199,7 +200,8 @@ def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
 def without_infinities(x: jax.Array) -> jax.Array:
     """`x` with NaN for what is infinite: saturated, it would look like a large number."""
     # Behind `by_platform`, or JAX would keep the constant, in x's shape, through a scan's backward.
-    return by_platform(x, cpu=_without_infinities, default=_without_infinities)
+    way = functools.partial(by_platform, cpu=_without_infinities, default=_without_infinities)
+    return with_auto_axes(way, lambda x: x, x)
 
 
 def _without_infinities(x: jax.Array) -> jax.Array:
@@ -216,10 +218,13 @@ def amax(x: Any, shape: tuple[int, ...] = ()) -> jax.Array:
     Returns:
         float32 of shape `shape`; 0 for an empty tensor; inf where a block has inf or NaN.
     """
-    return by_platform(value(x), cpu=_amax_of_floats, default=_amax_of_bits, shape=shape)
+    ways = functools.partial(by_platform, cpu=_amax_of_floats, default=_amax_of_bits, shape=shape)
+    # Split into blocks, a sharded dim has no sharding that JAX could name: the few amaxes go everywhere.
+    out = PartitionSpec() if shape else _amax_of_floats
+    return with_auto_axes(ways, out, value(x))
 
 
-def _amax_of_floats(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _amax_of_floats(x: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
     magnitude = lax.abs(x.astype(jnp.float32))
     # XLA's maximum on CPU may pass over a NaN.
     magnitude = select(magnitude == magnitude, magnitude, float("inf"))
