@@ -1,0 +1,82 @@
+"""Casts and scales on torch tensors, bit for bit those of `fp8jax.scaled`.
+
+Rounding is to nearest even, what is beyond a format's max becomes it, NaN stays NaN, and an amax that
+says nothing gives scale 1; see `fp8jax.scaled` for the reasons.
+"""
+
+from typing import Any
+
+import torch
+
+from fp8jax import formats
+from fp8jax.formats import Format
+from fp8jax.scaled import MAX_SCALE, MIN_SCALE
+
+_DTYPES = {
+    "E4M3": torch.float8_e4m3fn,
+    "E5M2": torch.float8_e5m2,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+}
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+def dtype_of(format: Format) -> torch.dtype:
+    """torch's dtype of a format's codes."""
+    return _DTYPES[format.name]
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The format whose codes have this dtype."""
+    return formats.get(next(name for name, candidate in _DTYPES.items() if candidate == dtype))
+
+
+def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """float32 `x` to the codes of `format`: to nearest even, saturating, NaN kept."""
+    return x.clamp(-format.max, format.max).to(dtype_of(format))
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest absolute value, float32, shape (): 0 for an empty tensor, inf where there is inf or NaN."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low, high).float().nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def usable(amax: torch.Tensor) -> torch.Tensor:
+    """Where an amax says something: positive, finite and not subnormal."""
+    return (amax >= _FLOAT32.tiny) & (amax <= _FLOAT32.max)
+
+
+def scale_of(
+    amax: torch.Tensor,
+    limit: Any,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    otherwise: Any = 1.0,
+) -> torch.Tensor:
+    """`fp8jax.scaled.scale_of`: the scale that maps `amax`, float32, to `limit`, the top of a format."""
+    known = usable(amax)
+    factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
+    return torch.where(known, 1.0, otherwise) / torch.where(known, factor, 1.0)
+
+
+def factor_of(
+    amax: torch.Tensor, limit: Any, *, margin: int = 0, power_of_two: bool = False
+) -> torch.Tensor:
+    """The reciprocal of `scale_of` where the amax is usable, else any number."""
+    limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
+    if power_of_two:
+        # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
+        bits = limit.view(torch.int32) - amax.view(torch.int32)
+        exponent = ((bits >> 23) - margin).clamp(-126, 126)
+        return ((exponent + 127) << 23).view(torch.float32)
+    return (limit * 2.0**-margin / amax).clamp(MIN_SCALE, MAX_SCALE)
+
+
+def without_infinities(x: torch.Tensor) -> torch.Tensor:
+    """`x` with NaN for what is infinite: saturated, it would look like a large number."""
+    return torch.where(x.isfinite(), x, torch.nan)
