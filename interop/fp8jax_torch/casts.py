@@ -20,6 +20,8 @@ _DTYPES = {
     "FP32": torch.float32,
 }
 _FLOAT32 = torch.finfo(torch.float32)
+# A float16 of the bits of an E4M3 code is smaller by the difference of their exponents' biases.
+BIAS_OF_HALF = 2.0 ** (15 - 7)
 
 
 def dtype_of(format: Format) -> torch.dtype:
@@ -35,6 +37,19 @@ def format_of(dtype: torch.dtype) -> Format:
 def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
     """float32 `x` to the codes of `format`: to nearest even, saturating, NaN kept."""
     return x.clamp(-format.max, format.max).to(dtype_of(format))
+
+
+def to_float(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as float32, exactly."""
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu" or codes.numel() == 0:
+        return codes.float()
+    # torch's own conversion on a CPU is scalar. But for their bias the bits of E4M3 are those of a float16
+    # moved by seven, except that E4M3's NaNs would be numbers.
+    bits = codes.view(torch.int8)
+    if (bits & 0x7F).max() == 0x7F:
+        return codes.float()
+    wide = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return wide.view(torch.float16).float().mul_(BIAS_OF_HALF)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

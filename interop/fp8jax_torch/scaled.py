@@ -65,7 +65,7 @@ class ScaledTensor(torch.Tensor):
 
     def dequantize(self, dtype: Any = None) -> torch.Tensor:
         """The value as a plain tensor: `codes * scale`, computed in float32 and cast to `dtype`."""
-        return (self.codes.float() * self.scale).to(dtype or self.dtype)
+        return (casts.to_float(self.codes) * self.scale).to(dtype or self.dtype)
 
     def requantize_(self, x: torch.Tensor) -> "ScaledTensor":
         """Takes the values of `x`, of its own shape, in its own format on a fresh power-of-two scale."""
