@@ -1,0 +1,4 @@
+"""What does the optimizer keep? Adam and AdamW with the recipe's moments and masters."""
+
+from fp8jax_torch.optim.adam import Adam as Adam
+from fp8jax_torch.optim.adam import AdamW as AdamW
