@@ -1,0 +1,177 @@
+"""MS-AMP: `msamp.initialize` at O1 or O2, its own linear layers or TransformerEngine's.
+
+| recipe                                             | MS-AMP                                               |
+|----------------------------------------------------|------------------------------------------------------|
+| O1, O2                                             | `initialize(model, optimizer, opt_level)`            |
+| te+O2, or O1 and O2 with another gemm column       | TransformerEngine's layers, `use_te=True`            |
+
+MS-AMP looks for "h100" in the GPU's name and leaves FP8 without a word elsewhere, so other GPUs are
+refused. Importing it replaces `torch.nn.functional.linear` and TransformerEngine's classes: it is imported
+last.
+"""
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8jax.recipe import Recipe
+from fp8jax_torch import layers
+from fp8jax_torch.backends import base, te
+
+NAME = "msamp"
+
+PACKAGE = base.Package("msamp", "the steps in github.com/Azure/MS-AMP; it is in no package index")
+
+_LEVELS = {("FP32", "FP32"): "O1", ("E4M3", "FP16"): "O2"}
+
+# How MS-AMP's own linear layers choose scales: nn/linear.py, common/tensor/meta.py.
+_OWN_SCALING: dict[str, tuple[Any, ...]] = {
+    "scaling": ("delayed",),
+    "fp8_format": ("HYBRID",),
+    "margin": (0,),
+    "interval": (1,),
+    "amax_history_len": (16,),
+    "amax_compute_algo": ("max",),
+    "override_linear_precision": ((False, False, False),),
+    "first_scale": ("tensor",),
+}
+
+
+def supports(device: torch.device | None = None) -> str | None:
+    """Why it cannot run on `device`, or None: it needs an H100."""
+    if PACKAGE.missing():
+        return PACKAGE.unusable()
+    device = base.this_device(device)
+    if reason := base.why_no_fp8_gpu("msamp", device):
+        return reason
+    name = torch.cuda.get_device_name(device)
+    if "h100" not in name.lower():
+        return f'msamp runs in FP8 only where the device\'s name has "h100" in it; got {name}'
+    return PACKAGE.unusable()
+
+
+def refuses(recipe: Recipe) -> str | None:
+    """Which field of the recipe it has nothing for, or None.
+
+    What MS-AMP's own layers cannot do in the gemm column is asked of TransformerEngine, which it can use.
+    """
+    columns = {
+        "gemm": ("FP8",),
+        "weight": ("FP16",),
+        "comm": ("FP8",),
+        "master_weight": ("-",),
+        "weight_grad": ("E4M3",),
+        "moments": tuple(_LEVELS),
+    }
+    if reason := base.refused(NAME, recipe, columns):
+        return reason
+    if not uses_te(recipe):
+        return None
+    # The TransformerEngine that MS-AMP is made for, 1.1, has delayed scaling only.
+    return base.refused(NAME, recipe, {"scaling": ("delayed",)}) or te.refuses_gemm(NAME, recipe)
+
+
+def uses_te(recipe: Recipe) -> bool:
+    """Whether the gemm column is not that of MS-AMP's own layers."""
+    return base.refused(NAME, recipe, _OWN_SCALING) is not None
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
+    """`msamp.initialize` at the recipe's level.
+
+    Args:
+        model: changed in place; chosen layers get parameters of MS-AMP's own type.
+        optimizer: Adam or AdamW over the model's parameters that has not stepped yet. It is left as it is;
+            MS-AMP's takes its place, with the same groups. None: MS-AMP makes an AdamW of defaults.
+        recipe: one that `refuses` lets pass.
+
+    Raises:
+        ValueError: a pattern of the recipe's matches no layer, no layer can run in FP8, or the optimizer
+            is none that MS-AMP continues.
+
+    References:
+        MS-AMP 0.4.0, msamp/__init__.py, nn/linear.py, te/replacer.py, optim/.
+    """
+    if optimizer is not None:
+        _check(optimizer)
+    # First of all: it puts its own classes into TransformerEngine's place.
+    msamp = importlib.import_module("msamp")
+    use_te = uses_te(recipe)
+    shared = layers.shared_weights(model)
+    shared_modules = {layers.linears(model)[path]: other for path, other in shared.items()}
+
+    def unable(module: nn.Module) -> str | None:
+        if module in shared_modules:
+            return f"its weight is also that of {shared_modules[module]}, and MS-AMP would part them"
+        return te.unable(module) if use_te else _unable(module)
+
+    reasons = layers.choose(model, recipe, unable)
+    rows = base.rows_of(model, reasons, te.other if use_te else base.no_product)
+    base.check_any(NAME, rows)
+    if use_te:
+        model = te.swap(model, reasons)
+    else:
+        _mark(model, reasons)
+    level = _LEVELS[recipe.moments]
+    model, new = msamp.initialize(
+        model, None if optimizer is None else _for_msamp(optimizer), opt_level=level, use_te=use_te
+    )
+    if isinstance(optimizer, torch.optim.Adam):
+        # Since torch 2.7 its AdamW is an Adam too, which MS-AMP asks first; the two differ in this alone.
+        new.use_adam = not _is_decoupled(optimizer)
+    if use_te:
+        te.run_in_fp8(model, recipe)
+    notes = ["across devices, call optimizer.all_reduce_grads(model) before each step"]
+    if optimizer is None:
+        notes.append("MS-AMP made the optimizer, an AdamW of its defaults")
+    if use_te and te.note_on(recipe):
+        notes.append(te.note_on(recipe))
+    return base.Prepared(model, new, rows, f"MS-AMP {level}: {'; '.join(notes)}")
+
+
+def _unable(module: nn.Module) -> str | None:
+    """Why MS-AMP's own linear layer cannot take the layer's place, or None; it pads dims itself."""
+    if layers.is_conv1d(module):
+        return "Conv1D keeps its weight as (in, out), and MS-AMP takes nn.Linear only"
+    return layers.why_not_swapped(module)
+
+
+def _mark(model: nn.Module, reasons: dict[str, str | None]) -> None:
+    """Says to MS-AMP, in its way, which linear layers it leaves alone."""
+    for path, module in layers.linears(model).items():
+        if reasons[path] is not None:
+            module.use_fp32_linear = True  # pyright: ignore[reportArgumentType]
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    """What MS-AMP would drop, or fail on at the first step."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        raise ValueError(
+            f"`optimizer`: MS-AMP takes torch.optim.Adam or AdamW; got {type(optimizer).__name__}."
+        )
+    if optimizer.state:
+        raise ValueError(
+            "`optimizer`: MS-AMP starts its moments from zero; got an optimizer that has stepped already. "
+            'Prepare before the first step, or use backend="native".'
+        )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ValueError("`optimizer`: MS-AMP has no amsgrad; got amsgrad=True.")
+
+
+def _for_msamp(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy that MS-AMP may write to, without the setting of newer torch that its optimizers do not know."""
+    new = copy.copy(optimizer)
+    new.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    new.defaults = {
+        name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"
+    }
+    return new
+
+
+def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its weight decay is AdamW's."""
+    by_setting = optimizer.defaults.get("decoupled_weight_decay", False)
+    return isinstance(optimizer, torch.optim.AdamW) or by_setting

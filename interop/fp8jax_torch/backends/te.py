@@ -1,0 +1,268 @@
+"""TransformerEngine's layers in place of torch's, run under its autocast with a recipe that says the same.
+
+| recipe                                     | TransformerEngine                                         |
+|--------------------------------------------|-----------------------------------------------------------|
+| scaling=delayed                            | `DelayedScaling(margin, fp8_format, ...)`                 |
+| scaling=current                            | `Float8CurrentScaling(fp8_format)`, since 2.2             |
+| interval                                   | until 1.7; later versions update in every step            |
+| override_linear_precision=False+False+True | until 1.13                                                |
+
+Parameters stay the same objects, so what refers to them stays right: an optimizer, a tied embedding, a
+`state_dict`. Both generations of the interface are served: `autocast(recipe=...)`, since 2.9, and
+`fp8_autocast(fp8_recipe=...)`.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8jax.recipe import Recipe
+from fp8jax_torch import layers
+from fp8jax_torch.backends import base
+
+NAME = "te"
+
+PACKAGE = base.Package("transformer_engine", "pip install --no-build-isolation transformer_engine[pytorch]")
+
+# An FP8 GEMM of cuBLASLt needs rows of whole 16 bytes: the input's in the forward, the output gradient's in
+# the backward. TransformerEngine's own check of the weight asks for 8 of the first only, and its backward
+# then fails: 2.18, pytorch/utils.py and common/gemm/cublaslt_gemm.cu.
+_MULTIPLE = 16
+
+_NO_OVERRIDE = (False, False, False)
+_WGRAD_OVERRIDE = (False, False, True)
+
+
+def supports(device: torch.device | None = None) -> str | None:
+    """Why it cannot run on `device`, or None: it needs a GPU of compute capability 8.9 or higher."""
+    if PACKAGE.missing():
+        return PACKAGE.unusable()
+    return (
+        base.why_no_fp8_gpu("transformer_engine", base.this_device(device))
+        or PACKAGE.unusable("transformer_engine.pytorch")
+        or _own_reason()
+    )
+
+
+def refuses(recipe: Recipe) -> str | None:
+    """Which field of the recipe it has nothing for, or None.
+
+    `first_scale="tensor"` passes, although TransformerEngine starts with scale 1: only the first step
+    differs, and `prepare` says so.
+    """
+    return base.refused(NAME, recipe, base.ONLY_GEMM) or refuses_gemm(NAME, recipe)
+
+
+def refuses_gemm(name: str, recipe: Recipe) -> str | None:
+    """Which field about the gemm column it has nothing for, or None; `name` is who is asked.
+
+    Where versions differ, the installed one answers, and the newest if none is.
+    """
+    old = _installed_default()
+    if recipe.scaling == "current":
+        if old is not None and not hasattr(_recipes(), "Float8CurrentScaling"):
+            return f"{name} has no scaling=current before transformer_engine 2.2"
+        only = {"margin": (0,), "override_linear_precision": (_NO_OVERRIDE,)}
+        reason = base.refused(name, recipe, only)
+        return f"{reason}, with scaling=current" if reason else None
+    # 1.8 to 2.1 have an `interval` that nothing reads, and say so by the default -1.
+    if recipe.interval != 1 and getattr(old, "interval", -1) < 0:
+        return f"{name} has no interval={recipe.interval} since transformer_engine 1.8, only 1"
+    overrides = (
+        (_NO_OVERRIDE, _WGRAD_OVERRIDE) if hasattr(old, "override_linear_precision") else (_NO_OVERRIDE,)
+    )
+    reason = base.refused(name, recipe, {"override_linear_precision": overrides})
+    if reason and len(overrides) == 1:
+        return f"{reason}, since transformer_engine 2.0"
+    return reason
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
+    """Swaps the chosen `nn.Linear`s and the `nn.LayerNorm`s, and runs the model under the autocast.
+
+    FP8 is on whenever the model is called, in evaluation too. The state of delayed scaling moves when a
+    call of the whole model ends, so a part of the model called alone is not in FP8, and activations are
+    recomputed with `transformer_engine.pytorch.checkpoint`, not with torch's.
+
+    Args:
+        model: changed in place; the parameters stay the same objects.
+        optimizer: returned as it is.
+        recipe: one that `refuses` lets pass.
+
+    Raises:
+        ValueError: a pattern of the recipe's matches no layer, or no layer can run in FP8.
+
+    References:
+        TransformerEngine 1.0 to 2.18, pytorch/module/linear.py, layernorm.py, fp8.py, quantization.py.
+    """
+    reasons = layers.choose(model, recipe, unable)
+    rows = base.rows_of(model, reasons, other)
+    base.check_any(NAME, rows)
+    model = swap(model, reasons)
+    run_in_fp8(model, recipe)
+    return base.Prepared(model, optimizer, rows, note_on(recipe))
+
+
+def unable(module: Any) -> str | None:
+    """Why `te.Linear` cannot take the layer's place, or None."""
+    if layers.is_conv1d(module):
+        return "Conv1D keeps its weight as (in, out), and te.Linear as (out, in)"
+    if reason := layers.why_not_swapped(module):
+        return reason
+    if any(size % _MULTIPLE for size in module.weight.shape):
+        return f"its dims {list(module.weight.shape)} are not all multiples of {_MULTIPLE}"
+    return None
+
+
+def swap(model: nn.Module, reasons: Mapping[str, str | None]) -> nn.Module:
+    """The model with `te.Linear` for the layers whose reason is None and `te.LayerNorm` for those it can."""
+    found = layers.linears(model)
+    chosen = [found[path] for path, reason in reasons.items() if reason is None]
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    return layers.swap(
+        model,
+        {
+            **{module: _linear(module) for module in chosen},
+            **{module: _norm(module) for module in norms if _why_plain_norm(module) is None},
+        },
+    )
+
+
+def run_in_fp8(model: nn.Module, recipe: Recipe) -> None:
+    """From now on every call of the model is under the autocast."""
+    autocast = _Autocast(_te_recipe(recipe))
+    model.register_forward_pre_hook(autocast.enter, prepend=True)
+    model.register_forward_hook(autocast.leave, always_call=True)
+
+
+def note_on(recipe: Recipe) -> str:
+    """How what runs differs from the recipe, or ""."""
+    if recipe.scaling == "delayed" and recipe.first_scale == "tensor":
+        return "TransformerEngine's first step has scale 1, not the first tensor's (first_scale=tensor)"
+    return ""
+
+
+class _Autocast:
+    """Two forward hooks: the context is entered before a module's forward and left after it."""
+
+    def __init__(self, recipe: Any):
+        self.recipe = recipe
+        self.entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        context = _context(self.recipe)
+        context.__enter__()
+        self.entered.append(context)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Empty if entering failed: a hook that is always called is called then too.
+        if self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+
+def _context(recipe: Any) -> contextlib.AbstractContextManager[Any]:
+    """The autocast of the installed generation."""
+    te = _te()
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=True, recipe=recipe)
+    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def _te_recipe(recipe: Recipe) -> Any:
+    """The recipe's gemm column as TransformerEngine says it."""
+    recipes = _recipes()
+    format = recipes.Format[recipe.fp8_format]
+    if recipe.scaling == "current":
+        return recipes.Float8CurrentScaling(fp8_format=format)
+    more: dict[str, Any] = {}
+    if recipe.interval != 1:
+        more["interval"] = recipe.interval
+    if recipe.override_linear_precision != _NO_OVERRIDE:
+        # Its GEMMs read fields of a type of its own; a plain tuple passes its check and fails there.
+        default = recipes.DelayedScaling().override_linear_precision
+        more["override_linear_precision"] = default._replace(wgrad=True)
+    return recipes.DelayedScaling(
+        margin=recipe.margin,
+        fp8_format=format,
+        amax_history_len=recipe.amax_history_len,
+        amax_compute_algo=recipe.amax_compute_algo,
+        **more,
+    )
+
+
+def _linear(linear: Any) -> nn.Module:
+    return _with_parameters_of(
+        linear,
+        _te().Linear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=linear.weight.dtype,
+            device=linear.weight.device,
+        ),
+    )
+
+
+def _norm(norm: Any) -> nn.Module:
+    # The first parameter is `hidden_size` in 1.x and `normalized_shape` since: by its place.
+    [size] = norm.normalized_shape
+    return _with_parameters_of(
+        norm, _te().LayerNorm(size, eps=norm.eps, params_dtype=norm.weight.dtype, device=norm.weight.device)
+    )
+
+
+def _with_parameters_of(old: Any, new: Any) -> nn.Module:
+    new.weight = old.weight
+    if old.bias is not None:
+        new.bias = old.bias
+    return new.train(old.training)
+
+
+def _why_plain_norm(norm: nn.LayerNorm) -> str | None:
+    """Why `te.LayerNorm`, which has one axis, a weight and a bias, cannot take its place; or None."""
+    if norm.weight is None or norm.bias is None:
+        return "without a bias" if norm.weight is not None else "without a weight"
+    if len(norm.normalized_shape) != 1:
+        return "over more than one axis"
+    if type(norm).forward is not nn.LayerNorm.forward or "forward" in vars(norm):
+        return "with a forward of its own"
+    return "with hooks" if norm._forward_hooks or norm._forward_pre_hooks else None
+
+
+def other(module: nn.Module) -> str:
+    """What to say of a module that is no linear layer."""
+    reason = base.no_product(module)
+    if not isinstance(module, nn.LayerNorm):
+        return reason
+    why = _why_plain_norm(module)
+    return f"{reason}: nn.LayerNorm still, {why}" if why else f"{reason}: te.LayerNorm"
+
+
+def _own_reason() -> str | None:
+    """What TransformerEngine itself says about this GPU: it looks at the CUDA and cuBLASLt versions too."""
+    te = _te()
+    if hasattr(te, "is_fp8_available"):
+        available, reason = te.is_fp8_available(return_reason=True)
+    else:
+        fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
+        available, reason = fp8.check_fp8_support()
+    return None if available else f"transformer_engine says: {reason}"
+
+
+def _te() -> Any:
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+def _recipes() -> Any:
+    return importlib.import_module("transformer_engine.common.recipe")
+
+
+def _installed_default() -> Any:
+    """A `DelayedScaling()` of the installed version, None if there is none."""
+    if PACKAGE.unusable("transformer_engine.common.recipe"):
+        return None
+    return _recipes().DelayedScaling()
