@@ -4,6 +4,7 @@ A layer's path is its name in `named_modules()` with "/" for the dots, so that a
 same as on the JAX side:
 
     >>> from fp8jax.recipe import Recipe
+    >>> from fp8jax_torch.layers import path_of, why_not
     >>> why_not(Recipe.TE, path_of("transformer.h.0.attn.c_attn"))
     >>> why_not(Recipe.TE, "lm_head")
     'exclude=lm_head'
@@ -160,8 +161,9 @@ def shared_weights(model: nn.Module) -> dict[str, str]:
 def swap(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """The model with the keys of `new` replaced by its values, wherever they stand; changed in place."""
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in new:
+        # Not `named_children`, which names a layer that stands in two places once.
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in new:
                 setattr(parent, name, new[child])
     return new.get(model, model)
 

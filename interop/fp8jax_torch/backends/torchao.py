@@ -64,11 +64,12 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     found = layers.linears(model)
     # By identity: torchao asks about a layer under each of its names.
     chosen = {found[path] for path, reason in reasons.items() if reason is None}
-    model = convert_to_float8_training(
-        model,
-        module_filter_fn=lambda module, name: module in chosen,
-        config=_config(recipe, emulate=emulate),
-    )
+    config = _config(recipe, emulate=emulate)
+    # Again for a layer that stands in two places of one parent: torchao sees the first only.
+    while any(module in chosen for module in model.modules()):
+        model = convert_to_float8_training(
+            model, module_filter_fn=lambda module, name: module in chosen, config=config
+        )
     note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in full precision"
     return base.Prepared(model, optimizer, rows, note if emulate else "")
 

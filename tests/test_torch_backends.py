@@ -1,0 +1,787 @@
+"""The libraries that a recipe can run on in torch: what each expresses, where, how it is called and chosen.
+
+torchao is here and runs. MS-AMP and TransformerEngine need a GPU: in their place stand modules whose
+functions have exactly the released parameters, so that a call that would not fit fails.
+"""
+
+import copy
+import dataclasses
+import enum
+import inspect
+import sys
+import types
+from typing import NamedTuple
+
+import pytest
+import torch
+from fp8jax_torch import backends, layers
+from fp8jax_torch.backends import base, msamp, te, torchao
+from torch import nn
+from torch.nn import functional
+
+from fp8jax.recipe import Recipe
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CURRENT = Recipe.parse("te,scaling=current")
+
+# What was read in the released sources. A signature is its parameters' names, kinds and defaults.
+
+# github.com/Azure/MS-AMP v0.4.0 (51f34ac): msamp/__init__.py, optim/adam.py, optim/adamw.py
+MSAMP_INITIALIZE = "model, optimizer=None, opt_level='O1', use_te=False"
+MSAMP_LBADAM = (
+    "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, maximize=False, "
+    "*args, **kwargs"
+)
+MSAMP_LBADAMW = (
+    "params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, "
+    "*, maximize=False, exp_avg_dtype=None, exp_avg_sq_dtype=None, tensor_scale=True"
+)
+
+_LINEAR_1 = (
+    "in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, "
+    "tp_size=1, get_rng_state_tracker=None, {tracker}init_method=None, bias=True, return_bias=False, "
+    "params_dtype=None, parallel_mode=None, parameters_split=None, device='cuda', "
+)
+_NORM_1 = (
+    "hidden_size, eps=1e-5, sequence_parallel=False, params_dtype=None, zero_centered_gamma=False, "
+    "device='cuda'"
+)
+_NORM_2 = (
+    "normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False, "
+    "hidden_size=None, **kwargs"
+)
+_FIELDS_1 = (
+    "margin=0, interval={interval}, fp8_format=HYBRID, amax_history_len=1024, amax_compute_algo='max', "
+    "override_linear_precision=OVERRIDE, scaling_factor_compute_algo=None, reduce_amax=True"
+)
+_FIELDS_2 = (
+    "margin=0, fp8_format=HYBRID, amax_history_len=1024, amax_compute_algo='max', "
+    "scaling_factor_compute_algo=None, reduce_amax=True, fp8_dpa=False, fp8_mha=False"
+)
+_CURRENT = (
+    "use_power_2_scales=False, fp8_format=HYBRID, fp8_gemm_fprop=None, fp8_gemm_dgrad=None, "
+    "fp8_gemm_wgrad=None, fp8_dpa=False, fp8_mha=False"
+)
+_TRACKER = {"tracker": "rng_tracker_name=None, "}
+
+# github.com/NVIDIA/TransformerEngine: common/recipe, pytorch/module/{linear,layernorm}.py,
+# pytorch/fp8.py and, since 2.9, pytorch/quantization.py
+TE = {
+    # cf6fc898, the one that MS-AMP 0.4.0 asks for
+    "1.1": {
+        "Linear": _LINEAR_1.format(tracker="")
+        + "ub_split_rs=False, ub_split_ag=False, ub_atomic_gemm_rs=False, ub_atomic_gemm_ag=False, "
+        "ub_name=None",
+        "LayerNorm": _NORM_1,
+        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None",
+        "check_fp8_support": "",
+        "DelayedScaling": _FIELDS_1.format(interval=1),
+    },
+    # e5edd6cc
+    "1.13": {
+        "Linear": _LINEAR_1.format(**_TRACKER) + "ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None",
+        "LayerNorm": _NORM_2,
+        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
+        "check_fp8_support": "",
+        "DelayedScaling": _FIELDS_1.format(interval=-1) + ", fp8_dpa=False, fp8_mha=False",
+    },
+    # 40c69e75
+    "2.8": {
+        "Linear": _LINEAR_1.format(**_TRACKER)
+        + "ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, "
+        "ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, "
+        "save_original_input=False, name=None",
+        "LayerNorm": _NORM_2,
+        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
+        "check_fp8_support": "",
+        "DelayedScaling": _FIELDS_2,
+        "Float8CurrentScaling": _CURRENT,
+    },
+    # 27486e03; the autocast is a class, and the one of before still there
+    "2.18": {
+        "Linear": _LINEAR_1.format(**_TRACKER)
+        + "ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, "
+        "ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, "
+        "save_original_input=False, name=None",
+        "LayerNorm": _NORM_2,
+        "autocast": "enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False",
+        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
+        "is_fp8_available": "return_reason=False",
+        "DelayedScaling": _FIELDS_2 + ", backward_override=None",
+        "Float8CurrentScaling": _CURRENT + ", backward_override=None",
+    },
+}
+
+
+class Override(NamedTuple):
+    fprop: bool = False
+    dgrad: bool = False
+    wgrad: bool = False
+
+
+class Format(enum.Enum):
+    E4M3 = (448, 448)
+    E5M2 = (57344, 57344)
+    HYBRID = (448, 57344)
+
+
+NAMES = {"HYBRID": Format.HYBRID, "OVERRIDE": Override()}
+
+
+def bind(signature, args, kwargs):
+    """The arguments by parameter's name; TypeError if they do not fit."""
+    function = eval(f"lambda {signature}: None", dict(NAMES))
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def package(monkeypatch, **modules):
+    """Puts modules, by name with "__" for the dots, where `import` finds them."""
+    for name, attributes in modules.items():
+        module = types.ModuleType(name.replace("__", "."))
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def fake_te(monkeypatch, version, available=True):
+    """A TransformerEngine of that version's interface; returns what is said to its autocast, call by call."""
+    signatures, running, entered = TE[version], [], []
+
+    class Linear(nn.Module):
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+            given = bind(signatures["Linear"], args, kwargs)
+            shape, to = (
+                (given["out_features"], given["in_features"]),
+                {"dtype": given["params_dtype"], "device": given["device"]},
+            )
+            self.weight = nn.Parameter(torch.full(shape, torch.nan, **to))
+            if given["bias"]:
+                self.bias = nn.Parameter(torch.full(shape[:1], torch.nan, **to))
+            else:
+                self.bias = torch.Tensor()
+
+        def forward(self, inp):
+            assert running, "not under the autocast"
+            return functional.linear(inp, self.weight, self.bias if self.bias.numel() else None)
+
+    class LayerNorm(nn.Module):
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+            given = bind(signatures["LayerNorm"], args, kwargs)
+            size = given.get("normalized_shape") or given["hidden_size"]
+            self.eps = given["eps"]
+            self.weight = nn.Parameter(torch.full((size,), torch.nan, dtype=given["params_dtype"]))
+            self.bias = nn.Parameter(torch.full((size,), torch.nan, dtype=given["params_dtype"]))
+
+        def forward(self, inp):
+            return functional.layer_norm(inp, self.weight.shape, self.weight, self.bias, self.eps)
+
+    class Autocast:
+        def __init__(self, name, args, kwargs):
+            self.given = {"by": name, **bind(signatures[name], args, kwargs)}
+
+        def __enter__(self):
+            running.append(self.given)
+            entered.append(self.given)
+
+        def __exit__(self, *ignored):
+            running.pop()
+
+    def of(name, value):
+        return {name: value} if name in signatures else {}
+
+    def support(name):
+        def function(*args, **kwargs):
+            bind(signatures[name], args, kwargs)
+            return available, "" if available else "CUDA is too old."
+
+        return of(name, function)
+
+    def fields(name):
+        defaults = bind(signatures[name], (), {})
+        made = dataclasses.make_dataclass(
+            name, [(field, object, dataclasses.field(default=value)) for field, value in defaults.items()]
+        )
+        return {name: made}
+
+    package(
+        monkeypatch,
+        transformer_engine={},
+        transformer_engine__common={},
+        transformer_engine__common__recipe={
+            "Format": Format,
+            **fields("DelayedScaling"),
+            **(fields("Float8CurrentScaling") if "Float8CurrentScaling" in signatures else {}),
+        },
+        transformer_engine__pytorch={
+            "Linear": Linear,
+            "LayerNorm": LayerNorm,
+            **of("autocast", lambda *a, **k: Autocast("autocast", a, k)),
+            "fp8_autocast": lambda *a, **k: Autocast("fp8_autocast", a, k),
+            **support("is_fp8_available"),
+        },
+        transformer_engine__pytorch__fp8=support("check_fp8_support"),
+    )
+    return entered
+
+
+def fake_msamp(monkeypatch):
+    """An MS-AMP of 0.4.0's interface; returns what is said to its `initialize`."""
+    calls = []
+
+    class LBAdamW(torch.optim.SGD):
+        use_adam = False
+
+        def __init__(self, *args, **kwargs):
+            self.given = bind(MSAMP_LBADAMW, args, kwargs)
+            super().__init__(self.given["params"], self.given["lr"])
+
+    class LBAdam(LBAdamW):
+        def __init__(self, *args, **kwargs):
+            given = bind(MSAMP_LBADAM, args, kwargs)
+            super().__init__(
+                **{k: v for k, v in given.items() if k not in ("args", "kwargs")}, **given["kwargs"]
+            )
+            self.use_adam = True
+
+    def initialize(*args, **kwargs):
+        given = bind(MSAMP_INITIALIZE, args, kwargs)
+        calls.append(given)
+        optimizer = given["optimizer"] or torch.optim.AdamW(given["model"].parameters())
+        settings = optimizer.defaults
+        settings["exp_avg_dtype"] = torch.uint8 if given["opt_level"] == "O2" else torch.float32
+        settings["exp_avg_sq_dtype"] = torch.float16 if given["opt_level"] == "O2" else torch.float32
+        for name in ("foreach", "capturable", "differentiable", "fused"):
+            settings.pop(name, None)
+        if given["optimizer"] is None:
+            settings.pop("decoupled_weight_decay", None)
+        made = LBAdam if isinstance(optimizer, torch.optim.Adam) else LBAdamW
+        return given["model"], made(optimizer.param_groups, **settings)
+
+    package(monkeypatch, msamp={"initialize": initialize})
+    return calls
+
+
+@pytest.fixture
+def absent(monkeypatch):
+    """Neither MS-AMP nor TransformerEngine, whatever is installed here."""
+    for name in ("msamp", "transformer_engine", "transformer_engine.common.recipe"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """A backend that always can, in native's place."""
+    module = types.ModuleType("fp8jax_torch.backends.native")
+    module.NAME, module.supports, module.refuses = "native", lambda device=None: None, lambda recipe: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets what torch says of the GPU."""
+
+    def set_to(name, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+    return set_to
+
+
+class Block(nn.Module):
+    """One layer of each kind that a backend has to think about."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.odd = nn.Linear(16, 10)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16, bias=False)
+        self.no_bias = nn.LayerNorm(16, bias=False)
+        self.no_affine = nn.LayerNorm(16, elementwise_affine=False)
+        self.lm_head = nn.Linear(16, 32, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        x = x + self.down(functional.gelu(self.up(x))) + self.odd(x).mean(-1, keepdim=True)
+        return self.lm_head(self.no_affine(self.no_bias(x)))
+
+
+def block():
+    torch.manual_seed(0)
+    return Block()
+
+
+TOKENS = torch.arange(32).reshape(2, 16)
+
+
+def sqnr(right, got):
+    """Signal to noise in dB."""
+    right, got = right.detach(), got.detach()
+    return float(10 * torch.log10(right.square().sum() / (right - got).square().sum()))
+
+
+# Layers and patterns.
+
+
+@pytest.mark.parametrize(
+    "pattern, path, is_match",
+    [
+        ("c_attn", "h/0/attn/c_attn", True),
+        ("c_*", "h/0/attn/c_attn", True),
+        ("h", "h/0/attn/c_attn", False),
+        ("h/0/*", "h/0/attn/c_attn", True),
+        ("h/1/*", "h/0/attn/c_attn", False),
+        ("*/attn/*", "h/0/attn/c_attn", True),
+        ("re:h/[0-9]/attn/.*", "h/0/attn/c_attn", True),
+        ("re:attn", "h/0/attn/c_attn", False),
+        ("C_attn", "c_attn", False),
+        ("*", "", True),
+    ],
+)
+def test_a_pattern_means_what_it_means_in_jax(pattern, path, is_match):
+    from fp8jax.models import rules
+
+    assert layers.matches(pattern, path) is is_match
+    assert rules.matches(pattern, path) is is_match
+
+
+def test_the_recipe_says_why_a_layer_is_not_in_fp8():
+    recipe = dataclasses.replace(Recipe.TE, include=("h/*",), exclude=("*_proj",))
+    assert layers.why_not(recipe, layers.path_of("h.0.fc")) is None
+    assert layers.why_not(recipe, "h/0/c_proj") == "exclude=*_proj"
+    assert layers.why_not(recipe, "out") == "not in include=h/*"
+    assert layers.why_not(Recipe.BF16, "h/0/fc") == "gemm=BF16"
+
+
+@pytest.mark.parametrize("field", ["include", "exclude"])
+def test_a_pattern_that_matches_no_layer_is_an_error(field):
+    recipe = dataclasses.replace(Recipe.TE, **{field: ("*", "qkv")})
+    with pytest.raises(
+        ValueError, match=f"the {field} pattern 'qkv' matches no layer; the layers are odd, up"
+    ):
+        layers.check_patterns(recipe, list(layers.linears(block())))
+    layers.check_patterns(Recipe.TE, ["a"])  # the default exclude need not match
+
+
+def test_conv1d_is_a_linear_layer():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 3)
+    assert layers.is_conv1d(conv1d) and layers.is_linear(conv1d)
+    assert not layers.is_linear(nn.Conv1d(4, 3, 1))
+    assert layers.is_linear(nn.Linear(3, 4)) and not layers.is_conv1d(nn.Linear(3, 4))
+
+
+def test_every_module_with_weights_has_a_row():
+    rows = base.rows_of(block(), dict.fromkeys(("odd", "up", "down", "lm_head")), base.no_product)
+    assert [(row.path, row.kind, row.shape) for row in rows] == [
+        ("embed", "Embedding", (32, 16)),
+        ("norm", "LayerNorm", (16,)),
+        ("odd", "Linear", (10, 16)),
+        ("up", "Linear", (32, 16)),
+        ("down", "Linear", (16, 32)),
+        ("no_bias", "LayerNorm", (16,)),
+        ("no_affine", "LayerNorm", ()),
+        ("lm_head", "Linear", (32, 16)),
+    ]
+    assert all(row.fp8 == (row.kind == "Linear") == (row.reason is None) for row in rows)
+
+
+def test_a_linear_that_is_more_than_a_product_is_left_alone():
+    class Gated(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sigmoid()
+
+    hooked, replaced = nn.Linear(16, 16), nn.Linear(16, 16)
+    hooked.register_forward_hook(lambda *args: None)
+    replaced.forward = lambda x: x
+    for module, says in [
+        (Gated(16, 16), "forward of its own"),
+        (hooked, "hooks"),
+        (replaced, "forward was replaced"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), "computed from others"),
+        (nn.LazyLinear(16), "before its first call"),
+        (nn.MultiheadAttention(16, 2).out_proj, "does not call it"),
+    ]:
+        assert says in layers.why_not_swapped(module)
+    assert layers.why_not_swapped(nn.Linear(16, 16)) is None
+
+
+# What each backend expresses.
+
+REFUSED = [
+    (te, "O1", "te has no comm=FP8, only FP32"),
+    (te, "bf16", "te has no gemm=BF16, only FP8"),
+    (te, "te,comm=BF16", "te has no comm=BF16"),
+    (te, "te,moments=E4M3+FP16", "te has no moments=E4M3+FP16, only FP32+FP32"),
+    (te, "te,weight=FP16", "te has no weight=FP16"),
+    (te, "te,weight_grad=E4M3", "te has no weight_grad=E4M3"),
+    (te, "te,interval=2", "te has no interval=2 since transformer_engine 1.8, only 1"),
+    (
+        te,
+        "te,override_linear_precision=False+False+True",
+        "only False+False+False, since transformer_engine 2.0",
+    ),
+    (te, "te,scaling=current,margin=1", "te has no margin=1, only 0, with scaling=current"),
+    (msamp, "te", "msamp has no weight=FP32, only FP16"),
+    (msamp, "O1,comm=FP32", "msamp has no comm=FP32, only FP8"),
+    (msamp, "O3", "msamp has no weight=E4M3, only FP16"),
+    (msamp, "O2,weight_grad=FP32", "msamp has no weight_grad=FP32"),
+    (msamp, "O2,scaling=current", "msamp has no scaling=current, only delayed"),
+    (msamp, "te+O2,interval=2", "msamp has no interval=2"),
+    (msamp, "fp32", "msamp has no gemm=FP32"),
+    (torchao, "te", "torchao has no scaling=delayed, only current"),
+    (torchao, "te,scaling=current,margin=1", "torchao has no margin=1, only 0"),
+    (torchao, "O2,scaling=current", "torchao has no comm=FP8"),
+    (torchao, "te,scaling=current,weight=FP16", "torchao has no weight=FP16"),
+]
+ACCEPTED = [
+    (te, "te"),
+    (te, "te,fp8_format=E4M3,margin=2,amax_history_len=16,amax_compute_algo=most_recent,first_scale=one"),
+    (te, "te,scaling=current,fp8_format=E4M3,include=h/*,exclude="),
+    (msamp, "O1"),
+    (msamp, "O2,exclude=head"),
+    (msamp, "te+O2"),
+    (msamp, "te+O2,moments=FP32+FP32"),
+    (msamp, "O2,margin=1"),
+    (torchao, "te,scaling=current"),
+    (torchao, "te,scaling=current,fp8_format=E4M3,override_linear_precision=False+True+True"),
+    (torchao, "te,scaling=current,amax_history_len=7"),
+]
+
+
+@pytest.mark.parametrize("backend, recipe, says", REFUSED)
+def test_what_a_backend_cannot_express_it_refuses(absent, backend, recipe, says):
+    assert says in backend.refuses(Recipe.parse(recipe))
+
+
+@pytest.mark.parametrize("backend, recipe", ACCEPTED)
+def test_what_a_backend_can_express_it_accepts(absent, backend, recipe):
+    assert backend.refuses(Recipe.parse(recipe)) is None
+
+
+def test_te_is_asked_when_the_gemm_column_is_not_msamps_own(absent):
+    assert [
+        msamp.uses_te(Recipe.parse(r)) for r in ("O1", "O2", "te+O2", "O2,amax_compute_algo=most_recent")
+    ] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    "version, refused",
+    [
+        ("1.1", "te,scaling=current"),
+        ("1.1", "te,override_linear_precision=True+False+False"),
+        ("1.13", "te,interval=2"),
+        ("2.8", "te,override_linear_precision=False+False+True"),
+        ("2.18", "te,interval=2"),
+    ],
+)
+def test_the_installed_version_says_what_it_has(monkeypatch, version, refused):
+    fake_te(monkeypatch, version)
+    assert te.refuses(Recipe.parse(refused)).startswith("te has no ")
+    for accepted in {
+        "1.1": ["te,interval=2", "te,override_linear_precision=False+False+True"],
+        "1.13": ["te,override_linear_precision=False+False+True"],
+    }.get(version, ["te,scaling=current"]):
+        assert te.refuses(Recipe.parse(accepted)) is None
+
+
+# Where each runs.
+
+
+def test_hardware_is_named(monkeypatch, gpu):
+    fake_te(monkeypatch, "2.18")
+    fake_msamp(monkeypatch)
+    assert te.supports(CPU) == "transformer_engine needs a CUDA device; got cpu"
+    assert msamp.supports(CPU) == "msamp needs a CUDA device; got cpu"
+    assert torchao.supports(CPU) is None
+    gpu("NVIDIA A100", (8, 0))
+    for backend in (te, msamp, torchao):
+        assert "needs compute capability 8.9 or higher; got 8.0 (NVIDIA A100)" in backend.supports(CUDA)
+    gpu("NVIDIA H200", (9, 0))
+    assert te.supports(CUDA) is None
+    assert 'has "h100" in it; got NVIDIA H200' in msamp.supports(CUDA)
+    gpu("NVIDIA H100 80GB HBM3", (9, 0))
+    assert msamp.supports(CUDA) is None and torchao.supports(CUDA) is None
+
+
+@pytest.mark.parametrize("version", TE)
+def test_te_is_believed_about_itself(monkeypatch, gpu, version):
+    fake_te(monkeypatch, version, available=False)
+    gpu("NVIDIA L4", (8, 9))
+    assert te.supports(CUDA) == "transformer_engine says: CUDA is too old."
+
+
+def test_what_to_install_is_said(absent):
+    assert "pip install" in te.supports(CPU) and "transformer_engine[pytorch]" in te.supports(CPU)
+    assert "github.com/Azure/MS-AMP" in msamp.supports(CPU)
+
+
+def test_a_library_that_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, gpu):
+    (tmp_path / "msamp.py").write_text("raise OSError('libmsamp_dist.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "msamp", raising=False)
+    gpu("NVIDIA H100", (9, 0))
+    assert "cannot be imported (libmsamp_dist.so: cannot open)" in msamp.supports(CUDA)
+
+
+# The choosing.
+
+
+def test_auto_without_any_library_is_native(absent, native):
+    assert backends.choose("auto", Recipe.TE, CPU) == (
+        native,
+        "native: msamp is not installed; transformer_engine is not installed",
+    )
+
+
+def test_auto_follows_the_ecosystem(monkeypatch, absent, native, gpu):
+    gpu("NVIDIA H100", (9, 0))
+    fake_te(monkeypatch, "2.18")
+    assert backends.choose("auto", Recipe.TE, CUDA) == (te, "te: msamp is not installed")
+    fake_msamp(monkeypatch)
+    assert backends.choose("auto", Recipe.O2, CUDA) == (msamp, "msamp: the first choice")
+    module, why = backends.choose("auto", Recipe.TE, CUDA)
+    assert module is te and "msamp has no weight=FP32" in why
+    module, why = backends.choose("auto", Recipe.O3, CUDA)
+    assert module is native and "msamp has no weight=E4M3" in why and "te has no comm=FP8" in why
+    module, why = backends.choose("auto", Recipe.O2, CPU)
+    assert module is native and "msamp needs a CUDA device; got cpu; te has no comm=FP8" in why
+
+
+def test_auto_imports_no_library_that_the_recipe_does_not_want(monkeypatch, tmp_path, native, gpu):
+    (tmp_path / "msamp.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "msamp", raising=False)
+    gpu("NVIDIA H100", (9, 0))
+    _, why = backends.choose("auto", CURRENT, CPU)
+    assert "msamp has no weight=FP32" in why
+
+
+def test_a_named_backend_runs_or_says_why_not(monkeypatch, absent, native, gpu):
+    assert backends.choose("torchao", CURRENT, "cpu") == (torchao, "torchao: asked for")
+    assert backends.choose("native", CURRENT, CPU)[0] is native
+    with pytest.raises(ImportError, match="'msamp' cannot run here: msamp is not installed. Get it with"):
+        backends.choose("msamp", Recipe.O2, CPU)
+    with pytest.raises(
+        ValueError, match="'torchao' cannot express the recipe te: torchao has no scaling=delayed"
+    ):
+        backends.choose("torchao", Recipe.TE, CPU)
+    fake_te(monkeypatch, "2.18")
+    gpu("NVIDIA A100", (8, 0))
+    with pytest.raises(RuntimeError, match="'te' cannot run here: .*needs compute capability 8.9 .* got 8.0"):
+        backends.choose("te", Recipe.TE, CUDA)
+    with pytest.raises(ValueError, match="expected one of auto, msamp, te, torchao, native; got 'TE'"):
+        backends.choose("TE", Recipe.TE, CPU)
+    native.refuses = lambda recipe: "native has no such thing"
+    with pytest.raises(ValueError, match="native has no such thing. Change the recipe.$"):
+        backends.choose("auto", Recipe.O2, CPU)
+
+
+# TransformerEngine.
+
+
+@pytest.mark.parametrize("version", TE)
+def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
+    entered = fake_te(monkeypatch, version)
+    model = block()
+    expected, parameters, names = model(TOKENS), dict(model.named_parameters()), list(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared = te.prepare(model, optimizer, Recipe.te(margin=1, amax_history_len=16))
+    reasons = {row.path: row.reason for row in prepared.rows}
+    assert [row.path for row in prepared.rows if row.fp8] == ["up", "down"]
+    assert "dims [10, 16] are not all multiples of 16" in reasons["odd"]
+    assert reasons["lm_head"] == "exclude=lm_head"
+    assert reasons["norm"].endswith("te.LayerNorm")
+    assert reasons["no_bias"].endswith("still, without a bias")
+    assert reasons["no_affine"].endswith("still, without a weight")
+    assert type(model.no_bias) is nn.LayerNorm and model.no_bias.bias is None
+    assert {type(getattr(model, name)).__module__ for name in ("up", "down", "norm")} == {__name__}
+    # The same objects: the optimizer, the tied head and a checkpoint see what they saw.
+    now = dict(prepared.model.named_parameters())
+    assert names == list(prepared.model.state_dict())
+    assert all(now[name] is parameter for name, parameter in parameters.items())
+    assert prepared.optimizer is optimizer
+
+    torch.testing.assert_close(prepared.model(TOKENS), expected)
+    [given] = entered
+    newer = "autocast" in TE[version]
+    assert given["by"] == ("autocast" if newer else "fp8_autocast") and given["enabled"] is True
+    recipe = given["recipe" if newer else "fp8_recipe"]
+    assert (recipe.margin, recipe.amax_history_len, recipe.fp8_format) == (1, 16, Format.HYBRID)
+    assert "scale 1" in prepared.note
+
+
+def test_te_runs_a_bare_linear_and_leaves_the_autocast_after_an_error(monkeypatch):
+    entered = fake_te(monkeypatch, "2.18")
+    prepared = te.prepare(nn.Linear(16, 32), None, CURRENT)
+    assert type(prepared.model).__module__ == __name__ and prepared.note == ""
+    with pytest.raises(RuntimeError):
+        prepared.model(torch.ones(3, 7))
+    prepared.model(torch.ones(3, 16))
+    copy.deepcopy(prepared.model)(torch.ones(3, 16))
+    assert len(entered) == 3 and type(entered[0]["recipe"]).__name__ == "Float8CurrentScaling"
+    with pytest.raises(AssertionError, match="not under the autocast"):
+        prepared.model.forward(torch.ones(3, 16))
+
+
+def test_te_is_told_of_old_fields_where_it_has_them(monkeypatch):
+    entered = fake_te(monkeypatch, "1.1")
+    recipe = Recipe.te(
+        interval=4, override_linear_precision=(False, False, True), amax_compute_algo="most_recent"
+    )
+    te.prepare(nn.Linear(16, 32), None, recipe).model(torch.ones(3, 16))
+    said = entered[0]["fp8_recipe"]
+    assert (said.interval, said.amax_compute_algo) == (4, "most_recent")
+    assert said.override_linear_precision.wgrad and not said.override_linear_precision.fprop
+
+
+@pytest.mark.parametrize("backend, recipe", [(te, Recipe.TE), (torchao, CURRENT)])
+def test_a_layer_in_two_places_is_swapped_in_both(monkeypatch, backend, recipe):
+    fake_te(monkeypatch, "2.18")
+    shared = nn.Linear(16, 16)
+    model = backend.prepare(nn.Sequential(shared, nn.ReLU(), shared), None, recipe).model
+    assert shared not in (model[0], model[2])
+    assert model[0].weight is model[2].weight is shared.weight
+
+
+@pytest.mark.parametrize("backend, recipe", [(te, Recipe.TE), (torchao, CURRENT), (msamp, Recipe.O2)])
+def test_a_model_without_a_layer_for_fp8_is_refused(monkeypatch, backend, recipe):
+    fake_te(monkeypatch, "2.18")
+    fake_msamp(monkeypatch)
+    model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(16, 16), nn.LayerNorm(16))
+    with pytest.raises(ValueError, match=f"^{backend.NAME}: expected a layer .*0: Conv1D keeps .*native"):
+        backend.prepare(model, None, recipe)
+
+
+# MS-AMP.
+
+
+@pytest.mark.parametrize("recipe, level", [(Recipe.O1, "O1"), (Recipe.O2, "O2")])
+def test_msamp_is_initialized_at_the_recipes_level(monkeypatch, recipe, level):
+    [calls, model] = fake_msamp(monkeypatch), block()
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.up.weight, model.embed.weight], "lr": 0.1}, {"params": [model.up.bias]}]
+    )
+    before = copy.deepcopy(optimizer.state_dict())
+    prepared = msamp.prepare(model, optimizer, dataclasses.replace(recipe, exclude=("odd",)))
+    [given] = calls
+    assert (given["opt_level"], given["use_te"], given["model"]) == (level, False, model)
+    reasons = {row.path: row.reason for row in prepared.rows}
+    assert [row.path for row in prepared.rows if row.fp8] == ["up", "down"]
+    assert reasons["lm_head"] == "its weight is also that of embed, and MS-AMP would part them"
+    assert (
+        model.odd.use_fp32_linear
+        and model.lm_head.use_fp32_linear
+        and not hasattr(model.up, "use_fp32_linear")
+    )
+    made = prepared.optimizer
+    assert made is not optimizer and [group["lr"] for group in made.param_groups] == [0.1, 1e-3]
+    assert made.given["exp_avg_dtype"] == (torch.uint8 if level == "O2" else torch.float32)
+    assert made.use_adam is False and made.given["weight_decay"] == 1e-2
+    assert optimizer.state_dict() == before and "fused" in optimizer.defaults
+    assert "all_reduce_grads" in prepared.note
+
+
+def test_msamp_combined_with_te(monkeypatch):
+    entered = fake_te(monkeypatch, "1.1")
+    calls, model = fake_msamp(monkeypatch), block()
+    prepared = msamp.prepare(model, torch.optim.Adam(model.parameters()), Recipe.TE_O2)
+    assert (calls[0]["opt_level"], calls[0]["use_te"]) == ("O2", True)
+    assert [row.path for row in prepared.rows if row.fp8] == ["up", "down"]
+    assert type(model.up).__module__ == __name__ and prepared.optimizer.use_adam is True
+    prepared.model(TOKENS)
+    assert entered[0]["fp8_recipe"].amax_history_len == 1024
+
+
+def test_msamp_gets_no_optimizer_that_it_would_change(monkeypatch):
+    calls, model = fake_msamp(monkeypatch), block()
+    with pytest.raises(ValueError, match="takes torch.optim.Adam or AdamW; got SGD"):
+        msamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), Recipe.O2)
+    with pytest.raises(ValueError, match="amsgrad"):
+        msamp.prepare(model, torch.optim.Adam(model.parameters(), amsgrad=True), Recipe.O2)
+    stepped = torch.optim.AdamW(model.parameters())
+    model(TOKENS).sum().backward()
+    stepped.step()
+    with pytest.raises(ValueError, match="has stepped already"):
+        msamp.prepare(model, stepped, Recipe.O2)
+    assert calls == []
+    assert "made the optimizer" in msamp.prepare(block(), None, Recipe.O2).note
+
+
+# torchao, for real.
+
+
+def products(linear, x, g):
+    """Output, input gradient, weight gradient."""
+    x = x.clone().requires_grad_()
+    y = linear(x)
+    return [y, *torch.autograd.grad(y, [x, linear.weight], g)]
+
+
+@pytest.fixture
+def gaussian():
+    """A layer, an input and an output gradient."""
+    torch.manual_seed(0)
+    return nn.Linear(256, 128, bias=False), torch.randn(64, 256), torch.randn(64, 128)
+
+
+@pytest.mark.parametrize("fp8_format, least", [("HYBRID", (25, 21, 21)), ("E4M3", (25, 25, 25))])
+def test_torchao_computes_the_layer_in_fp8(gaussian, fp8_format, least):
+    # Of Gaussians E4M3xE4M3 keeps 28.6 dB and E5M2xE4M3 24.6; far above, it would not be FP8.
+    linear, x, g = gaussian
+    prepared = torchao.prepare(
+        copy.deepcopy(linear), None, dataclasses.replace(CURRENT, fp8_format=fp8_format)
+    )
+    found = [sqnr(*pair) for pair in zip(products(linear, x, g), products(prepared.model, x, g), strict=True)]
+    assert all(low <= db < 32 for low, db in zip(least, found, strict=True)), found
+    assert "emulates" in prepared.note
+
+
+@pytest.mark.parametrize("override", [(True, False, False), (False, True, False), (False, True, True)])
+def test_torchao_leaves_overridden_gemms_in_high_precision(gaussian, override):
+    linear, x, g = gaussian
+    recipe = dataclasses.replace(CURRENT, override_linear_precision=override)
+    got = products(torchao.prepare(copy.deepcopy(linear), None, recipe).model, x, g)
+    found = [sqnr(*pair) for pair in zip(products(linear, x, g), got, strict=True)]
+    assert tuple(db > 100 for db in found) == override
+
+
+def test_torchao_trains_a_model_close_to_float32():
+    def train(model, optimizer):
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten().roll(-1))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = block()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    model = block()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = torchao.prepare(model, optimizer, dataclasses.replace(CURRENT, exclude=("odd",)))
+    assert [row.path for row in prepared.rows if row.fp8] == ["up", "down", "lm_head"]
+    assert prepared.optimizer is optimizer and model.lm_head.weight is model.embed.weight
+    found = train(prepared.model, prepared.optimizer)
+    assert found[-1] < found[0] / 2
+    assert found == pytest.approx(expected, rel=0.05)
+    assert found != expected
+
+
+def test_torchaos_shared_defaults_are_not_written_to():
+    from torchao.float8 import Float8LinearConfig
+
+    torchao.prepare(nn.Linear(16, 16), None, dataclasses.replace(CURRENT, fp8_format="E4M3"))
+    assert Float8LinearConfig().cast_config_grad_output.target_dtype == torch.float8_e5m2
