@@ -66,6 +66,14 @@ LIBRARIES = {
 
 INTEROP_MAY_IMPORT = {"formats", "recipe", "scaled"}
 
+# Libraries beside torch -> the one module of interop/fp8jax_torch that imports each, inside functions.
+INTEROP_LIBRARIES = {
+    "msamp": "backends.msamp",
+    "torchao": "backends.torchao",
+    "transformer_engine": "backends.te",
+    "transformers": None,
+}
+
 
 class Import(NamedTuple):
     """One imported name, e.g. Import("fp8jax.scaling.delayed", 12, lazy=False)."""
@@ -153,9 +161,13 @@ def interop_violations(top):
     """The same for interop/fp8jax_torch, which sees three rooms of fp8jax."""
     found = []
     for path in sorted(top.rglob("*.py")):
+        module = module_name(path, top)
         for imported in imports_of(path, top):
             library, *rest = imported.name.split(".")
-            if library == "fp8jax" and not (rest and rest[0] in INTEROP_MAY_IMPORT):
+            allowed = INTEROP_LIBRARIES.get(library, module) == module
+            lazy_enough = library not in INTEROP_LIBRARIES or imported.lazy
+            is_room = library != "fp8jax" or (rest and rest[0] in INTEROP_MAY_IMPORT)
+            if not (allowed and lazy_enough and is_room):
                 found.append(f"{path.relative_to(top.parent)}:{imported.line}: imports {imported.name}")
     return found
 
@@ -258,8 +270,15 @@ def test_planted_interop_violation_is_found(tmp_path):
     (top / "linear.py").write_text(
         "import torch\nfrom fp8jax.scaled import amax\nfrom fp8jax.dot import dot_general\n"
     )
-    [found] = interop_violations(top)
-    assert "linear.py:3: imports fp8jax.dot.dot_general" in found
+    (top / "backends").mkdir()
+    (top / "backends" / "te.py").write_text(
+        "import transformer_engine.pytorch\ndef f():\n    import transformer_engine.common\n    import msamp\n"
+    )
+    assert [found.partition("fp8jax_torch/")[2] for found in interop_violations(top)] == [
+        "backends/te.py:1: imports transformer_engine.pytorch",
+        "backends/te.py:4: imports msamp",
+        "linear.py:3: imports fp8jax.dot.dot_general",
+    ]
 
 
 def test_importing_the_package_loads_no_extra_and_touches_no_device():
