@@ -272,7 +272,8 @@ def test_planted_interop_violation_is_found(tmp_path):
     )
     (top / "backends").mkdir()
     (top / "backends" / "te.py").write_text(
-        "import transformer_engine.pytorch\ndef f():\n    import transformer_engine.common\n    import msamp\n"
+        "import transformer_engine.pytorch\n"
+        "def f():\n    import transformer_engine.common\n    import msamp\n"
     )
     assert [found.partition("fp8jax_torch/")[2] for found in interop_violations(top)] == [
         "backends/te.py:1: imports transformer_engine.pytorch",

@@ -1,21 +1,19 @@
 """The libraries that a recipe can run on in torch: what each expresses, where, how it is called and chosen.
 
-torchao is here and runs. MS-AMP and TransformerEngine need a GPU: in their place stand modules whose
-functions have exactly the released parameters, so that a call that would not fit fails.
+torchao is here and runs. In the place of MS-AMP and TransformerEngine, which need a GPU, stand those of
+`released.py`.
 """
 
 import copy
 import dataclasses
-import enum
-import inspect
 import sys
 import types
-from typing import NamedTuple
 
 import pytest
 import torch
 from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import base, msamp, te, torchao
+from released import TE, Format, fake_msamp, fake_te
 from torch import nn
 from torch.nn import functional
 
@@ -23,245 +21,6 @@ from fp8jax.recipe import Recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CURRENT = Recipe.parse("te,scaling=current")
-
-# What was read in the released sources. A signature is its parameters' names, kinds and defaults.
-
-# github.com/Azure/MS-AMP v0.4.0 (51f34ac): msamp/__init__.py, optim/adam.py, optim/adamw.py
-MSAMP_INITIALIZE = "model, optimizer=None, opt_level='O1', use_te=False"
-MSAMP_LBADAM = (
-    "params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, maximize=False, "
-    "*args, **kwargs"
-)
-MSAMP_LBADAMW = (
-    "params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, "
-    "*, maximize=False, exp_avg_dtype=None, exp_avg_sq_dtype=None, tensor_scale=True"
-)
-
-_LINEAR_1 = (
-    "in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, "
-    "tp_size=1, get_rng_state_tracker=None, {tracker}init_method=None, bias=True, return_bias=False, "
-    "params_dtype=None, parallel_mode=None, parameters_split=None, device='cuda', "
-)
-_NORM_1 = (
-    "hidden_size, eps=1e-5, sequence_parallel=False, params_dtype=None, zero_centered_gamma=False, "
-    "device='cuda'"
-)
-_NORM_2 = (
-    "normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False, "
-    "hidden_size=None, **kwargs"
-)
-_FIELDS_1 = (
-    "margin=0, interval={interval}, fp8_format=HYBRID, amax_history_len=1024, amax_compute_algo='max', "
-    "override_linear_precision=OVERRIDE, scaling_factor_compute_algo=None, reduce_amax=True"
-)
-_FIELDS_2 = (
-    "margin=0, fp8_format=HYBRID, amax_history_len=1024, amax_compute_algo='max', "
-    "scaling_factor_compute_algo=None, reduce_amax=True, fp8_dpa=False, fp8_mha=False"
-)
-_CURRENT = (
-    "use_power_2_scales=False, fp8_format=HYBRID, fp8_gemm_fprop=None, fp8_gemm_dgrad=None, "
-    "fp8_gemm_wgrad=None, fp8_dpa=False, fp8_mha=False"
-)
-_TRACKER = {"tracker": "rng_tracker_name=None, "}
-
-# github.com/NVIDIA/TransformerEngine: common/recipe, pytorch/module/{linear,layernorm}.py,
-# pytorch/fp8.py and, since 2.9, pytorch/quantization.py
-TE = {
-    # cf6fc898, the one that MS-AMP 0.4.0 asks for
-    "1.1": {
-        "Linear": _LINEAR_1.format(tracker="")
-        + "ub_split_rs=False, ub_split_ag=False, ub_atomic_gemm_rs=False, ub_atomic_gemm_ag=False, "
-        "ub_name=None",
-        "LayerNorm": _NORM_1,
-        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None",
-        "check_fp8_support": "",
-        "DelayedScaling": _FIELDS_1.format(interval=1),
-    },
-    # e5edd6cc
-    "1.13": {
-        "Linear": _LINEAR_1.format(**_TRACKER) + "ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None",
-        "LayerNorm": _NORM_2,
-        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
-        "check_fp8_support": "",
-        "DelayedScaling": _FIELDS_1.format(interval=-1) + ", fp8_dpa=False, fp8_mha=False",
-    },
-    # 40c69e75
-    "2.8": {
-        "Linear": _LINEAR_1.format(**_TRACKER)
-        + "ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, "
-        "ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, "
-        "save_original_input=False, name=None",
-        "LayerNorm": _NORM_2,
-        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
-        "check_fp8_support": "",
-        "DelayedScaling": _FIELDS_2,
-        "Float8CurrentScaling": _CURRENT,
-    },
-    # 27486e03; the autocast is a class, and the one of before still there
-    "2.18": {
-        "Linear": _LINEAR_1.format(**_TRACKER)
-        + "ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, "
-        "ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, "
-        "save_original_input=False, name=None",
-        "LayerNorm": _NORM_2,
-        "autocast": "enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False",
-        "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False",
-        "is_fp8_available": "return_reason=False",
-        "DelayedScaling": _FIELDS_2 + ", backward_override=None",
-        "Float8CurrentScaling": _CURRENT + ", backward_override=None",
-    },
-}
-
-
-class Override(NamedTuple):
-    fprop: bool = False
-    dgrad: bool = False
-    wgrad: bool = False
-
-
-class Format(enum.Enum):
-    E4M3 = (448, 448)
-    E5M2 = (57344, 57344)
-    HYBRID = (448, 57344)
-
-
-NAMES = {"HYBRID": Format.HYBRID, "OVERRIDE": Override()}
-
-
-def bind(signature, args, kwargs):
-    """The arguments by parameter's name; TypeError if they do not fit."""
-    function = eval(f"lambda {signature}: None", dict(NAMES))
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def package(monkeypatch, **modules):
-    """Puts modules, by name with "__" for the dots, where `import` finds them."""
-    for name, attributes in modules.items():
-        module = types.ModuleType(name.replace("__", "."))
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
-def fake_te(monkeypatch, version, available=True):
-    """A TransformerEngine of that version's interface; returns what is said to its autocast, call by call."""
-    signatures, running, entered = TE[version], [], []
-
-    class Linear(nn.Module):
-        def __init__(self, *args, **kwargs):
-            super().__init__()
-            given = bind(signatures["Linear"], args, kwargs)
-            shape, to = (
-                (given["out_features"], given["in_features"]),
-                {"dtype": given["params_dtype"], "device": given["device"]},
-            )
-            self.weight = nn.Parameter(torch.full(shape, torch.nan, **to))
-            if given["bias"]:
-                self.bias = nn.Parameter(torch.full(shape[:1], torch.nan, **to))
-            else:
-                self.bias = torch.Tensor()
-
-        def forward(self, inp):
-            assert running, "not under the autocast"
-            return functional.linear(inp, self.weight, self.bias if self.bias.numel() else None)
-
-    class LayerNorm(nn.Module):
-        def __init__(self, *args, **kwargs):
-            super().__init__()
-            given = bind(signatures["LayerNorm"], args, kwargs)
-            size = given.get("normalized_shape") or given["hidden_size"]
-            self.eps = given["eps"]
-            self.weight = nn.Parameter(torch.full((size,), torch.nan, dtype=given["params_dtype"]))
-            self.bias = nn.Parameter(torch.full((size,), torch.nan, dtype=given["params_dtype"]))
-
-        def forward(self, inp):
-            return functional.layer_norm(inp, self.weight.shape, self.weight, self.bias, self.eps)
-
-    class Autocast:
-        def __init__(self, name, args, kwargs):
-            self.given = {"by": name, **bind(signatures[name], args, kwargs)}
-
-        def __enter__(self):
-            running.append(self.given)
-            entered.append(self.given)
-
-        def __exit__(self, *ignored):
-            running.pop()
-
-    def of(name, value):
-        return {name: value} if name in signatures else {}
-
-    def support(name):
-        def function(*args, **kwargs):
-            bind(signatures[name], args, kwargs)
-            return available, "" if available else "CUDA is too old."
-
-        return of(name, function)
-
-    def fields(name):
-        defaults = bind(signatures[name], (), {})
-        made = dataclasses.make_dataclass(
-            name, [(field, object, dataclasses.field(default=value)) for field, value in defaults.items()]
-        )
-        return {name: made}
-
-    package(
-        monkeypatch,
-        transformer_engine={},
-        transformer_engine__common={},
-        transformer_engine__common__recipe={
-            "Format": Format,
-            **fields("DelayedScaling"),
-            **(fields("Float8CurrentScaling") if "Float8CurrentScaling" in signatures else {}),
-        },
-        transformer_engine__pytorch={
-            "Linear": Linear,
-            "LayerNorm": LayerNorm,
-            **of("autocast", lambda *a, **k: Autocast("autocast", a, k)),
-            "fp8_autocast": lambda *a, **k: Autocast("fp8_autocast", a, k),
-            **support("is_fp8_available"),
-        },
-        transformer_engine__pytorch__fp8=support("check_fp8_support"),
-    )
-    return entered
-
-
-def fake_msamp(monkeypatch):
-    """An MS-AMP of 0.4.0's interface; returns what is said to its `initialize`."""
-    calls = []
-
-    class LBAdamW(torch.optim.SGD):
-        use_adam = False
-
-        def __init__(self, *args, **kwargs):
-            self.given = bind(MSAMP_LBADAMW, args, kwargs)
-            super().__init__(self.given["params"], self.given["lr"])
-
-    class LBAdam(LBAdamW):
-        def __init__(self, *args, **kwargs):
-            given = bind(MSAMP_LBADAM, args, kwargs)
-            super().__init__(
-                **{k: v for k, v in given.items() if k not in ("args", "kwargs")}, **given["kwargs"]
-            )
-            self.use_adam = True
-
-    def initialize(*args, **kwargs):
-        given = bind(MSAMP_INITIALIZE, args, kwargs)
-        calls.append(given)
-        optimizer = given["optimizer"] or torch.optim.AdamW(given["model"].parameters())
-        settings = optimizer.defaults
-        settings["exp_avg_dtype"] = torch.uint8 if given["opt_level"] == "O2" else torch.float32
-        settings["exp_avg_sq_dtype"] = torch.float16 if given["opt_level"] == "O2" else torch.float32
-        for name in ("foreach", "capturable", "differentiable", "fused"):
-            settings.pop(name, None)
-        if given["optimizer"] is None:
-            settings.pop("decoupled_weight_decay", None)
-        made = LBAdam if isinstance(optimizer, torch.optim.Adam) else LBAdamW
-        return given["model"], made(optimizer.param_groups, **settings)
-
-    package(monkeypatch, msamp={"initialize": initialize})
-    return calls
 
 
 @pytest.fixture
@@ -377,7 +136,8 @@ def test_conv1d_is_a_linear_layer():
 
 
 def test_every_module_with_weights_has_a_row():
-    rows = base.rows_of(block(), dict.fromkeys(("odd", "up", "down", "lm_head")), base.no_product)
+    recipe = dataclasses.replace(Recipe.TE, exclude=())
+    _, rows = base.plan("any", block(), recipe, lambda module: None, base.no_product)
     assert [(row.path, row.kind, row.shape) for row in rows] == [
         ("embed", "Embedding", (32, 16)),
         ("norm", "LayerNorm", (16,)),
@@ -605,10 +365,12 @@ def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
     assert reasons["no_bias"].endswith("still, without a bias")
     assert reasons["no_affine"].endswith("still, without a weight")
     assert type(model.no_bias) is nn.LayerNorm and model.no_bias.bias is None
-    assert {type(getattr(model, name)).__module__ for name in ("up", "down", "norm")} == {__name__}
+    assert {type(getattr(model, name)).__module__ for name in ("up", "down", "norm")} == {"released"}
     # The same objects: the optimizer, the tied head and a checkpoint see what they saw.
     now = dict(prepared.model.named_parameters())
-    assert names == list(prepared.model.state_dict())
+    state = prepared.model.state_dict()
+    assert names == [name for name in state if not name.endswith("_extra_state")] != list(state)
+    assert prepared.model.load_state_dict(block().state_dict()).missing_keys == []
     assert all(now[name] is parameter for name, parameter in parameters.items())
     assert prepared.optimizer is optimizer
 
@@ -624,7 +386,7 @@ def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
 def test_te_runs_a_bare_linear_and_leaves_the_autocast_after_an_error(monkeypatch):
     entered = fake_te(monkeypatch, "2.18")
     prepared = te.prepare(nn.Linear(16, 32), None, CURRENT)
-    assert type(prepared.model).__module__ == __name__ and prepared.note == ""
+    assert type(prepared.model).__module__ == "released" and prepared.note == ""
     with pytest.raises(RuntimeError):
         prepared.model(torch.ones(3, 7))
     prepared.model(torch.ones(3, 16))
@@ -663,6 +425,15 @@ def test_a_model_without_a_layer_for_fp8_is_refused(monkeypatch, backend, recipe
         backend.prepare(model, None, recipe)
 
 
+def test_auto_passes_by_a_library_without_a_layer_for_it(monkeypatch, absent, native, gpu):
+    fake_te(monkeypatch, "2.18")
+    gpu("NVIDIA H200", (9, 0))
+    model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(16, 16))
+    module, why = backends.choose("auto", Recipe.TE, CUDA, model)
+    assert module is native and why.endswith("; te can take no layer of the model")
+    assert backends.choose("auto", Recipe.TE, CUDA, block())[0] is te
+
+
 # MS-AMP.
 
 
@@ -698,7 +469,7 @@ def test_msamp_combined_with_te(monkeypatch):
     prepared = msamp.prepare(model, torch.optim.Adam(model.parameters()), Recipe.TE_O2)
     assert (calls[0]["opt_level"], calls[0]["use_te"]) == ("O2", True)
     assert [row.path for row in prepared.rows if row.fp8] == ["up", "down"]
-    assert type(model.up).__module__ == __name__ and prepared.optimizer.use_adam is True
+    assert type(model.up).__module__ == "released" and prepared.optimizer.use_adam is True
     prepared.model(TOKENS)
     assert entered[0]["fp8_recipe"].amax_history_len == 1024
 

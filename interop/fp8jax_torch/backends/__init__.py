@@ -15,6 +15,7 @@ import importlib
 from types import ModuleType
 
 import torch
+from torch import nn
 
 from fp8jax.recipe import Recipe
 from fp8jax_torch.backends import base
@@ -35,20 +36,25 @@ def get(name: str) -> ModuleType:
     return importlib.import_module(f"fp8jax_torch.backends.{name}")
 
 
-def choose(name: str, recipe: Recipe, device: torch.device | str | None = None) -> tuple[ModuleType, str]:
+def choose(
+    name: str, recipe: Recipe, device: torch.device | str | None = None, model: nn.Module | None = None
+) -> tuple[ModuleType, str]:
     """The backend to use and, in one line, why.
 
     Args:
         name: "auto" or one of `NAMES`.
         recipe: what it must express.
         device: where the model will run; None is the GPU if there is one.
+        model: "auto" passes by a library that can take no layer of it, as those that know `nn.Linear` alone
+            and GPT-2.
 
     Returns:
         The backend's module, and text such as
         "native: msamp is not installed; transformer_engine is not installed".
 
     Raises:
-        ValueError: an unknown name, or a recipe that the named backend cannot express.
+        ValueError: an unknown name, a recipe that the named backend cannot express, or a pattern of it that
+            matches no layer.
         ImportError: the named backend's library is not installed.
         RuntimeError: the named backend cannot run here.
 
@@ -61,12 +67,26 @@ def choose(name: str, recipe: Recipe, device: torch.device | str | None = None) 
     passed: list[str] = []
     for candidate in _PREFERRED:
         module = get(candidate)
-        # The questions in this order: importing MS-AMP changes torch, so it comes last.
-        reason = module.PACKAGE.missing() or module.refuses(recipe) or module.supports(where)
+        # In this order: `supports` imports the library, which in MS-AMP's case changes torch.
+        reason = (
+            module.PACKAGE.missing()
+            or module.refuses(recipe)
+            or (model is not None and _why_no_layer(module, model, recipe))
+            or module.supports(where)
+        )
         if reason is None:
             return module, f"{candidate}: {'; '.join(passed) or 'the first choice'}"
         passed.append(reason)
     return _named("native", recipe, where), f"native: {'; '.join(passed)}"
+
+
+def _why_no_layer(module: ModuleType, model: nn.Module, recipe: Recipe) -> str | None:
+    """Why a backend is of no use for the model, or None."""
+    try:
+        module.plan(model, recipe)
+    except base.NoLayer:
+        return f"{module.NAME} can take no layer of the model"
+    return None
 
 
 def _named(name: str, recipe: Recipe, device: torch.device) -> ModuleType:

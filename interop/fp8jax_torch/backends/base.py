@@ -6,7 +6,8 @@
     prepare(model, optimizer, recipe)       the model and the optimizer to train with, as `Prepared`
 
 A reason is one sentence that a user can act on. A backend for a library of others also has PACKAGE, so
-that the library is looked for without being imported: some change torch when they are.
+that the library is looked for without being imported (some change torch when they are), and
+`plan(model, recipe)`, what `prepare` would do to each layer.
 """
 
 import importlib
@@ -66,6 +67,10 @@ class Prepared(NamedTuple):
     optimizer: torch.optim.Optimizer | None
     rows: list[Row]
     note: str
+
+
+class NoLayer(ValueError):
+    """Nobody asks for FP8 to get none: a backend can take no layer of the model."""
 
 
 class Package(NamedTuple):
@@ -130,37 +135,43 @@ def shown(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def rows_of(
-    model: nn.Module, reasons: Mapping[str, str | None], other: Callable[[nn.Module], str]
-) -> list[Row]:
-    """The rows of a model before a backend changes it.
+def plan(
+    name: str,
+    model: nn.Module,
+    recipe: Recipe,
+    unable: Callable[[nn.Module], str | None],
+    other: Callable[[nn.Module], str],
+) -> tuple[dict[str, str | None], list[Row]]:
+    """What a backend would do to a model, which stays as it is.
 
     Args:
-        model: the model.
-        reasons: by path of each linear layer None if it will run in FP8, else why not.
+        name: the backend's.
+        model: any model.
+        recipe: whose patterns choose.
+        unable: why the backend cannot run a linear layer in FP8, or None.
         other: what to say of a module that is no linear layer.
+
+    Returns:
+        By path of each linear layer None if it will run in FP8, else why not; and the rows.
+
+    Raises:
+        ValueError: a pattern of the recipe's matches no layer.
+        NoLayer: not one layer would run in FP8.
     """
-    return [
-        Row(path, type(module).__name__, _shape(module), reasons.get(path, "") is None, _reason)
+    reasons = layers.choose(model, recipe, unable)
+    if None not in reasons.values():
+        because = [f"{path or type(model).__name__}: {reason}" for path, reason in reasons.items()]
+        because = [*because[:3], "..."] if len(because) > 3 else because or ["it has no linear layer"]
+        raise NoLayer(
+            f"{name}: expected a layer that can run in FP8; got none ({'; '.join(because)}). "
+            'Use backend="native", or change the recipe\'s patterns.'
+        )
+    rows = [
+        Row(path, type(module).__name__, _shape(module), reason is None, reason)
         for path, module in layers.weighted(model).items()
-        for _reason in [reasons[path] if path in reasons else other(module)]
+        for reason in [reasons[path] if path in reasons else other(module)]
     ]
-
-
-def check_any(name: str, rows: list[Row]) -> None:
-    """Raises ValueError if no row is in FP8: nobody asks for FP8 to get none."""
-    if any(row.fp8 for row in rows):
-        return
-    because = [
-        f"{row.path or row.kind}: {row.reason}"
-        for row in rows
-        if any(word in row.kind for word in ("Linear", "Conv1D"))
-    ]
-    because = [*because[:3], "..."] if len(because) > 3 else because or ["it has no linear layer"]
-    raise ValueError(
-        f"{name}: expected a layer that can run in FP8; got none ({'; '.join(because)}). "
-        'Use backend="native", or change the recipe\'s patterns.'
-    )
+    return reasons, rows
 
 
 def no_product(module: nn.Module) -> str:

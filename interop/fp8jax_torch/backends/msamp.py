@@ -100,17 +100,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     # First of all: it puts its own classes into TransformerEngine's place.
     msamp = importlib.import_module("msamp")
     use_te = uses_te(recipe)
-    shared = layers.shared_weights(model)
-    shared_modules = {layers.linears(model)[path]: other for path, other in shared.items()}
-
-    def unable(module: nn.Module) -> str | None:
-        if module in shared_modules:
-            return f"its weight is also that of {shared_modules[module]}, and MS-AMP would part them"
-        return te.unable(module) if use_te else _unable(module)
-
-    reasons = layers.choose(model, recipe, unable)
-    rows = base.rows_of(model, reasons, te.other if use_te else base.no_product)
-    base.check_any(NAME, rows)
+    reasons, rows = plan(model, recipe)
     if use_te:
         model = te.swap(model, reasons)
     else:
@@ -130,6 +120,20 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     if use_te and te.note_on(recipe):
         notes.append(te.note_on(recipe))
     return base.Prepared(model, new, rows, f"MS-AMP {level}: {'; '.join(notes)}")
+
+
+def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
+    """What `prepare` would do to each layer: see `base.plan`."""
+    use_te = uses_te(recipe)
+    found = layers.linears(model)
+    shared = {found[path]: other for path, other in layers.shared_weights(model).items()}
+
+    def unable(module: nn.Module) -> str | None:
+        if module in shared:
+            return f"its weight is also that of {shared[module]}, and MS-AMP would part them"
+        return te.unable(module) if use_te else _unable(module)
+
+    return base.plan(NAME, model, recipe, unable, te.other if use_te else base.no_product)
 
 
 def _unable(module: nn.Module) -> str | None:

@@ -7,8 +7,11 @@
 | interval                                   | until 1.7; later versions update in every step            |
 | override_linear_precision=False+False+True | until 1.13                                                |
 
-Parameters stay the same objects, so what refers to them stays right: an optimizer, a tied embedding, a
-`state_dict`. Both generations of the interface are served: `autocast(recipe=...)`, since 2.9, and
+Parameters stay the same objects under the same names, so what refers to them stays right: an optimizer, a
+tied embedding. A checkpoint of the plain model loads; one of the swapped model has a key `_extra_state` per
+layer besides, with its scales.
+
+Both generations of the interface are served: `autocast(recipe=...)`, since 2.9, and
 `fp8_autocast(fp8_recipe=...)`.
 """
 
@@ -86,7 +89,9 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
 
     FP8 is on whenever the model is called, in evaluation too. The state of delayed scaling moves when a
     call of the whole model ends, so a part of the model called alone is not in FP8, and activations are
-    recomputed with `transformer_engine.pytorch.checkpoint`, not with torch's.
+    recomputed with `transformer_engine.pytorch.checkpoint`, not with torch's. A layer called with a number
+    of rows that is no multiple of 8, as BERT's pooler in a small batch, is refused by TransformerEngine when
+    it runs: exclude it.
 
     Args:
         model: changed in place; the parameters stay the same objects.
@@ -99,12 +104,16 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     References:
         TransformerEngine 1.0 to 2.18, pytorch/module/linear.py, layernorm.py, fp8.py, quantization.py.
     """
-    reasons = layers.choose(model, recipe, unable)
-    rows = base.rows_of(model, reasons, other)
-    base.check_any(NAME, rows)
+    reasons, rows = plan(model, recipe)
     model = swap(model, reasons)
     run_in_fp8(model, recipe)
+    model.register_load_state_dict_post_hook(_scales_may_be_missing)
     return base.Prepared(model, optimizer, rows, note_on(recipe))
+
+
+def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
+    """What `prepare` would do to each layer: see `base.plan`."""
+    return base.plan(NAME, model, recipe, unable, other)
 
 
 def unable(module: Any) -> str | None:
@@ -162,6 +171,11 @@ class _Autocast:
         # Empty if entering failed: a hook that is always called is called then too.
         if self.entered:
             self.entered.pop().__exit__(None, None, None)
+
+
+def _scales_may_be_missing(model: nn.Module, keys: Any) -> None:
+    """So that a checkpoint of the plain model loads under `strict`; the scales then start anew."""
+    keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
 
 
 def _context(recipe: Any) -> contextlib.AbstractContextManager[Any]:

@@ -58,9 +58,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     from torchao.float8 import convert_to_float8_training
 
     emulate = layers.device_of(model).type == "cpu"
-    reasons = layers.choose(model, recipe, lambda module: _unable(module, emulate))
-    rows = base.rows_of(model, reasons, base.no_product)
-    base.check_any(NAME, rows)
+    reasons, rows = plan(model, recipe)
     found = layers.linears(model)
     # By identity: torchao asks about a layer under each of its names.
     chosen = {found[path] for path, reason in reasons.items() if reason is None}
@@ -72,6 +70,12 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
         )
     note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in full precision"
     return base.Prepared(model, optimizer, rows, note if emulate else "")
+
+
+def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
+    """What `prepare` would do to each layer: see `base.plan`."""
+    emulate = layers.device_of(model).type == "cpu"
+    return base.plan(NAME, model, recipe, lambda module: _unable(module, emulate), base.no_product)
 
 
 def _config(recipe: Recipe, *, emulate: bool) -> Any:
