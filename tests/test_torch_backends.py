@@ -463,6 +463,13 @@ def test_msamp_is_initialized_at_the_recipes_level(monkeypatch, recipe, level):
     assert "all_reduce_grads" in prepared.note
 
 
+def test_msamp_gets_no_layer_of_two_places(monkeypatch):
+    fake_msamp(monkeypatch)
+    shared = nn.Linear(16, 16)
+    rows = msamp.prepare(nn.Sequential(shared, nn.Linear(16, 16), shared), None, Recipe.O2).rows
+    assert [row.fp8 for row in rows] == [False, True] and "more than one place" in rows[0].reason
+
+
 def test_msamp_combined_with_te(monkeypatch):
     entered = fake_te(monkeypatch, "1.1")
     calls, model = fake_msamp(monkeypatch), block()

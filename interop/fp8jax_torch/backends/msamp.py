@@ -127,11 +127,16 @@ def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[
     use_te = uses_te(recipe)
     found = layers.linears(model)
     shared = {found[path]: other for path, other in layers.shared_weights(model).items()}
+    places = [child for parent in model.modules() for child in parent._modules.values()]
 
     def unable(module: nn.Module) -> str | None:
         if module in shared:
             return f"its weight is also that of {shared[module]}, and MS-AMP would part them"
-        return te.unable(module) if use_te else _unable(module)
+        if use_te:
+            return te.unable(module)
+        if sum(place is module for place in places) > 1:
+            return "it stands in more than one place, and MS-AMP would make several of it"
+        return _unable(module)
 
     return base.plan(NAME, model, recipe, unable, te.other if use_te else base.no_product)
 
