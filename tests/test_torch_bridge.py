@@ -1,0 +1,628 @@
+"""Between torch and Flax: the same bits under other names, both ways, or an error that says what differs."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import formats
+from fp8jax.scaled import is_scaled
+
+torch = pytest.importorskip("torch", reason="the bridge needs torch: pip install fp8jax[torch]")
+
+import fp8jax_torch  # noqa: E402
+from fp8jax_torch import ScaledTensor  # noqa: E402
+from fp8jax_torch.bridge import (  # noqa: E402
+    GPT2,
+    LLAMA,
+    NameMap,
+    Place,
+    Rename,
+    from_flax,
+    mapping_of,
+    optimizer_from_flax,
+    optimizer_to_flax,
+    to_flax,
+)
+
+WIDTH = 4
+TOKENS = jnp.zeros((1, 2), int)
+RECIPES = ["O1", "O2", "O3", "te", "O3, interval=4"]
+
+
+class Twin(torch.nn.Module):
+    """An embedding, a norm, two blocks and a last."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, WIDTH)
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8)}) for _ in "ab")
+        self.norm = torch.nn.LayerNorm(8)
+        self.last = torch.nn.Linear(8, 3, bias=False)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dense(8, name="up")(x)[..., :WIDTH], None
+
+
+class Scanned(nn.Module):
+    """The same, its blocks under a scan."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(7, WIDTH, name="embed")(tokens)
+        scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = scan(name="blocks")(x, None)
+        x = nn.LayerNorm(name="norm")(jnp.concatenate([x, x], -1))
+        return nn.Dense(3, use_bias=False, name="last")(x)
+
+
+class Blocks(nn.Module):
+    """A container, as torch's ModuleList."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in "01":
+            x, _ = Block(name=name)(x)
+        return x
+
+
+class Unrolled(nn.Module):
+    """The same without a scan."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = Blocks(name="blocks")(nn.Embed(7, WIDTH, name="embed")(tokens))
+        x = nn.LayerNorm(name="norm")(jnp.concatenate([x, x], -1))
+        return nn.Dense(3, use_bias=False, name="last")(x)
+
+
+MODELS = {"unrolled": Unrolled(), "scanned": Scanned()}
+PLAIN = mapping_of(Twin())
+MAPPINGS = {"unrolled": PLAIN, "scanned": PLAIN.stacked("blocks")}
+
+
+def variables_of(model, recipe):
+    """Zeros, which are made without running the model."""
+    return zeros(fp8jax.transform(model, recipe).init, jax.random.key(0), TOKENS)
+
+
+def zeros(init, *args):
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(init, *args))
+
+
+def noise(shape, dtype, seed=0):
+    """Any bits at all, NaNs and subnormals among them."""
+    dtype = jnp.dtype(dtype)
+    bits = np.random.default_rng(seed).integers(0, 2 ** (8 * dtype.itemsize), shape, f"u{dtype.itemsize}")
+    return bits.astype(f"u{dtype.itemsize}").view(dtype)
+
+
+def scrambled(tree):
+    """The same tree with other bits in every float array, scales among them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    new = [
+        jnp.asarray(noise(x.shape, x.dtype, i)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for i, x in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, new)
+
+
+def transformed(recipe):
+    """The torch twin with scaled weights and scaling state where a transformed model has them."""
+    recipe = fp8jax.Recipe.parse(recipe)
+    model = Twin()
+    for module in [*model.modules()]:
+        if isinstance(module, torch.nn.Linear):
+            if recipe.weight != "FP32":
+                weight = fp8jax_torch.quantize(module.weight, formats.get(recipe.weight), power_of_two=True)
+                module.weight = torch.nn.Parameter(weight)
+            module.fp8 = torch.nn.Module()
+            module.fp8.register_buffer("scale", torch.ones(3))
+            module.fp8.register_buffer("amax_history", torch.zeros(3, recipe.amax_history_len))
+            if recipe.interval > 1:
+                module.fp8.register_buffer("step", torch.zeros(()))
+    return model
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.dtype, x.shape, x.tobytes()
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert bits(one) == bits(other)
+
+
+def torch_bits(x):
+    parts = [x.codes, x.scale] if isinstance(x, ScaledTensor) else [x]
+    return [(p.dtype, p.shape, p.detach().contiguous().reshape(-1).view(torch.uint8).tolist()) for p in parts]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", MODELS)
+def test_any_bits_go_there_and_back(layout, recipe):
+    like, model = variables_of(MODELS[layout], recipe), transformed(recipe)
+    variables = scrambled(like)
+    kernels = [leaf for leaf in jax.tree.leaves(variables, is_leaf=is_scaled) if is_scaled(leaf)]
+    assert len(kernels) == {"te": 0}.get(recipe, {"unrolled": 3, "scanned": 2}[layout])
+    state_dict = from_flax(variables, MAPPINGS[layout], model.state_dict())
+    model.load_state_dict(state_dict)
+    for name, tensor in model.state_dict().items():
+        assert torch_bits(tensor) == torch_bits(state_dict[name]), name
+    again = to_flax(model.state_dict(), MAPPINGS[layout], like=variables)
+    assert_same(again, variables)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_kernel_is_the_transpose_and_its_scale_has_its_rank(share):
+    model = transformed("O3")
+    [variables, like] = [
+        to_flax(model.state_dict(), PLAIN, like=like, share=share)
+        for like in (None, variables_of(Unrolled(), "O3"))
+    ]
+    for tree in (variables, like):
+        kernel, weight = tree["params"]["last"]["kernel"], model.last.weight
+        assert bits(kernel.data) == bits(
+            weight.codes.detach().view(torch.uint8).numpy().T.view(kernel.data.dtype)
+        )
+        assert kernel.scale.shape == (1, 1) and float(kernel.scale[0, 0]) == weight.scale.item()
+        state = tree["_overwrite_with_gradient"]["blocks"]["1"]["up"]["kernel"]
+        assert bits(state["amax_history"]) == bits(np.zeros((3, 16), np.float32))
+    assert "wgrad_scale" not in variables["_overwrite_with_gradient"]["last"]["kernel"]
+    assert "wgrad_scale" in like["_overwrite_with_gradient"]["last"]["kernel"]
+    assert like["params"]["embed"]["embedding"].shape == (7, WIDTH)
+    assert like["params"]["norm"]["scale"].shape == (8,)
+
+
+def test_memory_is_shared_if_asked_for():
+    model = Twin()
+    state_dict = model.state_dict()
+    address = state_dict["embed.weight"].data_ptr()
+
+    def pointer(tree):
+        return tree["params"]["embed"]["embedding"].unsafe_buffer_pointer()
+
+    assert address % 64 == 0  # else dlpack copies
+    assert pointer(to_flax(state_dict, PLAIN, share=True)) == address
+    own = to_flax(state_dict, PLAIN)
+    before = jax.tree.map(bits, own)
+    with torch.no_grad():
+        for tensor in state_dict.values():
+            tensor.zero_()
+    assert jax.tree.map(bits, own) == before
+    shared = from_flax(own, PLAIN, state_dict, share=True)
+    assert shared["embed.weight"].data_ptr() == pointer(own)
+    copied = from_flax(own, PLAIN, state_dict)
+    for tensor in copied.values():
+        assert tensor.is_contiguous()
+        tensor.zero_()
+    assert jax.tree.map(bits, own) == before
+
+
+def test_a_template_may_be_shapes_alone():
+    model = fp8jax.transform(Scanned(), "O2")
+    like = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    state_dict = transformed("O2").state_dict()
+    dropped = {"wgrad_scale"}
+    got = to_flax(state_dict, MAPPINGS["scanned"], like=like)
+    want = to_flax(state_dict, MAPPINGS["scanned"], like=variables_of(Scanned(), "O2"))
+    for (path, a), (_, b) in zip(
+        *(jax.tree_util.tree_flatten_with_path(t)[0] for t in (got, want)), strict=True
+    ):
+        assert path[-1].key in dropped if isinstance(a, jax.ShapeDtypeStruct) else bits(a) == bits(b)
+
+
+# What does not fit.
+
+
+def with_changes(state_dict, **changes):
+    new = {**state_dict, **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+    return {name: tensor for name, tensor in new.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    "recipe, changes, says",
+    [
+        ("O2", {"norm__bias": None}, "only in Flax: params/norm/bias, float32[8]"),
+        (
+            "O2",
+            {"last__fp8__scale": None},
+            "only in Flax: _overwrite_with_gradient/last/kernel/scale, float32[3]",
+        ),
+        ("O2", {"blocks__1__up__bias": None}, "only in Flax: params/blocks/up/bias[1], float32[8]"),
+        ("O2", {"last__bias": torch.zeros(3)}, "no rename fits: last.bias"),
+        ("O2", {"blocks__2__up__bias": torch.zeros(8)}, "no rename fits: blocks.2.up.bias"),
+        (
+            "O2",
+            {"norm__bias": torch.zeros(9)},
+            "different: torch's norm.bias would be params/norm/bias, float32[9]; Flax has float32[8]",
+        ),
+        (
+            "O3",
+            {},
+            "different: torch's last.weight would be params/last/kernel, float16[8, 3] codes on a scale; "
+            "Flax has float8_e4m3fn[8, 3] codes on a scale",
+        ),
+        ("te", {}, "Flax has float32[8, 3]"),
+        ("O2", {"last__weight": torch.zeros(3)}, "last.weight: shape [3] does not take axes=(1, 0)"),
+        ("O2, amax_history_len=4", {}, "float32[3, 16]; Flax has float32[3, 4]"),
+    ],
+)
+def test_an_error_names_what_does_not_fit(recipe, changes, says):
+    like = variables_of(Scanned(), recipe)
+    state_dict = with_changes(transformed("O2").state_dict(), **changes)
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        to_flax(state_dict, MAPPINGS["scanned"], like=like)
+    assert "by one recipe" in str(error.value) and "`mapping`" in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        from_flax(like, MAPPINGS["scanned"], state_dict)
+
+
+def test_an_error_lists_all_differences():
+    with pytest.raises(ValueError, match="and 3 more") as error:
+        to_flax(
+            with_changes(transformed("O2, interval=4").state_dict(), x=torch.ones(1)),
+            PLAIN,
+            like=variables_of(Scanned(), "te"),
+        )
+    lines = str(error.value).splitlines()[1:-1]
+    assert [sum(kind in line for line in lines) for kind in ("in torch", "in Flax", "different", "fits")] == [
+        9,
+        4,
+        2,
+        1,
+    ]
+    with pytest.raises(ValueError, match="are both params/w"):
+        to_flax({"a": torch.ones(1), "b": torch.ones(1)}, NameMap((Rename(".", "w"),)))
+    with pytest.raises(ValueError, match=r"only in Flax: params/w\[0\]"):
+        to_flax({"w1": torch.ones(1)}, NameMap((Rename(r"w(\d)", r"w/[\1]"),)))
+
+
+# Maps.
+
+
+@pytest.mark.parametrize(
+    "mapping, name, place",
+    [
+        (GPT2, "transformer.wte.weight", Place(("transformer", "wte", "embedding"))),
+        (GPT2, "wpe.weight", Place(("wpe", "embedding"))),
+        (GPT2, "h.0.attn.c_attn.weight", Place(("h", "0", "attn", "c_attn", "kernel"))),
+        (GPT2, "h.0.attn.c_attn.bias", Place(("h", "0", "attn", "c_attn", "bias"))),
+        (GPT2, "h.0.attn.bias", None),
+        (GPT2, "transformer.ln_f.weight", Place(("transformer", "ln_f", "scale"))),
+        (GPT2, "lm_head.weight", Place(("lm_head", "kernel"), axes=(1, 0))),
+        (GPT2.stacked("h"), "transformer.h.11.ln_1.bias", Place(("transformer", "h", "ln_1", "bias"), (11,))),
+        (GPT2.moved("^transformer/", ""), "transformer.h.1.ln_1.bias", Place(("h", "1", "ln_1", "bias"))),
+        (
+            LLAMA,
+            "model.layers.2.self_attn.o_proj.weight",
+            Place(("model", "layers", "2", "self_attn", "o_proj", "kernel"), axes=(1, 0)),
+        ),
+        (
+            LLAMA,
+            "model.layers.0.input_layernorm.weight",
+            Place(("model", "layers", "0", "input_layernorm", "scale")),
+        ),
+        (LLAMA, "model.norm.weight", Place(("model", "norm", "scale"))),
+        (
+            LLAMA,
+            "model.layers.0.self_attn.q_norm.weight",
+            Place(("model", "layers", "0", "self_attn", "q_norm", "scale")),
+        ),
+        (
+            LLAMA.stacked("layers"),
+            "layers.3.mlp.up_proj.weight",
+            Place(("layers", "mlp", "up_proj", "kernel"), (3,), (1, 0)),
+        ),
+    ],
+)
+def test_places(mapping, name, place):
+    assert mapping.place(name) == place
+
+
+def test_a_map_is_a_value_that_refuses_what_cannot_be():
+    special = NameMap((Rename("lm_head.weight", "last/w"),)) + GPT2
+    assert special.place("lm_head.weight") == Place(("last", "w"))
+    assert special == NameMap((Rename("lm_head.weight", "last/w"),)) + GPT2 and hash(special)
+    for arguments, says in [
+        (("(", "a"), "`torch`"),
+        (("a", "a", (0, 2)), "`axes`"),
+        (("a", "a", None, (-1, -1)), "`shape`"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            Rename(*arguments)
+    with pytest.raises(ValueError, match="MultiheadAttention does, here 'a'"):
+        mapping_of(torch.nn.ModuleDict({"a": torch.nn.MultiheadAttention(4, 2)}))
+
+
+class Attends(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(num_heads=2, name="attn")(x)
+
+
+def test_heads_are_split_as_flax_splits_them():
+    empty = zeros(fp8jax.transform(Attends(), "O3").init, jax.random.key(0), jnp.ones((1, 2, 4)))
+    like = scrambled(empty)
+    mapping = NameMap(
+        (
+            Rename(r"(query|key|value)\.weight", r"attn/\1/kernel", (1, 0), (-1, 2, 2)),
+            Rename(r"(query|key|value)\.bias", r"attn/\1/bias", shape=(2, 2)),
+            Rename(r"out\.weight", "attn/out/kernel", (1, 0), (2, 2, -1)),
+            Rename(r"out\.bias", "attn/out/bias"),
+        )
+    )
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("query", "key", "value", "out")})
+    state_dict = {}
+    for name, layer in model.items():
+        state_dict[f"{name}.weight"] = fp8jax_torch.quantize(layer.weight, formats.E4M3)
+        state_dict[f"{name}.bias"] = layer.bias.detach()
+        state_dict[f"{name}.fp8.scale"] = torch.ones(3)
+        state_dict[f"{name}.fp8.amax_history"] = torch.ones(3, 16)
+    got = from_flax(like, mapping, state_dict)
+    assert_same(to_flax(got, mapping, like=like), like)
+    kernel = to_flax(state_dict, mapping, like=empty)["params"]["attn"]["query"]["kernel"]
+    want = state_dict["query.weight"].codes.view(torch.uint8).numpy().T.reshape(4, 2, 2)
+    assert bits(np.asarray(kernel.data).view(np.uint8)) == bits(want)
+
+
+# NNX.
+
+
+class NNXTwin(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Dict(up=nnx.Linear(4, 8, rngs=rngs)) for _ in "ab"])
+        self.embed = nnx.Embed(7, WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.last = nnx.Linear(8, 3, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = self.blocks[0]["up"](x) + self.blocks[1]["up"](x)
+        return self.last(self.norm(x))
+
+
+def test_nnx_modules_take_the_same_bits():
+    model = nnx.eval_shape(lambda: fp8jax.transform(NNXTwin(nnx.Rngs(0)), "O3"))
+    state = scrambled(nnx.state(model))
+    state_dict = from_flax(state, PLAIN, transformed("O3").state_dict())
+    again = to_flax(state_dict, PLAIN, like=state)
+    assert_same(again, state)
+    nnx.update(model, again)
+    assert_same(nnx.state(model), state)
+    pure = nnx.to_pure_dict(state)
+    assert_same(to_flax(state_dict, PLAIN, like=pure), pure)
+
+
+# Hugging Face's models.
+
+
+def hugging_face(kind, tied):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 13, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    if kind == "GPT2":
+        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **small)).eval()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12, "num_key_value_heads": 1}
+    sizes["num_attention_heads"] = 2
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **small)).eval()
+
+
+def test_gpt2_from_hugging_face_computes_the_same_in_flax(load_program):
+    program = load_program("examples/gpt_model.py")
+    flax = program.GPT(
+        program.GPTConfig(13, layers=2, heads=2, width=8, context=16, bias=True, tied=True, remat=False)
+    )
+    tokens = np.random.default_rng(0).integers(0, 13, (2, 16))
+    like = zeros(flax.init, jax.random.key(0), tokens)
+    model = hugging_face("GPT2", tied=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    mapping = GPT2.stacked("h").moved("^transformer/", "")
+    variables = to_flax(model.state_dict(), mapping, like=like)
+    want = model(torch.from_numpy(tokens)).logits.detach().numpy()
+    np.testing.assert_allclose(jax.jit(flax.apply)(variables, tokens), want, atol=2e-5)
+    other = hugging_face("GPT2", tied=True)
+    other.load_state_dict(from_flax(variables, mapping, other.state_dict()))
+    for name, tensor in other.state_dict().items():
+        assert torch_bits(tensor) == torch_bits(model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind, mapping", [("GPT2", GPT2), ("LLAMA", LLAMA)])
+def test_maps_place_every_tensor_of_hugging_face(kind, mapping):
+    model = hugging_face(kind, tied=False)
+    variables = to_flax(model.state_dict(), mapping)
+    leaves = jax.tree.leaves(variables)
+    assert len(leaves) == len(model.state_dict())
+    assert sum(leaf.size for leaf in leaves) == sum(p.numel() for p in model.parameters())
+    params = variables["params"]
+    if kind == "GPT2":
+        assert params["transformer"]["h"]["1"]["attn"]["c_attn"]["kernel"].shape == (8, 24)
+        assert params["transformer"]["h"]["0"]["ln_1"]["scale"].shape == (8,)
+        assert params["transformer"]["wte"]["embedding"].shape == (13, 8)
+    else:
+        layer = params["model"]["layers"]["1"]
+        assert layer["self_attn"]["k_proj"]["kernel"].shape == (8, 4)
+        assert layer["mlp"]["down_proj"]["kernel"].shape == (12, 8)
+        assert (
+            layer["post_attention_layernorm"]["scale"].shape == params["model"]["norm"]["scale"].shape == (8,)
+        )
+        assert params["model"]["embed_tokens"]["embedding"].shape == (13, 8)
+    assert params["lm_head"]["kernel"].shape == (8, 13)
+    assert_same(to_flax(model.state_dict(), mapping_of(model)), variables)
+    back = from_flax(variables, mapping, model.state_dict())
+    assert_same(to_flax(back, mapping, like=variables), variables)
+
+
+def test_tied_tensors_cross_once_and_must_agree():
+    model = hugging_face("LLAMA", tied=True)
+    variables = to_flax(model.state_dict(), LLAMA)
+    assert "lm_head" not in variables["params"]
+    back = from_flax(variables, LLAMA, model.state_dict())
+    assert torch_bits(back["lm_head.weight"]) == torch_bits(back["model.embed_tokens.weight"])
+    # A head that multiplies in FP8 keeps its scaling state with the embedding, as Flax's `attend` does.
+    state_dict = {**model.state_dict(), "lm_head.fp8.scale": torch.ones(3)}
+    scaling = to_flax(state_dict, LLAMA)["_overwrite_with_gradient"]
+    assert list(scaling["model"]["embed_tokens"]["embedding"]) == ["scale"]
+    untied = to_flax(hugging_face("LLAMA", tied=False).state_dict(), LLAMA)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        from_flax(untied, LLAMA, model.state_dict())
+
+
+# Optimizers.
+
+
+def torch_adam(model, recipe, step=3, skipped=2):
+    """An optimizer as `fp8jax_torch.optim`'s leaves it, with any bits in its state."""
+    recipe = fp8jax.Recipe.parse(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer.skipped = skipped
+
+    def put(state, name, format, shape, seed):
+        codes = noise(shape, format.dtype, seed)
+        state[name] = torch.from_numpy(codes.view(f"u{codes.itemsize}")).view(
+            getattr(torch, str(codes.dtype))
+        )
+        if format.bits < 32:
+            state[f"{name}_scale"] = torch.tensor(2.0**seed)
+
+    for seed, parameter in enumerate(model.parameters()):
+        state = optimizer.state[parameter] = {"step": torch.tensor(float(step))}
+        for name, format in zip(("exp_avg", "exp_avg_sq"), map(formats.get, recipe.moments), strict=True):
+            put(state, name, format, tuple(parameter.shape), seed)
+        if recipe.master_weight != "-" and isinstance(parameter, ScaledTensor):
+            put(state, "master", formats.get(recipe.master_weight), tuple(parameter.shape), seed)
+    return optimizer
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "O3", "O3, master_weight=FP32", "te"])
+@pytest.mark.parametrize("layout", MODELS)
+def test_optimizer_states_go_there_and_back(layout, recipe):
+    model, variables = transformed(recipe), variables_of(MODELS[layout], recipe)
+    optimizer = torch_adam(model, recipe)
+    schedule = optax.scale_by_schedule(lambda step: 1.0)
+    tx = optax.chain(fp8jax.optim.on_params(schedule), fp8jax.optim.adamw(0.1, recipe))
+    state = optimizer_to_flax(optimizer, model, MAPPINGS[layout], like=tx.init(variables))
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(variables))
+    assert state[1].adam.count == 3 and state[1].skipped == 2 and state[0].count == 5
+    assert state[1].adam.count.dtype == state[1].skipped.dtype == jnp.int32
+    mu = state[1].adam.mu["last"]["kernel"]
+    codes = optimizer.state[model.last.weight]["exp_avg"]
+    assert (
+        bits(mu.data if is_scaled(mu) else mu)[2]
+        == codes.t().contiguous().view(torch.uint8).numpy().tobytes()
+    )
+    back = optimizer_from_flax(state, model, MAPPINGS[layout], like=optimizer)
+    want = optimizer.state_dict()
+    assert back["skipped"] == 2 and back["param_groups"] == want["param_groups"]
+    assert back["state"].keys() == want["state"].keys()
+    for number, entries in want["state"].items():
+        assert {k: torch_bits(v) for k, v in back["state"][number].items()} == {
+            k: torch_bits(v) for k, v in entries.items()
+        }
+
+
+def test_a_step_can_follow_in_jax_where_stacked_norms_have_a_scale_per_layer():
+    model = torch.nn.ModuleDict(
+        {"norms": torch.nn.ModuleList(torch.nn.LayerNorm(8, bias=False) for _ in "ab")}
+    )
+    params = {"norms": {"scale": jnp.zeros((2, 8))}}
+    tx = fp8jax.optim.adamw(0.1, "O2")
+    like, mapping = tx.init(params), mapping_of(model).stacked("norms")
+    state = optimizer_to_flax(torch_adam(model, "O2"), model, mapping, like=like)
+    assert like.adam.mu["norms"]["scale"].scale.shape == ()
+    np.testing.assert_array_equal(state.adam.mu["norms"]["scale"].scale, [[1], [2]])
+    _, new = jax.jit(tx.update)(params, jax.tree.map(jnp.ones_like, state), params)
+    assert new.adam.mu["norms"]["scale"].scale.shape == (2, 1) and new.adam.count == 2
+    # The other way round, layers that share a scale each have it.
+    back = optimizer_from_flax(like, model, mapping, like=torch_adam(model, "O2"))
+    assert [entries["exp_avg_scale"].item() for entries in back["state"].values()] == [1, 1]
+
+
+def test_torchs_own_adam_and_optaxs_own():
+    model = Twin()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()
+    tx = optax.adamw(optax.constant_schedule(0.1))
+    like = tx.init(to_flax(model.state_dict(), PLAIN)["params"])
+    state = optimizer_to_flax(optimizer, model, PLAIN, like=like)
+    assert [int(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == ()] == [1, 1]
+    other = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other.load_state_dict(optimizer_from_flax(state, model, PLAIN, like=other))
+    for parameter in model.parameters():
+        for name, tensor in optimizer.state[parameter].items():
+            assert torch.equal(other.state[parameter][name], tensor), name
+    # What torch then writes in place is torch's alone.
+    before = jax.tree.map(bits, state)
+    other.step()
+    assert jax.tree.map(bits, state) == before
+
+
+def test_nnx_optimizers():
+    recipe = "O3"
+
+    def build():
+        model = fp8jax.transform(NNXTwin(nnx.Rngs(0)), recipe)
+        return nnx.Optimizer(model, fp8jax.optim.adamw(0.1, recipe), wrt=nnx.Param)
+
+    optimizer = nnx.eval_shape(build)
+    twin = transformed(recipe)
+    source = torch_adam(twin, recipe)
+    state = optimizer_to_flax(source, twin, PLAIN, like=optimizer.opt_state)
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.opt_state)
+    assert state.adam.count.get_value() == 3
+    back = optimizer_from_flax(state, twin, PLAIN, like=source)
+    for number, entries in source.state_dict()["state"].items():
+        for name, tensor in entries.items():
+            assert torch_bits(back["state"][number][name]) == torch_bits(tensor)
+
+
+def change_steps(optimizer):
+    next(iter(optimizer.state.values()))["step"] += 1
+
+
+@pytest.mark.parametrize(
+    "recipe, change, says",
+    [
+        (
+            "O2",
+            lambda optimizer: optimizer.state.clear(),
+            "`optimizer`: expected the state of an Adam of every",
+        ),
+        ("O2", change_steps, r"same number of steps.*\[3, 4\]"),
+        ("O2", lambda o: next(iter(o.state.values())).update(max_exp_avg_sq=1), "amsgrad"),
+        ("te", lambda optimizer: None, r"`optimizer` \(exp_avg\) and `like`: (.|\n)*Flax has float32"),
+        ("O3", lambda optimizer: None, r"\(master\)(.|\n)*only in Flax: last/kernel, float16"),
+    ],
+)
+def test_an_optimizer_that_does_not_fit(recipe, change, says):
+    model = transformed("O2")
+    optimizer = torch_adam(model, "O2")
+    change(optimizer)
+    like = fp8jax.optim.adamw(0.1, recipe).init(variables_of(Unrolled(), "O2" if recipe == "te" else recipe))
+    with pytest.raises(ValueError, match=says):
+        optimizer_to_flax(optimizer, model, PLAIN, like=like)
+
+
+def test_states_without_adam_and_other_models_are_refused():
+    model = transformed("O2")
+    optimizer = torch_adam(model, "O2")
+    with pytest.raises(ValueError, match="one Adam.*got 0"):
+        optimizer_to_flax(optimizer, model, PLAIN, like=optax.sgd(0.1).init({"a": jnp.ones(1)}))
+    with pytest.raises(ValueError, match="`model`"):
+        optimizer_to_flax(optimizer, Twin(), PLAIN, like=optax.scale_by_adam().init({"a": jnp.ones(1)}))
