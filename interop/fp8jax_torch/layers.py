@@ -121,8 +121,8 @@ def choose(
     return {path: why_not(recipe, path) or unable(module) for path, module in found.items()}
 
 
-def why_not_swapped(module: nn.Module) -> str | None:
-    """Why putting another layer in the place of this linear one would change the model, or None.
+def why_not_called(module: nn.Module) -> str | None:
+    """Why another forward of this linear layer would change the model, or None.
 
     What it computes must be `x @ weight.T + bias` with parameters of its own, asked for by calling it.
     """
@@ -136,6 +136,13 @@ def why_not_swapped(module: nn.Module) -> str | None:
         return f"{type(module).__name__} has a forward of its own"
     if "forward" in vars(module):
         return "its forward was replaced"
+    return None
+
+
+def why_not_swapped(module: nn.Module) -> str | None:
+    """Why putting another module in the place of this linear layer would change the model, or None."""
+    if reason := why_not_called(module):
+        return reason
     if any(
         (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     ):

@@ -159,19 +159,33 @@ def plan(
         NoLayer: not one layer would run in FP8.
     """
     reasons = layers.choose(model, recipe, unable)
-    if None not in reasons.values():
-        because = [f"{path or type(model).__name__}: {reason}" for path, reason in reasons.items()]
-        because = [*because[:3], "..."] if len(because) > 3 else because or ["it has no linear layer"]
-        raise NoLayer(
-            f"{name}: expected a layer that can run in FP8; got none ({'; '.join(because)}). "
-            'Use backend="native", or change the recipe\'s patterns.'
-        )
-    rows = [
+    rows = rows_of(model, reasons, other)
+    check_any(name, rows)
+    return reasons, rows
+
+
+def rows_of(
+    model: nn.Module, reasons: Mapping[str, str | None], other: Callable[[nn.Module], str]
+) -> list[Row]:
+    """The rows of a model before a backend changes it; the arguments are what `plan` says."""
+    return [
         Row(path, type(module).__name__, _shape(module), reason is None, reason)
         for path, module in layers.weighted(model).items()
         for reason in [reasons[path] if path in reasons else other(module)]
     ]
-    return reasons, rows
+
+
+def check_any(name: str, rows: list[Row]) -> None:
+    """Raises NoLayer if no row is in FP8."""
+    if any(row.fp8 for row in rows):
+        return
+    linear = [row for row in rows if "Linear" in row.kind or "Conv1D" in row.kind]
+    because = [f"{row.path or row.kind}: {row.reason}" for row in linear or rows]
+    because = [*because[:3], "..."] if len(because) > 3 else because or ["it has no weights"]
+    raise NoLayer(
+        f"{name}: expected a layer that can run in FP8; got none ({'; '.join(because)}). "
+        'Use backend="native", or change the recipe\'s patterns.'
+    )
 
 
 def no_product(module: nn.Module) -> str:
