@@ -30,6 +30,7 @@ from fp8jax_torch.bridge import (  # noqa: E402
     optimizer_to_flax,
     to_flax,
 )
+from fp8jax_torch.bridge.crossing import to_jax, to_torch  # noqa: E402
 
 WIDTH = 4
 TOKENS = jnp.zeros((1, 2), int)
@@ -208,6 +209,43 @@ def test_memory_is_shared_if_asked_for():
         assert tensor.is_contiguous()
         tensor.zero_()
     assert jax.tree.map(bits, own) == before
+
+
+@pytest.mark.parametrize("format", ["E4M3", "E5M2", "FP16", "BF16", "FP32"])
+@pytest.mark.parametrize("shape", [(2, 8), (), (0, 3)], ids=str)
+def test_bits_also_cross_where_memory_cannot_be_shared(monkeypatch, format, shape):
+    array = jnp.asarray(noise(shape, formats.get(format).dtype))
+    tensor = to_torch(array, torch.device("cpu"))
+    assert torch_bits(tensor)[0][2] == list(np.asarray(array).tobytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        assert bits(to_jax(tensor)) == bits(array)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
+    spread = jax.device_put(array, jax.NamedSharding(mesh, jax.P("i") if shape else jax.P()))
+    assert torch_bits(to_torch(spread, tensor.device)) == torch_bits(tensor)
+
+
+def test_leaves_go_where_those_of_the_template_are():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
+
+    def placed(leaf):
+        return jax.device_put(leaf, jax.NamedSharding(mesh, jax.P("i" if leaf.shape[:1] == (4,) else None)))
+
+    boxed = nn.with_partitioning(nn.initializers.ones, (None, "i"))
+    model = fp8jax.transform(nn.Dense(8, kernel_init=boxed), "O3")
+    like = jax.tree.map(
+        lambda leaf: placed(leaf) if leaf.ndim else leaf,
+        zeros(model.init, jax.random.key(0), jnp.ones((1, 4))),
+    )
+    layer = transformed("O3").blocks[0]["up"]
+    got = to_flax(layer.state_dict(), mapping_of(layer), like=like)
+    assert jax.tree.structure(got) == jax.tree.structure(like)
+    assert [leaf.sharding for leaf in jax.tree.leaves(got)] == [
+        leaf.sharding for leaf in jax.tree.leaves(like)
+    ]
+    back = from_flax(got, mapping_of(layer), layer.state_dict())
+    for name, tensor in layer.state_dict().items():
+        assert torch_bits(back[name]) == torch_bits(tensor), name
 
 
 def test_a_template_may_be_shapes_alone():
