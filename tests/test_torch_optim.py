@@ -41,9 +41,7 @@ def recorded(case, name, step):
 def optimizer(case, parameter):
     lr, b1, b2, eps, weight_decay = (float(number) for number in DATA[f"{case}/hyper"])
     make = AdamW if DATA[f"{case}/decoupled"] else Adam
-    return make(
-        [parameter], lr, (b1, b2), eps, weight_decay, recipe="O1" if case.endswith("o1") else "O2"
-    )
+    return make([parameter], lr, (b1, b2), eps, weight_decay, recipe="O1" if case.endswith("o1") else "O2")
 
 
 def steps(case, *, freely):
@@ -371,7 +369,9 @@ def test_bytes_a_parameter_are_those_of_jax():
 def test_memory_aside_is_bounded_by_the_largest_parameter():
     """5 bytes a number of one parameter, in O2; 1.25 times its float32."""
     shape, sizes = (256, 512), []
-    parameters = [nn.Parameter(quantize(torch.ones(shape), formats.FP16, power_of_two=True)) for _ in range(3)]
+    parameters = [
+        nn.Parameter(quantize(torch.ones(shape), formats.FP16, power_of_two=True)) for _ in range(3)
+    ]
     own = AdamW(parameters, recipe="O2")
     like = sweep.Workspace.like
 
@@ -405,9 +405,7 @@ def test_bad_arguments_are_named():
 
 def test_groups_schedules_and_closures_work_as_torchs():
     first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    own = AdamW(
-        [{"params": [first], "weight_decay": 0.0}, {"params": [second], "lr": 0.0}], 0.1, recipe="O2"
-    )
+    own = AdamW([{"params": [first], "weight_decay": 0.0}, {"params": [second], "lr": 0.0}], 0.1, recipe="O2")
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5**step)
 
     def closure():

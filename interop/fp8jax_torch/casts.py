@@ -79,9 +79,7 @@ def scale_of(
     return torch.where(known, 1.0, otherwise) / torch.where(known, factor, 1.0)
 
 
-def factor_of(
-    amax: torch.Tensor, limit: Any, *, margin: int = 0, power_of_two: bool = False
-) -> torch.Tensor:
+def factor_of(amax: torch.Tensor, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> torch.Tensor:
     """The reciprocal of `scale_of` where the amax is usable, else any number."""
     limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
     if power_of_two:

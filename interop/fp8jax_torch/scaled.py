@@ -55,7 +55,7 @@ class ScaledTensor(torch.Tensor):
         pass
 
     # Results of operations are what they are, not made `ScaledTensor`s.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

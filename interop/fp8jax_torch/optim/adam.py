@@ -142,7 +142,7 @@ class Adam(torch.optim.Optimizer):
         q = quantize(tensor, format, power_of_two=True)
         state[name], state[name + _SCALE] = q.codes.contiguous(), q.scale
 
-    def _has_master(self, parameter: torch.Tensor) -> bool:
+    def _has_master(self, parameter: Any) -> bool:
         if self.recipe.master_weight == "-" or not is_scaled(parameter):
             return False
         return casts.format_of(parameter.codes.dtype).name == self.recipe.weight
@@ -273,4 +273,6 @@ def _amax(kept: Kept) -> torch.Tensor:
         positive, negative = kept.codes.view(torch.int8).max(), kept.codes.view(torch.uint8).max() & 0x7F
         largest = torch.maximum(positive.clamp(min=0).to(torch.uint8), negative)
         seen = casts.amax(largest.view(torch.float8_e4m3fn).float())
-    return seen if kept.scale is None else (seen * kept.scale).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return (
+        seen if kept.scale is None else (seen * kept.scale).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    )

@@ -119,7 +119,7 @@ def amaxes_of_step(leaf: Leaf, numbers: Numbers) -> torch.Tensor:
 
 def scales_of(leaf: Leaf, names: list[str], amaxes: torch.Tensor) -> dict[str, torch.Tensor]:
     """The fresh scales of what is kept narrow."""
-    of_name = dict(zip(_NAMES, (*amaxes, amaxes[2]), strict=True))
+    of_name: dict[str, Any] = dict(zip(_NAMES, (*amaxes, amaxes[2]), strict=True))
     limits = [getattr(leaf, name).limit for name in names]
     seen = torch.stack([of_name[name] for name in names])
     return dict(zip(names, casts.scale_of(seen, limits, power_of_two=True), strict=True))
@@ -148,7 +148,10 @@ def _sweep(
     )
     grads = _Read(leaf.grad, 1.0, chunk, bits, in_place=True)
     read = [_Read(kept, factor, chunk, bits, in_place=move_plain) for kept, factor in kept_and_factors]
-    write = [_Write(*parts, chunk) for parts in _to_write(leaf, scales, aside, move_plain)]
+    write = [
+        _Write(name, codes, scale, chunk)
+        for name, codes, scale in _to_write(leaf, scales, aside, move_plain)
+    ]
     temporaries = torch.empty(2, chunk, device=device)
     lows, highs = [], []
     for i in range(-(-size // chunk) if size else 0):

@@ -1,0 +1,111 @@
+"""The scaling state of one layer: what `fp8jax.scaling` keeps for the three operands of a dot.
+
+It is a submodule named `fp8` of each FP8 layer, so that `state_dict` has it. A backward pass notes the
+amaxes; `advance` brings them into the window, once per optimizer step however many microbatches, uses of
+a layer and recomputations under activation checkpointing there were: they merge by their maximum.
+"""
+
+from typing import Any
+
+import torch
+
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import MAX_SCALE
+from fp8jax_torch import casts
+
+# No scale yet: see fp8jax.scaling.delayed.
+UNSET = 2 * MAX_SCALE
+LHS, RHS, GRAD = range(3)
+
+
+class ScalingState(torch.nn.Module):
+    """Scaling state of the operands input, weight and output gradient, in this order.
+
+    Buffers, of delayed scaling only:
+        scale: shape=(3,), float32: what the next cast uses; UNSET before the first.
+        amax_history: shape=(3, amax_history_len), float32: newest first, 0 where nothing was seen.
+        step: shape=(), float32: steps seen modulo interval; only where interval > 1.
+        seen: shape=(3,), float32: largest usable amaxes since the last `advance`; not saved.
+    """
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    step: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, recipe: Recipe, device: Any = None):
+        super().__init__()
+        self.recipe = recipe
+        self.is_due = False
+        if recipe.scaling != "delayed":
+            return
+        first = UNSET if recipe.first_scale == "tensor" else 1.0
+        self.register_buffer("scale", torch.full((3,), first, device=device))
+        self.register_buffer("amax_history", torch.zeros(3, recipe.amax_history_len, device=device))
+        if recipe.interval > 1:
+            self.register_buffer("step", torch.zeros((), device=device))
+        self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
+
+    def scale_for(self, operand: int, amax: torch.Tensor, limit: float) -> torch.Tensor:
+        """The scale of an operand's cast, this step; its amax is float32, shape ()."""
+        margin = self.recipe.margin
+        if self.recipe.scaling != "delayed":
+            return casts.scale_of(amax, limit, margin=margin)
+        kept = self.scale[operand].clone()
+        if self.recipe.first_scale == "one":
+            return kept
+        return torch.where(kept == UNSET, casts.scale_of(amax, limit, margin=margin), kept)
+
+    def see(self, amaxes: list[torch.Tensor]) -> None:
+        """Notes the amaxes of one product."""
+        if self.recipe.scaling == "delayed":
+            new = torch.stack(amaxes)
+            self.seen.copy_(torch.maximum(self.seen, torch.where(casts.usable(new), new, 0.0)))
+            self.is_due = True
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Brings what was seen into the window, for the next step."""
+        if not self.is_due:
+            return
+        recipe = self.recipe
+        history = torch.cat([self.seen[:, None], self.amax_history[:, :-1]], 1)
+        window = self.seen if recipe.amax_compute_algo == "most_recent" else history.amax(1)
+        limits = torch.tensor([format.max for format in operand_formats(recipe)], device=self.seen.device)
+        scale = casts.scale_of(window, limits, margin=recipe.margin, otherwise=self.scale)
+        if recipe.interval > 1:
+            scale = torch.where((self.step == 0) | (self.scale == UNSET), scale, self.scale)
+            self.step.copy_((self.step + 1) % recipe.interval)
+        self.scale.copy_(scale)
+        self.amax_history.copy_(history)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was seen: a skipped step leaves the state as it was."""
+        if self.is_due:
+            self.seen.zero_()
+            self.is_due = False
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A checkpoint of the plain model has no scaling state: then it stays as it is."""
+        missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+        )
+        if any(name.startswith(prefix) for name in state_dict):
+            missing_keys += missing
+
+
+def operand_formats(recipe: Recipe) -> list[Any]:
+    """The formats of input, weight and output gradient."""
+    forward, backward = map(casts.formats.get, recipe.gemm_formats)
+    return [forward, forward, backward]
