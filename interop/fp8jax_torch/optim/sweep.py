@@ -149,8 +149,7 @@ def _sweep(
     grads = _Read(leaf.grad, 1.0, chunk, bits, in_place=True)
     read = [_Read(kept, factor, chunk, bits, in_place=move_plain) for kept, factor in kept_and_factors]
     write = [
-        _Write(name, codes, scale, chunk)
-        for name, codes, scale in _to_write(leaf, scales, aside, move_plain)
+        _Write(name, codes, scale, chunk) for name, codes, scale in _to_write(leaf, scales, aside, move_plain)
     ]
     temporaries = torch.empty(2, chunk, device=device)
     lows, highs = [], []
