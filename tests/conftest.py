@@ -7,6 +7,9 @@ import sys
 
 # Before jax is imported: the `target` packages would have it look for a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before torch is imported: tests run side by side, and threads that wait for each other at each small
+# operation take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import jax

@@ -57,7 +57,7 @@ def check_patterns(recipe: Recipe, paths: Sequence[str]) -> None:
     """
     if recipe.gemm != "FP8":
         return
-    given = [("include", pattern) for pattern in recipe.include]
+    given = [("include", pattern) for pattern in recipe.include if pattern != "*"]
     if recipe.exclude != DEFAULT_EXCLUDE:
         given += [("exclude", pattern) for pattern in recipe.exclude]
     for name, pattern in given:

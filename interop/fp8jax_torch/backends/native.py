@@ -84,7 +84,7 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
 
 def note(model: nn.Module) -> str:
     """What to know of a prepared model where it now is."""
-    layers_of_it = [module for module in model.modules() if isinstance(module, FP8Product)]
+    layers_of_it: list[Any] = [module for module in model.modules() if isinstance(module, FP8Product)]
     devices = {layer.weight.device for layer in layers_of_it}
     said = [why for device in devices if (why := why_no_fp8(device))]
     if any(layer.fp8.recipe.weight == "FP32" for layer in layers_of_it) and any(

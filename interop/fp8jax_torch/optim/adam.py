@@ -192,14 +192,16 @@ class Adam(torch.optim.Optimizer):
         unknown = {name.removesuffix(_SCALE) for name in saved} - {"step", "master", *wanted}
         if unknown:
             raise ValueError(
-                f"`state_dict`: expected the state of an Adam or AdamW without amsgrad; got {sorted(unknown)}."
+                "`state_dict`: expected the state of an Adam or AdamW without amsgrad; got the entries "
+                f"{sorted(unknown)} too."
             )
         self.state[parameter] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
         for name, format in wanted.items():
             tensor, scale = saved[name].to(parameter.device), saved.get(name + _SCALE)
             if tensor.shape != parameter.shape:
                 raise ValueError(
-                    f"`state_dict`: expected {name} of shape {list(parameter.shape)}; got {list(tensor.shape)}."
+                    f"`state_dict`: expected {name} of shape {list(parameter.shape)}; got "
+                    f"{list(tensor.shape)}."
                 )
             if tensor.dtype == casts.dtype_of(format) and (scale is None) == (format == formats.FP32):
                 self.state[parameter][name] = tensor.clone()

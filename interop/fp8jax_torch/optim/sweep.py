@@ -173,7 +173,7 @@ def _sweep(
 
 
 def _to_write(leaf: Leaf, scales: dict[str, Any], aside: dict[str, Any], move_plain: bool) -> Any:
-    """Name, destination and scale of what a pass writes: the master before the weight, which comes from it."""
+    """Name, destination and scale of what a pass writes: the master before the weight that comes from it."""
     for name in ("mu", "nu", "master", "weight"):
         kept = getattr(leaf, name)
         if name in aside:

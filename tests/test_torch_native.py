@@ -1,0 +1,598 @@
+"""The native torch backend: its products against JAX's, TransformerEngine's numbers and torchao, its loop."""
+
+import copy
+import pathlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fp8jax_torch import casts, dequantize, prepare, report, transform
+from fp8jax_torch.product import multiply, scaled_mm, why_no_fp8
+from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
+from fp8jax_torch.scaling import ScalingState
+from torch import nn
+
+import fp8jax
+from fp8jax import Recipe, formats
+from fp8jax.dot import dot_general, init_state
+
+DATA = np.load(pathlib.Path(__file__).parent / "data" / "te.npz")
+LEVELS = ("fp32", "bf16", "fp16_amp", "te", "te,scaling=current", "O1", "O2", "O3", "te+O2")
+FP8_LEVELS = LEVELS[3:]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(24, 64)
+        self.norm = nn.LayerNorm(64)
+        self.down = nn.Linear(64, 8, bias=False)
+        self.lm_head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.lm_head(self.down(F.gelu(self.norm(self.up(x)))))
+
+
+def batch(size=64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 24, generator=generator), torch.randn(size, 8, generator=generator)
+
+
+def train(model, optimizer, steps, x=None, y=None):
+    if x is None:
+        x, y = batch()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# The product.
+
+TE_CASES = {
+    "delayed_hybrid_max_h4": Recipe.te(amax_history_len=4, first_scale="one"),
+    "delayed_hybrid_recent_h4": Recipe.te(
+        amax_history_len=4, amax_compute_algo="most_recent", first_scale="one"
+    ),
+    "delayed_e4m3_max_h8_margin1": Recipe.te("E4M3", margin=1, amax_history_len=8, first_scale="one"),
+    "current_hybrid": Recipe.parse("te,scaling=current"),
+}
+
+
+@pytest.mark.parametrize("in_out", [False, True])
+@pytest.mark.parametrize("case", TE_CASES)
+def test_products_and_states_are_those_of_transformer_engine(case, in_out):
+    recipe = TE_CASES[case]
+    state = ScalingState(recipe)
+    for step in range(len(DATA[f"{case}/x"])):
+        x, w, g = (torch.from_numpy(DATA[f"{case}/{name}"][step].copy()) for name in "xwg")
+        x.requires_grad_()
+        w = nn.Parameter(w if in_out else w.t().contiguous())
+        y = multiply(x, w, state, in_out=in_out, dtype=torch.float32)
+        y.backward(g)
+        state.advance()
+        dw = w.grad if in_out else w.grad.t()
+        for name, got, rows in (("y", y, 4), ("dx", x.grad, 4), ("dw", dw, 6)):
+            want = DATA[f"{case}/{name}"][step]
+            # float32 sums of up to 64 products in another order.
+            np.testing.assert_allclose(
+                got.detach().numpy()[::rows], want, rtol=0, atol=70 * 2.0**-24 * max(np.abs(want).max(), 1e-9)
+            )
+        if recipe.scaling == "delayed":
+            scales = [1 / DATA[f"{case}/state_{name}_scale"][step] for name in ("x", "kernel", "grad")]
+            np.testing.assert_allclose(state.scale.numpy(), np.ravel(scales), rtol=1e-6)
+
+
+RECIPES = (
+    "te",
+    "te,first_scale=one,amax_history_len=4",
+    "te,interval=3,margin=2",
+    "te,amax_compute_algo=most_recent,fp8_format=E4M3",
+    "te,scaling=current,margin=1",
+    "te,override_linear_precision=True+False+False",
+    "te,override_linear_precision=False+True+True",
+    "O2",
+    "O3",
+    "O2,scaling=current",
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [*((recipe, "float32") for recipe in RECIPES), ("te", "bfloat16"), ("O2", "bfloat16")],
+)
+def test_products_gradients_and_states_are_those_of_jax(recipe, dtype):
+    row = Recipe.parse(recipe)
+    numpy = np.random.default_rng(0)
+    state, jax_state = ScalingState(row), init_state(row)
+    layer = jax.jit(lambda *args: jax_product(row, dtype, *args))
+    for step in range(5):
+        x, w, g = (
+            (10.0 ** (step - 2) * numpy.standard_normal(shape)).astype(np.float32)
+            for shape in ((16, 48), (48, 32), (16, 32))
+        )
+        jax_x, jax_g = (jnp.asarray(a, dtype) for a in (x, g))
+        jax_w, torch_w = jnp.asarray(w, dtype), torch.from_numpy(w).to(getattr(torch, dtype))
+        if row.weight != "FP32":
+            format = formats.get(row.weight)
+            jax_w = fp8jax.quantize(jax_w, format, power_of_two=True)
+            torch_w = quantize(torch_w, format, power_of_two=True)
+        y, dx, dw, jax_state = layer(jax_x, jax_w, jax_g, jax_state)
+        torch_x = torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_()
+        weight = nn.Parameter(torch_w)
+        out = multiply(torch_x, weight, state, in_out=True, dtype=getattr(torch, dtype))
+        out.backward(torch.from_numpy(g).to(getattr(torch, dtype)))
+        state.advance()
+        assert is_scaled(weight.grad) == (row.weight_grad == "E4M3")
+        # Sums of up to 48 exact products in another order, then one rounding to the dtype.
+        error = 60 * 2.0**-24 if dtype == "float32" else 2.0**-8
+        for name, got, want in (("y", out, y), ("dx", torch_x.grad, dx)):
+            want = np.asarray(want, np.float32)
+            got = got.detach().float().numpy()
+            np.testing.assert_allclose(
+                got, want, rtol=error, atol=error * np.abs(want).max(), err_msg=f"{name} of step {step}"
+            )
+        wide = np.asarray(dw, np.float32)
+        coarse = 2.0**-3 if row.weight_grad == "E4M3" else error  # a code's step, where a tie went apart
+        got = value(weight.grad).float().numpy()
+        np.testing.assert_allclose(got, wide, rtol=coarse, atol=coarse * 2.0**-6 * np.abs(wide).max())
+        assert (np.abs(got - wide) > error * np.abs(wide).max()).mean() <= 0.01
+        if row.scaling == "delayed":
+            # Operands that are the same have the same amaxes; the gradient's and the scales too.
+            for name in ("scale", "amax_history", *(["step"] if row.interval > 1 else [])):
+                want = np.asarray(jax_state[name])
+                np.testing.assert_array_equal(getattr(state, name).numpy(), want)
+
+
+def jax_product(recipe, dtype, x, w, g, state):
+    matrices = (((1,), (0,)), ((), ()))
+    scaled = isinstance(w, fp8jax.ScaledArray)
+    slot_dtype = fp8jax.dot.weight.CODES if recipe.weight_grad == "E4M3" else jnp.float32
+
+    def product(x, w, slot, state):
+        kernel = fp8jax.dot.Weight(w, slot) if scaled else w
+        return dot_general(x, kernel, matrices, recipe=recipe, state=state, out_dtype=jnp.dtype(dtype))
+
+    if not scaled:
+        y, pull = jax.vjp(lambda x, w, state: product(x, w, None, state), x, w, state)
+        return (y, *pull(g))
+    slot = (
+        fp8jax.scaling.merge.to_codes(jnp.zeros(w.shape, jnp.float8_e4m3fn))
+        if slot_dtype != jnp.float32
+        else None
+    )
+    y, pull = jax.vjp(lambda x, slot, state: product(x, w, slot, state), x, slot, state)
+    dx, dslot, state = pull(g)
+    codes = fp8jax.scaling.merge.from_codes(dslot)
+    return y, dx, codes.astype(jnp.float32) * state["wgrad_scale"], state
+
+
+def test_an_empty_batch_gives_an_empty_output_and_zero_gradients():
+    model = transform(nn.Linear(24, 8), "te")
+    x = torch.zeros(0, 24, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == (0, 8)
+    assert not model.weight.grad.any()
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 7), (16, 32, 48), (1, 5, 1)])
+def test_the_gemm_of_a_gpu_is_that_of_the_emulation(shape):
+    """`torch._scaled_mm` runs on a CPU too, slowly."""
+    m, k, n = shape
+    for rows, columns in ((m, k), (k, m)):
+        lhs = quantize(torch.randn(rows, columns), formats.E5M2)
+        lhs = lhs if rows == m and columns == k else ScaledTensor(lhs.codes.t(), lhs.scale)
+        for flipped in (False, True):
+            rhs = quantize(torch.randn(*((n, k) if flipped else (k, n))), formats.E4M3)
+            rhs = ScaledTensor(rhs.codes.t(), rhs.scale) if flipped else rhs
+            got = scaled_mm(lhs, rhs, torch.float32, fast=True)
+            wide = (casts.to_float(t.codes) * t.scale for t in (lhs, rhs))
+            torch.testing.assert_close(got, next(wide) @ next(wide), rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_without_fp8_is_named():
+    assert "emulated" in why_no_fp8(torch.device("cpu"))
+    assert "cpu" in why_no_fp8(torch.device("cpu"))
+
+
+def sqnr(got, want):
+    return float(10 * torch.log10((want**2).sum() / ((got - want) ** 2).sum()))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("recipe", ["te", "te,scaling=current", "O2"])
+def test_its_accuracy_is_at_least_torchaos(recipe):
+    """torchao scales by the tensor itself in each step; delayed scaling's first step does too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    x = torch.randn(512, 256)
+    plain = MLP()
+    theirs = convert_to_float8_training(copy.deepcopy(plain), config=Float8LinearConfig(emulate=True))
+    figures = {}
+    for name, model in (("plain", plain), ("torchao", theirs), ("ours", transform(plain, recipe))):
+        inputs = x.clone().requires_grad_()
+        y = model(inputs)
+        (y * torch.linspace(-1, 1, 256)).square().mean().backward()
+        results = (y.detach(), inputs.grad, value(model.up.weight.grad))
+        if name == "plain":
+            exact = results
+            continue
+        figures[name] = [sqnr(got, want) for got, want in zip(results, exact, strict=True)]
+    # O2 rounds the weight gradient once more, to E4M3. 0.1 dB is what chance does to so many roundings.
+    compared = slice(2) if recipe == "O2" else slice(3)
+    for got, want in zip(figures["ours"][compared], figures["torchao"][compared], strict=True):
+        assert got >= want - 0.1, figures
+
+
+# The model and its optimizer.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_level_trains_as_float32_does(level):
+    net = Net()
+    plain = train(net_copy := copy.deepcopy(net), torch.optim.AdamW(net_copy.parameters(), 3e-3), 60)
+    model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
+    losses = train(model, optimizer, 60)
+    assert losses[0] == pytest.approx(plain[0], rel=0.02)
+    assert losses[-1] == pytest.approx(plain[-1], rel=0.08)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_column_of_the_recipe_is_what_is_kept(level):
+    recipe = Recipe.parse(level)
+    net = Net()
+    model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
+    train(model, optimizer, 1)
+    state = optimizer.state[model.up.weight]
+    kept = {
+        "weight": model.up.weight.detach(),
+        "weight_grad": model.up.weight.grad,
+        "exp_avg": state["exp_avg"],
+        "exp_avg_sq": state["exp_avg_sq"],
+    }
+    wanted = dict(zip(kept, (recipe.weight, recipe.weight_grad, *recipe.moments), strict=True))
+    for name, tensor in kept.items():
+        dtype = tensor.codes.dtype if is_scaled(tensor) else tensor.dtype
+        assert casts.format_of(dtype).name == wanted[name], name
+    if recipe.master_weight != "-":
+        assert casts.format_of(state["master"].dtype).name == recipe.master_weight
+    # What is not of an FP8 layer stays float32, but for its moments.
+    for parameter in (model.up.bias, model.norm.weight, model.lm_head.weight):
+        assert not is_scaled(parameter)
+        assert parameter.dtype == torch.float32
+        assert casts.format_of(optimizer.state[parameter]["exp_avg"].dtype).name == recipe.moments[0]
+
+
+def test_the_users_model_and_optimizer_stay_as_they_were():
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+    before = copy.deepcopy(net.state_dict())
+    train(*prepare(net, optimizer, "O2"), 3)
+    assert type(net.up) is nn.Linear
+    assert not optimizer.state
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    model, _ = prepare(net, optimizer, "O2", inplace=True)
+    assert model is net
+    assert is_scaled(net.up.weight)
+
+
+def test_a_layer_stays_an_nn_linear_and_keeps_its_names():
+    net = Net()
+    model, _ = prepare(net, None, "O2")
+    assert isinstance(model.up, nn.Linear)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in net.named_parameters()]
+
+
+def test_groups_options_and_state_of_an_optimizer_are_carried_over():
+    net = Net()
+    decayed = [net.up.weight, net.down.weight]
+    others = [p for p in net.parameters() if not any(p is d for d in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.3, "name": "decayed"}, {"params": others, "lr": 1e-4}]
+    optimizer = torch.optim.AdamW(groups, 3e-3, betas=(0.8, 0.95), eps=1e-6)
+    train(net, optimizer, 3)
+    model, own = prepare(net, optimizer, "O2")
+    assert [group["lr"] for group in own.param_groups] == [3e-3, 1e-4]
+    assert own.param_groups[0]["name"] == "decayed"
+    assert own.param_groups[0]["weight_decay"] == 0.3
+    assert own.param_groups[1]["betas"] == (0.8, 0.95)
+    state, plain = own.state[model.up.weight], optimizer.state[net.up.weight]
+    assert state["step"] == 3
+    got = state["exp_avg"].float() * state["exp_avg_scale"]
+    torch.testing.assert_close(
+        got, plain["exp_avg"], rtol=2**-4, atol=float(plain["exp_avg"].abs().max()) / 1e5
+    )
+    reference = train(net, optimizer, 10)
+    assert train(model, own, 10)[-1] == pytest.approx(reference[-1], rel=0.05)
+
+
+def test_decay_of_torchs_adam_is_in_the_gradient():
+    net = Net()
+    _, own = prepare(net, torch.optim.Adam(net.parameters(), weight_decay=0.1), "O2")
+    assert not own.decoupled
+    _, own = prepare(net, torch.optim.AdamW(net.parameters()), "O2")
+    assert own.decoupled
+
+
+@pytest.mark.parametrize("level", ["te", "O1"])
+def test_another_optimizer_stays_where_it_can(level):
+    net = Net()
+    model, optimizer = prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), level)
+    assert type(optimizer) is torch.optim.SGD
+    losses = train(model, optimizer, 40)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_what_cannot_be_is_refused():
+    net = Net()
+    with pytest.raises(ValueError, match=r"`optimizer`: expected an Adam or AdamW.*got SGD"):
+        prepare(net, torch.optim.SGD(net.parameters(), 0.1), "O2")
+    with pytest.raises(ValueError, match="expected amsgrad=False"):
+        prepare(net, torch.optim.AdamW(net.parameters(), amsgrad=True), "O2")
+    with pytest.raises(ValueError, match="one of the model's parameters"):
+        prepare(net, torch.optim.AdamW(Net().parameters()), "O2")
+    with pytest.raises(ValueError, match="got one that was prepared already"):
+        prepare(prepare(net, None, "O2")[0], None, "O2")
+    with pytest.raises(ValueError, match="pattern 'nowhere' matches no layer"):
+        prepare(net, None, "O2,include=nowhere")
+    with pytest.raises(ValueError, match="layer that can run in FP8; got none"):
+        prepare(nn.Sequential(nn.LayerNorm(3)), None, "O2")
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module; got str"):
+        prepare("net", None, "O2")
+    with pytest.raises(TypeError, match="what fp8jax_torch.prepare returned"):
+        report(net)
+
+
+def test_the_report_accounts_for_every_module_with_weights():
+    model, _ = prepare(Net(), None, "O2,exclude=lm_head+down")
+    text = str(report(model))
+    assert [row.path for row in report(model).rows] == ["up", "norm", "down", "lm_head"]
+    assert "1 of 4 modules with weights in FP8" in text
+    assert "native: msamp is not installed; transformer_engine is not installed" in text
+    assert "exclude=down" in text
+    assert "emulated, exactly: the device is cpu" in text
+
+
+def test_a_plain_checkpoint_loads_and_comes_back():
+    net = Net()
+    model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), "O2")
+    train(model, optimizer, 3)
+    model.load_state_dict(net.state_dict())
+    assert is_scaled(model.up.weight)
+    torch.testing.assert_close(
+        value(model.up.weight.detach()), net.up.weight.detach(), rtol=2**-11, atol=1e-6
+    )
+    plain = dequantize(model)
+    assert type(plain.up) is nn.Linear
+    assert list(plain.state_dict()) == list(net.state_dict())
+    net.load_state_dict(plain.state_dict())
+    assert is_scaled(model.up.weight)
+
+
+def test_its_own_checkpoint_goes_on_bit_for_bit(tmp_path):
+    net = Net()
+    model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), "O2")
+    train(model, optimizer, 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    fresh = Net()
+    again, other = prepare(fresh, torch.optim.AdamW(fresh.parameters(), 1.0), "O2")
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    assert train(again, other, 5) == train(model, optimizer, 5)
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self, between):
+            super().__init__()
+            self.embed, self.mid, self.out = (
+                nn.Embedding(16, 8),
+                nn.Linear(8, 8),
+                nn.Linear(8, 16, bias=False),
+            )
+            if between == "linears":
+                self.out = nn.Linear(8, 8)
+                self.out.weight = self.mid.weight
+            else:
+                self.out.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.out(F.gelu(self.mid(self.embed(tokens))))
+
+    for between in ("linears", "embedding"):
+        net = Tied(between)
+        model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 1e-2), "O2")
+        one, other = (model.mid, model.out) if between == "linears" else (model.embed, model.out)
+        assert one.weight is other.weight
+        assert is_scaled(one.weight) == (between == "linears")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(16)).square().mean().backward()
+            optimizer.step()
+        assert one.weight is other.weight
+        assert ("share" in report(model).note) == (between == "embedding")
+
+
+@pytest.mark.parametrize("level", ["te", "O2"])
+def test_microbatches_and_uses_merge_by_the_largest_amax(level):
+    x, y = batch()
+    net = Net()
+    states = []
+    for parts in (1, 4):
+        model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for rows, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                (F.mse_loss(model(rows), target) / parts).backward()
+            optimizer.step()
+        states.append(model.up.fp8)
+    torch.testing.assert_close(states[0].amax_history[0], states[1].amax_history[0], rtol=0, atol=0)
+    assert (states[1].amax_history[0] > 0).sum() == 2
+
+
+@pytest.mark.parametrize("level", ["te", "O2"])
+def test_a_skipped_step_leaves_the_scaling_state_and_evaluation_too(level):
+    net = Net()
+    own = "adamw" if level == "O2" else None
+    model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
+    train(model, optimizer, 2)
+    before = copy.deepcopy(model.state_dict())
+    model.eval()
+    with torch.no_grad():
+        model(1000 * batch()[0])
+    model(1000 * batch()[0])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(value(tensor), value(before[name])), name
+    if own:
+        x, y = batch()
+        train(model, optimizer, 1, x * torch.nan, y)
+        assert optimizer.skipped == 1
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(value(tensor), value(before[name])), name
+        assert np.isfinite(train(model, optimizer, 2)).all()
+
+
+def test_the_backward_keeps_one_byte_a_number():
+    model, kept = transform(nn.Linear(256, 512, bias=False), "te"), []
+
+    def pack(tensor):
+        kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randn(64, 256, requires_grad=True))
+    assert sum(kept) <= 64 * 256 + 512 * 256 + 64
+
+
+# Models by others, from their configurations.
+
+
+def hugging_face(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=64, bos_token_id=0, eos_token_id=0
+        )
+        return transformers.GPT2LMHeadModel(config)
+    if name == "bert":
+        config = transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+        return transformers.BertForMaskedLM(config)
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    config = transformers.ViTConfig(image_size=16, patch_size=4, num_labels=8, **sizes)
+    return transformers.ViTForImageClassification(config)
+
+
+def fit(model, optimizer, name, steps=50):
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(64, (8, 16), generator=generator)
+    images, classes = torch.randn(8, 3, 16, 16, generator=generator), torch.arange(8)
+    inputs = (
+        {"pixel_values": images, "labels": classes}
+        if name == "vit"
+        else {"input_ids": tokens, "labels": tokens}
+    )
+    model.eval()  # without dropout, so that two runs see the same
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# (name, FP8 layers at the default patterns)
+MODELS = {"gpt2": 8, "bert": 14, "llama": 14, "vit": 12}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_train_unedited(name):
+    net = hugging_face(name)
+    losses = {}
+    for level in ("bf16", "O2", "te"):
+        model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
+        losses[level] = fit(model, optimizer, name)
+        if level == "bf16":
+            continue
+        rows = report(model).rows
+        assert sum(row.fp8 for row in rows) == MODELS[name]
+        wanted = {
+            path.replace(".", "/")
+            for path, module in net.named_modules()
+            if isinstance(module, nn.Linear | nn.LayerNorm) or "Norm" in type(module).__name__
+        }
+        assert wanted <= {row.path for row in rows}
+        assert all(row.fp8 or row.reason for row in rows)
+    for level in ("O2", "te"):
+        assert losses[level][0] == pytest.approx(losses["bf16"][0], rel=0.01)
+        gap = np.abs(np.subtract(losses[level], losses["bf16"])).mean()
+        assert gap < 0.03 * losses["bf16"][0]
+        assert losses[level][-1] < 0.7 * losses[level][0]
+
+
+def test_a_loop_of_accelerate_runs_unchanged(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    x, y = batch()
+
+    def run(prepared):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+        if prepared:
+            net, optimizer = prepare(net, optimizer, "O2")
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        losses = []
+        for epoch in range(8):
+            for inputs, targets in loader:
+                with accelerator.accumulate(net):
+                    loss = F.mse_loss(net(inputs), targets)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+            if epoch == 3 and prepared:
+                accelerator.save_state(tmp_path / "run", safe_serialization=False)
+                after = copy.deepcopy(net.state_dict())
+        if prepared:
+            accelerator.load_state(tmp_path / "run")
+            for name, tensor in net.state_dict().items():
+                assert torch.equal(value(tensor), value(after[name])), name
+            assert is_scaled(accelerator.unwrap_model(net).up.weight)
+        return losses
+
+    losses, plain = run(True), run(False)
+    assert np.mean(losses[-4:]) == pytest.approx(np.mean(plain[-4:]), rel=0.08)
