@@ -129,6 +129,13 @@ def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(load
     assert row["/ state"] <= 4
 
 
+def test_torch_update_keeps_the_recipes_bytes(bench):
+    [rows] = json.loads(bench("torch_update", "--json", "--tiny")).values()
+    kept = {row["way"]: round(row["bytes kept / parameter"], 1) for row in rows}
+    assert kept == {"torch foreach": 16, "torch fused": 16, "te": 16, "O1": 11, "O2": 6, "O3": 7}
+    assert all(row["step ms"] > 0 for row in rows)
+
+
 def test_update_takes_turns_here(load_program):
     rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2)
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]

@@ -1,4 +1,4 @@
-"""torch's casts, scales and scaled tensors: bit for bit those of JAX, and tensors wherever torch wants one."""
+"""Casts, scales, scaled tensors on torch: bit for bit those of JAX, and tensors wherever torch wants one."""
 
 import copy
 import io

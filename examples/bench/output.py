@@ -39,9 +39,13 @@ def _cell(value: Any) -> str:
 
 
 def finish(
-    name: str, device: str, sections: dict[str, list[dict[str, Any]]], args: argparse.Namespace
+    name: str,
+    device: str,
+    sections: dict[str, list[dict[str, Any]]],
+    args: argparse.Namespace,
+    packages: tuple[str, ...] = PACKAGES,
 ) -> None:
-    """Prints the sections (title -> rows), and records them if asked to."""
+    """Prints the sections (title -> rows), and records them, with the packages' versions, if asked to."""
     if args.json:
         print(json.dumps(sections, indent=2))
     else:
@@ -58,7 +62,7 @@ def finish(
             ),
             "commit": _commit(),
             "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in PACKAGES},
+            **{package: importlib.metadata.version(package) for package in packages},
         }
         text = json.dumps({"environment": environment, "results": sections}, indent=2)
         (folder / "result.json").write_text(text + "\n")

@@ -15,3 +15,4 @@ from fp8jax_torch.prepare import report as report
 from fp8jax_torch.prepare import transform as transform
 from fp8jax_torch.scaled import ScaledTensor as ScaledTensor
 from fp8jax_torch.scaled import quantize as quantize
+from fp8jax_torch.scaled import value as value

@@ -257,7 +257,8 @@ def _advance(
     # lr m / c1 / (sqrt(v) / sqrt(c2) + eps), with the corrections c1 and c2 of the moments' bias.
     step = numbers.step
     root = math.sqrt(1 - beta2**step)
-    torch.sqrt(nu, out=first).add_(numbers.eps * root)
+    # The same as `sqrt`, which on a CPU goes to a library with threads of its own, and waits for them.
+    torch.pow(nu, 0.5, out=first).add_(numbers.eps * root)
     weight.addcdiv_(mu, first, value=-numbers.lr * root / (1 - beta1**step))
 
 
