@@ -1,7 +1,9 @@
 """The native torch backend: its products against JAX's, TransformerEngine's numbers and torchao, its loop."""
 
 import copy
+import importlib
 import pathlib
+import sys
 import warnings
 
 import jax
@@ -489,6 +491,39 @@ def test_the_backward_keeps_one_byte_a_number():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.randn(64, 256, requires_grad=True))
     assert sum(kept) <= 64 * 256 + 512 * 256 + 64
+
+
+# Accelerate's defects, as far as they are torch's (tests/test_accelerate.py has the others).
+
+
+def test_defect_7_an_odd_layer_stops_no_other_and_norms_stay_what_they_are():
+    norms = [nn.LayerNorm(7, elementwise_affine=False), nn.LayerNorm(33, bias=False)]
+    net = nn.Sequential(nn.Linear(24, 7), norms[0], nn.Linear(7, 33, bias=False), norms[1], nn.Linear(33, 48))
+    model = transform(net, "te")
+    assert [row.fp8 for row in report(model).rows] == [True, False, True, False, True]
+    assert model[1].weight is None
+    assert model[3].bias is None
+    x = torch.randn(5, 24)
+    torch.testing.assert_close(model(x), net(x), rtol=0.2, atol=0.2)
+    bare = transform(nn.Linear(24, 7), "te")
+    assert report(bare).rows[0].fp8
+    bare(x).sum().backward()
+
+
+def test_defect_9_what_stays_out_is_said_by_name_however_it_is_asked_for():
+    recipe = Recipe.from_accelerate({"backend": "te"})
+    for model in (transform(Net(), recipe), prepare(Net(), None, recipe)[0]):
+        assert [row.path for row in report(model).rows if row.fp8] == ["up", "down"]
+        assert report(model).rows[-1].reason == "exclude=lm_head"
+
+
+def test_without_torch_the_error_says_what_to_install(monkeypatch):
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "fp8jax_torch":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r'pip install "fp8jax\[torch\]"'):
+        importlib.import_module("fp8jax_torch")
 
 
 # Models by others, from their configurations.

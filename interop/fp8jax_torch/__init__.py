@@ -9,12 +9,7 @@ Layers, patterns, scales, casts, moments: what a recipe means is the same on bot
 `bridge` carries a run from one to the other.
 """
 
-try:
-    import torch as _torch
-except ImportError as error:
-    raise ImportError('fp8jax_torch needs torch, which is not installed: pip install "fp8jax[torch]"') from error
-del _torch
-
+from fp8jax_torch import extra as extra
 from fp8jax_torch.prepare import dequantize as dequantize
 from fp8jax_torch.prepare import prepare as prepare
 from fp8jax_torch.prepare import report as report
