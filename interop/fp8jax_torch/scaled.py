@@ -63,6 +63,19 @@ class ScaledTensor(torch.Tensor):
         special = _SPECIAL.get(func)
         return _on_values(func, args, kwargs) if special is None else special(func, *args, **kwargs)
 
+    @property
+    def data(self) -> Any:
+        """As torch's; what is assigned is rounded to this format, if it is not scaled itself."""
+        return torch.Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # torch's own knows of shape, dtype and device alone, and would leave the numbers as they were.
+        if not isinstance(new, ScaledTensor):
+            new = quantize(new, casts.format_of(self.codes.dtype), power_of_two=True)
+        torch.Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
+        self.codes, self.scale = new.codes, new.scale
+
     def dequantize(self, dtype: Any = None) -> torch.Tensor:
         """The value as a plain tensor: `codes * scale`, computed in float32 and cast to `dtype`."""
         return (casts.to_float(self.codes) * self.scale).to(dtype or self.dtype)
