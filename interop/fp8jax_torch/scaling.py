@@ -86,6 +86,15 @@ class ScalingState(torch.nn.Module):
             self.seen.zero_()
             self.is_due = False
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
+        """A move to a device; the state is float32 whatever the model is cast to."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, new in self._buffers.items():
+            if new is not None and new.dtype != torch.float32:
+                self._buffers[name] = kept[name].to(new.device)  # pyright: ignore[reportOptionalMemberAccess]
+        return self
+
     def _load_from_state_dict(
         self,
         state_dict: Any,
