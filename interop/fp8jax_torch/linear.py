@@ -4,7 +4,6 @@ A layer keeps its name, its parameters' names and its class as a base, so that w
 `isinstance(layer, nn.Linear)` gets the same answer.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import nn
 from fp8jax import formats
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
+from fp8jax_torch.mixins import Mixin, mixed, unmixed
 from fp8jax_torch.product import multiply
 from fp8jax_torch.scaled import is_scaled, value
 from fp8jax_torch.scaling import ScalingState
 
 
-class FP8Product:
+class FP8Product(Mixin):
     """Mixin of an `nn.Linear` or a Conv1D: multiplies in FP8; `fp8` is its scaling state."""
 
     in_out: bool  # whether the weight's shape is (in, out)
@@ -31,7 +31,7 @@ class FP8Product:
         return out if self.bias is None else out + self.bias.to(dtype)
 
 
-class WideProduct:
+class WideProduct(Mixin):
     """Mixin of an `nn.Linear` or a Conv1D: multiplies in the wider format `gemm`."""
 
     in_out: bool
@@ -62,7 +62,7 @@ def make_plain(layer: Any, plain: dict[int, nn.Parameter]) -> nn.Parameter:
     for name in ("in_out", "fp8", "gemm"):
         if hasattr(layer, name):
             delattr(layer, name)
-    layer.__class__ = type(layer).__mro__[2]
+    layer.__class__ = unmixed(type(layer))
     weight = layer.weight
     if not is_scaled(weight):
         return weight
@@ -72,13 +72,6 @@ def make_plain(layer: Any, plain: dict[int, nn.Parameter]) -> nn.Parameter:
 def is_product(module: nn.Module) -> bool:
     """Whether `make_product` made it."""
     return isinstance(module, FP8Product | WideProduct)
-
-
-@functools.cache
-def mixed(mixin: type, base: type) -> type:
-    """The class of a layer of class `base` that multiplies as `mixin` does."""
-    made = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": __name__})
-    return globals().setdefault(made.__name__, made)
 
 
 def _dtype_of_output(layer: Any, x: torch.Tensor) -> torch.dtype:
