@@ -87,6 +87,16 @@ class ScaledTensor(torch.Tensor):
         self.scale.copy_(new.scale)
         return self
 
+    def untyped_storage(self) -> Any:
+        """None: raises RuntimeError, as torch's own, and says what to save instead."""
+        raise RuntimeError(
+            "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes and "
+            "a scale. Save it with torch.save (in accelerate and transformers safe_serialization=False), or "
+            "save `fp8jax_torch.dequantize(model)`."
+        )
+
+    storage = untyped_storage
+
     def __repr__(self, **ignored: Any) -> str:
         name = casts.format_of(self.codes.dtype).name
         return f"ScaledTensor({self.dequantize()!r}, format={name}, scale={self.scale.item():g})"

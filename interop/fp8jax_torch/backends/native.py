@@ -7,6 +7,7 @@ and the note says so.
 """
 
 import dataclasses
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base
 from fp8jax_torch.linear import FP8Product, is_product, make_product
+from fp8jax_torch.mixins import Mixin, mixed
 from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.product import why_no_fp8
 from fp8jax_torch.scaled import is_scaled, quantize
@@ -74,9 +76,11 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
         make_product(module, _of_shared(recipe) if path in plain else recipe, layers.is_conv1d(module))
         if path not in plain:
             changed.scale(module, recipe)
+    _leave_fast_path(model)
     if optimizer is not None:
         optimizer = _prepared(optimizer, recipe, changed, set(model.parameters()))
-        optimizer.register_step_post_hook(_AfterStep(model))
+        optimizer.register_step_post_hook(_AfterStep(_states(model)))
+        optimizer.__class__ = mixed(Advancing, type(optimizer))
     else:
         model.register_forward_pre_hook(_advance)
     return base.Prepared(model, optimizer, rows, note(model))
@@ -94,6 +98,15 @@ def note(model: nn.Module) -> str:
             "weights that layers outside FP8 share stay in their own dtype, and so do their gradients"
         )
     return "; ".join(said)
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """In evaluation torch's encoder reads its layers' weights and does not call them; so it does."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoderLayer) and any(map(is_product, module.modules())):
+            module.activation_relu_or_gelu = 0
 
 
 class _Changed(NamedTuple):
@@ -181,15 +194,24 @@ _OPTIONS_OF_TORCH = {
 class _AfterStep:
     """Brings the amaxes of a step into the scaling states, or drops those of a skipped one."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, states: list[ScalingState]):
+        self.states = states
 
     def __call__(self, optimizer: Any, *ignored: Any) -> None:
-        for state in _states(self.model):
+        for state in self.states:
             if getattr(optimizer, "has_skipped", False):
                 state.forget()
             else:
                 state.advance()
+
+
+class Advancing(Mixin):
+    """Mixin of an optimizer, which torch copies and pickles without its hooks: with the one that advances."""
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        hooks = self._optimizer_step_post_hooks
+        ours = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, _AfterStep))
+        return {**super().__getstate__(), "_optimizer_step_post_hooks": ours}  # pyright: ignore
 
 
 def _advance(model: nn.Module, inputs: Any) -> None:
