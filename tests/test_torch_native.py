@@ -346,7 +346,7 @@ def test_decay_of_torchs_adam_is_in_the_gradient():
 def test_another_optimizer_stays_where_it_can(level):
     net = Net()
     model, optimizer = prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), level)
-    assert type(optimizer) is torch.optim.SGD
+    assert isinstance(optimizer, torch.optim.SGD)
     losses = train(model, optimizer, 40)
     assert losses[-1] < 0.7 * losses[0]
 
