@@ -13,7 +13,7 @@ from fp8jax import formats
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
 from fp8jax_torch.mixins import Mixin, mixed, unmixed
-from fp8jax_torch.product import multiply
+from fp8jax_torch.product import multiply, without_autocast
 from fp8jax_torch.scaled import is_scaled, value
 from fp8jax_torch.scaling import ScalingState
 
@@ -40,7 +40,7 @@ class WideProduct(Mixin):
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """`x @ weight + bias`, shape=(..., out)."""
         dtype, gemm = _dtype_of_output(self, x), casts.dtype_of(formats.get(self.gemm))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             weight = value(self.weight).to(gemm)
             out = (x.to(gemm) @ (weight if self.in_out else weight.t())).to(dtype)
         return out if self.bias is None else out + self.bias.to(dtype)
@@ -77,6 +77,6 @@ def is_product(module: nn.Module) -> bool:
 def _dtype_of_output(layer: Any, x: torch.Tensor) -> torch.dtype:
     """What torch computes in: autocast's dtype, or the promoted dtype of what takes part."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(x.dtype, layer.weight.dtype)

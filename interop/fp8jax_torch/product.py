@@ -8,6 +8,7 @@ On a GPU with FP8 tensor cores the GEMMs are `torch._scaled_mm`; elsewhere the c
 float32, in which each of their products is exact: the same numbers but for the order of the sums.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -36,10 +37,17 @@ def multiply(
         shape=(..., n). Its gradients: for `x` in its dtype, for `weight` in its own or as an E4M3
         `ScaledTensor`.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         matrix = x.reshape(-1, x.shape[-1])
         out: Any = _Product.apply(matrix, weight, state, in_out, dtype)
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def without_autocast(device: torch.device) -> Any:
+    """A context in which torch computes in the dtypes that it is given."""
+    if not torch.amp.is_autocast_available(device.type):  # as on "meta"
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 class _Product(torch.autograd.Function):
@@ -72,7 +80,7 @@ class _Product(torch.autograd.Function):
         rest = iter(parts)
         x, weight = (ScaledTensor(next(rest), next(rest)) if codes else next(rest) for codes in ctx.is_codes)
         _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
-        with torch.autocast(grads[0].device.type, enabled=False):
+        with without_autocast(grads[0].device):
             grad = casts.without_infinities(grads[0])
             grad_seen, q_grad = _quantize(state, GRAD, grad)
             state.see([x_seen, weight_seen, grad_seen])

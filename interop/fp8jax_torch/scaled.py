@@ -225,6 +225,12 @@ def _times(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
     return x
 
 
+def _times_each(func: Any, tensors: Any, factor: Any) -> None:
+    """`_times` of a list, as `clip_grad_norm_(foreach=True)` has it."""
+    for x in tensors:
+        x.mul_(factor)
+
+
 def _zero(func: Any, x: ScaledTensor) -> ScaledTensor:
     x.codes.view(torch.uint8).zero_()
     x.scale.fill_(1)
@@ -247,6 +253,8 @@ _SPECIAL: dict[Any, Any] = {
     _aten.mul_.Scalar: _times,
     _aten.div_.Tensor: _times,
     _aten.div_.Scalar: _times,
+    _aten._foreach_mul_.Tensor: _times_each,
+    _aten._foreach_mul_.Scalar: _times_each,
     **{
         func: _like
         for func in (

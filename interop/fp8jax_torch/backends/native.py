@@ -216,6 +216,9 @@ class Advancing(Mixin):
 
 def _advance(model: nn.Module, inputs: Any) -> None:
     """Without an optimizer a step ends where the next forward begins."""
+    # Not one that recomputes activations, which a backward has begun.
+    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        return
     for state in _states(model):
         state.advance()
 
