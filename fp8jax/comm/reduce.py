@@ -23,7 +23,7 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.mu import renewed
-from fp8jax.comm.zero import Spread
+from fp8jax.comm.zero import Spread, own_part
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
@@ -175,7 +175,7 @@ def reduced(
         if axis is None:
             mean = next(gathered).reshape(-1)[: q.size].reshape(q.shape)
         else:
-            mean = jnp.moveaxis(mean.reshape(_moved(_part(q.shape, axis, devices), axis)), 0, axis)
+            mean = _from_row(mean, q.shape, axis, devices)
             scale = _own(scale, axis, axis_name)
         new[i] = _back(mean, scale, leaves[i], op, devices)
     return new, mu
@@ -197,7 +197,7 @@ def part_of_sum(grad: jax.Array, spread: Spread, *, as_codes: bool) -> Any:
         return on_shared_scale(part, (), name) if as_codes else part
     [q] = wire.narrowed([grad], name)
     [mean] = wire.means_of_parts([_rows(q, axis, spread.devices)], name)
-    mean = jnp.moveaxis(mean.reshape(_moved(_part(q.shape, axis, spread.devices), axis)), 0, axis)
+    mean = _from_row(mean, q.shape, axis, spread.devices)
     part = ScaledArray(wire.from_bytes(mean), q.scale * spread.devices)
     return part if as_codes else part.dequantize()
 
@@ -215,6 +215,13 @@ def _rows(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
         return jnp.moveaxis(to_bytes(q.data), axis, 0).reshape(devices, -1)
     flat = to_bytes(q.data).reshape(-1)
     return jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
+
+
+def _from_row(row: jax.Array, shape: tuple[int, ...], axis: int, devices: int) -> jax.Array:
+    """The part along `axis` of a tensor of `shape` that one row of `_rows` has."""
+    axis %= len(shape)
+    rest = (*shape[:axis], *shape[axis + 1 :])
+    return jnp.moveaxis(row.reshape(shape[axis] // devices, *rest), 0, axis)
 
 
 def _checked(recipe: Recipe | str, op: str, floats: str | None) -> Recipe:
@@ -254,10 +261,7 @@ def _wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any
 
 def _own(scale: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """This device's part of the scales of blocks."""
-    if scale.ndim == 0 or scale.shape[axis] == 1:
-        return scale
-    size = scale.shape[axis] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(scale, lax.axis_index(axis_name) * size, size, axis)
+    return own_part(scale, axis if scale.ndim and scale.shape[axis] > 1 else None, axis_name)
 
 
 def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
@@ -266,16 +270,6 @@ def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
             f"`grads`: expected tensors whose axis {axis} divides by the {devices} devices; got {shape}. "
             "Take another `axis`, or `all_reduce` for this one."
         )
-
-
-def _part(shape: tuple[int, ...], axis: int, devices: int) -> tuple[int, ...]:
-    axis %= len(shape)
-    return (*shape[:axis], shape[axis] // devices, *shape[axis + 1 :])
-
-
-def _moved(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    axis %= len(shape)
-    return (shape[axis], *shape[:axis], *shape[axis + 1 :])
 
 
 def merged(variables: Any, axis_name: str) -> dict[str, Any]:
