@@ -1,11 +1,11 @@
-"""Objects of a user's class that do one thing otherwise: their class becomes one made of a mixin and theirs."""
+"""Objects of a user's class that do one thing otherwise: their class becomes one of a mixin and theirs."""
 
 import functools
 from typing import Any
 
 
 class Mixin:
-    """What the objects of `mixed` classes have in common: they are copied and pickled by both parts' names."""
+    """What objects of `mixed` classes have in common: they are copied and pickled by both parts' names."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = super().__reduce_ex__(2)

@@ -90,8 +90,8 @@ class ScaledTensor(torch.Tensor):
     def untyped_storage(self) -> Any:
         """None: raises RuntimeError, as torch's own, and says what to save instead."""
         raise RuntimeError(
-            "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes and "
-            "a scale. Save it with torch.save (in accelerate and transformers safe_serialization=False), or "
+            "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes "
+            "and a scale. Save it with torch.save (accelerate and transformers: safe_serialization=False), or "
             "save `fp8jax_torch.dequantize(model)`."
         )
 
