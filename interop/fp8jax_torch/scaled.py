@@ -85,17 +85,15 @@ class ScaledTensor(torch.Tensor):
         new = quantize(x, casts.format_of(self.codes.dtype), power_of_two=True)
         self.codes.copy_(new.codes)
         self.scale.copy_(new.scale)
-        return self
+        return _written(self)
 
-    def untyped_storage(self) -> Any:
-        """None: raises RuntimeError, as torch's own, and says what to save instead."""
+    def storage(self) -> Any:
+        """Raises RuntimeError: safetensors, which asks for it last, is told what to save instead."""
         raise RuntimeError(
             "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes "
             "and a scale. Save it with torch.save (accelerate and transformers: safe_serialization=False), or "
             "save `fp8jax_torch.dequantize(model)`."
         )
-
-    storage = untyped_storage
 
     def __repr__(self, **ignored: Any) -> str:
         name = casts.format_of(self.codes.dtype).name
@@ -166,6 +164,12 @@ def value(x: Any) -> Any:
     return x.dequantize() if isinstance(x, ScaledTensor) else x
 
 
+def _written(x: ScaledTensor) -> ScaledTensor:
+    """`x`, whose parts count the writes to it: below autograd torch does not, and a backward would use them."""
+    torch.autograd.graph.increment_version((x.codes, x.scale))
+    return x
+
+
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Any operation, on values; what it writes is rounded again."""
     written: list[tuple[ScaledTensor, torch.Tensor]] = []
@@ -212,7 +216,7 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     if isinstance(source, ScaledTensor) and source.codes.dtype == x.codes.dtype:
         x.codes.copy_(source.codes, non_blocking)
         x.scale.copy_(source.scale, non_blocking)
-        return x
+        return _written(x)
     return x.requantize_(value(source).to(x.device).expand(x.shape))
 
 
@@ -222,7 +226,7 @@ def _times(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
     if not isinstance(x, ScaledTensor) or not is_number or kwargs:
         return _on_values(func, (x, factor), kwargs)
     func(x.scale, factor)
-    return x
+    return _written(x)
 
 
 def _times_each(func: Any, tensors: Any, factor: Any) -> None:
@@ -234,7 +238,7 @@ def _times_each(func: Any, tensors: Any, factor: Any) -> None:
 def _zero(func: Any, x: ScaledTensor) -> ScaledTensor:
     x.codes.view(torch.uint8).zero_()
     x.scale.fill_(1)
-    return x
+    return _written(x)
 
 
 def _like(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ from fp8jax.formats import Format
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
 from fp8jax_torch.optim.sweep import Kept, Leaf, Numbers, Workspace, amaxes_of_step, take_step
-from fp8jax_torch.scaled import is_scaled, quantize, value
+from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
 # Gradients below it, squared, are far from float32's end.
 _SAFE = 2.0**60
@@ -80,6 +80,7 @@ class Adam(torch.optim.Optimizer):
         self.recipe = Recipe.parse(recipe)
         self.skipped, self.has_skipped = 0, False
         self._past: dict[torch.Tensor, list[torch.Tensor]] = {}  # see `take_step`
+        self._written: dict[torch.Tensor, Any] = {}  # the versions of parameters that their masters are of
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -111,8 +112,10 @@ class Adam(torch.optim.Optimizer):
         for leaf, numbers, parameter in leaves:
             take_step(leaf, numbers, workspace, self._past.setdefault(parameter, []))
             self.state[parameter]["step"].fill_(numbers.step)
-            if not is_scaled(parameter) and not parameter.is_contiguous():
-                parameter.copy_(leaf.weight.codes)
+            codes = _codes(parameter)
+            if not codes.is_contiguous():
+                codes.copy_(leaf.weight.codes)
+            self._written[parameter] = _versions(parameter)
         return loss
 
     def ensure_state(self, parameter: torch.Tensor, wide: torch.Tensor | None = None) -> dict[str, Any]:
@@ -131,6 +134,7 @@ class Adam(torch.optim.Optimizer):
         if self._has_master(parameter) and "master" not in state:
             source = value(parameter.detach()) if wide is None else wide
             self.put(parameter, "master", source, formats.get(self.recipe.master_weight))
+            self._written[parameter] = _versions(parameter)
         return state
 
     def put(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor, format: Format) -> None:
@@ -147,8 +151,24 @@ class Adam(torch.optim.Optimizer):
             return False
         return casts.format_of(parameter.codes.dtype).name == self.recipe.weight
 
+    def _refresh_master(self, parameter: Any) -> None:
+        """Where a weight is no rounding of its master, as after a checkpoint was loaded, the weight counts."""
+        state, weight = self.state[parameter], value(parameter.detach()).float()
+        master = ScaledTensor(state["master"], state["master" + _SCALE]) if "master" + _SCALE in state else None
+        wide = state["master"] if master is None else master.dequantize()
+        # Half an ulp of E4M3, of normal and subnormal codes, and a little for masters that were rounded too.
+        bound = 1.02 * (weight.abs() * 2.0**-4).clamp_(min=parameter.scale.item() * 2.0**-10)
+        stale = (weight - wide).abs_() > bound
+        if stale.any():
+            format = formats.get(self.recipe.master_weight)
+            self.put(parameter, "master", torch.where(stale, weight, wide), format)
+
     def _leaf(self, parameter: Any) -> Leaf:
+        if parameter.grad.is_sparse:
+            raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
+        if "master" in state and self._written.get(parameter) != _versions(parameter):
+            self._refresh_master(parameter)
         kept = [
             Kept(state[name], state.get(name + _SCALE)) if name in state else None
             for name in ("exp_avg", "exp_avg_sq", "master")
@@ -204,19 +224,20 @@ class Adam(torch.optim.Optimizer):
                     f"{list(tensor.shape)}."
                 )
             if tensor.dtype == casts.dtype_of(format) and (scale is None) == (format == formats.FP32):
-                self.state[parameter][name] = tensor.clone()
+                self.state[parameter][name] = tensor.clone(memory_format=torch.contiguous_format)
                 if scale is not None:
                     self.state[parameter][name + _SCALE] = scale.to(parameter.device, copy=True)
             else:
                 wide = casts.to_float(tensor)
                 self.put(parameter, name, wide if scale is None else wide * scale.to(wide.device), format)
+        self._written[parameter] = _versions(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "recipe": self.recipe, "skipped": self.skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.has_skipped, self._past = False, {}
+        self.has_skipped, self._past, self._written = False, {}, {}
 
 
 class AdamW(Adam):
@@ -236,6 +257,16 @@ class AdamW(Adam):
         maximize: bool = False,
     ):
         super().__init__(params, lr, betas, eps, weight_decay, recipe=recipe, maximize=maximize)
+
+
+def _codes(parameter: Any) -> torch.Tensor:
+    """What a parameter's numbers are kept in."""
+    return parameter.codes if is_scaled(parameter) else parameter
+
+
+def _versions(parameter: Any) -> tuple[int, ...]:
+    """Another value whenever a scaled parameter was written."""
+    return (id(parameter.codes), parameter.codes._version, parameter.scale._version) if is_scaled(parameter) else ()
 
 
 def _kept(tensor: Any) -> Kept:
