@@ -40,7 +40,8 @@ def prepare(
 
     Raises:
         ValueError: the recipe cannot be parsed or the backend cannot express it; a pattern of the recipe's
-            matches no layer, or no layer can run in FP8; an optimizer that cannot keep what the recipe says.
+            matches no layer, or no layer can run in FP8; an optimizer that cannot keep what the recipe says,
+            or that a scheduler was made of.
         ImportError: the library of the named backend is not installed.
         RuntimeError: the named backend cannot run here.
     """
@@ -48,9 +49,15 @@ def prepare(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
     chosen, why = backends.choose(backend, recipe, layers.device_of(model), model)
+    given = optimizer
     if not inplace:
         model, optimizer = copy.deepcopy((model, optimizer))
     model, optimizer, rows, note = chosen.prepare(model, optimizer, recipe)
+    if optimizer is not given and hasattr(getattr(given, "step", None), "_wrapped_by_lr_sched"):
+        raise ValueError(
+            "`optimizer`: expected one without a scheduler; got one whose scheduler would go on with it, and "
+            "not with the optimizer that is returned. Make the scheduler of that one, after `prepare`."
+        )
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
     return model, optimizer
 

@@ -28,7 +28,7 @@ from fp8jax.formats import Format
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
 from fp8jax_torch.optim.sweep import Kept, Leaf, Numbers, Workspace, amaxes_of_step, take_step
-from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
+from fp8jax_torch.scaled import is_scaled, quantize, value
 
 # Gradients below it, squared, are far from float32's end.
 _SAFE = 2.0**60
@@ -153,15 +153,14 @@ class Adam(torch.optim.Optimizer):
 
     def _refresh_master(self, parameter: Any) -> None:
         """Where a weight is no rounding of its master, as after a checkpoint was loaded, the weight counts."""
-        state, weight = self.state[parameter], value(parameter.detach()).float()
-        master = ScaledTensor(state["master"], state["master" + _SCALE]) if "master" + _SCALE in state else None
-        wide = state["master"] if master is None else master.dequantize()
-        # Half an ulp of E4M3, of normal and subnormal codes, and a little for masters that were rounded too.
-        bound = 1.02 * (weight.abs() * 2.0**-4).clamp_(min=parameter.scale.item() * 2.0**-10)
-        stale = (weight - wide).abs_() > bound
+        state, weight = self.state[parameter], parameter.detach()
+        scale = state.get("master" + _SCALE)
+        wide = casts.to_float(state["master"]) if scale is None else casts.to_float(state["master"]) * scale
+        rounded = casts.cast(wide * (1 / weight.scale), casts.format_of(weight.codes.dtype))
+        stale = casts.to_float(rounded) != casts.to_float(weight.codes)
         if stale.any():
             format = formats.get(self.recipe.master_weight)
-            self.put(parameter, "master", torch.where(stale, weight, wide), format)
+            self.put(parameter, "master", torch.where(stale, value(weight).float(), wide), format)
 
     def _leaf(self, parameter: Any) -> Leaf:
         if parameter.grad.is_sparse:
@@ -266,7 +265,11 @@ def _codes(parameter: Any) -> torch.Tensor:
 
 def _versions(parameter: Any) -> tuple[int, ...]:
     """Another value whenever a scaled parameter was written."""
-    return (id(parameter.codes), parameter.codes._version, parameter.scale._version) if is_scaled(parameter) else ()
+    return (
+        (id(parameter.codes), parameter.codes._version, parameter.scale._version)
+        if is_scaled(parameter)
+        else ()
+    )
 
 
 def _kept(tensor: Any) -> Kept:

@@ -1,0 +1,210 @@
+"""A prepared torch model under what users do to one: copied, cast, pickled, loaded, clipped, recomputed."""
+
+import copy
+import io
+
+import pytest
+import torch
+from fp8jax_torch import ScaledTensor, dequantize, prepare, quantize, transform
+from fp8jax_torch.linear import FP8Product
+from fp8jax_torch.mixins import mixed
+from fp8jax_torch.scaled import value
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8jax import formats
+
+LEVELS = ("te", "O1", "O2", "O3")
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+
+
+def prepared(level, model=None, **options):
+    model = net() if model is None else model
+    return prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), level, **options)
+
+
+def train(model, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X).square().sum().backward()
+        optimizer.step()
+
+
+def numbers(model):
+    return {name: value(tensor).clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(model, other):
+    for name, tensor in numbers(model).items():
+        torch.testing.assert_close(numbers(other)[name], tensor, rtol=0, atol=0)
+
+
+def saved_and_loaded(whole, **options):
+    file = io.BytesIO()
+    torch.save(whole, file)
+    file.seek(0)
+    return torch.load(file, **{"weights_only": False, **options})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_of_model_and_optimizer_goes_on_as_the_original(level, copied):
+    pair = prepared(level)
+    train(*pair)
+    twin = copied(pair)
+    train(*pair)
+    train(*twin)
+    assert_same(pair[0], twin[0])
+    assert twin[0][0].fp8.amax_history[0].count_nonzero() == 4
+
+
+def test_a_whole_model_is_read_where_none_was_prepared_yet():
+    pair = prepared("O2")
+    mixed.cache_clear()
+    twin = saved_and_loaded(pair)
+    assert isinstance(twin[0][0], FP8Product)
+    assert isinstance(twin[0][0], nn.Linear)
+    assert_same(pair[0], twin[0])
+
+
+class Linear(nn.Linear):
+    """Of the same name as torch's."""
+
+
+def test_a_subclass_is_told_from_a_class_of_its_name():
+    model = transform(nn.Sequential(nn.Linear(16, 16), Linear(16, 16)), "te")
+    assert not isinstance(model[0], Linear)
+    assert isinstance(model[1], Linear)
+    assert [type(layer) for layer in dequantize(model)] == [nn.Linear, Linear]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_scaling_states_stay_float32_in_a_model_that_is_cast(dtype):
+    model, optimizer = prepared("te")
+    train(model, optimizer)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in model.to(dtype).named_buffers():
+        torch.testing.assert_close(buffer, before[name], rtol=0, atol=0)
+    assert model.to("meta")(torch.empty(3, 16, dtype=dtype, device="meta")).shape == (3, 16)
+
+
+@pytest.mark.parametrize("format", [formats.E4M3, formats.FP16], ids=str)
+def test_what_is_assigned_to_data_is_kept(format):
+    parameter = nn.Parameter(quantize(torch.ones(4, 4), format))
+    parameter.data = torch.full((4, 4), 3.0)
+    torch.testing.assert_close(parameter.detach().dequantize(), torch.full((4, 4), 3.0))
+    assert parameter.codes.dtype == quantize(X, format).codes.dtype
+    parameter.data = quantize(torch.full((4, 4), 5.0), format)
+    torch.testing.assert_close(parameter.detach().dequantize(), torch.full((4, 4), 5.0))
+    nn.utils.vector_to_parameters(torch.full((16,), 7.0), [parameter])
+    torch.testing.assert_close(parameter.detach().dequantize(), torch.full((4, 4), 7.0))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_weight_that_is_not_contiguous_moves(level):
+    models = [net(), net()]
+    models[0][0].weight = nn.Parameter(models[1][0].weight.detach().t().contiguous().t())
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        train(model, optimizer, 1)
+        train(*prepare(model, optimizer, level, inplace=True))
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("level", ["O3", "O3,master_weight=FP32"])
+def test_a_loaded_weight_is_not_undone_by_its_master(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    model.load_state_dict(net(seed=1).state_dict())
+    loaded = numbers(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer)
+    for name, tensor in numbers(model).items():
+        if "fp8" not in name:
+            torch.testing.assert_close(tensor, loaded[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_model_first", [True, False])
+def test_masters_come_back_whatever_is_loaded_first(is_model_first):
+    pair = prepared("O3")
+    train(*pair)
+    saved = [copy.deepcopy(part.state_dict()) for part in pair]
+    train(*pair)
+    twin = prepared("O3", net(seed=1))
+    for i in (0, 1) if is_model_first else (1, 0):
+        twin[i].load_state_dict(saved[i])
+    train(*twin)
+    assert_same(pair[0], twin[0])
+    for p, q in zip(pair[0].parameters(), twin[0].parameters(), strict=True):
+        torch.testing.assert_close(twin[1].state[q], pair[1].state[p], rtol=0, atol=0)
+
+
+def test_a_scaled_weight_written_before_the_backward_is_noticed():
+    model = transform(net(), "O3")
+    loss = model(X).sum()
+    with torch.no_grad():
+        model[2].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_clipping_of_lists_changes_scales_alone():
+    model, _ = prepared("O2")
+    model(X).square().sum().backward()
+    codes, scale = model[0].weight.grad.codes.clone(), model[0].weight.grad.scale.clone()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    assert torch.equal(model[0].weight.grad.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert model[0].weight.grad.scale < scale
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_advances_nothing(use_reentrant):
+    states = []
+    for call in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=use_reentrant)):
+        model = transform(net(), "te")
+        model(X).sum().backward()
+        x = X.clone().requires_grad_()
+        (call(model, x).sum() + call(model, 9 * x).square().sum()).backward()
+        model(X)
+        states.append(model)
+    assert_same(*states)
+
+
+def test_torchs_encoder_calls_its_layers_in_evaluation():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = transform(nn.TransformerEncoder(layer, 1), "te").eval()
+    x, mask = X.view(2, 4, 16), torch.zeros(2, 4, dtype=torch.bool)
+    want = model(x, src_key_padding_mask=mask)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, src_key_padding_mask=mask), want)
+
+
+def test_what_cannot_be_is_said():
+    model = transform(net(), "O2")
+    with pytest.raises(RuntimeError, match="fp8jax_torch.dequantize"):
+        model[0].weight.storage()
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ValueError, match="Make the scheduler of that one, after `prepare`"):
+        prepare(plain, optimizer, "O2", inplace=True)
+    _, same = prepare(net(), None, "te")
+    assert same is None
+    embedding = nn.Embedding(8, 16, sparse=True)
+    model, optimizer = prepared("O2", nn.Sequential(embedding, nn.Linear(16, 16)))
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="expected dense gradients"):
+        optimizer.step()
+
+
+def test_a_pair_of_state_dicts_is_plain_data():
+    pair = prepared("O3")
+    train(*pair)
+    model, _ = saved_and_loaded([part.state_dict() for part in pair], weights_only=True)
+    assert isinstance(model["0.weight"], ScaledTensor)
