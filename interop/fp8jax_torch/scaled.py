@@ -88,11 +88,11 @@ class ScaledTensor(torch.Tensor):
         return _written(self)
 
     def storage(self) -> Any:
-        """Raises RuntimeError: safetensors, which asks for it last, is told what to save instead."""
+        """Raises RuntimeError, which tells whoever writes safetensors what to save instead."""
         raise RuntimeError(
             "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes "
-            "and a scale. Save it with torch.save (accelerate and transformers: safe_serialization=False), or "
-            "save `fp8jax_torch.dequantize(model)`."
+            "and a scale. Save it with torch.save (in accelerate: safe_serialization=False), or save "
+            "`fp8jax_torch.dequantize(model)`."
         )
 
     def __repr__(self, **ignored: Any) -> str:
@@ -165,7 +165,7 @@ def value(x: Any) -> Any:
 
 
 def _written(x: ScaledTensor) -> ScaledTensor:
-    """`x`, whose parts count the writes to it: below autograd torch does not, and a backward would use them."""
+    """`x`, of whose parts a write is counted: below autograd torch does not, and a backward may need them."""
     torch.autograd.graph.increment_version((x.codes, x.scale))
     return x
 

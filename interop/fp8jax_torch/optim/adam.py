@@ -152,7 +152,7 @@ class Adam(torch.optim.Optimizer):
         return casts.format_of(parameter.codes.dtype).name == self.recipe.weight
 
     def _refresh_master(self, parameter: Any) -> None:
-        """Where a weight is no rounding of its master, as after a checkpoint was loaded, the weight counts."""
+        """Where a weight is no rounding of its master, as one that was loaded is not, the weight counts."""
         state, weight = self.state[parameter], parameter.detach()
         scale = state.get("master" + _SCALE)
         wide = casts.to_float(state["master"]) if scale is None else casts.to_float(state["master"]) * scale
@@ -264,12 +264,10 @@ def _codes(parameter: Any) -> torch.Tensor:
 
 
 def _versions(parameter: Any) -> tuple[int, ...]:
-    """Another value whenever a scaled parameter was written."""
-    return (
-        (id(parameter.codes), parameter.codes._version, parameter.scale._version)
-        if is_scaled(parameter)
-        else ()
-    )
+    """Others whenever a scaled parameter was written."""
+    if not is_scaled(parameter):
+        return ()
+    return id(parameter.codes), parameter.codes._version, parameter.scale._version
 
 
 def _kept(tensor: Any) -> Kept:
