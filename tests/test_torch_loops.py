@@ -185,6 +185,29 @@ def test_torchs_encoder_calls_its_layers_in_evaluation():
         torch.testing.assert_close(model(x, src_key_padding_mask=mask), want)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_a_loss_scaler_skips_leaves_no_trace(level):
+    pair = prepared(level)
+    twin = copy.deepcopy(pair)
+    for (model, optimizer), factors in ((pair, (1, 50, 2)), (twin, (1, 2))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for factor in factors:
+            optimizer.zero_grad()
+            scaler.scale(model(factor * X).square().mean()).backward()
+            if factor == 50:
+                model[2].bias.grad[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update(2.0)
+    assert_same(pair[0], twin[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_layers_without_features_are_layers(level):
+    model, optimizer = prepared(level, nn.Sequential(nn.Linear(16, 0), nn.Linear(0, 16)))
+    train(model, optimizer)
+    torch.testing.assert_close(model(X), model[1].bias.expand(8, 16))
+
+
 def test_what_cannot_be_is_said():
     model = transform(net(), "O2")
     with pytest.raises(RuntimeError, match="fp8jax_torch.dequantize"):

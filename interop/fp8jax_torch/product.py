@@ -10,6 +10,7 @@ float32, in which each of their products is exact: the same numbers but for the 
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def multiply(
         `ScaledTensor`.
     """
     with without_autocast(x.device):
-        matrix = x.reshape(-1, x.shape[-1])
+        matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 says nothing where there is a 0
         out: Any = _Product.apply(matrix, weight, state, in_out, dtype)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 

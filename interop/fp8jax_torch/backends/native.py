@@ -198,15 +198,27 @@ class _AfterStep:
         self.states = states
 
     def __call__(self, optimizer: Any, *ignored: Any) -> None:
+        if getattr(optimizer, "has_skipped", False):
+            self.forget()
+            return
         for state in self.states:
-            if getattr(optimizer, "has_skipped", False):
-                state.forget()
-            else:
-                state.advance()
+            state.advance()
+
+    def forget(self) -> None:
+        """Drops what was seen since the last step."""
+        for state in self.states:
+            state.forget()
 
 
 class Advancing(Mixin):
     """Mixin of an optimizer, which torch copies and pickles without its hooks: with the one that advances."""
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """As torch's; what was seen goes with the gradients, as after a step that a loss scaler skipped."""
+        super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        for hook in self._optimizer_step_post_hooks.values():
+            if isinstance(hook, _AfterStep):
+                hook.forget()
 
     def __getstate__(self: Any) -> dict[str, Any]:
         hooks = self._optimizer_step_post_hooks
