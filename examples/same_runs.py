@@ -1,0 +1,105 @@
+"""Runs of which some shall be the same: what torch_same_recipe.py prints and draws of them."""
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from fp8jax.train.observe import Bytes
+
+# Of runs that shall be the same. The second pair is the measure: it differs by rounding alone.
+PAIRS = (("torch", "JAX"), ("torch", "reversed"), ("torch>JAX", "torch"), ("JAX>torch", "JAX"))
+
+
+@dataclasses.dataclass
+class Run:
+    """One of the runs that are compared."""
+
+    side: Any  # has step, evaluate, bytes, skipped
+    see: Callable[[np.ndarray], np.ndarray] = lambda batch: batch
+    losses: dict[int, float] = dataclasses.field(default_factory=dict)  # by step, the first is 1
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    validation: float = float("nan")
+
+    @property
+    def milliseconds(self) -> float:
+        """Of a step, the median."""
+        return 1e3 * statistics.median(self.seconds)
+
+    def advance(self, batches: dict[int, np.ndarray]) -> None:
+        """Trains on batches, by step."""
+        for step, batch in batches.items():
+            begun = time.perf_counter()
+            self.losses[step] = self.side.step(self.see(batch))
+            self.seconds.append(time.perf_counter() - begun)
+
+
+def loss_rows(runs: dict[str, Run], ends: Collection[int]) -> list[list[str]]:
+    """Means over the steps since the row before, of losses and, after "|", of distances step by step."""
+    pairs = [pair for pair in PAIRS if pair[0] in runs]
+    rows = [["step", *runs, *(f"|{a} - {b}|" for a, b in pairs)]]
+    for first, last in zip([0, *sorted(ends)], sorted(ends), strict=False):
+        steps = range(first + 1, last + 1)
+        means = [mean_of(run.losses, steps) for run in runs.values()]
+        far = [mean_of(distances(runs[a], runs[b]), steps) for a, b in pairs]
+        cells = [*(f"{x:.4f}" for x in means), *(f"{x:.1e}" for x in far)]
+        rows.append([str(last), *("-" if cell == "nan" else cell for cell in cells)])
+    return rows
+
+
+def run_rows(runs: dict[str, Run]) -> list[list[str]]:
+    """What each run ends with and costs; bytes are per parameter, ms the median of a step."""
+    rows = [["run", "validation loss", *Bytes._fields, "sum", "ms/step", "skipped"]]
+    for name, run in runs.items():
+        sizes = run.side.bytes()
+        numbers = [f"{size:.2f}" for size in (*sizes, sum(sizes))]
+        rows.append(
+            [name, f"{run.validation:.4f}", *numbers, f"{run.milliseconds:.1f}", str(run.side.skipped)]
+        )
+    return rows
+
+
+def distances(run: Run, other: Run) -> dict[int, float]:
+    """By step, of those that both did."""
+    return {step: abs(loss - other.losses[step]) for step, loss in run.losses.items() if step in other.losses}
+
+
+def mean_of(numbers: dict[int, float], steps: range) -> float:
+    """Of some steps; NaN if there are none."""
+    found = [numbers[step] for step in steps if step in numbers]
+    return statistics.mean(found) if found else float("nan")
+
+
+def table(rows: list[list[str]]) -> str:
+    """The rows, aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+
+
+def draw(runs: dict[str, Run], title: str, cross: int, path: pathlib.Path) -> None:
+    """Losses above, smoothed over a fiftieth of the run; distances below; a line where the sides changed."""
+    from matplotlib.figure import Figure
+
+    above, below = (figure := Figure(figsize=(8, 7), dpi=110)).subplots(2, sharex=True)
+    width = max(len(runs["torch"].losses) // 50, 1)
+    for name, run in runs.items():
+        if name != "reversed":
+            smooth = np.convolve(list(run.losses.values()), np.ones(width) / width, "valid")
+            steps = np.array(list(run.losses))[width - 1 :]
+            above.plot(steps, smooth, label=name, linewidth=1, linestyle="--" if ">" in name else "-")
+    for name, other in PAIRS:
+        if name in runs:
+            far = distances(runs[name], runs[other])
+            far = {step: max(distance, 1e-8) for step, distance in far.items()}  # zero has no logarithm
+            below.plot(list(far), list(far.values()), label=f"|{name} - {other}|", linewidth=0.8)
+    for axes in (above, below):
+        if cross:
+            axes.axvline(cross, color="gray", linewidth=0.8, linestyle=":")
+        axes.legend(fontsize="small")
+    above.set(ylabel="training loss", title=title)
+    below.set(xlabel="step", ylabel="distance of losses", yscale="log")
+    figure.savefig(path, bbox_inches="tight")

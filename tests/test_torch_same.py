@@ -1,0 +1,210 @@
+"""One training on torch and in JAX: the same model, data and recipe give the same losses but for rounding.
+
+Of a training in FP8 rounding is no small thing: a sum that is one bit off moves a value across the boundary
+of two codes, an eighth apart, and from there losses go their own ways. How far, says a referee: the same
+run on the same side with its sums in other orders (channels and rows permuted), a change that exact
+arithmetic would not notice. torch and JAX may be no further apart than three times that.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import optim, train
+
+torch = pytest.importorskip("torch", reason="the example needs torch: pip install fp8jax[torch]")
+pytest.importorskip("transformers", reason="the example's model is of transformers")
+
+import fp8jax_torch  # noqa: E402
+
+STEPS, CROSS = 100, 50
+SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "batch": 4}
+FACTOR = 3
+# One step's loss, of 4, is a mean of 64 numbers: a few units in its last place, 4.8e-7.
+ROUNDING = 3e-6
+RECIPES = ["O2", "te", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp32", "O3"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """So small a model is slower on many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text(train.data.standard_library(30_000), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def example(load_program):
+    """The example; its programs are compiled once for each recipe."""
+    example, made = load_program("examples/torch_same_recipe.py"), {}
+    compiled = example.Program
+
+    def program(config, vocabulary):
+        if config.recipe not in made:
+            made[config.recipe] = compiled(config, vocabulary)
+        return made[config.recipe]
+
+    example.Program = program
+    return example
+
+
+class Training:
+    """Runs of one recipe, each from its start."""
+
+    def __init__(self, example, text, recipe):
+        self.example, self.vocabulary = example, len(text.vocabulary)
+        self.config = example.Config(recipe=recipe, steps=STEPS, **SIZES)
+        self.program = example.Program(self.config, self.vocabulary)
+        draw = functools.partial(train.data.batch, text.train, size=SIZES["batch"], context=SIZES["context"])
+        self.batches = [draw(seed=(0, "train", step)) for step in range(1, STEPS + 1)]
+
+    def on_torch(self):
+        return self.example.OnTorch(self.config, self.vocabulary, self.config.recipe)
+
+    def in_jax(self):
+        return self.example.InJax(self.program, self.program.start(self.on_torch()))
+
+    def losses(self, side, first=0, last=STEPS, rows=slice(None)):
+        return np.array([side.step(batch[rows]) for batch in self.batches[first:last]])
+
+
+@pytest.fixture(scope="module")
+def training(example, path):
+    return functools.cache(functools.partial(Training, example, train.data.load(str(path))))
+
+
+@pytest.fixture
+def permute(example, monkeypatch):
+    """Has the model's channels in another order from now on: all is the same but the order of sums."""
+    plain = example.hugging_face
+
+    def permuted(seed, config, vocabulary):
+        model = plain(config, vocabulary)
+        order = torch.randperm(config.width, generator=torch.Generator().manual_seed(seed))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("c_attn.weight", "c_fc.weight")):
+                parameter.data = parameter.data[order]
+            elif not name.endswith(("c_attn.bias", "c_fc.bias")):
+                parameter.data = parameter.data[..., order]
+        return model
+
+    return lambda seed: monkeypatch.setattr(example, "hugging_face", functools.partial(permuted, seed))
+
+
+def check_within(distance, referees):
+    """At every step and in the mean no further than `FACTOR` times the furthest referee."""
+    referees = np.stack(referees)
+    assert distance.max() <= FACTOR * referees.max() + ROUNDING
+    assert distance.mean() <= FACTOR * referees.mean(1).max() + ROUNDING
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_and_jax_are_as_far_apart_as_rounding_drives_either(training, permute, recipe):
+    runs = training(recipe)
+    on_torch, in_jax = runs.losses(runs.on_torch()), runs.losses(runs.in_jax())
+    referees = []
+    for seed in range(4):
+        permute(seed)
+        rows = np.random.default_rng(seed).permutation(SIZES["batch"])
+        referees.append(abs(runs.losses(runs.in_jax(), rows=rows) - in_jax))
+    distance = abs(on_torch - in_jax)
+    assert distance[:3].max() <= ROUNDING  # before codes differ
+    assert on_torch[-10:].mean() < on_torch[0] - 0.5
+    check_within(distance, referees)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_that_changes_sides_goes_on_as_if_it_had_not(training, recipe):
+    runs = training(recipe)
+    on_torch, in_jax = runs.on_torch(), runs.in_jax()
+    runs.losses(on_torch, last=CROSS)
+    runs.losses(in_jax, last=CROSS)
+    to_jax, to_torch = runs.program.take(on_torch), runs.on_torch().take(in_jax.state)
+    middle = in_jax.state
+    stayed = [runs.losses(side, CROSS) for side in (on_torch, in_jax)]
+    crossed = [runs.losses(side, CROSS) for side in (runs.example.InJax(runs.program, to_jax), to_torch)]
+    referees = []
+    for seed in range(4):
+        rows = np.random.default_rng(seed).permutation(SIZES["batch"])
+        reordered = runs.example.InJax(runs.program, middle)
+        referees.append(abs(runs.losses(reordered, CROSS, rows=rows) - stayed[1]))
+    for before, after in zip(stayed, crossed, strict=True):
+        assert abs(before - after)[0] <= ROUNDING
+        check_within(abs(before - after), referees)
+
+
+@pytest.mark.parametrize("recipe", ["O2", "te"])
+def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
+    """At te with our AdamW; torch's own skips no step and counts none."""
+    ours = functools.partial(fp8jax_torch.optim.AdamW, recipe=recipe)
+    monkeypatch.setattr(torch.optim, "AdamW", ours)
+    runs = training(recipe)
+    side = runs.on_torch()
+    runs.losses(side, last=3)
+    side.optimizer.zero_grad()
+    (side.loss(runs.batches[3]) * torch.nan).backward()
+    side.optimizer.step()
+    in_jax = runs.example.InJax(runs.program, runs.program.take(side))
+    assert side.skipped == in_jax.skipped == 1
+    expected, got = runs.losses(side, 4, 6), runs.losses(in_jax, 4, 6)
+    np.testing.assert_allclose(got, expected, atol=1e-3)
+    back = runs.on_torch().take(in_jax.state)
+    assert back.skipped == 1 and {int(state["step"]) for state in back.optimizer.state.values()} == {5}
+    wte = in_jax.state.variables["params"]["wte"]
+    spoilt = {**in_jax.state.variables["params"], "wte": jax.tree.map(lambda x: x * jnp.nan, wte)}
+    variables = {**in_jax.state.variables, "params": spoilt}
+    bad, _ = runs.program.step(in_jax.state._replace(variables=variables), runs.batches[6])
+    again = runs.on_torch().take(in_jax.state._replace(opt_state=bad.opt_state))
+    assert int(optim.skipped(bad.opt_state)) == again.skipped == 2
+
+
+def test_at_te_torchs_own_adamw_goes_on_with_what_jax_trained(training):
+    runs = training("te")
+    in_jax = runs.in_jax()
+    runs.losses(in_jax, last=3)
+    side = runs.on_torch().take(in_jax.state)
+    assert type(side.optimizer) is torch.optim.AdamW
+    assert {int(state["step"]) for state in side.optimizer.state.values()} == {3}
+
+
+def test_the_example_runs(example, path, tmp_path, capsys):
+    sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+    options = ["--data", str(path), "--out", str(tmp_path / "out"), "--steps", "2", "--cross", "1"]
+    assert example.main([*options, *sizes]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [len(run["losses"]) for run in result["runs"].values()] == [2, 2, 2, 2, 1, 1]
+    first, second, reordered, _, over, back = (run["losses"] for run in result["runs"].values())
+    for other in (second, reordered, [first[0], *over], [first[0], *back]):
+        np.testing.assert_allclose(other, first, atol=ROUNDING)
+    kept = result["runs"]["torch"]["bytes_per_parameter"], result["runs"]["JAX"]["bytes_per_parameter"]
+    np.testing.assert_allclose(*(list(sizes.values())[:3] for sizes in kept), rtol=0.01)
+    assert "|torch - JAX|" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"result.json", "table.txt", "losses.png"}
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--cross", "300"], "--cross 300 leaves no steps of --steps 300"),
+        (["--plain", "O1"], "--plain must be fp32 or bf16; got O1"),
+        (["--recipe", "O9"], "O9"),
+        (["--backend", "tea"], "expected one of auto, msamp, te, torchao, native; got 'tea'"),
+    ],
+)
+def test_what_makes_no_comparison_is_one_line(example, path, capsys, options, says):
+    assert example.main(["--data", str(path), *options]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("torch_same_recipe: ") and says in printed and printed.count("\n") == 1
