@@ -236,7 +236,9 @@ class Adam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.has_skipped, self._past, self._written = False, {}, {}
+        self.has_skipped, self._past = False, {}
+        # Of a copy, weights and masters are of one time.
+        self._written = {parameter: _versions(parameter) for parameter in self.state}
 
 
 class AdamW(Adam):
