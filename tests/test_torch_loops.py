@@ -105,6 +105,12 @@ def test_what_is_assigned_to_data_is_kept(format):
     torch.testing.assert_close(parameter.detach().dequantize(), torch.full((4, 4), 7.0))
 
 
+def test_a_model_can_be_shared_between_processes():
+    model = transform(net(), "O2").share_memory()
+    assert all(parameter.is_shared() for parameter in model.parameters())
+    assert model(X).isfinite().all()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_weight_that_is_not_contiguous_moves(level):
     models = [net(), net()]

@@ -95,6 +95,16 @@ class ScaledTensor(torch.Tensor):
             "`fp8jax_torch.dequantize(model)`."
         )
 
+    def share_memory_(self) -> "ScaledTensor":
+        """As torch's, which would crash: it takes the tensor for one with memory of its own."""
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether other processes see what is written."""
+        return self.codes.is_shared()
+
     def __repr__(self, **ignored: Any) -> str:
         name = casts.format_of(self.codes.dtype).name
         return f"ScaledTensor({self.dequantize()!r}, format={name}, scale={self.scale.item():g})"
