@@ -56,6 +56,12 @@ class Numbers(NamedTuple):
     maximize: bool
     step: int  # 1 for the first
 
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """What moments and weight decay by."""
+        decay = 1 - self.lr * self.weight_decay if self.decoupled else 1.0
+        return _float32(self.betas[0]), _float32(self.betas[1]), decay
+
 
 _NAMES = ("mu", "nu", "weight", "master")
 
@@ -85,7 +91,11 @@ def take_step(leaf: Leaf, numbers: Numbers, workspace: Workspace, past: list[tor
     """
     narrow = [name for name in _NAMES if _has_scale(leaf, name)]
     if not narrow:
-        _sweep(leaf, numbers, {}, {}, move_plain=True)
+        grad, mu, nu, weight = (kept.codes for kept in (leaf.grad, leaf.mu, leaf.nu, leaf.weight))
+        if grad.dtype == weight.dtype == torch.float32:
+            _advance_fused(grad, mu, nu, weight, numbers)
+        else:
+            _sweep(leaf, numbers, {}, {}, move_plain=True)
         return
     aside = {name: workspace.like(name, getattr(leaf, name).codes) for name in narrow}
     # A weight that moves where it is kept, in float32, is lost in the first pass. What depends on it is then
@@ -141,11 +151,11 @@ def _sweep(
     chunk = min(size, _CHUNK.get(device.type, _CHUNK_ELSEWHERE))
     bits = torch.empty(chunk, dtype=torch.int16, device=device)
     # The weight moves from its most exact form.
-    kept_and_factors = (
-        (leaf.mu, _float32(numbers.betas[0])),
-        (leaf.nu, _float32(numbers.betas[1])),
-        (leaf.master or leaf.weight, 1 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0),
-    )
+    if leaf.mu.scale is None:
+        advance, factors = _advance_fused, (1.0, 1.0, 1.0)
+    else:
+        advance, factors = _advance, numbers.factors
+    kept_and_factors = zip((leaf.mu, leaf.nu, leaf.master or leaf.weight), factors, strict=True)
     grads = _Read(leaf.grad, 1.0, chunk, bits, in_place=True)
     read = [_Read(kept, factor, chunk, bits, in_place=move_plain) for kept, factor in kept_and_factors]
     write = [
@@ -155,7 +165,7 @@ def _sweep(
     lows, highs = [], []
     for i in range(-(-size // chunk) if size else 0):
         grad, mu, nu, weight = grads.widened(i), *(reader.widened(i) for reader in read)
-        _advance(grad, mu, nu, weight, numbers, temporaries[:, : grad.numel()])
+        advance(grad, mu, nu, weight, numbers, temporaries[:, : grad.numel()])
         moved = {"mu": mu, "nu": nu, "weight": weight, "master": weight}
         for tensor in (mu, nu, weight):
             low, high = torch.aminmax(tensor)
@@ -260,6 +270,34 @@ def _advance(
     # The same as `sqrt`, which on a CPU goes to a library with threads of its own, and waits for them.
     torch.pow(nu, 0.5, out=first).add_(numbers.eps * root)
     weight.addcdiv_(mu, first, value=-numbers.lr * root / (1 - beta1**step))
+
+
+def _advance_fused(
+    grad: torch.Tensor,
+    mu: torch.Tensor,
+    nu: torch.Tensor,
+    weight: torch.Tensor,
+    numbers: Numbers,
+    *ignored: Any,
+) -> None:
+    """The same by torch's fused Adam, whose last bits differ: where no first moment is rounded to E4M3."""
+    kernels: Any = torch.ops.aten
+    fused = kernels._fused_adamw_ if numbers.decoupled else kernels._fused_adam_
+    fused(
+        [weight],
+        [grad],
+        [mu],
+        [nu],
+        [],
+        [torch.tensor(float(numbers.step), device=weight.device)],
+        lr=numbers.lr,
+        beta1=numbers.betas[0],
+        beta2=numbers.betas[1],
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=numbers.maximize,
+    )
 
 
 def _float32(number: float) -> float:
