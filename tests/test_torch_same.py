@@ -25,7 +25,8 @@ pytest.importorskip("transformers", reason="the example's model is of transforme
 
 import fp8jax_torch  # noqa: E402
 
-STEPS, CROSS = 100, 50
+STEPS = 100
+CROSS, END = 20, 50  # of the runs that change sides
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "batch": 4}
 FACTOR = 3
 # One step's loss, of 4, is a mean of 64 numbers: a few units in its last place, 4.8e-7.
@@ -116,6 +117,7 @@ def check_within(distance, referees):
     assert distance.mean() <= FACTOR * referees.mean(1).max() + ROUNDING
 
 
+@pytest.mark.long  # a dozen runs; that a run can change sides shows the same in small
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_and_jax_are_as_far_apart_as_rounding_drives_either(training, permute, recipe):
     runs = training(recipe)
@@ -139,19 +141,16 @@ def test_a_run_that_changes_sides_goes_on_as_if_it_had_not(training, recipe):
     runs.losses(on_torch, last=CROSS)
     runs.losses(in_jax, last=CROSS)
     to_jax, to_torch = runs.program.take(on_torch), runs.on_torch().take(in_jax.state)
-    middle = in_jax.state
-    stayed = [runs.losses(side, CROSS) for side in (on_torch, in_jax)]
-    crossed = [runs.losses(side, CROSS) for side in (runs.example.InJax(runs.program, to_jax), to_torch)]
-    referees = []
-    for seed in range(8):
-        rows = np.random.default_rng(seed).permutation(SIZES["batch"])
-        reordered = runs.example.InJax(runs.program, middle)
-        referees.append(abs(runs.losses(reordered, CROSS, rows=rows) - stayed[1]))
+    stayed = [runs.losses(side, CROSS, END) for side in (on_torch, in_jax)]
+    crossed = [runs.losses(side, CROSS, END) for side in (runs.example.InJax(runs.program, to_jax), to_torch)]
+    # The two have their distance anyway; a run that changed sides keeps within it.
+    referees = [abs(stayed[0] - stayed[1])]
     # Who loses the moments on the way is seen.
     forgetful = to_jax._replace(opt_state=runs.program.start(runs.on_torch()).opt_state)
-    lost = abs(runs.losses(runs.example.InJax(runs.program, forgetful), CROSS) - stayed[0])
-    assert lost.mean() > 2 * FACTOR * np.stack(referees).mean(1).max()
+    lost = abs(runs.losses(runs.example.InJax(runs.program, forgetful), CROSS, END) - stayed[0])
+    assert lost.mean() > FACTOR * referees[0].mean() + ROUNDING
     for before, after in zip(stayed, crossed, strict=True):
+        assert abs(before - after)[0] <= A_FEW_CODES
         check_within(abs(before - after), referees)
 
 
