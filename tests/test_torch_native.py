@@ -111,11 +111,19 @@ RECIPES = (
     "O3",
     "O2,scaling=current",
 )
+# Each column once; the others are compiled by the long tests.
+QUICK = [(RECIPES[i], "float32") for i in (0, 2, 3, 6, 8)] + [("O2", "bfloat16")]
 
 
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
-    [*((recipe, "float32") for recipe in RECIPES), ("te", "bfloat16"), ("O2", "bfloat16")],
+    [
+        *(
+            pytest.param(recipe, dtype, marks=[] if (recipe, dtype) in QUICK else pytest.mark.long)
+            for dtype in ("float32", "bfloat16")
+            for recipe in RECIPES
+        )
+    ],
 )
 def test_products_gradients_and_states_are_those_of_jax(recipe, dtype):
     row = Recipe.parse(recipe)
@@ -570,7 +578,9 @@ def fit(model, optimizer, name, steps=50):
 MODELS = {"gpt2": 8, "bert": 14, "llama": 14, "vit": 12}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "vit"))]
+)
 def test_models_of_transformers_train_unedited(name):
     net = hugging_face(name)
     losses = {}

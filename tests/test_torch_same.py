@@ -179,6 +179,7 @@ def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
     assert int(optim.skipped(bad.opt_state)) == again.skipped == 2
 
 
+@pytest.mark.long  # compiles the step at te; tests/test_torch_bridge.py has the state alone
 def test_at_te_torchs_own_adamw_crosses_and_comes_back(training):
     runs = training("te")
     side = runs.on_torch()
