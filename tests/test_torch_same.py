@@ -134,6 +134,7 @@ def test_torch_and_jax_are_as_far_apart_as_rounding_drives_either(training, perm
     check_within(distance, referees)
 
 
+@pytest.mark.long  # the example changes sides too, and the test below
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_that_changes_sides_goes_on_as_if_it_had_not(training, recipe):
     runs = training(recipe)
