@@ -19,6 +19,7 @@ import output
 import torch
 from fp8jax_torch import quantize, value
 from fp8jax_torch.optim import AdamW
+from fp8jax_torch.scaled import is_scaled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,7 +38,8 @@ class Aside(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation."""
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not is_scaled(t)]
+        known = {t.untyped_storage()._cdata for t in given}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if type(tensor) is torch.Tensor:
