@@ -10,6 +10,7 @@ from fp8jax import optim as optim
 from fp8jax.dot import dot_general as dot_general
 from fp8jax.dot import einsum as einsum
 from fp8jax.dot import init_state as init_state
+from fp8jax.dot import save_fp8_operands as save_fp8_operands
 from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.models import accumulate_gradients as accumulate_gradients
 from fp8jax.models import dequantize as dequantize

@@ -43,7 +43,7 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "scaling": ("delayed", "current"),
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
-    "first_scale": ("tensor", "one"),
+    "first_scale": ("typical", "tensor", "one"),
 }
 
 
@@ -69,8 +69,9 @@ class Recipe:
         amax_compute_algo: "max" of the window, or its "most_recent" entry.
         override_linear_precision: (fprop, dgrad, wgrad), True for each GEMM that runs in
             high precision instead of FP8.
-        first_scale: delayed scaling's scale before anything was seen: from the first
-            "tensor", or "one" as TransformerEngine starts.
+        first_scale: delayed scaling's scale before anything was seen: that of a "typical"
+            tensor; from the first "tensor" itself, whose amax then has to be known before it is
+            cast, at every step; or "one" as TransformerEngine starts.
         include: layers that take part, as shell-style patterns.
         exclude: layers that do not, although included.
 
@@ -91,7 +92,7 @@ class Recipe:
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    first_scale: str = "tensor"
+    first_scale: str = "typical"
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
 
@@ -121,7 +122,7 @@ class Recipe:
         amax_history_len: int = 1024,
         amax_compute_algo: str = "max",
         override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
-        first_scale: str = "tensor",
+        first_scale: str = "typical",
     ) -> "Recipe":
         """TransformerEngine's `DelayedScaling`, argument by argument.
 

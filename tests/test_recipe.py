@@ -32,7 +32,7 @@ COMMON = {
     "interval": 1,
     "amax_compute_algo": "max",
     "override_linear_precision": (False, False, False),
-    "first_scale": "tensor",
+    "first_scale": "typical",
     "include": ("*",),
     "exclude": DEFAULT_EXCLUDE,
 }
@@ -46,7 +46,7 @@ CHOICES = {
     "scaling": ("delayed", "current"),
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
-    "first_scale": ("tensor", "one"),
+    "first_scale": ("typical", "tensor", "one"),
 }
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
 

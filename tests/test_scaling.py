@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax import Recipe, scaling
 from fp8jax.scaled import MAX_SCALE, MIN_SCALE
-from fp8jax.scaling.delayed import UNSET
+from fp8jax.scaling.delayed import TYPICAL, UNSET
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,
@@ -36,6 +36,8 @@ RECIPES = {
     "most recent": Recipe.te(amax_history_len=3, amax_compute_algo="most_recent"),
     "margin": Recipe.te(amax_history_len=2, margin=5),
     "interval": Recipe.te(amax_history_len=4, interval=3),
+    "tensor": Recipe.te(amax_history_len=3, first_scale="tensor"),
+    "interval, tensor": Recipe.te(amax_history_len=4, interval=3, first_scale="tensor"),
     "interval, one": Recipe.te(amax_history_len=2, interval=2, first_scale="one", margin=1),
     "one": Recipe.te(amax_history_len=4, first_scale="one"),
     "one, most recent": Recipe.te(amax_history_len=1, amax_compute_algo="most_recent", first_scale="one"),
@@ -58,9 +60,9 @@ def scale_of(amax, limit, margin):
 class DelayedModel:
     """One operand under delayed scaling, by the definition."""
 
-    def __init__(self, recipe, limit):
+    def __init__(self, recipe, limit, typical):
         self.recipe, self.limit = recipe, limit
-        self.kept = np.float32(1) if recipe.first_scale == "one" else None
+        self.kept = {"one": np.float32(1), "typical": np.float32(typical), "tensor": None}[recipe.first_scale]
         self.seen = []  # one amax per step, newest last; 0 for one that says nothing
 
     def casts_with(self, amax):
@@ -71,8 +73,9 @@ class DelayedModel:
 
     def update(self, amax):
         """Chooses the next step's scale."""
-        # An interval is counted from the first step on, but nobody waits for a first scale.
-        is_due = len(self.seen) % self.recipe.interval == 0 or self.kept is None
+        # An interval is counted from the first step on, but nobody waits for a scale of his own.
+        waits = self.recipe.first_scale == "one" or any(self.history)
+        is_due = len(self.seen) % self.recipe.interval == 0 or not waits
         self.seen.append(amax if says_something(amax) else np.float32(0))
         window = self.seen[-self.recipe.amax_history_len :]
         chosen = self.seen[-1] if self.recipe.amax_compute_algo == "most_recent" else max(window)
@@ -115,7 +118,7 @@ sequences = st.lists(
 def test_delayed_scales_and_histories_are_those_of_the_definition(name, amaxes):
     recipe = RECIPES[name]
     scales, states = jax.tree.map(np.asarray, runner(name)(amaxes))
-    models = [DelayedModel(recipe, limit) for limit in LIMITS]
+    models = [DelayedModel(recipe, *of) for of in zip(LIMITS, TYPICAL, strict=True)]
     for t, seen in enumerate(amaxes):
         np.testing.assert_array_equal(scales[t], [m.casts_with(a) for m, a in zip(models, seen, strict=True)])
         for model, amax in zip(models, seen, strict=True):
@@ -146,9 +149,9 @@ def test_a_window_of_amaxes_by_hand():
     """The step that sees an amax casts with the scale of before; then it counts for three steps."""
     amaxes = np.float32([[4.48, 448, 57344]] + [[44.8, 1, 1], [0, np.nan, np.inf]] + [[1, 2, 4]] * 9)
     scales, states = runner("max")(amaxes)
-    first = np.float32([4.48 / 448, 1, 1])
-    np.testing.assert_allclose(scales[0], first, rtol=2e-7)  # there is none before the first
-    np.testing.assert_allclose(scales[1], first, rtol=2e-7)
+    np.testing.assert_array_equal(scales[0], TYPICAL)  # there is none before the first
+    np.testing.assert_array_equal(runner("tensor")(amaxes)[0][0], scales[1])  # but its own, if asked for
+    np.testing.assert_allclose(scales[1], [4.48 / 448, 1, 1], rtol=2e-7)
     np.testing.assert_allclose(scales[2], [44.8 / 448, 1, 1], rtol=2e-7)
     np.testing.assert_allclose(scales[4], [44.8 / 448, 2 / 448, 4 / 57344], rtol=2e-7)
     np.testing.assert_allclose(scales[5], [1 / 448, 2 / 448, 4 / 57344], rtol=2e-7)
@@ -160,9 +163,10 @@ def test_a_window_of_amaxes_by_hand():
 @pytest.mark.parametrize(
     "name, first, keys",
     [
-        ("max", UNSET, {"scale": (3,), "amax_history": (3, 3)}),
+        ("max", TYPICAL, {"scale": (3,), "amax_history": (3, 3)}),
+        ("tensor", UNSET, {"scale": (3,), "amax_history": (3, 3)}),
         ("one", 1, {"scale": (3,), "amax_history": (3, 4)}),
-        ("interval", UNSET, {"scale": (3,), "amax_history": (3, 4), "step": ()}),
+        ("interval", TYPICAL, {"scale": (3,), "amax_history": (3, 4), "step": ()}),
         ("current", None, {}),
     ],
 )

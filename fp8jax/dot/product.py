@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import contraction, formats, scaling
-from fp8jax.dot.rule import State, Static, jitted_dot
+from fp8jax.dot.rule import KEPT, State, Static, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.layout import Layout
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
@@ -129,6 +129,22 @@ def einsum(
         )
     options = {"recipe": recipe, "state": state, "out_dtype": out_dtype, "backend": backend}
     return contraction.einsum(subscripts, lhs, rhs, functools.partial(dot_general, **options), out_sharding)
+
+
+def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """A policy for `jax.checkpoint` and `nn.remat` that keeps the FP8 operands of each product.
+
+    What lies between the products is computed anew in the backward, and so is an output that something
+    else than the next product needs, by an FP8 GEMM of the kept operands: no tensor is cast twice, and a
+    byte is kept of each number that goes into a product, where a bf16 model keeps two. With
+    `jax.checkpoint_policies.save_from_both_policies` others can be kept too.
+
+    Args: as JAX calls a policy.
+    """
+    return _save_operands(primitive, *avals, **params)
+
+
+_save_operands = jax.checkpoint_policies.save_only_these_names(KEPT)
 
 
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:

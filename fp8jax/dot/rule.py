@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, formats, scaling
@@ -23,11 +24,13 @@ from fp8jax.scaled import (
     quantize_gradient,
     to_bytes,
     value,
-    without_infinities,
 )
 from fp8jax.scaling.merge import CODES, from_max, to_codes, to_max
 
 State = dict[str, jax.Array]
+
+# What the backward needs of the forward, as `jax.checkpoint` knows it.
+KEPT = "fp8_operands"
 
 
 class Static(NamedTuple):
@@ -41,6 +44,13 @@ class Static(NamedTuple):
     slot_dtype: Any  # None: the gradient is that of rhs itself
     out_dtype: Any
     spread: Spread | None  # of the kernel over devices
+
+    @property
+    def wgrad_dtype(self) -> Any:
+        """In which the weight gradient leaves its GEMM: what it is kept in, without a rounding between."""
+        if self.slot_dtype is not None and self.slot_dtype != CODES:
+            return self.slot_dtype
+        return self.out_dtype if self.rhs_dtype is None or self.slot_dtype == CODES else self.rhs_dtype
 
     @property
     def formats(self) -> list[formats.Format]:
@@ -63,14 +73,13 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
     narrow_lhs, wide_lhs = (static.layout.lhs_matrix(x) for x in (q_lhs, lhs.astype(static.out_dtype)))
     wide_rhs = value(rhs).astype(static.out_dtype)
-    operands = (wide_lhs, wide_rhs) if fprop_is_high else (narrow_lhs, q_rhs)
-    out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
     # Of a kernel that is spread over devices the part is kept, and put together again.
-    kept = (
-        wide_lhs if wgrad_is_high else _packed(narrow_lhs),
-        wide_rhs if dgrad_is_high else _packed(q_rhs),
-    )
-    return out, (kept, (lhs_seen, rhs_seen), state)
+    narrow, seen = checkpoint_name(((_packed(narrow_lhs), _packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
+    wide = (wide_lhs, wide_rhs)
+    operands = wide if fprop_is_high else [_unpacked(x, static.formats[0]) for x in narrow]
+    out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
+    kept = (wide_lhs if wgrad_is_high else narrow[0], wide_rhs if dgrad_is_high else narrow[1])
+    return out, (kept, seen, state)
 
 
 def _kernel_matrix(static: Static, rhs: Any) -> Any:
@@ -90,10 +99,13 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     lhs, rhs = (_unpacked(operand, static.formats[0]) for operand in operands)
     rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    grad = without_infinities(grad)
     grad_seen, q_grad = _quantize(static, 2, grad, state)
+    # Saturated, an infinite gradient would look like a large one: then the products are NaN.
+    q_grad = ScaledArray(q_grad.data, jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
     dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
-    drhs = _multiply(static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True)
+    drhs = _multiply(
+        static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True, dtype=static.wgrad_dtype
+    )
     dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
     drhs = static.layout.rhs_tensor(drhs)
     limits = jnp.array([format.max for format in static.formats], jnp.float32)
@@ -172,11 +184,14 @@ def _unpacked(matrix: Any, format: formats.Format) -> Any:
     return ScaledArray(lax.bitcast_convert_type(matrix.data, format.dtype), matrix.scale)
 
 
-def _multiply(static: Static, lhs: Any, rhs: Any, spec: str, *, precise: bool) -> jax.Array:
-    """One GEMM between matrices, in FP8 if the operands are."""
+def _multiply(
+    static: Static, lhs: Any, rhs: Any, spec: str, *, precise: bool, dtype: Any = None
+) -> jax.Array:
+    """One GEMM between matrices, in FP8 if the operands are; its output in `dtype`, or the layer's."""
+    dtype = static.out_dtype if dtype is None else dtype
     dimension_numbers = static.layout.contract(spec)
     if isinstance(lhs, ScaledArray):
         multiply = backends.get(static.backend).dot
-        return multiply(lhs, rhs, dimension_numbers, out_dtype=static.out_dtype, precise=precise)
+        return multiply(lhs, rhs, dimension_numbers, out_dtype=dtype, precise=precise)
     out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
-    return out.astype(static.out_dtype)
+    return out.astype(dtype)

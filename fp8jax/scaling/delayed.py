@@ -7,14 +7,18 @@ scale is the newest `amax_history_len` amaxes, this step's included:
 
 State of a dot's n operands:
 
-    scale         # shape=(n,), float32: what the next step casts with; UNSET before the first
+    scale         # shape=(n,), float32: what the next step casts with
     amax_history  # shape=(n, amax_history_len), float32: newest first, 0 where nothing was seen
     step          # shape=(), float32: steps seen modulo interval; only where interval > 1
 
 What differs from TransformerEngine, on purpose: an infinite or NaN amax enters the window as
 0, so that one bad step is forgotten at once instead of freezing the scale until it leaves
 the window; subnormal amaxes cannot make an infinite factor; and until a tensor with an amax
-was seen, the scale comes from the tensor itself (`first_scale="one"` asks for TE's start).
+was seen, the scale is that of a typical one, with room for others (`TYPICAL`).
+
+No cast waits for an amax, so that a compiler casts a tensor where it is computed and takes
+its amax in passing. `first_scale="tensor"` starts from the first tensor itself: exactly
+scaled from the first step on, for one more reading of every tensor at all steps.
 
 References:
     TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433,
@@ -32,6 +36,11 @@ from fp8jax.recipe import Recipe
 from fp8jax.scaled import MAX_SCALE, factor_of, scale_of, select, usable
 from fp8jax.scaling.base import Scaling, State
 
+# First scales of an input, a kernel and an output gradient. With all of the mantissa they hold inputs of 0.125
+# to 3584 and kernels of 2**-10 to 28 in E4M3, and gradients of 2**-26 to 14 in E5M2. For one step, what is
+# larger is cut off, and what is much smaller flushed to zero.
+TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
+
 # No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
 # each cast a look at the whole window.
 UNSET = 2 * MAX_SCALE
@@ -41,9 +50,9 @@ def build(recipe: Recipe) -> Scaling:
     """Delayed scaling with the recipe's margin, interval, window and algorithm."""
 
     def init(operands: int) -> State:
-        first = UNSET if recipe.first_scale == "tensor" else 1.0
+        first = {"typical": TYPICAL, "tensor": (UNSET,) * 3, "one": (1.0,) * 3}[recipe.first_scale]
         state = {
-            "scale": jnp.full((operands,), first, jnp.float32),
+            "scale": jnp.array(first[:operands], jnp.float32),
             "amax_history": jnp.zeros((operands, recipe.amax_history_len), jnp.float32),
         }
         if recipe.interval > 1:
@@ -52,7 +61,7 @@ def build(recipe: Recipe) -> Scaling:
 
     def scale(state: State, operand: int, amax: jax.Array, limit: float) -> jax.Array:
         kept = lax.index_in_dim(state["scale"], operand, keepdims=False)
-        if recipe.first_scale == "one":
+        if recipe.first_scale != "tensor":
             return kept
         first = kept == UNSET
         # Exactly `where(first, scale_of(...), kept)`, see there.
@@ -69,7 +78,9 @@ def build(recipe: Recipe) -> Scaling:
         scale = scale_of(window, limits, margin=recipe.margin, otherwise=state["scale"])
         if recipe.interval == 1:
             return {"scale": scale, "amax_history": history}
-        is_due = (state["step"] == 0) | (state["scale"] == UNSET)
+        is_due = state["step"] == 0
+        if recipe.first_scale != "one":  # nobody waits for a scale of his own
+            is_due |= jnp.max(state["amax_history"], axis=1) == 0
         return {
             "scale": jnp.where(is_due, scale, state["scale"]),
             "amax_history": history,

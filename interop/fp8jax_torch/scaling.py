@@ -13,7 +13,8 @@ from fp8jax.recipe import Recipe
 from fp8jax.scaled import MAX_SCALE
 from fp8jax_torch import casts
 
-# No scale yet: see fp8jax.scaling.delayed.
+# First scales, and the mark of none: see fp8jax.scaling.delayed.
+TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
 UNSET = 2 * MAX_SCALE
 LHS, RHS, GRAD = range(3)
 
@@ -22,7 +23,7 @@ class ScalingState(torch.nn.Module):
     """Scaling state of the operands input, weight and output gradient, in this order.
 
     Buffers, of delayed scaling only:
-        scale: shape=(3,), float32: what the next cast uses; UNSET before the first.
+        scale: shape=(3,), float32: what the next cast uses.
         amax_history: shape=(3, amax_history_len), float32: newest first, 0 where nothing was seen.
         step: shape=(), float32: steps seen modulo interval; only where interval > 1.
         seen: shape=(3,), float32: largest usable amaxes since the last `advance`; not saved.
@@ -39,8 +40,8 @@ class ScalingState(torch.nn.Module):
         self.is_due = False
         if recipe.scaling != "delayed":
             return
-        first = UNSET if recipe.first_scale == "tensor" else 1.0
-        self.register_buffer("scale", torch.full((3,), first, device=device))
+        first = {"typical": TYPICAL, "tensor": (UNSET,) * 3, "one": (1.0,) * 3}[recipe.first_scale]
+        self.register_buffer("scale", torch.tensor(first, device=device))
         self.register_buffer("amax_history", torch.zeros(3, recipe.amax_history_len, device=device))
         if recipe.interval > 1:
             self.register_buffer("step", torch.zeros((), device=device))
@@ -52,7 +53,7 @@ class ScalingState(torch.nn.Module):
         if self.recipe.scaling != "delayed":
             return casts.scale_of(amax, limit, margin=margin)
         kept = self.scale[operand].clone()
-        if self.recipe.first_scale == "one":
+        if self.recipe.first_scale != "tensor":
             return kept
         return torch.where(kept == UNSET, casts.scale_of(amax, limit, margin=margin), kept)
 
@@ -74,7 +75,10 @@ class ScalingState(torch.nn.Module):
         limits = torch.tensor([format.max for format in operand_formats(recipe)], device=self.seen.device)
         scale = casts.scale_of(window, limits, margin=recipe.margin, otherwise=self.scale)
         if recipe.interval > 1:
-            scale = torch.where((self.step == 0) | (self.scale == UNSET), scale, self.scale)
+            is_due = self.step == 0
+            if recipe.first_scale != "one":  # nobody waits for a scale of his own
+                is_due = is_due | (self.amax_history.amax(1) == 0)
+            scale = torch.where(is_due, scale, self.scale)
             self.step.copy_((self.step + 1) % recipe.interval)
         self.scale.copy_(scale)
         self.amax_history.copy_(history)

@@ -36,7 +36,7 @@ _OWN_SCALING: dict[str, tuple[Any, ...]] = {
     "amax_history_len": (16,),
     "amax_compute_algo": ("max",),
     "override_linear_precision": ((False, False, False),),
-    "first_scale": ("tensor",),
+    "first_scale": ("typical", "tensor"),
 }
 
 

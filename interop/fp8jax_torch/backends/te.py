@@ -54,7 +54,7 @@ def supports(device: torch.device | None = None) -> str | None:
 def refuses(recipe: Recipe) -> str | None:
     """Which field of the recipe it has nothing for, or None.
 
-    `first_scale="tensor"` passes, although TransformerEngine starts with scale 1: only the first step
+    Any `first_scale` passes, although TransformerEngine starts with scale 1: only the first step
     differs, and `prepare` says so.
     """
     return base.refused(NAME, recipe, base.ONLY_GEMM) or refuses_gemm(NAME, recipe)
@@ -150,8 +150,8 @@ def run_in_fp8(model: nn.Module, recipe: Recipe) -> None:
 
 def note_on(recipe: Recipe) -> str:
     """How what runs differs from the recipe, or ""."""
-    if recipe.scaling == "delayed" and recipe.first_scale == "tensor":
-        return "TransformerEngine's first step has scale 1, not the first tensor's (first_scale=tensor)"
+    if recipe.scaling == "delayed" and recipe.first_scale != "one":
+        return f"TransformerEngine's first step has scale 1 (first_scale=one, not {recipe.first_scale})"
     return ""
 
 
