@@ -10,6 +10,7 @@ product into the custom call `__cublas$lt$matmul$f8` and an unmatched one into s
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 # Custom call -> kind of GEMM. Other kinds: "triton" (a GEMM fusion), "dot" (left to the code generator).
@@ -125,19 +126,28 @@ def read_lowered(lowered: Any) -> tuple[Gemm, ...]:
 
     Returns:
         As `Program.gemms`; but an operand's dtype is the narrowest that it had on its way from where it was
-        computed to the product: E4M3 codes that were widened and scaled are "f8e4m3fn".
+        computed to the product: E4M3 codes that were widened and scaled are "f8e4m3fn". Trip counts of loops
+        are not known yet: `runs` is 1.
     """
     text = lowered.compiler_ir(dialect="hlo").get_hlo_module().to_string()
-    computations, _ = _parse(text)
-    found = []
-    for body in computations.values():
-        by_name = {instruction.name: instruction for instruction in body}
-        shapes = {instruction.name: instruction.shape for instruction in body}
-        for dot in body:
-            if dot.opcode == "dot":
-                lhs, rhs = (_narrowest(by_name, operand) for operand in dot.operands)
-                found.append(_gemm("dot", dot, shapes, computations, 1)._replace(lhs=lhs, rhs=rhs))
-    return tuple(found)
+    computations, entry = _parse(text)
+    return tuple(_given(computations, entry, ""))
+
+
+def _given(computations: dict[str, list[_Instruction]], name: str, outer: str) -> Iterator[Gemm]:
+    """The dots of a computation, once for each place that calls it. Inside of a called function names begin
+    anew: `outer` is the name of the call."""
+    body = computations[name]
+    by_name = {instruction.name: instruction for instruction in body}
+    shapes = {instruction.name: instruction.shape for instruction in body}
+    for instruction in body:
+        if instruction.opcode == "dot":
+            gemm = _gemm("dot", instruction, shapes, computations, 1)
+            lhs, rhs = (_narrowest(by_name, operand) for operand in instruction.operands)
+            yield gemm._replace(lhs=lhs, rhs=rhs, name=f"{outer}{gemm.name}")
+        is_call = instruction.opcode == "call"
+        for called in _executed(instruction):
+            yield from _given(computations, called, f"{outer}{_op_name(instruction)}/" if is_call else outer)
 
 
 # What an array may pass through and still have its values, but for a scale.
@@ -304,7 +314,6 @@ def _gemm(
     if instruction.opcode == "fusion":
         instruction, shapes = _inner_dot(instruction, computations) or (instruction, shapes)
     lhs, rhs = (_dtype(shapes.get(operand, "")) for operand in instruction.operands[:2])
-    name = re.search(r'op_name="([^"]*)"', instruction.line)
     dims = re.search(r"\[([\d,]*)\]", out)
     return Gemm(
         kind=kind,
@@ -314,8 +323,13 @@ def _gemm(
         out_shape=tuple(int(dim) for dim in dims[1].split(",") if dim) if dims else (),
         fast=set(_precision(instruction.line)) <= {"DEFAULT", "default"},
         runs=runs,
-        name=name[1] if name else "",
+        name=_op_name(instruction),
     )
+
+
+def _op_name(instruction: _Instruction) -> str:
+    found = re.search(r'op_name="([^"]*)"', instruction.line)
+    return found[1] if found else ""
 
 
 def _dtype(shape: str) -> str:
