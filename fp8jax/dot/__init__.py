@@ -22,4 +22,5 @@ from fp8jax.dot.product import einsum as einsum
 from fp8jax.dot.product import init_state as init_state
 from fp8jax.dot.product import quantized_kernel as quantized_kernel
 from fp8jax.dot.product import save_fp8_operands as save_fp8_operands
+from fp8jax.dot.rule import GEMMS as GEMMS
 from fp8jax.dot.weight import Weight as Weight

@@ -32,6 +32,9 @@ State = dict[str, jax.Array]
 # What the backward needs of the forward, as `jax.checkpoint` knows it.
 KEPT = "fp8_operands"
 
+# The names that the three GEMMs have in a program, in the order of `Recipe.override_linear_precision`.
+GEMMS = FPROP, DGRAD, WGRAD = ("fprop", "dgrad", "wgrad")
+
 
 class Static(NamedTuple):
     """What is known when the dot is traced."""
@@ -77,7 +80,8 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
     narrow, seen = checkpoint_name(((_packed(narrow_lhs), _packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
     wide = (wide_lhs, wide_rhs)
     operands = wide if fprop_is_high else [_unpacked(x, static.formats[0]) for x in narrow]
-    out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
+    with jax.named_scope(FPROP):
+        out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
     kept = (wide_lhs if wgrad_is_high else narrow[0], wide_rhs if dgrad_is_high else narrow[1])
     return out, (kept, seen, state)
 
@@ -102,10 +106,11 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     grad_seen, q_grad = _quantize(static, 2, grad, state)
     # Saturated, an infinite gradient would look like a large one: then the products are NaN.
     q_grad = ScaledArray(q_grad.data, jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
-    dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
-    drhs = _multiply(
-        static, lhs, grad if wgrad_is_high else q_grad, "mk,mn", precise=True, dtype=static.wgrad_dtype
-    )
+    with jax.named_scope(DGRAD):
+        dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
+    with jax.named_scope(WGRAD):
+        right = grad if wgrad_is_high else q_grad
+        drhs = _multiply(static, lhs, right, "mk,mn", precise=True, dtype=static.wgrad_dtype)
     dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
     drhs = static.layout.rhs_tensor(drhs)
     limits = jnp.array([format.max for format in static.formats], jnp.float32)
