@@ -202,6 +202,21 @@ def compile_for(
         ValueError: no such target, or `devices` is not positive.
         RuntimeError: the CUDA plugin is missing, or of another version than jaxlib.
     """
+    lowered = lower_for(fn, *args, target=target, devices=devices, donate_argnums=donate_argnums)
+    return lowered.compile(compiler_options=COMPILER_OPTIONS)
+
+
+def lower_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target = "h200",
+    devices: int = 1,
+    donate_argnums: int | tuple[int, ...] = (),
+) -> jax.stages.Lowered:
+    """The program that `compile_for` compiles, before it is: for `program.read_lowered`.
+
+    Args, Raises: see `compile_for`.
+    """
     gpus = mesh(target, devices)
     replicated = NamedSharding(gpus, PartitionSpec())
 
@@ -210,8 +225,7 @@ def compile_for(
         sharding = leaf.sharding if aval is leaf and leaf.sharding is not None else replicated
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
-    lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
-    return lowered.compile(compiler_options=COMPILER_OPTIONS)
+    return jax.jit(fn, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
 
 
 def _description(target: Target) -> str:
