@@ -23,7 +23,7 @@ from fp8jax import formats
 from fp8jax.contraction import is_dot
 from fp8jax.dot import Weight, init_state
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import Row, Rows, scope
+from fp8jax.models.report import OWN_DOT, Row, Rows, scope
 from fp8jax.models.rules import Choice, Layer, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled, quantize
@@ -115,7 +115,7 @@ class Interceptor:
 
     def _choose(self, module: Any, path: str, args: Any, kwargs: Any) -> Choice:
         if _has_own_dot(module):
-            return Choice(self.rules.recipe, "the layer has a dot_general of its own")
+            return Choice(self.rules.recipe, OWN_DOT)
         if not path and not isinstance(self.root, MATCHED):
             # `layer.apply({"params": ...}, x)` inside of a model, as for a tied head.
             return Choice(self.rules.recipe, "the layer is applied to parameters that it is given")

@@ -23,7 +23,7 @@ from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state, quantized_kernel
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import Report, Row, measured, scope, trace
+from fp8jax.models.report import OWN_DOT, Report, Row, Rows, measured, scope, trace
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import quantize, value
@@ -108,7 +108,7 @@ def _add_state(layer: Any, kernel: str, recipe: Recipe, stack: tuple[int, ...]) 
 
 def _choose(layer: Any, path: str, kernel_shape: tuple[int, ...], rules: Rules) -> Choice:
     if _has_own_dot(layer):
-        return Choice(rules.recipe, "the layer has a dot_general of its own")
+        return Choice(rules.recipe, OWN_DOT)
     choice = rules.choose(Layer(path, layer, kernel_shape))
     is_einsum = isinstance(layer, nnx.Einsum) and choice.reason is None and layer.einsum_str
     if is_einsum and not is_dot(layer.einsum_str):
@@ -118,6 +118,30 @@ def _choose(layer: Any, path: str, kernel_shape: tuple[int, ...], rules: Rules) 
 
 def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
     """See `fp8jax.report`."""
+    copy, rows, hows = _named(model)
+    graph, state = nnx.split(copy)
+
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        return nnx.merge(graph, state)(*args, **kwargs)
+
+    jaxpr = trace(call, state, *args, **kwargs)
+    recipes = [how.recipe for how in hows]
+    note = backends.get(hows[0].backend).NORMS
+    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr, note)
+
+
+def recipes(model: nnx.Module) -> list[Recipe]:
+    """Those of a module's transformed layers; empty if it is plain."""
+    return [layer.how__fp8.recipe for _, layer in _layers(model, object) if hasattr(layer, "how__fp8")]
+
+
+def named(model: nnx.Module) -> nnx.Module:
+    """A copy of a transformed module whose programs name the layer of each product, see `report.layer_of`."""
+    return _named(model)[0]
+
+
+def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
+    """The copy, a row for each of its layers, and how those that were transformed multiply."""
     copy, rows, hows = nnx.clone(model), {}, []
     for path, layer in _layers(copy, (*MATCHED, *LEFT_ALONE)):
         how, shape, reason = getattr(layer, "how__fp8", None), (), None
@@ -135,15 +159,7 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
         _change_class(layer, _scoped)
     if not hows:
         raise TypeError("`model`: expected what fp8jax.transform made; no layer of it is transformed.")
-    graph, state = nnx.split(copy)
-
-    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
-        return nnx.merge(graph, state)(*args, **kwargs)
-
-    jaxpr = trace(call, state, *args, **kwargs)
-    recipes = [how.recipe for how in hows]
-    note = backends.get(hows[0].backend).NORMS
-    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr, note)
+    return copy, rows, hows
 
 
 def dequantize(model: nnx.Module) -> nnx.Module:

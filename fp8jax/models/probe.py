@@ -102,7 +102,16 @@ def loss_of_module(
 ) -> tuple[Callable[..., Any], Any]:
     """`loss(model(*batch), *batch)` of an NNX module under a recipe: a function of variables and a batch, and
     the shapes of the variables."""
-    model = nnx.eval_shape(lambda model: transform(model, recipe, (), "auto"), model)
+    return loss_of_transformed(under(model, recipe), loss)
+
+
+def under(model: nnx.Module, recipe: Recipe) -> nnx.Module:
+    """The shapes of an NNX module under a recipe."""
+    return nnx.eval_shape(lambda model: transform(model, recipe, (), "auto"), model)
+
+
+def loss_of_transformed(model: nnx.Module, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """`loss_of_module` of what `under` gives."""
     graph, params, states, *others = nnx.split(model, *KINDS)
 
     def loss_fn(variables: Any, *batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which layers run in FP8, which do not, and why: nothing falls back silently."""
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,9 @@ import jax.extend.core as jex
 
 # Products of what stands under `scope(path)` are the layer's.
 _SCOPE = "fp8jax:"
+
+# The reason of a layer whose product is the user's choice, which may be FP8 too.
+OWN_DOT = "the layer has a dot_general of its own"
 
 
 class Row(NamedTuple):
@@ -69,6 +73,13 @@ class Report(NamedTuple):
 def scope(path: str) -> Any:
     """A context in which products count as those of the layer at `path`."""
     return jax.named_scope(_SCOPE + path.replace("/", "."))
+
+
+def layer_of(name: str) -> str | None:
+    """The layer in whose `scope` an operation of a program stands, by the operation's name; "/" in its path
+    is ".". None if it is no layer's."""
+    found = re.findall(rf"{_SCOPE}([^/()]*)", name)
+    return found[-1] if found else None
 
 
 def trace(function: Any, *args: Any, **kwargs: Any) -> Any:
