@@ -1,6 +1,7 @@
 """The command `fp8jax`.
 
 fp8jax chart      the precision chart, read back from compiled programs
+fp8jax doctor     what this machine multiplies in FP8, and whether a program does what its report says
 fp8jax plan       bytes on each device of a training step, predicted
 """
 
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from fp8jax.recipe import PRESETS
 
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fp8jax", description="FP8 training for JAX and Flax.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_chart(commands.add_parser("chart", help="the precision chart, read back from compiled programs"))
+    _add_doctor(commands.add_parser("doctor", help="what runs natively here; --compile checks a program"))
     _add_plan(commands.add_parser("plan", help="bytes on each device of a training step, predicted"))
     args = parser.parse_args(argv)
     try:
@@ -49,22 +52,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.description = (
         "Nothing is compiled, and no device is touched. A row for each recipe, stage and number."
     )
-    plan.add_argument(
-        "--model",
-        default="gpt",
-        help="gpt, gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b, or package.module:function, which returns "
-        "(model, inputs) or (model, inputs, loss), inputs being one device's",
-    )
-    for name, what in _SIZES.items():
-        plan.add_argument(f"--{name}", type=int, help=f"of a gpt: {what}")
-    plan.add_argument("--batch", type=int, default=1, help="of a gpt: sequences on each device (default 1)")
-    plan.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt")
-    plan.add_argument(
-        "--remat",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="of a gpt: keep only products for the backward",
-    )
+    _add_model(plan)
     plan.add_argument("--recipe", nargs="+", default=["bf16", "O2"], metavar="RECIPE")
     plan.add_argument("--zero", nargs="+", type=int, default=[0], metavar="STAGE", help="0 to 3 (default 0)")
     plan.add_argument("--devices", nargs="+", type=int, default=[1], metavar="N", help="(default 1)")
@@ -74,6 +62,48 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
     plan.add_argument("--json", action="store_true", help="print JSON, in bytes")
     plan.set_defaults(run=run_plan)
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    """The words for a model, see `_subject`."""
+    command.add_argument(
+        "--model",
+        default="gpt",
+        help="gpt, gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b, or package.module:function, which returns "
+        "(model, inputs) or (model, inputs, loss), inputs being one device's",
+    )
+    for name, what in _SIZES.items():
+        command.add_argument(f"--{name}", type=int, help=f"of a gpt: {what}")
+    command.add_argument(
+        "--batch", type=int, default=1, help="of a gpt: sequences on each device (default 1)"
+    )
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt")
+    command.add_argument(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of a gpt: keep only products for the backward",
+    )
+
+
+def _subject(args: argparse.Namespace) -> Any:
+    from fp8jax.memory import subject
+
+    sizes = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    return subject.subject(args.model, batch=args.batch, dtype=args.dtype, remat=args.remat, **sizes)
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.description = (
+        "What the devices here multiply natively, versions, what to install for what. With --compile: the "
+        "GEMMs of one gradient step, layer by layer, next to the report."
+    )
+    doctor.add_argument("--target", help="a GPU that is not here: h100, h200, b200 or l40s")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--compile", action="store_true", help="check a program; what follows is for it")
+    doctor.add_argument("--recipe", nargs="+", default=["O2"], metavar="RECIPE", help="(default O2)")
+    _add_model(doctor)
+    doctor.set_defaults(run=run_doctor)
 
 
 def run_chart(args: argparse.Namespace) -> int:
@@ -97,17 +127,35 @@ def run_chart(args: argparse.Namespace) -> int:
     return 1 if any(row.differences for row in rows) else 0
 
 
+def run_doctor(args: argparse.Namespace) -> int:
+    """Prints what there is, or how programs compare; 1 if something is wrong."""
+    if args.target:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from fp8jax.doctor import gemms, machine
+
+    if not args.compile:
+        found = machine.examine(args.target)
+        print(json.dumps(machine.as_data(found), indent=1) if args.json else machine.text(found))
+        return 1 if found.troubles else 0
+    of = _subject(args)
+    checked = {recipe: gemms.check(of, recipe, target=args.target) for recipe in args.recipe}
+    if args.json:
+        print(json.dumps({recipe: gemms.as_data(rows) for recipe, rows in checked.items()}, indent=1))
+    else:
+        print("\n\n".join(gemms.text(rows, recipe, args.target) for recipe, rows in checked.items()))
+    return 1 if any(row.complaint for rows in checked.values() for row in rows) else 0
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Prints the plans."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from fp8jax.memory import paper, plan, report, subject
+    from fp8jax.memory import paper, plan, report
 
     if args.paper:
         rows = paper.rows()
         print(json.dumps(rows, indent=1) if args.json else report.text(rows))
         return 0
-    sizes = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
-    of = subject.subject(args.model, batch=args.batch, dtype=args.dtype, remat=args.remat, **sizes)
+    of = _subject(args)
     plans = [
         plan(of.model, recipe, *of.inputs, loss=of.loss, devices=devices, stage=stage, target=args.target)
         for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)

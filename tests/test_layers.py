@@ -36,6 +36,7 @@ RANKS = {
     "memory": 5,
     "chart": 5,
     "targets": 5,
+    "doctor": 5,
     "cli": 6,
     "__init__": 6,
 }
@@ -44,6 +45,8 @@ RANKS = {
 SIDEWAYS = {
     ("models", "gradients"): "a Flax TrainState applies updates",
     ("chart", "targets"): "the chart is read from a program compiled for a target",
+    ("doctor", "memory"): "a model is named as for a plan",
+    ("doctor", "targets"): "the doctor reads a program compiled for a target",
     ("memory", "targets"): "the plan is read from a program compiled for a target",
 }
 
@@ -61,6 +64,7 @@ LIBRARIES = {
     "matplotlib": {"train": "eager", "chart": "lazy"},
     "yaml": {"train": "eager", "vocabulary": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
+    "jax_cuda13_plugin": {"doctor.machine": "lazy"},
     "jax_plugins": {"targets": "lazy"},
 }
 
