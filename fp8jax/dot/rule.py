@@ -32,6 +32,9 @@ State = dict[str, jax.Array]
 # What the backward needs of the forward, as `jax.checkpoint` knows it.
 KEPT = "fp8_operands"
 
+# The names that the casts of lhs, rhs and the output gradient have in a program.
+CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
+
 # The names that the three GEMMs have in a program, in the order of `Recipe.override_linear_precision`.
 GEMMS = FPROP, DGRAD, WGRAD = ("fprop", "dgrad", "wgrad")
 
@@ -72,17 +75,16 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
     del slot
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     state = from_max(state)
+    lhs = static.layout.lhs_matrix(lhs)  # before the cast: so its codes are laid out as a GEMM takes them
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
-    narrow_lhs, wide_lhs = (static.layout.lhs_matrix(x) for x in (q_lhs, lhs.astype(static.out_dtype)))
-    wide_rhs = value(rhs).astype(static.out_dtype)
     # Of a kernel that is spread over devices the part is kept, and put together again.
-    narrow, seen = checkpoint_name(((_packed(narrow_lhs), _packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
-    wide = (wide_lhs, wide_rhs)
+    narrow, seen = checkpoint_name(((_packed(q_lhs), _packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
+    wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
     operands = wide if fprop_is_high else [_unpacked(x, static.formats[0]) for x in narrow]
     with jax.named_scope(FPROP):
         out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
-    kept = (wide_lhs if wgrad_is_high else narrow[0], wide_rhs if dgrad_is_high else narrow[1])
+    kept = (wide[0] if wgrad_is_high else narrow[0], wide[1] if dgrad_is_high else narrow[1])
     return out, (kept, seen, state)
 
 
@@ -166,7 +168,9 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
     seen = amax(x)
     if operand == 1 and static.spread and static.spread.is_part:
         seen = lax.pmax(seen, static.spread.axis_name)  # parts are to be put together
-    q = quantize(x, format, scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max))
+    scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
+    with jax.named_scope(CASTS[operand]):
+        q = quantize(x, format, scale)
     packed = by_platform(_packed(q), cpu=_as_it_is, default=lax.optimization_barrier)
     return seen, _unpacked(packed, format)
 

@@ -13,6 +13,18 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from fp8jax.program.text import (
+    BITS,
+    Instruction,
+    bytes_of,
+    dtype_of,
+    executed,
+    launches,
+    op_name,
+    parse,
+    trip_count,
+)
+
 # Custom call -> kind of GEMM. Other kinds: "triton" (a GEMM fusion), "dot" (left to the code generator).
 _CALLS = {
     "__cublas$lt$matmul$f8": "cublaslt_f8",
@@ -20,12 +32,6 @@ _CALLS = {
     "__cublas$gemm": "cublas",
     "__onednn$matmul": "onednn",
 }
-
-# Opcodes that launch nothing themselves: values in place, or control flow whose bodies are counted.
-_NO_KERNEL = frozenset(
-    "add-dependency after-all async-start bitcast call conditional constant get-tuple-element opt-barrier "
-    "parameter partition-id replica-id tuple while".split()
-)
 
 
 class Gemm(NamedTuple):
@@ -77,16 +83,6 @@ class Program(NamedTuple):
         return f"{gemms} GEMMs, {self.kernels} kernels, {self.temporaries / 1e9:.3f} GB of temporaries"
 
 
-class _Instruction(NamedTuple):
-    """One line of a computation."""
-
-    name: str
-    shape: str  # as printed: "bf16[8,16]{1,0}", or a tuple of such
-    opcode: str
-    operands: tuple[str, ...]
-    line: str
-
-
 def read(compiled: Any) -> Program:
     """Reads a compiled program.
 
@@ -101,7 +97,7 @@ def read(compiled: Any) -> Program:
     Raises:
         ValueError: the text has no entry computation.
     """
-    computations, entry = _parse(compiled.as_text())
+    computations, entry = parse(compiled.as_text())
     gemms: list[Gemm] = []
     collectives: list[Collective] = []
     kernels, moved = _walk(computations, entry, 1, gemms, collectives)
@@ -130,11 +126,11 @@ def read_lowered(lowered: Any) -> tuple[Gemm, ...]:
         are not known yet: `runs` is 1.
     """
     text = lowered.compiler_ir(dialect="hlo").get_hlo_module().to_string()
-    computations, entry = _parse(text)
+    computations, entry = parse(text)
     return tuple(_given(computations, entry, ""))
 
 
-def _given(computations: dict[str, list[_Instruction]], name: str, outer: str) -> Iterator[Gemm]:
+def _given(computations: dict[str, list[Instruction]], name: str, outer: str) -> Iterator[Gemm]:
     """The dots of a computation, once for each place that calls it. Inside of a called function names begin
     anew: `outer` is the name of the call."""
     body = computations[name]
@@ -146,17 +142,15 @@ def _given(computations: dict[str, list[_Instruction]], name: str, outer: str) -
             lhs, rhs = (_narrowest(by_name, operand) for operand in instruction.operands)
             yield gemm._replace(lhs=lhs, rhs=rhs, name=f"{outer}{gemm.name}")
         is_call = instruction.opcode == "call"
-        for called in _executed(instruction):
-            yield from _given(computations, called, f"{outer}{_op_name(instruction)}/" if is_call else outer)
+        for called in executed(instruction):
+            yield from _given(computations, called, f"{outer}{op_name(instruction)}/" if is_call else outer)
 
 
 # What an array may pass through and still have its values, but for a scale.
 _PASSED = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
 
-_BITS = {"f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "u16": 16, "s16": 16, "f64": 64, "s64": 64}
 
-
-def _narrowest(by_name: dict[str, _Instruction], name: str) -> str:
+def _narrowest(by_name: dict[str, Instruction], name: str) -> str:
     dtypes = []
     while name in by_name:
         instruction = by_name[name]
@@ -168,16 +162,16 @@ def _narrowest(by_name: dict[str, _Instruction], name: str) -> str:
             (index,) = re.findall(r"index=(\d+)", instruction.line)
             name = parts.operands[int(index)]
             continue
-        dtypes.append(_dtype(instruction.shape))
+        dtypes.append(dtype_of(instruction.shape))
         if instruction.opcode not in _PASSED:
             break
         name = instruction.operands[0]
     return min(
-        (dtype for dtype in dtypes if dtype[0] in "fb"), key=lambda dtype: _BITS.get(dtype, 32), default=""
+        (dtype for dtype in dtypes if dtype[0] in "fb"), key=lambda dtype: BITS.get(dtype, 32), default=""
     )
 
 
-def _collectives(instruction: _Instruction) -> list[Collective]:
+def _collectives(instruction: Instruction) -> list[Collective]:
     kind = instruction.opcode.removesuffix("-start")
     if kind not in ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute"):
         return []
@@ -189,43 +183,8 @@ def _collectives(instruction: _Instruction) -> list[Collective]:
     ]
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The computations of the text by name, and the entry's name."""
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = None, None
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line)
-        if header:
-            current = computations.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        elif current is not None and (found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line)):
-            current.append(_instruction(found[1], found[2]))
-    if entry is None:
-        raise ValueError("`compiled`: expected the text of an HLO module; it has no ENTRY computation.")
-    return computations, entry
-
-
-def _instruction(name: str, rest: str) -> _Instruction:
-    """`bf16[8]{0} add(%a, %b), metadata=...` in its parts."""
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    opcode, _, _ = rest[end + 1 :].partition("(")
-    start = end + 1 + len(opcode)
-    operands = re.findall(r"%([\w.\-]+)", rest[start : _closing(rest, start)])
-    return _Instruction(name, rest[:end], opcode.strip(), tuple(operands), rest)
-
-
-def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return len(text)
-
-
 def _walk(
-    computations: dict[str, list[_Instruction]],
+    computations: dict[str, list[Instruction]],
     name: str,
     runs: int,
     gemms: list[Gemm],
@@ -236,48 +195,21 @@ def _walk(
     kernels = moved = 0
     shapes = {instruction.name: instruction.shape for instruction in computations[name]}
     for instruction in computations[name]:
-        if kind := _kind(instruction, computations):
+        if kind := kind_of(instruction, computations):
             gemms.append(_gemm(kind, instruction, shapes, computations, runs))
         collectives += [found._replace(runs=runs) for found in _collectives(instruction)]
-        if _launches(instruction):
+        if launches(instruction):
             kernels += 1
-            moved += sum(map(_bytes, [instruction.shape, *(shapes.get(o, "") for o in instruction.operands)]))
-        for called in _executed(instruction):
-            below = _walk(computations, called, runs * _trip_count(instruction), gemms, collectives)
+            moved += sum(
+                map(bytes_of, [instruction.shape, *(shapes.get(o, "") for o in instruction.operands)])
+            )
+        for called in executed(instruction):
+            below = _walk(computations, called, runs * trip_count(instruction), gemms, collectives)
             kernels, moved = kernels + below[0], moved + below[1]
     return kernels, moved
 
 
-def _bytes(shape: str) -> int:
-    """Size of a shape as printed, all elements of a tuple together."""
-    return sum(
-        max(_BITS.get(dtype, 8 if dtype in ("u8", "s8", "pred") else 32) // 8, 1)
-        * math.prod(map(int, filter(None, dims.split(","))))
-        for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
-    )
-
-
-def _launches(instruction: _Instruction) -> bool:
-    opcode = instruction.opcode
-    # The start of an asynchronous pair is the launch, its end a wait.
-    return opcode not in _NO_KERNEL and not opcode.endswith(("-done", "-update"))
-
-
-def _executed(instruction: _Instruction) -> list[str]:
-    """Computations that the instruction runs as programs of their own (a fusion's is one kernel)."""
-    if instruction.opcode not in ("while", "call", "conditional", "async-start"):
-        return []
-    names = re.findall(r"(?:condition|body|to_apply|calls|\w+_computation)=%([\w.\-]+)", instruction.line)
-    branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.line)
-    return names + (re.findall(r"%([\w.\-]+)", branches[1]) if branches else [])
-
-
-def _trip_count(instruction: _Instruction) -> int:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.line)
-    return int(found[1]) if found and instruction.opcode == "while" else 1
-
-
-def _kind(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> str | None:
+def kind_of(instruction: Instruction, computations: dict[str, list[Instruction]]) -> str | None:
     """The kind of GEMM that the instruction is, or None."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
@@ -290,8 +222,8 @@ def _kind(instruction: _Instruction, computations: dict[str, list[_Instruction]]
 
 
 def _inner_dot(
-    instruction: _Instruction, computations: dict[str, list[_Instruction]]
-) -> tuple[_Instruction, dict[str, str]] | None:
+    instruction: Instruction, computations: dict[str, list[Instruction]]
+) -> tuple[Instruction, dict[str, str]] | None:
     """The dot inside a fusion, with the shapes around it."""
     called = re.search(r"calls=%([\w.\-]+)", instruction.line)
     body = computations.get(called[1], []) if called else []
@@ -305,37 +237,26 @@ def _inner_dot(
 
 def _gemm(
     kind: str,
-    instruction: _Instruction,
+    instruction: Instruction,
     shapes: dict[str, str],
-    computations: dict[str, list[_Instruction]],
+    computations: dict[str, list[Instruction]],
     runs: int,
 ) -> Gemm:
     out = instruction.shape
     if instruction.opcode == "fusion":
         instruction, shapes = _inner_dot(instruction, computations) or (instruction, shapes)
-    lhs, rhs = (_dtype(shapes.get(operand, "")) for operand in instruction.operands[:2])
+    lhs, rhs = (dtype_of(shapes.get(operand, "")) for operand in instruction.operands[:2])
     dims = re.search(r"\[([\d,]*)\]", out)
     return Gemm(
         kind=kind,
         lhs=lhs,
         rhs=rhs,
-        out=_dtype(out),
+        out=dtype_of(out),
         out_shape=tuple(int(dim) for dim in dims[1].split(",") if dim) if dims else (),
         fast=set(_precision(instruction.line)) <= {"DEFAULT", "default"},
         runs=runs,
-        name=_op_name(instruction),
+        name=op_name(instruction),
     )
-
-
-def _op_name(instruction: _Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', instruction.line)
-    return found[1] if found else ""
-
-
-def _dtype(shape: str) -> str:
-    """The dtype of a shape as printed; of a tuple, that of its first element (the rest is workspace)."""
-    found = re.search(r"([a-z]\w*)\[", shape)
-    return found[1] if found else ""
 
 
 def _precision(line: str) -> list[str]:
