@@ -32,8 +32,11 @@ class GPTConfig:
     tied: bool = False  # whether the head is the embedding's transpose
     dtype: str = "float32"  # of activations between the matrix products
     remat: bool = True  # keep only the products for the backward, and recompute what lies between them
+    attention: str = "plain"  # written out here, or an implementation of `jax.nn.dot_product_attention`
 
     def __post_init__(self) -> None:
+        if self.attention not in ("plain", "xla", "cudnn"):
+            raise ValueError(f"`attention`: expected plain, xla or cudnn; got {self.attention!r}")
         if self.width % self.heads:
             raise ValueError(f"--width {self.width} is no multiple of --heads {self.heads}; change one")
 
@@ -48,14 +51,25 @@ class Attention(nn.Module):
         """(batch, time, width) -> the same."""
         batch, time, width = x.shape
         heads = self.config.heads
-        # One product for all three; then each (batch, head, time, channel).
+        # One product for all three.
         qkv = product(linear(self.config, 3 * width, "c_attn"), x)
-        query, key, value = qkv.reshape(batch, time, 3, heads, width // heads).transpose(2, 0, 3, 1, 4)
-        scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
-        scores = jnp.where(jnp.tri(time, dtype=bool), scores.astype(jnp.float32), -jnp.inf)
-        y = nn.softmax(scores).astype(x.dtype) @ value
-        y = y.transpose(0, 2, 1, 3).reshape(x.shape)
-        return product(residual_linear(self.config, width, "c_proj"), y)
+        qkv = qkv.reshape(batch, time, 3, heads, width // heads)
+        y = attend(qkv) if self.config.attention == "plain" else self.attend_by_jax(qkv)
+        return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
+
+    def attend_by_jax(self, qkv: jax.Array) -> jax.Array:
+        """As `attend`, by JAX's own function, which has fast kernels for a GPU."""
+        query, key, value = (qkv[:, :, i] for i in range(3))
+        chosen: Any = self.config.attention
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
+
+
+def attend(qkv: jax.Array) -> jax.Array:
+    """(batch, time, 3, heads, channel) -> (batch, time, heads, channel), each time looking back."""
+    query, key, value = qkv.transpose(2, 0, 3, 1, 4)
+    scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
+    scores = jnp.where(jnp.tri(scores.shape[-1], dtype=bool), scores.astype(jnp.float32), -jnp.inf)
+    return (nn.softmax(scores).astype(qkv.dtype) @ value).transpose(0, 2, 1, 3)
 
 
 class MLP(nn.Module):

@@ -233,7 +233,7 @@ def prepare(argv: Sequence[str] | None) -> Run:
         train.data.check_length(text, config.batch, config.context)
         now = train.rundir.Began(train.config.kept(config), text.fingerprint)
         train.rundir.check_same(folder, found, now)
-        sizes = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(GPTConfig)}
+        sizes = {name: size for name, size in vars(config).items() if hasattr(GPTConfig, name)}
         gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
         models = {str(recipe): fp8jax.transform(gpt, recipe) for recipe in recipes}
         place = train.placement.over(train.processes.devices(config.devices), config.batch)

@@ -1,5 +1,6 @@
 """The main job as its user runs it: two steps, every bad input, and a run that nothing can spoil."""
 
+import functools
 import json
 import os
 import random
@@ -143,6 +144,38 @@ def test_only_matrices_decay(program, is_plain):
     kernels = {f"h/{name}/kernel" for name in ("attn/c_attn", "attn/c_proj", "mlp/c_fc", "mlp/c_proj")}
     head = set() if is_plain else {"lm_head/kernel"}
     assert decaying == kernels | head | {"wte/embedding", "wpe/embedding"}
+
+
+def test_attention_by_jax_is_the_one_written_out(program):
+    """In bfloat16 both round their scores and their sums: half an ulp each, of outputs below 1."""
+    tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 17)
+    for dtype, bound in (("float32", 1e-6), ("bfloat16", 2**-7)):
+        sizes = {"layers": 2, "heads": 2, "width": 16, "context": 16, "dtype": dtype}
+        plain = program.GPT(program.GPTConfig(17, **sizes))
+        by_jax = program.GPT(program.GPTConfig(17, **sizes, attention="xla"))
+        params = jax.jit(plain.init)(jax.random.key(1), tokens)
+
+        def loss(model, params):
+            logits = model.apply(params, tokens).astype(jnp.float32)
+            return jnp.mean(logits**2), logits
+
+        (_, logits), grads = jax.jit(jax.value_and_grad(functools.partial(loss, plain), has_aux=True))(params)
+        (_, others), other_grads = jax.jit(jax.value_and_grad(functools.partial(loss, by_jax), has_aux=True))(
+            params
+        )
+        assert 0.1 < jnp.abs(logits).max() < 1
+        np.testing.assert_allclose(others, logits, rtol=0, atol=bound)
+        largest = max(jnp.abs(grad).max() for grad in jax.tree.leaves(grads))
+        jax.tree.map(
+            lambda g, o: np.testing.assert_allclose(o, g, rtol=0, atol=4 * bound * largest),
+            grads,
+            other_grads,
+        )
+
+
+def test_an_attention_that_there_is_not_is_refused(program):
+    with pytest.raises(ValueError, match="plain, xla or cudnn; got 'flash'"):
+        program.GPTConfig(17, attention="flash")
 
 
 def test_a_token_sees_only_what_came_before_it(program):
