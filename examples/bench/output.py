@@ -38,6 +38,13 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table of a page."""
+    titles = list(rows[0])
+    lines = [titles, ["---"] * len(titles), *([_cell(row.get(title)) for title in titles] for row in rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
 def finish(
     name: str,
     device: str,
@@ -51,21 +58,31 @@ def finish(
     else:
         print("\n\n".join(f"{title}\n{table(rows)}" for title, rows in sections.items()))
     if args.record:
-        today = datetime.date.today().isoformat()
-        folder = pathlib.Path(args.record) / f"{today}_{device}_{name}"
+        about = environment(device, packages)
+        folder = pathlib.Path(args.record) / f"{about['date']}_{device}_{name}"
         folder.mkdir(parents=True, exist_ok=True)
-        environment = {
-            "date": today,
-            "device": device,
-            "command": " ".join(
-                ["python", f"examples/bench/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]]
-            ),
-            "commit": _commit(),
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in packages},
-        }
-        text = json.dumps({"environment": environment, "results": sections}, indent=2)
+        text = json.dumps({"environment": about, "results": sections}, indent=2)
         (folder / "result.json").write_text(text + "\n")
+
+
+def environment(device: str, packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """What a record says of where it was made: date, device, command, commit, versions."""
+    program = f"examples/bench/{pathlib.Path(sys.argv[0]).name}"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "command": " ".join(["python", program, *sys.argv[1:]]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in packages},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def cpu_name() -> str:

@@ -2,19 +2,25 @@
 
 A benchmark's model takes its `nn.Dense` from outside. A way says which one, what is done to the finished
 model, and how its loss is differentiated. Attention's own products stay in the model's dtype for all.
+`WAYS` run on any machine where `why_not()` is None; `THROUGH_TE` need TransformerEngine, and so a GPU.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import qwix
 from flax.linen import fp8_ops
 
 import fp8jax
+from fp8jax import backends
+
+
+def _nothing() -> None:
+    return None
 
 
 class Way(NamedTuple):
@@ -25,13 +31,20 @@ class Way(NamedTuple):
     dense: Callable[..., nn.Module]
     transform: Callable[[nn.Module], Any]  # makes the model that has `init` and `apply`
     value_and_grad: Callable[..., Callable[..., Any]] = jax.value_and_grad
+    why_not: Callable[[], str | None] = _nothing  # None, or what is missing here
 
 
 def _same(model: nn.Module) -> nn.Module:
     return model
 
 
+def _missing(package: str) -> str | None:
+    return None if importlib.util.find_spec(package) else f"the package {package} is not installed"
+
+
 def _qwix(model: nn.Module) -> nn.Module:
+    import qwix
+
     rule = qwix.QtRule(
         module_path=".*",
         op_names=("dot_general",),  # nn.Dense's; attention multiplies with einsum
@@ -43,9 +56,41 @@ def _qwix(model: nn.Module) -> nn.Module:
 
 
 def _ours(recipe: str) -> Way:
-    bf16 = functools.partial(nn.Dense, dtype=jnp.bfloat16)
     transform = functools.partial(fp8jax.transform, recipe=recipe)
-    return Way(f"fp8jax {recipe}", jnp.bfloat16, bf16, transform, fp8jax.value_and_grad)
+    return Way(f"fp8jax {recipe}", jnp.bfloat16, BF16, transform, fp8jax.value_and_grad)
+
+
+def _through_te(recipe: str) -> Way:
+    """Our recipe, the products by TransformerEngine."""
+    way, transform = _ours(recipe), functools.partial(fp8jax.transform, recipe=recipe, backend="te")
+    name = f"{way.name} through TransformerEngine"
+    return way._replace(name=name, transform=transform, why_not=_why_not_te)
+
+
+def _why_not_te() -> str | None:
+    try:
+        backends.get("te")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _te_dense(recipe: str, features: int, **options: Any) -> nn.Module:
+    """A dense layer whose product is TransformerEngine's own, under one of its recipes."""
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    te_flax = importlib.import_module("transformer_engine.jax.flax")
+    product = te_flax.make_dot_general_cls(getattr(recipes, recipe)())
+    return BF16(features, dot_general_cls=product, **options)
+
+
+def _of_te(name: str, recipe: str) -> Way:
+    """TransformerEngine by itself."""
+    dense = functools.partial(_te_dense, recipe)
+    why_not = functools.partial(_missing, "transformer_engine")
+    return Way(f"TransformerEngine {name}", jnp.bfloat16, dense, _same, why_not=why_not)
+
+
+BF16 = functools.partial(nn.Dense, dtype=jnp.bfloat16)
 
 
 OURS = ("te", "te,scaling=current", "O2", "O2,scaling=current")
@@ -54,15 +99,24 @@ WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         Way("float32", jnp.float32, functools.partial(nn.Dense, dtype=jnp.float32), _same),
-        Way("bf16", jnp.bfloat16, functools.partial(nn.Dense, dtype=jnp.bfloat16), _same),
+        Way("bf16", jnp.bfloat16, BF16, _same),
         Way(
             "flax Fp8DotGeneral",
             jnp.bfloat16,
-            functools.partial(nn.Dense, dtype=jnp.bfloat16, dot_general_cls=fp8_ops.Fp8DotGeneral),
+            functools.partial(BF16, dot_general_cls=fp8_ops.Fp8DotGeneral),
             _same,
         ),
-        Way("qwix", jnp.bfloat16, functools.partial(nn.Dense, dtype=jnp.bfloat16), _qwix),
+        Way("qwix", jnp.bfloat16, BF16, _qwix, why_not=functools.partial(_missing, "qwix")),
         *map(_ours, OURS),
+    )
+}
+
+THROUGH_TE: dict[str, Way] = {
+    way.name: way
+    for way in (
+        *map(_through_te, OURS[:2]),
+        _of_te("delayed", "DelayedScaling"),
+        _of_te("current", "Float8CurrentScaling"),
     )
 }
 

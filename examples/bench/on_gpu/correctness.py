@@ -1,0 +1,219 @@
+"""Does the GPU compute what is meant? Each row: what was measured, the bound, and whether it held.
+
+The meaning is the CPU's: ml_dtypes for casts, the backend "reference" for products. Bounds of products are
+derived: cuBLASLt's FP8 GEMMs add in registers of about 14 bits, 32 products at a time; fast accumulation
+stays there, precise accumulation leaves for float32 every 128 products; outputs are rounded to bfloat16 once.
+"""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import fp8jax
+from fp8jax import ScaledArray, formats, program
+from fp8jax.scaled import cast, is_scaled
+from on_gpu import gpt
+from on_gpu.notes import Given, Notes
+
+RECIPE = "te,scaling=current"  # scales that are not 1
+REGISTER = 2.0**-13  # relative error of an addition in the tensor cores' registers
+HALF_ULP = 2.0**-9  # of bfloat16
+STEPS = 3
+
+
+def measure(given: Given, notes: Notes) -> None:
+    """One table; a part that fails is a row that did not hold."""
+    parts = (casts, gemm_counts, products, optimizer, losses)
+    found: dict[str, list[dict[str, Any]]] = {part.__name__: [] for part in parts}
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:  # most of it is compiling
+        futures = {pool.submit(part, given): part.__name__ for part in parts}
+        for future in concurrent.futures.as_completed(futures):
+            name = futures[future]
+            found[name] = [row(f"{name} (it failed)", None, None, False)]
+            with notes.attempt(name):
+                found[name] = future.result()
+            rows = [each for rows in found.values() for each in rows]
+            notes.table("correctness", rows)
+    notes.figure("correctness", sum(not each["held"] for each in rows))
+    if found["gemm_counts"][0]["held"]:
+        notes.figure("FP8 GEMMs of a Dense step", found["gemm_counts"][0]["measured"])
+
+
+def row(what: str, measured: Any, bound: Any, held: bool) -> dict[str, Any]:
+    """A row of the table."""
+    return {"what": what, "measured": measured, "bound": bound, "held": bool(held)}
+
+
+def here_and_there(here: Callable[..., Any], there: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """One function's results on the device and another's on the CPU, as numpy arrays."""
+    found = []
+    for function, device in ((here, jax.devices()[0]), (there, jax.devices("cpu")[0])):
+        with jax.default_device(device):
+            found.append(jax.device_get(function(*jax.device_put(args, device))))
+    return found[0], found[1]
+
+
+def casts(given: Given) -> list[dict[str, Any]]:
+    """All bfloat16 numbers, random float32 ones of every exponent, and midpoints between codes."""
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    count = 2**16 if given.tiny else 2**22
+    bits = np.random.default_rng(0).integers(2**32, size=count, dtype=np.uint64).astype(np.uint32)
+    found = []
+    for format in (formats.E4M3, formats.E5M2, formats.FP16):
+        dtype = np.dtype(format.dtype)
+        codes = (
+            np.arange(2 ** (8 * dtype.itemsize)).astype(f"u{dtype.itemsize}").view(dtype).astype(np.float32)
+        )
+        codes = np.sort(codes[np.isfinite(codes)])
+        middle = (codes[1:] + codes[:-1]) / 2  # exact in float32
+        values = np.concatenate([every, bits.view(np.float32), middle, np.nextafter(middle, np.inf)])
+        values = np.concatenate([values, np.nextafter(middle, -np.inf, dtype=np.float32)]).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = np.clip(values, -format.max, format.max).astype(dtype)
+        got = np.asarray(jax.jit(lambda x, format=format: cast(x, format))(values))
+        same = (got.view(f"u{dtype.itemsize}") == expected.view(f"u{dtype.itemsize}")) | np.isnan(values)
+        same &= np.isnan(got.astype(np.float32)) == np.isnan(values)
+        wrong = int(np.sum(~same))
+        found.append(
+            row(f"casts to {format.name}: differ from ml_dtypes, of {len(values)}", wrong, 0, wrong == 0)
+        )
+    return found
+
+
+def products(given: Given) -> list[dict[str, Any]]:
+    """A dense product and its two gradients, against the reference backend on the CPU."""
+    m, k, n = (32, 64, 48) if given.tiny else (512, 1024, 768)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, kernel, grad = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
+    )
+    dims = (((1,), (0,)), ((), ()))
+
+    def three(backend: str, x: Any, kernel: Any, grad: Any) -> Any:
+        def dot(x: Any, kernel: Any, state: Any) -> Any:
+            return fp8jax.dot_general(x, kernel, dims, recipe=RECIPE, state=state, backend=backend)
+
+        out, pull = jax.vjp(dot, x, kernel, fp8jax.init_state(RECIPE))
+        return out, *pull(grad)[:2]
+
+    ways = (jax.jit(functools.partial(three, backend)) for backend in ("auto", "reference"))
+    ours, meant = here_and_there(*ways, x, kernel, grad)
+    a, b, g = (np.abs(np.asarray(operand, np.float32)) for operand in (x, kernel, grad))
+    # Sums of the products' magnitudes; a cast can raise an operand by a sixteenth or, to E5M2, an eighth.
+    sizes = (1.13 * (a @ b), 1.2 * (g @ b.T), 1.2 * (a.T @ g))
+    additions = (k / 32, 128 / 32, 128 / 32)
+    found = []
+    for name, own, other, magnitude, count in zip(
+        ("fprop", "dgrad", "wgrad"), ours, meant, sizes, additions, strict=True
+    ):
+        own, other = np.asarray(own, np.float32), np.asarray(other, np.float32)
+        bound = (count + 1) * REGISTER * magnitude + 2 * HALF_ULP * np.abs(other)
+        worst = float(np.max(np.abs(own - other) / bound))
+        rms = float(np.sqrt(np.mean((own - other) ** 2) / np.mean(other**2)))
+        found.append(row(f"{name}: largest error / bound", worst, 1.0, worst <= 1))
+        found.append(row(f"{name}: root mean square error, relative", rms, 2 * HALF_ULP, rms <= 2 * HALF_ULP))
+    return found
+
+
+def gemm_counts(given: Given) -> list[dict[str, Any]]:
+    """FP8 GEMMs in programs: three of a dense layer's step, three of each layer of a GPT's report."""
+    width = 64 if given.tiny else 4096
+    dense = fp8jax.transform(nn.Dense(width, dtype=jnp.bfloat16), "te")
+    x = jax.ShapeDtypeStruct((width, width), jnp.bfloat16)
+
+    def loss(variables: Any) -> Any:
+        x = variables["params"]["x"]
+        rest = {**variables, "params": {k: v for k, v in variables["params"].items() if k != "x"}}
+        return jnp.mean(dense.apply(rest, x).astype(jnp.float32) ** 2)
+
+    shapes = jax.eval_shape(dense.init, jax.random.key(0), x)
+    shapes = {**shapes, "params": {**shapes["params"], "x": x}}
+    lowered = jax.jit(fp8jax.value_and_grad(loss)).lower(shapes)
+    count = fp8_gemms(lowered, given)
+    found = [row("Dense step: FP8 GEMMs in the program", count, 3, count == 3)]
+    if given.device == "gpu":  # as gpu.py sets XLA's flags, and as a user finds them
+        count = fp8_gemms(lowered, given, {"xla_gpu_enable_triton_gemm": True})
+        found.append(row("the same, Triton allowed to take GEMMs", count, "3 or Triton's", True))
+    learner = gpt.Learner(gpt.size_of("GPT-124M", given), "te", given.attention)
+    state, batch, _ = gpt.shapes_of(learner)
+    tokens = jax.ShapeDtypeStruct((batch.shape[0], batch.shape[1] - 1), jnp.int32)
+    told = 3 * sum(bool(layer.fp8 and layer.kernel_shape) for layer in learner.model.report(tokens).rows)
+    lowered = jax.jit(fp8jax.value_and_grad(learner.loss)).lower(state[0], batch)
+    count = fp8_gemms(lowered, given)
+    return [*found, row("GPT: FP8 GEMMs in the program, and by the report", count, told, count == told)]
+
+
+def fp8_gemms(lowered: Any, given: Given, options: Any = None) -> int:
+    """cuBLASLt's FP8 calls; on a CPU, where there are none, products of what was cast to FP8."""
+    if given.device == "gpu":
+        return program.read(lowered.compile(compiler_options=options)).count("cublaslt_f8")
+    return sum("f8" in gemm.lhs and "f8" in gemm.rhs for gemm in program.read_lowered(lowered))
+
+
+def optimizer(given: Given) -> list[dict[str, Any]]:
+    """Steps of O2's AdamW: a fused multiply-add may move what lies at a tie by one code, and nothing else."""
+    size = 64 if given.tiny else 512
+    tx = fp8jax.optim.adamw(1e-3, "O2")
+    keys = jax.random.split(jax.random.key(0), STEPS + 1)
+    weight = fp8jax.quantize(jax.random.normal(keys[0], (size, size)), formats.FP16)
+    grads = [fp8jax.quantize(1e-3 * jax.random.normal(key, (size, size)), formats.E4M3) for key in keys[1:]]
+
+    @jax.jit
+    def step(params: Any, state: Any, grad: Any) -> Any:
+        updates, state = tx.update({"kernel": grad}, state, params)
+        return fp8jax.apply_updates(params, updates), state
+
+    def steps(weight: Any, grads: Any) -> Any:
+        params, state = {"kernel": weight}, jax.jit(tx.init)({"kernel": weight})
+        for grad in grads:
+            params, state = step(params, state, grad)
+        return params, state
+
+    results = here_and_there(steps, steps, weight, grads)
+    trees = (jax.tree.leaves(tree, is_leaf=is_scaled) for tree in results)
+    pairs = [(own, other) for own, other in zip(*trees, strict=True) if isinstance(own, ScaledArray)]
+    moved, most, scales = 0.0, 0, 0
+    for own, other in pairs:
+        bits = f"i{own.data.dtype.itemsize}"
+        apart = np.abs(own.data.view(bits).astype(int) - other.data.view(bits).astype(int))
+        moved, most = max(moved, float(np.mean(apart > 0))), max(most, int(apart.max()))
+        scales += int(np.sum(own.scale != other.scale))
+    return [
+        row(
+            f"O2 AdamW, {STEPS} steps: share of codes that differ from the CPU's", moved, 5e-3, moved <= 5e-3
+        ),
+        row("the same: codes apart", most, 1, most <= 1),
+        row("the same: scales that differ", scales, 0, scales == 0),
+    ]
+
+
+def losses(given: Given) -> list[dict[str, Any]]:
+    """The first losses of a small GPT at O2."""
+    size = gpt.TINY["GPT-124M"] if given.tiny else gpt.Size(2, 2, 128, 4, 128, 256)
+    tokens = np.random.default_rng(0).integers(256, size=(size.batch, size.context + 1)).astype(np.int32)
+
+    def steps(learner: gpt.Learner, tokens: Any) -> Any:
+        state, found = gpt.compiled(learner, "init")(jax.random.key(0)), []
+        for _ in range(STEPS):
+            state, loss = gpt.compiled(learner, "step")(state, tokens, jnp.float32(1))
+            found.append(loss)
+        return np.array(found)
+
+    # Programs are kept by learner, so on a GPU the CPU's has to be another one.
+    ways = (gpt.Learner(size, "O2", attention) for attention in (given.attention, "xla"))
+    own, other = here_and_there(*(functools.partial(steps, learner) for learner in ways), tokens)
+    apart = float(np.max(np.abs(own - other)))
+    # Losses near 5.5 are means of numbers that were rounded to bfloat16, half an ulp of which is 2^-7.
+    return [
+        row(
+            f"GPT, O2, losses of {STEPS} steps: largest distance from the CPU's", apart, 2**-7, apart <= 2**-7
+        )
+    ]
