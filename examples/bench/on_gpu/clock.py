@@ -27,16 +27,17 @@ LEAST_S = 0.05  # of a turn: the clock and the first launch are nothing against 
 
 def timer(run: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready) -> Callable[[], float]:
     """Runs twice to warm up, and returns a turn: several runs, then one wait; gives seconds a run."""
-    for _ in range(2):
-        begun = time.perf_counter()
-        wait(run())
-        once = time.perf_counter() - begun
+    wait(run())
+    begun = time.perf_counter()
+    wait(run())
+    once = time.perf_counter() - begun
     calls = max(1, min(64, round(LEAST_S / once)))
 
     def turn() -> float:
         begun = time.perf_counter()
-        for _ in range(calls):
-            out = run()
+        for _ in range(calls - 1):
+            run()
+        out = run()
         wait(out)
         return (time.perf_counter() - begun) / calls
 

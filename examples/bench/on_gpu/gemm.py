@@ -87,11 +87,12 @@ def torch_product(pairs: list[Any], device: str) -> tuple[Callable[[], Any], Cal
     taken = [(*tensor(a), *tensor(b)) for a, b in pairs]
 
     def run() -> Any:
-        for a, a_scale, b, b_scale in taken:
-            out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        return [
+            torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
                 a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=device == "gpu"
             )
-        return out
+            for a, a_scale, b, b_scale in taken
+        ]
 
     return run, lambda _: torch.cuda.synchronize() if device == "gpu" else None
 

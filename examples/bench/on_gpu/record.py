@@ -37,7 +37,9 @@ class Record:
         figures = {
             name: value for found in self.sections.values() for name, value in found["figures"].items()
         }
-        why = {name: "; ".join(found["skipped"].values()) for name, found in self.sections.items()}
+        why = {
+            name: "; ".join(dict.fromkeys(found["skipped"].values())) for name, found in self.sections.items()
+        }
         why = {name: reason or "the section ended without it" for name, reason in why.items()}
         return targets.lines(figures, why, self.is_judged)
 
