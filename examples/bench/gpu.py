@@ -3,7 +3,7 @@
     python examples/bench/gpu.py                                  # a record in examples/records/
     python examples/bench/gpu.py --minutes 20 --data text.txt     # more rounds, a longer convergence
     python examples/bench/gpu.py --only correctness gemm
-    python examples/bench/gpu.py --device cpu --tiny --record /tmp/records     # the dry run: no GPU needed
+    python examples/bench/gpu.py --device cpu --tiny --record runs     # the dry run: no GPU needed
 
 Needs JAX with CUDA, Flax, optax and matplotlib; torch, TransformerEngine and others are measured where they
 are installed. fp8jax itself is that of this checkout. Sections run in order of worth (on_gpu/ has a file for
