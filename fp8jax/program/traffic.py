@@ -26,7 +26,6 @@ from fp8jax.program.text import (
     parse,
     trip_count,
 )
-from fp8jax.targets import Target
 
 _Computations = dict[str, list[Instruction]]
 
@@ -77,13 +76,13 @@ class Traffic(NamedTuple):
         """Transposes of the tensor that is transposed most often."""
         return max(self.transposes.values(), default=0)
 
-    def seconds(self, target: Target) -> float:
-        """What the program takes at the target's peaks: each kernel as long as its bytes take at full
+    def seconds(self, target: Any) -> float:
+        """What the program takes at the peaks of a `targets.Target`: each kernel as long as its bytes take at full
         bandwidth, or its FLOPs at the full rate, whichever is more. An estimate; it knows of no latency."""
         return sum(_seconds(kernel, target) * kernel.runs for kernel in self.kernels)
 
 
-def _seconds(kernel: Kernel, target: Target) -> float:
+def _seconds(kernel: Kernel, target: Any) -> float:
     rate = target.fp8_flops if kernel.kind.endswith("_f8") else target.bf16_flops
     return max(kernel.moved / target.bandwidth, kernel.flops / rate)
 
