@@ -14,8 +14,9 @@ from fp8jax.scaled import ScaledArray
 NORMS = "norms and activations are stored, and then cast to FP8"
 
 
-def supports() -> str | None:
+def supports(*, is_batched: bool = False) -> str | None:
     """None: runs everywhere."""
+    del is_batched
     return None
 
 

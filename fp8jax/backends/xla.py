@@ -26,8 +26,9 @@ from fp8jax.scaled import ScaledArray
 NORMS = "on a GPU XLA computes a norm within the cast of its output to FP8, and an activation with its amax"
 
 
-def supports() -> str | None:
+def supports(*, is_batched: bool = False) -> str | None:
     """None: runs wherever JAX does."""
+    del is_batched
     return None
 
 

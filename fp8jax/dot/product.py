@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax import contraction, formats, scaling
+from fp8jax import backends, contraction, formats, scaling
 from fp8jax.dot.rule import KEPT, State, Static, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.layout import Layout
@@ -68,7 +68,7 @@ def dot_general(
         float `rhs` in rhs's dtype, for a `Weight` in its slot, and for `state` the new state.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8".
+        ValueError: `recipe.gemm` is not "FP8", or the backend cannot multiply this here.
     """
     recipe = Recipe.parse(recipe)
     if recipe.gemm != "FP8":
@@ -81,7 +81,8 @@ def dot_general(
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
     slot_dtype = None if slot is None else slot.dtype
     dtypes = (lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
-    static = Static(recipe, backend, layout, *dtypes, weight.spread)
+    chosen = backends.choose(backend, is_batched=layout.is_batched).name
+    static = Static(recipe, chosen, layout, *dtypes, weight.spread)
     state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:

@@ -43,7 +43,7 @@ class Static(NamedTuple):
     """What is known when the dot is traced."""
 
     recipe: Recipe
-    backend: str
+    backend: str  # of backends.BACKENDS
     layout: Layout
     lhs_dtype: Any
     rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
@@ -200,7 +200,7 @@ def _multiply(
     dtype = static.out_dtype if dtype is None else dtype
     dimension_numbers = static.layout.contract(spec)
     if isinstance(lhs, ScaledArray):
-        multiply = backends.get(static.backend).dot
+        multiply = backends.BACKENDS[static.backend].dot
         return multiply(lhs, rhs, dimension_numbers, out_dtype=dtype, precise=precise)
     out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
     return out.astype(dtype)

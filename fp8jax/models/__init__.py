@@ -22,7 +22,8 @@ def transform(model: Any, recipe: Recipe | str, *, rules: Iterable[Rule] = (), b
         model: a Flax module, Linen or NNX. It is not changed.
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
         rules: what some layers do instead, see `Rule`; the first that fits a layer decides.
-        backend: who multiplies: "auto", "xla" or "reference" (slow and exact).
+        backend: who multiplies: "auto", "xla", "te" (TransformerEngine, on a GPU) or "reference" (slow
+            and exact); the report says which, and why.
 
     Returns:
         For a Linen module a `fp8jax.models.linen.LinenModel`, with the module's `init` and

@@ -37,7 +37,7 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 def transform(module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> "LinenModel":
     """See `fp8jax.transform`."""
-    backends.get(backend)
+    backends.choose(backend)
     Rules(recipe, rules)
     return LinenModel(module, recipe, backend, rules)
 
@@ -133,7 +133,7 @@ class LinenModel:
                 return self.module.apply(_merge(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
 
         jaxpr = trace(call, variables, *args, **kwargs)
-        return measured(str(self.recipe), rows, jaxpr, backends.get(self.backend).NORMS)
+        return measured(str(self.recipe), rows, jaxpr, backends.note(self.backend))
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """A plain model's variables in this model's formats.

@@ -58,7 +58,7 @@ LEFT_ALONE = {
 
 def transform(model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> nnx.Module:
     """See `fp8jax.transform`."""
-    backends.get(backend)
+    backends.choose(backend)
     copy: Any = nnx.clone(model)
     chosen, paths = Rules(recipe, rules), []
     for path, layer in _layers(copy, MATCHED):
@@ -126,7 +126,7 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
 
     jaxpr = trace(call, state, *args, **kwargs)
     recipes = [how.recipe for how in hows]
-    note = backends.get(hows[0].backend).NORMS
+    note = backends.note(hows[0].backend)
     return measured(str(max(recipes, key=recipes.count)), rows, jaxpr, note)
 
 
