@@ -31,13 +31,14 @@ _CALLS = {
     "__cublas$lt$matmul": "cublaslt",
     "__cublas$gemm": "cublas",
     "__onednn$matmul": "onednn",
+    "te_gemm_v2_ffi": "te",  # TransformerEngine's
 }
 
 
 class Gemm(NamedTuple):
     """One matrix product of the program."""
 
-    kind: str  # "cublaslt_f8", "cublaslt", "cublas", "onednn", "triton" or "dot"
+    kind: str  # "cublaslt_f8", "cublaslt", "cublas", "onednn", "te", "triton" or "dot"
     lhs: str  # XLA's names of the dtypes: "f8e4m3fn", "bf16", ...
     rhs: str
     out: str
@@ -245,7 +246,10 @@ def _gemm(
     out = instruction.shape
     if instruction.opcode == "fusion":
         instruction, shapes = _inner_dot(instruction, computations) or (instruction, shapes)
-    lhs, rhs = (dtype_of(shapes.get(operand, "")) for operand in instruction.operands[:2])
+    stride = 2 if kind == "te" else 1  # each operand's scale comes after it
+    operands = instruction.operands[: 2 * stride : stride]
+    lhs, rhs = (dtype_of(shapes.get(operand, "")) for operand in operands)
+    fast = set(_precision(instruction.line)) <= {"DEFAULT", "default"}
     dims = re.search(r"\[([\d,]*)\]", out)
     return Gemm(
         kind=kind,
@@ -253,7 +257,7 @@ def _gemm(
         rhs=rhs,
         out=dtype_of(out),
         out_shape=tuple(int(dim) for dim in dims[1].split(",") if dim) if dims else (),
-        fast=set(_precision(instruction.line)) <= {"DEFAULT", "default"},
+        fast=fast and "use_split_accumulator = true" not in instruction.line,
         runs=runs,
         name=op_name(instruction),
     )
