@@ -169,14 +169,9 @@ def _products(platform: str, capability: tuple[int, int] | None) -> Iterable[Pro
 
 
 def _backends() -> tuple[Backend, ...]:
-    try:
-        auto: Any = backends.get("auto")
-    except ValueError:
-        auto = None
-    return tuple(
-        Backend(name, backend.supports() or "", backend is auto)
-        for name, backend in backends.BACKENDS.items()
-    )
+    auto = backends.choose("auto").name
+    reasons = {name: backend.supports(is_batched=False) or "" for name, backend in backends.BACKENDS.items()}
+    return tuple(Backend(name, reason, name == auto) for name, reason in reasons.items())
 
 
 def _packages(has_gpu: bool) -> tuple[Package, ...]:

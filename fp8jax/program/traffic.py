@@ -77,8 +77,8 @@ class Traffic(NamedTuple):
         return max(self.transposes.values(), default=0)
 
     def seconds(self, target: Any) -> float:
-        """What the program takes at the peaks of a `targets.Target`: each kernel as long as its bytes take at full
-        bandwidth, or its FLOPs at the full rate, whichever is more. An estimate; it knows of no latency."""
+        """What the program takes at the peaks of a `targets.Target`: each kernel as long as its bytes take at
+        full bandwidth, or its FLOPs at the full rate, whichever is more. An estimate, without latencies."""
         return sum(_seconds(kernel, target) * kernel.runs for kernel in self.kernels)
 
 

@@ -54,7 +54,7 @@ def operands(size: int, pairs: int) -> tuple[list[Any], list[Any]]:
 def times_of(size: int, pairs: int, given: Given, notes: Notes, until: float) -> tuple[clock.Times, Any]:
     """Seconds of all pairs, each way; and how many FP8 GEMMs the ways' programs have."""
     wide, narrow = operands(size, pairs)
-    fp8 = backends.get("xla").dot
+    fp8 = backends.BACKENDS["xla"].dot
 
     def multiplied(dims: Any) -> Callable[[Any], Any]:
         return lambda each: [fp8(a, b, dims, out_dtype=jnp.bfloat16, precise=False) for a, b in each]
