@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import ScaledArray
-from fp8jax.train import checkpoint, config, placement, processes
+from fp8jax.train import checkpoint, config, data, placement, processes
 from fp8jax.train.launch import Launch, Place, find
 
 # --- who says which process this is -------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_checkpoint_fits_any_number_of_devices(tmp_path, before, after):
 # --- runs ---------------------------------------------------------------------------------------
 
 RUN = "--no-twin --layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2 --steps 120".split()
-RUN += "--log-interval 5 --eval-interval 60 --checkpoint-interval 10 --heartbeat 4".split()
+RUN += "--log-interval 5 --eval-interval 60 --checkpoint-interval 10 --heartbeat 4 --data text".split()
 # Each process rounds its gradients to FP8, on first scales of its own, before they are added: that moves a
 # loss by some ten-thousandths, and the runs part slowly. A batch that was left out or seen twice shows as
 # differences like those between batches, some hundredths.
@@ -244,6 +244,8 @@ class Group:
 def start(request, tmp_path_factory):
     """Starts groups in one folder, that share what they compile; none outlives the tests."""
     folder, cache = tmp_path_factory.mktemp("runs"), str(tmp_path_factory.mktemp("compiled"))
+    # Soon read, and soon validated.
+    (folder / "text").write_text(data.standard_library(100_000), encoding="utf-8")
     groups = []
 
     def start(count, *argv, **more):

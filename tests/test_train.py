@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from fp8jax import Recipe
 from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
-from fp8jax.train import spans
+from fp8jax.train import data, spans
 
 PROGRAM = "examples/train_gpt.py"
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2".split()
@@ -34,6 +34,14 @@ def cache(tmp_path_factory):
     yield folder
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A text of the default one's characters, so that models are the same, which is soon read and validated."""
+    path, whole = tmp_path_factory.mktemp("text") / "short.txt", data.standard_library()
+    path.write_text("".join(sorted(set(whole))) + whole[:30_000], encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture
@@ -84,8 +92,8 @@ def test_two_steps(program, folder, capsys, options, names, layers):
     assert ("keeps no delayed scales" in page) == ("current" in names[0])
 
 
-def test_a_finished_run_can_be_resumed_to_report_again(program, folder, capsys):
-    assert program.main([*TINY, "--steps", "2", "--out", "run"]) == 0
+def test_a_finished_run_can_be_resumed_to_report_again(program, folder, short, capsys):
+    assert program.main([*TINY, "--data", short, "--steps", "2", "--out", "run"]) == 0
     before = curves(folder / "run")
     (folder / "run/report.html").unlink()
     assert program.main(["--out", "run", "--resume"]) == 0
@@ -93,17 +101,18 @@ def test_a_finished_run_can_be_resumed_to_report_again(program, folder, capsys):
     assert (folder / "run/report.html").exists() and capsys.readouterr().err == ""
 
 
-def test_a_second_run_gets_a_folder_of_its_own(program, folder, capsys):
+def test_a_second_run_gets_a_folder_of_its_own(program, folder, short, capsys):
     for run in ("gpt-1", "gpt-2"):
-        assert program.main([*TINY, "--steps", "2", "--no-twin", "--recipe", "bf16"]) == 0
+        assert program.main([*TINY, "--data", short, "--steps", "2", "--no-twin", "--recipe", "bf16"]) == 0
         assert f"report: runs/{run}/report.html" in capsys.readouterr().out
     first, second = (json.loads((folder / f"runs/gpt-{n}/result.json").read_text()) for n in (1, 2))
     assert first["gap"] is None and list(first["models"]) == ["bf16"]
     assert first["models"]["bf16"]["training_losses"] == second["models"]["bf16"]["training_losses"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, capsys):
-    assert program.main([*TINY, "--steps", "2", "--recipe", "bf16", "--out", "run", "--resume"]) == 0
+def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, short, capsys):
+    options = ["--data", short, "--steps", "2", "--recipe", "bf16", "--out", "run", "--resume"]
+    assert program.main([*TINY, *options]) == 0
     assert "no checkpoint in run, so the run starts at step 0" in capsys.readouterr().err
     assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-00000002"]
 
@@ -296,7 +305,7 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def journey(request, tmp_path_factory, cache):
+def journey(request, tmp_path_factory, cache, short):
     """One run left alone, and one that was killed, stopped, damaged and resumed; what they did."""
     program, folder = request.config.rootpath / PROGRAM, tmp_path_factory.mktemp("journey")
     spoiled, told = folder / "spoiled", {"folder": folder}
@@ -305,9 +314,9 @@ def journey(request, tmp_path_factory, cache):
         return sorted(path.name for path in spoiled.glob("checkpoints/step-*"))
 
     # It compiles for itself: that gives the same program too.
-    alone = Process(program, folder, None, *LONG, "--out", "alone")
+    alone = Process(program, folder, None, *LONG, "--data", short, "--out", "alone")
 
-    first = Process(program, folder, cache, *LONG, "--out", "spoiled")
+    first = Process(program, folder, cache, *LONG, "--data", short, "--out", "spoiled")
     # While a checkpoint is being written, but not the first: there is one to go back to.
     first.wait_until(lambda: checkpoints() and list(spoiled.glob("checkpoints/writing-*")))
     told["killed while writing"] = first.end(by=signal.SIGKILL)
