@@ -1,28 +1,20 @@
-"""The main job as its user runs it: two steps, every bad input, and a run that nothing can spoil."""
+"""The main job as its user runs it: two steps, and every bad input."""
 
 import dataclasses
 import functools
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax import Recipe
 from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
-from fp8jax.train import data, spans
-
-PROGRAM = "examples/train_gpt.py"
-TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2".split()
+from fp8jax.train import spans
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,15 +30,12 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """A text of the default one's characters, so that models are the same, which is soon read and validated."""
-    path, whole = tmp_path_factory.mktemp("text") / "short.txt", data.standard_library()
-    path.write_text("".join(sorted(set(whole))) + whole[:30_000], encoding="utf-8")
-    return str(path)
+    return runs.short_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
 def program(load_program):
-    return load_program(PROGRAM)
+    return load_program(runs.PROGRAM)
 
 
 @pytest.fixture
@@ -54,16 +43,6 @@ def folder(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def curves(run):
-    """Everything that a run recorded, to the bit, but not how long it took."""
-    newest = sorted(run.glob("checkpoints/step-*"))[-1]
-    with np.load(newest / "history.npz") as file:
-        recorded = {name: file[name].tobytes() for name in file if "seconds" not in name}
-    models = json.loads((run / "result.json").read_text())["models"]
-    losses = {name: (model["training_losses"], model["validation_losses"]) for name, model in models.items()}
-    return recorded, losses
 
 
 # --- two steps --------------------------------------------------------------------------------
@@ -77,7 +56,7 @@ EVERYTHING_ELSE = "--no-twin --bias --no-remat --dtype bfloat16 --recipe te,scal
     ids=["default", "everything else"],
 )
 def test_two_steps(program, folder, capsys, options, names, layers):
-    assert program.main([*TINY, "--steps", "2", *options]) == 0
+    assert program.main([*runs.TINY, "--steps", "2", *options]) == 0
     printed = capsys.readouterr().out
     assert f"{names[0]}: {layers} of " in printed and "report: runs/gpt-1/report.html" in printed
     result = json.loads((folder / "runs/gpt-1/result.json").read_text())
@@ -93,17 +72,19 @@ def test_two_steps(program, folder, capsys, options, names, layers):
 
 
 def test_a_finished_run_can_be_resumed_to_report_again(program, folder, short, capsys):
-    assert program.main([*TINY, "--data", short, "--steps", "2", "--out", "run"]) == 0
-    before = curves(folder / "run")
+    assert program.main([*runs.TINY, "--data", short, "--steps", "2", "--out", "run"]) == 0
+    before = runs.curves(folder / "run")
     (folder / "run/report.html").unlink()
     assert program.main(["--out", "run", "--resume"]) == 0
-    assert curves(folder / "run") == before and list(before[1]) == ["O2", "bf16"]
+    assert runs.curves(folder / "run") == before and list(before[1]) == ["O2", "bf16"]
     assert (folder / "run/report.html").exists() and capsys.readouterr().err == ""
 
 
 def test_a_second_run_gets_a_folder_of_its_own(program, folder, short, capsys):
     for run in ("gpt-1", "gpt-2"):
-        assert program.main([*TINY, "--data", short, "--steps", "2", "--no-twin", "--recipe", "bf16"]) == 0
+        assert (
+            program.main([*runs.TINY, "--data", short, "--steps", "2", "--no-twin", "--recipe", "bf16"]) == 0
+        )
         assert f"report: runs/{run}/report.html" in capsys.readouterr().out
     first, second = (json.loads((folder / f"runs/gpt-{n}/result.json").read_text()) for n in (1, 2))
     assert first["gap"] is None and list(first["models"]) == ["bf16"]
@@ -112,7 +93,7 @@ def test_a_second_run_gets_a_folder_of_its_own(program, folder, short, capsys):
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, short, capsys):
     options = ["--data", short, "--steps", "2", "--recipe", "bf16", "--out", "run", "--resume"]
-    assert program.main([*TINY, *options]) == 0
+    assert program.main([*runs.TINY, *options]) == 0
     assert "no checkpoint in run, so the run starts at step 0" in capsys.readouterr().err
     assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-00000002"]
 
@@ -261,115 +242,13 @@ def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv,
     assert found == files
 
 
-# --- a run that nothing can spoil -------------------------------------------------------------
-
-LONG = [*TINY, "--no-twin", "--steps", "300", "--checkpoint-interval", "20", "--eval-interval", "50"]
-
-
-class Process:
-    """A training program in a process of its own, and what it printed so far."""
-
-    def __init__(self, program, folder, cache, *argv):
-        self.log = folder / f"{time.monotonic_ns()}.log"
-        environment = {**os.environ, "PYTHONPATH": str(program.parent.parent)}
-        if cache:
-            environment |= {"JAX_COMPILATION_CACHE_DIR": cache}
-            environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(program), *argv],
-                cwd=folder,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def printed(self):
-        return self.log.read_text()
-
-    def wait_until(self, happened):
-        deadline = time.monotonic() + 200
-        while not happened():
-            assert self.process.poll() is None, f"ended too early:\n{self.printed()}"
-            assert time.monotonic() < deadline, f"nothing happened:\n{self.printed()}"
-            time.sleep(0.002)
-
-    def is_training(self):
-        return "step " in self.printed()
-
-    def end(self, by=None):
-        """The exit status, after a signal if one is given."""
-        if by is not None:
-            self.process.send_signal(by)
-        return self.process.wait(timeout=200)
-
-
-@pytest.fixture(scope="module")
-def journey(request, tmp_path_factory, cache, short):
-    """One run left alone, and one that was killed, stopped, damaged and resumed; what they did."""
-    program, folder = request.config.rootpath / PROGRAM, tmp_path_factory.mktemp("journey")
-    spoiled, told = folder / "spoiled", {"folder": folder}
-
-    def checkpoints():
-        return sorted(path.name for path in spoiled.glob("checkpoints/step-*"))
-
-    # It compiles for itself: that gives the same program too.
-    alone = Process(program, folder, None, *LONG, "--data", short, "--out", "alone")
-
-    first = Process(program, folder, cache, *LONG, "--data", short, "--out", "spoiled")
-    # While a checkpoint is being written, but not the first: there is one to go back to.
-    first.wait_until(lambda: checkpoints() and list(spoiled.glob("checkpoints/writing-*")))
-    told["killed while writing"] = first.end(by=signal.SIGKILL)
-    told["alone"] = alone.end()
-
-    second = Process(program, folder, cache, "--out", "spoiled", "--resume")
-    second.wait_until(second.is_training)
-    time.sleep(random.Random(0).uniform(0.0, 0.5))
-    told["stopped"] = second.end(by=signal.SIGINT)
-    told["stopped says"], told["checkpoint of the stop"] = second.printed(), checkpoints()[-1]
-
-    third = Process(program, folder, cache, "--out", "spoiled", "--resume")
-    third.wait_until(third.is_training)
-    time.sleep(random.Random(1).uniform(0.0, 0.5))
-    told["killed at random"] = third.end(by=signal.SIGKILL)
-
-    told["checkpoints before damage"] = checkpoints()
-    files = [path for path in (spoiled / "checkpoints" / checkpoints()[-1]).rglob("*") if path.is_file()]
-    victim = max(files, key=lambda path: path.stat().st_size)
-    victim.write_bytes(victim.read_bytes()[:-10])
-    last = Process(program, folder, cache, "--out", "spoiled", "--resume")
-    told["finished"], told["finished says"] = last.end(), last.printed()
-    return told
-
-
-def test_the_journey_went_as_planned(journey):
-    assert journey["killed while writing"] == journey["killed at random"] == -signal.SIGKILL
-    assert journey["alone"] == journey["stopped"] == journey["finished"] == 0, journey["finished says"]
-    assert len(journey["checkpoints before damage"]) >= 2
-
-
-def test_interrupting_saves_and_says_how_to_go_on(journey):
-    last = journey["stopped says"].splitlines()[-1]
-    step = int(journey["checkpoint of the stop"].removeprefix("step-"))
-    assert last == f"stopped and saved after step {step}; go on with: ./dev train --out spoiled --resume"
-
-
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(journey):
-    newest = journey["checkpoints before damage"][-1]
-    warnings = [line for line in journey["finished says"].splitlines() if line.startswith("warning: ")]
-    assert [line for line in warnings if newest in line and "missing or damaged" in line]
-
-
-def test_killed_stopped_and_damaged_ends_as_if_left_alone(journey):
-    alone, spoiled = (curves(journey["folder"] / name) for name in ("alone", "spoiled"))
-    assert len(alone[1]["O2"][0]) == 300 and len(alone[0]) >= 5
-    assert alone == spoiled
+# --- around a run -----------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, capsys):
     levels = load_program("examples/levels.py")
-    options = [*TINY, "--steps", "2", "--out", "runs/levels"]
+    options = [*runs.TINY, "--steps", "2", "--out", "runs/levels"]
     assert levels.main(["--levels", "bf16", "O3", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {row["level"]: row for row in json.loads((folder / "runs/levels/levels.json").read_text())}
@@ -389,7 +268,7 @@ def test_interrupted_before_the_first_step(program, folder, monkeypatch, capsys)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "build", interrupt)
-    assert program.main([*TINY, "--out", "run"]) == 130
+    assert program.main([*runs.TINY, "--out", "run"]) == 130
     assert capsys.readouterr().err.startswith("train_gpt: interrupted;")
     assert not (folder / "run").exists()
 
