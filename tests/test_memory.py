@@ -1,11 +1,5 @@
 """What is kept is counted exactly; what a step needs in all is predicted within 10% of what XLA takes."""
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fp8jax
-from fp8jax import cli, memory, program, targets
+from fp8jax import memory, program, targets
 from fp8jax.comm import Zero
 from fp8jax.memory import paper, subject
 from fp8jax.optim.state import is_adam_state
@@ -153,8 +147,8 @@ def test_parts_fall_as_zero_says():
 
 POINTS = [
     long(TINY, "float32", True, "bf16", None),
-    long(TINY, "float32", True, "O2", None),
-    (TINY, "bfloat16", True, "O2", "h200"),
+    (TINY, "float32", True, "O2", None),
+    long(TINY, "bfloat16", True, "O2", "h200"),  # the stage below is there too
     long(NANO, "float32", True, "te", None),
     long(NANO, "float32", True, "O3", None),
     long(NANO, "float32", False, "bf16", None),
@@ -316,74 +310,3 @@ def test_papers_settings_are_arithmetic_of_plans():
     whole = planned(of, "O2", target="h100", devices=4, stage=1)
     one = paper.on_one(setting)
     assert one.weights == whole.weights // 2 and one.activations == whole.activations * 3 // 2
-
-
-# The command #####################################################################################
-
-ARGUMENTS = ["--layers=2", "--heads=2", "--width=32", "--context=16", "--vocabulary=65", "--batch=2"]
-
-
-def test_the_command_prints_a_row_for_each_combination(capsys):
-    options = ["--zero", "3", "--devices", "1", "4"]
-    assert cli.main(["plan", *ARGUMENTS, *options, "--recipe", "te", "O2"]) == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split()[0] == "MB" and len(rows) == 4
-    assert cli.main(["plan", *ARGUMENTS, *options, "--json", "--recipe", "O2"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert len(data) == 2
-    sizes = {name: int(value) for name, value in (text[2:].split("=") for text in ARGUMENTS)}
-    assert data[-1]["total"] == planned(gpt(sizes), "O2", devices=4, stage=3).total
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        (["--model", "gpt-8b"], "expected gpt, gpt-125m"),
-        (["--model", "nowhere:model"], "No module named 'nowhere'"),
-        (["--model", "json:dumps_"], "has no attribute 'dumps_'"),
-        (["--model", "os:getcwd"], "expected os:getcwd to return (model, inputs)"),
-        (["--width", "33", "--heads", "2"], "no multiple of `heads`"),
-        (["--batch", "0"], "expected positive sizes"),
-        (["--recipe", "O4"], "expected one of fp32"),
-        (["--zero", "4", "--devices", "2"], "`stage`: expected 0, 1, 2 or 3"),
-        (["--target", "h300"], "`target`: expected one of h100"),
-    ],
-)
-def test_the_command_says_what_is_wrong(options, says, capsys):
-    assert cli.main(["plan", *options]) == 2
-    assert says in capsys.readouterr().err
-
-
-def command(*args, cwd=None):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env, cwd=cwd)
-
-
-def test_a_users_model_is_planned_where_it_is(tmp_path):
-    source = """
-        import flax.linen as nn
-        import jax, jax.numpy as jnp
-        def tiny():
-            return nn.Dense(64), jax.ShapeDtypeStruct((8, 32), jnp.float32)
-    """
-    (tmp_path / "mine.py").write_text(textwrap.dedent(source))
-    run = command(
-        "-m", "fp8jax.cli", "plan", "--model", "mine:tiny", "--json", "--recipe", "bf16", cwd=tmp_path
-    )
-    assert json.loads(run.stdout)[0]["weights"] == 4 * (32 * 64 + 64), run.stderr
-
-
-def test_the_largest_gpt_is_planned_without_a_device():
-    code = """
-        import time
-        from jax._src import xla_bridge
-        from fp8jax import cli
-        start = time.process_time()
-        cli.main(["plan", "--model=gpt-175b", "--recipe=O2", "--zero=3", "--devices=512", "--target=h200"])
-        print(time.process_time() - start, xla_bridge.backends_are_initialized())
-    """
-    run = command("-c", textwrap.dedent(code))
-    *_, row, last = run.stdout.splitlines()
-    seconds, is_initialized = last.split()
-    assert row.startswith("O2"), run.stderr
-    assert float(seconds) < 20 and is_initialized == "False"
