@@ -18,6 +18,10 @@ from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
+# One for each kind of state that there is; the others are long.
+KINDS = ("fp16_amp", "te", "O2", "O3")
+LEVELS = [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in PRESETS]
+
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
 Y = np.tanh(X @ np.random.default_rng(1).normal(size=(32, 8)) / 5).astype(np.float32)
 
@@ -65,7 +69,7 @@ def finite(tree):
     return all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LEVELS)
 def test_every_level_learns_in_one_trace(name):
     variables, state, loss = training(name).run(np.ones(100))
     _, _, first = training(name).run(np.ones(1))
@@ -73,7 +77,7 @@ def test_every_level_learns_in_one_trace(name):
     assert training(name).step._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LEVELS)
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(name):
     trained = training(name)
     variables, state, _ = trained.run(np.ones(3))
@@ -99,12 +103,12 @@ BYTES = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", LEVELS)
 def test_bytes_per_parameter_of_the_live_arrays(name):
     trained = training(name)
     variables, state, _ = trained.run(np.ones(1))
     loss_fn = lambda variables: jnp.mean((trained.model.apply(variables, X) - Y) ** 2)  # noqa: E731
-    _, grads = fp8jax.value_and_grad(loss_fn)(variables)
+    _, grads = jax.jit(fp8jax.value_and_grad(loss_fn))(variables)
     [adam] = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
     for layer in ("up", "down"):
         size = int(np.prod(variables[PARAMS][layer]["kernel"].shape))
@@ -172,7 +176,7 @@ def test_small_steps_add_up_in_the_master(recipe):
 def test_masters_can_come_from_a_wider_model():
     trained = training("O3")
     variables, state = trained.start
-    plain = Net().init(jax.random.key(0), X)
+    plain = jax.jit(Net().init)(jax.random.key(0), X)
     state = with_masters(state, plain)
     [adam] = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
     kernel = plain[PARAMS]["up"]["kernel"]
@@ -302,7 +306,7 @@ def hostile(rng, shape):
         return chosen.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["O1", "O3"])
+@pytest.mark.parametrize("name", [pytest.param("O1", marks=pytest.mark.long), "O3"])
 def test_nothing_breaks_under_hostile_gradients_and_training_goes_on(name):
     """Clipped, as every training is: an Adam that takes a gradient of 1e15 needs 1e5 steps to forget it."""
     trained = training(name)
