@@ -327,7 +327,7 @@ def test_several_models_at_once():
     model = fp8jax.transform(make(jax.random.split(jax.random.key(0), 5)), "O2")
     assert model.kernel.get_value().scale.shape == (5, 1, 1)
     x = jax.random.normal(jax.random.key(1), (5, 2, 8))
-    out = nnx.vmap(lambda model, x: model(x))(model, x)
+    out = nnx.jit(nnx.vmap(lambda model, x: model(x)))(model, x)
     np.testing.assert_allclose(
         out, jnp.einsum("nbi,nio->nbo", x, value(model.kernel.get_value())), atol=0.2, rtol=0.2
     )
@@ -356,7 +356,7 @@ def test_split_merge_state_and_a_checkpoint(tmp_path):
 
 def test_evaluation_changes_nothing():
     model = without_dropout(net("te"))
-    fp8jax.value_and_grad(squares)(model, TOKENS)
+    nnx.jit(fp8jax.value_and_grad(squares))(model, TOKENS)
     model.statistics.use_running_average = True
     before = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, (nnx.Param, FP8State))))
     nnx.jit(lambda model, tokens: model(tokens))(model, TOKENS)
