@@ -100,7 +100,9 @@ def test_tensors_on_several_devices_are_not_gathered():
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
 
 
-@pytest.mark.parametrize("level", ["te", "O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "level", [*(pytest.param(level, marks=pytest.mark.long) for level in ("te", "O1")), "O2", "O3"]
+)
 def test_the_temporaries_of_a_step_fit_in_one_leaf(level):
     recipe, shape, count = Recipe.parse(level), (512, 515), 6
 
@@ -152,9 +154,10 @@ def test_steps_of_several_models_at_once():
         for g in (1.0, jnp.nan, 2.0)
     ]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
-    got, state = jax.vmap(step_of(tx), in_axes=(None, None, 0))(params, tx.init(params), stacked)
+    step = step_of(tx)
+    got, state = jax.vmap(step, in_axes=(None, None, 0))(params, tx.init(params), stacked)
     np.testing.assert_array_equal(state.skipped, [0, 1, 0])
     for i, each in enumerate(grads):
-        alone = step_of(tx)(params, tx.init(params), each)
+        alone = step(params, tx.init(params), each)
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), (got, state), alone)
     assert is_scaled(got["w"])
