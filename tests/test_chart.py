@@ -96,10 +96,10 @@ def command(*args):
 
 
 def test_the_command_prints_json_and_draws(tmp_path):
-    done = command("chart", "te", "O2", "--devices", "2", "--json", "--png", str(tmp_path / "chart.png"))
+    done = command("chart", "te", "bf16", "--devices", "2", "--json", "--png", str(tmp_path / "chart.png"))
     assert done.returncode == 0, done.stderr
     rows = {row["recipe"]: row for row in json.loads(done.stdout)}
-    assert set(rows) == {"te", "O2"}
+    assert set(rows) == {"te", "bf16"}
     for name, row in rows.items():
         for column, expected in zip(chart.COLUMNS, CHART[name], strict=True):
             assert row[column]["declared"] == row[column]["formats"] == expected
