@@ -48,6 +48,15 @@ def root():
 
 
 @pytest.fixture
+def optimized():
+    """LLVM's passes, for what is compared to the bit: without them rounding depends on what is fused."""
+    quick = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
+@pytest.fixture
 def strict_dtypes():
     """No implicit dtype promotion: for kernels (flax's LayerNorm in bf16 and optax.adamw need promotion)."""
     with jax.numpy_dtype_promotion("strict"):

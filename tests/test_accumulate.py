@@ -15,6 +15,8 @@ from fp8jax.optim import adamw, clip_by_global_norm, multi_steps, skipped
 from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 PARTS = 4
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 X[5] *= 10  # one part has the largest amax

@@ -17,6 +17,8 @@ from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import PARAMS
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 X = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
 Y = np.tanh(X[:, :4])
 
