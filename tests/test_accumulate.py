@@ -124,15 +124,15 @@ def test_auxiliary_outputs_are_stacked_and_keyword_arguments_are_not_split():
     model, variables = model_of("te")
 
     def loss(variables, x, y, *, factor):
-        assert factor.shape == (3,)
+        assert factor.shape == (4,)
         out = model.apply(variables, x)
         return jnp.sum(factor) * jnp.mean((out - y) ** 2), out
 
     accumulate = jax.jit(fp8jax.accumulate_gradients(loss, PARTS, has_aux=True))
-    (_, out), grads = accumulate(variables, X, Y, factor=jnp.ones(3))
+    (_, out), grads = accumulate(variables, X, Y, factor=jnp.ones(4))
     assert out.shape == (PARTS, 4, 8)
     _, once = jax.jit(fp8jax.accumulate_gradients(loss_of(model), PARTS))(variables, X, Y)
-    assert difference(grads[PARAMS], jax.tree.map(lambda g: 3 * g, once[PARAMS])) < 1e-2
+    assert difference(grads[PARAMS], jax.tree.map(lambda g: 4 * g, once[PARAMS])) < 1e-2
 
 
 def test_a_batch_that_does_not_divide_and_an_unknown_format_raise():

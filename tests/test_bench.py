@@ -106,7 +106,10 @@ def test_mlp_on_an_h200(compiled, way):
     assert len(fp8) == len(read.gemms) == 6
     # Forward fast; the gradients of input and weight precise.
     assert sorted(gemm.fast for gemm in fp8) == [False] * 4 + [True] * 2
-    assert {gemm.out for gemm in fp8} == {"bf16"}
+    # A weight gradient that is kept in float32 leaves its GEMM so.
+    assert sorted(gemm.out for gemm in fp8) == ["bf16"] * (6 if "O2" in way else 4) + ["f32"] * (
+        2 - 2 * ("O2" in way)
+    )
     assert read.total < bf16.total
 
 

@@ -110,7 +110,8 @@ def test_a_model_is_transformed_once():
 
 
 def test_the_output_is_the_plain_models_but_for_fp8_noise():
-    plain, model = without_dropout(net()), without_dropout(net("O2"))
+    # Untrained embeddings are smaller than what is typical.
+    plain, model = without_dropout(net()), without_dropout(net("O2,first_scale=tensor"))
     assert relative(model(TOKENS), plain(TOKENS)) < 0.15
     wide = without_dropout(net("fp32"))
     np.testing.assert_allclose(wide(TOKENS), plain(TOKENS), rtol=1e-5, atol=1e-5)

@@ -38,7 +38,7 @@ from fp8jax.scaling.base import Scaling, State
 
 # First scales of an input, a kernel and an output gradient. With all of the mantissa they hold inputs of
 # 0.125 to 3584 and kernels of 2**-10 to 28 in E4M3, and gradients of 2**-26 to 14 in E5M2. For one step, what
-# is larger is cut off, and what is much smaller flushed to zero.
+# is larger is cut off, and what is much smaller is rounded to zero.
 TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
 
 # No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
