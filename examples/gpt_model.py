@@ -32,6 +32,7 @@ class GPTConfig:
     tied: bool = False  # whether the head is the embedding's transpose
     dtype: str = "float32"  # of activations between the matrix products
     remat: bool = True  # keep only the products for the backward, and recompute what lies between them
+    policy: Any = None  # of rematerialization, in the place of "only the products"
     attention: str = "plain"  # written out here, or an implementation of `jax.nn.dot_product_attention`
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class GPT(nn.Module):
         wpe = nn.Embed(config.context, config.width, dtype=config.dtype, embedding_init=INIT, name="wpe")
         x = wte(tokens) + wpe(jnp.arange(time)[None])
         # A scan compiles one block instead of `layers` of them; parameters are stacked along axis 0.
-        keep = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        keep = config.policy or jax.checkpoint_policies.save_only_these_names(PRODUCT)
         block = nn.remat(Block, prevent_cse=False, policy=keep) if config.remat else Block
         scanned = nn.scan(
             block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers

@@ -82,7 +82,13 @@ def test_compile_measures_both_programs():
 @needs_plugin
 def test_program_finds_fp8_gemms(bench):
     out = bench("program", "--tiny", "--json", "--ways", "bf16", "fp8jax O2")
-    (mlp, rows), (gpt, layers) = json.loads(out).items()
+    (layer, whole), (mlp, rows), (deep, kept), (gpt, layers) = json.loads(out).items()
+    assert layer.startswith("h200, a transformer layer, 64 tokens")
+    assert [(row["FP8 GEMMs"], row["casts"], row["transposes"]) for row in whole] == [(0, 0, 0), (12, 1, 1)]
+    assert deep.startswith("h200, GPT, 12 layers")
+    # Each tensor is cast once, also where what lies between the products is computed anew.
+    casts = {row["kept"]: row["casts"] for row in kept if row["recipe"] == "te"}
+    assert casts == {"everything": 1, "products": 2, "FP8 operands": 1}
     assert mlp.startswith("h200, 1 MLP block(s), 64 tokens")
     assert [(row["FP8 GEMMs"], row["other GEMMs"]) for row in rows] == [(0, 6), (6, 0)]
     assert gpt == "h200, GPT, O2"

@@ -22,9 +22,7 @@ class Layer(nn.Module):
     dense: Callable[..., nn.Module]
     dtype: Any
     heads: int = HEADS
-    attention: str | None = (
-        None  # of `jax.nn.dot_product_attention`: "cudnn", "xla", or None for what it chooses
-    )
+    attention: Any = None  # of `jax.nn.dot_product_attention`: "cudnn", "xla", or None for what it chooses
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

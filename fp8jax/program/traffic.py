@@ -129,7 +129,8 @@ def _kernel(
     kind = kind_of(instruction, computations) or ""
     return Kernel(
         kind=kind,
-        moved=sum(map(bytes_of, [instruction.shape, *operands])),
+        # A library's workspace, which follows its result, is not counted.
+        moved=sum(map(bytes_of, [_first(instruction.shape) if kind else instruction.shape, *operands])),
         flops=_flops(instruction, operands) if kind else 0.0,
         runs=runs,
         name=op_name(instruction),
@@ -146,6 +147,12 @@ def _flops(instruction: Instruction, operands: list[str]) -> float:
     dims = [int(dim) for dim in re.findall(r"\d+", batched[1])] if batched else []
     batch = math.prod(_dims(operands[0])[dim] for dim in dims)
     return 2 * math.sqrt(math.prod(sizes) / batch)
+
+
+def _first(shape: str) -> str:
+    """A shape as printed; of a tuple, its first element."""
+    found = re.search(r"[a-z]\w*\[[\d,]*\]", shape)
+    return found[0] if found else shape
 
 
 def _dims(shape: str) -> list[int]:
