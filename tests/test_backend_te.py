@@ -19,7 +19,7 @@ import fp8jax
 from fp8jax import Recipe, backends, formats, program, quantize, targets
 from fp8jax.backends import te
 from fp8jax.dot import dot_general, init_state
-from fp8jax.scaling.delayed import UNSET
+from fp8jax.scaled import UNSET
 
 MATRICES = (((1,), (0,)), ((), ()))
 MISSING = te._why_not_importable()

@@ -11,8 +11,7 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray
-from fp8jax.scaled import is_scaled
-from fp8jax.scaling.delayed import TYPICAL
+from fp8jax.scaled import TYPICAL, is_scaled
 
 WIDTH = 16
 

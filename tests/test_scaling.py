@@ -12,8 +12,7 @@ from flax.linen.fp8_ops import fm32
 from jax import lax
 
 from fp8jax import Recipe, scaling
-from fp8jax.scaled import MAX_SCALE, MIN_SCALE
-from fp8jax.scaling.delayed import TYPICAL, UNSET
+from fp8jax.scaled import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,

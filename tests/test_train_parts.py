@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp8jax import Recipe, ScaledArray, train
-from fp8jax.scaling.delayed import UNSET
+from fp8jax.scaled import UNSET
 from fp8jax.train import checkpoint, config, data, figures, observe, report, rundir
 from fp8jax.train.config import knob
 from fp8jax.train.observe import Bytes, Curves, Tensor, Watched

@@ -44,8 +44,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8jax.backends import xla
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import MAX_SCALE, MIN_SCALE, ScaledArray, usable
-from fp8jax.scaling.delayed import UNSET
+from fp8jax.scaled import FIRST_SCALES, MAX_SCALE, MIN_SCALE, UNSET, ScaledArray, usable
 
 NORMS = xla.NORMS  # what surrounds the GEMMs is XLA's
 
@@ -338,7 +337,7 @@ def _entry_from_te(state: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
             f"`recipe`: expected scaling=delayed with amax_history_len={history.shape[-1]}, as the "
             f"state has; got {recipe}."
         )
-    scale, first = 1 / factor, UNSET if recipe.first_scale == "tensor" else 1.0
+    scale, first = 1 / factor, jnp.array(FIRST_SCALES[recipe.first_scale], jnp.float32)
     history = jnp.where(usable(history), history, 0.0)
     oldest = jnp.zeros_like(history[..., :1])
     new = {

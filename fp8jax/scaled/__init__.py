@@ -34,8 +34,11 @@ from fp8jax.scaled.casts import cast as cast
 from fp8jax.scaled.casts import select as select
 from fp8jax.scaled.casts import to_bits as to_bits
 from fp8jax.scaled.casts import to_bytes as to_bytes
+from fp8jax.scaled.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.scaled.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.scaled.scales import MIN_SCALE as MIN_SCALE
+from fp8jax.scaled.scales import TYPICAL as TYPICAL
+from fp8jax.scaled.scales import UNSET as UNSET
 from fp8jax.scaled.scales import factor_of as factor_of
 from fp8jax.scaled.scales import scale_of as scale_of
 from fp8jax.scaled.scales import usable as usable

@@ -15,6 +15,18 @@ from fp8jax.scaled.casts import select
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 
+# No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
+# each cast a look at the whole window.
+UNSET = 2 * MAX_SCALE
+
+# First scales of an input, a kernel and an output gradient. With all of the mantissa they hold inputs of
+# 0.125 to 3584 and kernels of 2**-10 to 28 in E4M3, and gradients of 2**-26 to 14 in E5M2. For one step, what
+# is larger is cut off, and what is much smaller is rounded to zero.
+TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
+
+# By a recipe's `first_scale`.
+FIRST_SCALES = {"typical": TYPICAL, "tensor": (UNSET,) * 3, "one": (1.0,) * 3}
+
 
 def usable(amax: jax.Array) -> jax.Array:
     """Where an amax says something: positive, finite and not subnormal."""

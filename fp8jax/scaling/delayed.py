@@ -14,7 +14,7 @@ State of a dot's n operands:
 What differs from TransformerEngine, on purpose: an infinite or NaN amax enters the window as
 0, so that one bad step is forgotten at once instead of freezing the scale until it leaves
 the window; subnormal amaxes cannot make an infinite factor; and until a tensor with an amax
-was seen, the scale is that of a typical one, with room for others (`TYPICAL`).
+was seen, the scale is that of a typical one, with room for others (`scaled.TYPICAL`).
 
 No cast waits for an amax, so that a compiler casts a tensor where it is computed and takes
 its amax in passing. `first_scale="tensor"` starts from the first tensor itself: exactly
@@ -33,26 +33,16 @@ import numpy as np
 from jax import lax
 
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import MAX_SCALE, factor_of, scale_of, select, usable
+from fp8jax.scaled import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.scaling.base import Scaling, State
-
-# First scales of an input, a kernel and an output gradient. With all of the mantissa they hold inputs of
-# 0.125 to 3584 and kernels of 2**-10 to 28 in E4M3, and gradients of 2**-26 to 14 in E5M2. For one step, what
-# is larger is cut off, and what is much smaller is rounded to zero.
-TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
-
-# No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
-# each cast a look at the whole window.
-UNSET = 2 * MAX_SCALE
 
 
 def build(recipe: Recipe) -> Scaling:
     """Delayed scaling with the recipe's margin, interval, window and algorithm."""
 
     def init(operands: int) -> State:
-        first = {"typical": TYPICAL, "tensor": (UNSET,) * 3, "one": (1.0,) * 3}[recipe.first_scale]
         state = {
-            "scale": jnp.array(first[:operands], jnp.float32),
+            "scale": jnp.array(FIRST_SCALES[recipe.first_scale][:operands], jnp.float32),
             "amax_history": jnp.zeros((operands, recipe.amax_history_len), jnp.float32),
         }
         if recipe.interval > 1:

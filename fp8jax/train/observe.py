@@ -18,8 +18,7 @@ import numpy as np
 
 from fp8jax import formats
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import is_scaled
-from fp8jax.scaling.delayed import UNSET
+from fp8jax.scaled import UNSET, is_scaled
 from fp8jax.variables import PARAMS, SCALING
 
 OPERANDS = ("input", "weight", "output gradient")  # the order of a dot's scaling state

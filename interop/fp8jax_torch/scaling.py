@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import MAX_SCALE
+from fp8jax.scaled import FIRST_SCALES, UNSET
 from fp8jax_torch import casts
 
-# First scales, and the mark of none: see fp8jax.scaling.delayed.
-TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
-UNSET = 2 * MAX_SCALE
 LHS, RHS, GRAD = range(3)
 
 
@@ -40,8 +37,7 @@ class ScalingState(torch.nn.Module):
         self.is_due = False
         if recipe.scaling != "delayed":
             return
-        first = {"typical": TYPICAL, "tensor": (UNSET,) * 3, "one": (1.0,) * 3}[recipe.first_scale]
-        self.register_buffer("scale", torch.tensor(first, device=device))
+        self.register_buffer("scale", torch.tensor(FIRST_SCALES[recipe.first_scale], device=device))
         self.register_buffer("amax_history", torch.zeros(3, recipe.amax_history_len, device=device))
         if recipe.interval > 1:
             self.register_buffer("step", torch.zeros((), device=device))
