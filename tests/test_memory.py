@@ -15,9 +15,6 @@ from fp8jax.memory import paper, subject
 from fp8jax.optim.state import is_adam_state
 from fp8jax.scaled import is_scaled
 
-# What XLA keeps less of, since no cast waits for an amax, is not yet seen by the planner.
-OVERESTIMATED = pytest.mark.xfail(reason="planned 14% more than is compiled", strict=True)
-
 TINY = {"layers": 3, "heads": 2, "width": 64, "context": 32, "vocabulary": 65, "batch": 8}
 NANO = {**TINY, "layers": 4, "heads": 4, "width": 128, "context": 64, "batch": 12}
 SMALL = {"layers": 4, "heads": 4, "width": 256, "context": 256, "vocabulary": 1024, "batch": 8}
@@ -150,7 +147,7 @@ def test_parts_fall_as_zero_says():
 
 POINTS = [
     long(TINY, "float32", True, "bf16", None),
-    pytest.param(*(TINY, "float32", True, "O2", None), marks=OVERESTIMATED),
+    (TINY, "float32", True, "O2", None),
     long(TINY, "bfloat16", True, "O2", "h200"),  # the stage below is there too
     long(NANO, "float32", True, "te", None),
     long(NANO, "float32", True, "O3", None),

@@ -137,6 +137,8 @@ def _is_better_stored(graph: Graph, value: Value, sources: dict[int, Value], rea
     read = sum(source.bytes for source in sources.values() if source.bytes > SMALL)
     if graph.platform == "cpu":
         assert value.op is not None
+        if value.op.name == "dynamic_slice":
+            return False  # to read it again costs no more
         is_expensive = value.op.name in _EXPENSIVE or value.dtype == jnp.bfloat16  # rounded in software
         return is_expensive or readers > 2 or read > 1.5 * value.bytes
     return read + value.bytes + readers * value.bytes < readers * read

@@ -3,10 +3,11 @@
 On a CPU what is ready first runs first, so that several can run at once: what depends on no other kernel is
 computed at the start, and kept. On a GPU kernels run one after the other, in an order that keeps little in
 memory: in a loop's body as XLA's `DFSMemoryScheduler` has it, around loops each right before it is needed.
-A body writes its slices of stacked outputs at its end.
+What reduces a tensor to a scale is fused with the first kernel that reads the tensor, so it runs then. A body
+writes its slices of stacked outputs at its end.
 """
 
-from fp8jax.memory.fusion import Kernel, Kernels
+from fp8jax.memory.fusion import SMALL, Kernel, Kernels
 
 
 def order(fused: Kernels, kept: set[int], *, is_body: bool) -> list[int]:
@@ -24,6 +25,8 @@ def order(fused: Kernels, kept: set[int], *, is_body: bool) -> list[int]:
         found = _depth_first(fused, users, kept)
     else:
         found = _late(users)
+    if fused.graph.platform != "cpu":
+        found = _with_early_reductions(fused, found, users)
     return sorted(found, key=lambda number: fused.kernels[number].op.kind == "store")
 
 
@@ -79,6 +82,21 @@ def _depth_first(fused: Kernels, users: list[set[int]], kept: set[int]) -> list[
 
     ends = [n for n, later in enumerate(users) if not later or _writes_one_of(fused.kernels[n], kept)]
     return _after(sorted(ends, key=key), [sorted(before, key=key) for before in needed])
+
+
+def _with_early_reductions(fused: Kernels, numbers: list[int], users: list[set[int]]) -> list[int]:
+    """The order, but what only reduces tensors to little does so as soon as they are there."""
+    needed = _needed(users)
+
+    def is_early(number: int) -> bool:
+        kernel = fused.kernels[number]
+        return kernel.op.kind == "reduce" and all(value.bytes <= SMALL for value in kernel.writes)
+
+    place = {number: (at, 0) for at, number in enumerate(numbers)}
+    for number in numbers:
+        if is_early(number):
+            place[number] = max((place[before] for before in needed[number]), default=place[number])
+    return sorted(numbers, key=lambda number: place[number])
 
 
 def _writes_one_of(kernel: Kernel, kept: set[int]) -> bool:
