@@ -48,7 +48,6 @@ SIDEWAYS = {
     ("doctor", "memory"): "a model is named as for a plan",
     ("doctor", "targets"): "the doctor reads a program compiled for a target",
     ("memory", "targets"): "the plan is read from a program compiled for a target",
-    ("backends", "scaling"): "TransformerEngine's scaling state is converted to and from ours",
 }
 
 ANYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_module_names)
