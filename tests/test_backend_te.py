@@ -6,6 +6,8 @@ a GPU but for the last one.
 """
 
 import functools
+import importlib
+import importlib.util
 import os
 import re
 
@@ -18,11 +20,12 @@ import pytest
 import fp8jax
 from fp8jax import Recipe, backends, formats, program, quantize, targets
 from fp8jax.backends import te
+from fp8jax.backends.te import gemm as te_gemm
 from fp8jax.dot import dot_general, init_state
 from fp8jax.scaled import UNSET
 
 MATRICES = (((1,), (0,)), ((), ()))
-MISSING = te._why_not_importable()
+MISSING = te_gemm._why_not_importable()
 # `./dev test-te` sets it, and is not to pass by skipping.
 assert MISSING is None or "NVTE_JAX_CUSTOM_CALLS" not in os.environ, MISSING
 needs_te = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -48,9 +51,9 @@ def gpu(monkeypatch):
     It asks the GPU for its compute capability before it does anything in FP8, on a CPU too. What it does
     there depends on the answer in one thing: whether operands are transposed.
     """
-    if te._capability() is None:
+    if te_gemm._capability() is None:
         assert os.environ.get("NVTE_JAX_CUSTOM_CALLS") == "false", "or it calls kernels that a CPU has not"
-        monkeypatch.setattr(te, "_capability", lambda: (9, 0))
+        monkeypatch.setattr(te_gemm, "_capability", lambda: (9, 0))
         import transformer_engine_jax
 
         monkeypatch.setattr(transformer_engine_jax, "get_device_compute_capability", lambda gpu=0: 90)
@@ -65,8 +68,8 @@ def one_device(monkeypatch):
 
 def installed(monkeypatch, capability):
     """As on a machine that has TransformerEngine and a GPU of that capability, or None."""
-    monkeypatch.setattr(te, "_why_not_importable", lambda: None)
-    monkeypatch.setattr(te, "_capability", lambda: capability)
+    monkeypatch.setattr(te_gemm, "_why_not_importable", lambda: None)
+    monkeypatch.setattr(te_gemm, "_capability", lambda: capability)
 
 
 def draw(seed, *shape):
@@ -109,20 +112,20 @@ def test_the_reasons(monkeypatch):
 
 def test_the_capability_is_that_of_the_default_device(monkeypatch):
     if jax.default_backend() == "cpu":
-        assert te._capability() is None
+        assert te_gemm._capability() is None
     with jax.default_device(jax.devices("cpu")[0]):
-        assert te._capability() is None
+        assert te_gemm._capability() is None
     with jax.default_device("cpu"):
-        assert te._capability() is None
+        assert te_gemm._capability() is None
 
 
 def test_a_package_that_cannot_be_loaded_is_a_reason(monkeypatch):
     def broken(name, *rest):
         raise OSError("libcublas.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(te.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(te.importlib, "import_module", broken)
-    reason = te._why_not_importable.__wrapped__()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib, "import_module", broken)
+    reason = te_gemm._why_not_importable.__wrapped__()
     assert (
         reason
         == "transformer_engine.jax cannot be used: OSError: libcublas.so.13: cannot open shared object file"
@@ -162,7 +165,7 @@ def test_auto_chooses_by_device_and_says_why(monkeypatch, one_device):
 
 def test_the_last_line_of_a_report_says_who_multiplies(monkeypatch, one_device):
     x = jnp.ones((16, 32))
-    monkeypatch.setattr(te, "_why_not_importable", lambda: "transformer_engine is not installed")
+    monkeypatch.setattr(te_gemm, "_why_not_importable", lambda: "transformer_engine is not installed")
     for backend, line in (
         ("auto", "backend: xla (transformer_engine is not installed)"),
         ("reference", "backend: reference (as asked for)"),
@@ -523,7 +526,7 @@ def test_the_program_for_a_gpu_has_its_three_gemms(capability, transposes, monke
     import transformer_engine.jax.quantize as package
 
     # Its GEMM and its quantizers each have their own name for the question.
-    gemm = te.importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
+    gemm = importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
     monkeypatch.setattr(gemm, "get_device_compute_capability", lambda gpu=0: capability)
     for module in (gemm, package):
         monkeypatch.setattr(module, "is_fp8_gemm_with_all_layouts_supported", lambda: capability >= 100)

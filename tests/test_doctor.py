@@ -197,7 +197,7 @@ def test_the_gpt_of_plans_is_as_reported_on_every_target():
 
 def gemm(role="fprop", *, kind="cublaslt_f8", formats=("f8e4m3fn", "f8e4m3fn"), shape=(64, 32), layer="up"):
     name = f"jit(step)/jvp(M)/{layer}/fp8jax:{layer}/jit(_dot)/{role}/dot_general"
-    return Gemm(kind, *formats, "bf16", shape, True, 1, name)
+    return Gemm(kind, *formats, "bf16", shape, True, 1, name, flops=0)
 
 
 GIVEN = [gemm(role, kind="dot") for role in ("fprop", "dgrad", "wgrad")]
@@ -214,6 +214,7 @@ FELL = gemm("wgrad", kind="cublaslt", formats=WIDE)
         (GIVEN, [gemm("add"), *RAN[1:]], (9, 0), ""),  # a bias in the GEMM: its name is the addition's
         ([*GIVEN, GIVEN[0]], RAN, (9, 0), ""),  # what was recomputed and is the same
         (GIVEN, [*RAN[:2], gemm("wgrad", kind="triton")], (9, 0), ""),
+        ([], [gemm(role, kind="te") for role in ("fprop", "dgrad", "wgrad")], (9, 0), ""),  # none is XLA's
         (GIVEN, [*RAN[:2], FELL], (9, 0), "wgrad: a cublaslt GEMM of bf16 x bf16, not FP8; XLA did not find"),
         (GIVEN, [*RAN, FELL], (9, 0), "a product: a cublaslt GEMM of bf16 x bf16"),
         (GIVEN, [FELL] * 3, (8, 0), "compute capability 8.0 has no FP8 GEMMs"),

@@ -1,5 +1,6 @@
 """The FP8 dot: what it computes, what it keeps, what it is made of."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -11,7 +12,7 @@ import pytest
 from jax import lax
 
 from fp8jax import Recipe, ScaledArray, formats, quantize
-from fp8jax.dot import Weight, dot_general, init_state
+from fp8jax.dot import Weight, dot_general, init_state, save_fp8_operands
 from fp8jax.scaling.merge import CODES, NeedsWideGradient, from_codes, no_codes
 
 TE = Recipe.te(amax_history_len=4)
@@ -301,6 +302,27 @@ def test_vmap_and_remat_do_not_change_the_result():
     np.testing.assert_array_equal(jax.jit(jax.vmap(one))(lhs, rhs), expected)
     loss = lambda product: jax.jit(jax.grad(lambda a: product(a, rhs[0]).sum()))(lhs[0])  # noqa: E731
     np.testing.assert_allclose(loss(jax.checkpoint(one)), loss(one), rtol=1e-6)
+
+
+def test_the_policy_keeps_the_fp8_operands_of_each_product_and_no_wider_ones():
+    shapes = (24, 32), (32, 64), (64, 16)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def net(state, x, *kernels):
+        for kernel in kernels:
+            x = jnp.tanh(dot_general(x, kernel, MATRICES, recipe=TE, state=state))
+        return x
+
+    def kept(policy):
+        backward = lambda *args: jax.vjp(jax.checkpoint(net, policy=policy), *args)[1]  # noqa: E731
+        leaves = jax.tree.leaves(jax.eval_shape(backward, init_state(TE), *operands))
+        return collections.Counter((str(leaf.dtype), leaf.shape) for leaf in leaves)
+
+    assert {dtype for dtype, shape in kept(None)} == {"float32"}
+    codes = dict.fromkeys([("uint8", shape) for shape in (*shapes, (24, 64))], 1)
+    # Without the amaxes the backward would need the wide tensors again.
+    scales_and_amaxes = {("float32", ()): 2 * len(codes)}
+    assert kept(save_fp8_operands) - kept(None) == codes | scales_and_amaxes
 
 
 def test_errors_say_what_to_do():

@@ -22,7 +22,6 @@ Needs `pip install "fp8jax[target]"`, no GPU, and no XLA_FLAGS.
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import pathlib
@@ -39,6 +38,7 @@ from layer import SEQUENCES, TIME, WIDTH, Layer, Layers
 
 import fp8jax
 from fp8jax import program, targets
+from fp8jax.doctor import gemms
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from gpt_model import GPT, PRODUCT, GPTConfig
@@ -174,29 +174,15 @@ def compile_gpt(model: Any, context: int, batch: int, target: str) -> jax.stages
 
 def gpt_rows(recipe: str, config: GPTConfig, batch: int, target: str) -> list[dict[str, Any]]:
     """One row per layer of the GPT: the report's word, and the GEMMs that the program has for it."""
-    model = fp8jax.transform(GPT(config), recipe)
-    gemms = program.read(compile_gpt(model, config.context - 1, batch, target)).gemms
     tokens = jax.ShapeDtypeStruct((batch, config.context), jnp.int32)
-    rows, told = [], model.report(tokens).rows
-    found = collections.Counter(layer_of(gemm, [row.path for row in told]) for gemm in gemms if is_fp8(gemm))
-    for row in told:
-        if row.kernel_shape:
-            rows.append(
-                {"layer": row.path, "report": "FP8" if row.fp8 else row.reason, "FP8 GEMMs": found[row.path]}
-            )
-    rows.append({"layer": "(none of them)", "report": "not FP8", "FP8 GEMMs": found[""]})
-    return rows
-
-
-def is_fp8(gemm: program.Gemm) -> bool:
-    """Whether it is one of cuBLASLt's FP8 products."""
-    return gemm.kind == "cublaslt_f8"
-
-
-def layer_of(gemm: program.Gemm, paths: list[str]) -> str:
-    """The layer that the product was traced in: the longest path in its name, "" if there is none."""
-    inside = [path for path in paths if path and f"/{path}/" in gemm.name]
-    return max(inside, key=len, default="")
+    return [
+        {
+            "layer": "(none of them)" if row.layer == gemms.NO_LAYER else row.layer,
+            "report": row.report or "not FP8",
+            "FP8 GEMMs": row.fp8,
+        }
+        for row in gemms.check((GPT(config), tokens), recipe, target=target)
+    ]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Who multiplies? Each file is one answer; `auto` takes the best one that can.
+"""Who multiplies? Each file or folder is one answer; `auto` takes the best one that can.
 
 A backend is a module with two functions and a text:
 

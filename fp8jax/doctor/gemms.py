@@ -137,7 +137,7 @@ def _compared(
     before, after = by_layer(given), by_layer(given if compiled is None else compiled)
     rows = []
     for key in (*told, None):
-        row, narrow = told.get(key) if key is not None else None, [g for g in after[key] if is_fp8(g)]
+        row, narrow = told.get(key) if key is not None else None, [g for g in after[key] if g.is_fp8]
         if not before[key] and not after[key] and not (row and row.fp8):
             continue
         if row is None or row.fp8 or row.reason == OWN_DOT:
@@ -150,12 +150,6 @@ def _compared(
         layer = NO_LAYER if row is None else row.path or "(root)"
         rows.append(Row(layer, says, len(narrow), len(after[key]) - len(narrow), runs, complaint))
     return rows
-
-
-def is_fp8(gemm: Gemm) -> bool:
-    """Whether a GEMM multiplies FP8 operands: before XLA, or by cuBLASLt, or by Triton."""
-    has_narrow = gemm.lhs.startswith("f8") and gemm.rhs.startswith("f8")
-    return gemm.kind == "cublaslt_f8" or (has_narrow and gemm.kind in ("dot", "triton"))
 
 
 def _complaint(
@@ -173,19 +167,19 @@ def _complaint(
             "none of its products is in the program: does the loss use it, and is the backend one of XLA's?"
         )
     # What is no layer's may be anything, but what fp8jax multiplies has one of its names.
-    allowed = [g for g in given if not is_fp8(g) and (_role(g) in wide or not (is_layers or _role(g)))]
-    own = [gemm for gemm in given if not is_fp8(gemm) and gemm not in allowed]
+    allowed = [g for g in given if not g.is_fp8 and (_role(g) in wide or not (is_layers or _role(g)))]
+    own = [gemm for gemm in given if not gemm.is_fp8 and gemm not in allowed]
     if own:
         named = " and ".join(dict.fromkeys(_role(gemm) or "a product" for gemm in own))
         return f"{named}: JAX gives XLA {own[0].lhs} x {own[0].rhs} to multiply, not FP8"
-    others = [gemm for gemm in found if not is_fp8(gemm)]
-    expected = dict.fromkeys(_role(gemm) for gemm in given if is_fp8(gemm))
-    have = [gemm for gemm in found if is_fp8(gemm)]
+    others = [gemm for gemm in found if not gemm.is_fp8]
+    expected = dict.fromkeys(_role(gemm) for gemm in given if gemm.is_fp8)
+    have = [gemm for gemm in found if gemm.is_fp8]
     # Without names there is the number: XLA may join two GEMMs that are the same, but not of two kinds.
     if len(others) <= len(allowed) and len(have) >= len(expected):
         return ""
     seen = {_role(gemm) for gemm in have}
-    lost = [gemm for gemm in given if is_fp8(gemm) and _role(gemm) not in seen]
+    lost = [gemm for gemm in given if gemm.is_fp8 and _role(gemm) not in seen]
     named = " and ".join(dict.fromkeys(_role(gemm) or "a product" for gemm in lost)) or "a product"
     fallen = [gemm for gemm in others if _role(gemm) not in wide]
     shown = "computed without a GEMM of its own, or one that is not FP8"

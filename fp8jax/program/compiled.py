@@ -17,6 +17,7 @@ from fp8jax.program.text import (
     BITS,
     Instruction,
     bytes_of,
+    dims_of,
     dtype_of,
     executed,
     launches,
@@ -46,6 +47,12 @@ class Gemm(NamedTuple):
     fast: bool  # products may be accumulated in less than float32 (precision DEFAULT)
     runs: int  # how often it runs in one call: trip counts of the loops around it; 1 where unknown
     name: str  # where it comes from, e.g. "jit(step)/jvp(Dense_0)/dot_general"
+    flops: int  # 2 m n k, of all matrices of a batch; the zeros of a padding count too
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it multiplies FP8 operands."""
+        return self.lhs.startswith("f8") and self.rhs.startswith("f8")
 
 
 class Collective(NamedTuple):
@@ -196,8 +203,8 @@ def _walk(
     kernels = moved = 0
     shapes = {instruction.name: instruction.shape for instruction in computations[name]}
     for instruction in computations[name]:
-        if kind := kind_of(instruction, computations):
-            gemms.append(_gemm(kind, instruction, shapes, computations, runs))
+        if gemm := gemm_of(instruction, shapes, computations, runs):
+            gemms.append(gemm)
         collectives += [found._replace(runs=runs) for found in _collectives(instruction)]
         if launches(instruction):
             kernels += 1
@@ -210,7 +217,15 @@ def _walk(
     return kernels, moved
 
 
-def kind_of(instruction: Instruction, computations: dict[str, list[Instruction]]) -> str | None:
+def gemm_of(
+    instruction: Instruction, shapes: dict[str, str], computations: dict[str, list[Instruction]], runs: int
+) -> Gemm | None:
+    """The GEMM that the instruction is, or None; `shapes` are those of its operands."""
+    kind = _kind(instruction, computations)
+    return _gemm(kind, instruction, shapes, computations, runs) if kind else None
+
+
+def _kind(instruction: Instruction, computations: dict[str, list[Instruction]]) -> str | None:
     """The kind of GEMM that the instruction is, or None."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
@@ -247,20 +262,28 @@ def _gemm(
     if instruction.opcode == "fusion":
         instruction, shapes = _inner_dot(instruction, computations) or (instruction, shapes)
     stride = 2 if kind == "te" else 1  # each operand's scale comes after it
-    operands = instruction.operands[: 2 * stride : stride]
-    lhs, rhs = (dtype_of(shapes.get(operand, "")) for operand in operands)
+    lhs, rhs = (shapes.get(operand, "") for operand in instruction.operands[: 2 * stride : stride])
     fast = set(_precision(instruction.line)) <= {"DEFAULT", "default"}
-    dims = re.search(r"\[([\d,]*)\]", out)
     return Gemm(
         kind=kind,
-        lhs=lhs,
-        rhs=rhs,
+        lhs=dtype_of(lhs),
+        rhs=dtype_of(rhs),
         out=dtype_of(out),
-        out_shape=tuple(int(dim) for dim in dims[1].split(",") if dim) if dims else (),
+        out_shape=dims_of(out),
         fast=fast and "use_split_accumulator = true" not in instruction.line,
         runs=runs,
         name=op_name(instruction),
+        flops=_flops(instruction, lhs, rhs),
     )
+
+
+def _flops(product: Instruction, lhs: str, rhs: str) -> int:
+    """2 m n k of a product of matrices, or of all of a batch of b: |lhs| |rhs| |out| is b**3 (m n k)**2."""
+    numbers = math.prod(math.prod(dims_of(shape)) for shape in (lhs, rhs, product.shape))
+    # As a dot's attribute says it, or a library call's configuration.
+    batched = re.search(r'lhs_batch_dim(?:s=\{|ensions":\[)([^\]}]*)', product.line)
+    batch = math.prod(dims_of(lhs)[int(dim)] for dim in re.findall(r"\d+", batched[1])) if batched else 1
+    return 2 * math.isqrt(numbers // batch) if batch else 0
 
 
 def _precision(line: str) -> list[str]:

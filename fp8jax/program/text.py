@@ -100,3 +100,9 @@ def dtype_of(shape: str) -> str:
     """The dtype of a shape as printed; of a tuple, that of its first element (the rest is workspace)."""
     found = re.search(r"([a-z]\w*)\[", shape)
     return found[1] if found else ""
+
+
+def dims_of(shape: str) -> tuple[int, ...]:
+    """The dimensions of a shape as printed; of a tuple, those of its first element."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return tuple(int(dim) for dim in found[1].split(",") if dim) if found else ()

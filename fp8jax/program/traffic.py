@@ -10,15 +10,15 @@ contracts the dim that the others do not.
 """
 
 import collections
-import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fp8jax.program.compiled import kind_of
+from fp8jax.program.compiled import Gemm, gemm_of
 from fp8jax.program.text import (
     Instruction,
     bytes_of,
+    dims_of,
     dtype_of,
     executed,
     launches,
@@ -33,12 +33,21 @@ _Computations = dict[str, list[Instruction]]
 class Kernel(NamedTuple):
     """What is launched at once: a fusion, a library call, a copy."""
 
-    kind: str  # of GEMM, as `Gemm.kind`; "" for other kernels
+    gemm: Gemm | None  # which product it is, if it is one
     moved: int  # bytes of all operands and results
-    flops: float  # of a GEMM
     runs: int  # trip counts of the loops around it; 1 where unknown
     name: str  # where it was traced
     text: str  # its name in the program, and its result
+
+    @property
+    def kind(self) -> str:
+        """Of GEMM; "" for other kernels."""
+        return self.gemm.kind if self.gemm else ""
+
+    @property
+    def flops(self) -> int:
+        """Of a GEMM; those of other kernels are not counted."""
+        return self.gemm.flops if self.gemm else 0
 
 
 class Traffic(NamedTuple):
@@ -51,7 +60,7 @@ class Traffic(NamedTuple):
     @property
     def gemms(self) -> int:
         """Bytes that GEMMs read and write."""
-        return sum(kernel.moved * kernel.runs for kernel in self.kernels if kernel.kind)
+        return sum(kernel.moved * kernel.runs for kernel in self.kernels if kernel.gemm)
 
     @property
     def other(self) -> int:
@@ -63,7 +72,7 @@ class Traffic(NamedTuple):
         return sum(
             kernel.moved * kernel.runs
             for kernel in self.kernels
-            if not kernel.kind and not (scope and f"/{scope}/" in f"{kernel.name}/")
+            if not kernel.gemm and not (scope and f"/{scope}/" in f"{kernel.name}/")
         )
 
     @property
@@ -83,7 +92,7 @@ class Traffic(NamedTuple):
 
 
 def _seconds(kernel: Kernel, target: Any) -> float:
-    rate = target.fp8_flops if kernel.kind.endswith("_f8") else target.bf16_flops
+    rate = target.fp8_flops if kernel.gemm and kernel.gemm.is_fp8 else target.bf16_flops
     return max(kernel.moved / target.bandwidth, kernel.flops / rate)
 
 
@@ -125,40 +134,23 @@ def _launched(
 def _kernel(
     instruction: Instruction, body: dict[str, Instruction], computations: _Computations, runs: int
 ) -> Kernel:
-    operands = [body[operand].shape for operand in instruction.operands if operand in body]
-    kind = kind_of(instruction, computations) or ""
+    shapes = {operand: body[operand].shape for operand in instruction.operands if operand in body}
+    gemm = gemm_of(instruction, shapes, computations, runs)
+    # A library's workspace, which follows its result, is not counted.
+    result = _first(instruction.shape) if gemm else instruction.shape
     return Kernel(
-        kind=kind,
-        # A library's workspace, which follows its result, is not counted.
-        moved=sum(map(bytes_of, [_first(instruction.shape) if kind else instruction.shape, *operands])),
-        flops=_flops(instruction, operands) if kind else 0.0,
+        gemm=gemm,
+        moved=sum(map(bytes_of, [result, *(shapes.get(operand, "") for operand in instruction.operands)])),
         runs=runs,
         name=op_name(instruction),
         text=f"{instruction.name}: {instruction.shape}",
     )
 
 
-def _flops(instruction: Instruction, operands: list[str]) -> float:
-    """2 m n k of a product of matrices, or of all of a batch of b: |lhs| |rhs| |out| is b**3 (m n k)**2."""
-    sizes = [math.prod(_dims(shape)) for shape in (instruction.shape, *operands[:2])]
-    if len(sizes) < 3:
-        return 0.0
-    batched = re.search(r'lhs_batch_dimensions":\[([^\]]*)\]', instruction.line)
-    dims = [int(dim) for dim in re.findall(r"\d+", batched[1])] if batched else []
-    batch = math.prod(_dims(operands[0])[dim] for dim in dims)
-    return 2 * math.sqrt(math.prod(sizes) / batch)
-
-
 def _first(shape: str) -> str:
     """A shape as printed; of a tuple, its first element."""
     found = re.search(r"[a-z]\w*\[[\d,]*\]", shape)
     return found[0] if found else shape
-
-
-def _dims(shape: str) -> list[int]:
-    """Of a shape as printed; of a tuple, those of its first element."""
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return [int(dim) for dim in found[1].split(",") if dim] if found else []
 
 
 def _inside(instruction: Instruction, computations: _Computations) -> list[Instruction]:
@@ -175,7 +167,7 @@ def _casts(instruction: Instruction, computations: _Computations) -> list[Instru
     return [
         inner
         for inner in inside
-        if inner.opcode == "convert" and dtype_of(inner.shape).startswith("f8") and _dims(inner.shape)
+        if inner.opcode == "convert" and dtype_of(inner.shape).startswith("f8") and dims_of(inner.shape)
     ]
 
 

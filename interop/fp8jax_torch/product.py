@@ -1,8 +1,9 @@
 """What an FP8 layer computes, and what its gradients: an autograd function around the three GEMMs.
 
 Input and weight are cast to FP8 once, and so is the output gradient; the backward keeps the FP8 codes.
-Products accumulate in float32 and take both scales before they are cast to the output's dtype. The
-weight's gradient leaves as E4M3 codes on a power-of-two scale where the recipe says so.
+Products accumulate in float32 and take both scales before they are cast: to the output's dtype, the
+weight's gradient to its own. It leaves as E4M3 codes on a power-of-two scale where the recipe says so.
+An output gradient that holds an infinity or NaN makes the other two NaN, whole: a step to be skipped.
 
 On a GPU with FP8 tensor cores the GEMMs are `torch._scaled_mm`; elsewhere the codes are multiplied in
 float32, in which each of their products is exact: the same numbers but for the order of the sums.
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
 from fp8jax_torch.scaling import GRAD, LHS, RHS, ScalingState, operand_formats
@@ -82,8 +82,11 @@ class _Product(torch.autograd.Function):
         x, weight = (ScaledTensor(next(rest), next(rest)) if codes else next(rest) for codes in ctx.is_codes)
         _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
         with without_autocast(grads[0].device):
-            grad = casts.without_infinities(grads[0])
+            (grad,) = grads
             grad_seen, q_grad = _quantize(state, GRAD, grad)
+            # Saturated, an infinite gradient would look like a large one: then the products are NaN.
+            scale = torch.where(grad_seen < math.inf, q_grad.scale, math.nan)
+            q_grad = ScaledTensor(q_grad.codes, scale)
             state.see([x_seen, weight_seen, grad_seen])
             dx = dweight = None
             if ctx.needs_input_grad[0]:
@@ -92,17 +95,12 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad = grad.to(dtype) if wgrad_is_high else q_grad
                 lhs, rhs = (x, grad) if in_out else (grad, x)
-                dweight = _gemm(_transposed(lhs), rhs, dtype, fast=False)
-                dweight = _weight_gradient(dweight, state.recipe, weight_dtype)
+                is_codes = state.recipe.weight_grad == "E4M3"
+                dweight = _gemm(_transposed(lhs), rhs, dtype if is_codes else weight_dtype, fast=False)
+                if is_codes:  # autograd wants the weight's dtype on them
+                    q = quantize_gradient(dweight)
+                    dweight = ScaledTensor(q.codes, q.scale, weight_dtype)
         return dx, dweight, None, None, None
-
-
-def _weight_gradient(dweight: torch.Tensor, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
-    """In the format that the recipe's `weight_grad` names; autograd wants the weight's dtype on it."""
-    if recipe.weight_grad != "E4M3":
-        return dweight.to(dtype)
-    q = quantize_gradient(dweight)
-    return ScaledTensor(q.codes, q.scale, dtype)
 
 
 def _quantize(state: ScalingState, operand: int, x: Any) -> tuple[torch.Tensor, ScaledTensor]:
@@ -127,12 +125,23 @@ def _transposed(matrix: Any) -> Any:
 def _gemm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
     """lhs (m, k) @ rhs (k, n): in FP8 if they are."""
     if not is_scaled(lhs):
-        return lhs @ value(rhs).to(lhs.dtype)
+        return _wide_gemm(lhs, value(rhs).to(lhs.dtype), dtype)
     if has_fp8(lhs.device):
         return scaled_mm(lhs, rhs, dtype, fast=fast)
     out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes)
     # Two multiplications: the product of the scales alone can leave float32's range.
     return (out * lhs.scale * rhs.scale).to(dtype)
+
+
+def _wide_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """lhs (m, k) @ rhs (k, n), accumulated in float32 and cast once."""
+    if lhs.dtype == dtype:
+        return lhs @ rhs
+    # The one wider output that torch has, and on a GPU alone.
+    if lhs.is_cuda and lhs.dtype.itemsize == 2 and dtype == torch.float32:
+        return torch.mm(lhs, rhs, out_dtype=dtype)
+    wide = torch.promote_types(lhs.dtype, dtype)
+    return (lhs.to(wide) @ rhs.to(wide)).to(dtype)
 
 
 def scaled_mm(lhs: ScaledTensor, rhs: ScaledTensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:

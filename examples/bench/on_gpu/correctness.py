@@ -155,7 +155,7 @@ def fp8_gemms(lowered: Any, given: Given, options: Any = None) -> int:
     """cuBLASLt's FP8 calls; on a CPU, where there are none, products of what was cast to FP8."""
     if given.device == "gpu":
         return program.read(lowered.compile(compiler_options=options)).count("cublaslt_f8")
-    return sum("f8" in gemm.lhs and "f8" in gemm.rhs for gemm in program.read_lowered(lowered))
+    return sum(gemm.is_fp8 for gemm in program.read_lowered(lowered))
 
 
 def optimizer(given: Given) -> list[dict[str, Any]]:

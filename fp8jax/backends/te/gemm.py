@@ -1,0 +1,138 @@
+"""Products by TransformerEngine's cuBLASLt, and whether it can make them here.
+
+    supports()                                # None, or "transformer_engine is not installed"
+    dot(lhs, rhs, numbers, out_dtype=jnp.bfloat16, precise=True)
+
+Its GEMM takes two matrices of codes and their scales. Where the GPU multiplies FP8 only with the
+contracted dim last in memory, they are transposed before; sides that cuBLASLt does not take are padded.
+"""
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from fp8jax.backends import xla
+from fp8jax.scaled import ScaledArray
+
+NORMS = xla.NORMS  # what surrounds the GEMMs is XLA's
+
+# cuBLASLt takes FP8 matrices whose sides are whole 16 bytes.
+_MULTIPLE = 16
+
+
+def supports(*, is_batched: bool = False) -> str | None:
+    """Why it cannot run here, or None.
+
+    Args:
+        is_batched: whether it is asked about a product with batch dimensions.
+    """
+    reason = _why_not_importable()
+    if reason:
+        return reason
+    capability = _capability()
+    if capability is None:
+        return "transformer_engine needs an NVIDIA GPU, and JAX's default device is none"
+    if capability < (8, 9):
+        return "FP8 needs a GPU of compute capability 8.9, and this one has {}.{}".format(*capability)
+    return "transformer_engine multiplies no batches of matrices" if is_batched else None
+
+
+def dot(
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    out_dtype: Any,
+    precise: bool,
+) -> jax.Array:
+    """The product of two matrices; see `fp8jax.backends`."""
+    dims, _ = dimension_numbers
+    multiply = functools.partial(_multiply, dims, out_dtype, precise)
+    # One after the other where a vmap maps them: the GEMM has no rule for it.
+    return jax.custom_batching.sequential_vmap(multiply)(lhs.data, lhs.scale, rhs.data, rhs.scale)
+
+
+def _multiply(
+    dims: tuple[Any, Any],
+    out_dtype: Any,
+    precise: bool,
+    lhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs: jax.Array,
+    rhs_scale: jax.Array,
+) -> jax.Array:
+    """One of its GEMMs."""
+    quantize = importlib.import_module("transformer_engine.jax.quantize")
+    gemm, is_plain = _gemm()
+    # In plain JAX it casts before it scales, and XLA on a CPU adds in what it is cast to.
+    dq_dtype = jnp.float32 if is_plain else out_dtype
+    ((lhs_k,), (rhs_k,)) = dims
+    m, n = lhs.shape[1 - lhs_k], rhs.shape[1 - rhs_k]
+    lhs, rhs = _padded(lhs), _padded(rhs)
+    if not quantize.is_fp8_gemm_with_all_layouts_supported():  # before Blackwell the contracted dim is last
+        lhs, rhs, lhs_k, rhs_k = _with_last(lhs, lhs_k), _with_last(rhs, rhs_k), 1, 1
+
+    def scaled(data: jax.Array, scale: jax.Array) -> Any:
+        return quantize.ScaledTensorFactory.create_1x(
+            data=data,
+            scale_inv=scale.reshape(1),
+            scaling_mode=quantize.ScalingMode.DELAYED_TENSOR_SCALING,
+            dq_dtype=dq_dtype,
+            flatten_axis=1,
+        )
+
+    operands = scaled(lhs, lhs_scale), scaled(rhs, rhs_scale)
+    out = gemm(*operands, contracting_dims=((lhs_k,), (rhs_k,)), use_split_accumulator=precise)
+    return out[:m, :n].astype(out_dtype)
+
+
+def _gemm() -> tuple[Any, bool]:
+    """Its GEMM, and whether it is what it has in plain JAX where its custom calls are switched off.
+
+    Its public `gemm` accumulates forward and backward alike, as an environment variable says.
+    """
+    module = importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
+    if module.GemmPrimitive.enabled():
+        return module._te_gemm, False
+    return module._jax_gemm, True
+
+
+def _with_last(x: jax.Array, axis: int) -> jax.Array:
+    """A matrix with `axis` last."""
+    # Without the constraint XLA may compute all that is before, the wide tensor too, in the layout in
+    # which the transpose costs nothing, and transpose that.
+    return x if axis == 1 else with_layout_constraint(x, Layout(major_to_minor=(0, 1))).T
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """A matrix with zeros up to sides that cuBLASLt takes; they add nothing to a product."""
+    return jnp.pad(x, [(0, -size % _MULTIPLE if size else _MULTIPLE) for size in x.shape])
+
+
+@functools.cache
+def _why_not_importable() -> str | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed"
+    try:
+        importlib.import_module("transformer_engine.jax")
+        _gemm()
+    except Exception as error:  # a missing library, GPU or part: each of its layers fails in its own way
+        return f"transformer_engine.jax cannot be used: {type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _capability() -> tuple[int, int] | None:
+    """The compute capability of JAX's default device; None if that is no NVIDIA GPU."""
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    if chosen is None or isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    capability = getattr(chosen, "compute_capability", "")
+    major, _, minor = str(capability).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

@@ -1,0 +1,84 @@
+"""What TransformerEngine's own modules need, made of a recipe.
+
+    recipe_of("te,margin=1")                  # a DelayedScaling, for any of its interfaces
+    with autocast("te"): ...                  # its modules in FP8
+    nn.Dense(64, dot_general_cls=dot_general_cls("te"))
+
+Of a recipe they follow the GEMM column alone, and of that only what they have; the rest is refused.
+"""
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fp8jax.recipe import Recipe
+
+
+def recipe_of(recipe: Recipe | str) -> Any:
+    """TransformerEngine's recipe object for the recipe's GEMM column.
+
+    Args:
+        recipe: a `Recipe`, or the text of one. Its other columns are not TransformerEngine's, whose
+            modules keep weights, gradients and moments wide. `first_scale` is not either: its
+            modules start with scale 1, so the first step differs.
+
+    Returns:
+        A `transformer_engine.common.recipe.DelayedScaling` or `Float8CurrentScaling`.
+
+    Raises:
+        ValueError: the recipe asks for what TransformerEngine's JAX modules do not do.
+        ImportError: TransformerEngine is not installed.
+    """
+    recipe = Recipe.parse(recipe)
+    _refuse(recipe, "gemm", recipe.gemm == "FP8")
+    _refuse(recipe, "interval", recipe.interval == 1)
+    _refuse(recipe, "override_linear_precision", not any(recipe.override_linear_precision))
+    if recipe.scaling == "current":
+        _refuse(recipe, "margin", recipe.margin == 0, ", with scaling=current")
+    theirs = importlib.import_module("transformer_engine.common.recipe")
+    fp8_format = theirs.Format[recipe.fp8_format]
+    if recipe.scaling == "current":
+        return theirs.Float8CurrentScaling(fp8_format=fp8_format)
+    return theirs.DelayedScaling(
+        margin=recipe.margin,
+        fp8_format=fp8_format,
+        amax_history_len=recipe.amax_history_len,
+        amax_compute_algo=recipe.amax_compute_algo,
+    )
+
+
+def _refuse(recipe: Recipe, field: str, fits: bool, where: str = "") -> None:
+    if not fits:
+        raise ValueError(
+            f"`recipe`: TransformerEngine's JAX modules have no {field}={getattr(recipe, field)}{where}. "
+            "Under `fp8jax.transform` its GEMMs can be used with any recipe."
+        )
+
+
+def autocast(recipe: Recipe | str, mesh_resource: Any = None) -> AbstractContextManager[None]:
+    """A context in which TransformerEngine's own modules multiply in FP8.
+
+    Args:
+        recipe: see `recipe_of`.
+        mesh_resource: its `MeshResource`, for many devices.
+
+    Raises: see `recipe_of`.
+    """
+    te_recipe = recipe_of(recipe)
+    te = importlib.import_module("transformer_engine.jax")
+    mesh_resource = te.MeshResource() if mesh_resource is None else mesh_resource
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=True, recipe=te_recipe, mesh_resource=mesh_resource)
+    return te.fp8_autocast(enabled=True, fp8_recipe=te_recipe, mesh_resource=mesh_resource)
+
+
+def dot_general_cls(recipe: Recipe | str) -> Any:
+    """TransformerEngine's own class for `nn.Dense(dot_general_cls=...)`, with its own scaling state.
+
+    Args:
+        recipe: see `recipe_of`.
+
+    Raises: see `recipe_of`.
+    """
+    te_recipe = recipe_of(recipe)
+    return importlib.import_module("transformer_engine.jax.flax").make_dot_general_cls(te_recipe)
