@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
 
     group: jax.Array  # shape=(blocks,), int32
     start: jax.Array  # shape=(blocks,), int32: the first row; past all rows for a block of none
-    count: jax.Array  # shape=(blocks,), int32: rows of the group from there on
+    own: jax.Array  # shape=(blocks,), int32: rows of the group from there on
 
 
 class Operand(NamedTuple):
@@ -66,8 +66,8 @@ def blocks_of(sizes: jax.Array, rows: int) -> Blocks:
     within = number - (last - needed)[group]
     is_used = number < last[-1]
     start = jnp.where(is_used, (ends - sizes)[group] + within * size, rows)
-    count = jnp.where(is_used, ends[group] - start, 0)
-    return Blocks(*(x.astype(jnp.int32) for x in (group, start, count)))
+    own = jnp.where(is_used, ends[group] - start, 0)
+    return Blocks(*(x.astype(jnp.int32) for x in (group, start, own)))
 
 
 def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
@@ -115,7 +115,7 @@ def rows_times_rows(
 
     def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
         # Rows of another group, in both: a NaN there times 0 here would be NaN.
-        is_own = jnp.arange(size)[:, None] < block.count
+        is_own = jnp.arange(size)[:, None] < block.own
         own = [_rows(rows, block, size) for rows in operands]
         own = [rows._replace(data=jnp.where(is_own, rows.data, jnp.zeros_like(rows.data))) for rows in own]
         return sums.at[block.group].add(multiply(*own)), None

@@ -168,7 +168,7 @@ def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes:
 
 def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
     if isinstance(grad, SymbolicZero):  # the output is not used
-        grad = jnp.zeros(grad.shape, grad.dtype)
+        grad = jnp.zeros(grad.shape, static.out_dtype)
     on_each = _on_each(static, functools.partial(_backward_of_device, static))
     dlhs, drhs, state = on_each(kept, grad)
     in_rhs, in_slot = None, None

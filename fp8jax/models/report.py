@@ -146,6 +146,9 @@ def _flops(eqn: Any) -> int:
     if eqn.primitive.name == "dot_general":
         ((contracted, _), _) = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if eqn.primitive.name == "ragged_dot_general":
+        contracted, _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+        return 2 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
     if "contracting_dims" in eqn.params:  # TransformerEngine's GEMM, one operand after the other's scale
         contracted, _ = eqn.params["contracting_dims"]
         return 2 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
