@@ -12,8 +12,8 @@ its group's matrix:
 
 How many blocks there are is known only when the program runs; that they are at most rows / size + groups
 is known before, so nothing is dropped, and with blocks of a quarter of a mean group a fifth of the work
-is padding. XLA has no such product in FP8: `jax.lax.ragged_dot` multiplies every row with every group's
-matrix, but on a TPU.
+is padding. XLA has no such product in FP8, and its own `jax.lax.ragged_dot` multiplies every row with
+every group's matrix, except on a TPU.
 
 References:
     MegaBlocks, arXiv 2211.15841, section 4 (dropless experts as products of blocks).
@@ -49,20 +49,19 @@ class Operand(NamedTuple):
 Multiply = Callable[[Operand, Operand], jax.Array]
 
 
-def size_of_block(rows: int, groups: int) -> int:
-    """Rows of a block: a power of two, at most a quarter of a mean group where that is 64 or more."""
-    wanted = max(rows // (4 * max(groups, 1)), 1)
+def size_of_block(rows: int, groups: int, parts: int) -> int:
+    """Rows of a block: a power of two, at most one of so many parts of a mean group unless that is small."""
+    wanted = max(rows // (parts * max(groups, 1)), 1)
     return min(max(2 ** (wanted.bit_length() - 1), _SMALLEST), _LARGEST)
 
 
-def blocks_of(sizes: jax.Array, rows: int) -> Blocks:
-    """The blocks of groups of these sizes, shape=(groups,), among so many rows."""
+def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
+    """The blocks of `size` rows of groups of these sizes, shape=(groups,), among so many rows."""
     groups = sizes.shape[0]
-    size = size_of_block(rows, groups)
     needed = -(-sizes // size)
     last, ends = jnp.cumsum(needed), jnp.cumsum(sizes)
-    number = jnp.arange(rows // size + groups, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right"), groups - 1)
+    number = jnp.arange(rows // size + min(groups, rows), dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
     within = number - (last - needed)[group]
     is_used = number < last[-1]
     start = jnp.where(is_used, (ends - sizes)[group] + within * size, rows)
@@ -73,7 +72,7 @@ def blocks_of(sizes: jax.Array, rows: int) -> Blocks:
 def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
     """The group of each row, int32; the number of groups for rows past the last group."""
     row = jnp.arange(rows, dtype=sizes.dtype)
-    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right").astype(jnp.int32)
+    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right", method="compare_all").astype(jnp.int32)
 
 
 def rows_times_matrices(
@@ -89,7 +88,7 @@ def rows_times_matrices(
         shape: `jax.ShapeDtypeStruct` of the product, (rows, n).
     """
     count = rows.data.shape[0]
-    size = size_of_block(count, sizes.shape[0])
+    size = size_of_block(count, sizes.shape[0], 4)
     padded = _padded(rows, size)
 
     def one(out: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
@@ -97,7 +96,7 @@ def rows_times_matrices(
         return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), block.start, 0), None
 
     empty = jnp.zeros((count + size, *shape.shape[1:]), shape.dtype)
-    out, _ = lax.scan(one, empty, blocks_of(sizes, count))
+    out, _ = lax.scan(one, empty, blocks_of(sizes, count, size))
     is_of_group = jnp.arange(count)[:, None] < jnp.sum(sizes)
     return jnp.where(is_of_group, out[:count], jnp.zeros((), shape.dtype))
 
@@ -110,7 +109,8 @@ def rows_times_rows(
     Args: see `rows_times_matrices`; `multiply` sums over the rows of two blocks.
     """
     count = lhs.data.shape[0]
-    size = size_of_block(count, sizes.shape[0])
+    # Larger ones than above: each reads and writes a whole float32 matrix.
+    size = size_of_block(count, sizes.shape[0], 2)
     operands = [_padded(rows, size) for rows in (lhs, rhs)]
 
     def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
@@ -120,7 +120,7 @@ def rows_times_rows(
         own = [rows._replace(data=jnp.where(is_own, rows.data, jnp.zeros_like(rows.data))) for rows in own]
         return sums.at[block.group].add(multiply(*own)), None
 
-    sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(sizes, count))
+    sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(sizes, count, size))
     return sums
 
 
