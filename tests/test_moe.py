@@ -12,7 +12,7 @@ from jaxprs import fp8_dots
 
 import fp8jax
 from fp8jax import formats
-from fp8jax.dot import Over, dot_general, init_ragged_state, init_state, ragged_dot
+from fp8jax.dot import Over, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
 from fp8jax.dot.blocks import blocks_of
 from fp8jax.models import moe
 from fp8jax.models.moe.linen import ExpertDense
@@ -97,6 +97,25 @@ def test_blocks_cover_each_row_of_a_group_once(sizes):
     wanted = [int(np.searchsorted(ends, row, side="right")) if row < ends[-1] else -1 for row in range(80)]
     np.testing.assert_array_equal(owner, wanted)
     assert (np.diff(blocks.start) >= 0).all()  # what runs over a group's end is written over
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_wide_product_is_jaxs(dtype):
+    x, w, g = (
+        normal(seed, *shape).astype(dtype) for seed, shape in enumerate([(80, 24), (4, 24, 20), (80, 20)])
+    )
+    sizes = jnp.array([21, 0, 40, 7])
+
+    def run(product):
+        y, vjp = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
+        return y, *vjp(g)
+
+    with jax.default_matmul_precision("highest"):
+        for ours, theirs in zip(run(jax.jit(wide_ragged_dot)), run(jax.jit(jax.lax.ragged_dot)), strict=True):
+            assert ours.dtype == theirs.dtype == dtype
+            ours, theirs = (part.astype(jnp.float32) for part in (ours, theirs))
+            bound = float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(theirs)))
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=4 * bound)
 
 
 SIZES, ROWS = np.array([21, 0, 40, 7]), 80

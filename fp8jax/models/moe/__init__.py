@@ -49,6 +49,7 @@ def auxiliary_loss(model: Any, *, load_balance: float = 1e-2, router_z: float = 
     if not all(found.values()):
         raise ValueError(
             "`model`: expected an NNX module with MoE layers, or the 'intermediates' of a Linen model with "
-            "some; got none. Give `apply` mutable=['intermediates'], and `nn.scan` that collection with an axis."
+            "some; got none. Give `apply` mutable=['intermediates'], and under `nn.scan` that collection an "
+            "axis."
         )
     return weighted_sum(found, load_balance, router_z)

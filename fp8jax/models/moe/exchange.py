@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.dot import Over
+from fp8jax.dot import Over, wide_ragged_dot
 from fp8jax.platforms import over_axis
 
 
@@ -70,8 +70,8 @@ def bring_back(y: jax.Array, gates: jax.Array, way: Way, over: Over | None = Non
 
 
 def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, over: Over | None = None) -> jax.Array:
-    """`lax.ragged_dot`, of each device's rows and experts."""
-    return _on_each(lax.ragged_dot, over)(lhs, rhs, group_sizes)
+    """`lax.ragged_dot` of floats, of each device's rows and experts; see `fp8jax.dot.wide_ragged_dot`."""
+    return _on_each(wide_ragged_dot, over)(lhs, rhs, group_sizes)
 
 
 def _on_each(function: Any, over: Over | None) -> Any:
