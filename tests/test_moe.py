@@ -15,6 +15,8 @@ from fp8jax import formats
 from fp8jax.dot import Over, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
 from fp8jax.dot.blocks import blocks_of
 from fp8jax.models import moe
+from fp8jax.models.moe import exchange
+from fp8jax.models.moe.exchange import Way
 from fp8jax.models.moe.linen import ExpertDense
 from fp8jax.scaling.merge import from_max, to_max
 
@@ -320,6 +322,23 @@ def test_nnx_trains_and_is_plain_again():
     assert type(again.up) is type(plain.up) and again.up.kernel.get_value().dtype == jnp.float32
 
 
+@pytest.mark.long
+def test_nnx_stack_is_scanned():
+    x = normal(0, 40, WIDTH)
+    make = nnx.vmap(lambda key: moe.nnx.MoE(WIDTH, HIDDEN, EXPERTS, rngs=nnx.Rngs(key)))
+    model = fp8jax.transform(make(jax.random.split(jax.random.key(0), 2)), "O2")
+    assert model.up.kernel.get_value().scale.shape == (2, EXPERTS, 1, 1)
+
+    def loss_fn(model):
+        call = nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return jnp.mean(call(x, model) ** 2) + moe.auxiliary_loss(model)
+
+    loss, grads = nnx.jit(fp8jax.value_and_grad(loss_fn))(model)
+    assert jnp.isfinite(loss) and grads.up.kernel.get_value().scale.shape == (2, EXPERTS, 1, 1)
+    assert model.up.kernel__fp8_amax_history[...][:, :, 1, 0].all()
+    assert (model.router_z_loss[...] > 0).all()
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -330,7 +349,9 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = {"variable_axes": {"params": 0, "intermediates": 0}, "split_rngs": {"params": True}}
-        return nn.scan(nn.remat(Block), length=2, **axes)(name="blocks")(x, None)[0]
+        return nn.scan(nn.remat(Block, policy=fp8jax.save_fp8_operands), length=2, **axes)(name="blocks")(
+            x, None
+        )[0]
 
 
 def test_scan_of_remat_blocks_stacks_the_state():
@@ -376,6 +397,17 @@ def test_over_devices_it_is_the_layer_of_one(level):
     ]
     for a, b in zip(*map(jax.tree.leaves, values), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1e-3, float(jnp.max(jnp.abs(a)))))
+
+
+def test_choices_without_a_row_here_get_and_give_nothing():
+    # Tokens 0 and 1 with two choices each, of which three have one of the four rows.
+    way = Way(jnp.array([2, 0, 3, 1]), jnp.array([[1, 4], [0, 2]]))
+    y, grad = normal(0, 4, 8), normal(1, 2, 2, 8)
+    out, vjp = jax.vjp(lambda y: exchange._to_choices(y, way), y)
+    wanted, theirs = jax.vjp(lambda y: exchange._to_choices.fun(y, way), y)
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(out[0, 1], np.zeros(8))
+    np.testing.assert_array_equal(vjp(grad)[0], theirs(grad)[0])
 
 
 def test_devices_keep_their_own_experts():
