@@ -56,7 +56,9 @@ def largest_difference(a, b):
     return max(float(jnp.max(jnp.abs(x - y), initial=0)) for x, y in pairs)
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 1, "gated": True, "activation": nn.silu}])
+@pytest.mark.parametrize(
+    "options", [{"gated": True, "activation": nn.silu}, pytest.param({"top_k": 1}, marks=pytest.mark.long)]
+)
 def test_layer_is_a_loop_over_experts(options):
     layer, x, target = layer_of(**options), normal(0, 3, 20, WIDTH), normal(1, 3, 20, WIDTH)
     params = layer.init(jax.random.key(2), x)["params"]
