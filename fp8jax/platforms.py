@@ -18,7 +18,7 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 from jax.interpreters import batching, mlir
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 _choose_p = jex.Primitive("by_platform")
 _choose_p.multiple_results = True
@@ -108,6 +108,21 @@ def with_sharding(x: jax.Array, sharding: Any) -> jax.Array:
     """`x` sharded so, on a mesh of either kind."""
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.sharding.reshard(x, sharding) if is_explicit else lax.with_sharding_constraint(x, sharding)
+
+
+def over_axis(function: Callable[..., Any], mesh: Mesh, axis_name: str, spec: Any) -> Callable[..., Any]:
+    """`jax.shard_map` of one axis of a mesh, within or outside of another one.
+
+    Args:
+        function: of trees of arrays, what each device does.
+        mesh: taken where the program has none yet; one that it has must have the axis too.
+        axis_name: the axis.
+        spec: how every array in and out is split.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    chosen: Any = mesh if here.empty else here
+    options = {"axis_names": {axis_name}, "check_vma": False}
+    return jax.shard_map(function, mesh=chosen, in_specs=spec, out_specs=spec, **options)
 
 
 def _batch(args: Any, dims: Any, *, cpu: Any, default: Any, whole: bool) -> Any:

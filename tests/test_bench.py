@@ -98,6 +98,15 @@ def test_program_finds_fp8_gemms(bench):
     assert sum(row["report"] == "FP8" for row in layers) == 4
 
 
+def test_moe_multiplies_blocks_in_fp8(bench):
+    names = ("lax.ragged_dot", "te")
+    _, rows = json.loads(bench("moe", "--tiny", "--json", "--ways", *names)).values()
+    assert [(row["FP8 GEMMs"], row["other GEMMs"]) for row in rows] == [(0, 3), (3, 0)]
+    # Of 4 experts' 128 rows: all of them with each kernel, and in blocks of 16, one more for each expert.
+    work = 6 * 32 * 64 / 1e12
+    assert [row["GEMM TFLOP"] for row in rows] == pytest.approx([4 * 128 * work, (128 + 4 * 16) * work])
+
+
 def test_program_says_what_is_missing(bench, monkeypatch):
     monkeypatch.setattr(targets, "why_not", lambda: "the plugin is missing")
     with pytest.raises(SystemExit, match="the plugin is missing"):

@@ -79,9 +79,9 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
     # Of a kernel that is spread over devices the part is kept, and put together again.
-    narrow, seen = checkpoint_name(((_packed(q_lhs), _packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
+    narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
     wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
-    operands = wide if fprop_is_high else [_unpacked(x, static.formats[0]) for x in narrow]
+    operands = wide if fprop_is_high else [unpacked(x, static.formats[0]) for x in narrow]
     with jax.named_scope(FPROP):
         out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
     kept = (wide[0] if wgrad_is_high else narrow[0], wide[1] if dgrad_is_high else narrow[1])
@@ -102,7 +102,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     if static.spread and static.spread.is_part:
         # Not before there is a gradient to multiply with: the kernel is not to wait in memory.
         operands, grad = lax.optimization_barrier((operands, grad))
-    lhs, rhs = (_unpacked(operand, static.formats[0]) for operand in operands)
+    lhs, rhs = (unpacked(operand, static.formats[0]) for operand in operands)
     rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad_seen, q_grad = _quantize(static, 2, grad, state)
@@ -131,14 +131,15 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     return dlhs, in_rhs, in_slot, to_max(new_state)
 
 
-def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
-    """`_forward` of what is differentiated, which says so for each array."""
+def checked(*operands: Any) -> tuple[Any, ...]:
+    """The values of lhs, rhs, slot and state, and of what else is differentiated as they are."""
 
     def is_perturbed(tree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
 
-    lhs, rhs, slot, state = jax.tree.map(lambda leaf: leaf.value, operands)
-    _, of_rhs, of_slot, of_state = map(is_perturbed, operands)
+    _, of_rhs, of_slot, of_state = map(is_perturbed, operands[:4])
+    values = tuple(jax.tree.map(lambda leaf: leaf.value, operands))
+    _, rhs, _, state = values[:4]
     if of_rhs and isinstance(rhs, ScaledArray):
         raise TypeError(
             f"a scaled weight, {rhs.data.dtype}{list(rhs.shape)}, has no gradient of its own: expected "
@@ -148,8 +149,14 @@ def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
         warnings.warn(
             "a gradient is taken with respect to weights but not to the FP8 scaling state: its new amaxes "
             "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
-            stacklevel=2,
+            stacklevel=3,
         )
+    return values
+
+
+def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
+    """`_forward` of what is differentiated, which says so for each array."""
+    lhs, rhs, slot, state = checked(*operands)
     return _forward(static, lhs, rhs, slot, state)
 
 
@@ -171,8 +178,12 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
     scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
     with jax.named_scope(CASTS[operand]):
         q = quantize(x, format, scale)
-    packed = by_platform(_packed(q), cpu=_as_it_is, default=lax.optimization_barrier)
-    return seen, _unpacked(packed, format)
+    return seen, stored(q, format)
+
+
+def stored(q: ScaledArray, format: formats.Format) -> ScaledArray:
+    """`q` as it is, but that XLA on a GPU stores its codes."""
+    return unpacked(by_platform(packed(q), cpu=_as_it_is, default=lax.optimization_barrier), format)
 
 
 def _as_it_is(x: Any) -> Any:
@@ -181,13 +192,13 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def _packed(q: ScaledArray) -> ScaledArray:
+def packed(q: ScaledArray) -> ScaledArray:
     """As it is kept for the backward: bytes, see `to_bytes`."""
     return ScaledArray(to_bytes(q.data), q.scale)
 
 
-def _unpacked(matrix: Any, format: formats.Format) -> Any:
-    """The inverse of `_packed`; what was not packed stays as it is."""
+def unpacked(matrix: Any, format: formats.Format) -> Any:
+    """The inverse of `packed`; what was not packed stays as it is."""
     if not isinstance(matrix, ScaledArray):
         return matrix
     return ScaledArray(lax.bitcast_convert_type(matrix.data, format.dtype), matrix.scale)

@@ -1,8 +1,8 @@
-"""One layer's call under a recipe: Linen's Dense, DenseGeneral and Einsum.
+"""One layer's call under a recipe: Linen's Dense, DenseGeneral and Einsum, and our ExpertDense.
 
 The layer's own code runs, with two of its attributes replaced for the length of the call:
 `promote_dtype`, so that the kernel reaches the dot in the format it is kept in, and
-`dot_general`. `nn.Einsum` has no such seam; its product is made here.
+`dot_general` (an ExpertDense's `ragged_dot`). `nn.Einsum` has no such seam; its product is made here.
 """
 
 import contextlib
@@ -21,7 +21,9 @@ from jax.sharding import PartitionSpec
 
 from fp8jax import formats
 from fp8jax.contraction import is_dot
-from fp8jax.dot import Weight, init_state
+from fp8jax.dot import Weight, init_ragged_state, init_state
+from fp8jax.models.moe import exchange
+from fp8jax.models.moe.linen import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import OWN_DOT, Row, Rows, scope
 from fp8jax.models.rules import Choice, Layer, Rules
@@ -32,7 +34,7 @@ from fp8jax.scaled import ScaledArray, is_scaled, quantize
 # no word: `nn.WeightNorm` and its like choose what they change by a part of the name.
 STATES = {"kernel": "fp8__of_weight", "embedding": "fp8__of_table"}
 
-MATCHED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+MATCHED = (nn.Dense, nn.DenseGeneral, nn.Einsum, ExpertDense)
 
 # What computes the kernel of the layer within from its parameters, which therefore stay float32.
 NORMED = (nn.WeightNorm, nn.SpectralNorm)
@@ -49,6 +51,7 @@ LEFT_ALONE = {
     "ConvTranspose": "convolutions stay as they are",
     "ConvLocal": "convolutions stay as they are",
     "Embed": "embeddings stay as they are",
+    "ExpertRouter": "routers stay in float32",
 }
 
 
@@ -62,12 +65,12 @@ class Interceptor:
         rows: gets one row per layer that was called.
 
     Attributes:
-        recipes: of the layers that multiplied in FP8, by path.
+        recipes: of the layers that multiplied in FP8, by path, with the rank of what has one scale.
     """
 
     def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows):
         self.root, self.rules, self.backend, self.rows = root, rules, backend, rows
-        self.recipes: dict[str, Recipe] = {}
+        self.recipes: dict[str, tuple[Recipe, int]] = {}
         self._norms: list[Any] = []
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -110,7 +113,8 @@ class Interceptor:
             path, kind, _kernel_shape(module, *args, **kwargs), reason is None, reason or ""
         )
         if reason is None and not self._norms:
-            self.recipes[path] = recipe
+            rank = len(self.rows[path].kernel_shape) - experts_axes(module)
+            self.recipes[path] = recipe, rank
         return out
 
     def _choose(self, module: Any, path: str, args: Any, kwargs: Any) -> Choice:
@@ -138,6 +142,8 @@ class Interceptor:
 
     def _state(self, module: Any, recipe: Recipe, kernel: str = "kernel") -> Any:
         name, fresh = STATES[kernel], init_state(recipe)
+        if isinstance(module, ExpertDense):
+            fresh = init_ragged_state(recipe, module.num_experts)
         if not fresh:
             return fresh
         if module.has_variable("params", name):
@@ -158,7 +164,8 @@ def _narrow_kernel(module: Any, recipe: Recipe) -> None:
     boxed = module.get_variable("params", "kernel")
     kernel = meta.unbox(boxed)
     if not is_scaled(kernel):
-        format, blocks = formats.get(recipe.weight), (1,) * kernel.ndim
+        format = formats.get(recipe.weight)
+        blocks = (*kernel.shape[: experts_axes(module)], *(1,) * (kernel.ndim - experts_axes(module)))
         kernel = quantize(kernel, format, power_of_two=True, blocks=blocks)
         if isinstance(boxed, meta.Partitioned):
             boxed = _box_of_scaled(type(boxed))(**vars(boxed))
@@ -220,6 +227,8 @@ def _kernel_shape(module: Any, inputs: Any, *rest: Any, **options: Any) -> tuple
         return tuple(meta.unbox(module.get_variable("params", "kernel")).shape)
     if isinstance(module, nn.Einsum):
         return tuple(module.shape)
+    if isinstance(module, ExpertDense):
+        return module.num_experts, jnp.shape(inputs)[-1], module.features
     del rest, options
     shape: Any = jnp.shape(inputs)
     if not isinstance(module, nn.DenseGeneral):
@@ -228,7 +237,14 @@ def _kernel_shape(module: Any, inputs: Any, *rest: Any, **options: Any) -> tuple
     return tuple(shape[axis] for axis in (*module.batch_dims, *axes)) + tuple(features)
 
 
+def experts_axes(module: Any) -> int:
+    """How many axes of the layer's kernel have a scale for each index."""
+    return int(isinstance(module, ExpertDense))
+
+
 def _has_own_dot(module: Any) -> bool:
+    if isinstance(module, ExpertDense):
+        return module.ragged_dot is not exchange.ragged_dot
     own = (getattr(module, name, None) for name in ("dot_general", "dot_general_cls"))
     return any(dot is not None for dot in own)
 
@@ -262,6 +278,9 @@ def _call_with(
     with _replaced(module, "promote_dtype", promote_dtype):
         if isinstance(module, nn.Einsum):
             return _call_einsum(module, multiply, *args, **kwargs)
+        if isinstance(module, ExpertDense):
+            with _replaced(module, "ragged_dot", multiply.ragged_dot):
+                return call(*args, **kwargs)
         with _replaced(module, "dot_general", multiply.dot_general):
             return call(*args, **kwargs)
 

@@ -182,9 +182,8 @@ class LinenModel:
 
         trace(call, *args, **kwargs)
         params = variables[PARAMS]
-        for path, recipe in interceptor.recipes.items():
+        for path, (recipe, rank) in interceptor.recipes.items():
             parts = [*filter(None, path.split("/")), "kernel"]
-            rank = len(rows[path].kernel_shape)
             params = _replaced(params, variables.get(SCALING, {}), parts, recipe, rank)
         return {**variables, PARAMS: params}
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.contraction import einsum
-from fp8jax.dot import Weight, dot_general
+from fp8jax.dot import Over, Weight, dot_general, ragged_dot
+from fp8jax.models.moe import exchange
 from fp8jax.platforms import explicit_mesh, with_sharding
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, value
@@ -72,6 +73,12 @@ class FP8Dot:
         """`jnp.einsum` of subscripts that are one dot."""
         return einsum(subscripts, lhs, rhs, self.dot_general, out_sharding)
 
+    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, over: Over | None = None) -> Any:
+        """`lax.ragged_dot`; the state is that of `dot.init_ragged_state`."""
+        self.is_used = True
+        options = {"out_dtype": self.out_dtype, "recipe": self.recipe, "backend": self.backend}
+        return ragged_dot(lhs, rhs, group_sizes, state=self.state(), over=over, **options)
+
 
 class WideDot:
     """A product in a wider format: operands cast to it, forward and backward."""
@@ -102,6 +109,10 @@ class WideDot:
     def einsum(self, subscripts: str, lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
         """`jnp.einsum`, its output in the layer's dtype."""
         return self._sharded(functools.partial(jnp.einsum, subscripts, lhs, rhs), out_sharding, lhs, rhs)
+
+    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, over: Over | None = None) -> Any:
+        """`lax.ragged_dot`, its output in the layer's dtype."""
+        return exchange.ragged_dot(lhs, rhs, group_sizes, over).astype(self.out_dtype)
 
     def _sharded(self, product: Callable[..., Any], out_sharding: Any, *operands: Any) -> Any:
         if out_sharding is None or explicit_mesh(operands):

@@ -22,6 +22,8 @@ from flax import nnx
 from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state, quantized_kernel
+from fp8jax.models.moe import exchange
+from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import OWN_DOT, Report, Row, Rows, measured, scope, trace
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
@@ -45,7 +47,7 @@ def is_module(model: Any) -> bool:
     return isinstance(model, nnx.Module)
 
 
-MATCHED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+MATCHED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, ExpertDense)
 
 # Layers that multiply but stay as they are; the report says why.
 LEFT_ALONE = {
@@ -53,6 +55,7 @@ LEFT_ALONE = {
     nnx.ConvTranspose: "convolutions stay as they are",
     nnx.Embed: "embeddings stay as they are",
     nnx.LoRA: "adapters stay as they are",
+    ExpertRouter: "routers stay in float32",
 }
 
 
@@ -88,7 +91,7 @@ def _convert(layer: Any, path: str, rules: Rules, backend: str) -> None:
     """Makes the layer one that multiplies under its recipe."""
     rank = _rank(layer)
     stack = layer.kernel.shape[: layer.kernel.ndim - rank]
-    recipe, reason = _choose(layer, path, tuple(layer.kernel.shape[len(stack) :]), rules)
+    recipe, reason = _choose(layer, path, _kernel_shape(layer), rules)
     if reason is None:
         _add_state(layer, "kernel", recipe, stack)
         if recipe.weight != "FP32":
@@ -148,7 +151,7 @@ def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
         if how is not None:
             path, reason = how.path, how.reason
             table = isinstance(layer, nnx.Embed)
-            shape = layer.embedding.shape[::-1] if table else layer.kernel.shape[-_rank(layer) :]
+            shape = layer.embedding.shape[::-1] if table else _kernel_shape(layer)
             hows.append(how)
         else:
             kinds = [kind for kind in LEFT_ALONE if isinstance(layer, kind)]
@@ -192,7 +195,8 @@ def freeze(model: nnx.Module) -> nnx.Module:
 
 
 def _rank(layer: Any) -> int:
-    """The rank of one kernel; a stack of layers, made under `nnx.vmap`, has more axes in front."""
+    """The rank of one kernel; a stack of layers, made under `nnx.vmap`, has more axes in front, and so
+    have the kernels of experts."""
     if isinstance(layer, nnx.Einsum):
         return len(layer.kernel_shape)
     if isinstance(layer, nnx.LinearGeneral):
@@ -200,7 +204,14 @@ def _rank(layer: Any) -> int:
     return 2
 
 
+def _kernel_shape(layer: Any) -> tuple[int, ...]:
+    """Of one layer of a stack, all of its experts."""
+    return tuple(layer.kernel.shape[-_rank(layer) - isinstance(layer, ExpertDense) :])
+
+
 def _has_own_dot(layer: Any) -> bool:
+    if isinstance(layer, ExpertDense):
+        return layer.ragged_dot is not exchange.ragged_dot
     if isinstance(layer, nnx.Einsum):
         return layer.einsum_op is not jnp.einsum
     if getattr(layer, "dot_general_cls", None) is not None:
@@ -279,6 +290,10 @@ def _einsum(subscripts: str, lhs: Any, rhs: _Operand, *, out_sharding: Any = Non
     return rhs.multiply.einsum(subscripts, lhs, rhs.kernel, out_sharding)
 
 
+def _ragged_dot(lhs: Any, rhs: _Operand, group_sizes: Any, over: Any = None) -> Any:
+    return rhs.multiply.ragged_dot(lhs, rhs.kernel, group_sizes, over)
+
+
 def _hook(name: str, make: Callable[[Any], Any]) -> property:
     """What a layer finds in the place of its attribute, which it keeps."""
 
@@ -292,6 +307,7 @@ _SEAMS = {
     "promote_dtype": _hook("promote_dtype", lambda layer: functools.partial(_promote, layer)),
     "dot_general": _hook("dot_general", lambda layer: _dot_general),
     "einsum_op": _hook("einsum_op", lambda layer: _einsum),
+    "ragged_dot": _hook("ragged_dot", lambda layer: _ragged_dot),
 }
 
 

@@ -146,6 +146,12 @@ def _flops(eqn: Any) -> int:
     if eqn.primitive.name == "dot_general":
         ((contracted, _), _) = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers, (rows, _, sizes) = eqn.params["ragged_dot_dimension_numbers"], (x.aval for x in eqn.invars)
+        contracted, _ = numbers.dot_dimension_numbers[0]
+        each = 2 * out * math.prod(rows.shape[axis] for axis in contracted)
+        # Where the groups are of what is summed over, each is one of the outputs.
+        return each // sizes.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else each
     if "contracting_dims" in eqn.params:  # TransformerEngine's GEMM, one operand after the other's scale
         contracted, _ = eqn.params["contracting_dims"]
         return 2 * out * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)

@@ -1,0 +1,139 @@
+"""A product of groups of rows, each with a matrix of its own, as GEMMs of equal size.
+
+The rows of a group stand together. They are taken a block at a time, and each block is a plain GEMM with
+its group's matrix:
+
+    rows       0 0 0 0 0 1 1 2 2 2 2 2 2        of groups 0, 1, 2
+    blocks    |0 0 0 0|
+                      |0 1 1 2|                 the last block of a group runs over its end,
+                        |1 1 2 2|               and is written over by the next one
+                            |2 2 2 2|
+                                    |2 2 . .|
+
+How many blocks there are is known only when the program runs; that they are at most rows / size + groups
+is known before, so nothing is dropped, and with blocks of a quarter of a mean group a fifth of the work
+is padding. XLA has no such product in FP8, and its own `jax.lax.ragged_dot` multiplies every row with
+every group's matrix, except on a TPU.
+
+References:
+    MegaBlocks, arXiv 2211.15841, section 4 (dropless experts as products of blocks).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Rows of a block: a GEMM of FP8 wants multiples of 16, and larger ones than this are not faster.
+_SMALLEST, _LARGEST = 16, 2048
+
+
+class Blocks(NamedTuple):
+    """Which rows make a block, and whose they are."""
+
+    group: jax.Array  # shape=(blocks,), int32
+    start: jax.Array  # shape=(blocks,), int32: the first row; past all rows for a block of none
+    own: jax.Array  # shape=(blocks,), int32: rows of the group from there on
+
+
+class Operand(NamedTuple):
+    """Rows, or a matrix for each group, and the scale of each group."""
+
+    data: jax.Array  # shape=(rows, n) or (groups, k, n): E4M3 or E5M2 codes as bytes, or floats
+    scale: jax.Array | None  # shape=(groups,), float32; None: the data is the value
+
+
+# (lhs, rhs), each a matrix and a scalar scale or None, to their product.
+Multiply = Callable[[Operand, Operand], jax.Array]
+
+
+def size_of_block(rows: int, groups: int, parts: int) -> int:
+    """Rows of a block: a power of two, at most one of so many parts of a mean group unless that is small."""
+    wanted = max(rows // (parts * max(groups, 1)), 1)
+    return min(max(2 ** (wanted.bit_length() - 1), _SMALLEST), _LARGEST)
+
+
+def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
+    """The blocks of `size` rows of groups of these sizes, shape=(groups,), among so many rows."""
+    groups = sizes.shape[0]
+    needed = -(-sizes // size)
+    last, ends = jnp.cumsum(needed), jnp.cumsum(sizes)
+    number = jnp.arange(rows // size + min(groups, rows), dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
+    within = number - (last - needed)[group]
+    is_used = number < last[-1]
+    start = jnp.where(is_used, (ends - sizes)[group] + within * size, rows)
+    own = jnp.where(is_used, ends[group] - start, 0)
+    return Blocks(*(x.astype(jnp.int32) for x in (group, start, own)))
+
+
+def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """The group of each row, int32; the number of groups for rows past the last group."""
+    row = jnp.arange(rows, dtype=sizes.dtype)
+    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right", method="compare_all").astype(jnp.int32)
+
+
+def rows_times_matrices(
+    rows: Operand, matrices: Operand, sizes: jax.Array, multiply: Multiply, shape: Any
+) -> jax.Array:
+    """Each row times its group's matrix; 0 for rows of no group.
+
+    Args:
+        rows: data shape=(rows, ...).
+        matrices: data shape=(groups, ...).
+        sizes: shape=(groups,), integers: of consecutive groups of rows.
+        multiply: of a block and a matrix.
+        shape: `jax.ShapeDtypeStruct` of the product, (rows, n).
+    """
+    count = rows.data.shape[0]
+    size = size_of_block(count, sizes.shape[0], 4)
+    padded = _padded(rows, size)
+
+    def one(out: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
+        product = multiply(_rows(padded, block, size), _matrix(matrices, block.group))
+        return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), block.start, 0), None
+
+    empty = jnp.zeros((count + size, *shape.shape[1:]), shape.dtype)
+    out, _ = lax.scan(one, empty, blocks_of(sizes, count, size))
+    is_of_group = jnp.arange(count)[:, None] < jnp.sum(sizes)
+    return jnp.where(is_of_group, out[:count], jnp.zeros((), shape.dtype))
+
+
+def rows_times_rows(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, multiply: Multiply, shape: tuple[int, ...]
+) -> jax.Array:
+    """The product of the rows of lhs and rhs that each group has, float32 of `shape`, (groups, k, n).
+
+    Args: see `rows_times_matrices`; `multiply` sums over the rows of two blocks.
+    """
+    count = lhs.data.shape[0]
+    # Larger ones than above: each reads and writes a whole float32 matrix.
+    size = size_of_block(count, sizes.shape[0], 2)
+    operands = [_padded(rows, size) for rows in (lhs, rhs)]
+
+    def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
+        # Rows of another group, in both: a NaN there times 0 here would be NaN.
+        is_own = jnp.arange(size)[:, None] < block.own
+        own = [_rows(rows, block, size) for rows in operands]
+        own = [rows._replace(data=jnp.where(is_own, rows.data, jnp.zeros_like(rows.data))) for rows in own]
+        return sums.at[block.group].add(multiply(*own)), None
+
+    sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(sizes, count, size))
+    return sums
+
+
+def _padded(rows: Operand, size: int) -> Operand:
+    """With a block of rows behind the last."""
+    return rows._replace(data=jnp.pad(rows.data, ((0, size), (0, 0))))
+
+
+def _rows(rows: Operand, block: Blocks, size: int) -> Operand:
+    data = lax.dynamic_slice_in_dim(rows.data, block.start, size)
+    return Operand(data, None if rows.scale is None else rows.scale[block.group])
+
+
+def _matrix(matrices: Operand, group: Any) -> Operand:
+    data = lax.dynamic_index_in_dim(matrices.data, group, keepdims=False)
+    return Operand(data, None if matrices.scale is None else matrices.scale[group])

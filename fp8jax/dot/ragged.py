@@ -1,0 +1,301 @@
+"""`jax.lax.ragged_dot` whose GEMMs run in FP8: rows sorted by group, and a kernel for each group.
+
+    y[rows of g]  = lhs[rows of g] . rhs[g]       and the gradients that follow
+
+It means what `dot_general` of each group's rows and kernel means: a group has a scaling state, and so
+scales, of its own for its kernel, its rows and their gradients. A group without rows adds nothing to the
+windows of these two, and the gradient of its kernel is zero. How it is computed: `fp8jax.dot.blocks`.
+
+    >>> import jax.numpy as jnp
+    >>> from fp8jax.dot import init_ragged_state, ragged_dot
+    >>> x, w = jnp.ones((6, 16)), jnp.ones((3, 16, 32))
+    >>> y = ragged_dot(x, w, jnp.array([4, 0, 2]), recipe="te", state=init_ragged_state("te", 3))
+    >>> y.shape, float(y[5, 0])
+    ((6, 32), 16.0)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fp8jax import backends, formats, scaling
+from fp8jax.comm.gather import whole_of
+from fp8jax.comm.reduce import part_of_sum
+from fp8jax.comm.zero import Spread
+from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
+from fp8jax.dot.product import init_state
+from fp8jax.dot.rule import CASTS, DGRAD, FPROP, KEPT, WGRAD, State, checked, packed, stored
+from fp8jax.dot.weight import Weight
+from fp8jax.platforms import over_axis
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, value
+from fp8jax.scaling.merge import CODES, along, from_max, to_codes, to_max
+
+
+class Over(NamedTuple):
+    """A mesh axis over whose devices the groups are split."""
+
+    mesh: Mesh
+    axis_name: str
+
+
+class _Static(NamedTuple):
+    """What is known when the product is traced."""
+
+    recipe: Recipe
+    backend: str
+    lhs_dtype: Any
+    rhs_dtype: Any  # None: no float array
+    slot_dtype: Any  # None: the gradient is that of rhs itself
+    out_dtype: Any
+    spread: Spread | None  # of the kernels over the devices of ZeRO
+    over: Over | None
+
+    @property
+    def formats(self) -> list[formats.Format]:
+        """Those of lhs, rhs and the output gradient."""
+        forward, backward = map(formats.get, self.recipe.gemm_formats)
+        return [forward, forward, backward]
+
+
+def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
+    """The scaling state of one `ragged_dot`: that of a dot for each group, along a first axis.
+
+    Args:
+        recipe: a `Recipe`, or the text of one.
+        groups: how many kernels there are.
+    """
+    state = init_state(recipe)
+    return {name: jnp.broadcast_to(kept, (groups, *kept.shape)) for name, kept in state.items()}
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: Any,
+    group_sizes: jax.Array,
+    *,
+    recipe: Recipe | str,
+    state: State,
+    out_dtype: Any = None,
+    backend: str = "auto",
+    over: Over | None = None,
+) -> jax.Array:
+    """`lax.ragged_dot` whose GEMMs run in FP8 as the recipe's `gemm` column says.
+
+    Args:
+        lhs: float array, shape=(rows, k): the rows of group 0, then those of group 1, and so on.
+        rhs: the kernels, shape=(groups, k, n): float array, `ScaledArray` with a scale for each group,
+            shape=(groups, 1, 1), or `Weight`.
+        group_sizes: int32, shape=(groups,). Rows past their sum have the product 0 and no gradient.
+        recipe, out_dtype, backend: see `dot_general`.
+        state: scaling state, see `init_ragged_state`.
+        over: given, each device of a mesh axis has its part of the groups, and the rows of its groups:
+            all arrays are split along their first axis, and rows past the sum are so on each device.
+
+    Returns:
+        Array of shape (rows, n). Its gradients: as `dot_general`'s, with a scale for each group where
+        that with respect to the kernels is FP8.
+
+    Raises:
+        ValueError: `recipe.gemm` is not "FP8", or the shapes do not fit each other.
+    """
+    recipe = Recipe.parse(recipe)
+    if recipe.gemm != "FP8":
+        raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
+    weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
+    kernel, slot = weight.value, weight.slot
+    _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
+    rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
+    if out_dtype is None:
+        out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
+    slot_dtype = None if slot is None else slot.dtype
+    dtypes = (lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
+    static = _Static(recipe, backends.choose(backend).name, *dtypes, weight.spread, over)
+    state, slot = along((to_max(state), slot), lhs, group_sizes, *jax.tree.leaves(kernel))
+    return _jitted(static, lhs, kernel, slot, state, group_sizes)
+
+
+def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
+    if len(lhs) != 2 or len(rhs) != 3 or lhs[1] != rhs[1] or sizes != rhs[:1]:
+        raise ValueError(
+            "expected `lhs` (rows, k), `rhs` (groups, k, n) and `group_sizes` (groups,); got "
+            f"{tuple(lhs)}, {tuple(rhs)} and {tuple(sizes)}."
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged(static: _Static, lhs: Any, rhs: Any, slot: Any, state: State, sizes: Any) -> jax.Array:
+    del slot
+    return _forward(static, lhs, rhs, state, sizes)[0]
+
+
+def _forward(static: _Static, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[jax.Array, Any]:
+    """The output, and what the backward needs."""
+    on_each = _on_each(static, functools.partial(_forward_of_device, static))
+    out, kept = on_each(lhs, rhs, from_max(state), sizes)
+    return out, checkpoint_name(kept, KEPT)
+
+
+def _on_each(static: _Static, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of each device's groups; everything in and out is split along its first axis."""
+    if static.over is None:
+        return function
+    return over_axis(function, static.over.mesh, static.over.axis_name, P(static.over.axis_name))
+
+
+def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[Any, Any]:
+    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    lhs_seen, q_lhs = _quantize_rows(static, 0, lhs, state, sizes)
+    rhs_seen, q_rhs = _quantize_kernels(static, rhs, state)
+    wide = [Operand(value(x).astype(static.out_dtype), None) for x in (lhs, rhs)]
+    x, kernels = wide if fprop_is_high else [q_lhs, q_rhs]
+    with jax.named_scope(FPROP):
+        kernels = _whole(static, kernels)
+        shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.data.shape[2]), static.out_dtype)
+        multiply = _multiply(static, 0, 1, "mk,kn", static.out_dtype, precise=False)
+        out = rows_times_matrices(x, kernels, sizes, multiply, shape)
+    kept = (wide[0] if wgrad_is_high else q_lhs, wide[1] if dgrad_is_high else q_rhs)
+    return out, (kept, (lhs_seen, rhs_seen), state, sizes)
+
+
+def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
+    if isinstance(grad, SymbolicZero):  # the output is not used
+        grad = jnp.zeros(grad.shape, static.out_dtype)
+    on_each = _on_each(static, functools.partial(_backward_of_device, static))
+    dlhs, drhs, state = on_each(kept, grad)
+    in_rhs, in_slot = None, None
+    if static.slot_dtype == CODES:
+        in_slot = to_codes(drhs)
+    elif static.slot_dtype is not None:
+        in_slot = drhs
+    elif static.rhs_dtype is not None:
+        in_rhs = drhs
+    return dlhs, in_rhs, in_slot, to_max(state), None
+
+
+def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
+    """The gradients of rows and kernels, and the new state."""
+    (lhs, rhs), seen, state, sizes = kept
+    if static.spread and static.spread.is_part:
+        # Not before there is a gradient to multiply with: the kernels are not to wait in memory.
+        (lhs, rhs), grad = lax.optimization_barrier(((lhs, rhs), grad))
+    _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    grad_seen, q_grad = _quantize_rows(static, 2, grad, state, sizes)
+    assert q_grad.scale is not None
+    # Saturated, an infinite gradient would look like a large one: then the products are NaN.
+    q_grad = q_grad._replace(scale=jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
+    wide = Operand(grad.astype(static.out_dtype), None)
+    kernels = _whole(static, rhs)
+    with jax.named_scope(DGRAD):
+        shape = jax.ShapeDtypeStruct((grad.shape[0], kernels.data.shape[1]), static.lhs_dtype)
+        multiply = _multiply(static, 2, 1, "mn,kn", static.out_dtype, precise=True)
+        dlhs = rows_times_matrices(wide if dgrad_is_high else q_grad, kernels, sizes, multiply, shape)
+    with jax.named_scope(WGRAD):
+        multiply = _multiply(static, 0, 2, "mk,mn", jnp.float32, precise=True)
+        right = wide if wgrad_is_high else q_grad
+        drhs = rows_times_rows(lhs, right, sizes, multiply, kernels.data.shape)
+    limits = jnp.array([format.max for format in static.formats], jnp.float32)
+    update = jax.vmap(scaling.of_recipe(static.recipe).update, (0, 0, None))
+    new_state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), limits)}
+    drhs, scale = _as_it_leaves(static, drhs)
+    return dlhs, drhs, new_state if scale is None else {**new_state, "wgrad_scale": scale}
+
+
+def _as_it_leaves(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of the kernels in its dtype; E4M3 codes with a scale for each group."""
+    as_codes = static.slot_dtype == CODES
+    if static.slot_dtype is not None and static.spread:
+        part = functools.partial(part_of_sum, spread=static.spread, as_codes=as_codes)
+        drhs = jax.vmap(part)(drhs)
+    if as_codes:
+        q = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, (drhs.shape[0], 1, 1))
+        return q.data, q.scale.reshape(-1)
+    dtype = static.rhs_dtype if static.slot_dtype is None else static.slot_dtype
+    return drhs.astype(dtype or jnp.float32), None
+
+
+def _forward_rule(static: _Static, *operands: Any) -> tuple[jax.Array, Any]:
+    lhs, rhs, slot, state, sizes = checked(*operands)
+    del slot
+    return _forward(static, lhs, rhs, state, sizes)
+
+
+_ragged.defvjp(_forward_rule, _backward, symbolic_zeros=True)
+_jitted = jax.jit(_ragged, static_argnums=0)
+
+
+def _quantize_rows(
+    static: _Static, operand: int, x: jax.Array, state: State, sizes: jax.Array
+) -> tuple[jax.Array, Operand]:
+    """The amax of each group's rows, shape=(groups,), and the rows in FP8 on the scales of their groups."""
+    groups, format = sizes.shape[0], static.formats[operand]
+    group = groups_of_rows(sizes, x.shape[0])
+    # Rows of no group are dropped, and a group without rows has 0.
+    of_rows = amax(x, (x.shape[0], 1)).reshape(-1)
+    seen = jnp.zeros(groups, jnp.float32).at[group].max(of_rows, mode="drop")
+    scale = _scales(static, operand, seen, state)
+    with jax.named_scope(CASTS[operand]):
+        of_row = jnp.take(scale, group, mode="clip")[:, None]
+        q = stored(ScaledArray(quantize(x, format, of_row).data, scale), format)
+    return seen, Operand(packed(q).data, scale)
+
+
+def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Array, Operand]:
+    """The same of the kernels; they stay as they are if they are FP8 on a scale for each group."""
+    format, groups = static.formats[1], rhs.shape[0]
+    if isinstance(rhs, ScaledArray) and rhs.data.dtype == format.dtype and rhs.scale.size == groups:
+        scale = rhs.scale.reshape(-1)
+        return scale * format.max, Operand(packed(rhs).data, scale)  # the largest that it could be
+    seen = amax(rhs, (groups, 1, 1)).reshape(-1)
+    if static.spread and static.spread.is_part:
+        seen = lax.pmax(seen, static.spread.axis_name)  # parts are to be put together
+    scale = _scales(static, 1, seen, state)
+    with jax.named_scope(CASTS[1]):
+        q = stored(quantize(rhs, format, scale[:, None, None]), format)
+    return seen, Operand(packed(q).data, scale)
+
+
+def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax.Array:
+    """The scale of each group, shape=(groups,)."""
+    chosen = scaling.of_recipe(static.recipe).scale
+    limit = static.formats[operand].max
+    return jax.vmap(lambda state, amax: chosen(state, operand, amax, limit))(state, seen)
+
+
+def _whole(static: _Static, kernels: Operand) -> Operand:
+    """The whole kernels, of which a device of ZeRO may have a part."""
+    if not (static.spread and static.spread.is_part):
+        return kernels
+    return kernels._replace(data=whole_of(kernels.data, static.spread))
+
+
+def _multiply(
+    static: _Static, left: int, right: int, spec: str, dtype: Any, *, precise: bool
+) -> Callable[[Operand, Operand], jax.Array]:
+    """One block's GEMM, of operands `left` and `right`: in FP8, or wide if one of them is."""
+    first, second = spec.split(",")
+    (letter,) = set(first) & set(second)
+    numbers = (((first.index(letter),), (second.index(letter),)), ((), ()))
+
+    def multiply(lhs: Operand, rhs: Operand) -> jax.Array:
+        if lhs.scale is None or rhs.scale is None:  # then both are wide
+            out = lax.dot_general(lhs.data, rhs.data, numbers, preferred_element_type=jnp.float32)
+            return out.astype(dtype)
+        dot = backends.BACKENDS[static.backend].dot
+        return dot(
+            _codes(static, lhs, left), _codes(static, rhs, right), numbers, out_dtype=dtype, precise=precise
+        )
+
+    return multiply
+
+
+def _codes(static: _Static, x: Operand, operand: int) -> ScaledArray:
+    return ScaledArray(lax.bitcast_convert_type(x.data, static.formats[operand].dtype), x.scale)

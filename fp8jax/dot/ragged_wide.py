@@ -1,0 +1,55 @@
+"""`jax.lax.ragged_dot` of floats, computed in blocks like its twin in FP8 (`fp8jax.dot.ragged`).
+
+    >>> import jax.numpy as jnp
+    >>> from fp8jax.dot import wide_ragged_dot
+    >>> wide_ragged_dot(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.array([1, 2])).shape
+    (3, 5)
+
+XLA makes of JAX's own, on CPUs and GPUs, a product of every row with every group's matrix: so many times
+the work and the memory as there are groups.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.dot.blocks import Multiply, Operand, rows_times_matrices, rows_times_rows
+
+
+@jax.custom_vjp
+def wide_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`lax.ragged_dot(lhs, rhs, group_sizes)`, accumulated in float32.
+
+    Args:
+        lhs: float array, shape=(rows, k): the rows of group 0, then those of group 1, and so on.
+        rhs: float array, shape=(groups, k, n).
+        group_sizes: integers, shape=(groups,). Rows past their sum have the product 0 and no gradient.
+
+    Returns:
+        Array of shape (rows, n), in the promoted dtype. It has gradients, but no forward-mode derivative.
+    """
+    shape = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
+    return rows_times_matrices(_of(lhs), _of(rhs), group_sizes, _multiply(1, 0), shape)
+
+
+def _backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, sizes = kept
+    like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    dlhs = rows_times_matrices(_of(grad), _of(rhs), sizes, _multiply(1, 1), like)
+    drhs = rows_times_rows(_of(lhs), _of(grad), sizes, _multiply(0, 0), rhs.shape)
+    return dlhs, drhs.astype(rhs.dtype), None
+
+
+wide_ragged_dot.defvjp(lambda *operands: (wide_ragged_dot(*operands), operands), _backward)
+
+
+def _of(x: jax.Array) -> Operand:
+    return Operand(x, None)
+
+
+def _multiply(left: int, right: int) -> Multiply:
+    """A product in float32 that sums over these axes."""
+    numbers = (((left,), (right,)), ((), ()))
+    return lambda lhs, rhs: lax.dot_general(lhs.data, rhs.data, numbers, preferred_element_type=jnp.float32)
