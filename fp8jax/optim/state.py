@@ -11,7 +11,8 @@ class AdamState(NamedTuple):
     """State of `adam`, `adamw`, `adamw_8bit` and `scale_by_adam`.
 
     The leaves of mu and nu are `ScaledArray`s with as many scales as the parameter has,
-    `Blockwise` (of `adamw_8bit`) or float32 arrays. A master leaf stands where the parameter itself is too coarse to train.
+    `Blockwise` (of `adamw_8bit`) or float32 arrays. A master leaf stands where the parameter itself is too
+    coarse to train.
     """
 
     adam: optax.ScaleByAdamState  # (count, mu, nu); count is that of the steps taken
