@@ -283,7 +283,7 @@ def _with_variables_inside(tree: Any) -> Any:
 
     def turned(node: Any) -> Any:
         kept = node.get_raw_value() if is_variable(node) else None
-        if is_scaled(kept):
+        if isinstance(kept, ScaledArray):
             return ScaledArray(node.replace(kept.data), kept.scale)
         if isinstance(kept, Blockwise):
             return dataclasses.replace(kept, codes=node.replace(kept.codes))

@@ -47,7 +47,7 @@ def dynamic_map(signed: bool) -> np.ndarray[Any, Any]:
     The parts' bounds are rounded to float32, and so are their midpoints before and after they are scaled
     to their decade: bit for bit bitsandbytes' map.
     """
-    values = [np.float32([0, 1])]
+    values = [np.array([0, 1], np.float32)]
     for decade in range(_DECADES):
         parts = 2**decade if signed else 2 ** (decade + 1)
         steps = np.arange(parts + 1)

@@ -55,7 +55,7 @@ def adafactor(
     if row.master_weight != "-":
         raise ValueError(
             f"`recipe`: expected one without master weights; got {row}, whose weights of 8 bits are too "
-            "coarse for adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level such as O2."
+            "coarse for adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
         )
     refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
     options["weight_decay_mask"] = plain_mask(weight_decay_mask)
@@ -120,8 +120,8 @@ def _check_formats(params: Any) -> None:
     for leaf in jax.tree.leaves(params, is_leaf=is_scaled):
         if is_scaled(leaf) and format_of(leaf).bits == 8:
             raise ValueError(
-                f"`params`: expected weights of 16 bits or more; got {format_of(leaf).name}{list(leaf.shape)}, "
-                "in which small steps are lost. adam, adamw and adamw_8bit keep master weights beside them."
+                f"`params`: expected weights of 16 bits or more; got {format_of(leaf).name}"
+                f"{list(leaf.shape)}, in which small steps are lost. adam, adamw and adamw_8bit keep masters."
             )
 
 
