@@ -204,7 +204,7 @@ def freeze(model: nnx.Module) -> nnx.Module:
 
 
 def rank_of(layer: Any) -> int:
-    """The rank of a matched layer's kernel; a stack of them, made under `nnx.vmap`, has more axes in front."""
+    """The rank of a matched layer's kernel; a stack, made under `nnx.vmap`, has more axes in front."""
     if isinstance(layer, nnx.Einsum):
         return len(layer.kernel_shape)
     if isinstance(layer, nnx.LinearGeneral):
