@@ -67,7 +67,7 @@ def trained(recipe, module=Net, steps=5):
     for _ in range(steps):
         variables, state, loss = step(variables, state)
         losses.append(float(loss))
-    assert losses[-1] < losses[0]
+    assert steps == 1 or losses[-1] < losses[0]
     return model, plain, start, variables, state
 
 
