@@ -15,11 +15,15 @@ from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.models import accumulate_gradients as accumulate_gradients
 from fp8jax.models import dequantize as dequantize
 from fp8jax.models import freeze as freeze
+from fp8jax.models import merge as merge
 from fp8jax.models import report as report
 from fp8jax.models import transform as transform
+from fp8jax.models import unmerge as unmerge
 from fp8jax.models import value_and_grad as value_and_grad
 from fp8jax.models.linen import dot_general_cls as dot_general_cls
+from fp8jax.models.lora import LoRA as LoRA
 from fp8jax.models.nnx import FP8State as FP8State
+from fp8jax.models.nnx import Frozen as Frozen
 from fp8jax.models.rules import Rule as Rule
 from fp8jax.models.train_state import TrainState as TrainState
 from fp8jax.recipe import Recipe as Recipe

@@ -2,7 +2,8 @@
 
     {"params": {"fc": {"kernel": k}},                              # what is trained
      "_overwrite_with_gradient": {"fc": {"kernel": state}},        # how FP8 tensors are scaled
-     "loss_scale": {"scale": s, "good_steps": n}}                  # float16 GEMMs only
+     "loss_scale": {"scale": s, "good_steps": n},                  # float16 GEMMs only
+     "frozen": {"fc": {"kernel": k}}}                              # what is not trained, beside adapters
 
 The second collection has the name that Flax's TrainState, TransformerEngine and MaxText know:
 its "gradient" is its new value.
@@ -14,6 +15,7 @@ from typing import Any
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
 LOSS_SCALE = "loss_scale"
+FROZEN = "frozen"
 
 
 def has_params(variables: Any) -> bool:

@@ -25,12 +25,18 @@ import fp8jax
 from fp8jax import Recipe, ScaledArray, formats, program, targets
 
 OPTAX = "optax.adamw"
-WAYS = [OPTAX, "te", "O1", "O2", "O3"]
+# The optimizers of float32 weights and gradients; recipes are those of `fp8jax.optim.adamw`.
+OPTIMIZERS = {
+    OPTAX: lambda: optax.adamw(3e-4),
+    "adamw_8bit": lambda: fp8jax.optim.adamw_8bit(3e-4, "fp32"),
+    "adafactor": lambda: fp8jax.optim.adafactor(3e-4, "fp32"),
+}
+WAYS = [*OPTIMIZERS, "te", "O1", "O2", "O3"]
 
 
 def arguments(way: str, leaves: int, size: int) -> tuple[Any, Any, Any, Any]:
     """An optimizer, and shapes of the parameters, its state and the gradients."""
-    recipe = Recipe.parse("fp32" if way == OPTAX else way)
+    recipe = Recipe.parse("fp32" if way in OPTIMIZERS else way)
 
     def leaf(format: str) -> Any:
         data = jax.ShapeDtypeStruct((size, size), formats.get(format).dtype)
@@ -39,7 +45,7 @@ def arguments(way: str, leaves: int, size: int) -> tuple[Any, Any, Any, Any]:
     params, grads = (
         {f"layer_{i}": leaf(format) for i in range(leaves)} for format in (recipe.weight, recipe.weight_grad)
     )
-    tx = optax.adamw(3e-4) if way == OPTAX else fp8jax.optim.adamw(3e-4, recipe)
+    tx = OPTIMIZERS[way]() if way in OPTIMIZERS else fp8jax.optim.adamw(3e-4, recipe)
     return tx, params, jax.eval_shape(tx.init, params), grads
 
 

@@ -59,6 +59,11 @@ class Static(NamedTuple):
         return self.out_dtype if self.rhs_dtype is None or self.slot_dtype == CODES else self.rhs_dtype
 
     @property
+    def has_wgrad(self) -> bool:
+        """Whether the weight's gradient is asked for: of a scaled weight only through a slot."""
+        return self.slot_dtype is not None or self.rhs_dtype is not None
+
+    @property
     def formats(self) -> list[formats.Format]:
         """The formats of `OPERANDS`."""
         forward, backward = map(formats.get, self.recipe.gemm_formats)
@@ -85,6 +90,8 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
     with jax.named_scope(FPROP):
         out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
     kept = (wide[0] if wgrad_is_high else narrow[0], wide[1] if dgrad_is_high else narrow[1])
+    if not static.has_wgrad:
+        kept = (None, kept[1])
     return out, (kept, seen, state)
 
 
@@ -110,11 +117,13 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     q_grad = ScaledArray(q_grad.data, jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
     with jax.named_scope(DGRAD):
         dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
-    with jax.named_scope(WGRAD):
-        right = grad if wgrad_is_high else q_grad
-        drhs = _multiply(static, lhs, right, "mk,mn", precise=True, dtype=static.wgrad_dtype)
+    drhs: Any = None
+    if static.has_wgrad:
+        with jax.named_scope(WGRAD):
+            right = grad if wgrad_is_high else q_grad
+            drhs = _multiply(static, lhs, right, "mk,mn", precise=True, dtype=static.wgrad_dtype)
+        drhs = static.layout.rhs_tensor(drhs)
     dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
-    drhs = static.layout.rhs_tensor(drhs)
     limits = jnp.array([format.max for format in static.formats], jnp.float32)
     update = scaling.of_recipe(static.recipe).update
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}

@@ -8,14 +8,22 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.comm import Zero
-from fp8jax.models import linen, nnx
+from fp8jax.models import linen, linen_lora, nnx, nnx_lora
+from fp8jax.models.lora import LoRA
 from fp8jax.models.nnx_gradient import gradient_of_module, of_devices
 from fp8jax.models.report import Report
 from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
 
 
-def transform(model: Any, recipe: Recipe | str, *, rules: Iterable[Rule] = (), backend: str = "auto") -> Any:
+def transform(
+    model: Any,
+    recipe: Recipe | str,
+    *,
+    rules: Iterable[Rule] = (),
+    backend: str = "auto",
+    lora: LoRA | None = None,
+) -> Any:
     """The same model with the recipe's formats: same code, same parameter names.
 
     Args:
@@ -24,19 +32,23 @@ def transform(model: Any, recipe: Recipe | str, *, rules: Iterable[Rule] = (), b
         rules: what some layers do instead, see `Rule`; the first that fits a layer decides.
         backend: who multiplies: "auto", "xla", "te" (TransformerEngine, on a GPU) or "reference" (slow
             and exact); the report says which, and why.
+        lora: given, the model's own parameters are frozen, and adapters are trained.
 
     Returns:
         For a Linen module a `fp8jax.models.linen.LinenModel`, with the module's `init` and
-        `apply`; for an NNX module a module of the same kind, see `fp8jax.models.nnx`.
+        `apply`; for an NNX module a module of the same kind, see `fp8jax.models.nnx`. With `lora`
+        see `fp8jax.models.linen_lora.LoRAModel` and `fp8jax.models.nnx_lora`.
 
     Raises:
         TypeError: `model` is no Flax module.
         ValueError: the recipe cannot be parsed, or asks for what this release lacks; of an NNX
             model, a rule or a pattern matches no layer (a Linen model's `init` finds that out).
     """
-    for kind in (linen, nnx):
-        if kind.is_module(model):
+    for kind, adapted in ((linen, linen_lora), (nnx, nnx_lora)):
+        if kind.is_module(model) and lora is None:
             return kind.transform(model, Recipe.parse(recipe), tuple(rules), backend)
+        if kind.is_module(model):
+            return adapted.transform(model, Recipe.parse(recipe), tuple(rules), backend, lora)
     raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
 
 
@@ -61,12 +73,34 @@ def report(model: Any, *args: Any, **kwargs: Any) -> Report:
 def dequantize(model: Any) -> Any:
     """The plain NNX module again: its own layers, float32 kernels, no scaling state.
 
-    Of a Linen model, `model.dequantize(variables)` gives the plain module's variables.
+    Of a Linen model, `model.dequantize(variables)` gives the plain module's variables. Adapters are merged
+    into the kernels, see `merge`.
 
     Raises:
         TypeError: `model` is no NNX module.
     """
-    return nnx.dequantize(_checked_nnx(model))
+    return merge(model) if nnx_lora.is_adapted(_checked_nnx(model)) else nnx.dequantize(model)
+
+
+def merge(model: Any, base: Any = None) -> Any:
+    """The plain NNX module with the adapters in its kernels, W + (alpha / rank) A B.
+
+    Of a Linen model, see `LoRAModel.merge`.
+
+    Args:
+        model: an NNX module that `transform(..., lora=...)` made.
+        base: the plain module that it was made of; without it W is the frozen kernel, which the FP8 format
+            has rounded.
+
+    Raises:
+        TypeError: `model` has no adapters.
+    """
+    return nnx_lora.merge(model, base)
+
+
+def unmerge(merged: Any, model: Any) -> Any:
+    """The way back: a copy of a plain NNX module without the adapters of `model`; see `merge`."""
+    return nnx_lora.unmerge(merged, model)
 
 
 def freeze(model: Any) -> Any:

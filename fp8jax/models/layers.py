@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec
 from fp8jax import formats
 from fp8jax.contraction import is_dot
 from fp8jax.dot import Weight, init_ragged_state, init_state
+from fp8jax.layout import Layout
+from fp8jax.models.lora import A, AdaptedDot, B, LoRA
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.linen import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
@@ -35,6 +37,8 @@ from fp8jax.scaled import ScaledArray, is_scaled, quantize
 STATES = {"kernel": "fp8__of_weight", "embedding": "fp8__of_table"}
 
 MATCHED = (nn.Dense, nn.DenseGeneral, nn.Einsum, ExpertDense)
+
+Product = FP8Dot | WideDot | AdaptedDot
 
 # What computes the kernel of the layer within from its parameters, which therefore stay float32.
 NORMED = (nn.WeightNorm, nn.SpectralNorm)
@@ -63,14 +67,17 @@ class Interceptor:
         rules: which layers, and how.
         backend: who multiplies.
         rows: gets one row per layer that was called.
+        lora: given, layers have the adapters that are beside their kernels.
 
     Attributes:
         recipes: of the layers that multiplied in FP8, by path, with the rank of what has one scale.
+        products: of layers that could have adapters, by path: the layer's recipe and its product.
     """
 
-    def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows):
-        self.root, self.rules, self.backend, self.rows = root, rules, backend, rows
+    def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows, lora: LoRA | None = None):
+        self.root, self.rules, self.backend, self.rows, self.lora = root, rules, backend, rows, lora
         self.recipes: dict[str, tuple[Recipe, int]] = {}
+        self.products: dict[str, tuple[Recipe, Layout]] = {}
         self._norms: list[Any] = []
 
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -103,19 +110,34 @@ class Interceptor:
             multiply = FP8Dot(recipe, self.backend, lambda: self._state(module, recipe), module.param_dtype)
         elif recipe.gemm in GEMM_DTYPES and not _has_own_dot(module):
             multiply = WideDot(GEMM_DTYPES[recipe.gemm], module.param_dtype)
+        product, rank = self._adapted(module, path, recipe, multiply)
         with scope(path):
-            out = _call(call, module, multiply, args, kwargs)
+            out = _call(call, module, product, args, kwargs)
         if isinstance(multiply, FP8Dot) and not multiply.is_used:
             reason = "the layer multiplies in its own way"
         if reason is None and module.is_initializing() and recipe.weight != "FP32":
             _narrow_kernel(module, recipe)
         self.rows[path] = Row(
-            path, kind, _kernel_shape(module, *args, **kwargs), reason is None, reason or ""
+            path, kind, _kernel_shape(module, *args, **kwargs), reason is None, reason or "", lora=rank
         )
         if reason is None and not self._norms:
-            rank = len(self.rows[path].kernel_shape) - experts_axes(module)
-            self.recipes[path] = recipe, rank
+            self.recipes[path] = recipe, len(self.rows[path].kernel_shape) - experts_axes(module)
         return out
+
+    def _adapted(self, module: Any, path: str, recipe: Recipe, multiply: Any) -> tuple[Any, int]:
+        """The layer's product with its adapters', and their rank, 0 if it has none."""
+        is_given = not path and not isinstance(self.root, MATCHED)
+        if self.lora is None or multiply is None or self._norms or is_given:
+            return multiply, 0
+        adapters = None
+        if module.has_variable("params", A):
+            adapters = tuple(module.get_variable("params", name) for name in (A, B))
+
+        def seen(layout: Layout) -> None:
+            self.products[path] = recipe, layout
+
+        product = AdaptedDot(multiply, adapters, self.lora.scale, seen)
+        return product, self.lora.rank if adapters else 0
 
     def _choose(self, module: Any, path: str, args: Any, kwargs: Any) -> Choice:
         if _has_own_dot(module):
@@ -167,9 +189,14 @@ def _narrow_kernel(module: Any, recipe: Recipe) -> None:
         format = formats.get(recipe.weight)
         blocks = (*kernel.shape[: experts_axes(module)], *(1,) * (kernel.ndim - experts_axes(module)))
         kernel = quantize(kernel, format, power_of_two=True, blocks=blocks)
-        if isinstance(boxed, meta.Partitioned):
-            boxed = _box_of_scaled(type(boxed))(**vars(boxed))
-        module.put_variable("params", "kernel", meta.replace_boxed(boxed, kernel))
+        module.put_variable("params", "kernel", boxed_as(boxed, kernel))
+
+
+def boxed_as(boxed: Any, kernel: Any) -> Any:
+    """A kernel in the box of axis names, if there is one, of another of its shape."""
+    if is_scaled(kernel) and isinstance(boxed, meta.Partitioned) and not hasattr(boxed, "plain"):
+        boxed = _box_of_scaled(type(boxed))(**vars(boxed))
+    return meta.replace_boxed(boxed, kernel)
 
 
 def with_plain_boxes(tree: Any) -> Any:
@@ -249,9 +276,7 @@ def _has_own_dot(module: Any) -> bool:
     return any(dot is not None for dot in own)
 
 
-def _call(
-    call: Callable[..., Any], module: Any, multiply: FP8Dot | WideDot | None, args: Any, kwargs: Any
-) -> Any:
+def _call(call: Callable[..., Any], module: Any, multiply: Product | None, args: Any, kwargs: Any) -> Any:
     """The layer's call, multiplying with `multiply` if given."""
     kernel = meta.unbox(module.get_variable("params", "kernel")) if module.scope is not None else None
     if isinstance(kernel, Weight) and kernel.spread and kernel.spread.is_part:
@@ -266,7 +291,7 @@ def _param(module: Any, param: Callable[..., Any], kernel: Weight, name: str, *a
 
 
 def _call_with(
-    call: Callable[..., Any], module: Any, multiply: FP8Dot | WideDot | None, args: Any, kwargs: Any
+    call: Callable[..., Any], module: Any, multiply: Product | None, args: Any, kwargs: Any
 ) -> Any:
     if multiply is None:
         return call(*args, **kwargs)
@@ -303,7 +328,7 @@ def _subscripts(module: nn.Einsum, inputs: Any, einsum_str: str | None = None) -
 
 
 def _call_einsum(
-    module: Any, multiply: FP8Dot | WideDot, inputs: jax.Array, einsum_str: str | None = None
+    module: Any, multiply: Product, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
     """What `nn.Einsum.__call__` does, with our product."""
     subscripts = _subscripts(module, inputs, einsum_str)

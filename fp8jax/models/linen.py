@@ -32,7 +32,7 @@ from fp8jax.models.rules import Rule, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import format_of, is_scaled, quantize, value
 from fp8jax.scaling.merge import to_max
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
+from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING
 
 
 def transform(module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> "LinenModel":
@@ -81,8 +81,8 @@ class LinenModel:
         rows: Rows = {}
         with self._intercept(rows) as rules:
             out, variables = self.module.init_with_output(rngs, *args, **kwargs)
-        rules.check(_paths(rows))
-        variables = _split(variables)
+        rules.check(paths_of(rows))
+        variables = split(variables)
         if self.recipe.gemm == "FP16":
             variables[LOSS_SCALE] = loss_scale.init()
         return out, variables
@@ -97,11 +97,11 @@ class LinenModel:
             ValueError: `variables` lack the scaling state of a matched layer.
         """
         with self._intercept({}):
-            result = self.module.apply(_merge(variables), *args, **kwargs)
+            result = self.module.apply(self._inside(variables), *args, **kwargs)
         if kwargs.get("mutable", False) is False:
             return result
         out, mutated = result
-        return out, _split(mutated)
+        return out, split(mutated)
 
     def tabulate(self, rngs: Any, *args: Any, **kwargs: Any) -> str:
         """`module.tabulate`."""
@@ -119,18 +119,18 @@ class LinenModel:
         rows: Rows = {}
         kwargs.pop("mutable", None)
         rngs = {name: jax.random.key(0) for name in (PARAMS, *kwargs.pop("rngs", {}))}
-        variables = {}
+        variables: dict[str, Any] = {}
 
         def init(*args: Any, **kwargs: Any) -> Any:
             variables.update(jax.eval_shape(lambda: self.init(rngs, *args, **kwargs)))
             return ()
 
         trace(init, *args, **kwargs)
-        mutable = [name for name in variables if name not in (PARAMS, SCALING, LOSS_SCALE)]
+        mutable = [name for name in variables if name not in (PARAMS, SCALING, LOSS_SCALE, FROZEN)]
 
         def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
             with self._intercept(rows):
-                return self.module.apply(_merge(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
+                return self.module.apply(self._inside(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
 
         jaxpr = trace(call, variables, *args, **kwargs)
         return measured(str(self.recipe), rows, jaxpr, backends.note(self.backend))
@@ -178,7 +178,7 @@ class LinenModel:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with nn.intercept_methods(interceptor):
-                return self.module.apply(_merge(variables), *args, **kwargs)
+                return self.module.apply(merge(variables), *args, **kwargs)
 
         trace(call, *args, **kwargs)
         params = variables[PARAMS]
@@ -193,6 +193,10 @@ class LinenModel:
         with nn.intercept_methods(layers.Interceptor(self.module, rules, self.backend, rows)):
             yield rules
 
+    def _inside(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The variables as the module takes them."""
+        return merge(variables)
+
 
 def _replaced(params: Any, state: Any, parts: list[str], recipe: Recipe, rank: int) -> Any:
     """The parameters with the kernel at a path quantized for its GEMM."""
@@ -204,12 +208,12 @@ def _replaced(params: Any, state: Any, parts: list[str], recipe: Recipe, rank: i
     return {**params, name: jax.tree.unflatten(box, [quantized_kernel(kernel, recipe, state, rank)])}
 
 
-def _paths(rows: Rows) -> list[str]:
+def paths_of(rows: Rows) -> list[str]:
     """Those of the layers that a pattern may match."""
     return [row.path for row in rows.values() if row.kernel_shape]
 
 
-def _merge(variables: Mapping[str, Any]) -> dict[str, Any]:
+def merge(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Variables as the module takes them: each kernel's scaling state beside the kernel."""
     inside = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -233,8 +237,8 @@ def _merge_params(params: Any, state: Any) -> tuple[dict[str, Any], dict[str, An
     return merged, others
 
 
-def _split(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_merge`."""
+def split(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `merge`."""
     outside = dict(variables)
     if PARAMS in outside:
         outside[PARAMS], state = _split_params(outside[PARAMS])

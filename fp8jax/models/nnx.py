@@ -22,6 +22,7 @@ from flax import nnx
 from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state, quantized_kernel
+from fp8jax.models.lora import AdaptedDot
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
@@ -36,6 +37,10 @@ STATE = "__fp8_"
 
 class FP8State(nnx.Variable):
     """An array of a dot's scaling state, see `fp8jax.dot.init_state`; stacked as the kernel is."""
+
+
+class Frozen(nnx.Variable):
+    """A parameter that is not trained, of a model with adapters; stacked as it was."""
 
 
 class LossScale(nnx.Variable):
@@ -61,15 +66,20 @@ LEFT_ALONE = {
 
 def transform(model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> nnx.Module:
     """See `fp8jax.transform`."""
+    return transform_as_chosen(model, Rules(recipe, rules), backend)
+
+
+def transform_as_chosen(model: nnx.Module, chosen: Rules, backend: str) -> nnx.Module:
+    """`transform` with rules that may freeze kernels."""
     backends.choose(backend)
     copy: Any = nnx.clone(model)
-    chosen, paths = Rules(recipe, rules), []
-    for path, layer in _layers(copy, MATCHED):
+    recipe, paths = chosen.recipe, []
+    for path, layer in layers_of(copy, MATCHED):
         if hasattr(layer, "how__fp8"):
             raise ValueError(f"`model`: layer {path!r} is transformed already; transform the plain model.")
         paths.append(path)
         _convert(layer, path, chosen, backend)
-    for path, layer in _layers(copy, nnx.Embed):
+    for path, layer in layers_of(copy, nnx.Embed):
         choice = chosen.choose_attend(Layer(f"{path}.attend", layer, layer.embedding.shape[::-1]))
         if choice is not None:
             paths.append(f"{path}.attend")
@@ -82,14 +92,15 @@ def transform(model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backen
     return copy
 
 
-def _layers(model: nnx.Module, kinds: Any) -> list[tuple[str, Any]]:
+def layers_of(model: nnx.Module, kinds: Any) -> list[tuple[str, Any]]:
+    """The modules of these classes within a module, by path."""
     modules = [("/".join(map(str, parts)), layer) for parts, layer in nnx.iter_modules(model)]
     return [(path, layer) for path, layer in modules if isinstance(layer, kinds)]
 
 
 def _convert(layer: Any, path: str, rules: Rules, backend: str) -> None:
     """Makes the layer one that multiplies under its recipe."""
-    rank = _rank(layer)
+    rank = rank_of(layer)
     stack = layer.kernel.shape[: layer.kernel.ndim - rank]
     recipe, reason = _choose(layer, path, _kernel_shape(layer), rules)
     if reason is None:
@@ -135,7 +146,7 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
 
 def recipes(model: nnx.Module) -> list[Recipe]:
     """Those of a module's transformed layers; empty if it is plain."""
-    return [layer.how__fp8.recipe for _, layer in _layers(model, object) if hasattr(layer, "how__fp8")]
+    return [layer.how__fp8.recipe for _, layer in layers_of(model, object) if hasattr(layer, "how__fp8")]
 
 
 def named(model: nnx.Module) -> nnx.Module:
@@ -146,7 +157,7 @@ def named(model: nnx.Module) -> nnx.Module:
 def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
     """The copy, a row for each of its layers, and how those that were transformed multiply."""
     copy, rows, hows = nnx.clone(model), {}, []
-    for path, layer in _layers(copy, (*MATCHED, *LEFT_ALONE)):
+    for path, layer in layers_of(copy, (*MATCHED, *LEFT_ALONE)):
         how, shape, reason = getattr(layer, "how__fp8", None), (), None
         if how is not None:
             path, reason = how.path, how.reason
@@ -157,7 +168,8 @@ def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
             kinds = [kind for kind in LEFT_ALONE if isinstance(layer, kind)]
             reason = LEFT_ALONE[kinds[0]] if kinds else "the layer is not transformed"
         kind = type(layer).__name__
-        rows[path] = Row(path, kind, tuple(shape), reason is None, reason or "")
+        lora = layer.lora_a.shape[-1] if how and how.lora_scale is not None else 0
+        rows[path] = Row(path, kind, tuple(shape), reason is None, reason or "", lora=lora)
         layer.path__fp8 = path
         _change_class(layer, _scoped)
     if not hows:
@@ -168,7 +180,7 @@ def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
 def dequantize(model: nnx.Module) -> nnx.Module:
     """See `fp8jax.dequantize`."""
     copy: Any = nnx.clone(model)
-    for _, layer in _layers(copy, (*MATCHED, nnx.Embed)):
+    for _, layer in layers_of(copy, (*MATCHED, nnx.Embed)):
         how = vars(layer).get("how__fp8")
         if how is None:
             continue
@@ -186,15 +198,15 @@ def dequantize(model: nnx.Module) -> nnx.Module:
 def freeze(model: nnx.Module) -> nnx.Module:
     """See `fp8jax.freeze`."""
     copy: Any = nnx.clone(model)
-    for _, layer in _layers(copy, MATCHED):
+    for _, layer in layers_of(copy, MATCHED):
         how = getattr(layer, "how__fp8", None)
         if how is not None and how.reason is None:
             kernel, state = layer.kernel.get_value(), _state_of(layer)
-            layer.kernel.set_value(quantized_kernel(kernel, how.recipe, state, _rank(layer)))
+            layer.kernel.set_value(quantized_kernel(kernel, how.recipe, state, rank_of(layer)))
     return copy
 
 
-def _rank(layer: Any) -> int:
+def rank_of(layer: Any) -> int:
     """The rank of one kernel; a stack of layers, made under `nnx.vmap`, has more axes in front, and so
     have the kernels of experts."""
     if isinstance(layer, nnx.Einsum):
@@ -206,7 +218,7 @@ def _rank(layer: Any) -> int:
 
 def _kernel_shape(layer: Any) -> tuple[int, ...]:
     """Of one layer of a stack, all of its experts."""
-    return tuple(layer.kernel.shape[-_rank(layer) - isinstance(layer, ExpertDense) :])
+    return tuple(layer.kernel.shape[-rank_of(layer) - isinstance(layer, ExpertDense) :])
 
 
 def _has_own_dot(layer: Any) -> bool:
@@ -227,12 +239,13 @@ class _How:
     backend: str
     path: str
     reason: str | None  # why not in FP8
+    lora_scale: float | None = None  # of the product of its adapters, if it has some
 
 
 class _Operand:
     """A kernel between a layer's `promote_dtype` and its product, with who multiplies it."""
 
-    def __init__(self, kernel: Any, multiply: FP8Dot | WideDot):
+    def __init__(self, kernel: Any, multiply: FP8Dot | WideDot | AdaptedDot):
         self.kernel, self.multiply = kernel, multiply
 
     @property
@@ -251,6 +264,9 @@ def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, i
         multiply = FP8Dot(how.recipe, how.backend, functools.partial(_state_of, layer), layer.param_dtype)
     else:
         multiply = WideDot(GEMM_DTYPES[how.recipe.gemm], layer.param_dtype)
+    if how.lora_scale is not None:
+        adapters = layer.lora_a.get_value(), layer.lora_b.get_value()
+        multiply = AdaptedDot(multiply, adapters, how.lora_scale)
     inputs, kernel, bias = multiply.operands(*operands, dtype=dtype)
     return inputs, _Operand(kernel, multiply), bias
 
@@ -258,7 +274,7 @@ def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, i
 def _state_of(layer: Any, kernel: str = "kernel") -> dict[str, jax.Array]:
     fresh = init_state(layer.how__fp8.recipe)
     state = {name: getattr(layer, f"{kernel}{STATE}{name}").get_value() for name in fresh}
-    if kernel == "kernel" and layer.kernel.ndim == _rank(layer):
+    if kernel == "kernel" and layer.kernel.ndim == rank_of(layer):
         for name, new in fresh.items():
             if state[name].shape != new.shape:
                 raise ValueError(

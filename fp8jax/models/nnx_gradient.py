@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8jax.models.nnx import STATE, FP8State, LossScale
+from fp8jax.models.nnx import STATE, FP8State, Frozen, LossScale
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
-# What of a model is trained, what is scaled with, and the rest.
-KINDS = (nnx.Param, FP8State, LossScale, ...)
+# What of a model is trained, what is scaled with, what does not change, and the rest.
+KINDS = (nnx.Param, FP8State, LossScale, Frozen, ...)
 
 
 def gradient_of_module(
@@ -35,16 +35,16 @@ def gradient_of_module(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        graph, params, states, scales, rest = nnx.split(model, *KINDS)
+        graph, params, states, scales, frozen, rest = nnx.split(model, *KINDS)
         variables = {PARAMS: tree_of(params), SCALING: tree_of(states)}
         for _, variable in nnx.to_flat_state(scales):
             variables[LOSS_SCALE] = variable.get_value()
 
         def pure(variables: Any, *args: Any, **kwargs: Any) -> Any:
             # New variables, which belong to this trace and may be changed in it.
-            others = jax.tree.map(lambda x: x, (scales, rest))
+            others = jax.tree.map(lambda x: x, (scales, frozen, rest))
             if axis_name is not None:
-                others = (others[0], _with_keys(others[1], functools.partial(_own_key, axis_name)))
+                others = (*others[:2], _with_keys(others[2], functools.partial(_own_key, axis_name)))
             inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING]), *others
             inside = nnx.merge(graph, *inside)
             out = loss_fn(inside, *args, **kwargs)

@@ -23,6 +23,7 @@ class Row(NamedTuple):
     fp8: bool
     reason: str  # why not; empty if it is
     flops: int = 0  # of its products in one forward pass: two for each multiplication
+    lora: int = 0  # rank of its adapters; 0 if it has none
 
 
 Rows = dict[str, Row]
@@ -54,7 +55,8 @@ class Report(NamedTuple):
                     row.kind,
                     shape,
                     share(row.flops),
-                    "yes" if row.fp8 else row.reason,
+                    ("yes" if row.fp8 else row.reason)
+                    + (f", adapters of rank {row.lora}" if row.lora else ""),
                 )
             )
         others = self.flops - sum(row.flops for row in self.rows)

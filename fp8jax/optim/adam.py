@@ -29,6 +29,8 @@ import optax
 
 from fp8jax import formats
 from fp8jax.comm import Zero
+from fp8jax.optim import eight_bit
+from fp8jax.optim.blockwise import Blockwise
 from fp8jax.optim.devices import advance_over_devices
 from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.passes import advance, as_written
@@ -55,6 +57,7 @@ class _Rule:
     mask: Any = None
     decay: str = NO_DECAY
     zero: Zero | None = None
+    in_8_bits: bool = False
 
 
 def scale_by_adam(
@@ -142,6 +145,47 @@ def adamw(
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero))
 
 
+def adamw_8bit(
+    learning_rate: Any,
+    recipe: Recipe | str = "O2",
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    mask: Any = None,
+    zero: Zero | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW whose moments are codes of 8 bits with an absmax for each block of 256: bitsandbytes' AdamW8bit.
+
+    2.03 bytes per parameter. Moments of arrays with fewer than 4096 numbers stay float32; a stack of scanned
+    layers is one array. What differs from bitsandbytes' CUDA kernels: a code is the nearest one, also where
+    its sign is then another than the moment's, and a step with a bad number is skipped, as in `adam`.
+
+    Args: as in `adamw`; of the recipe's columns only `master_weight` is read.
+        zero: None; blocks are not those of a tensor's parts.
+
+    Returns: as `adam`; `moments` gives trees of `Blockwise` moments, and of float32 arrays.
+
+    Raises:
+        ValueError: `zero` is given.
+
+    References:
+        8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise` and `eight_bit`.
+    """
+    refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
+    row = Recipe.parse(recipe)
+    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, True))
+
+
+def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
+    """Raises ValueError if `zero` is given to the optimizer of this name."""
+    if zero is not None:
+        raise ValueError(
+            f"`zero`: expected None, for {name} spreads no state over devices: {reason}; got a Zero. Use "
+            "adamw, or leave `zero` to `value_and_grad` with stage 0."
+        )
+
+
 def with_masters(state: Any, params: Any) -> Any:
     """An optimizer state whose master weights are those of a wider model.
 
@@ -173,14 +217,19 @@ def _like(kept: Any, new: jax.Array) -> Any:
 
 
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
-    first, second = (formats.get(name) for name in rule.recipe.moments)
-
     def init(params: Any) -> AdamState:
-        def zeros(format: formats.Format) -> Any:
-            return jax.tree.map(lambda p: _zeros(p, format), params, is_leaf=is_scaled)
+        def first(number: int) -> Any:
+            format = formats.get(rule.recipe.moments[number])
+
+            def of_one(param: Any) -> Any:
+                if rule.in_8_bits:
+                    return eight_bit.first_moments(param)[number]
+                return _zeros(param, format)
+
+            return jax.tree.map(of_one, params, is_leaf=is_scaled)
 
         master = jax.tree.map(lambda p: _master_of(p, rule.recipe), params, is_leaf=is_scaled)
-        kept = [zeros(first), zeros(second), master]
+        kept = [first(0), first(1), master]
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
         mu, nu, master = (_with_variables_inside(tree) for tree in kept)
@@ -210,7 +259,8 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         _check_shapes(leaves)
         decays = _decays(rule, treedef, params)
         if rule.zero is None:
-            step = functools.partial(advance, decays=decays)
+            way = eight_bit.advance if rule.in_8_bits else advance
+            step = functools.partial(way, decays=decays)
             new, ok = with_auto_axes(step, as_written, leaves, numbers)
         else:
             new, ok = advance_over_devices(rule.zero, leaves, numbers, decays)
@@ -222,7 +272,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
 
 
 def _with_variables_inside(tree: Any) -> Any:
-    """`nnx.Variable`s of `ScaledArray`s turned inside out.
+    """`nnx.Variable`s of `ScaledArray`s and `Blockwise` moments turned inside out.
 
     `nnx.Optimizer` gives `init` variables and `update` their values, whose arrays it then puts back
     one by one: it must find a variable for each.
@@ -232,10 +282,12 @@ def _with_variables_inside(tree: Any) -> Any:
         return hasattr(node, "get_raw_value")
 
     def turned(node: Any) -> Any:
-        if not is_variable(node) or not is_scaled(node.get_raw_value()):
-            return node
-        scaled = node.get_raw_value()
-        return ScaledArray(node.replace(scaled.data), scaled.scale)
+        kept = node.get_raw_value() if is_variable(node) else None
+        if isinstance(kept, ScaledArray):
+            return ScaledArray(node.replace(kept.data), kept.scale)
+        if isinstance(kept, Blockwise):
+            return dataclasses.replace(kept, codes=node.replace(kept.codes))
+        return node
 
     return jax.tree.map(turned, tree, is_leaf=is_variable)
 

@@ -42,7 +42,7 @@ def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def unless_skipped(new: Any, old: Any, new_state: Any, old_state: Any) -> Any:
-    """The new tree, or the old one after a step that an Adam in the optimizer's state skipped."""
+    """The new tree, or the old one after a step that the optimizer skipped."""
     is_taken = skipped(new_state) == skipped(old_state)
     return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
 

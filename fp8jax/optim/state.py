@@ -8,15 +8,23 @@ import optax
 
 
 class AdamState(NamedTuple):
-    """State of `adam`, `adamw` and `scale_by_adam`.
+    """State of `adam`, `adamw`, `adamw_8bit` and `scale_by_adam`.
 
-    The leaves of mu and nu are `ScaledArray`s with as many scales as the parameter has, or
-    float32 arrays. A master leaf stands where the parameter itself is too coarse to train.
+    The leaves of mu and nu are `ScaledArray`s with as many scales as the parameter has,
+    `Blockwise` (of `adamw_8bit`) or float32 arrays. A master leaf stands where the parameter itself is too
+    coarse to train.
     """
 
     adam: optax.ScaleByAdamState  # (count, mu, nu); count is that of the steps taken
     master: Any  # tree like the parameters: ScaledArray or float32 array, None where there is none
     skipped: jax.Array  # shape=(), int32: steps not taken because something in them was not finite
+
+
+class ValuesState(NamedTuple):
+    """State of `on_values`."""
+
+    inner: Any  # of the optimizer within
+    skipped: jax.Array  # as in `AdamState`
 
 
 def moments(state: Any) -> tuple[Any, Any]:
@@ -38,8 +46,13 @@ def moments(state: Any) -> tuple[Any, Any]:
 
 
 def skipped(state: Any) -> jax.Array:
-    """How many steps an optimizer state has skipped, summed over the Adams in it; int32, shape ()."""
-    states = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
+    """How many steps an optimizer state has skipped, summed over the optimizers in it that count them; int32,
+    shape ()."""
+
+    def counts(node: Any) -> bool:
+        return isinstance(node, AdamState | ValuesState)
+
+    states = [node for node in jax.tree.leaves(state, is_leaf=counts) if counts(node)]
     return sum((node.skipped for node in states), jnp.zeros((), jnp.int32))
 
 

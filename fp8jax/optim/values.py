@@ -1,0 +1,133 @@
+"""Any optimizer of optax for models with scaled weights and gradients.
+
+    tx = fp8jax.optim.on_values(optax.lion(1e-4))
+    tx = fp8jax.optim.adafactor(1e-3)
+
+It sees float32 arrays in the place of `ScaledArray`s, and what it makes of a scaled weight is rounded to
+the weight's format. Its state is its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8jax.comm import Zero
+from fp8jax.optim.adam import refuse_zero
+from fp8jax.optim.links import on_params, plain_mask
+from fp8jax.optim.overwrite import Overwrite
+from fp8jax.optim.state import ValuesState
+from fp8jax.recipe import Recipe
+from fp8jax.scaled import amax, format_of, is_scaled, quantize, value
+
+
+def adafactor(
+    learning_rate: Any = None,
+    recipe: Recipe | str = "O2",
+    *,
+    zero: Zero | None = None,
+    weight_decay_mask: Any = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adafactor` for scaled weights and gradients.
+
+    It keeps a number for each row and each column of a matrix in the place of a second moment, where the
+    two largest axes have `min_dim_size_to_factor` (128) entries or more, and no first moment.
+
+    Args:
+        learning_rate: number or schedule, or None for one from the root mean square of each weight alone.
+        recipe: refused where it keeps master weights.
+        zero: None.
+        weight_decay_mask: as in `adam`.
+        options: those of `optax.adafactor`.
+
+    Returns:
+        An optimizer as `on_values` gives it.
+
+    Raises:
+        ValueError: the recipe keeps master weights, or `zero` is given.
+
+    References:
+        Adafactor, arXiv 1804.04235.
+    """
+    row = Recipe.parse(recipe)
+    if row.master_weight != "-":
+        raise ValueError(
+            f"`recipe`: expected one without master weights; got {row}, whose weights of 8 bits are too "
+            "coarse for adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
+        )
+    refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
+    options["weight_decay_mask"] = plain_mask(weight_decay_mask)
+    return on_values(optax.adafactor(learning_rate, **options))
+
+
+def on_values(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` for parameters and gradients of which some are scaled: it sees their values, in float32.
+
+    A step that would make any weight, or anything in tx's state, infinite or NaN changes nothing, and
+    `fp8jax.optim.skipped` counts it.
+
+    Args:
+        tx: an optimizer of plain arrays, that is all of a chain that comes after `clip_by_global_norm`.
+
+    Returns:
+        An optimizer for parameters or whole variables; `update` needs them. Updates of plain parameters are
+        to be added; those of `ScaledArray`s are their new values (`Overwrite`) in their formats on fresh
+        power-of-two scales, rounded to nearest. So it comes last in a chain.
+
+    Raises:
+        ValueError: a weight is kept in 8 bits: small steps would be lost. `adam` and `adamw` keep masters.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> ValuesState:
+        _check_formats(params)
+        return ValuesState(tx.init(_values(params)), jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, ValuesState]:
+        if params is None:
+            raise ValueError(
+                "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
+            )
+        new, inner = tx.update(_values(updates), state.inner, _values(params), **extra)
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+        weights = [
+            value(leaf).astype(jnp.float32) + update
+            for leaf, update in zip(leaves, treedef.flatten_up_to(new), strict=True)
+        ]
+        ok = jnp.all(jnp.stack([amax(x) < jnp.inf for x in _floats([weights, inner])]))
+        inner = jax.tree.map(lambda new, old: jnp.where(ok, new, old), inner, state.inner)
+        written = [
+            _written(leaf, weight, update, ok)
+            for leaf, weight, update in zip(leaves, weights, treedef.flatten_up_to(new), strict=True)
+        ]
+        return treedef.unflatten(written), ValuesState(inner, state.skipped + jnp.where(ok, 0, 1))
+
+    return on_params(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(value, tree, is_leaf=is_scaled)
+
+
+def _floats(tree: Any) -> list[jax.Array]:
+    arrays = map(jnp.asarray, jax.tree.leaves(tree))
+    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def _check_formats(params: Any) -> None:
+    for leaf in jax.tree.leaves(params, is_leaf=is_scaled):
+        if is_scaled(leaf) and format_of(leaf).bits == 8:
+            raise ValueError(
+                f"`params`: expected weights of 16 bits or more; got {format_of(leaf).name}"
+                f"{list(leaf.shape)}, in which small steps are lost. adam, adamw and adamw_8bit keep masters."
+            )
+
+
+def _written(leaf: Any, weight: jax.Array, update: jax.Array, ok: jax.Array) -> Any:
+    """The update of one parameter, which does nothing unless `ok`."""
+    if not is_scaled(leaf):
+        return jnp.where(ok, update, 0)
+    new = quantize(weight, format_of(leaf), power_of_two=True, blocks=leaf.scale.shape)
+    return Overwrite.by(jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, leaf))

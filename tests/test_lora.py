@@ -1,0 +1,353 @@
+"""Adapters on frozen kernels: what is trained, what is not, and that a merged model is the adapted one."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import LoRA, Rule
+from fp8jax.scaled import is_scaled
+from fp8jax.variables import FROZEN, PARAMS, SCALING
+
+X = jax.random.normal(jax.random.key(1), (16, 32))
+Y = jnp.tanh(X[:, :8])
+LEVELS = [
+    "fp32",
+    "O2",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("bf16", "fp16_amp", "te", "O3")),
+]
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="down")(nn.gelu(nn.Dense(64, name="up")(x)))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(32, name="fc")(nn.LayerNorm()(x)), None
+
+
+class Stack(nn.Module):
+    """Three layers, scanned and rematerialized."""
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(nn.remat(Layer), length=3, variable_axes={"params": 0}, split_rngs={"params": True})
+        return scanned(name="layers")(x, None)[0][:, :8]
+
+
+def loss_of(apply):
+    return lambda variables: jnp.mean((apply(variables, X) - Y) ** 2)
+
+
+@functools.cache
+def trained(recipe, module=Net, steps=5):
+    """A model, its plain start, its variables before and after steps, and the optimizer's state."""
+    model = fp8jax.transform(module(), recipe, lora=LoRA(rank=4, alpha=6.0))
+    plain = jax.jit(model.module.init)(jax.random.key(0), X)
+    start = model.adapt(jax.random.key(2), plain, X)
+    tx = fp8jax.optim.adamw(1e-2, recipe)
+
+    @jax.jit
+    def step(variables, state):
+        loss, grads = fp8jax.value_and_grad(loss_of(model.apply))(variables)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, loss
+
+    variables, state, losses = start, tx.init(start), []
+    for _ in range(steps):
+        variables, state, loss = step(variables, state)
+        losses.append(float(loss))
+    assert steps == 1 or losses[-1] < losses[0]
+    return model, plain, start, variables, state
+
+
+def kernels(tree):
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in flat if "kernel" in jax.tree_util.keystr(path)}
+
+
+# The merged model has the same kernels, so what differs is the rounding of two layers' inputs: noise of
+# 0.026 of a product's size in E4M3 (31.6 dB), 0.002 in bf16 with its kernel's; some five times that, of
+# outputs near 1.
+BOUNDS = {"fp32": 2e-6, "bf16": 0.03, "fp16_amp": 0.005, "te": 0.2, "O2": 0.2, "O3": 0.2}
+
+
+@pytest.mark.parametrize("recipe", LEVELS)
+def test_only_adapters_are_trained_and_merged_they_are_the_model(recipe):
+    model, plain, start, variables, state = trained(recipe)
+    # The frozen values, and everything that the state has moments for.
+    jax.tree.map(np.testing.assert_array_equal, variables[FROZEN], start[FROZEN])
+    shapes = {"up": {"lora_a": (32, 4), "lora_b": (4, 64)}, "down": {"lora_a": (64, 4), "lora_b": (4, 8)}}
+    for tree in (variables[PARAMS], *fp8jax.optim.moments(state)):
+        assert jax.tree.map(lambda x: x.shape, tree, is_leaf=is_scaled) == shapes
+    for layer, old in start[PARAMS].items():
+        assert not old["lora_b"].any() and (variables[PARAMS][layer]["lora_b"] != 0).any()
+    # As kept: bytes per number of the kernels.
+    wide = recipe in ("fp32", "bf16", "fp16_amp")
+    for name, kernel in kernels(variables[FROZEN]).items():
+        assert is_scaled(kernel) != wide and (kernel if wide else kernel.data).dtype.itemsize == (
+            4 if wide else 1
+        ), name
+    got = jax.jit(model.apply)(variables, X)
+    merged = jax.jit(model.module.apply)(model.merge(variables), X)
+    np.testing.assert_allclose(got, merged, rtol=0, atol=BOUNDS[recipe])
+    # It is not the base model.
+    assert np.abs(jax.jit(model.module.apply)(plain, X) - got).max() > 0.1
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "O2"])
+def test_unmerging_gives_back_the_base(recipe):
+    model, plain, _, variables, _ = trained(recipe)
+    merged = model.merge(variables, plain)
+    back = model.unmerge(merged, variables)
+    # Added and taken away: two roundings of numbers below 2.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2 * 2.0**-23), back, plain)
+    moved = [
+        np.abs(a - b).max() for a, b in zip(kernels(merged).values(), kernels(plain).values(), strict=True)
+    ]
+    assert min(moved) > 1e-3
+    # Other pretrained values below the same adapters, and what the frozen kernels are.
+    other = model.quantize(merged, like=variables)
+    for (name, kernel), rounded in zip(kernels(merged).items(), kernels(other[FROZEN]).values(), strict=True):
+        unit = float(rounded.scale.max()) * 16 if recipe == "O2" else 0.0  # half an ulp at 448
+        assert np.abs(jnp.asarray(rounded) - kernel).max() <= unit, name
+    jax.tree.map(np.testing.assert_array_equal, other[PARAMS], variables[PARAMS])
+    assert jax.tree.structure(other) == jax.tree.structure(variables)
+
+
+def test_gradients_are_those_of_the_formula():
+    model, plain, _, variables, _ = trained("fp32")
+    base = plain[PARAMS]
+
+    def written_out(adapters):
+        def layer(x, name):
+            own = adapters[name]
+            low_rank = 6.0 / 4 * (x @ own["lora_a"]) @ own["lora_b"]
+            return x @ base[name]["kernel"] + low_rank + base[name]["bias"][None]
+
+        return jnp.mean((layer(nn.gelu(layer(X, "up")), "down") - Y) ** 2)
+
+    expected = jax.jit(jax.grad(written_out))(variables[PARAMS])
+    _, grads = fp8jax.value_and_grad(loss_of(model.apply))(variables)
+    assert set(grads) == {PARAMS}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads[PARAMS], expected)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "O2"])
+def test_no_gradient_of_a_frozen_kernel_is_in_the_program(recipe):
+    """The products that XLA is left with: of each layer the kernel's, with its input and, but for the first
+    layer, with its output gradient; and five of its adapters, but for the first four."""
+    model, _, start, *_ = trained(recipe)
+    step = jax.jit(lambda variables: fp8jax.value_and_grad(loss_of(model.apply))(variables))
+    program = step.lower(start).compile().as_text()
+    dots = [line for line in program.splitlines() if " dot(" in line]
+    assert not any("32,64]" in line.split("=")[1].split("{")[0] for line in dots)  # the shape of up's kernel
+    # up: y, xA, (xA)B, dB, d(xA), dA; down: the same, dx, d(xA) A^T.
+    assert len(dots) == 6 + 8
+    casts = [line for line in program.splitlines() if "cast_rhs" in line]
+    assert not casts
+
+
+def test_scanned_and_rematerialized_layers_have_stacks_of_adapters():
+    model, _, _, variables, _ = trained("O2", Stack)
+    own = variables[PARAMS]["layers"]["fc"]
+    assert own["lora_a"].shape == (3, 32, 4) and own["lora_b"].shape == (3, 4, 32)
+    assert variables[FROZEN]["layers"]["fc"]["kernel"].scale.shape == (3, 1, 1)
+    assert variables[SCALING]["layers"]["fc"]["kernel"]["scale"].shape == (3, 3)
+    apply = jax.jit(model.apply)
+    got, merged = apply(variables, X), jax.jit(model.module.apply)(model.merge(variables), X)
+    np.testing.assert_allclose(got, merged, rtol=0, atol=BOUNDS["O2"])
+    # Each layer's own: the base with the adapters of one layer left out is another model.
+    without = jax.tree.map(lambda x: x.at[1].set(0), variables[PARAMS])
+    assert np.abs(apply({**variables, PARAMS: without}, X) - got).max() > 0.01
+
+
+class Mixed(nn.Module):
+    """Layers of each kind; the second einsum contracts its kernel's second axis."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((4, 8), name="heads")(x)
+        x = nn.DenseGeneral(16, axis=(-2, -1), name="out")(x)
+        x = nn.Einsum((16, 8), "bd,dh->bh", name="first")(x)
+        x = nn.Einsum((8, 8), "bd,hd->bh", name="second")(x)
+        return nn.Dense(8, name="lm_head")(x)
+
+
+def test_layers_of_each_kind_and_the_report():
+    lora = LoRA(rank=3)
+    model = fp8jax.transform(Mixed(), "te", rules=[Rule("first", "gemm=BF16")], lora=lora)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    shapes = {
+        name: (own["lora_a"].shape[0], own["lora_b"].shape[1]) for name, own in variables[PARAMS].items()
+    }
+    assert shapes == {"heads": (32, 32), "out": (32, 16), "first": (16, 8)}
+    assert not is_scaled(variables[FROZEN]["first"]["kernel"]) and is_scaled(
+        variables[FROZEN]["second"]["kernel"]
+    )
+    random = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape) * 0.3, variables[PARAMS])
+    wide = fp8jax.transform(Mixed(), "fp32", lora=LoRA(rank=3, targets=tuple(shapes)))
+    changed = {PARAMS: random, FROZEN: model.dequantize(variables)[PARAMS]}
+    np.testing.assert_allclose(
+        jax.jit(wide.apply)(changed, X), jax.jit(Mixed().apply)(wide.merge(changed), X), rtol=1e-4, atol=1e-5
+    )
+    report = str(model.report(X))
+    assert "yes, adapters of rank 3" in report and "rule: gemm=BF16, adapters of rank 3" in report
+    assert {row.path: row.lora for row in model.report(X).rows}["second"] == 0
+
+
+@pytest.mark.parametrize(
+    "lora, text",
+    [
+        (lambda: LoRA(rank=0), "`rank`"),
+        (lambda: LoRA(weight="INT4"), "`weight`"),
+        (lambda: LoRA(targets="up"), "`targets`"),
+        (lambda: LoRA(targets=("sideways",)), "matches no layer"),
+        (lambda: LoRA(targets=("second",)), "can have no adapters"),
+        (lambda: LoRA(targets=("lm_head",)), "exclude"),
+    ],
+)
+def test_what_cannot_be_is_refused(lora, text):
+    with pytest.raises(ValueError, match=text):
+        fp8jax.transform(Mixed(), "te", lora=lora()).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="'frozen'"):
+        fp8jax.transform(Net(), "te", lora=LoRA()).apply(Net().init(jax.random.key(0), X), X)
+
+
+@pytest.mark.parametrize("weight, dtype", [("BF16", "bfloat16"), ("FP16", "float16"), ("FP32", "float32")])
+def test_frozen_kernels_can_have_other_formats(weight, dtype):
+    _, plain, *_ = trained("O2")
+    expected = jax.jit(Net().apply)(plain, X)
+    for recipe in ("bf16", "O2"):
+        model = fp8jax.transform(Net(), recipe, lora=LoRA(weight=weight))
+        variables = model.adapt(jax.random.key(0), plain, X)
+        kernel = variables[FROZEN]["up"]["kernel"]
+        assert (kernel.data if weight == "FP16" else kernel).dtype == dtype
+        # In O2 the GEMM rounds the kernel as well.
+        atol = 1.5 * BOUNDS[recipe]
+        np.testing.assert_allclose(jax.jit(model.apply)(variables, X), expected, rtol=0, atol=atol)
+
+
+# NNX ##############################################################################################
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+def nnx_model(recipe):
+    """The NNX twin of `trained(recipe)` at its start."""
+    _, plain, start, *_ = trained(recipe)
+    module = Plain(nnx.Rngs(0))
+    for name in ("up", "down"):
+        for part in ("kernel", "bias"):
+            getattr(getattr(module, name), part).set_value(plain[PARAMS][name][part])
+    model = fp8jax.transform(module, recipe, lora=LoRA(rank=4, alpha=6.0))
+    for name, own in start[PARAMS].items():
+        assert getattr(model, name).lora_a.shape == own["lora_a"].shape
+        getattr(model, name).lora_a.set_value(own["lora_a"])
+    return module, model
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "O2"])
+def test_an_nnx_module_does_the_same(recipe):
+    linen, _, _, expected, _ = trained(recipe)
+    module, model = nnx_model(recipe)
+    optimizer = nnx.Optimizer(model, fp8jax.optim.adamw(1e-2, recipe), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        _, grads = fp8jax.value_and_grad(lambda model: jnp.mean((model(X) - Y) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(5):
+        step(model, optimizer)
+    assert set(nnx.to_flat_state(nnx.state(model, nnx.Param)).paths) == {
+        (name, part) for name in ("up", "down") for part in ("lora_a", "lora_b")
+    }
+    got = jax.jit(linen.apply)(expected, X)
+    np.testing.assert_allclose(model(X), got, rtol=0, atol=1e-5 if recipe == "fp32" else 1e-2)
+    merged = fp8jax.merge(model)
+    assert type(merged) is Plain and type(merged.up.kernel) is nnx.Param and type(merged.up) is nnx.Linear
+    np.testing.assert_allclose(merged(X), model(X), rtol=0, atol=BOUNDS[recipe])
+    np.testing.assert_array_equal(fp8jax.dequantize(model).up.kernel[...], merged.up.kernel[...])
+    back = fp8jax.unmerge(fp8jax.merge(model, module), model)
+    np.testing.assert_allclose(back.up.kernel[...], module.up.kernel[...], rtol=0, atol=2 * 2.0**-23)
+    assert "adapters of rank 4" in str(fp8jax.report(model, X))
+    assert type(module.up.kernel) is nnx.Param  # the user's is not touched
+
+
+class Stacked(nnx.Module):
+    """Two layers made under `nnx.vmap` and scanned."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.Linear(32, 32, rngs=rngs)
+
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({(nnx.Param, fp8jax.FP8State, fp8jax.Frozen): 0, ...: None})
+
+        @nnx.scan(in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer, x):
+            return x + layer(x)
+
+        return run(self.layers, x)[:, :8]
+
+
+def test_nnx_layers_are_scanned():
+    model = fp8jax.transform(Stacked(nnx.Rngs(0)), "O2", lora=LoRA(rank=2))
+    assert model.layers.lora_a.shape == (2, 32, 2) and model.layers.kernel.get_value().scale.shape == (
+        2,
+        1,
+        1,
+    )
+    tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), fp8jax.optim.adamw(1e-2, "O2"))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    step = nnx.jit(lambda model: fp8jax.value_and_grad(lambda model: jnp.mean((model(X) - Y) ** 2))(model))
+    first, grads = step(model)
+    optimizer.update(model, grads)
+    assert step(model)[0] < first and (model.layers.lora_b.get_value() != 0).any()
+
+
+# On many devices ##################################################################################
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_train_over_devices(stage):
+    model, _, start, expected, _ = trained("O2", steps=1)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    zero = fp8jax.comm.Zero(mesh, "O2", stage=stage)
+    tx = fp8jax.optim.adamw(1e-2, "O2", zero=zero)
+    loss_fn = lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)  # noqa: E731
+
+    @jax.jit
+    def step(variables):
+        variables = zero.place(variables)
+        loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, X, Y)
+        updates, _ = tx.update(grads, tx.init(variables), variables)
+        return fp8jax.apply_updates(variables, updates), loss
+
+    variables, _ = step(start)
+    jax.tree.map(np.testing.assert_array_equal, variables[FROZEN], start[FROZEN])
+    for got, want in zip(jax.tree.leaves(variables[PARAMS]), jax.tree.leaves(expected[PARAMS]), strict=True):
+        # Adam's first step is the gradient's sign, which FP8 on the wire may turn where it is next to zero.
+        assert np.mean(np.abs(got - want) > 1e-4) < 0.02

@@ -1,0 +1,248 @@
+"""Optimizers with small states: 8-bit AdamW against bitsandbytes' numbers, optax's against itself."""
+
+import functools
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import formats, quantize
+from fp8jax.optim import Blockwise, adafactor, adamw, adamw_8bit, moments, on_values, skipped, with_masters
+from fp8jax.optim.blockwise import dynamic_map
+from fp8jax.scaled import is_scaled, value
+from fp8jax.variables import PARAMS
+
+DATA = np.load(pathlib.Path(__file__).parent / "data" / "bitsandbytes.npz")
+SIGNED = {"signed": True, "unsigned": False}
+
+# The map and the codes ############################################################################
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_the_map_and_the_codes_are_bitsandbytes(name):
+    signed = SIGNED[name]
+    np.testing.assert_array_equal(dynamic_map(signed), DATA[name])
+    x = DATA["x"] if signed else np.abs(DATA["x"])
+    q = jax.jit(lambda x: Blockwise.of(x, signed))(x)
+    np.testing.assert_array_equal(q.codes, DATA[f"x_{name}"])
+    np.testing.assert_array_equal(q.absmax, DATA["x_absmax"])
+    np.testing.assert_array_equal(jnp.asarray(q), DATA[f"x_{name}_value"])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_code_is_the_nearest_and_the_lower_of_two(signed):
+    codes = dynamic_map(signed)
+    middle = ((codes[1:].astype(np.float64) + codes[:-1]) / 2).astype(np.float32)
+    spread = 10 ** np.random.default_rng(0).uniform(-8, 0, 4000) * np.tile([1, -1 if signed else 1], 2000)
+    around = [np.nextafter(middle, np.float32(2 * side)) for side in (-1, 1)]
+    x = np.concatenate([codes, middle, *around, np.float32(spread), np.float32([0, 1e-40])])
+    x = x if signed else np.abs(x)
+    # Each in a block of its own, whose absmax is 1.
+    rows = np.zeros((len(x), 256), np.float32)
+    rows[:, 0], rows[:, 1] = x, 1
+    got = jax.jit(lambda x: Blockwise.of(x, signed))(rows).codes[:, 0]
+    distance = np.abs(x[:, None].astype(np.float64) - codes.astype(np.float64))
+    np.testing.assert_array_equal(got, distance.argmin(1))  # the first of equals
+
+
+def test_zeros_and_the_smallest_numbers_are_clean():
+    x = np.zeros((3, 256), np.float32)
+    x[1, 0], x[2, 0] = 1e-40, 2.0**-126
+    q = Blockwise.of(jnp.asarray(x), True)
+    got = np.asarray(q.dequantize())
+    assert np.isfinite(got).all() and not got[:2].any() and got[2, 0] == np.float32(2.0**-126)
+    np.testing.assert_array_equal(Blockwise.zeros(x, False).dequantize(), np.zeros_like(x))
+
+
+# AdamW ############################################################################################
+
+
+def test_steps_are_those_of_bitsandbytes():
+    rate, b1, b2, eps, decay = map(float, DATA["hyper"])
+    tx = adamw_8bit(rate, "te", b1, b2, eps, decay)
+    params = {"w": jnp.asarray(DATA["w0"], jnp.float32)}
+    state, run = tx.init(params), jax.jit(functools.partial(step_of, tx))
+    for t in range(4):
+        params, state = run(params, state, {"w": jnp.asarray(DATA[f"g{t}"], jnp.float32)})
+        for name, moment in zip("mv", moments(state), strict=True):
+            # torch adds with other roundings: a code may be the next one where it was near the middle.
+            off = moment["w"].codes.astype(np.int32) - DATA[f"{name}{t + 1}"]
+            assert np.abs(off).max() <= 1 and (off != 0).sum() <= 4
+            np.testing.assert_allclose(moment["w"].absmax, DATA[f"{name}{t + 1}_absmax"], rtol=2e-7 * (t + 1))
+        # Each step rounds the weight, below 4, once, here and there.
+        np.testing.assert_allclose(params["w"], DATA[f"w{t + 1}"], rtol=0, atol=(t + 1) * 4 * 2.0**-24)
+
+
+def step_of(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return fp8jax.apply_updates(params, updates), state
+
+
+MATRIX = jax.random.normal(jax.random.key(0), (256, 128))
+
+
+def kernel(format):
+    return MATRIX if format is None else quantize(MATRIX, format, power_of_two=True)
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_bytes_of_state_a_parameter():
+    """The guide's 8, 2 and next to nothing; small arrays keep float32 moments."""
+    params, size = {"w": MATRIX}, MATRIX.size
+    assert nbytes(moments(adamw(1e-3, "te").init(params))) == 8 * size
+    assert nbytes(moments(adamw_8bit(1e-3, "te").init(params))) == (2 + 2 * 4 / 256) * size
+    # Adafactor: a row and a column (and a number in the place of what is not kept).
+    assert nbytes(adafactor(1e-3, "te").init(params).inner) < 4 * (256 + 128) + 64
+    small, large = jnp.ones(4095), jnp.ones(4096)
+    mu, _ = moments(adamw_8bit(1e-3, "te").init({"small": small, "large": large}))
+    assert mu["small"].dtype == jnp.float32 and isinstance(mu["large"], Blockwise)
+
+
+# Every level ######################################################################################
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(nn.gelu(nn.Dense(160, name="up")(x)))
+        return nn.Dense(8, name="down")(x)
+
+
+X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+Y = np.tanh(X @ np.random.default_rng(1).normal(size=(32, 8)) / 5).astype(np.float32)
+MAKERS = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adafactor": adafactor}
+LONG = [
+    pytest.param(name, level, marks=pytest.mark.long)
+    for name in ("adamw_8bit", "adafactor")
+    for level in ("bf16", "fp16_amp", "te", "O1", "te+O2")
+]
+
+
+@functools.cache
+def training(name, recipe, rate):
+    """A compiled step, and what it starts from."""
+    model = fp8jax.transform(Net(), recipe)
+    tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), MAKERS[name](rate, recipe))
+
+    def start():
+        variables = model.init(jax.random.key(0), X)
+        return variables, tx.init(variables)
+
+    def step(variables, state, spoil):
+        loss_fn = lambda variables: jnp.mean((model.apply(variables, X * spoil) - Y) ** 2)  # noqa: E731
+        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        return *step_of(tx, variables, state, grads), loss
+
+    return jax.jit(start)(), jax.jit(step)
+
+
+def last_loss(name, recipe, rate, steps):
+    (variables, state), step = training(name, recipe, rate)
+    for _ in range(steps):
+        variables, state, loss = step(variables, state, np.float32(1))
+    assert int(skipped(state)) == 0 and step._cache_size() == 1
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    "name, level", [("adamw_8bit", "O2"), ("adamw_8bit", "O3"), ("adafactor", "O2"), *LONG]
+)
+def test_it_learns_as_adamw_does_and_skips_a_bad_step(name, level):
+    # Adafactor scales its steps by the size of the weights.
+    rate = 3e-2 if name == "adafactor" else 3e-3
+    expected = last_loss("adamw", "te" if level != "fp16_amp" else level, 3e-3, 100)
+    assert last_loss(name, level, rate, 100) < expected + 0.02
+    (variables, state), step = training(name, level, rate)
+    after, new, _ = step(variables, state, np.float32(np.nan))
+    assert int(skipped(new)) == 1
+    # All but the count of skipped steps.
+    arrays = [[x for x in jax.tree.leaves(tree) if x.dtype != jnp.int32] for tree in (state, new)]
+    jax.tree.map(np.testing.assert_array_equal, (variables[PARAMS], arrays[0]), (after[PARAMS], arrays[1]))
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(32, 160, rngs=rngs), nnx.LayerNorm(160, rngs=rngs)
+        self.down = nnx.Linear(160, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.norm(nnx.gelu(self.up(x))))
+
+
+@pytest.mark.parametrize("name, level", [("adamw_8bit", "O3"), ("adafactor", "O2")])
+def test_an_nnx_optimizer_takes_the_step_of_variables(name, level):
+    """The same parameters and gradients as arrays: the same new weights and state, in place."""
+    tx = MAKERS[name](3e-3, level)
+    model = fp8jax.transform(Plain(nnx.Rngs(0)), level)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    loss_fn = lambda model: jnp.mean((model(X) - Y) ** 2)  # noqa: E731
+
+    @nnx.jit
+    def step(model, optimizer):
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        _, grads = fp8jax.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return params, nnx.to_pure_dict(grads)
+
+    params, grads = step(model, optimizer)
+    expected, state = jax.jit(functools.partial(step_of, tx))(params, tx.init(params), grads)
+    got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(optimizer.opt_state), jax.tree.leaves(state))
+    step(model, optimizer)
+
+
+# optax's ##########################################################################################
+
+
+def test_on_values_is_optaxs_own_but_for_the_rounding_of_weights():
+    tx, options = adafactor(1e-2, "O2"), {"w": kernel(formats.FP16), "b": jnp.ones(8)}
+    grads = {"w": quantize(MATRIX * 1e-3, formats.E4M3, power_of_two=True), "b": jnp.ones(8)}
+    values = lambda tree: jax.tree.map(value, tree, is_leaf=is_scaled)  # noqa: E731
+    theirs = optax.adafactor(1e-2)
+    expected = optax.apply_updates(
+        values(options), theirs.update(values(grads), theirs.init(values(options)), values(options))[0]
+    )
+    got, _ = step_of(tx, options, tx.init(options), grads)
+    np.testing.assert_array_equal(got["b"], expected["b"])
+    rounded = quantize(expected["w"], formats.FP16, power_of_two=True)
+    np.testing.assert_array_equal(value(got["w"]), value(rounded))
+    # optax.apply_updates puts the same in place.
+    updates, _ = tx.update(grads, tx.init(options), options)
+    jax.tree.map(np.testing.assert_array_equal, optax.apply_updates(options, updates), got)
+
+
+def test_masters_are_kept_in_8_bit_adamw():
+    params = {"w": kernel(formats.E4M3)}
+    tx = adamw_8bit(1e-3, "O3")
+    state = with_masters(tx.init(params), {"w": MATRIX})
+    assert state.master["w"].data.dtype == jnp.float16
+    new, after = step_of(tx, params, state, {"w": MATRIX})
+    moved = value(state.master["w"]) - value(after.master["w"])
+    np.testing.assert_allclose(moved, 1e-3 * np.sign(MATRIX), atol=4 * 2.0**-11 + 1e-6)
+    requantized = quantize(value(after.master["w"]), formats.E4M3, power_of_two=True)
+    np.testing.assert_array_equal(value(new["w"]), value(requantized))
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: adafactor(1e-3, "O3"), "master"),
+        (lambda: on_values(optax.sgd(1.0)).init({"w": kernel(formats.E4M3)}), "16 bits"),
+        (lambda: on_values(optax.sgd(1.0)).update({}, on_values(optax.sgd(1.0)).init({})), "`params`"),
+        (lambda: adamw_8bit(1e-3, "O2", zero=object()), "`zero`"),
+        (lambda: adafactor(1e-3, "O2", zero=object()), "`zero`"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
