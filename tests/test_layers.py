@@ -47,6 +47,8 @@ SIDEWAYS = {
     ("chart", "targets"): "the chart is read from a program compiled for a target",
     ("doctor", "memory"): "a model is named as for a plan",
     ("doctor", "targets"): "the doctor reads a program compiled for a target",
+    ("train", "memory"): "a trainer plans its step",
+    ("train", "targets"): "a batch size is found for a GPU that is not here",
     ("memory", "targets"): "the plan is read from a program compiled for a target",
 }
 
@@ -58,7 +60,7 @@ LIBRARIES = {
         "models": "eager",
         "scaling.merge": "eager",  # borrows the dtype whose addition is max
     },
-    "optax": {"optim": "eager", "gradients": "eager"},
+    "optax": {"optim": "eager", "gradients": "eager", "train.optimizers": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "eager"},
     "matplotlib": {"train": "eager", "chart": "lazy"},

@@ -3,3 +3,4 @@
 from fp8jax.memory.planner import Plan as Plan
 from fp8jax.memory.planner import fullest as fullest
 from fp8jax.memory.planner import plan as plan
+from fp8jax.memory.planner import plan_step as plan_step

@@ -117,17 +117,67 @@ def plan(
         updates, opt_state = tx.update(grads, opt_state, variables)
         return gradients.apply_updates(variables, updates), opt_state, loss
 
-    jaxpr = jax.make_jaxpr(step)(state, opt_state, *batch)
-    graph = of_jaxpr(jaxpr, "cpu" if target is None else "gpu")
+    parts, shapes = _parts(zero, state, opt_state, batch), _shapes(zero, state[PARAMS])
+    found = _simulated(step, (state, opt_state), batch, parts, shapes, target, devices)
+    return Plan(str(recipe), stage, devices, **found)
+
+
+def plan_step(
+    step: Callable[..., Any],
+    variables: Any,
+    opt_state: Any,
+    *batch: Any,
+    recipe: str = "",
+    target: str | None,
+) -> Plan:
+    """Predicts the memory of a jitted training step of one's own, on one device, whose state is donated.
+
+    Args:
+        step: `step(variables, opt_state, *batch)` gives the same two and anything else. Activations are told
+            from temporaries if a jitted function named `loss_and_gradients` in it gives first the loss, then
+            the gradients.
+        variables, opt_state, batch: arrays or `jax.ShapeDtypeStruct`s.
+        recipe: the plan's name.
+        target: name of a GPU; None for a processor like this one.
+    """
+    kinds = [("weights", 1) for _ in jax.tree.leaves(variables)]
+    for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state):
+        masters = len(jax.tree.leaves(node.master)) if is_adam_state(node) else 0
+        leaves = jax.tree.leaves(node)
+        # An Adam's masters come last but for a counter.
+        first = len(leaves) - 1 - masters
+        for i, leaf in enumerate(leaves):
+            is_master = masters and first <= i < len(leaves) - 1
+            kinds.append(("master" if is_master else "moments" if leaf.ndim else "inputs", 1))
+    kinds += [("inputs", 1) for _ in jax.tree.leaves(batch)]
+    shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(variables)}
+    return Plan(recipe, 0, 1, **_simulated(step, (variables, opt_state), batch, kinds, shapes, target))
+
+
+def _simulated(
+    step: Callable[..., Any],
+    state: tuple[Any, Any],
+    batch: tuple[Any, ...],
+    kinds: list[tuple[str, int]],
+    shapes: set[tuple[int, ...]],
+    target: str | None,
+    devices: int = 1,
+) -> dict[str, int]:
+    """The fields of a plan that are bytes, of a step whose state is donated.
+
+    Args:
+        kinds: of each array of the arguments, what it is, and among how many devices it is split.
+        shapes: those of parameters.
+    """
+    graph = of_jaxpr(jax.make_jaxpr(step)(*state, *batch), "cpu" if target is None else "gpu")
     kept: dict[str, int] = {"weights": 0, "moments": 0, "master": 0, "inputs": 0}
-    for value, (name, count) in zip(graph.inputs, _parts(zero, state, opt_state, batch), strict=True):
+    for value, (name, count) in zip(graph.inputs, kinds, strict=True):
         value.divide(count)
         kept[name] += value.bytes
-    count = len(jax.tree.leaves((state, opt_state)))
+    count = len(jax.tree.leaves(state))
     donated, graph.fixed = graph.inputs[:count], graph.inputs[count:]
-    most, sent = sweep(graph, donated), _sent(graph, devices)
-    parts = _at_most(graph, most, _shapes(zero, state[PARAMS]))
-    return Plan(str(recipe), stage, devices, **kept, **parts, sent=sent)
+    most = sweep(graph, donated)
+    return {**kept, **_at_most(graph, most, shapes), "sent": _sent(graph, devices)}
 
 
 def mean_square(outputs: jax.Array, *inputs: Any) -> jax.Array:
@@ -231,8 +281,8 @@ def _shapes(zero: comm.Zero, params: Any) -> set[tuple[int, ...]]:
 def _at_most(graph: Graph, most: Most, shapes: set[tuple[int, ...]]) -> dict[str, int]:
     """The fullest moment, by part: what the loss was computed with are activations, arrays with shapes of
     parameters that are computed for gradients are gradients."""
-    loss, *grads = graph.marks[_GRADIENT]
-    forward = _behind([loss])
+    loss, *grads = graph.marks.get(_GRADIENT, [None])
+    forward = _behind([] if loss is None else [loss])
     backward = _behind(grads) - forward
     found = {"gradients": 0, "activations": 0}
     for value in most.live:

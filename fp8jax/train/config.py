@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import math
 import pathlib
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ def check_ranges(config: Any) -> None:
     """Raises ValueError for the first number that is out of its knob's range; for `__post_init__`."""
     for field in dataclasses.fields(config):
         value, least, below = getattr(config, field.name), field.metadata["least"], field.metadata["below"]
-        if least is not None and not least <= value < below:
+        if least is not None and not isinstance(value, str) and not least <= value < below:
             limit = f" and below {below:g}" if below < math.inf else ""
             raise ValueError(f"--{_flag(field)} must be at least {least:g}{limit}; got {value}")
 
@@ -53,7 +54,7 @@ def read(cls: type, argv: Sequence[str] | None, description: str = "") -> dict[s
     """The settings that a YAML file and the command line ask for.
 
     Args:
-        cls: a dataclass whose fields are bool, int, float or str, made with `knob`.
+        cls: a dataclass whose fields are bool, int, float, str or `int | str`, made with `knob`.
         argv: the command line without the program's name; None for this process's own.
         description: first lines of `--help`.
 
@@ -81,6 +82,7 @@ _METAVARS: dict[Any, str] = {float: "X", str: "TEXT"}
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
+    int | str: "a whole number or a word",
     float: "a number",
     str: "text (in quotes)",
 }
@@ -104,11 +106,16 @@ def _parser(cls: type, description: str) -> _Parser:
     for field in sorted(dataclasses.fields(cls), key=lambda field: not field.metadata["kept"]):
         default = "" if field.default == "" else f" [{field.default}]"
         text = (field.metadata["help"] + default).replace("%", "%%")
-        kind: dict[str, Any] = {"type": field.type, "metavar": _METAVARS.get(field.type, "N")}
+        read = _number_or_word if field.type == int | str else field.type
+        kind: dict[str, Any] = {"type": read, "metavar": _METAVARS.get(field.type, "N")}
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(f"--{_flag(field)}", dest=field.name, help=text, **kind)
     return parser
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:
@@ -153,6 +160,6 @@ def _typed(field: dataclasses.Field[Any], value: Any, path: str) -> Any:
             return float(value)
         except ValueError:
             pass
-    if type(value) is not field.type:
+    if type(value) not in (typing.get_args(field.type) or (field.type,)):
         raise ValueError(f"--config {path}: `{field.name}` must be {_EXPECTED[field.type]}; got {value!r}")
     return value

@@ -1,0 +1,215 @@
+"""A training of any Flax model, as its `TrainConfig` says: the model, its loss and a batch are all it needs.
+
+    def loss(model, batch):                                   # a mean over the rows of the batch
+        logits = model(batch["tokens"][:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+    trainer = Trainer(model, loss, TrainConfig(recipe="O2"), {"tokens": np.zeros((1, 1025), np.int32)})
+    state = trainer.init()
+    for batch in batches:                                     # of `trainer.rows` rows
+        state, seen = trainer.step(state, batch)
+
+The same in a plain loop: `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumulate_gradients`, an
+optimizer of `fp8jax.optim`, `fp8jax.apply_updates`. The trainer is these, jitted once, its state donated.
+"""
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fp8jax import memory, models, optim, program, targets
+from fp8jax.models.learning import Learner, Loss, State, learner_of
+from fp8jax.models.lora import LoRA
+from fp8jax.train import observe, processes
+from fp8jax.train.batch import Found, budget_of_device, largest_batch
+from fp8jax.train.optimizers import optimizer_of
+from fp8jax.train.placement import Placement, over
+from fp8jax.train.settings import TrainConfig
+
+
+class Seen(NamedTuple):
+    """What is seen of a step; on the devices, so that it can be fetched later."""
+
+    loss: jax.Array  # shape=(), float32
+    skipped: jax.Array  # shape=(), int32: steps that were skipped so far, for a number that was not finite
+    watched: observe.Watched  # its casts
+
+
+class Trainer:
+    """A training step for batches of one size.
+
+    Attributes:
+        config: as given.
+        model: the transformed model.
+        place: the devices.
+        found: how the batch size was found, if it was "auto".
+        per_device: rows that a device takes at once.
+        rows: of the batch that `step` takes: those of all devices and accumulation steps.
+    """
+
+    def __init__(self, model: Any, loss: Loss, config: TrainConfig, example: Any) -> None:
+        """Compiles nothing, unless the batch size is "auto".
+
+        Args:
+            model: a Flax module, Linen or NNX; it is not changed.
+            loss: `loss(model, batch)`, see this module.
+            config: the settings.
+            example: a batch, of any number of rows.
+
+        Raises:
+            ValueError: the settings do not go together, or one row does not fit into the memory.
+        """
+        if config.compile_cache:
+            jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        self.config, self._loss = config, loss
+        options: dict[str, Any] = {}
+        if config.gradient_checkpointing != "none":
+            options["gradient_checkpointing"] = config.gradient_checkpointing
+            options["checkpoint_blocks"] = tuple(config.checkpoint_blocks.split()) or None
+        if config.attn_implementation:
+            options["attention"] = config.attn_implementation
+        if config.lora_rank:
+            options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
+        self.model = models.transform(model, config.precision, **options)
+        self._row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], x.dtype), example)
+        self._devices = processes.devices(config.devices)
+        self.found = self._largest() if config.is_auto else None
+        self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
+        self.place, self.learner = self._for(self.per_device)
+        self.rows = self._rows(self.per_device)
+
+    @functools.cached_property
+    def key(self) -> jax.Array:
+        """What all randomness of the run comes from."""
+        return jax.random.key(self.config.seed)
+
+    @functools.cached_property
+    def _compiled_init(self) -> Any:
+        with self._precision():
+            return jax.jit(self.learner.init).lower(self.key, self._batch(self.rows)).compile()
+
+    @functools.cached_property
+    def _compiled_step(self) -> Any:
+        shardings = self._compiled_init.output_shardings
+        with self._precision():
+            state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
+            state = jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings
+            )
+            step = functools.partial(self._step, self.learner)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.place.everywhere))
+            batch = self._batch(self.rows, self.place.rows)
+            return self.place.one_at_a_time(jitted.lower(state, batch, self.key).compile())
+
+    def init(self, plain: Any = None) -> State:
+        """The first state, on the devices.
+
+        Args:
+            plain: variables of the untransformed Linen module to start from, as a checkpoint has them; an NNX
+                module brings its own.
+        """
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self.rows))
+        state = self._compiled_init(self.key, zeros)
+        if plain is None:
+            return state
+        restart = jax.jit(self.learner.restart, out_shardings=self._compiled_init.output_shardings)
+        return restart(self.model.quantize(plain, state.variables))
+
+    def step(self, state: State, batch: Any) -> tuple[State, Seen]:
+        """The state after an optimizer step, and what was seen of it; the state that came is used up.
+
+        Args:
+            state: from `init` or a step before.
+            batch: arrays of `rows` rows, on the host or as `place.feed` puts them on the devices.
+
+        Raises:
+            ValueError: the batch is not like the example, or of another size.
+        """
+        self._check(batch)
+        return self._compiled_step(state, self.fed(batch), self.key)
+
+    def fed(self, batch: Any) -> Any:
+        """A batch of the host on the devices."""
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.place.feed(x), batch)
+
+    @functools.cached_property
+    def loss(self) -> Any:
+        """`loss(state, batch)`: without dropout or any change of the state; jitted."""
+        return self.place.one_at_a_time(
+            jax.jit(lambda state, batch: self.learner.loss(state.variables, batch))
+        )
+
+    def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
+        """The step's program, for another batch size or for a GPU that is not here."""
+        rows = self._rows(per_device or self.per_device)
+        _, learner = self._for(per_device or self.per_device)
+        step, batch = functools.partial(self._step, learner), self._batch(rows)
+        with self._precision():
+            state = jax.eval_shape(learner.init, self.key, batch)
+            if target:
+                return targets.compile_for(step, state, batch, self.key, target=target, donate_argnums=0)
+            return jax.jit(step, donate_argnums=0).lower(state, batch, self.key).compile()
+
+    def plan(self, target: str | None = None) -> memory.Plan:
+        """The memory of a step on one device, predicted: see `fp8jax.memory.plan_step`."""
+        batch = self._batch(self._rows(self.per_device))
+        state = jax.eval_shape(self.learner.init, self.key, batch)
+
+        def step(variables: Any, opt_state: Any, batch: Any, key: jax.Array, count: jax.Array) -> Any:
+            new, seen = self._step(self.learner, State(count, variables, opt_state), batch, key)
+            return new.variables, new.opt_state, seen
+
+        arguments = (state.variables, state.opt_state, batch, self.key, state.step)
+        return memory.plan_step(step, *arguments, recipe=str(self.config.precision), target=target or None)
+
+    def _step(self, learner: Learner, state: State, batch: Any, key: jax.Array) -> tuple[State, Seen]:
+        new, loss = learner.step(state, batch, key)
+        before, after = map(learner.scaling, (state.variables, new.variables))
+        watched = observe.watch(before, after, self.config.precision)
+        return new, Seen(loss, optim.skipped(new.opt_state), watched)
+
+    def _largest(self) -> Found:
+        config = self.config
+        if len(self._devices) > 1:
+            raise ValueError(
+                "--per-device-train-batch-size auto finds the batch of one device: run it with --devices 1, "
+                "and give the number that it finds"
+            )
+        budget = config.memory_budget * 1e9 or budget_of_device(config.target)
+        peak = lambda rows: program.read(self.compile(rows, config.target or None)).total  # noqa: E731
+        return largest_batch(peak, budget)
+
+    def _for(self, per_device: int) -> tuple[Placement, Learner]:
+        """The devices and the step for so many rows of each."""
+        place = over(self._devices, self._rows(per_device))
+        zero = place.zero(self.config.precision, self.config)
+        parts, tx = self.config.gradient_accumulation_steps, optimizer_of(self.config, zero)
+        return place, learner_of(self.model, self._loss, tx, microbatches=parts, zero=zero)
+
+    def _rows(self, per_device: int) -> int:
+        return per_device * len(self._devices) * self.config.gradient_accumulation_steps
+
+    def _batch(self, rows: int, sharding: Any = None) -> Any:
+        """The shapes of a batch of so many rows."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=sharding), self._row
+        )
+
+    def _check(self, batch: Any) -> None:
+        expected = self._batch(self.rows)
+        got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
+        if got != expected:
+            raise ValueError(
+                f"`batch`: expected {expected}, {self.per_device} rows for each device; got {got}."
+            )
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Of products in float32."""
+        if not self.config.tf32:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision("tensorfloat32")

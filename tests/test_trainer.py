@@ -1,0 +1,328 @@
+"""The trainer: its settings, its batch, its step, for any Flax model."""
+
+import dataclasses
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import program
+from fp8jax.train import config
+from fp8jax.train.batch import budget_of_device, largest_batch
+from fp8jax.train.optimizers import optimizer_of, schedule_of
+from fp8jax.train.settings import TrainConfig
+from fp8jax.train.trainer import Trainer
+
+WIDTH, TIME, VOCABULARY = 32, 16, 48
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        y = nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        x = x + nn.Dropout(0.1, deterministic=not train)(y)
+        y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
+        return x + nn.Dense(WIDTH)(nn.gelu(y))
+
+
+class Net(nn.Module):
+    blocks: int = 2
+
+    @nn.compact
+    def __call__(self, tokens, train=True):
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        for _ in range(self.blocks):
+            x = Block()(x, train)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(VOCABULARY)(x)
+
+
+class Small(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.down(nnx.gelu(self.norm(self.up(self.embed(tokens)))))
+
+
+def loss(model, batch):
+    logits = jax.nn.log_softmax(model(batch["tokens"][:, :-1]).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1))
+
+
+def rows(count, seed=0):
+    return {"tokens": np.random.default_rng(seed).integers(0, VOCABULARY, (count, TIME + 1)).astype(np.int32)}
+
+
+def trained(model=None, steps=3, **settings):
+    """The trainer, its last state, and its losses on one batch."""
+    settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, **settings}
+    trainer = Trainer(Net() if model is None else model, loss, TrainConfig(**settings), rows(1))
+    state, losses, batch = trainer.init(), [], rows(trainer.rows)
+    for _ in range(steps):
+        state, seen = trainer.step(state, batch)
+        losses.append(float(seen.loss))
+    return trainer, state, losses
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "yaml, argv, expected",
+    [
+        ("per_device_train_batch_size: 16", [], {"per_device_train_batch_size": 16}),
+        ("per_device_train_batch_size: auto", [], {"per_device_train_batch_size": "auto"}),
+        ("", ["--per-device-train-batch-size", "auto"], {"per_device_train_batch_size": "auto"}),
+        ("", ["--per-device-train-batch-size", "3"], {"per_device_train_batch_size": 3}),
+        (
+            "bf16: true\noptim: adamw_bnb_8bit",
+            ["--zero", "0"],
+            {"bf16": True, "optim": "adamw_bnb_8bit", "zero": 0},
+        ),
+    ],
+)
+def test_settings_from_yaml_and_the_command_line(tmp_path, yaml, argv, expected):
+    (tmp_path / "run.yaml").write_text(yaml)
+    given = config.read(TrainConfig, ["--config", str(tmp_path / "run.yaml"), *argv])
+    assert given == expected
+    TrainConfig(**given)
+
+
+def test_what_settings_mean():
+    assert str(TrainConfig().precision) == "O2"
+    assert str(TrainConfig(bf16=True).precision) == "bf16"
+    assert str(TrainConfig(fp16=True).precision) == "fp16_amp"
+    assert TrainConfig(optim="adamw_torch_fused").optimizer == "adamw"
+    assert TrainConfig(optim="adamw_bnb_8bit").optimizer == "adamw_8bit"
+    assert TrainConfig(per_device_train_batch_size="auto").is_auto
+
+
+# What does not go together, and a word of the reason.
+REFUSED = [
+    ({"per_device_train_batch_size": "large"}, "whole number or auto"),
+    ({"per_device_train_batch_size": 0}, "at least 1"),
+    ({"gradient_checkpointing": "all"}, "one of none, full"),
+    ({"attn_implementation": "flash"}, "one of auto, eager"),
+    ({"optim": "adamw_8bits"}, "did you mean adamw_8bit"),
+    ({"fp16": True, "bf16": True}, "two precisions"),
+    ({"recipe": "O2", "bf16": True}, "two precisions"),
+    ({"tf32": True, "fp16": True}, "products in float32"),
+    ({"bf16": True, "gradient_checkpointing": "fp8"}, "bf16 has none"),
+    ({"checkpoint_blocks": "Block"}, "--gradient-checkpointing"),
+    ({"memory_budget": 1.0}, "auto"),
+    ({"target": "h200"}, "auto"),
+    ({"per_device_train_batch_size": "auto", "target": "h900"}, "h900"),
+    ({"optim": "adafactor", "recipe": "O3"}, "master"),
+    ({"optim": "adafactor", "weight_decay": 0.1}, "--weight-decay"),
+    ({"optim": "adafactor", "zero": 1}, "use adamw"),
+    ({"optim": "adamw_8bit", "zero": 2}, "use adamw"),
+    ({"optim": "adamw_8bit", "offload": True}, "--offload"),
+    ({"lora_rank": 4, "zero": 1}, "--zero"),
+    ({"lora_rank": 4, "fp16": True}, "loss scale"),
+    ({"warmup_steps": 1000}, "--max-steps"),
+]
+
+
+@pytest.mark.parametrize("settings, says", REFUSED)
+def test_contradictions_are_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "kind, values",
+    [("constant", [0.25, 0.5, 0.75, 1, 1, 1]), ("linear", [0.25, 0.5, 0.75, 1, 0.5, 0]), ("cosine", None)],
+)
+def test_the_schedule(kind, values):
+    settings = TrainConfig(learning_rate=1.0, warmup_steps=3, max_steps=5, lr_scheduler_type=kind)
+    found = [float(schedule_of(settings)(step)) for step in range(6)]
+    np.testing.assert_allclose(found, values or [0.25, 0.5, 0.75, 1, 0.5, 0], atol=1e-6)
+
+
+def test_only_matrices_decay():
+    settings = TrainConfig(recipe="fp32", learning_rate=0.1, lr_scheduler_type="constant", weight_decay=0.5)
+    params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    tx = optimizer_of(settings)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    new = fp8jax.apply_updates(params, tx.update(zeros, tx.init(params), params)[0])
+    np.testing.assert_allclose(new["kernel"], 0.95)
+    np.testing.assert_array_equal(new["scale"], 1)
+    np.testing.assert_array_equal(new["bias"], 1)
+
+
+# --- the largest batch ------------------------------------------------------------------------
+
+CURVES = {
+    "a line": (lambda n: 100 + 7 * n, 1000),
+    "with noise": (lambda n: 100 + 7 * n + 3 * (n % 5), 1000),
+    "flat at first": (lambda n: max(600, 70 * n), 1000),
+    "in steps of 8": (lambda n: 100 + 7 * (-(-n // 8) * 8), 1000),
+    "one": (lambda n: 500 + n, 501),
+    "many": (lambda n: 5 + 3 * n, 10**6),
+    "a square": (lambda n: 100 + n * n, 10**5),
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_largest_batch_fits_and_the_next_does_not(curve):
+    bytes_of, budget = CURVES[curve]
+    found = largest_batch(bytes_of, budget)
+    assert found.bytes == bytes_of(found.rows) <= budget
+    assert found.next_bytes == bytes_of(found.rows + 1) > budget
+    assert len(found.compiled) <= 15
+
+
+def test_a_batch_that_is_enough():
+    found = largest_batch(lambda n: n, 10**9, most=100)
+    assert found.rows == 100
+    assert found.next_bytes is None
+
+
+def test_a_row_that_does_not_fit():
+    with pytest.raises(ValueError, match="one row needs 2 GB, and the budget is 1 GB"):
+        largest_batch(lambda n: 2 * 10**9 * n, 10**9)
+
+
+def test_a_budget(monkeypatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    memory = fp8jax.targets.get("h200").memory
+    assert budget_of_device("h200") == 0.75 * memory
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert budget_of_device("h200") == 0.9 * memory
+    with pytest.raises(ValueError, match="--memory-budget"):
+        budget_of_device()
+
+
+def test_auto_compiles_what_fits():
+    budget = 4e6
+    settings = TrainConfig(recipe="te", per_device_train_batch_size="auto", memory_budget=budget / 1e9)
+    trainer = Trainer(Net(blocks=1), loss, settings, rows(1))
+    assert program.read(trainer.compile()).total <= budget
+    assert program.read(trainer.compile(trainer.per_device + 1)).total > budget
+    assert trainer.rows == trainer.found.rows > 1
+
+
+# --- the step ---------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_does_the_same():
+    trainer, state, losses = trained(steps=2, recipe="te", weight_decay=0.1)
+    model, tx = fp8jax.transform(Net(), "te"), optimizer_of(trainer.config)
+    variables = {**trainer.init().variables}
+    opt_state, batch = tx.init(variables), rows(4)
+
+    @jax.jit
+    def step(variables, opt_state, batch, key):
+        def loss_fn(variables, batch):
+            call = lambda *args: model.apply(variables, *args, rngs={"dropout": key}, mutable=["batch_stats"])  # noqa: E731
+            kept = {}
+
+            def apply(tokens):
+                out, new = call(tokens)
+                kept.update(new)
+                return out
+
+            return loss(apply, batch), kept
+
+        (value, kept), grads = fp8jax.value_and_grad(loss_fn, has_aux=True)(variables, batch)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return {**fp8jax.apply_updates(variables, updates), **kept}, opt_state, value
+
+    for number, expected in enumerate(losses):
+        key = jax.random.split(jax.random.fold_in(trainer.key, number), 1)[0]
+        variables, opt_state, value = step(variables, opt_state, batch, key)
+        assert float(value) == pytest.approx(expected, rel=1e-6)
+    for mine, theirs in zip(jax.tree.leaves(state.variables), jax.tree.leaves(variables), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_step_changes_and_shows():
+    trainer, state, losses = trained()
+    assert losses[2] < losses[0]
+    assert int(state.step) == 3
+    assert np.any(state.variables["batch_stats"]["BatchNorm_0"]["mean"] != 0)
+    _, seen = trainer.step(state, rows(4))
+    assert int(seen.skipped) == 0
+    assert seen.watched.scale.shape == seen.watched.saturation.shape
+    assert seen.watched.scale.size
+    with pytest.raises(ValueError, match="4 rows"):
+        trainer.step(trainer.init(), rows(3))
+
+
+def test_nnx():
+    trainer, state, losses = trained(Small(nnx.Rngs(0)), recipe="te")
+    assert losses[2] < losses[0]
+    _, seen = trainer.step(state, rows(4))
+    assert seen.watched.scale.size == 2 * 3
+
+
+def test_it_starts_from_a_plain_model():
+    plain = Net().init({"params": jax.random.key(5), "dropout": jax.random.key(6)}, rows(4)["tokens"][:, :-1])
+    trainer = Trainer(Net(), loss, TrainConfig(per_device_train_batch_size=4), rows(1))
+    state = trainer.init(plain)
+    found = trainer.model.dequantize(state.variables)["params"]
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain["params"]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2**-10, atol=1e-7)
+
+
+# --- all pairs --------------------------------------------------------------------------------
+
+# The techniques, each by one setting.
+TECHNIQUES = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "tf32": {"recipe": "fp32", "tf32": True},
+    **{recipe: {"recipe": recipe} for recipe in ("te", "O1", "O2", "O3", "te+O2")},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "checkpointing full": {"gradient_checkpointing": "full"},
+    "checkpointing dots": {"gradient_checkpointing": "dots"},
+    "checkpointing fp8": {"gradient_checkpointing": "fp8"},
+    "attention": {"attn_implementation": "chunked"},
+    "adamw_8bit": {"optim": "adamw_8bit"},
+    "adafactor": {"optim": "adafactor"},
+    "LoRA": {"lora_rank": 4},
+    "ZeRO 2": {"devices": 2, "zero": 2},
+    "ZeRO 3": {"devices": 2, "zero": 3},
+    "offload": {"offload": True},
+    "auto batch": {"per_device_train_batch_size": "auto", "memory_budget": 0.01},
+}
+
+
+def pairs():
+    for first, second in itertools.combinations(TECHNIQUES, 2):
+        settings = {**TECHNIQUES[first], **TECHNIQUES[second]}
+        if set(TECHNIQUES[first]) & set(TECHNIQUES[second]):
+            continue  # two values of one setting
+        marks = [] if (first, second) in IN_SHORT else [pytest.mark.long]
+        yield pytest.param(settings, id=f"{first} and {second}", marks=marks)
+
+
+IN_SHORT = {("O2", "accumulation"), ("O3", "adamw_8bit"), ("te", "LoRA"), ("O1", "checkpointing fp8")}
+
+
+@pytest.mark.parametrize("settings", list(pairs()))
+def test_pairs_train_or_are_refused(settings):
+    try:
+        TrainConfig(**settings)
+    except ValueError as refusal:
+        assert len(str(refusal)) > 30
+        return
+    _, state, losses = trained(Net(blocks=2), steps=5, **settings)
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+    assert int(state.step) == 5
+
+
+def test_each_setting_is_documented():
+    for field in dataclasses.fields(TrainConfig):
+        assert field.metadata["help"]
