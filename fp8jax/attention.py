@@ -86,8 +86,8 @@ def dot_product_attention(
         )
     _check(query, key, value, mask)
     if implementation == "auto":
-        implementation = choose(query, key, bias).implementation
-    elif implementation == "cudnn" and (why := why_not_cudnn(query, key, bias)):
+        implementation = choose(query, key, bias, mask).implementation
+    elif implementation == "cudnn" and (why := why_not_cudnn(query, key, bias, mask)):
         raise ValueError(f"`implementation`: cudnn cannot compute this attention: {why}.")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     batch, heads = query.shape[:-3], query.shape[-2]
@@ -106,9 +106,9 @@ def dot_product_attention(
     return out.reshape(shape).astype(query.dtype)
 
 
-def choose(query: Any, key: Any, bias: Any = None) -> Choice:
+def choose(query: Any, key: Any, bias: Any = None, mask: Any = None) -> Choice:
     """What "auto" takes for such arguments, arrays or `jax.ShapeDtypeStruct`s, on JAX's default device."""
-    why_not = why_not_cudnn(query, key, bias)
+    why_not = why_not_cudnn(query, key, bias, mask)
     if why_not is None:
         return Choice("cudnn", "an NVIDIA GPU, and cuDNN takes these shapes")
     time, sources = query.shape[-3], key.shape[-3]
@@ -117,7 +117,7 @@ def choose(query: Any, key: Any, bias: Any = None) -> Choice:
     return Choice("xla", f"no cuDNN: {why_not}; {time} x {sources} scores a head are few")
 
 
-def why_not_cudnn(query: Any, key: Any, bias: Any = None) -> str | None:
+def why_not_cudnn(query: Any, key: Any, bias: Any = None, mask: Any = None) -> str | None:
     """Why cuDNN's attention does not take these on JAX's default device; None if it does."""
     device = _device()
     if device.platform not in ("gpu", "cuda") or not hasattr(device, "compute_capability"):
@@ -130,8 +130,8 @@ def why_not_cudnn(query: Any, key: Any, bias: Any = None) -> str | None:
         return f"compute capability {capability} is below 8"
     if channels > largest or channels % 8:
         return f"{channels} channels a head are not a multiple of 8 up to {largest}"
-    if bias is not None and (query.shape[-3] % 2 or key.shape[-3] % 2):
-        return "with a bias, time and sources must be even"
+    if (bias is not None or mask is not None) and (query.shape[-3] % 2 or key.shape[-3] % 2):
+        return "with a bias or a mask, time and sources must be even"
     return None
 
 
