@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8jax.attention import IMPLEMENTATIONS, dot_product_attention
+
 INIT = nn.initializers.normal(0.02)
 PRODUCT = "product"  # the name under which `nn.remat` knows the outputs of the linear layers
 
@@ -33,11 +35,12 @@ class GPTConfig:
     dtype: str = "float32"  # of activations between the matrix products
     remat: bool = True  # keep only the products for the backward, and recompute what lies between them
     policy: Any = None  # of rematerialization, in the place of "only the products"
-    attention: str = "plain"  # written out here, or an implementation of `jax.nn.dot_product_attention`
+    attention: str = "plain"  # written out here, or an implementation of `fp8jax.attention`
 
     def __post_init__(self) -> None:
-        if self.attention not in ("plain", "xla", "cudnn"):
-            raise ValueError(f"`attention`: expected plain, xla or cudnn; got {self.attention!r}")
+        if self.attention not in ("plain", *IMPLEMENTATIONS):
+            names = ", ".join(("plain", *IMPLEMENTATIONS))
+            raise ValueError(f"`attention`: expected one of {names}; got {self.attention!r}")
         if self.width % self.heads:
             raise ValueError(f"--width {self.width} is no multiple of --heads {self.heads}; change one")
 
@@ -55,14 +58,14 @@ class Attention(nn.Module):
         # One product for all three.
         qkv = product(linear(self.config, 3 * width, "c_attn"), x)
         qkv = qkv.reshape(batch, time, 3, heads, width // heads)
-        y = attend(qkv) if self.config.attention == "plain" else self.attend_by_jax(qkv)
+        y = attend(qkv) if self.config.attention == "plain" else self.attend_by_name(qkv)
         return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
 
-    def attend_by_jax(self, qkv: jax.Array) -> jax.Array:
-        """As `attend`, by JAX's own function, which has fast kernels for a GPU."""
+    def attend_by_name(self, qkv: jax.Array) -> jax.Array:
+        """As `attend`, by an implementation that holds fewer scores or has fast kernels."""
         query, key, value = (qkv[:, :, i] for i in range(3))
-        chosen: Any = self.config.attention
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
+        chosen = self.config.attention
+        return dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
 
 
 def attend(qkv: jax.Array) -> jax.Array:

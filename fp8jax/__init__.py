@@ -4,6 +4,7 @@ model = fp8jax.transform(model, recipe)
 tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
 """
 
+from fp8jax import attention as attention
 from fp8jax import comm as comm
 from fp8jax import formats as formats
 from fp8jax import optim as optim

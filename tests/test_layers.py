@@ -18,6 +18,7 @@ RANKS = {
     "formats": 0,
     "vocabulary": 0,
     "recipe": 1,
+    "attention": 2,
     "platforms": 0,
     "scaled": 1,
     "variables": 1,

@@ -37,7 +37,7 @@ def planned(of, recipe, **options):
 
 def step_of(of, recipe, zero):
     """A jitted training step's function, and the shapes of its arguments."""
-    model = fp8jax.transform(of.model, recipe)
+    model = of.model if hasattr(of.model, "recipe") else fp8jax.transform(of.model, recipe)
     tx = fp8jax.optim.adamw(1e-3, recipe, zero=zero)
     devices = 1 if zero is None else zero.devices
     batch = [jax.ShapeDtypeStruct((x.shape[0] * devices, *x.shape[1:]), x.dtype) for x in of.inputs]

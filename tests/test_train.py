@@ -137,14 +137,21 @@ def test_only_matrices_decay(program, is_plain):
     assert decaying == kernels | head | {"wte/embedding", "wpe/embedding"}
 
 
-@pytest.mark.parametrize("dtype, bound", [("float32", 1e-6), ("bfloat16", 2**-7)])
-def test_attention_by_jax_is_the_one_written_out(load_program, dtype, bound):
-    """In bfloat16 both round their weights and their sums: half an ulp each, relative to the largest."""
+@pytest.mark.parametrize(
+    "name, dtype, bound",
+    [
+        ("xla", "float32", 1e-6),
+        ("xla", "bfloat16", 2**-7),
+        pytest.param("chunked", "float32", 1e-6, marks=pytest.mark.long),
+        ("chunked", "bfloat16", 1.5 * 2**-7),
+    ],
+)
+def test_attention_by_name_is_the_one_written_out(load_program, name, dtype, bound):
+    """In bfloat16 both round their weights and their sums: half an ulp each, relative to the largest; chunks
+    round their weights before they are divided, and what they weigh after."""
     model = load_program("examples/gpt_model.py")
     config = model.GPTConfig(17, heads=2, width=16, dtype=dtype)
-    plain, by_jax = (
-        model.Attention(dataclasses.replace(config, attention=name)) for name in ("plain", "xla")
-    )
+    plain, by_name = (model.Attention(dataclasses.replace(config, attention=of)) for of in ("plain", name))
     x = jax.random.normal(jax.random.key(0), (2, 8, 16), dtype)
     params = jax.tree.map(lambda leaf: 20 * leaf, jax.jit(plain.init)(jax.random.key(1), x))
 
@@ -156,14 +163,14 @@ def test_attention_by_jax_is_the_one_written_out(load_program, dtype, bound):
 
         return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
-    one, other = gradients(plain, params, x), gradients(by_jax, params, x)
+    one, other = gradients(plain, params, x), gradients(by_name, params, x)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(b, a, rtol=0, atol=2 * bound * np.abs(a).max())
 
 
 def test_an_attention_that_there_is_not_is_refused(program):
-    with pytest.raises(ValueError, match="plain, xla or cudnn; got 'flash'"):
+    with pytest.raises(ValueError, match="plain, auto, eager, xla, cudnn, chunked; got 'flash'"):
         program.GPTConfig(17, attention="flash")
 
 

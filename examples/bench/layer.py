@@ -12,6 +12,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from fp8jax.attention import dot_product_attention
+
 # hidden 4096, ffn 16384, 15872 tokens
 WIDTH, HEADS, SEQUENCES, TIME = 4096, 32, 31, 512
 
@@ -22,7 +24,7 @@ class Layer(nn.Module):
     dense: Callable[..., nn.Module]
     dtype: Any
     heads: int = HEADS
-    attention: Any = None  # of `jax.nn.dot_product_attention`: "cudnn", "xla", or None for what it chooses
+    attention: str = "xla"  # an implementation of `fp8jax.attention`
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -33,7 +35,7 @@ class Layer(nn.Module):
         qkv = qkv.reshape(sequences, time, 3, self.heads, width // self.heads)
         query, key, value = (qkv[:, :, i] for i in range(3))
         with jax.named_scope("attention"):
-            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=self.attention)
+            y = dot_product_attention(query, key, value, is_causal=True, implementation=self.attention)
         x = x + self.dense(width, name="out")(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype, name="norm_2")(x)
         y = nn.gelu(self.dense(4 * width, name="up")(y))

@@ -74,8 +74,8 @@ def plan(
     """Predicts the memory of a jitted training step whose state is donated.
 
     Args:
-        model: a Linen module, plain or transformed, or an NNX module, plain, of arrays or shapes; or
-            with `variables` a loss function, `model(variables, *inputs)`.
+        model: a Linen or NNX module, plain or transformed, an NNX module of arrays or shapes; or with
+            `variables` a loss function, `model(variables, *inputs)`.
         recipe: a `Recipe`, or the text of one.
         inputs: the model's, or the loss function's, on one device: arrays or `jax.ShapeDtypeStruct`s,
             of which only shapes and dtypes are looked at.
@@ -222,7 +222,8 @@ def _loss_of(
         loss_fn = lambda variables, *batch: loss(model.apply(variables, *batch), *batch)  # noqa: E731
         return loss_fn, lambda: model.init(jax.random.key(0), *zeros_like(inputs))
     if nnx.is_module(model):
-        loss_fn, variables = probe.loss_of_module(model, recipe, loss)
+        model = model if nnx.recipes(model) else probe.under(model, recipe)
+        loss_fn, variables = probe.loss_of_transformed(model, loss)
         return loss_fn, lambda: zeros_like(variables)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a loss function with its `variables`; got "

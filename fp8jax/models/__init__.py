@@ -8,7 +8,8 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.comm import Zero
-from fp8jax.models import linen, linen_lora, nnx, nnx_lora
+from fp8jax.models import attention_layers, linen, linen_lora, nnx, nnx_lora
+from fp8jax.models.blocks import checkpointing
 from fp8jax.models.lora import LoRA
 from fp8jax.models.nnx_gradient import gradient_of_module, of_devices
 from fp8jax.models.report import Report
@@ -23,6 +24,9 @@ def transform(
     rules: Iterable[Rule] = (),
     backend: str = "auto",
     lora: LoRA | None = None,
+    gradient_checkpointing: str = "none",
+    checkpoint_blocks: Iterable[str] | str | None = None,
+    attention: str | None = None,
 ) -> Any:
     """The same model with the recipe's formats: same code, same parameter names.
 
@@ -33,6 +37,13 @@ def transform(
         backend: who multiplies: "auto", "xla", "te" (TransformerEngine, on a GPU) or "reference" (slow
             and exact); the report says which, and why.
         lora: given, the model's own parameters are frozen, and adapters are trained.
+        gradient_checkpointing: what of each block is kept for the backward, which computes the rest anew:
+            "none": everything; "dots": the outputs of its layers' products; "fp8": the FP8 operands of its
+            products; "full": only its inputs.
+        checkpoint_blocks: the blocks' classes, by name, or patterns of their paths as a `Rule` has them;
+            None: the outermost modules that repeat, as siblings of one class or under a scan.
+        attention: who computes Flax's attention layers, one of `fp8jax.attention.IMPLEMENTATIONS`; None:
+            Flax, as the model says.
 
     Returns:
         For a Linen module a `fp8jax.models.linen.LinenModel`, with the module's `init` and
@@ -41,14 +52,18 @@ def transform(
 
     Raises:
         TypeError: `model` is no Flax module.
-        ValueError: the recipe cannot be parsed, or asks for what this release lacks; of an NNX
-            model, a rule or a pattern matches no layer (a Linen model's `init` finds that out).
+        ValueError: the recipe cannot be parsed, or asks for what this release lacks; a setting is unknown, or
+            contradicts the recipe; of an NNX model, a rule, a pattern or a setting matches nothing (a Linen
+            model's `init` and `apply` find that out).
     """
+    recipe, rules = Recipe.parse(recipe), tuple(rules)
+    kept = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
+    attention_layers.check(attention)
     for kind, adapted in ((linen, linen_lora), (nnx, nnx_lora)):
         if kind.is_module(model) and lora is None:
-            return kind.transform(model, Recipe.parse(recipe), tuple(rules), backend)
+            return kind.transform(model, recipe, rules, backend, kept, attention)
         if kind.is_module(model):
-            return adapted.transform(model, Recipe.parse(recipe), tuple(rules), backend, lora)
+            return adapted.transform(model, recipe, rules, backend, lora, kept, attention)
     raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
 
 

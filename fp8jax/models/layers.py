@@ -280,7 +280,7 @@ def _call(call: Callable[..., Any], module: Any, multiply: Product | None, args:
     """The layer's call, multiplying with `multiply` if given."""
     kernel = meta.unbox(module.get_variable("params", "kernel")) if module.scope is not None else None
     if isinstance(kernel, Weight) and kernel.spread and kernel.spread.is_part:
-        with _replaced(module, "param", functools.partial(_param, module, module.param, kernel)):
+        with replaced(module, "param", functools.partial(_param, module, module.param, kernel)):
             return _call_with(call, module, multiply, args, kwargs)
     return _call_with(call, module, multiply, args, kwargs)
 
@@ -300,18 +300,18 @@ def _call_with(
         del inexact
         return multiply.operands(inputs, kernel, bias, dtype)
 
-    with _replaced(module, "promote_dtype", promote_dtype):
+    with replaced(module, "promote_dtype", promote_dtype):
         if isinstance(module, nn.Einsum):
             return _call_einsum(module, multiply, *args, **kwargs)
         if isinstance(module, ExpertDense):
-            with _replaced(module, "ragged_dot", multiply.ragged_dot):
+            with replaced(module, "ragged_dot", multiply.ragged_dot):
                 return call(*args, **kwargs)
-        with _replaced(module, "dot_general", multiply.dot_general):
+        with replaced(module, "dot_general", multiply.dot_general):
             return call(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, new: Any) -> Iterator[None]:
+def replaced(module: Any, name: str, new: Any) -> Iterator[None]:
     """One attribute of a bound module, which Flax freezes, replaced for a while. The bound
     module is Flax's own copy for this call; the user's module is never touched."""
     old = getattr(module, name)

@@ -17,7 +17,7 @@ like "params":
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fp8jax import backends, loss_scale
 from fp8jax.dot import dot_general, init_state, quantized_kernel
-from fp8jax.models import layers
+from fp8jax.models import attention_layers, blocks, blocks_linen, layers
 from fp8jax.models.report import Report, Rows, measured, trace
 from fp8jax.models.rules import Rule, Rules
 from fp8jax.recipe import Recipe
@@ -35,11 +35,18 @@ from fp8jax.scaling.merge import to_max
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING
 
 
-def transform(module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> "LinenModel":
+def transform(
+    module: nn.Module,
+    recipe: Recipe,
+    rules: tuple[Rule, ...],
+    backend: str,
+    checkpointing: blocks.Checkpointing | None = None,
+    attention: str | None = None,
+) -> "LinenModel":
     """See `fp8jax.transform`."""
     backends.choose(backend)
     Rules(recipe, rules)
-    return LinenModel(module, recipe, backend, rules)
+    return LinenModel(module, recipe, backend, rules, checkpointing, attention)
 
 
 def is_module(model: Any) -> bool:
@@ -56,12 +63,16 @@ class LinenModel:
         recipe: the formats.
         backend: who multiplies.
         rules: what some layers do instead.
+        checkpointing: what is rematerialized, or None.
+        attention: who computes Flax's attention layers, or None for Flax.
     """
 
     module: nn.Module
     recipe: Recipe
     backend: str = "auto"
     rules: tuple[Rule, ...] = ()
+    checkpointing: blocks.Checkpointing | None = None
+    attention: str | None = None
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`module.init`: variables whose matched kernels are in the recipe's weight format.
@@ -79,9 +90,10 @@ class LinenModel:
     def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """`module.init_with_output`; see `init`."""
         rows: Rows = {}
-        with self._intercept(rows) as rules:
+        with self._intercept(rows) as (rules, attentions):
             out, variables = self.module.init_with_output(rngs, *args, **kwargs)
         rules.check(paths_of(rows))
+        attention_layers.raise_if_none(self.attention, attentions)
         variables = split(variables)
         if self.recipe.gemm == "FP16":
             variables[LOSS_SCALE] = loss_scale.init()
@@ -94,9 +106,10 @@ class LinenModel:
         the model alone changes no state.
 
         Raises:
-            ValueError: `variables` lack the scaling state of a matched layer.
+            ValueError: `variables` lack the scaling state of a matched layer; or there are no blocks to
+                checkpoint.
         """
-        with self._intercept({}):
+        with self._intercept({}, self._blocks(variables, *args, **kwargs)):
             result = self.module.apply(self._inside(variables), *args, **kwargs)
         if kwargs.get("mutable", False) is False:
             return result
@@ -128,12 +141,19 @@ class LinenModel:
         trace(init, *args, **kwargs)
         mutable = [name for name in variables if name not in (PARAMS, SCALING, LOSS_SCALE, FROZEN)]
 
+        attentions: attention_layers.Found = {}
+
         def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._intercept(rows):
-                return self.module.apply(self._inside(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
+            with self._intercept(rows) as (_, found):
+                out = self.module.apply(self._inside(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
+            attentions.update(found)
+            return out
 
         jaxpr = trace(call, variables, *args, **kwargs)
-        return measured(str(self.recipe), rows, jaxpr, backends.note(self.backend))
+        of_blocks = self._blocks(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        notes = [backends.note(self.backend), *blocks.lines(self.checkpointing, of_blocks)]
+        notes += attention_layers.lines(self.attention, attentions)
+        return measured(str(self.recipe), rows, jaxpr, "\n".join(filter(None, notes)))
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """A plain model's variables in this model's formats.
@@ -188,10 +208,30 @@ class LinenModel:
         return {**variables, PARAMS: params}
 
     @contextlib.contextmanager
-    def _intercept(self, rows: Rows) -> Iterator[Rules]:
-        rules = Rules(self.recipe, self.rules)
-        with nn.intercept_methods(layers.Interceptor(self.module, rules, self.backend, rows)):
-            yield rules
+    def _intercept(
+        self, rows: Rows, of_blocks: Iterable[blocks.Call] = ()
+    ) -> Iterator[tuple[Rules, attention_layers.Found]]:
+        interceptor = self._interceptor(rows)
+        with (
+            blocks_linen.checkpointed(of_blocks, self.checkpointing),
+            nn.intercept_methods(interceptor),
+            attention_layers.intercepted(self.attention) as attentions,
+        ):
+            yield interceptor.rules, attentions
+
+    def _interceptor(self, rows: Rows) -> layers.Interceptor:
+        return layers.Interceptor(self.module, Rules(self.recipe, self.rules), self.backend, rows)
+
+    def _blocks(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> list[blocks.Call]:
+        """Those that a call of `apply` checkpoints."""
+        if self.checkpointing is None:
+            return []
+
+        def call(variables: Any, *args: Any, **kwargs: Any) -> None:
+            with self._intercept({}):
+                self.module.apply(self._inside(variables), *args, **kwargs)
+
+        return blocks_linen.find(call, self.checkpointing, variables, *args, **kwargs)
 
     def _inside(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The variables as the module takes them."""

@@ -12,8 +12,7 @@ and `nn.vmap` split and stack them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +23,7 @@ from flax.core import meta
 from fp8jax import backends, loss_scale
 from fp8jax.dot import init_state
 from fp8jax.layout import Layout
-from fp8jax.models import layers, linen
+from fp8jax.models import blocks, layers, linen
 from fp8jax.models.lora import A, LoRA, frozen_rules, is_able
 from fp8jax.models.report import Rows, trace
 from fp8jax.models.rules import Rule, Rules
@@ -34,12 +33,18 @@ from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING
 
 
 def transform(
-    module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str, lora: LoRA
+    module: nn.Module,
+    recipe: Recipe,
+    rules: tuple[Rule, ...],
+    backend: str,
+    lora: LoRA,
+    checkpointing: blocks.Checkpointing | None = None,
+    attention: str | None = None,
 ) -> "LoRAModel":
     """See `fp8jax.transform`."""
     backends.choose(backend)
     frozen_rules(recipe, rules)
-    return LoRAModel(module, recipe, backend, rules, lora)
+    return LoRAModel(module, recipe, backend, rules, checkpointing, attention, lora)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,12 @@ class LoRAModel(linen.LinenModel):
     def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """`init`, and what the model gives then."""
         variables = self.init(rngs, *args, **kwargs)
-        return self.apply(variables, *args, **kwargs), variables
+        ours = (PARAMS, FROZEN, SCALING, LOSS_SCALE)
+        rngs = rngs if isinstance(rngs, Mapping) else {}
+        streams = {name: key for name, key in rngs.items() if name != PARAMS}
+        others = [name for name in variables if name not in ours]
+        out, _ = self.apply(variables, *args, rngs=streams, mutable=others, **kwargs)
+        return out, variables
 
     def adapt(self, rngs: Any, plain: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """This model's variables, from those of the untransformed module.
@@ -147,19 +157,17 @@ class LoRAModel(linen.LinenModel):
         others = {name: tree for name, tree in variables.items() if name != FROZEN}
         return super()._inside({**others, PARAMS: params})
 
-    @contextmanager
-    def _intercept(self, rows: Rows) -> Iterator[Rules]:
+    def _interceptor(self, rows: Rows) -> layers.Interceptor:
         rules = frozen_rules(self.recipe, self.rules)
-        interceptor = layers.Interceptor(self.module, rules, self.backend, rows, self.lora)
-        with nn.intercept_methods(interceptor):
-            yield rules
+        return layers.Interceptor(self.module, rules, self.backend, rows, self.lora)
 
     def _trace(
         self, rngs: Any, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, tuple[Recipe, Layout]], dict[str, Any]]:
         """The layers that multiply under the recipe, and the first scaling states."""
-        rules, rows, shapes = frozen_rules(self.recipe, self.rules), {}, {}
-        interceptor = layers.Interceptor(self.module, rules, self.backend, rows, self.lora)
+        rows, shapes = {}, {}
+        interceptor = self._interceptor(rows)
+        rules = interceptor.rules
 
         def init(*args: Any, **kwargs: Any) -> Any:
             with nn.intercept_methods(interceptor):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.contraction import einsum
 from fp8jax.dot import Over, Weight, dot_general, ragged_dot
@@ -17,6 +18,9 @@ from fp8jax.models.moe import exchange
 from fp8jax.platforms import explicit_mesh, with_sharding
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, value
+
+# The name of a layer's product, before its bias, to a policy of `jax.checkpoint`.
+PRODUCT = "fp8jax_product"
 
 # Dtypes of GEMMs that are not FP8.
 GEMM_DTYPES = {
@@ -58,7 +62,7 @@ class FP8Dot:
     ) -> Any:
         """`ignored` is the precision of a wider GEMM."""
         self.is_used = True
-        return dot_general(
+        out = dot_general(
             lhs,
             rhs,
             dimension_numbers,
@@ -68,6 +72,7 @@ class FP8Dot:
             state=self.state(),
             out_sharding=out_sharding,
         )
+        return checkpoint_name(out, PRODUCT)
 
     def einsum(self, subscripts: str, lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
         """`jnp.einsum` of subscripts that are one dot."""
@@ -116,8 +121,10 @@ class WideDot:
 
     def _sharded(self, product: Callable[..., Any], out_sharding: Any, *operands: Any) -> Any:
         if out_sharding is None or explicit_mesh(operands):
-            return product(out_sharding=out_sharding).astype(self.out_dtype)
-        return with_sharding(product().astype(self.out_dtype), out_sharding)
+            out = product(out_sharding=out_sharding).astype(self.out_dtype)
+        else:
+            out = with_sharding(product().astype(self.out_dtype), out_sharding)
+        return checkpoint_name(out, PRODUCT)
 
 
 def _compute_dtype(dtype: Any, inputs: Any, kernel: Any, param_dtype: Any, bias: Any) -> Any:

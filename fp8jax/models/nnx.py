@@ -22,12 +22,15 @@ from flax import nnx
 from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state, quantized_kernel
+from fp8jax.models import attention_layers, blocks, blocks_nnx
 from fp8jax.models.lora import AdaptedDot
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.report import OWN_DOT, Report, Row, Rows, measured, scope, trace
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
+from fp8jax.models.subclass import change_class as _change_class
+from fp8jax.models.subclass import subclass as _subclass
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import quantize, value
 
@@ -64,12 +67,25 @@ LEFT_ALONE = {
 }
 
 
-def transform(model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str) -> nnx.Module:
+def transform(
+    model: nnx.Module,
+    recipe: Recipe,
+    rules: tuple[Rule, ...],
+    backend: str,
+    checkpointing: blocks.Checkpointing | None = None,
+    attention: str | None = None,
+) -> nnx.Module:
     """See `fp8jax.transform`."""
-    return transform_as_chosen(model, Rules(recipe, rules), backend)
+    return transform_as_chosen(model, Rules(recipe, rules), backend, checkpointing, attention)
 
 
-def transform_as_chosen(model: nnx.Module, chosen: Rules, backend: str) -> nnx.Module:
+def transform_as_chosen(
+    model: nnx.Module,
+    chosen: Rules,
+    backend: str,
+    checkpointing: blocks.Checkpointing | None,
+    attention: str | None,
+) -> nnx.Module:
     """`transform` with rules that may freeze kernels."""
     backends.choose(backend)
     copy: Any = nnx.clone(model)
@@ -89,7 +105,19 @@ def transform_as_chosen(model: nnx.Module, chosen: Rules, backend: str) -> nnx.M
     chosen.check(paths)
     if recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
+    attention_layers.replace(copy, attention)
+    if checkpointing is not None:
+        found = blocks_nnx.find(copy, checkpointing, _is_layer, _is_stacked)
+        blocks_nnx.checkpoint(copy, found, checkpointing)
     return copy
+
+
+def _is_layer(module: Any) -> bool:
+    return isinstance(module, (*MATCHED, *LEFT_ALONE))
+
+
+def _is_stacked(layer: Any) -> bool:
+    return isinstance(layer, MATCHED) and layer.kernel.ndim > rank_of(layer) + isinstance(layer, ExpertDense)
 
 
 def layers_of(model: nnx.Module, kinds: Any) -> list[tuple[str, Any]]:
@@ -133,6 +161,7 @@ def _choose(layer: Any, path: str, kernel_shape: tuple[int, ...], rules: Rules) 
 def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
     """See `fp8jax.report`."""
     copy, rows, hows = _named(model)
+    attention, attentions = attention_layers.noted(copy)
     graph, state = nnx.split(copy)
 
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,8 +169,9 @@ def report(model: nnx.Module, *args: Any, **kwargs: Any) -> Report:
 
     jaxpr = trace(call, state, *args, **kwargs)
     recipes = [how.recipe for how in hows]
-    note = backends.note(hows[0].backend)
-    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr, note)
+    notes = [backends.note(hows[0].backend), *blocks.lines(*blocks_nnx.checkpointed(copy))]
+    notes += attention_layers.lines(attention, attentions)
+    return measured(str(max(recipes, key=recipes.count)), rows, jaxpr, "\n".join(filter(None, notes)))
 
 
 def recipes(model: nnx.Module) -> list[Recipe]:
@@ -180,6 +210,8 @@ def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
 def dequantize(model: nnx.Module) -> nnx.Module:
     """See `fp8jax.dequantize`."""
     copy: Any = nnx.clone(model)
+    attention_layers.restore(copy)
+    blocks_nnx.restore(copy)
     for _, layer in layers_of(copy, (*MATCHED, nnx.Embed)):
         how = vars(layer).get("how__fp8")
         if how is None:
@@ -325,16 +357,6 @@ _SEAMS = {
     "einsum_op": _hook("einsum_op", lambda layer: _einsum),
     "ragged_dot": _hook("ragged_dot", lambda layer: _ragged_dot),
 }
-
-
-def _change_class(layer: Any, subclass_of: Callable[[type], type]) -> None:
-    # NNX would take an assignment for an attribute of the model.
-    object.__setattr__(layer, "__class__", subclass_of(type(layer)))
-
-
-def _subclass(cls: type, members: dict[str, Any]) -> type:
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), {**names, **members, "plain__fp8": cls})
 
 
 @functools.cache

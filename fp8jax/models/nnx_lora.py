@@ -19,6 +19,7 @@ from jax import lax
 
 from fp8jax.contraction import einsum, is_dot
 from fp8jax.layout import Layout
+from fp8jax.models import blocks
 from fp8jax.models.lora import A, B, LoRA, frozen_rules, is_able
 from fp8jax.models.moe.nnx import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES
@@ -31,10 +32,16 @@ _CLASS = "class__fp8"
 
 
 def transform(
-    model: nnx.Module, recipe: Recipe, rules: tuple[Rule, ...], backend: str, lora: LoRA
+    model: nnx.Module,
+    recipe: Recipe,
+    rules: tuple[Rule, ...],
+    backend: str,
+    lora: LoRA,
+    checkpointing: blocks.Checkpointing | None = None,
+    attention: str | None = None,
 ) -> nnx.Module:
     """See `fp8jax.transform`."""
-    copy: Any = transform_as_chosen(model, frozen_rules(recipe, rules), backend)
+    copy: Any = transform_as_chosen(model, frozen_rules(recipe, rules), backend, checkpointing, attention)
     for variable in _variables(copy, nnx.Param):
         if type(variable) is not nnx.Param:
             variable.set_metadata(_CLASS, type(variable))

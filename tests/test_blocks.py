@@ -1,0 +1,429 @@
+"""Blocks that are rematerialized without a change to the model: the same step from less that is kept."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+import test_memory
+from flax import nnx
+from jax.sharding import Mesh
+
+import fp8jax
+from fp8jax import comm, memory
+
+X = jax.random.normal(jax.random.key(5), (256, 16))
+KEEPS = ("full", "fp8", "dots")
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """What a block may have: statistics, dropout, intermediates, arguments that are no arrays."""
+
+    @nn.compact
+    def __call__(self, x, train: bool, *, scale=None):
+        y = nn.gelu(nn.Dense(WIDTH, name="up")(nn.LayerNorm()(x)))
+        y = nn.BatchNorm(use_running_average=not train)(y)
+        self.sow("intermediates", "mean", jnp.mean(y))
+        y = nn.Dropout(0.5, deterministic=not train)(y)
+        return x + nn.Dense(16, name="down")(y) * scale, "and a string"
+
+
+class Listed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for i in range(2):
+            x, text = Block(name=f"h_{i}")(x, train, scale=2.0)
+            assert text == "and a string"
+        return nn.Dense(4, name="lm_head")(x)
+
+
+class Twice(nn.Module):
+    """One block, called twice."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        block = Block(name="block")
+        for _ in range(2):
+            x, _ = block(x, train, scale=0.5)
+        return x
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        y = nn.gelu(nn.Dense(WIDTH, name="up")(nn.LayerNorm()(x)))
+        y = nn.Dropout(0.5, deterministic=not train)(y)
+        return x + nn.Dense(16, name="down")(y), None
+
+
+REMAT = functools.partial(nn.remat, static_argnums=(2,))
+
+
+class Scanned(nn.Module):
+    wrap: object = staticmethod(lambda block: block)
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        rngs = {"params": True, "dropout": True}
+        scanned = nn.scan(
+            self.wrap(Body), variable_axes={"params": 0}, split_rngs=rngs, length=3, in_axes=nn.broadcast
+        )
+        return scanned(name="layers")(x, train)[0]
+
+
+def variables_of(module):
+    model = fp8jax.transform(module, "te")
+    return model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+
+def loss_of(module, keep, recipe="te", **options):
+    """The loss and what else changes, and the trainable and other variables."""
+    model = fp8jax.transform(module, recipe, gradient_checkpointing=keep, **options)
+    variables = variables_of(module)
+    stats = {name: variables.pop(name) for name in ("batch_stats", "intermediates") if name in variables}
+
+    def loss(variables):
+        collections = ["batch_stats", "intermediates"]
+        rngs = {"dropout": jax.random.key(3)}
+        out, new = model.apply({**variables, **stats}, X, rngs=rngs, mutable=collections)
+        return jnp.mean(out**2), new
+
+    return loss, variables
+
+
+@functools.cache
+def step_of(module, keep):
+    loss, variables = loss_of(module, keep)
+    return jax.jit(fp8jax.value_and_grad(loss, has_aux=True))(variables)
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    # What is computed twice may be fused in another way: a rounding of float32.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), got, want)
+
+
+long = functools.partial(pytest.param, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "module, keep",
+    [
+        (Listed(), "fp8"),
+        *(long(Listed(), keep) for keep in ("full", "dots")),
+        *(long(Twice(), keep) for keep in KEEPS),
+        (Scanned(), "full"),
+        *(long(Scanned(), keep) for keep in ("fp8", "dots")),
+    ],
+)
+def test_loss_gradients_states_and_statistics_are_the_same(module, keep):
+    assert_same(step_of(module, keep), step_of(module, "none"))
+
+
+def kept_bytes(module, keep):
+    """Bytes of all that the forward keeps for the backward."""
+    loss, variables = loss_of(module, keep)
+    kept = jax.eval_shape(lambda variables: jax.vjp(loss, variables, has_aux=True)[1], variables)
+    sizes = (math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 4) for leaf in jax.tree.leaves(kept))
+    return sum(sizes)
+
+
+@pytest.mark.filterwarnings("ignore:a gradient is taken with respect to weights")
+@pytest.mark.parametrize("module", [Listed(), Scanned()])
+def test_each_keeps_less_than_the_next(module):
+    full, fp8, dots, none = (kept_bytes(module, keep) for keep in (*KEEPS, "none"))
+    assert full < fp8 < dots < none
+    blocks, tokens = (2 if isinstance(module, Listed) else 3), len(X)
+    # The codes of what goes into both products, and of their kernels.
+    assert fp8 - full == pytest.approx(blocks * (tokens * (16 + WIDTH) + 2 * 16 * WIDTH), rel=0.01)
+    # The first product's output in float32; of the second's nothing is computed but the next block's input.
+    assert dots - full == blocks * tokens * WIDTH * 4
+
+
+def casts(module, keep):
+    """Casts to FP8 in the loss and its gradient, a scan's body counted once."""
+    loss, variables = loss_of(module, keep)
+    jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(loss, has_aux=True))(variables).jaxpr
+    found = jaxprs.equations(jaxpr, "convert_element_type", "default")
+    return sum(str(eqn.outvars[0].aval.dtype) in jaxprs.FLOAT8 for eqn in found)
+
+
+@pytest.mark.parametrize("module", [Listed(), Scanned()])
+def test_with_fp8_no_operand_is_cast_twice(module):
+    blocks = 2 if isinstance(module, Listed) else 1
+    none = casts(module, "none")
+    assert casts(module, "fp8") == none
+    assert casts(module, "full") == none + 4 * blocks  # both operands of both products
+
+
+# Which are blocks ################################################################################
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(x)
+
+
+class Half(nn.Module):
+    """An encoder, whose two kinds of parts repeat only with it."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = nn.Sequential([Attention(), nn.relu, nn.Dense(16)], name=f"layer_{i}")(x)
+        return x
+
+
+class Single(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(Attention(name="attn")(x))
+
+
+class Nested(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Half(name="encoder")(nn.Dense(16)(x))
+
+
+@pytest.mark.parametrize(
+    "module, names, found",
+    [
+        (Listed(), None, "h_0 (Block), h_1 (Block)"),
+        (Scanned(), None, "layers (Body, scanned)"),
+        (Twice(), None, "block (Block)"),
+        (Nested(), None, "encoder/layer_0 (Sequential), encoder/layer_1 (Sequential)"),
+        (Nested(), "encoder", "encoder (Half)"),
+        (Nested(), ["Attention"], "encoder/Attention_0 (Attention), encoder/Attention_1 (Attention)"),
+        (Listed(), ["re:.*_1"], "h_1 (Block)"),
+        (Scanned(), ["Body"], "layers (Body, scanned)"),
+    ],
+)
+def test_blocks_are_found(module, names, found):
+    model = fp8jax.transform(module, "te", gradient_checkpointing="full", checkpoint_blocks=names)
+    report = str(model.report(X, rngs={"dropout": jax.random.key(0)}))
+    assert report.endswith(f"gradient_checkpointing=full: of {found}")
+
+
+@pytest.mark.parametrize(
+    "module, options, message",
+    [
+        (
+            Single(),
+            {},
+            r"name some with `checkpoint_blocks`. The modules that hold layers are attn \(Attention\)",
+        ),
+        (
+            Listed(),
+            {"checkpoint_blocks": ["Blok"]},
+            r"'Blok' matches no module.* h_0 \(Block\), h_1 \(Block\)",
+        ),
+        (Scanned(REMAT), {}, "the model's own code rematerializes 'layers' already"),
+        (Scanned(REMAT), {"checkpoint_blocks": ["Body"]}, "rematerializes 'layers' already"),
+    ],
+)
+def test_models_without_blocks_or_with_remat_are_refused(module, options, message):
+    model = fp8jax.transform(module, "te", gradient_checkpointing="full", **options)
+    with pytest.raises(ValueError, match=message):
+        model.report(X, rngs={"dropout": jax.random.key(0)})
+    if module == Scanned(REMAT):
+        with pytest.raises(ValueError, match=message):
+            model.apply(variables_of(module), X, rngs={"dropout": jax.random.key(0)})
+
+
+@pytest.mark.parametrize(
+    "recipe, options, message",
+    [
+        ("te", {"gradient_checkpointing": "all"}, "expected none, full, dots, fp8; got 'all'"),
+        ("te", {"checkpoint_blocks": ["Block"]}, "expected with `gradient_checkpointing`"),
+        ("bf16", {"gradient_checkpointing": "fp8"}, "gemm=BF16 has none; take dots or full"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(recipe, options, message):
+    with pytest.raises(ValueError, match=message):
+        fp8jax.transform(Listed(), recipe, **options)
+    with pytest.raises(TypeError, match="`checkpoint_blocks`: expected names"):
+        fp8jax.transform(Listed(), "te", gradient_checkpointing="full", checkpoint_blocks=[Block])
+
+
+def test_a_rule_with_fp8_is_enough_to_keep_its_operands():
+    rules = [fp8jax.Rule("up", "te")]
+    fp8jax.transform(Listed(), "bf16", rules=rules, gradient_checkpointing="fp8")
+
+
+def test_intermediates_are_captured_once():
+    model = fp8jax.transform(Listed(), "te", gradient_checkpointing="full")
+    _, new = model.apply(
+        variables_of(Listed()), X, False, mutable=["intermediates"], capture_intermediates=True
+    )
+    [(_, text)] = new["intermediates"]["h_0"]["__call__"]
+    assert text == "and a string" and len(new["intermediates"]["h_0"]["up"]["__call__"]) == 1
+
+
+# NNX #############################################################################################
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.up = nnx.LayerNorm(16, rngs=rngs), nnx.Linear(16, WIDTH, rngs=rngs)
+        self.stats, self.down = nnx.BatchNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, train: bool, *, scale=None):
+        y = self.stats(nnx.gelu(self.up(self.norm(x))), use_running_average=not train)
+        self.sow(nnx.Intermediate, "mean", jnp.mean(y))
+        return x + self.down(self.drop(y, deterministic=not train)) * scale, "and a string"
+
+
+class NnxListed(nnx.Module):
+    def __init__(self, rngs, block=NnxBlock):
+        self.blocks = nnx.List([block(rngs) for _ in range(2)])
+        self.lm_head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x, train=True):
+        for block in self.blocks:
+            x, text = block(x, train, scale=2.0)
+            assert text == "and a string"
+        return self.lm_head(x)
+
+
+class NnxScanned(nnx.Module):
+    """Layers made under `nnx.vmap`, run under `nnx.scan`."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: NnxBlock(rngs), in_axes=0, out_axes=0)
+        self.layers = make(nnx.Rngs(0).fork(split=3))
+
+    def __call__(self, x, train=True):
+        axes = nnx.StateAxes({nnx.Intermediate: 0, ...: 0})
+        run = nnx.scan(
+            lambda block, x: block(x, train, scale=1.0)[0], in_axes=(axes, nnx.Carry), out_axes=nnx.Carry
+        )
+        return run(self.layers, x)
+
+
+NNX = {"listed": NnxListed, "scanned": NnxScanned}
+
+
+@functools.cache
+def nnx_step_of(name, keep):
+    model = fp8jax.transform(NNX[name](nnx.Rngs(0)), "te", gradient_checkpointing=keep)
+
+    @nnx.jit
+    def step(model):
+        return fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
+
+    loss, grads = step(model)
+    state = nnx.state(model, nnx.Not(nnx.RngKey))
+    return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(state), str(fp8jax.report(model, X))
+
+
+@pytest.mark.parametrize(
+    "name, keep, found",
+    [
+        ("listed", "full", "blocks/0 (NnxBlock), blocks/1 (NnxBlock)"),
+        *(long("listed", keep, "blocks/0 (NnxBlock), blocks/1 (NnxBlock)") for keep in ("fp8", "dots")),
+        *(long("scanned", keep, "layers (NnxBlock, scanned)") for keep in KEEPS),
+    ],
+)
+def test_nnx_gives_the_same(name, keep, found):
+    *got, report = nnx_step_of(name, keep)
+    assert report.endswith(f"gradient_checkpointing={keep}: of {found}")
+    assert_same(got, list(nnx_step_of(name, "none")[:-1]))
+
+
+def nnx_casts(keep):
+    graph, state = nnx.split(fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", gradient_checkpointing=keep))
+    gradient = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))
+    jaxpr = jax.make_jaxpr(lambda state: jax.tree.leaves(gradient(nnx.merge(graph, state))))(state).jaxpr
+    found = jaxprs.equations(jaxpr, "convert_element_type", "default")
+    return sum(str(eqn.outvars[0].aval.dtype) in jaxprs.FLOAT8 for eqn in found)
+
+
+def test_nnx_casts_as_linen_does():
+    none = nnx_casts("none")
+    assert (nnx_casts("fp8"), nnx_casts("full")) == (none, none + 8)
+
+
+class Rematerialized(NnxBlock):
+    @nnx.remat
+    def rise(self, x):
+        return self.up(x)
+
+    def __call__(self, x, train, *, scale):
+        return x + self.down(self.rise(x)), "and a string"
+
+
+class Around(NnxListed):
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x, True, scale=1.0)[0])(block, x)
+        return x
+
+
+def test_nnx_modules_without_blocks_or_with_remat_are_refused():
+    of = functools.partial(fp8jax.transform, recipe="te", gradient_checkpointing="full")
+    for module in (NnxListed(nnx.Rngs(0), Rematerialized), Around(nnx.Rngs(0))):
+        with pytest.raises(ValueError, match="rematerializes 'blocks/0' already"):
+            of(module)(X)
+    with pytest.raises(ValueError, match="no module that holds layers repeats"):
+        of(nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
+    with pytest.raises(ValueError, match="'Blok' matches no module"):
+        of(NnxListed(nnx.Rngs(0)), checkpoint_blocks=["Blok"])
+
+
+def test_a_dequantized_nnx_module_is_plain():
+    model = fp8jax.dequantize(fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", gradient_checkpointing="full"))
+    assert [type(block) for block in model.blocks] == [NnxBlock, NnxBlock]
+    assert not [name for name in vars(model.blocks[0]) if "fp8" in name]
+
+
+# Around ##########################################################################################
+
+
+@pytest.mark.long
+def test_on_two_devices_with_zero():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def gradient(keep):
+        model = fp8jax.transform(Scanned(), "O2", gradient_checkpointing=keep)
+        zero = comm.Zero(mesh, "O2", 2)
+        variables = zero.place(model.init(jax.random.key(0), X, False))
+        loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x, False) ** 2)  # noqa: E731
+        return jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))(variables, X)
+
+    of = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float32), tree)  # noqa: E731
+    assert_same(of(gradient("fp8")), of(gradient("none")))
+
+
+# Planned #########################################################################################
+
+
+@pytest.mark.parametrize(
+    "keep, sizes, target",
+    [
+        ("fp8", test_memory.TINY, None),
+        *(long(keep, test_memory.TINY, None) for keep in ("none", "full", "dots")),
+        *(long(keep, test_memory.DEEP, "h200") for keep in ("none", *KEEPS)),
+    ],
+)
+def test_a_plan_knows_what_is_kept(keep, sizes, target):
+    test_memory.needs_target(target)
+    of = test_memory.gpt(sizes, "float32" if target is None else "bfloat16", remat=False)
+    of = of._replace(model=fp8jax.transform(of.model, "te", gradient_checkpointing=keep))
+    plan, found = test_memory.planned(of, "te", target=target), test_memory.compiled(of, "te", target)
+    assert plan.total == pytest.approx(found.total, rel=0.1)
+
+
+def test_a_transformed_nnx_module_is_planned_as_a_plain_one():
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    of = lambda **options: fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", **options)  # noqa: E731
+    assert memory.plan(of(), "te", x) == memory.plan(NnxListed(nnx.Rngs(0)), "te", x)
+    checkpointed = memory.plan(of(gradient_checkpointing="full"), "te", x)
+    assert checkpointed.activations < memory.plan(of(), "te", x).activations
