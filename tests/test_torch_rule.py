@@ -36,8 +36,8 @@ RECIPES = (
 
 
 def operands(step):
-    """x, w and g, float32: small integers, and each format's max. So scales are powers of two, codes are exact,
-    and sums need fewer bits than float32's 24, but more than bf16's 8."""
+    """x, w and g, float32: small integers, and each format's max. So scales are powers of two, codes are
+    exact, and sums need fewer bits than float32's 24, but more than bf16's 8."""
     rng = np.random.default_rng(step)
     x, w, g = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((M, K), (K, N), (M, N)))
     x[0, 0], w[1, 0], g[1, 1] = 448.0, -448.0, 57344.0
