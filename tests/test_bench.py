@@ -160,6 +160,17 @@ def test_torch_update_keeps_the_recipes_bytes(bench):
     assert all(row["step ms"] > 0 for row in rows)
 
 
+@pytest.mark.long
+def test_loader_measures_rates_and_waits():
+    # A program of its own: its worker imports it as the main module.
+    run = [sys.executable, str(ROOT / "examples/bench/loader.py"), "--tiny", "--json"]
+    sections = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    [row] = sections["alone"]
+    assert row["M tokens/s"] > 0 and row["slow transform"] > 0
+    assert len(sections["waiting"]) == 6
+    assert all(row["waits ms"] > 0 and row["step ms"] > 0 for row in sections["waiting"])
+
+
 def test_update_takes_turns_here(load_program):
     rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2)
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]

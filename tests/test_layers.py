@@ -64,6 +64,7 @@ LIBRARIES = {
     "optax": {"optim": "eager", "gradients": "eager", "train.optimizers": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "eager"},
+    "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
     "matplotlib": {"train": "eager", "chart": "lazy"},
     "yaml": {"train": "eager", "vocabulary": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},

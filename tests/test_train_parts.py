@@ -112,6 +112,11 @@ def test_missing_extra_is_named(monkeypatch):
     with pytest.raises(ImportError) as caught:
         train.extras.check()
     assert str(caught.value) == "not installed: no_such_package; run: pip install 'fp8jax[train]'"
+    with pytest.raises(ImportError) as needed:
+        train.extras.need("no_such_package.part")
+    assert str(needed.value).startswith("not installed: no_such_package.part; run: pip install")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'json.nothing'"):
+        train.extras.need("json.nothing")  # a defect stays what it is
 
 
 # --- text -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ NOT_SUPPORTED, UNKNOWN = "not supported", "not known"
 # The optional parts: extra, its packages, what it is for. JAX's own extra has NVIDIA's libraries too.
 EXTRAS = {
     "target": (("jax-cuda13-plugin", "jax-cuda13-pjrt"), "programs compiled for a GPU that is not here"),
-    "train": (("matplotlib", "pyyaml", "rich"), "./dev train and pictures"),
+    "train": (("grain", "matplotlib", "pyyaml", "rich"), "./dev train and pictures"),
     "torch": (("torch",), "fp8jax_torch, the same recipes on PyTorch"),
 }
 CUDA_EXTRA = 'pip install -U "jax[cuda13]"'

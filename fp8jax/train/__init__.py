@@ -1,4 +1,4 @@
-"""The parts of a training program: settings, text, checkpoints, progress, report.
+"""The parts of a training program: settings, data, checkpoints, progress, report.
 
 `examples/train_gpt.py` puts them together. They know neither the model nor the optimizer.
 """
@@ -16,5 +16,9 @@ from fp8jax.train import rundir as rundir
 from fp8jax.train import stop as stop
 from fp8jax.train.errors import BadInput as BadInput
 from fp8jax.train.errors import blame_input as blame_input
+from fp8jax.train.loader import Loader as Loader
 from fp8jax.train.progress import Progress as Progress
 from fp8jax.train.progress import spans as spans
+from fp8jax.train.to_device import prefetch_to_device as prefetch_to_device
+from fp8jax.train.tokens import TokenFile as TokenFile
+from fp8jax.train.tokens import write_tokens as write_tokens

@@ -1,6 +1,6 @@
 """Checkpoints that are either whole or not there.
 
-    save(folder, step, state, history)            # folder/step-00000500/
+    save(folder, step, state, history, data=batches.state())      # folder/step-00000500/
     checkpoint, skipped = newest(folder, like=state)   # None if there is none
 
 A checkpoint is written under another name, with the SHA-256 of each of its files, and
@@ -12,6 +12,7 @@ does the rest. Any number of them can read it.
 
     step-00000500/state/          # orbax: the arrays as they are, FP8 codes and scales too
                   history.npz     # the curves up to here
+                  data.json       # where the batches stopped, if the run said so
                   leaves.json     # the path, dtype and shape of each array
                   manifest.json   # the SHA-256 of each of the files above
 """
@@ -40,9 +41,12 @@ class Checkpoint(NamedTuple):
     step: int
     state: Any  # a pytree of arrays
     history: dict[str, np.ndarray]
+    data: Any = None  # as it was saved: where the batches stopped
 
 
-def save(folder: pathlib.Path, step: int, state: Any, history: dict[str, np.ndarray]) -> pathlib.Path:
+def save(
+    folder: pathlib.Path, step: int, state: Any, history: dict[str, np.ndarray], data: Any = None
+) -> pathlib.Path:
     """Writes a checkpoint and forgets all but the newest three; all processes have to call it.
 
     Args:
@@ -50,17 +54,24 @@ def save(folder: pathlib.Path, step: int, state: Any, history: dict[str, np.ndar
         step: optimizer steps done.
         state: pytree of arrays, over all processes; dtypes are kept, float8 included.
         history: arrays by name.
+        data: where the batches stopped, e.g. `Loader.state()`: what JSON can hold, the same in all processes.
+            None keeps nothing, as for batches that are drawn by the number of the step.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        TypeError: JSON cannot hold `data`.
     """
+    files = {} if data is None else {"data.json": json.dumps(data)}  # fails in all processes, or in none
     folder = folder.resolve()
     partial, final = folder / f"{_PARTIAL}{step:08d}", folder / f"step-{step:08d}"
     processes.decide(functools.partial(_begin, partial))
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         checkpointer.save(partial / "state", args=ocp.args.StandardSave(state))
     processes.meet()
-    processes.decide(functools.partial(_complete, partial, final, _leaves(state), history))
+    files["leaves.json"] = json.dumps(_leaves(state), indent=1)
+    processes.decide(functools.partial(_complete, partial, final, files, history))
     return final
 
 
@@ -85,7 +96,9 @@ def newest(folder: pathlib.Path, like: Any) -> tuple[Checkpoint | None, list[str
     path = folder / f"step-{step:08d}"
     with np.load(path / "history.npz") as file:
         history = dict(file)
-    return Checkpoint(step, _restore(path / "state", like), history), skipped
+    said = path / "data.json"
+    data = json.loads(said.read_text()) if said.exists() else None
+    return Checkpoint(step, _restore(path / "state", like), history, data), skipped
 
 
 def last_step(folder: pathlib.Path) -> int:
@@ -100,11 +113,12 @@ def _begin(partial: pathlib.Path) -> None:
 
 
 def _complete(
-    partial: pathlib.Path, final: pathlib.Path, leaves: dict[str, str], history: dict[str, np.ndarray]
+    partial: pathlib.Path, final: pathlib.Path, files: dict[str, str], history: dict[str, np.ndarray]
 ) -> None:
     """What makes a checkpoint of the arrays that were written."""
     np.savez(partial / "history.npz", allow_pickle=False, **history)
-    (partial / "leaves.json").write_text(json.dumps(leaves, indent=1))
+    for name, text in files.items():
+        (partial / name).write_text(text)
     (partial / "manifest.json").write_text(json.dumps(_digests(partial), indent=1))
     _flush(partial)
     shutil.rmtree(final, ignore_errors=True)  # there only if it was damaged, and so made again

@@ -4,16 +4,25 @@ import importlib
 import importlib.util
 from typing import Any
 
-PACKAGES = ("matplotlib", "rich", "yaml")
+PACKAGES = ("grain", "matplotlib", "rich", "yaml")
 
 
 def need(module: str) -> Any:
-    """The module, imported; see `check`."""
-    return importlib.import_module(module)
+    """The module, imported; raises ImportError that names the extra if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise ImportError(_advice([module])) from None
 
 
 def check() -> None:
     """Raises ImportError if one of the extra's packages is not installed, before any work is done."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"not installed: {', '.join(missing)}; run: pip install 'fp8jax[train]'")
+        raise ImportError(_advice(missing))
+
+
+def _advice(missing: list[str]) -> str:
+    return f"not installed: {', '.join(missing)}; run: pip install 'fp8jax[train]'"

@@ -1,0 +1,155 @@
+"""Tokens per second that a Loader reads, and what a step waits for its batch.
+
+    python examples/bench/loader.py
+    python examples/bench/loader.py --tokens 1000000000 --workers 0 2 4
+    python examples/bench/loader.py --json
+
+A file of random uint16 ids, windows of 1025, batches of 32.
+
+"alone": million tokens per second of a Loader with nothing behind it, by workers, of windows as they are and
+with a transform in pure Python of about 1 ms, as much as a slow tokenizer. "waiting": a step of matrix
+products, some 0.1 s of all cores, waits for its batch of slow examples: read when it is asked for, ahead by a
+thread, or by a worker; and copied to the device when the step asks, or ahead. "step" is all but that.
+
+The ways take turns, and each reads as many batches as it keeps ready before the clock starts; figures are
+medians over the rounds. What it takes to start workers is not counted.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import output
+
+from fp8jax.train import Loader, TokenFile, prefetch_to_device, write_tokens
+
+CONTEXT, BATCH, VOCABULARY = 1024, 32, 50_257
+PACKAGES = ("grain", "jax", "jaxlib", "numpy")
+READ = {"when asked": {"prefetch": 0}, "by a thread": {}, "by a worker": {"workers": 1}}
+
+
+def slow(window: np.ndarray) -> np.ndarray:
+    """The window as it was, after 10 passes over its pairs, as byte-pair encoding makes them."""
+    ids, pairs = window.tolist(), {}
+    for _ in range(10):
+        pairs = {pair: rank for rank, pair in enumerate(zip(ids, ids[1:], strict=False))}
+    return window if pairs else -window
+
+
+def write_corpus(path: pathlib.Path, count: int) -> None:
+    """`count` random ids, a part at a time."""
+    random, part = np.random.default_rng(0), 1 << 20
+    sizes = [part] * (count // part) + [count % part]
+    write_tokens(path, (random.integers(VOCABULARY, size=size) for size in sizes))
+
+
+def per_second(loader: Iterator[Any], ready: int, batches: int) -> float:
+    """Million tokens."""
+    for _ in range(ready):
+        next(loader)
+    begun = time.perf_counter()
+    for _ in range(batches):
+        next(loader)
+    return batches * BATCH * CONTEXT / (time.perf_counter() - begun) / 1e6
+
+
+def alone(source: TokenFile, workers: list[int], rounds: int, batches: int) -> list[dict[str, Any]]:
+    """One row per number of workers."""
+    titles = {"M tokens/s": None, "slow transform": slow}
+    rates: dict[Any, list[float]] = {(count, title): [] for count in workers for title in titles}
+    with contextlib.ExitStack() as open_loaders:
+        loaders = {
+            (count, title): open_loaders.enter_context(
+                Loader(source, batch=BATCH, seed=0, workers=count, transform=titles[title])
+            )
+            for count, title in rates
+        }
+        for _ in range(rounds):
+            for (count, title), loader in loaders.items():
+                # What takes microseconds is read for longer.
+                most = batches if titles[title] else 10 * batches
+                rates[count, title].append(per_second(loader, 2 * count + 4, most))
+    return [
+        {"workers": count, **{title: statistics.median(rates[count, title]) for title in titles}}
+        for count in workers
+    ]
+
+
+def make_step(size: int, products: int) -> Any:
+    """batch -> a number, after so many matrix products."""
+    weights = jnp.full((size, size), 1 / size)
+
+    @jax.jit
+    def step(batch: jax.Array) -> jax.Array:
+        x = batch[:1, :1] * weights
+        return jax.lax.fori_loop(0, products, lambda _, x: x @ weights, x).sum()
+
+    return step
+
+
+def waits(batches: Iterator[Any], step: Any, count: int) -> tuple[float, float]:
+    """Milliseconds that a step waits and that it takes, medians over `count` steps."""
+    waited, worked = [], []
+    for _ in range(count + 4):
+        begun = time.perf_counter()
+        batch = jax.block_until_ready(jax.tree.map(jnp.asarray, next(batches)))
+        there = time.perf_counter()
+        step(batch).block_until_ready()
+        waited.append(there - begun)
+        worked.append(time.perf_counter() - there)
+    return statistics.median(waited[4:]) * 1e3, statistics.median(worked[4:]) * 1e3
+
+
+def waiting(source: TokenFile, rounds: int, count: int, size: int) -> list[dict[str, Any]]:
+    """One row per way of reading, with and without `prefetch_to_device`."""
+    step = make_step(size, 16)
+    with contextlib.ExitStack() as open_loaders:
+        ways: dict[tuple[str, str], Any] = {}
+        for read, options in READ.items():
+            for copied in ("when asked", "ahead"):
+                loader = Loader(source, batch=BATCH, seed=0, transform=slow, **options)
+                open_loaders.enter_context(loader)
+                ways[read, copied] = prefetch_to_device(loader) if copied == "ahead" else loader
+        measured = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, batches in ways.items():
+                measured[way].append(waits(batches, step, count))
+    rows = []
+    for (read, copied), pairs in measured.items():
+        waited, worked = (statistics.median(part) for part in zip(*pairs, strict=True))
+        rows.append({"read": read, "copied": copied, "waits ms": waited, "step ms": worked})
+    return rows
+
+
+def main() -> None:
+    """Measures both, prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="in the file")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of workers")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each way")
+    output.add_options(parser)
+    args = parser.parse_args()
+    rounds, batches, size = (1, 2, 64) if args.tiny else (args.rounds, 10, 1200)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "corpus.npy"
+        write_corpus(path, min(args.tokens, 100_000) if args.tiny else args.tokens)
+        source = TokenFile(path, CONTEXT, vocabulary=VOCABULARY)
+        sections = {
+            "alone": alone(source, [0] if args.tiny else args.workers, rounds, batches),
+            "waiting": waiting(source, rounds, batches, size),
+        }
+    output.finish("loader", output.cpu_name(), sections, args, PACKAGES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Batches that are on the devices before a step asks for them.
+
+    batches = prefetch_to_device(Loader(...))
+    for step, batch in zip(range(steps), batches):
+        state = train_step(state, batch)
+        checkpoint.save(folder, step, state, history, data=batches.state())
+
+What was read ahead is not in `state()`: a run that goes on from it sees the batch after the last one it got.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+class DevicePrefetch:
+    """An iterator over batches on devices; made by `prefetch_to_device`."""
+
+    def __init__(self, iterator: Any, size: int, sharding: jax.sharding.Sharding | None) -> None:
+        self._iterator, self._size, self._sharding = iterator, size, sharding
+        self._ahead: deque[tuple[Any, Any]] = deque()  # batch, state of the iterator after it
+        self._state = self._read_state()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, as jax.Arrays; the copies of the `size` ones behind it are under way."""
+        while len(self._ahead) <= self._size:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                break
+            self._ahead.append((jax.tree.map(self._put, batch), self._read_state()))
+        if not self._ahead:
+            raise StopIteration
+        batch, self._state = self._ahead.popleft()
+        return batch
+
+    def state(self) -> Any:
+        """The iterator's state after the last batch that was handed out, whatever was read ahead.
+
+        Raises:
+            TypeError: the iterator has no `state`.
+        """
+        if self._state is None:
+            raise TypeError(
+                f"`iterator` is a {type(self._iterator).__name__}, which has no `state()` to keep"
+            )
+        return self._state
+
+    def restore(self, state: Any) -> None:
+        """Forgets what was read ahead and restores the iterator."""
+        self._iterator.restore(state)
+        self._ahead.clear()
+        self._state = self._read_state()
+
+    def _put(self, rows: Any) -> jax.Array:
+        if self._sharding is None:
+            return jax.device_put(rows)
+        return jax.make_array_from_process_local_data(self._sharding, rows)
+
+    def _read_state(self) -> Any:
+        state = getattr(self._iterator, "state", None)
+        return None if state is None else state()
+
+
+def prefetch_to_device(
+    iterator: Iterator[Any], size: int = 2, sharding: jax.sharding.Sharding | None = None
+) -> DevicePrefetch:
+    """Copies batches to the devices before they are asked for: `jax.device_put` does not wait.
+
+    It starts no thread: what reads ahead on the host is the iterator, e.g. a `Loader`.
+
+    Args:
+        iterator: over pytrees of NumPy arrays.
+        size: batches on the device besides the one in use.
+        sharding: of each array of a batch; None for the default device. Of many processes each gives
+            its rows, as a `Loader` with `shard` has them.
+
+    Returns:
+        An iterator over the same batches as pytrees of jax.Array, with the `state()` and `restore(state)` of
+        the iterator, if that has them.
+
+    Raises:
+        ValueError: `size` is below 0.
+    """
+    if size < 0:
+        raise ValueError(f"`size` must be at least 0; got {size}")
+    return DevicePrefetch(iterator, size, sharding)
