@@ -22,7 +22,10 @@ _KEPT = "checkpointing__fp8"
 
 
 def find(
-    model: nnx.Module, setting: Checkpointing, is_layer: Callable[[Any], bool], is_stacked: Any
+    model: nnx.Module,
+    setting: Checkpointing,
+    is_layer: Callable[[Any], bool],
+    stack_of: Callable[[Any], int],
 ) -> list[Call]:
     """The modules that are blocks.
 
@@ -30,38 +33,37 @@ def find(
         model: the module.
         setting: which modules.
         is_layer: whether a module is a layer that multiplies.
-        is_stacked: whether a layer is a stack of layers.
+        stack_of: how many layers a layer is a stack of; 0 if it is one.
 
     Raises:
         ValueError: see `blocks.choose`.
     """
-    return choose(_tree(model, is_layer, is_stacked), setting)
-
-
-def _tree(model: Any, is_layer: Callable[[Any], bool], is_stacked: Callable[[Any], bool]) -> Call:
-    """The modules as calls, each within the one whose attribute it is."""
     calls: dict[tuple[Any, ...], Call] = {}
     for parts, module in sorted(nnx.iter_modules(model), key=lambda found: len(found[0])):
         call = Call("/".join(map(str, parts)), type(module).__name__, is_layer=is_layer(module))
-        call.in_loop = call.is_layer and is_stacked(module)
+        call.in_loop = bool(parts) and _is_stack(module, is_layer, stack_of)
         above = next((calls[parts[:n]] for n in range(len(parts) - 1, -1, -1) if parts[:n] in calls), None)
         if above is not None:
             above.below.append(call)
         calls[parts] = call
-    [root] = [call for parts, call in calls.items() if not parts]
-    _see_stacks(root)
-    return root
+    _see_bodies(calls[()])
+    return choose(calls[()], setting)
 
 
-def _see_stacks(call: Call) -> None:
-    """A module whose layers are all stacks is one; the outermost of them is a scan's body."""
+def _is_stack(module: Any, is_layer: Callable[[Any], bool], stack_of: Callable[[Any], int]) -> bool:
+    """Whether all layers and parameters of a module are stacks of the same size."""
+    sizes = {stack_of(each) for _, each in nnx.iter_modules(module) if is_layer(each)}
+    params = (variable.shape for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)))
+    return len(sizes) == 1 and 0 not in sizes and {shape[:1] for shape in params} <= {tuple(sizes)}
+
+
+def _see_bodies(call: Call) -> None:
+    """The outermost stack is a scan's body, unless it only contains it."""
     for inner in call.below:
-        _see_stacks(inner)
-    held = [inner for inner in call.below if inner.is_layer or inner.holds_layers]
-    if not call.is_layer:
-        call.in_loop = bool(held) and all(inner.in_loop for inner in held)
-    for inner in held:
+        if inner.in_loop and len(inner.below) == 1 and not inner.below[0].is_layer:
+            inner.in_loop = False
         inner.in_scan = inner.in_loop and not call.in_loop
+        _see_bodies(inner)
 
 
 def checkpoint(model: nnx.Module, blocks: Iterable[Call], setting: Checkpointing) -> None:

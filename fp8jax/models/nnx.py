@@ -107,7 +107,7 @@ def transform_as_chosen(
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
     attention_layers.replace(copy, attention)
     if checkpointing is not None:
-        found = blocks_nnx.find(copy, checkpointing, _is_layer, _is_stacked)
+        found = blocks_nnx.find(copy, checkpointing, _is_layer, _stack_of)
         blocks_nnx.checkpoint(copy, found, checkpointing)
     return copy
 
@@ -116,8 +116,11 @@ def _is_layer(module: Any) -> bool:
     return isinstance(module, (*MATCHED, *LEFT_ALONE))
 
 
-def _is_stacked(layer: Any) -> bool:
-    return isinstance(layer, MATCHED) and layer.kernel.ndim > rank_of(layer) + isinstance(layer, ExpertDense)
+def _stack_of(layer: Any) -> int:
+    is_stack = isinstance(layer, MATCHED) and layer.kernel.ndim > rank_of(layer) + isinstance(
+        layer, ExpertDense
+    )
+    return layer.kernel.shape[0] if is_stack else 0
 
 
 def layers_of(model: nnx.Module, kinds: Any) -> list[tuple[str, Any]]:
