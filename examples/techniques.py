@@ -11,6 +11,7 @@ fullest moment. The table's lines are those of Hugging Face's guide for a single
 """
 
 import argparse
+import functools
 import pathlib
 import statistics
 import sys
@@ -106,11 +107,11 @@ def loss(model: Any, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-class Measured(NamedTuple):
+class Measured:
     """One configuration, ready to step."""
 
-    trainer: Trainer
-    tokens: np.ndarray  # shape=(rows, time + 1), int32: a batch
+    def __init__(self, trainer: Trainer, tokens: np.ndarray) -> None:
+        self.trainer, self.tokens = trainer, tokens  # tokens: shape=(rows, time + 1), int32, a batch
 
 
 def prepare(settings: dict[str, Any], sizes: Sizes) -> Measured:
@@ -123,6 +124,16 @@ def prepare(settings: dict[str, Any], sizes: Sizes) -> Measured:
     trainer = Trainer(Decoder(sizes, dtype), loss, config, example)
     shape = (trainer.rows, sizes.context + 1)
     return Measured(trainer, np.random.default_rng(0).integers(0, sizes.vocabulary, shape).astype(np.int32))
+
+
+_READY: dict[str, Measured] = {}
+
+
+def prepared(settings: dict[str, Any], sizes: Sizes) -> Measured:
+    """As `prepare`, each only once."""
+    name = f"{sorted(settings.items())} {sizes}"
+    _READY[name] = _READY.get(name) or prepare(settings, sizes)
+    return _READY[name]
 
 
 def speeds(pair: tuple[Measured, Measured], rounds: int) -> list[float]:
@@ -140,15 +151,18 @@ def speeds(pair: tuple[Measured, Measured], rounds: int) -> list[float]:
     return [count / statistics.median(taken) for count, taken in zip(counts, seconds, strict=True)]
 
 
+@functools.cache
 def megabytes(each: Measured, target: str | None = None) -> float:
     """What the step's program needs at its fullest moment."""
+    if target is None:
+        return each.trainer.program.total / 1e6
     return program.read(each.trainer.compile(target=target)).total / 1e6
 
 
 def row(name: str, sizes: Sizes, rounds: int, target: str | None) -> dict[str, Any]:
     """One technique, off and on."""
     off, on = TECHNIQUES[name]
-    pair = prepare(off, sizes), prepare(on, sizes)
+    pair = prepared(off, sizes), prepared(on, sizes)
     before, after = speeds(pair, rounds)
     here = [megabytes(each) for each in pair]
     found = {

@@ -282,8 +282,8 @@ def _shapes(zero: comm.Zero, params: Any) -> set[tuple[int, ...]]:
 def _at_most(graph: Graph, most: Most, shapes: set[tuple[int, ...]]) -> dict[str, int]:
     """The fullest moment, by part: what the loss was computed with are activations, arrays with shapes of
     parameters that are computed for gradients are gradients."""
-    loss, *grads = graph.marks.get(_GRADIENT, [None])
-    forward = _behind([] if loss is None else [loss])
+    marked = graph.marks.get(_GRADIENT, [])
+    forward, grads = _behind(marked[:1]), marked[1:]
     backward = _behind(grads) - forward
     found = {"gradients": 0, "activations": 0}
     for value in most.live:

@@ -1,6 +1,7 @@
 """The parts of a training program: settings, data, checkpoints, progress, report.
 
 `examples/train_gpt.py` puts them together. They know neither the model nor the optimizer.
+`Trainer` joins them for any Flax model, as a `TrainConfig` says.
 """
 
 from fp8jax.train import checkpoint as checkpoint
@@ -19,6 +20,8 @@ from fp8jax.train.errors import blame_input as blame_input
 from fp8jax.train.loader import Loader as Loader
 from fp8jax.train.progress import Progress as Progress
 from fp8jax.train.progress import spans as spans
+from fp8jax.train.settings import TrainConfig as TrainConfig
 from fp8jax.train.to_device import prefetch_to_device as prefetch_to_device
 from fp8jax.train.tokens import TokenFile as TokenFile
 from fp8jax.train.tokens import write_tokens as write_tokens
+from fp8jax.train.trainer import Trainer as Trainer

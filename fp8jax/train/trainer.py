@@ -21,14 +21,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8jax import memory, models, optim, program, targets
+from fp8jax import memory, models, optim, targets
+from fp8jax import program as compiled_program
 from fp8jax.models.learning import Learner, Loss, State, learner_of
 from fp8jax.models.lora import LoRA
 from fp8jax.train import observe, processes
 from fp8jax.train.batch import Found, budget_of_device, largest_batch
+from fp8jax.train.loader import Loader
 from fp8jax.train.optimizers import optimizer_of
 from fp8jax.train.placement import Placement, over
 from fp8jax.train.settings import TrainConfig
+from fp8jax.train.to_device import DevicePrefetch, prefetch_to_device
 
 
 class Seen(NamedTuple):
@@ -104,7 +107,29 @@ class Trainer:
             step = functools.partial(self._step, self.learner)
             jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.place.everywhere))
             batch = self._batch(self.rows, self.place.rows)
-            return self.place.one_at_a_time(jitted.lower(state, batch, self.key).compile())
+            return jitted.lower(state, batch, self.key).compile()
+
+    @functools.cached_property
+    def program(self) -> compiled_program.Program:
+        """What the step's program is made of, and the memory that it needs."""
+        return compiled_program.read(self._compiled_step)
+
+    def loader(self, source: Any, transform: Any = None) -> DevicePrefetch:
+        """Batches of `rows` rows on the devices, as the config says: see `Loader` and `prefetch_to_device`.
+
+        Args:
+            source: rows by number, as a `TokenFile`, a list or a dataset.
+            transform: row -> row, run by the workers.
+        """
+        config = self.config
+        host = Loader(
+            source,
+            batch=self.rows,
+            seed=config.seed,
+            workers=config.dataloader_num_workers,
+            transform=transform,
+        )
+        return prefetch_to_device(host, config.dataloader_prefetch_factor, self.place.rows)
 
     def init(self, plain: Any = None) -> State:
         """The first state, on the devices.
@@ -131,7 +156,7 @@ class Trainer:
             ValueError: the batch is not like the example, or of another size.
         """
         self._check(batch)
-        return self._compiled_step(state, self.fed(batch), self.key)
+        return self.place.one_at_a_time(self._compiled_step)(state, self.fed(batch), self.key)
 
     def fed(self, batch: Any) -> Any:
         """A batch of the host on the devices."""
@@ -181,7 +206,7 @@ class Trainer:
                 "and give the number that it finds"
             )
         budget = config.memory_budget * 1e9 or budget_of_device(config.target)
-        peak = lambda rows: program.read(self.compile(rows, config.target or None)).total  # noqa: E731
+        peak = lambda rows: compiled_program.read(self.compile(rows, config.target or None)).total  # noqa: E731
         return largest_batch(peak, budget)
 
     def _for(self, per_device: int) -> tuple[Placement, Learner]:
