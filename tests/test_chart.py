@@ -33,7 +33,12 @@ def test_the_table_has_every_level():
     assert list(CHART) == list(PRESETS)
 
 
-@pytest.mark.parametrize("name", CHART)
+SHORT = ("te", "O2", "O3")  # the others share their columns
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CHART]
+)
 def test_what_a_cpu_is_given_is_the_chart(name):
     row = chart.measure(name, devices=8)
     assert formats(row) == CHART[name] == tuple(row.declared[column] for column in chart.COLUMNS)
@@ -41,7 +46,7 @@ def test_what_a_cpu_is_given_is_the_chart(name):
     assert all(cell.evidence for cell in row.measured.values())
 
 
-@pytest.mark.parametrize("name", ["fp16_amp", "O3"])
+@pytest.mark.parametrize("name", [pytest.param("fp16_amp", marks=pytest.mark.long), "O3"])
 def test_what_a_gpu_would_run_is_the_chart(name):
     if reason := targets.why_not():
         pytest.skip(reason)
