@@ -326,3 +326,22 @@ def test_pairs_train_or_are_refused(settings):
 def test_each_setting_is_documented():
     for field in dataclasses.fields(TrainConfig):
         assert field.metadata["help"]
+
+
+# --- the table of techniques ------------------------------------------------------------------
+
+
+def test_techniques_differ_in_legal_settings(load_program):
+    techniques = load_program("examples/techniques.py").TECHNIQUES
+    for off, on in techniques.values():
+        assert TrainConfig(**off) != TrainConfig(**on)
+
+
+@pytest.mark.long
+def test_techniques_are_measured(load_program, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "sys.argv", ["techniques.py", "--tiny", "--only", "LoRA of", "--record", str(tmp_path)]
+    )
+    load_program("examples/techniques.py").main()
+    assert "PEFT: LoRA of rank 8" in capsys.readouterr().out
+    assert list(tmp_path.glob("*_techniques/*.json"))
