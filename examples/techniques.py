@@ -77,13 +77,13 @@ class Block(nn.Module):
     sizes: Sizes
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, time, width) -> the same."""
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        """(batch, time, width) -> the same, as the carry of a scan."""
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         attention = nn.MultiHeadDotProductAttention(self.sizes.heads, dtype=x.dtype)
         x = x + attention(nn.LayerNorm(dtype=x.dtype)(x), mask=mask)
         y = nn.gelu(nn.Dense(4 * self.sizes.width, dtype=x.dtype)(nn.LayerNorm(dtype=x.dtype)(x)))
-        return x + nn.Dense(self.sizes.width, dtype=x.dtype)(y)
+        return x + nn.Dense(self.sizes.width, dtype=x.dtype)(y), None
 
 
 class Decoder(nn.Module):
@@ -96,8 +96,8 @@ class Decoder(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """(batch, time) int -> (batch, time, vocabulary)."""
         x = nn.Embed(self.sizes.vocabulary, self.sizes.width, dtype=self.dtype)(tokens)
-        for _ in range(self.sizes.layers):
-            x = Block(self.sizes)(x)
+        axes: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(Block, length=self.sizes.layers, **axes)(self.sizes)(x, None)
         return nn.Dense(self.sizes.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
 
 
@@ -219,7 +219,10 @@ def main() -> None:
     names = [name for name in TECHNIQUES if not args.only or any(word in name for word in args.only)]
     if not names:
         sys.exit(f"--only {' '.join(args.only)} is in none of: {', '.join(TECHNIQUES)}")
-    rows = [row(name, sizes, rounds, args.target) for name in names]
+    rows = []
+    for name in names:
+        rows.append(row(name, sizes, rounds, args.target))
+        print(f"{len(rows)} of {len(names)}: {name}", file=sys.stderr, flush=True)
     if args.png:
         picture(rows, args.png)
     device = jax.devices()[0].device_kind
