@@ -15,6 +15,7 @@ import functools
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax import program, targets
 from fp8jax.train.settings import TrainConfig
@@ -184,6 +186,22 @@ def row(name: str, sizes: Sizes, rounds: int, target: str | None) -> dict[str, A
     return found
 
 
+def starts(sizes: Sizes) -> list[dict[str, Any]]:
+    """Seconds to trace and compile the step at a first start, and at a second one with a compile cache."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first start", "second start"):
+            jax.clear_caches()
+            compilation_cache.reset_cache()
+            each = prepare({**BASE, "compile_cache": folder}, sizes)
+            start = time.perf_counter()
+            each.trainer.init()
+            _ = each.trainer.program
+            rows.append({"compile cache": name, "seconds": time.perf_counter() - start})
+    jax.config.update("jax_compilation_cache_dir", None)
+    return rows
+
+
 def picture(rows: list[dict[str, Any]], path: str) -> None:
     """Draws both ratios of each technique as bars."""
     import matplotlib.pyplot as plt
@@ -227,7 +245,9 @@ def main() -> None:
         picture(rows, args.png)
     device = jax.devices()[0].device_kind
     title = f"{device}, {sizes.layers} layers of {sizes.width}, {sizes.context} tokens a row"
-    output.finish("techniques", args.target or "cpu2", {title: rows}, args)
+    name = output.cpu_name() if device == "cpu" else device
+    name = f"{args.target}-{name}" if args.target else name
+    output.finish("techniques", name, {title: rows, f"{device}, compiling": starts(sizes)}, args)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def says_something(amax):
 def scale_of(amax, limit, margin):
     """amax / limit * 2**margin as TransformerEngine rounds it: the reciprocal of a rounded factor."""
     with np.errstate(over="ignore"):
-        factor = np.float32(limit) / np.float32(amax) * np.float32(2.0**-margin)
+        # In float64, whose quotient is not infinite before the margin is in it.
+        factor = np.float32(np.float64(limit) / np.float64(amax) * 2.0**-margin)
     return np.float32(1) / np.clip(factor, np.float32(MIN_SCALE), np.float32(MAX_SCALE))
 
 

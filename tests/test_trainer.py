@@ -42,6 +42,16 @@ class Net(nn.Module):
         return nn.Dense(VOCABULARY)(x)
 
 
+class Plain(nn.Module):
+    """All kinds of state, and soon compiled."""
+
+    @nn.compact
+    def __call__(self, tokens, train=True):
+        x = nn.Dense(2 * WIDTH, use_bias=False)(nn.Embed(VOCABULARY, WIDTH)(tokens))
+        x = nn.Dropout(0.1, deterministic=not train)(nn.BatchNorm(use_running_average=not train)(x))
+        return nn.Dense(VOCABULARY)(nn.gelu(x))
+
+
 class Small(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -65,7 +75,7 @@ def rows(count, seed=0):
 def trained(model=None, steps=3, **settings):
     """The trainer, its last state, and its losses on one batch."""
     settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, **settings}
-    trainer = Trainer(Net() if model is None else model, loss, TrainConfig(**settings), rows(1))
+    trainer = Trainer(Plain() if model is None else model, loss, TrainConfig(**settings), rows(1))
     state, losses, batch = trainer.init(), [], rows(trainer.rows)
     for _ in range(steps):
         state, seen = trainer.step(state, batch)
@@ -204,9 +214,9 @@ def test_a_budget(monkeypatch):
 
 
 def test_auto_compiles_what_fits():
-    budget = 4e6
+    budget = 1e6
     settings = TrainConfig(recipe="te", per_device_train_batch_size="auto", memory_budget=budget / 1e9)
-    trainer = Trainer(Net(blocks=1), loss, settings, rows(1))
+    trainer = Trainer(Plain(), loss, settings, rows(1))
     assert program.read(trainer.compile()).total <= budget
     assert program.read(trainer.compile(trainer.per_device + 1)).total > budget
     assert trainer.rows == trainer.found.rows > 1
@@ -217,7 +227,7 @@ def test_auto_compiles_what_fits():
 
 def test_a_plain_loop_does_the_same():
     trainer, state, losses = trained(steps=2, recipe="te", weight_decay=0.1)
-    model, tx = fp8jax.transform(Net(), "te"), optimizer_of(trainer.config)
+    model, tx = fp8jax.transform(Plain(), "te"), optimizer_of(trainer.config)
     variables = {**trainer.init().variables}
     opt_state, batch = tx.init(variables), rows(4)
 
@@ -267,8 +277,10 @@ def test_nnx():
 
 
 def test_it_starts_from_a_plain_model():
-    plain = Net().init({"params": jax.random.key(5), "dropout": jax.random.key(6)}, rows(4)["tokens"][:, :-1])
-    trainer = Trainer(Net(), loss, TrainConfig(per_device_train_batch_size=4), rows(1))
+    plain = Plain().init(
+        {"params": jax.random.key(5), "dropout": jax.random.key(6)}, rows(4)["tokens"][:, :-1]
+    )
+    trainer = Trainer(Plain(), loss, TrainConfig(per_device_train_batch_size=4), rows(1))
     state = trainer.init(plain)
     found = trainer.model.dequantize(state.variables)["params"]
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain["params"]), strict=True):
@@ -307,7 +319,7 @@ def pairs():
         yield pytest.param(settings, id=f"{first} and {second}", marks=marks)
 
 
-IN_SHORT = {("O2", "accumulation"), ("O3", "adamw_8bit"), ("te", "LoRA"), ("O1", "checkpointing fp8")}
+IN_SHORT = {("te", "LoRA"), ("O1", "checkpointing fp8")}
 
 
 @pytest.mark.parametrize("settings", list(pairs()))

@@ -67,7 +67,8 @@ def finish(
 
 def environment(device: str, packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """What a record says of where it was made: date, device, command, commit, versions."""
-    program = f"examples/bench/{pathlib.Path(sys.argv[0]).name}"
+    here = pathlib.Path(sys.argv[0]).resolve()
+    program = f"examples/{'' if here.parent.name == 'examples' else 'bench/'}{here.name}"
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,
