@@ -89,6 +89,7 @@ def test_blocks_need_less(bench):
 
 
 @needs_plugin
+@pytest.mark.long
 def test_program_finds_fp8_gemms(bench):
     out = bench("program", "--tiny", "--json", "--ways", "bf16", "fp8jax O2")
     (layer, whole), (mlp, rows), (deep, kept), (gpt, layers) = json.loads(out).items()

@@ -52,8 +52,16 @@ EVERYTHING_ELSE = "--no-twin --bias --no-remat --dtype bfloat16 --recipe te,scal
 
 @pytest.mark.parametrize(
     "options, names, layers",
-    [([], ["O2", "bf16"], 4), (EVERYTHING_ELSE.split(), ["te,scaling=current,exclude="], 5)],
-    ids=["default", "everything else"],
+    [
+        pytest.param([], ["O2", "bf16"], 4, id="default"),
+        pytest.param(
+            EVERYTHING_ELSE.split(),
+            ["te,scaling=current,exclude="],
+            5,
+            id="everything else",
+            marks=pytest.mark.long,
+        ),
+    ],
 )
 def test_two_steps(program, folder, capsys, options, names, layers):
     assert program.main([*runs.TINY, "--steps", "2", *options]) == 0

@@ -319,7 +319,7 @@ def pairs():
         yield pytest.param(settings, id=f"{first} and {second}", marks=marks)
 
 
-IN_SHORT = {("te", "LoRA"), ("O1", "checkpointing fp8")}
+IN_SHORT = {("te", "LoRA")}
 
 
 @pytest.mark.parametrize("settings", list(pairs()))
