@@ -14,7 +14,6 @@ same. `./dev train` does it in an environment of its own; --help lists options.
 """
 
 import dataclasses
-import math
 import pathlib
 import platform
 import sys
@@ -32,6 +31,7 @@ import fp8jax
 from fp8jax import train
 from fp8jax.train.config import knob
 from fp8jax.train.observe import Curves, Watched
+from fp8jax.train.settings import OPTIMIZERS
 
 MOST_FINAL_BATCHES = 400  # of the validation text at the end: all of it, unless it is long
 
@@ -59,6 +59,7 @@ class Config(train.launch.Launch):
     # the training
     steps: int = knob(500, "optimizer steps", least=1)
     batch: int = knob(12, "windows of text per step", least=1)
+    optim: str = knob("adamw", "adamw (moments as the recipe says), adamw_8bit or adafactor; of both models")
     lr: float = knob(1e-3, "learning rate after the warm-up", least=0)
     min_lr: float = knob(1e-4, "learning rate at the end of the cosine", least=0)
     warmup: int = knob(100, "steps in which the learning rate rises", least=0)
@@ -79,6 +80,10 @@ class Config(train.launch.Launch):
         train.config.check_ranges(self)
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype must be float32 or bfloat16; got {self.dtype}")
+        if self.optim not in OPTIMIZERS:
+            raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {self.optim}")
+        if self.optim != "adamw" and (self.zero or self.offload):
+            raise ValueError(f"--zero and --offload are for the moments of adamw; got --optim {self.optim}")
 
 
 class State(NamedTuple):
@@ -119,12 +124,16 @@ def decays(params: Any) -> Any:
 
 
 def optimizer(config: Config, recipe: fp8jax.Recipe, zero: Any) -> optax.GradientTransformation:
-    """Clipped AdamW."""
-    rate, betas = learning_rate(config), (config.beta1, config.beta2)
-    options = {"weight_decay": config.weight_decay, "mask": decays, "zero": zero}
-    return optax.chain(
-        fp8jax.optim.clip_by_global_norm(config.clip or math.inf),
-        fp8jax.optim.adamw(rate, recipe, *betas, **options),
+    """The optimizer that `config` names, after clipping."""
+    return train.optimizers.clipped(
+        OPTIMIZERS[config.optim],
+        learning_rate(config),
+        recipe,
+        (config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        mask=decays,
+        max_norm=config.clip,
+        zero=zero,
     )
 
 
@@ -229,6 +238,8 @@ def prepare(argv: Sequence[str] | None) -> Run:
         recipes = [fp8jax.Recipe.parse(config.recipe)]
         if config.twin and recipes[0] != fp8jax.Recipe.BF16:
             recipes.append(fp8jax.Recipe.BF16)
+        for recipe in recipes:
+            optimizer(config, recipe, None)  # refuses a recipe that it cannot be for
         text = train.data.load(config.data)
         train.data.check_length(text, config.batch, config.context)
         now = train.rundir.Began(train.config.kept(config), text.fingerprint)

@@ -132,7 +132,6 @@ REFUSED = [
     ({"target": "h200"}, "auto"),
     ({"per_device_train_batch_size": "auto", "target": "h900"}, "h900"),
     ({"optim": "adafactor", "recipe": "O3"}, "master"),
-    ({"optim": "adafactor", "weight_decay": 0.1}, "--weight-decay"),
     ({"optim": "adafactor", "zero": 1}, "use adamw"),
     ({"optim": "adamw_8bit", "zero": 2}, "use adamw"),
     ({"optim": "adamw_8bit", "offload": True}, "--offload"),
@@ -158,8 +157,10 @@ def test_the_schedule(kind, values):
     np.testing.assert_allclose(found, values or [0.25, 0.5, 0.75, 1, 0.5, 0], atol=1e-6)
 
 
-def test_only_matrices_decay():
-    settings = TrainConfig(recipe="fp32", learning_rate=0.1, lr_scheduler_type="constant", weight_decay=0.5)
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_only_matrices_decay(optim):
+    rate = {"learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    settings = TrainConfig(recipe="fp32", optim=optim, weight_decay=0.5, **rate)
     params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     tx = optimizer_of(settings)
     zeros = jax.tree.map(jnp.zeros_like, params)

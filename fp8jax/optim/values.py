@@ -51,15 +51,20 @@ def adafactor(
     References:
         Adafactor, arXiv 1804.04235.
     """
-    row = Recipe.parse(recipe)
-    if row.master_weight != "-":
-        raise ValueError(
-            f"`recipe`: expected one without master weights; got {row}, whose weights of 8 bits are too "
-            "coarse for adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
-        )
+    refuse_masters(recipe)
     refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
     options["weight_decay_mask"] = plain_mask(weight_decay_mask)
     return on_values(optax.adafactor(learning_rate, **options))
+
+
+def refuse_masters(recipe: Recipe | str) -> None:
+    """Raises ValueError for a recipe that keeps master weights, which adafactor does not have."""
+    row = Recipe.parse(recipe)
+    if row.master_weight != "-":
+        raise ValueError(
+            f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
+            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
+        )
 
 
 def on_values(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -10,6 +10,7 @@ from fp8jax.train import data as data
 from fp8jax.train import extras as extras
 from fp8jax.train import launch as launch
 from fp8jax.train import observe as observe
+from fp8jax.train import optimizers as optimizers
 from fp8jax.train import placement as placement
 from fp8jax.train import processes as processes
 from fp8jax.train import report as report

@@ -1,12 +1,15 @@
 """The optimizer of a `TrainConfig`: a schedule, clipping, and one of fp8jax's."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
 
 from fp8jax import optim
+from fp8jax.optim.values import refuse_masters
+from fp8jax.recipe import Recipe
 from fp8jax.train.settings import TrainConfig
 
 
@@ -31,17 +34,61 @@ def optimizer_of(config: TrainConfig, zero: Any = None) -> optax.GradientTransfo
         config: its settings under "optimizer", and its recipe.
         zero: as in `fp8jax.optim.adamw`.
     """
-    rate, recipe = schedule_of(config), config.precision
-    if config.optimizer == "adafactor":
-        # As Transformers has it: the rate is that of the schedule, not of the weights' size.
-        tx = optim.adafactor(rate, recipe, multiply_by_parameter_scale=False)
-    else:
-        make, spread = optim.adamw, {"zero": zero}
-        if config.optimizer == "adamw_8bit":
-            make, spread = optim.adamw_8bit, {}
-        betas = config.adam_beta1, config.adam_beta2, config.adam_epsilon
-        tx = make(rate, recipe, *betas, weight_decay=config.weight_decay, mask=decays, **spread)
-    return optax.chain(optim.clip_by_global_norm(config.max_grad_norm or math.inf), tx)
+    return clipped(
+        config.optimizer,
+        schedule_of(config),
+        config.precision,
+        (config.adam_beta1, config.adam_beta2, config.adam_epsilon),
+        weight_decay=config.weight_decay,
+        mask=decays,
+        max_norm=config.max_grad_norm,
+        zero=zero,
+    )
+
+
+def clipped(
+    name: str,
+    rate: optax.Schedule,
+    recipe: Recipe,
+    betas: Sequence[float],
+    *,
+    weight_decay: float,
+    mask: Any,
+    max_norm: float,
+    zero: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer by name, after clipping.
+
+    Args:
+        name: adamw, adamw_8bit or adafactor. Its rate is the schedule's, as Transformers has it, not one
+            of the weights' size.
+        rate: learning rate by step.
+        recipe: gives the moments of adamw, and the master weights.
+        betas: both of Adam's, and epsilon if it is not the default one; not for adafactor.
+        weight_decay: decoupled, times the rate.
+        mask: of it, as in optax.
+        max_norm: of the gradient; 0 is no limit.
+        zero: as in `fp8jax.optim.adamw`; only for it.
+
+    Raises:
+        ValueError: adafactor for a recipe with master weights.
+    """
+    clip = optim.clip_by_global_norm(max_norm or math.inf)
+    if name == "adafactor":
+        refuse_masters(recipe)
+        return optax.chain(clip, optim.on_values(_adafactor(rate, weight_decay, mask)))
+    make = {"adamw": optim.adamw, "adamw_8bit": optim.adamw_8bit}[name]
+    spread = {"zero": zero} if name == "adamw" else {}
+    return optax.chain(clip, make(rate, recipe, *betas, weight_decay=weight_decay, mask=mask, **spread))
+
+
+def _adafactor(rate: optax.Schedule, weight_decay: float, mask: Any) -> optax.GradientTransformation:
+    """Decoupled decay is inside of the rate, as in AdamW; optax's own option has it outside."""
+    return optax.chain(
+        optax.adafactor(None, multiply_by_parameter_scale=False),
+        optax.add_decayed_weights(-weight_decay, mask),
+        optax.scale_by_learning_rate(rate, flip_sign=False),
+    )
 
 
 def decays(params: Any) -> Any:

@@ -149,10 +149,6 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
             "adamw or adamw_8bit, or a level like O2",
         ),
         (
-            config.optimizer == "adafactor" and config.weight_decay,
-            f"--weight-decay {config.weight_decay} is for adamw and adamw_8bit; --optim adafactor has none",
-        ),
-        (
             config.zero and config.optimizer != "adamw",
             f"--zero {config.zero} shares moments among devices, not --optim {config.optim}'s; use adamw",
         ),
