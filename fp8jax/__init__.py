@@ -21,7 +21,7 @@ from fp8jax.models import report as report
 from fp8jax.models import transform as transform
 from fp8jax.models import unmerge as unmerge
 from fp8jax.models import value_and_grad as value_and_grad
-from fp8jax.models.linen import dot_general_cls as dot_general_cls
+from fp8jax.models.linen_dot import dot_general_cls as dot_general_cls
 from fp8jax.models.lora import LoRA as LoRA
 from fp8jax.models.nnx import FP8State as FP8State
 from fp8jax.models.nnx import Frozen as Frozen

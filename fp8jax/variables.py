@@ -17,6 +17,9 @@ SCALING = "_overwrite_with_gradient"
 LOSS_SCALE = "loss_scale"
 FROZEN = "frozen"
 
+# All others are the module's own, such as batch statistics, and change as it says.
+OURS = (PARAMS, SCALING, LOSS_SCALE, FROZEN)
+
 
 def has_params(variables: Any) -> bool:
     """Whether `variables` are collections, not parameters alone."""

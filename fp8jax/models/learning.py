@@ -21,11 +21,9 @@ from fp8jax.gradients import apply_updates
 from fp8jax.models.linen import LinenModel
 from fp8jax.models.nnx import FP8State
 from fp8jax.models.nnx_gradient import tree_of
-from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING
+from fp8jax.variables import OURS, PARAMS, SCALING
 
 Loss = Callable[[Any, Any], jax.Array]
-
-_NOT_MUTABLE = (PARAMS, FROZEN, SCALING, LOSS_SCALE)
 
 
 class State(NamedTuple):
@@ -146,7 +144,7 @@ class _OfLinen:
 
     def _call(self, variables: Mapping[str, Any], batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         """The loss, and the collections that it changed."""
-        kept = [name for name in variables if name not in _NOT_MUTABLE]
+        kept = [name for name in variables if name not in OURS]
         others: dict[str, Any] = {}
 
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:

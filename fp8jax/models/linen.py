@@ -16,23 +16,21 @@ like "params":
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from fp8jax import backends, loss_scale
-from fp8jax.dot import dot_general, init_state, quantized_kernel
+from fp8jax.dot import quantized_kernel
 from fp8jax.models import attention_layers, blocks, blocks_linen, layers
+from fp8jax.models.linen_variables import merge, split
 from fp8jax.models.report import Report, Rows, measured, trace
 from fp8jax.models.rules import Rule, Rules
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import format_of, is_scaled, quantize, value
-from fp8jax.scaling.merge import to_max
-from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING
+from fp8jax.variables import LOSS_SCALE, OURS, PARAMS, SCALING
 
 
 def transform(
@@ -139,8 +137,7 @@ class LinenModel:
             return ()
 
         trace(init, *args, **kwargs)
-        mutable = [name for name in variables if name not in (PARAMS, SCALING, LOSS_SCALE, FROZEN)]
-
+        mutable = [name for name in variables if name not in OURS]
         attentions: attention_layers.Found = {}
 
         def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -192,9 +189,7 @@ class LinenModel:
 
         Args: the variables, then the model's inputs; arrays or `jax.ShapeDtypeStruct`s.
         """
-        rules = Rules(self.recipe, self.rules)
-        rows: Rows = {}
-        interceptor = layers.Interceptor(self.module, rules, self.backend, rows)
+        interceptor = self._interceptor({})
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with nn.intercept_methods(interceptor):
@@ -251,105 +246,3 @@ def _replaced(params: Any, state: Any, parts: list[str], recipe: Recipe, rank: i
 def paths_of(rows: Rows) -> list[str]:
     """Those of the layers that a pattern may match."""
     return [row.path for row in rows.values() if row.kernel_shape]
-
-
-def merge(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables as the module takes them: each kernel's scaling state beside the kernel."""
-    inside = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        # On one of many devices there is nothing for a box of axis names to constrain.
-        inside = layers.with_quiet_boxes(inside)
-    inside[PARAMS], others = _merge_params(inside.get(PARAMS, {}), to_max(variables.get(SCALING, {})))
-    return {**inside, **({SCALING: others} if others else {})}
-
-
-def _merge_params(params: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters with the states of their kernels, and the states of products that are no layer's."""
-    merged, others = dict(params), {}
-    for name, kept in state.items():
-        if name not in params:
-            others[name] = kept
-        elif isinstance(params[name], Mapping):
-            merged[name], below = _merge_params(params[name], kept)
-            others.update({name: below} if below else {})
-        else:
-            merged[layers.STATES[name]] = kept
-    return merged, others
-
-
-def split(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `merge`."""
-    outside = dict(variables)
-    if PARAMS in outside:
-        outside[PARAMS], state = _split_params(outside[PARAMS])
-        if state:
-            outside[SCALING] = _union(state, outside.get(SCALING, {}))
-    return outside
-
-
-def _split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    plain: dict[str, Any] = {}
-    state: dict[str, Any] = {}
-    names = {of_state: of_param for of_param, of_state in layers.STATES.items()}
-    for name, leaf in params.items():
-        if name in names:
-            state[names[name]] = leaf
-        elif isinstance(leaf, Mapping):
-            plain[name], below = _split_params(leaf)
-            if below:
-                state[name] = below
-        else:
-            plain[name] = leaf
-    return plain, state
-
-
-def _union(a: Any, b: Any) -> Any:
-    """The leaves of two trees of mappings."""
-    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
-        return a
-    return {name: _union(a.get(name, b.get(name)), b.get(name, a.get(name))) for name in {**a, **b}}
-
-
-class DotGeneral(nn.Module):
-    """What `fp8jax.dot_general_cls` makes: a product with a scaling state of its own."""
-
-    recipe: Recipe
-    backend: str = "auto"
-
-    @nn.compact
-    def __call__(self, lhs: Any, rhs: Any, dimension_numbers: Any, *ignored: Any, **kwargs: Any) -> jax.Array:
-        """`lax.dot_general`; precision and the like are those of a wider GEMM."""
-        fresh = init_state(self.recipe)
-        state = {name: self.variable(SCALING, name, lambda x=x: x).value for name, x in fresh.items()}
-        out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-        return dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            recipe=self.recipe,
-            state=state,
-            out_dtype=out_dtype,
-            backend=self.backend,
-        )
-
-
-def dot_general_cls(recipe: Recipe | str, *, backend: str = "auto") -> Callable[[], DotGeneral]:
-    """For Linen modules that take a `dot_general_cls`: their products in FP8, without `transform`.
-
-        nn.Dense(16, dot_general_cls=fp8jax.dot_general_cls("te"))
-
-    The state is in "_overwrite_with_gradient"; `fp8jax.value_and_grad` and `fp8jax.apply_updates` take
-    such variables. Under `nn.scan` and `nn.vmap` that collection needs an axis, as any other.
-
-    Args:
-        recipe: its GEMM column is used; kernels come as the layer gives them.
-        backend: see `fp8jax.transform`.
-
-    Raises:
-        ValueError: the recipe's GEMMs are not FP8.
-    """
-    recipe = Recipe.parse(recipe)
-    if recipe.gemm != "FP8":
-        raise ValueError(f"`recipe`: expected gemm=FP8; got gemm={recipe.gemm}.")
-    recipe = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
-    return functools.partial(DotGeneral, recipe, backend)

@@ -24,12 +24,13 @@ from fp8jax import backends, loss_scale
 from fp8jax.dot import init_state
 from fp8jax.layout import Layout
 from fp8jax.models import blocks, layers, linen
+from fp8jax.models.linen_variables import split
 from fp8jax.models.lora import A, LoRA, frozen_rules, is_able
 from fp8jax.models.report import Rows, trace
 from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import is_scaled, value
-from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING
+from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
 def transform(
@@ -66,10 +67,9 @@ class LoRAModel(linen.LinenModel):
     def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """`init`, and what the model gives then."""
         variables = self.init(rngs, *args, **kwargs)
-        ours = (PARAMS, FROZEN, SCALING, LOSS_SCALE)
         rngs = rngs if isinstance(rngs, Mapping) else {}
         streams = {name: key for name, key in rngs.items() if name != PARAMS}
-        others = [name for name in variables if name not in ours]
+        others = [name for name in variables if name not in OURS]
         out, _ = self.apply(variables, *args, rngs=streams, mutable=others, **kwargs)
         return out, variables
 
@@ -138,8 +138,7 @@ class LoRAModel(linen.LinenModel):
         return dict(variables)
 
     def _base(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        ours = (PARAMS, FROZEN, SCALING, LOSS_SCALE)
-        plain = {name: tree for name, tree in variables.items() if name not in ours}
+        plain = {name: tree for name, tree in variables.items() if name not in OURS}
         values = jax.tree.map(value, variables[FROZEN], is_leaf=is_scaled)
         return {**plain, PARAMS: layers.with_plain_boxes(values)}
 
@@ -171,7 +170,7 @@ class LoRAModel(linen.LinenModel):
 
         def init(*args: Any, **kwargs: Any) -> Any:
             with nn.intercept_methods(interceptor):
-                variables = linen.split(self.module.init(rngs, *args, **kwargs))
+                variables = split(self.module.init(rngs, *args, **kwargs))
             shapes.update(jax.tree.map(jnp.shape, variables.get(SCALING, {})))
             return ()
 

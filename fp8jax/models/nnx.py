@@ -10,9 +10,6 @@ of its dot, `FP8State`s. They are no `nnx.Param`s, so optimizers and plain gradi
 `value_and_grad` gives them their new values in place, as NNX does with a BatchNorm's statistics.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,19 +20,15 @@ from fp8jax import backends, formats, loss_scale
 from fp8jax.contraction import is_dot
 from fp8jax.dot import init_state, quantized_kernel
 from fp8jax.models import attention_layers, blocks, blocks_nnx
-from fp8jax.models.lora import AdaptedDot
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
-from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import OWN_DOT, Report, Row, Rows, measured, scope, trace
+from fp8jax.models.multiply import GEMM_DTYPES
+from fp8jax.models.nnx_layers import STATE, How, attending, multiplying, rank_of, scoped, state_of
+from fp8jax.models.report import OWN_DOT, Report, Row, Rows, measured, trace
 from fp8jax.models.rules import Choice, Layer, Rule, Rules
-from fp8jax.models.subclass import change_class as _change_class
-from fp8jax.models.subclass import subclass as _subclass
+from fp8jax.models.subclass import change_class
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import quantize, value
-
-# The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
-STATE = "__fp8_"
 
 
 class FP8State(nnx.Variable):
@@ -99,9 +92,9 @@ def transform_as_chosen(
         choice = chosen.choose_attend(Layer(f"{path}.attend", layer, layer.embedding.shape[::-1]))
         if choice is not None:
             paths.append(f"{path}.attend")
-            layer.how__fp8 = _How(choice.recipe, backend, f"{path}.attend", None)
+            layer.how__fp8 = How(choice.recipe, backend, f"{path}.attend", None)
             _add_state(layer, "embedding", choice.recipe, ())
-            _change_class(layer, _attending)
+            change_class(layer, attending)
     chosen.check(paths)
     if recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
@@ -141,9 +134,9 @@ def _convert(layer: Any, path: str, rules: Rules, backend: str) -> None:
             layer.kernel.set_value(
                 quantize(layer.kernel.get_value(), format, power_of_two=True, blocks=blocks)
             )
-    layer.how__fp8 = _How(recipe, backend, path, reason)
+    layer.how__fp8 = How(recipe, backend, path, reason)
     if reason is None or (recipe.gemm in GEMM_DTYPES and not _has_own_dot(layer)):
-        _change_class(layer, _multiplying)
+        change_class(layer, multiplying)
 
 
 def _add_state(layer: Any, kernel: str, recipe: Recipe, stack: tuple[int, ...]) -> None:
@@ -187,7 +180,7 @@ def named(model: nnx.Module) -> nnx.Module:
     return _named(model)[0]
 
 
-def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
+def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, list[How]]:
     """The copy, a row for each of its layers, and how those that were transformed multiply."""
     copy, rows, hows = nnx.clone(model), {}, []
     for path, layer in layers_of(copy, (*MATCHED, *LEFT_ALONE)):
@@ -204,7 +197,7 @@ def _named(model: nnx.Module) -> tuple[nnx.Module, Rows, "list[_How]"]:
         lora = layer.lora_a.shape[-1] if how and how.lora_scale is not None else 0
         rows[path] = Row(path, kind, tuple(shape), reason is None, reason or "", lora=lora)
         layer.path__fp8 = path
-        _change_class(layer, _scoped)
+        change_class(layer, scoped)
     if not hows:
         raise TypeError("`model`: expected what fp8jax.transform made; no layer of it is transformed.")
     return copy, rows, hows
@@ -224,7 +217,7 @@ def dequantize(model: nnx.Module) -> nnx.Module:
         for name in [name for name in vars(layer) if name.endswith("__fp8") or STATE in name]:
             delattr(layer, name)
         # A class of the user's may have the name of its base: only what `transform` made is undone.
-        _change_class(layer, lambda cls: vars(cls).get("plain__fp8", cls))
+        change_class(layer, lambda cls: vars(cls).get("plain__fp8", cls))
     if hasattr(copy, "loss_scale__fp8"):
         del copy.loss_scale__fp8
     return copy
@@ -236,19 +229,9 @@ def freeze(model: nnx.Module) -> nnx.Module:
     for _, layer in layers_of(copy, MATCHED):
         how = getattr(layer, "how__fp8", None)
         if how is not None and how.reason is None:
-            kernel, state = layer.kernel.get_value(), _state_of(layer)
+            kernel, state = layer.kernel.get_value(), state_of(layer)
             layer.kernel.set_value(quantized_kernel(kernel, how.recipe, state, rank_of(layer)))
     return copy
-
-
-def rank_of(layer: Any) -> int:
-    """The rank of one kernel; a stack of layers, made under `nnx.vmap`, has more axes in front, and so
-    have the kernels of experts."""
-    if isinstance(layer, nnx.Einsum):
-        return len(layer.kernel_shape)
-    if isinstance(layer, nnx.LinearGeneral):
-        return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
-    return 2
 
 
 def _kernel_shape(layer: Any) -> tuple[int, ...]:
@@ -264,126 +247,3 @@ def _has_own_dot(layer: Any) -> bool:
     if getattr(layer, "dot_general_cls", None) is not None:
         return True
     return layer.dot_general not in (None, jax.lax.dot_general)
-
-
-@dataclasses.dataclass(frozen=True)
-class _How:
-    """How a layer multiplies: a constant of the model's graph."""
-
-    recipe: Recipe
-    backend: str
-    path: str
-    reason: str | None  # why not in FP8
-    lora_scale: float | None = None  # of the product of its adapters, if it has some
-
-
-class _Operand:
-    """A kernel between a layer's `promote_dtype` and its product, with who multiplies it."""
-
-    def __init__(self, kernel: Any, multiply: FP8Dot | WideDot | AdaptedDot):
-        self.kernel, self.multiply = kernel, multiply
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.kernel.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.kernel.ndim
-
-
-def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, inexact: bool = True) -> Any:
-    del inexact
-    how = layer.how__fp8
-    if how.reason is None:
-        multiply = FP8Dot(how.recipe, how.backend, functools.partial(_state_of, layer), layer.param_dtype)
-    else:
-        multiply = WideDot(GEMM_DTYPES[how.recipe.gemm], layer.param_dtype)
-    if how.lora_scale is not None:
-        adapters = layer.lora_a.get_value(), layer.lora_b.get_value()
-        multiply = AdaptedDot(multiply, adapters, how.lora_scale)
-    inputs, kernel, bias = multiply.operands(*operands, dtype=dtype)
-    return inputs, _Operand(kernel, multiply), bias
-
-
-def _state_of(layer: Any, kernel: str = "kernel") -> dict[str, jax.Array]:
-    fresh = init_state(layer.how__fp8.recipe)
-    state = {name: getattr(layer, f"{kernel}{STATE}{name}").get_value() for name in fresh}
-    if kernel == "kernel" and layer.kernel.ndim == rank_of(layer):
-        for name, new in fresh.items():
-            if state[name].shape != new.shape:
-                raise ValueError(
-                    f"layer {layer.how__fp8.path!r}: expected the scaling state of one layer, "
-                    f"{name}{new.shape}; got {state[name].shape}. Where `nnx.StateAxes` give `nnx.Param` an "
-                    "axis, `fp8jax.FP8State` needs it too: `{(nnx.Param, fp8jax.FP8State): 0, ...: None}`."
-                )
-    return state
-
-
-def _attend(layer: Any, query: Any, out_sharding: Any = None) -> Any:
-    """What `nnx.Embed.attend` does, in FP8."""
-    how = layer.how__fp8
-    state = functools.partial(_state_of, layer, "embedding")
-    multiply = FP8Dot(how.recipe, how.backend, state, layer.param_dtype)
-    query, table, _ = multiply.operands(query, layer.embedding[...], None, layer.dtype)
-    dimensions = (((query.ndim - 1,), (1,)), ((), ()))
-    return _dot_general(query, _Operand(table, multiply), dimensions, out_sharding=out_sharding)
-
-
-def _dot_general(
-    lhs: Any, rhs: _Operand, dimension_numbers: Any, *, out_sharding: Any = None, **kw: Any
-) -> Any:
-    kw.pop("preferred_element_type", None)
-    return rhs.multiply.dot_general(lhs, rhs.kernel, dimension_numbers, out_sharding=out_sharding, **kw)
-
-
-def _einsum(subscripts: str, lhs: Any, rhs: _Operand, *, out_sharding: Any = None, **ignored: Any) -> Any:
-    return rhs.multiply.einsum(subscripts, lhs, rhs.kernel, out_sharding)
-
-
-def _ragged_dot(lhs: Any, rhs: _Operand, group_sizes: Any, over: Any = None) -> Any:
-    return rhs.multiply.ragged_dot(lhs, rhs.kernel, group_sizes, over)
-
-
-def _hook(name: str, make: Callable[[Any], Any]) -> property:
-    """What a layer finds in the place of its attribute, which it keeps."""
-
-    def put(layer: Any, new: Any) -> None:
-        vars(layer)[name] = new
-
-    return property(make, put)
-
-
-_SEAMS = {
-    "promote_dtype": _hook("promote_dtype", lambda layer: functools.partial(_promote, layer)),
-    "dot_general": _hook("dot_general", lambda layer: _dot_general),
-    "einsum_op": _hook("einsum_op", lambda layer: _einsum),
-    "ragged_dot": _hook("ragged_dot", lambda layer: _ragged_dot),
-}
-
-
-@functools.cache
-def _multiplying(cls: type) -> type:
-    """A subclass whose layers multiply as their `how__fp8` says."""
-    return _subclass(cls, _SEAMS)
-
-
-@functools.cache
-def _attending(cls: type) -> type:
-    """A subclass of an embedding whose `attend` multiplies in FP8."""
-    return _subclass(cls, {"attend": _attend})
-
-
-@functools.cache
-def _scoped(cls: type) -> type:
-    """A subclass whose products are counted as those of its `path__fp8`."""
-
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        with scope(layer.path__fp8):
-            return cls.__call__(layer, *args, **kwargs)
-
-    def attend(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        with scope(layer.path__fp8):
-            return cls.attend(layer, *args, **kwargs)
-
-    return _subclass(cls, {"__call__": call, **({"attend": attend} if hasattr(cls, "attend") else {})})

@@ -23,7 +23,8 @@ from fp8jax.models import blocks
 from fp8jax.models.lora import A, B, LoRA, frozen_rules, is_able
 from fp8jax.models.moe.nnx import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES
-from fp8jax.models.nnx import MATCHED, Frozen, dequantize, layers_of, rank_of, transform_as_chosen
+from fp8jax.models.nnx import MATCHED, Frozen, dequantize, layers_of, transform_as_chosen
+from fp8jax.models.nnx_layers import rank_of
 from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
 
