@@ -254,7 +254,8 @@ def test_settings_that_contradict_each_other_are_refused(recipe, options, messag
 
 def test_a_rule_with_fp8_is_enough_to_keep_its_operands():
     rules = [fp8jax.Rule("up", "te")]
-    fp8jax.transform(Listed(), "bf16", rules=rules, gradient_checkpointing="fp8")
+    model = fp8jax.transform(Listed(), "bf16", rules=rules, gradient_checkpointing="fp8")
+    assert "gradient_checkpointing=fp8" in str(model.report(X, False))
 
 
 def test_intermediates_are_captured_once():
