@@ -138,7 +138,7 @@ def test_tensors_whose_scales_differ_in_layout_move_as_each_alone():
 def test_a_leaf_is_cut_where_its_scales_allow():
     def cut(blocks):
         x = quantize(jnp.ones((4, 8, 3000)), formats.FP16, power_of_two=True, blocks=blocks)
-        return pieces._cut(pieces.Leaf(x, x, x, x, None))
+        return pieces.cut_of(pieces.Leaf(x, x, x, x, None))
 
     assert cut(()) == cut((1, 1, 1)) == (1, 96000, 16384)
     assert cut((4, 1, 1)) == (4, 24000, 16384)

@@ -32,7 +32,7 @@ _MOST = 2**31 - 1
 _COPIED, _COPIED_SHARE = 2**19, 0.25
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How a tensor is cut: slabs with a scale each, in pieces that overlap where they do not fit."""
 
     slabs: int
@@ -41,10 +41,12 @@ class _Cut(NamedTuple):
 
     @property
     def per_slab(self) -> int:
+        """Pieces in a slab."""
         return -(-self.slab // self.piece)
 
     @property
     def pieces(self) -> int:
+        """Of all slabs."""
         return self.slabs * self.per_slab
 
     def at(self, i: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -54,7 +56,7 @@ class _Cut(NamedTuple):
         return slab, start, begin - start
 
 
-def _cut(leaf: Leaf, together: int = 1) -> _Cut | None:
+def cut_of(leaf: Leaf, together: int = 1) -> Cut | None:
     """How each of `together` leaves like this is cut; None where a scale is not one of whole slabs, or
     there is too little to cut, or too much."""
     shape, slabs = leaf.grad.shape, 1
@@ -69,7 +71,7 @@ def _cut(leaf: Leaf, together: int = 1) -> _Cut | None:
     size = math.prod(shape) // slabs
     if not (_FEW if slabs > 1 else 1) <= size <= _MOST:
         return None
-    return _Cut(slabs, size, min(size, _PIECE // together))
+    return Cut(slabs, size, min(size, _PIECE // together))
 
 
 def amaxes(leaves: list[Leaf], numbers: Numbers, decay: str) -> jax.Array:
@@ -77,23 +79,23 @@ def amaxes(leaves: list[Leaf], numbers: Numbers, decay: str) -> jax.Array:
     if len(leaves) > 1 and is_small(leaves[0]):
         tensors = before_rounding(moved(stacked(leaves), numbers, decay), leaves[0])
         return jnp.concatenate([amax(tensor, (len(leaves), 1)) for tensor in tensors], axis=1)
-    cut, kept = _cut(leaves[0], len(leaves)), to_round(leaves[0])
+    cut, kept = cut_of(leaves[0], len(leaves)), to_round(leaves[0])
     if cut is None:
         [leaf] = leaves
         tensors = before_rounding(moved(leaf, numbers, decay), leaf)
         shapes = [() if node is None else node.scale.shape for node in kept]
         amaxes = [amax(tensor, shape).reshape(1, -1) for tensor, shape in zip(tensors, shapes, strict=True)]
         return jnp.concatenate(amaxes, axis=1)
-    arrays = [_each(_data, leaf) for leaf in leaves]
+    arrays = [each(data_of, leaf) for leaf in leaves]
 
     # Gathered rows are carried, so that they are stored; a tensor alone is read where it is needed.
     def load(i: Any) -> Leaf | None:
-        return _rows(arrays, cut, i) if len(leaves) > 1 else None
+        return rows_of(arrays, cut, i) if len(leaves) > 1 else None
 
     def look(i: jax.Array, carry: tuple[jax.Array, Leaf | None]) -> tuple[jax.Array, Leaf | None]:
         found, rows = carry
         slab, _, _ = cut.at(i)
-        piece = _decoded(leaves, _rows(arrays, cut, i) if rows is None else rows, slab)
+        piece = decoded(leaves, rows_of(arrays, cut, i) if rows is None else rows, slab)
         tensors = before_rounding(moved(piece, numbers, decay), piece)
         seen = jnp.stack([amax(tensor, (len(leaves), 1)) for tensor in tensors])
         start = (0, 0, slab)
@@ -116,9 +118,8 @@ def groups(leaves: list[Leaf], decays: tuple[str, ...]) -> list[list[int]]:
     for number, (leaf, decay) in enumerate(zip(leaves, decays, strict=True)):
         formats = tuple(node if node is None else _kind_of(node) for node in leaf)
         # Wide tensors are moved faster than they are gathered in rows.
-        cut = (
-            math.prod(leaf.grad.shape) if is_small(leaf) else None if to_round(leaf) == [None] else _cut(leaf)
-        )
+        cut: Any = None if to_round(leaf) == [None] else cut_of(leaf)
+        cut = math.prod(leaf.grad.shape) if is_small(leaf) else cut
         kind = number if cut is None else (formats, decay, cut)
         lists = alike.setdefault(kind, [[]])
         room = _MOST_TOGETHER if not _copied(leaf) else min(_MOST_TOGETHER, most // _copied(leaf))
@@ -151,7 +152,7 @@ def stacked(leaves: list[Leaf]) -> Leaf:
     """Small leaves as the rows of one, a scale for each row."""
 
     def stack(*nodes: Any) -> Any:
-        rows = jnp.stack([_bits(_data(node)).reshape(-1) for node in nodes])
+        rows = jnp.stack([bits_of(data_of(node)).reshape(-1) for node in nodes])
         if not is_scaled(nodes[0]):
             return rows
         scale = _columns([node.scale for node in nodes])
@@ -164,7 +165,7 @@ def unstacked(rows: Leaf, leaves: list[Leaf]) -> list[Leaf]:
     """The arrays of each leaf, of those of `stacked(leaves)`."""
 
     def row(array: jax.Array, number: int) -> jax.Array:
-        bits = _bits(array)[number].reshape(leaves[number].grad.shape)
+        bits = bits_of(array)[number].reshape(leaves[number].grad.shape)
         return lax.bitcast_convert_type(bits, array.dtype)
 
     return [jax.tree.map(lambda array, i=i: row(array, i), rows) for i in range(len(leaves))]
@@ -182,7 +183,7 @@ def parted(scales: jax.Array, leaf: Leaf) -> list[jax.Array]:
 def way_to_write(leaf: Leaf) -> Callable[..., list[Leaf]] | None:
     """How to write a group of leaves like this in place; None if there is no such way."""
     if is_scaled(leaf.param):
-        return _written if _cut(leaf) is not None else None
+        return _written if cut_of(leaf) is not None else None
     return None if is_scaled(leaf.mu) or is_scaled(leaf.nu) else _written_plain
 
 
@@ -209,24 +210,24 @@ def _written(
     leaves: list[Leaf], numbers: Numbers, decay: str, scales: jax.Array, ok: jax.Array
 ) -> list[Leaf]:
     """What a step makes of the leaves' arrays; they stay as they are if not `ok`."""
-    cut = _cut(leaves[0], len(leaves))
+    cut = cut_of(leaves[0], len(leaves))
     assert cut is not None
     new_scales = parted(scales, leaves[0])
-    gradients = [_data(leaf.grad) for leaf in leaves]
+    gradients = [data_of(leaf.grad) for leaf in leaves]
 
     def load(arrays: list[Leaf], i: Any) -> Leaf:
         both = zip(arrays, gradients, strict=True)
-        return _rows([array._replace(grad=gradient) for array, gradient in both], cut, i)
+        return rows_of([array._replace(grad=gradient) for array, gradient in both], cut, i)
 
     def move(i: jax.Array, carry: tuple[list[Leaf], Leaf]) -> tuple[list[Leaf], Leaf]:
         arrays, rows = carry
         slab, start, had = cut.at(i)
 
         def take(rows: Leaf) -> Leaf:
-            piece = _decoded(leaves, rows, slab)
+            piece = decoded(leaves, rows, slab)
             new = rounded(moved(piece, numbers, decay), piece, [_column(scale, slab) for scale in new_scales])
             due = jnp.arange(cut.piece) >= had
-            choose = lambda new, old: jnp.where(due, _bits(_data(new)), old)  # noqa: E731
+            choose = lambda new, old: jnp.where(due, bits_of(data_of(new)), old)  # noqa: E731
             return jax.tree.map(choose, new, rows._replace(grad=None), is_leaf=is_scaled)
 
         # What a branch gives is stored, and not computed again for each row.
@@ -239,7 +240,7 @@ def _written(
         return arrays, load(arrays, i + 1)
 
     def go_through(old: list[Leaf]) -> list[Leaf]:
-        arrays = jax.tree.map(lambda data: _bits(data).reshape(cut.slabs, cut.slab), old)
+        arrays = jax.tree.map(lambda data: bits_of(data).reshape(cut.slabs, cut.slab), old)
         arrays, _ = lax.fori_loop(0, cut.pieces, move, (arrays, load(arrays, 0)))
         return jax.tree.map(
             lambda bits, data: lax.bitcast_convert_type(bits, data.dtype).reshape(data.shape), arrays, old
@@ -247,39 +248,41 @@ def _written(
 
     # A branch again, so that the groups take turns: each has bytes in copies of its own.
     return lax.cond(
-        ok, go_through, lambda old: old, [_each(_data, leaf._replace(grad=None)) for leaf in leaves]
+        ok, go_through, lambda old: old, [each(data_of, leaf._replace(grad=None)) for leaf in leaves]
     )
 
 
-def _each(function: Callable[[Any], Any], leaf: Leaf) -> Any:
+def each(function: Callable[[Any], Any], leaf: Leaf) -> Any:
+    """The function of each node of a leaf."""
     return jax.tree.map(function, leaf, is_leaf=is_scaled)
 
 
-def _data(node: Any) -> jax.Array:
+def data_of(node: Any) -> jax.Array:
+    """An array, or the codes of a scaled one."""
     return node.data if is_scaled(node) else node
 
 
-def _bits(data: jax.Array) -> jax.Array:
+def bits_of(data: jax.Array) -> jax.Array:
     """What a CPU can slice: not float8."""
     return to_bytes(data) if data.dtype.itemsize == 1 else data
 
 
-def _rows(arrays: list[Leaf], cut: _Cut, i: Any) -> Leaf:
+def rows_of(arrays: list[Leaf], cut: Cut, i: Any) -> Leaf:
     """Piece i of each leaf's arrays, as rows."""
     return jax.tree.map(lambda *alike: jnp.concatenate([_load(array, cut, i) for array in alike]), *arrays)
 
 
-def _load(array: jax.Array, cut: _Cut, i: Any) -> jax.Array:
+def _load(array: jax.Array, cut: Cut, i: Any) -> jax.Array:
     """Piece i, shape=(1, piece)."""
     slab, start, _ = cut.at(i)
     if array.dtype.itemsize == 1:
         # The barrier keeps the compiler from making bytes of the whole array before the loop.
         array, _ = lax.optimization_barrier((array, i))
-    array = _bits(array).reshape(cut.slabs, cut.slab)
+    array = bits_of(array).reshape(cut.slabs, cut.slab)
     return lax.dynamic_slice(array, (slab, start), (1, cut.piece))
 
 
-def _decoded(leaves: list[Leaf], rows: Leaf, slab: jax.Array) -> Leaf:
+def decoded(leaves: list[Leaf], rows: Leaf, slab: jax.Array) -> Leaf:
     """The leaves as one, with pieces of a slab as rows in the place of their tensors."""
 
     def decoded(rows: Any, *nodes: Any) -> Any:
