@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import fp8jax
 from fp8jax import formats, platforms, quantize
@@ -130,7 +131,8 @@ def test_in_pieces_a_step_is_the_same_and_keeps_no_copies(monkeypatch, format):
         platforms._trace.cache_clear()
 
         def step(params, state, seed):
-            return step_of(tx, params, state, {"w": jax.random.normal(jax.random.key(seed), stack.shape)})
+            numbers = lax.broadcasted_iota(jnp.float32, stack.shape, 2)
+            return step_of(tx, params, state, {"w": jnp.sin(numbers * numbers + seed)})
 
         at = jax.tree.map(jnp.array, params), tx.init(params)
         compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*at, 1).compile()
@@ -150,7 +152,7 @@ def test_in_pieces_a_step_is_the_same_and_keeps_no_copies(monkeypatch, format):
         assert off.max() <= 1 and (off != 0).sum() <= few
         np.testing.assert_allclose(mine["w"].absmax, theirs["w"].absmax, rtol=1e-6)
     # One float32 array is the gradient, over which the update is written; whole, both moments are added.
-    assert pieces_need < 1.5 * stack.nbytes < 3 * stack.nbytes < whole_needs
+    assert pieces_need < 2 * stack.nbytes < 3 * stack.nbytes < whole_needs
 
 
 # Every level ######################################################################################

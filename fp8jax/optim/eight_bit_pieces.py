@@ -123,14 +123,12 @@ def written(
             lambda bits, data: lax.bitcast_convert_type(bits, data.dtype).reshape(data.shape), arrays, old
         )
 
-    def leave(old: Leaf) -> Leaf:
-        # -0: of zeros XLA makes one array with those that a scan's gradients start from.
-        return old._replace(param=jnp.full_like(old.param, -0.0)) if plain else old
-
     arrays = _arrays(leaf)
     old = arrays._replace(grad=None, param=arrays.grad if plain else arrays.param)
-    new = lax.cond(ok, go_through, leave, old)
-    return new._replace(grad=new.param, param=None) if plain else new
+    # What a branch gives up has to be what it got, or a CPU copies the other one's.
+    new = lax.cond(ok, go_through, lambda old: old, old)
+    # -0: of zeros XLA makes one array with those that a scan's gradients start from.
+    return new._replace(grad=jnp.where(ok, new.param, -0.0), param=None) if plain else new
 
 
 def _arrays(leaf: Leaf) -> Leaf:
