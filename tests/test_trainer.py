@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,15 @@ class Small(nnx.Module):
 
     def __call__(self, tokens):
         return self.down(nnx.gelu(self.norm(self.up(self.embed(tokens)))))
+
+
+class Dropping(Small):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.down(self.dropout(nnx.gelu(self.norm(self.up(self.embed(tokens))))))
 
 
 def loss(model, batch):
@@ -275,6 +285,51 @@ def test_nnx():
     assert losses[2] < losses[0]
     _, seen = trainer.step(state, rows(4))
     assert seen.watched.scale.size == 2 * 3
+
+
+def bits(tree):
+    """Every leaf's bytes; of a random key its data's."""
+    leaves = jax.tree.leaves(tree)
+    keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    arrays = [
+        jax.random.key_data(leaf) if is_key else leaf for leaf, is_key in zip(leaves, keys, strict=True)
+    ]
+    return [np.asarray(array).tobytes() for array in arrays]
+
+
+def evaluation_loss(model, batch):
+    return loss(lambda tokens: model(tokens, train=False), batch)
+
+
+def test_an_evaluation_of_linen_has_no_dropout_and_changes_nothing():
+    trainer, state, _ = trained(steps=0, recipe="te", devices=2, per_device_train_batch_size=2)
+    before = bits(state)
+    evaluate, batch = trainer.evaluator(evaluation_loss), rows(6)
+    found = [float(evaluate(state, batch)) for _ in range(2)]
+    assert bits(state) == before
+    variables = jax.device_get(state.variables)
+    apply = jax.jit(lambda tokens: trainer.model.apply(variables, tokens, train=False))
+    # In two parts and then in one, so that float32 sums of 6 x 16 losses are added in another order.
+    np.testing.assert_allclose(found, 2 * [float(loss(apply, batch))], rtol=96 * 2**-24)
+    assert float(evaluate(state, rows(2))) != found[0]
+    with pytest.raises(ValueError, match="`batch`: expected rows that 2 devices divide; got 3"):
+        evaluate(state, rows(3))
+    with pytest.raises(flax.errors.FlaxError):
+        trainer.evaluator(loss)(state, batch)  # it asks for dropout, and to change its statistics
+
+
+def test_an_evaluation_of_nnx_changes_a_copy():
+    trainer, state, _ = trained(Dropping(nnx.Rngs(0)), steps=0, recipe="te")
+    before = bits(state)
+
+    def in_evaluation(model, batch):
+        model.eval()
+        return loss(model, batch)
+
+    evaluate = trainer.evaluator(in_evaluation)
+    one, other = float(evaluate(state, rows(3))), float(evaluate(state, rows(3)))
+    assert one == other != float(trainer.evaluator(loss)(state, rows(3)))
+    assert bits(state) == before
 
 
 def test_it_starts_from_a_plain_model():

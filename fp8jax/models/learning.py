@@ -40,7 +40,7 @@ class Learner(NamedTuple):
     init: Callable[[jax.Array, Any], State]
     restart: Callable[[Any], State]  # of variables
     step: Callable[[State, Any, jax.Array], tuple[State, jax.Array]]
-    loss: Callable[[Any, Any], jax.Array]  # of variables, without randomness or any change
+    evaluate: Callable[[Loss, Any, Any], jax.Array]  # another loss, of variables and a batch: no change
     scaling: Callable[[Any], dict[str, Any]]  # the scaling state in variables, as a collection
 
 
@@ -84,7 +84,7 @@ def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: 
         updates, opt_state = tx.update(grads, state.opt_state, kind.trained(variables))
         return State(state.step + 1, kind.updated(variables, updates), opt_state), loss
 
-    return Learner(init, restart, step, kind.loss, kind.scaling)
+    return Learner(init, restart, step, kind.evaluate, kind.scaling)
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -136,8 +136,8 @@ class _OfLinen:
     def updated(self, variables: Any, updates: Any) -> Any:
         return apply_updates(variables, updates)
 
-    def loss(self, variables: Any, batch: Any) -> jax.Array:
-        return self.loss_fn(functools.partial(self.model.apply, variables), batch)
+    def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
+        return loss(functools.partial(self.model.apply, variables), batch)
 
     def scaling(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         return {SCALING: variables.get(SCALING, {})}
@@ -189,8 +189,8 @@ class _OfNNX:
         nnx.update(model, apply_updates(nnx.as_pure(nnx.state(model, nnx.Param)), updates))
         return nnx.split(model)[1]
 
-    def loss(self, variables: Any, batch: Any) -> jax.Array:
-        return self.loss_fn(nnx.merge(self.graph, variables), batch)
+    def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
+        return loss(nnx.merge(self.graph, variables), batch)
 
     def scaling(self, variables: Any) -> dict[str, Any]:
         return {SCALING: tree_of(nnx.state(nnx.merge(self.graph, variables), FP8State))}

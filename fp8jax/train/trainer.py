@@ -15,6 +15,7 @@ optimizer of `fp8jax.optim`, `fp8jax.apply_updates`. The trainer is these, jitte
 
 import contextlib
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -162,12 +163,35 @@ class Trainer:
         """A batch of the host on the devices."""
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.place.feed(x), batch)
 
-    @functools.cached_property
-    def loss(self) -> Any:
-        """`loss(state, batch)`: without dropout or any change of the state; jitted."""
-        return self.place.one_at_a_time(
-            jax.jit(lambda state, batch: self.learner.loss(state.variables, batch))
-        )
+    def evaluator(self, loss: Loss) -> Callable[[State, Any], jax.Array]:
+        """A jitted function `(state, batch) -> loss` that changes nothing in the state.
+
+        Args:
+            loss: `loss(model, batch)`, a mean over rows, which calls the model as it is to be evaluated:
+                `model(x, train=False)`, or of an NNX module `model.eval()` first. A Linen model gets no random
+                streams and no mutable collections, so Flax raises where it asks for them; of an NNX module
+                what changes is a copy.
+
+        Returns:
+            The function; its batch has any number of rows that the devices divide, and is on the host or on
+            the devices. It compiles for each number anew.
+
+        Raises:
+            ValueError: from the function: the devices do not divide the rows of `batch`.
+        """
+        evaluate = functools.partial(self.learner.evaluate, loss)
+        jitted = self.place.one_at_a_time(jax.jit(evaluate, out_shardings=self.place.everywhere))
+
+        def mean_loss(state: State, batch: Any) -> jax.Array:
+            rows, devices = len(jax.tree.leaves(batch)[0]), self.place.mesh.size
+            if rows % devices:
+                raise ValueError(
+                    f"`batch`: expected rows that {devices} devices divide; got {rows}. Leave the last few out."
+                )
+            with self._precision():
+                return jitted(state.variables, self.fed(batch))
+
+        return mean_loss
 
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
         """The step's program, for another batch size or for a GPU that is not here."""
