@@ -112,6 +112,10 @@ def test_missing_extra_is_named(monkeypatch):
     with pytest.raises(ImportError) as caught:
         train.extras.check()
     assert str(caught.value) == "not installed: no_such_package; run: pip install 'fp8jax[train]'"
+    monkeypatch.setattr(train.extras, "PACKAGES", ("json",))
+    train.extras.check()
+    with pytest.raises(ImportError, match="not installed: no_such_grain;"):
+        train.extras.check("no_such_grain")
     with pytest.raises(ImportError) as needed:
         train.extras.need("no_such_package.part")
     assert str(needed.value).startswith("not installed: no_such_package.part; run: pip install")

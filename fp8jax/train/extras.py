@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-PACKAGES = ("grain", "matplotlib", "rich", "yaml")
+PACKAGES = ("matplotlib", "rich", "yaml")  # what every program with settings and a report uses
 
 
 def need(module: str) -> Any:
@@ -17,9 +17,13 @@ def need(module: str) -> Any:
         raise ImportError(_advice([module])) from None
 
 
-def check() -> None:
-    """Raises ImportError if one of the extra's packages is not installed, before any work is done."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+def check(*more: str) -> None:
+    """Raises ImportError if a package of the extra is not installed, before any work is done.
+
+    Args:
+        more: what the program uses besides `PACKAGES`: "grain" if it reads through a `Loader`.
+    """
+    missing = [name for name in (*PACKAGES, *more) if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(_advice(missing))
 
