@@ -15,7 +15,6 @@ same. `./dev train` does it in an environment of its own; --help lists options.
 
 import dataclasses
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +27,9 @@ import optax
 from gpt_model import GPT, GPTConfig
 
 import fp8jax
-from fp8jax import train
+from fp8jax import memory, program, train
 from fp8jax.train.config import knob
-from fp8jax.train.observe import Curves, Watched
+from fp8jax.train.observe import Curves, Seen
 from fp8jax.train.settings import OPTIMIZERS
 
 MOST_FINAL_BATCHES = 400  # of the validation text at the end: all of it, unless it is long
@@ -73,6 +72,7 @@ class Config(train.launch.Launch):
     eval_batches: int = knob(20, "random batches per validation; the last one takes them all", least=1)
     checkpoint_interval: int = knob(250, "steps between checkpoints", least=1)
     log_interval: int = knob(10, "steps between updates of display and scales; a stop waits for one", least=1)
+    plan: bool = knob(True, "compare the memory of a step with its plan, which takes seconds")
     out: str = knob("", "folder of the run; by default runs/gpt-N")
     resume: bool = knob(False, "go on with the run in --out, or with the newest one")
 
@@ -96,9 +96,11 @@ class State(NamedTuple):
 class Learner(NamedTuple):
     """The training of a model under one recipe."""
 
-    step: Callable[[State, jax.Array], tuple[State, jax.Array, Watched]]  # takes the state over
+    step: Callable[[State, jax.Array], tuple[State, Seen]]  # takes the state over
     loss: Callable[[State, jax.Array], jax.Array]
     gradients: Any  # their shapes and dtypes
+    compiled: program.Program  # a step's
+    plan: Callable[[], memory.Plan]  # of its memory
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -149,11 +151,12 @@ def build(config: Config, model: Any, place: train.placement.Placement) -> tuple
     # Jitted by itself so that it is traced once, for the step and for the gradients' shapes.
     loss_and_grads = jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))
 
-    def step(state: State, batch: jax.Array) -> tuple[State, jax.Array, Watched]:
+    def step(state: State, batch: jax.Array) -> tuple[State, Seen]:
         loss, grads = loss_and_grads(state.variables, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.variables)
         variables = fp8jax.apply_updates(state.variables, updates)
-        return State(variables, opt_state), loss, train.observe.watch(state.variables, variables, recipe)
+        watched = train.observe.watch(state.variables, variables, recipe)
+        return State(variables, opt_state), Seen(loss, fp8jax.optim.skipped(opt_state), watched)
 
     def first_state(key: jax.Array, tokens: jax.Array) -> State:
         variables = model.init(key, tokens)
@@ -162,28 +165,46 @@ def build(config: Config, model: Any, place: train.placement.Placement) -> tuple
 
     batch = np.zeros((config.batch, config.context + 1), np.int32)
     state = jax.jit(first_state)(jax.random.key(config.seed), batch[:, :-1])
-    kept = (jax.tree.map(lambda x: x.sharding, state), place.everywhere, place.everywhere)
+    kept = (jax.tree.map(lambda x: x.sharding, state), place.everywhere)
     batch = place.feed(batch)
     loss = jax.jit(lambda state, batch: loss_fn(state.variables, batch), out_shardings=place.everywhere)
     # Compiled here, so that the time of the first step says something.
     step = jax.jit(step, donate_argnums=0, out_shardings=kept).lower(state, batch).compile()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
     learner = Learner(
         step=place.one_at_a_time(step),
         loss=place.one_at_a_time(loss.lower(state, batch).compile()),
         gradients=jax.eval_shape(loss_and_grads, state.variables, batch)[1],
+        compiled=program.read(step),
+        plan=lambda: plan(config, recipe, loss_fn, shapes, place.mesh.size),
     )
     return learner, state
 
 
+def plan(config: Config, recipe: fp8jax.Recipe, loss_fn: Any, variables: Any, devices: int) -> Any:
+    """The memory of a step, predicted."""
+    if config.offload or not config.plan:
+        raise ValueError("--offload is not planned for." if config.offload else "--no-plan.")
+    return memory.plan(
+        loss_fn,
+        recipe,
+        jax.ShapeDtypeStruct((config.batch // devices, config.context + 1), jnp.int32),
+        variables=variables,
+        devices=devices,
+        stage=config.zero,
+        target=train.footprint.target_of_device(),
+        optimizer=lambda rate, recipe, zero: optimizer(config, recipe, zero),
+    )
+
+
 def advance(learner: Learner, state: State, batches: list[jax.Array], curves: Curves) -> State:
     """One step per batch; waits for the device only at the end."""
-    losses, seen, begun = [], [], time.perf_counter()
+    seen, begun = [], time.perf_counter()
     for batch in batches:
-        state, loss, watched = learner.step(state, batch)
-        losses.append(loss)
-        seen.append(watched)
-    losses, seen = jax.device_get((losses, seen))
-    curves.add([float(loss) for loss in losses], seen, time.perf_counter() - begun)
+        state, of_step = learner.step(state, batch)
+        seen.append(of_step)
+    seen = jax.device_get(seen)
+    curves.add(seen, time.perf_counter() - begun)
     return state
 
 
@@ -214,11 +235,8 @@ class Run(NamedTuple):
     def restore(self) -> int:
         """Goes back to the newest whole checkpoint; returns the steps done by then."""
         with train.blame_input():
-            found, skipped = train.checkpoint.newest(self.folder / "checkpoints", list(self.states.values()))
-        for reason in skipped:
-            train.processes.warn(f"skipping {reason}")
+            found = train.checkpoint.resume(self.folder, list(self.states.values()))
         if found is None:
-            train.processes.warn(f"no checkpoint in {self.folder}, so the run starts at step 0")
             return 0
         self.states.update(zip(self.states, found.state, strict=True))
         self.curves.update(zip(self.curves, train.observe.unpack(found.history), strict=True))
@@ -290,25 +308,29 @@ def report(run: Run) -> None:
     """Validates on all of the text, prints the comparison and writes the page."""
     config, text, outcomes = run.config, run.text, {}
     windows = train.data.windows(text.validation, config.batch, config.context, MOST_FINAL_BATCHES)
-    validate(run, config.steps, [run.place.feed(batch) for batch in windows])
+    windows = [run.place.feed(batch) for batch in windows]
+    validate(run, config.steps, windows)
     if not train.processes.is_first():
         return
     for name, learner in run.learners.items():
         variables, opt_state = run.states[name]
         outcomes[name] = train.report.Outcome(
             curves=run.curves[name],
-            tokens=config.batch * config.context,
+            amount=config.batch * config.context,
             parameters=train.observe.parameters(variables),
             bytes=train.observe.bytes_per_parameter(variables, learner.gradients, opt_state),
             tensors=train.observe.tensors(variables),
             layers=run.layers[name],
+            footprint=train.footprint.footprint(
+                variables, opt_state, windows[0], learner.compiled, learner.plan
+            ),
         )
     about = {
         "data": text.name,
+        "loss": "nats per character",
         "characters": len(text.train) + len(text.validation),
         "vocabulary": len(text.vocabulary),
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        **train.report.machine(),
         "settings": train.config.kept(config),
     }
     page = train.report.write(run.folder, about, outcomes)

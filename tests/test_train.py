@@ -233,7 +233,7 @@ BAD = [
     (["--out", "taken"], "--out taken holds a run already: add --resume"),
     (["--out", "short.txt"], "--out short.txt is a file"),
     (["--out", "taken", "--resume", "--recipe", "te"], "has --recipe O2, not te; leave --recipe out"),
-    (["--out", "taken", "--resume", "--data", "other.txt"], "began with another text"),
+    (["--out", "taken", "--resume", "--data", "other.txt"], "began with other data"),
 ]
 
 

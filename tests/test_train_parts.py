@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import Recipe, ScaledArray, train
+from fp8jax import Recipe, ScaledArray, program, train
 from fp8jax.scaled import UNSET
 from fp8jax.train import checkpoint, config, data, figures, observe, report, rundir
 from fp8jax.train.config import knob
-from fp8jax.train.observe import Bytes, Curves, Tensor, Watched
+from fp8jax.train.footprint import Footprint, Line, footprint
+from fp8jax.train.observe import Bytes, Curves, Seen, Tensor, Watched
 
 # --- settings ---------------------------------------------------------------------------------
 
@@ -350,7 +351,7 @@ def test_a_run_is_resumed_with_its_own_settings_only(tmp_path):
     rundir.check_same(tmp_path, found, rundir.Began(moved, "text"))
     with pytest.raises(ValueError, match="has --lr 0.1, not 0.2; leave --lr out"):
         rundir.check_same(tmp_path, found, rundir.Began({**moved, "lr": 0.2}, "text"))
-    with pytest.raises(ValueError, match="began with another text"):
+    with pytest.raises(ValueError, match="began with other data"):
         rundir.check_same(tmp_path, found, rundir.Began(moved, "other"))
     with pytest.raises(ValueError, match="another version"):
         rundir.began(tmp_path, names[1:])
@@ -421,12 +422,12 @@ def test_bytes_count_every_leaf():
 def make_curves(steps=30, tensors=3):
     curves = Curves()
     for begin in range(0, steps, 10):
-        losses = [4.0 - 0.1 * (begin + i) for i in range(10)]
-        seen = [
+        watched = [
             Watched(np.full(tensors, 0.5 + i, np.float32), np.full(tensors, 0.1 * i, np.float32))
             for i in range(10)
         ]
-        curves.add(losses, seen, seconds=0.25)
+        losses = [np.float64(4.0 - 0.1 * (begin + i)) for i in range(10)]
+        curves.add([Seen(loss, 0, of_one) for loss, of_one in zip(losses, watched, strict=True)], 0.25)
     curves.validation += [(15, 3.5), (steps, 1.25)]
     return curves
 
@@ -441,6 +442,18 @@ def test_curves_survive_a_checkpoint(tensors):
     assert Curves.from_arrays(Curves().arrays()) == Curves()
 
 
+def test_steps_that_were_skipped_are_numbered_across_checkpoints():
+    def span(*skips):
+        return [Seen(2.5, np.int32(count), Watched(np.zeros(3), np.zeros(3))) for count in skips]
+
+    curves = Curves()
+    curves.add(span(1, 1, 2), 0.1)
+    curves = Curves.from_arrays(curves.arrays())
+    # Two optimizers in one may both count a step; it is one.
+    curves.add(span(2, 4, 4), 0.1)
+    assert curves.skipped == [1, 3, 5] and curves.skips == 4 and curves.loss == [2.5] * 6
+
+
 def test_a_span_of_steps_keeps_the_last_scale_and_the_worst_saturation():
     step, scale, saturation = make_curves().watched[0]
     assert step == 10
@@ -453,11 +466,11 @@ def test_a_span_of_steps_keeps_the_last_scale_and_the_worst_saturation():
 
 def test_without_a_terminal_progress_is_lines(capsys, monkeypatch):
     curves = {"O2": make_curves(10), "bf16": make_curves(10)}
-    with train.Progress(curves, steps=20, tokens_per_step=100) as progress:
+    with train.Progress(curves, steps=20, amount=100) as progress:
         progress.show()
         progress.show()  # too soon for another line
         for of_one in curves.values():
-            of_one.add([1.5] * 10, [Watched(np.zeros(3), np.zeros(3))], seconds=0.5)
+            of_one.add([Seen(1.5, 0, Watched(np.zeros(3), np.zeros(3)))] * 10, seconds=0.5)
         progress.show()  # the last one always comes
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step 10/20") and "O2: loss 3.100 val 1.250, 4,000 tokens/s" in first
@@ -467,10 +480,16 @@ def test_without_a_terminal_progress_is_lines(capsys, monkeypatch):
 TENSORS = [Tensor("h/mlp/c_fc", "0", operand) for operand in observe.OPERANDS]
 
 
+FOOTPRINT = Footprint(
+    [Line("weights", 1_500_000, 1_510_000, None), Line("total", None, None, 7)], "No < plan"
+)
+
+
 def make_outcome(loss=1.25, tensors=TENSORS):
     curves = make_curves(tensors=len(tensors))
     curves.validation[-1] = (30, loss)
-    return report.Outcome(curves, 768, 1000, Bytes(2.0, 1.0, 3.0, 0.5), tensors, "O2: 4 < 7 layers in FP8")
+    layers = "O2: 4 < 7 layers in FP8"
+    return report.Outcome(curves, 768, 1000, Bytes(2.0, 1.0, 3.0, 0.5), tensors, layers, FOOTPRINT)
 
 
 class Page(html.parser.HTMLParser):
@@ -512,6 +531,10 @@ def test_report_holds_everything(tmp_path):
         "0.0112 above its bf16 twin",
         "some <text>",
         "4 < 7 layers",
+        "MB on one device",
+        "1.51",
+        "No < plan",
+        "Skipped steps: none were.",
         "0.001",
     ):
         assert expected in text, expected
@@ -519,6 +542,12 @@ def test_report_holds_everything(tmp_path):
     assert result["gap"] == pytest.approx(0.0112)
     assert result["models"]["O2"]["training_losses"] == outcomes["O2"].curves.loss
     assert result["models"]["bf16"]["validation_losses"] == [[15, 3.5], [30, 1.25]]
+    assert result["models"]["O2"]["memory"][1] == {
+        "part": "total",
+        "planned": None,
+        "arrays": None,
+        "compiled": 7,
+    }
     assert result["models"]["O2"]["bytes_per_parameter"] == Bytes(2.0, 1.0, 3.0, 0.5)._asdict()
     assert result["models"]["O2"]["tokens_per_second"] == pytest.approx(30 * 768 / 0.75)
 
@@ -527,6 +556,51 @@ def test_report_without_scales_says_so(tmp_path):
     text = report.write(tmp_path, ABOUT, {"te": make_outcome(tensors=[])}).read_text()
     assert "te keeps no delayed scales" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.png", "report.html", "result.json"]
+
+
+def test_skipped_steps_are_told_and_their_losses_are_no_numbers(tmp_path):
+    skipping = make_outcome()
+    skipping.curves.skipped += [3, 20]
+    skipping.curves.loss[2], skipping.curves.loss[19] = float("nan"), float("inf")
+    path = report.write(tmp_path, ABOUT, {"O2": skipping, "bf16": make_outcome(tensors=[])})
+    assert "O2 skipped 2 of 30 steps: 3, 20." in " ".join(Page(path.read_text()).text)
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+    assert result["models"]["O2"]["skipped_steps"] == [3, 20]
+    losses = result["models"]["O2"]["training_losses"]
+    assert [step for step, loss in enumerate(losses, 1) if loss is None] == [3, 20]
+    assert report.rows({"O2": skipping})[4] == ["steps skipped", "2"]
+    assert figures.losses({"O2": skipping.curves}) != figures.losses({"O2": make_outcome().curves})
+
+
+def test_without_validation_the_end_of_training_is_told(tmp_path):
+    outcome = make_outcome()._replace(unit="rows")
+    outcome.curves.validation.clear()
+    outcome.curves.loss[-3:] = [1.0, float("nan"), 2.0]
+    table = report.rows({"te": outcome})
+    assert table[1:3] == [["training loss, last tenth", "1.5000"], ["rows/s", "30,720"]]
+    assert report.verdict({"te": outcome}) == "te reached a training loss of 1.5000."
+
+
+def test_a_plan_that_fails_breaks_no_report():
+    def plan():
+        raise NotImplementedError("no rule\nfor this")
+
+    compiled = program.Program((), (), 1, 1, temporaries=50, arguments=36, outputs=20, donated=16)
+    variables, opt_state = {"w": jnp.zeros((2, 3))}, (jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.bfloat16))
+    found = footprint(variables, opt_state, np.zeros(1, np.int32), compiled, plan)
+    assert found.note == "Nothing is planned here: no rule for this"
+    rows = {line.part.split(":")[0]: line[1:] for line in found.lines}
+    assert rows["weights, with scales and statistics"] == (None, 24, None)
+    assert rows["moments"] == (None, 4, None) and rows["batch and counters"] == (None, 8, None)
+    assert rows["what a step takes"] == (None, 36, 36)
+    assert rows["what it computes on its way"] == (None, None, 54)
+    assert rows["total at the fullest moment"] == (None, None, 90)
+    assert found.table()[0] == ["bytes on one device", "planned", "arrays", "compiled"]
+    assert found.table()[-1] == ["total at the fullest moment", "", "", "90"]
 
 
 def test_table_on_the_terminal(capsys):
@@ -539,3 +613,5 @@ def test_table_on_the_terminal(capsys):
 
 def test_smoothing_is_a_running_mean():
     np.testing.assert_allclose(figures._smooth(np.array([1.0, 4.0, 7.0, 4.0])), [2.5, 4.0, 5.0, 5.5])
+    infinite = figures._smooth(np.array([1.0, np.inf, 7.0, np.nan, np.nan, np.nan]))
+    np.testing.assert_allclose(infinite, [1.0, 4.0, 7.0, 7.0, np.nan, np.nan])

@@ -2,5 +2,6 @@
 
 from fp8jax.memory.planner import Plan as Plan
 from fp8jax.memory.planner import fullest as fullest
+from fp8jax.memory.planner import kinds_of as kinds_of
 from fp8jax.memory.planner import plan as plan
 from fp8jax.memory.planner import plan_step as plan_step

@@ -140,7 +140,15 @@ def plan_step(
         recipe: the plan's name.
         target: name of a GPU; None for a processor like this one.
     """
-    kinds = [("weights", 1) for _ in jax.tree.leaves(variables)]
+    names = kinds_of(variables, opt_state) + ["inputs"] * len(jax.tree.leaves(batch))
+    kinds = [(name, 1) for name in names]
+    shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(variables)}
+    return Plan(recipe, 0, 1, **_simulated(step, (variables, opt_state), batch, kinds, shapes, target))
+
+
+def kinds_of(variables: Any, opt_state: Any) -> list[str]:
+    """What each array of a step's state is: "weights", "moments", "master" or "inputs", as in a `Plan`."""
+    kinds = ["weights"] * len(jax.tree.leaves(variables))
     for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state):
         masters = len(jax.tree.leaves(node.master)) if is_adam_state(node) else 0
         leaves = jax.tree.leaves(node)
@@ -148,10 +156,8 @@ def plan_step(
         first = len(leaves) - 1 - masters
         for i, leaf in enumerate(leaves):
             is_master = masters and first <= i < len(leaves) - 1
-            kinds.append(("master" if is_master else "moments" if leaf.ndim else "inputs", 1))
-    kinds += [("inputs", 1) for _ in jax.tree.leaves(batch)]
-    shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(variables)}
-    return Plan(recipe, 0, 1, **_simulated(step, (variables, opt_state), batch, kinds, shapes, target))
+            kinds.append("master" if is_master else "moments" if leaf.ndim else "inputs")
+    return kinds
 
 
 def _simulated(

@@ -10,7 +10,7 @@ has the variables, of an NNX model the module. It is a mean over the batch, whos
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,9 @@ class Learner(NamedTuple):
     restart: Callable[[Any], State]  # of variables
     step: Callable[[State, Any, jax.Array], tuple[State, jax.Array]]
     evaluate: Callable[[Loss, Any, Any], jax.Array]  # another loss, of variables and a batch: no change
-    scaling: Callable[[Any], dict[str, Any]]  # the scaling state in variables, as a collection
+    gradients: Callable[[State, Any, jax.Array], dict[str, Any]]  # those of a step, in "params"
+    collections: Callable[[Any], dict[str, Any]]  # of variables what is trained, and the scaling state
+    report: Callable[[Any], str]  # of a batch, or its shapes: which layers run in FP8
 
 
 def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: Any = None) -> Learner:
@@ -78,13 +80,19 @@ def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: 
     def loss_and_gradients(variables: Any, batch: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
         return kind.gradients(grad_of, merged, variables, batch, keys)
 
+    def keys_of(state: State, key: jax.Array) -> jax.Array:
+        return jax.random.split(jax.random.fold_in(key, state.step), parts)
+
+    def gradients(state: State, batch: Any, key: jax.Array) -> dict[str, Any]:
+        return kind.in_params(loss_and_gradients(state.variables, batch, keys_of(state, key))[1])
+
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
-        keys = jax.random.split(jax.random.fold_in(key, state.step), parts)
+        keys = keys_of(state, key)
         loss, grads, variables = jax.jit(loss_and_gradients)(state.variables, batch, keys)
         updates, opt_state = tx.update(grads, state.opt_state, kind.trained(variables))
         return State(state.step + 1, kind.updated(variables, updates), opt_state), loss
 
-    return Learner(init, restart, step, kind.evaluate, kind.scaling)
+    return Learner(init, restart, step, kind.evaluate, gradients, kind.collections, kind.report)
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -139,8 +147,25 @@ class _OfLinen:
     def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
         return loss(functools.partial(self.model.apply, variables), batch)
 
-    def scaling(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        return {SCALING: variables.get(SCALING, {})}
+    def in_params(self, grads: Any) -> dict[str, Any]:
+        return {PARAMS: grads[PARAMS]}
+
+    def collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {PARAMS: variables[PARAMS], SCALING: variables.get(SCALING, {})}
+
+    def report(self, batch: Any) -> str:
+        calls: list[Any] = []
+
+        def call(*args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+            kwargs.pop("rngs", None)
+            calls.append(_shapes((args, kwargs)))
+            keys = {name: jax.random.key(0) for name in (PARAMS, "dropout")}
+            out, _ = self.model.init_with_output(keys, *args, **kwargs)
+            return out if mutable is False else (out, {})
+
+        jax.eval_shape(functools.partial(self.loss_fn, call), batch)
+        args, kwargs = _first(calls)
+        return str(models.report(self.model, *args, rngs={"dropout": None}, **kwargs))
 
     def _call(self, variables: Mapping[str, Any], batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         """The loss, and the collections that it changed."""
@@ -192,5 +217,48 @@ class _OfNNX:
     def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
         return loss(nnx.merge(self.graph, variables), batch)
 
-    def scaling(self, variables: Any) -> dict[str, Any]:
-        return {SCALING: tree_of(nnx.state(nnx.merge(self.graph, variables), FP8State))}
+    def in_params(self, grads: Any) -> dict[str, Any]:
+        return {PARAMS: grads}
+
+    def collections(self, variables: Any) -> dict[str, Any]:
+        state = tree_of(nnx.state(nnx.merge(self.graph, variables), FP8State))
+        return {PARAMS: self.trained(variables), SCALING: state}
+
+    def report(self, batch: Any) -> str:
+        calls: list[Any] = []
+
+        def traced(variables: Any, batch: Any) -> jax.Array:
+            return self.loss_fn(_Listening(nnx.merge(self.graph, variables), calls), batch)
+
+        jax.eval_shape(traced, self.first, batch)
+        args, kwargs = _first(calls)
+        return str(models.report(nnx.merge(self.graph, self.first), *args, **kwargs))
+
+
+class _Listening:
+    """A module that notes the shapes it is called with."""
+
+    def __init__(self, module: nnx.Module, calls: list[Any]) -> None:
+        self._module, self._calls = module, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(_shapes((args, kwargs)))
+        return cast(Any, self._module)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _shapes(tree: Any) -> Any:
+    def shape(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(shape, tree)
+
+
+def _first(calls: list[Any]) -> Any:
+    if not calls:
+        raise ValueError(
+            "`loss`: expected it to call `model(...)`; it did not, so there is nothing to report."
+        )
+    return calls[0]

@@ -1,13 +1,14 @@
 """The parts of a training program: settings, data, checkpoints, progress, report.
 
 `examples/train_gpt.py` puts them together. They know neither the model nor the optimizer.
-`Trainer` joins them for any Flax model, as a `TrainConfig` says.
+`Trainer` makes the step of any Flax model, as a `TrainConfig` says, and joins them.
 """
 
 from fp8jax.train import checkpoint as checkpoint
 from fp8jax.train import config as config
 from fp8jax.train import data as data
 from fp8jax.train import extras as extras
+from fp8jax.train import footprint as footprint
 from fp8jax.train import launch as launch
 from fp8jax.train import observe as observe
 from fp8jax.train import optimizers as optimizers

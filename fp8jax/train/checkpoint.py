@@ -101,6 +101,16 @@ def newest(folder: pathlib.Path, like: Any) -> tuple[Checkpoint | None, list[str
     return Checkpoint(step, _restore(path / "state", like), history, data), skipped
 
 
+def resume(run: pathlib.Path, like: Any) -> Checkpoint | None:
+    """The newest checkpoint in a run's folder, as `newest` reads it, with a warning for what is not there."""
+    found, skipped = newest(run / "checkpoints", like)
+    for reason in skipped:
+        processes.warn(f"skipping {reason}")
+    if found is None:
+        processes.warn(f"no checkpoint in {run}, so the run starts at step 0")
+    return found
+
+
 def last_step(folder: pathlib.Path) -> int:
     """The step of the newest checkpoint, whole or not; 0 if there is none."""
     return max((_step(path) for path in _named(folder)), default=0)

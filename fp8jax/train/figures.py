@@ -17,15 +17,18 @@ COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
 GREY = "#555555"
 
 
-def losses(curves: Mapping[str, Curves]) -> bytes:
-    """Training and validation loss of every model; with two models, their difference below."""
+def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
+    """Training and validation loss of every model; with two models, their difference below.
+
+    A step that was skipped has a mark at the lower edge.
+    """
     names = list(curves)
     rows = 2 if len(names) == 2 else 1
     figure, axes = _subplots(rows, 1, size=(9, 4.6 + 1.6 * (rows - 1)), ratios=[3, 1][:rows], sharex=True)
     # The twin lies below, wide and pale: two curves on top of each other are the expected result.
     for number in reversed(range(len(names))):
         _draw_losses(axes[0][0], names[number], curves[names[number]], COLOURS[number], is_below=number > 0)
-    axes[0][0].set_ylabel("loss (nats per character)")
+    axes[0][0].set_ylabel(label)
     axes[0][0].legend(frameon=False, reverse=True)
     if rows == 2:
         _draw_difference(axes[1][0], curves)
@@ -40,6 +43,10 @@ def _draw_losses(panel: Any, name: str, curves: Curves, colour: str, is_below: b
     style = {"color": colour, "alpha": 0.35 if is_below else 1.0}
     panel.plot(steps, loss, color=colour, alpha=0.15, linewidth=0.7)
     panel.plot(at, validation, "o:", markersize=11 if is_below else 4, label=f"{name}, validation", **style)
+    if curves.skipped:
+        at_edge = {"transform": panel.get_xaxis_transform(), "clip_on": False, "linestyle": ""}
+        heights = np.full(len(curves.skipped), 0.05 if is_below else 0.02)
+        panel.plot(curves.skipped, heights, "|", markersize=9, label=f"{name}, skipped", **at_edge, **style)
     width = 6.0 if is_below else 1.5
     panel.plot(steps, _smooth(loss), linewidth=width, label=f"{name}, training (smoothed)", **style)
 
@@ -53,7 +60,7 @@ def _draw_difference(panel: Any, curves: Mapping[str, Curves]) -> None:
     panel.set_ylabel("{} - {}\n(same batches)".format(*curves))
     # The first tenth, where the loss falls steeply, would set the scale for all of it.
     late = difference[len(difference) // 10 :]
-    limit = max(0.02, 1.3 * float(np.max(np.abs(late), initial=0.0)))
+    limit = max(0.02, 1.3 * float(np.max(np.abs(late[np.isfinite(late)]), initial=0.0)))
     panel.set_ylim(-limit, limit)
 
 
@@ -129,12 +136,15 @@ def _png(figure: Any) -> bytes:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A running mean over a fiftieth of the curve, narrower at its ends."""
-    half = max(1, len(values) // 100)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    """A running mean over a fiftieth of the curve, narrower at its ends, of what is finite; else NaN."""
+    half, is_finite = max(1, len(values) // 100), np.isfinite(values)
     index = np.arange(len(values))
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+    sums, counts = (
+        np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(is_finite, values, 0), is_finite)
+    )
+    count = counts[high] - counts[low]
+    return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan)
 
 
 def _watched(curves: Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

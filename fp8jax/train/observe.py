@@ -9,7 +9,7 @@ saw, against the largest value that the scale it used can represent.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,14 @@ class Watched(NamedTuple):
 
     scale: jax.Array  # shape=(tensors,), float32: the scale for the next step
     saturation: jax.Array  # shape=(tensors,), float32: amax / (scale used * the format's max)
+
+
+class Seen(NamedTuple):
+    """What is seen of a step; on the devices, so that it can be fetched later."""
+
+    loss: jax.Array  # shape=(), float32
+    skipped: jax.Array  # shape=(), int32: steps that were skipped so far, for a number that was not finite
+    watched: Watched  # its casts
 
 
 def tensors(variables: Any) -> list[Tensor]:
@@ -125,13 +133,19 @@ class Curves:
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (steps done, loss)
     seconds: float = 0.0  # in training steps, compiling excluded
     watched: list[tuple[int, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
+    skipped: list[int] = dataclasses.field(default_factory=list)  # numbers of those steps, from 1
+    skips: int = 0  # as the optimizer counts them
 
-    def add(self, losses: list[float], seen: list[Watched], seconds: float) -> None:
-        """Appends a span of steps: its losses, the last scales, the worst saturation."""
-        self.loss += losses
+    def add(self, seen: Sequence[Seen], seconds: float) -> None:
+        """Appends a span of steps: its losses, which were skipped, the last scales, the worst saturation."""
+        for step in seen:
+            self.loss.append(float(step.loss))
+            if step.skipped > self.skips:
+                self.skipped.append(len(self.loss))
+            self.skips = int(step.skipped)
         self.seconds += seconds
-        saturation = np.max([watched.saturation for watched in seen], axis=0)
-        self.watched.append((len(self.loss), np.asarray(seen[-1].scale), saturation))
+        saturation = np.max([step.watched.saturation for step in seen], axis=0)
+        self.watched.append((len(self.loss), np.asarray(seen[-1].watched.scale), saturation))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Everything as arrays, for a checkpoint; inverse of `from_arrays`."""
@@ -143,6 +157,8 @@ class Curves:
             "watched_steps": np.array(steps, int),
             "scales": np.array(scales, np.float32),
             "saturations": np.array(saturations, np.float32),
+            "skipped": np.array(self.skipped, int),
+            "skips": np.array(self.skips),
         }
 
     @classmethod
@@ -154,6 +170,8 @@ class Curves:
             validation=[(int(step), loss) for step, loss in arrays["validation"].tolist()],
             seconds=float(arrays["seconds"]),
             watched=list(rows),
+            skipped=arrays["skipped"].tolist(),
+            skips=int(arrays["skips"]),
         )
 
 

@@ -1,6 +1,6 @@
 """How a run looks while it runs: one live bar per model, or plain lines where nobody can see a bar.
 
-with Progress({"O2": curves, "bf16": other}, steps=1000, tokens_per_step=768) as progress:
+with Progress({"O2": curves, "bf16": other}, steps=1000, amount=768) as progress:
     for begin, end in spans(0, 1000, 10, 250):
         ...
         progress.show()
@@ -32,11 +32,12 @@ class Progress:
     Args:
         curves: name -> what the model did so far; read at every `show`.
         steps: optimizer steps of the whole run.
-        tokens_per_step: of one model.
+        amount: what a step of one model sees: so many
+        unit: of these.
     """
 
-    def __init__(self, curves: Mapping[str, Curves], steps: int, tokens_per_step: int):
-        self.curves, self.steps, self.tokens_per_step = curves, steps, tokens_per_step
+    def __init__(self, curves: Mapping[str, Curves], steps: int, amount: int, unit: str = "tokens"):
+        self.curves, self.steps, self.amount, self.unit = curves, steps, amount, unit
         self.is_live = sys.stdout.isatty()
         self.line_is_due = time.monotonic()
         self.begun_at = time.monotonic()
@@ -100,9 +101,9 @@ class Progress:
         if seconds <= old_seconds:
             old_steps, old_seconds = 0, 0.0
         self.last[name] = (steps, seconds)
-        speed = (steps - old_steps) * self.tokens_per_step / max(seconds - old_seconds, 1e-9)
+        speed = (steps - old_steps) * self.amount / max(seconds - old_seconds, 1e-9)
         validation = f" val {curves.validation[-1][1]:.3f}" if curves.validation else ""
-        return f"loss {curves.loss[-1]:.3f}{validation}", f"{speed:,.0f} tokens/s"
+        return f"loss {curves.loss[-1]:.3f}{validation}", f"{speed:,.0f} {self.unit}/s"
 
     def _eta(self) -> str:
         """Time left, judged by the time since the display began."""

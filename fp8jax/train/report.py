@@ -6,15 +6,18 @@
 `report.html` holds its pictures itself, so that it can be sent to someone as one file.
 """
 
-import base64
-import html
 import json
+import math
 import pathlib
+import platform
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fp8jax.train import figures
+import jax
+
+from fp8jax.train import figures, page
 from fp8jax.train.extras import need
+from fp8jax.train.footprint import Footprint
 from fp8jax.train.observe import Bytes, Curves, Tensor
 from fp8jax.train.rundir import write as write_file
 
@@ -23,21 +26,32 @@ class Outcome(NamedTuple):
     """One model at the end of a run."""
 
     curves: Curves
-    tokens: int  # per step
+    amount: int  # what a step sees
     parameters: int
     bytes: Bytes
     tensors: list[Tensor]  # those with a delayed scale; may be empty
     layers: str  # which layers run in FP8 and why the others do not
+    footprint: Footprint  # the memory of a step
+    unit: str = "tokens"  # of `amount`
 
     @property
-    def validation_loss(self) -> float:
-        """The last one: taken after the last step."""
-        return self.curves.validation[-1][1]
+    def validation_loss(self) -> float | None:
+        """The last one, taken after the last step; None where there was no validation."""
+        return self.curves.validation[-1][1] if self.curves.validation else None
 
     @property
-    def tokens_per_second(self) -> float:
-        """In training steps, without compiling and evaluating."""
-        return len(self.curves.loss) * self.tokens / max(self.curves.seconds, 1e-9)
+    def final_loss(self) -> float:
+        """The last validation loss, or without one the mean training loss of the last tenth of the run."""
+        if self.validation_loss is not None:
+            return self.validation_loss
+        last = self.curves.loss[-max(len(self.curves.loss) // 10, 1) :]
+        finite = [loss for loss in last if math.isfinite(loss)]
+        return sum(finite) / len(finite) if finite else math.nan
+
+    @property
+    def per_second(self) -> float:
+        """Of `amount`: in training steps, without compiling and evaluating."""
+        return len(self.curves.loss) * self.amount / max(self.curves.seconds, 1e-9)
 
 
 Outcomes = Mapping[str, Outcome]
@@ -45,10 +59,12 @@ Outcomes = Mapping[str, Outcome]
 
 def rows(outcomes: Outcomes) -> list[list[str]]:
     """The comparison as text: a heading, then one row per quantity."""
+    unit, loss = next(iter(outcomes.values())).unit, _loss_name(outcomes)
     lines: list[tuple[str, Any]] = [
-        ("validation loss", lambda o: f"{o.validation_loss:.4f}"),
-        ("tokens/s", lambda o: f"{o.tokens_per_second:,.0f}"),
+        (loss, lambda o: f"{o.final_loss:.4f}"),
+        (f"{unit}/s", lambda o: f"{o.per_second:,.0f}"),
         ("steps", lambda o: f"{len(o.curves.loss):,}"),
+        ("steps skipped", lambda o: f"{len(o.curves.skipped):,}"),
         ("parameters", lambda o: f"{o.parameters:,}"),
         ("time in steps", lambda o: f"{o.curves.seconds:.1f} s"),
         ("bytes per parameter: weights", lambda o: f"{o.bytes.weights:.2f}"),
@@ -63,9 +79,14 @@ def rows(outcomes: Outcomes) -> list[list[str]]:
 
 
 def gap(outcomes: Outcomes) -> float:
-    """Validation loss of the first model minus that of the second."""
+    """Final loss of the first model minus that of the second."""
     first, second = outcomes.values()
-    return first.validation_loss - second.validation_loss
+    return first.final_loss - second.final_loss
+
+
+def _loss_name(outcomes: Outcomes) -> str:
+    is_validated = next(iter(outcomes.values())).validation_loss is not None
+    return "validation loss" if is_validated else "training loss, last tenth"
 
 
 def show(outcomes: Outcomes) -> None:
@@ -90,18 +111,19 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
     Returns:
         The page's path.
     """
-    pictures = _pictures(outcomes)
+    pictures = _pictures(about, outcomes)
     for name, content in pictures.items():
         (folder / name).write_bytes(content)
     write_file(folder / "result.json", json.dumps(_result(about, outcomes), indent=1))
-    page = folder / "report.html"
-    write_file(page, _page(about, outcomes, pictures))
-    return page
+    path = folder / "report.html"
+    write_file(path, page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures))
+    return path
 
 
-def _pictures(outcomes: Outcomes) -> dict[str, bytes]:
+def _pictures(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, bytes]:
     recipe = next(iter(outcomes.values()))
-    pictures = {"losses.png": figures.losses({name: o.curves for name, o in outcomes.items()})}
+    label = f"loss ({about['loss']})" if "loss" in about else "loss"
+    pictures = {"losses.png": figures.losses({name: o.curves for name, o in outcomes.items()}, label)}
     if recipe.tensors and recipe.curves.watched:
         pictures["scales.png"] = figures.scales(recipe.tensors, recipe.curves)
         pictures["saturation.png"] = figures.saturations(recipe.tensors, recipe.curves)
@@ -112,12 +134,15 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
     models = {
         name: {
             "validation_loss": outcome.validation_loss,
-            "tokens_per_second": outcome.tokens_per_second,
+            f"{outcome.unit}_per_second": outcome.per_second,
             "seconds_in_steps": outcome.curves.seconds,
             "steps": len(outcome.curves.loss),
+            "skipped_steps": outcome.curves.skipped,
             "parameters": outcome.parameters,
             "bytes_per_parameter": outcome.bytes._asdict(),
-            "training_losses": outcome.curves.loss,
+            "memory": [line._asdict() for line in outcome.footprint.lines],
+            # JSON has no infinity and no NaN, which the loss of a skipped step may be.
+            "training_losses": [loss if math.isfinite(loss) else None for loss in outcome.curves.loss],
             "validation_losses": outcome.curves.validation,
         }
         for name, outcome in outcomes.items()
@@ -125,96 +150,26 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
     return {**about, "gap": gap(outcomes) if len(outcomes) == 2 else None, "models": models}
 
 
-def _page(about: Mapping[str, Any], outcomes: Outcomes, pictures: Mapping[str, bytes]) -> str:
-    recipe = next(iter(outcomes))
-    parts = [
-        f"<h1>{_text(recipe)}: {len(outcomes[recipe].curves.loss):,} steps on {_text(about['data'])}</h1>",
-        f"<p class=lead>{_text(_verdict(outcomes))}</p>",
-        _table(rows(outcomes)),
-        _figure("losses.png", pictures, "Loss", _LOSS_TEXT),
-    ]
-    if "scales.png" in pictures:
-        parts += [
-            _figure("saturation.png", pictures, "How full the FP8 range was", _SATURATION_TEXT),
-            _figure("scales.png", pictures, "Scales", _SCALES_TEXT),
-        ]
-    else:
-        parts.append(f"<h2>Scales</h2><p>{_text(recipe)} keeps no delayed scales: none to show.</p>")
-    for name, outcome in outcomes.items():
-        parts.append(f"<h2>Layers of {_text(name)}</h2><pre>{_text(outcome.layers)}</pre>")
-    settings = [["setting", "value"], *([key, str(value)] for key, value in _flat(about))]
-    parts += ["<h2>Settings</h2>", _table(settings)]
-    return _PAGE.format(title=f"{_text(recipe)} - fp8jax", body="\n".join(parts))
+def machine() -> dict[str, Any]:
+    """What a run was on, for `about`."""
+    return {
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+    }
 
 
-def _verdict(outcomes: Outcomes) -> str:
+def verdict(outcomes: Outcomes) -> str:
+    """How it ended, in a sentence or two."""
     (name, recipe), *twins = outcomes.items()
+    what = _loss_name(outcomes)
     if not twins:
-        return f"{name} reached a validation loss of {recipe.validation_loss:.4f}."
+        return f"{name} reached a {what} of {recipe.final_loss:.4f}.".replace(", last tenth", "")
     twin_name, twin = twins[0]
     side = "above" if gap(outcomes) > 0 else "below"
     sizes = [o.bytes.weights + o.bytes.gradients + o.bytes.optimizer for o in (recipe, twin)]
     return (
-        f"{name} reached a validation loss of {recipe.validation_loss:.4f}, {abs(gap(outcomes)):.4f} {side} "
-        f"its {twin_name} twin ({twin.validation_loss:.4f}), which started from the same weights and saw the "
+        f"{name} reached a {what} of {recipe.final_loss:.4f}, {abs(gap(outcomes)):.4f} {side} "
+        f"its {twin_name} twin ({twin.final_loss:.4f}), which started from the same weights and saw the "
         f"same batches. Weights, gradients and optimizer state took {sizes[0]:.1f} bytes per parameter, the "
         f"twin's {sizes[1]:.1f}."
     )
-
-
-def _flat(about: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Nested settings in one list."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in about.items():
-        pairs += _flat(value) if isinstance(value, Mapping) else [(key, value)]
-    return pairs
-
-
-def _table(cells: list[list[str]]) -> str:
-    heading, *body = cells
-    lines = ["<table><tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in heading) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in body]
-    return "\n".join([*lines, "</table>"])
-
-
-def _figure(name: str, pictures: Mapping[str, bytes], title: str, text: str) -> str:
-    encoded = base64.b64encode(pictures[name]).decode()
-    return f'<h2>{title}</h2>\n<p>{text}</p>\n<img alt="{title}" src="data:image/png;base64,{encoded}">'
-
-
-def _text(value: Any) -> str:
-    return html.escape(str(value))
-
-
-_LOSS_TEXT = """Faint lines are the loss of each step's batch, full lines its running mean, dots the
-validation loss on batches that never change. The twin's are wide and pale, to be seen where both agree. The
-strip below is the difference of the two training losses on the same batches: noise around zero means that
-the recipe learns as its twin does."""
-
-_SATURATION_TEXT = """Before a product in FP8 each tensor is divided by its scale and cast. The map shows, per
-tensor and over time, the largest magnitude that was cast as a share of the largest that FP8 can represent.
-White is a range used to its end; blue leaves the top of the range unused, which costs nothing until small
-values are lost at its bottom; red was larger than the scale expected and was clipped. Delayed scales look
-back, so a little red while training changes quickly is normal, and lasting red is not. Each column is the
-worst of the steps it stands for."""
-
-_SCALES_TEXT = """The scale that each layer's tensors are cast with, on a logarithmic axis: the value that
-code 1 stands for. A scale follows its tensor's largest magnitude. A scale that runs away upward is a layer
-about to diverge."""
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222 }}
-body {{ max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.6rem }} h2 {{ font-size: 1.2rem; margin-top: 2.2rem }} .lead {{ font-size: 1.1rem }}
-img {{ max-width: 100%; height: auto }} p {{ max-width: 46rem }}
-pre {{ overflow-x: auto; font-size: 0.85rem }}
-table {{ border-collapse: collapse; font-size: 0.95rem; font-variant-numeric: tabular-nums }}
-th, td {{ padding: 0.25rem 1rem 0.25rem 0; border-bottom: 1px solid #ddd; text-align: left }}
-td {{ overflow-wrap: anywhere }}
-</style></head><body>
-{body}
-</body></html>
-"""

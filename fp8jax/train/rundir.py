@@ -20,33 +20,48 @@ from fp8jax.train import checkpoint, processes
 RUNS = pathlib.Path("runs")
 MAY_CHANGE = ("data", "out", "resume")  # the text itself is compared, not its path
 _SETTINGS = "settings.json"
-_ANOTHER = "start a new run with another --out"
+_ANOTHER = "start a new run in another folder"
 
 
-def choose(out: str, resume: bool) -> pathlib.Path:
+class Words(NamedTuple):
+    """What a program's user knows things by."""
+
+    folder: str = "--out"  # the setting
+    resume: str = "--resume"  # what goes on with a run
+    same: str = "leave {flag} out"  # what goes on with the settings that a run began with
+    name: str = "gpt"  # of runs in folders that nobody named
+
+
+OPTIONS = Words()
+
+
+def choose(out: str, resume: bool, words: Words = OPTIONS) -> pathlib.Path:
     """The folder that a run shall use; nothing is created.
 
     Args:
         out: the folder, or "" for runs/gpt-N: the next free N, or with `resume` the newest.
         resume: whether to go on with the run that is there.
+        words: for names and errors.
 
     Raises:
         ValueError: the folder is taken and `resume` is not set, or it is no folder.
     """
-    return pathlib.Path(processes.decide(lambda: str(_choose(out, resume))))
+    return pathlib.Path(processes.decide(lambda: str(_choose(out, resume, words))))
 
 
-def _choose(out: str, resume: bool) -> pathlib.Path:
+def _choose(out: str, resume: bool, words: Words) -> pathlib.Path:
     if not out:
-        numbers = [int(m[1]) for p in RUNS.glob("gpt-*") if (m := re.fullmatch(r"gpt-(\d+)", p.name))]
+        names = (p.name for p in RUNS.glob(f"{words.name}-*"))
+        numbers = [int(m[1]) for name in names if (m := re.fullmatch(rf"{words.name}-(\d+)", name))]
         last = max(numbers, default=0)
-        return RUNS / f"gpt-{max(1, last if resume else last + 1)}"
+        return RUNS / f"{words.name}-{max(1, last if resume else last + 1)}"
     folder = pathlib.Path(out)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {out} is a file; give a folder for the run")
+        raise ValueError(f"{words.folder} {out} is a file; give a folder for the run")
     if not resume and folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
-            f"--out {out} holds a run already: add --resume to go on with it, or give another --out"
+            f"{words.folder} {out} holds a run already: add {words.resume} to go on with it, or give another "
+            f"{words.folder}"
         )
     return folder
 
@@ -55,7 +70,7 @@ class Began(NamedTuple):
     """How a run began."""
 
     settings: dict[str, Any]  # empty if no run did
-    text: str  # fingerprint
+    text: str  # fingerprint of the data
 
 
 def began(folder: pathlib.Path, names: Collection[str]) -> Began:
@@ -80,7 +95,7 @@ def began(folder: pathlib.Path, names: Collection[str]) -> Began:
     return found
 
 
-def check_same(folder: pathlib.Path, found: Began, now: Began) -> None:
+def check_same(folder: pathlib.Path, found: Began, now: Began, words: Words = OPTIONS) -> None:
     """Raises ValueError if the run that was found is not the one that is asked for."""
     if not found.settings:
         return
@@ -88,38 +103,38 @@ def check_same(folder: pathlib.Path, found: Began, now: Began) -> None:
         if name not in MAY_CHANGE and now.settings[name] != value:
             flag = "--" + name.replace("_", "-")
             difference = f"has {flag} {value}, not {now.settings[name]}"
-            raise ValueError(
-                f"the run in {folder} {difference}; leave {flag} out to go on with it, or {_ANOTHER}"
-            )
+            same = words.same.format(flag=flag)
+            raise ValueError(f"the run in {folder} {difference}; {same} to go on with it, or {_ANOTHER}")
     if found.text != now.text:
         raise ValueError(
-            f"the run in {folder} began with another text than --data has now; give that, or {_ANOTHER}"
+            f"the run in {folder} began with other data than there is now; give that, or {_ANOTHER}"
         )
 
 
-def start(folder: pathlib.Path, now: Began) -> None:
+def start(folder: pathlib.Path, now: Began, words: Words = OPTIONS) -> None:
     """Makes the folder, with a note of how the run began.
 
     Raises:
         ValueError: the folder cannot be made or written.
     """
-    processes.decide(lambda: _start(folder, now))
+    processes.decide(lambda: _start(folder, now, words))
 
 
-def _start(folder: pathlib.Path, now: Began) -> None:
+def _start(folder: pathlib.Path, now: Began, words: Words) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / _SETTINGS).exists():
             write(folder / _SETTINGS, json.dumps(now._asdict(), indent=1))
     except OSError as error:
-        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{words.folder} {folder} cannot be written: {error.strerror}") from None
 
 
-def how_to_go_on(folder: pathlib.Path) -> str:
+def how_to_go_on(folder: pathlib.Path, words: Words = OPTIONS) -> str:
     """What to do with a run that ended too early."""
     step = checkpoint.last_step(folder / "checkpoints")
     return (
-        f"start again with --out {folder} --resume, over any number of processes: it goes on from step {step}"
+        f"start again with {words.folder} {folder} {words.resume}, over any number of processes: it goes on "
+        f"from step {step}"
     )
 
 

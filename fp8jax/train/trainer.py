@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,18 +29,11 @@ from fp8jax.models.lora import LoRA
 from fp8jax.train import observe, processes
 from fp8jax.train.batch import Found, budget_of_device, largest_batch
 from fp8jax.train.loader import Loader
+from fp8jax.train.observe import Seen
 from fp8jax.train.optimizers import optimizer_of
 from fp8jax.train.placement import Placement, over
 from fp8jax.train.settings import TrainConfig
 from fp8jax.train.to_device import DevicePrefetch, prefetch_to_device
-
-
-class Seen(NamedTuple):
-    """What is seen of a step; on the devices, so that it can be fetched later."""
-
-    loss: jax.Array  # shape=(), float32
-    skipped: jax.Array  # shape=(), int32: steps that were skipped so far, for a number that was not finite
-    watched: observe.Watched  # its casts
 
 
 class Trainer:
@@ -101,14 +94,19 @@ class Trainer:
     def _compiled_step(self) -> Any:
         shardings = self._compiled_init.output_shardings
         with self._precision():
-            state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
-            state = jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings
-            )
             step = functools.partial(self._step, self.learner)
             jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.place.everywhere))
-            batch = self._batch(self.rows, self.place.rows)
-            return jitted.lower(state, batch, self.key).compile()
+            return jitted.lower(self.like, self.batch, self.key).compile()
+
+    @functools.cached_property
+    def like(self) -> State:
+        """Shapes, dtypes and places of a state, as `checkpoint.newest` takes them."""
+        shardings = self._compiled_init.output_shardings
+        with self._precision():
+            state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings
+        )
 
     @functools.cached_property
     def program(self) -> compiled_program.Program:
@@ -128,6 +126,7 @@ class Trainer:
             batch=self.rows,
             seed=config.seed,
             workers=config.dataloader_num_workers,
+            shard=(jax.process_index(), jax.process_count()),
             transform=transform,
         )
         return prefetch_to_device(host, config.dataloader_prefetch_factor, self.place.rows)
@@ -156,7 +155,7 @@ class Trainer:
         Raises:
             ValueError: the batch is not like the example, or of another size.
         """
-        self._check(batch)
+        self.check(batch)
         return self.place.one_at_a_time(self._compiled_step)(state, self.fed(batch), self.key)
 
     def fed(self, batch: Any) -> Any:
@@ -168,9 +167,9 @@ class Trainer:
 
         Args:
             loss: `loss(model, batch)`, a mean over rows, which calls the model as it is to be evaluated:
-                `model(x, train=False)`, or of an NNX module `model.eval()` first. A Linen model gets no random
-                streams and no mutable collections, so Flax raises where it asks for them; of an NNX module
-                what changes is a copy.
+                `model(x, train=False)`, or of an NNX module `model.eval()` first. A Linen model gets no
+                random streams and no mutable collections, so Flax raises where it asks for them; of an NNX
+                module what changes is a copy.
 
         Returns:
             The function; its batch has any number of rows that the devices divide, and is on the host or on
@@ -186,7 +185,7 @@ class Trainer:
             rows, devices = len(jax.tree.leaves(batch)[0]), self.place.mesh.size
             if rows % devices:
                 raise ValueError(
-                    f"`batch`: expected rows that {devices} devices divide; got {rows}. Leave the last few out."
+                    f"`batch`: expected rows that {devices} devices divide; got {rows}. Leave the last out."
                 )
             with self._precision():
                 return jitted(state.variables, self.fed(batch))
@@ -216,9 +215,27 @@ class Trainer:
         arguments = (state.variables, state.opt_state, batch, self.key, state.step)
         return memory.plan_step(step, *arguments, recipe=str(self.config.precision), target=target or None)
 
+    @functools.cached_property
+    def layers(self) -> str:
+        """Which layers run in FP8, and why the others do not: see `fp8jax.report`.
+
+        Raises:
+            ValueError: the loss does not call the model, but methods of it.
+        """
+        return self.learner.report(self._batch(self.per_device))
+
+    @property
+    def batch(self) -> Any:
+        """Shapes, dtypes and places of a batch that `step` takes."""
+        return self._batch(self.rows, self.place.rows)
+
+    def gradients(self) -> dict[str, Any]:
+        """Shapes and dtypes of a step's gradients, in "params"."""
+        return jax.eval_shape(self.learner.gradients, self.like, self._batch(self.rows), self.key)
+
     def _step(self, learner: Learner, state: State, batch: Any, key: jax.Array) -> tuple[State, Seen]:
         new, loss = learner.step(state, batch, key)
-        before, after = map(learner.scaling, (state.variables, new.variables))
+        before, after = map(learner.collections, (state.variables, new.variables))
         watched = observe.watch(before, after, self.config.precision)
         return new, Seen(loss, optim.skipped(new.opt_state), watched)
 
@@ -249,7 +266,8 @@ class Trainer:
             lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=sharding), self._row
         )
 
-    def _check(self, batch: Any) -> None:
+    def check(self, batch: Any) -> None:
+        """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
         expected = self._batch(self.rows)
         got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
         if got != expected:
