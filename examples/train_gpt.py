@@ -16,7 +16,6 @@ same. `./dev train` does it in an environment of its own; --help lists options.
 import dataclasses
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -197,17 +196,6 @@ def plan(config: Config, recipe: fp8jax.Recipe, loss_fn: Any, variables: Any, de
     )
 
 
-def advance(learner: Learner, state: State, batches: list[jax.Array], curves: Curves) -> State:
-    """One step per batch; waits for the device only at the end."""
-    seen, begun = [], time.perf_counter()
-    for batch in batches:
-        state, of_step = learner.step(state, batch)
-        seen.append(of_step)
-    seen = jax.device_get(seen)
-    curves.add(seen, time.perf_counter() - begun)
-    return state
-
-
 class Run(NamedTuple):
     """A run, by the names of its recipes; states and curves are replaced and added to as it goes."""
 
@@ -288,7 +276,7 @@ def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
                 return begin
             batches = run.batches("train", range(begin, end))
             for name, learner in run.learners.items():
-                run.states[name] = advance(learner, run.states[name], batches, run.curves[name])
+                run.states[name] = train.advance(learner.step, run.states[name], batches, run.curves[name])
             if end % config.eval_interval == 0 and end < config.steps:
                 validate(run, end, run.batches("validation", range(config.eval_batches)))
             progress.show()

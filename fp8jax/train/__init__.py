@@ -1,7 +1,7 @@
 """The parts of a training program: settings, data, checkpoints, progress, report.
 
 `examples/train_gpt.py` puts them together. They know neither the model nor the optimizer.
-`Trainer` makes the step of any Flax model, as a `TrainConfig` says, and joins them.
+`Trainer` makes the step of any Flax model, as a `TrainConfig` says, and `fit` a whole run of it.
 """
 
 from fp8jax.train import checkpoint as checkpoint
@@ -19,6 +19,9 @@ from fp8jax.train import rundir as rundir
 from fp8jax.train import stop as stop
 from fp8jax.train.errors import BadInput as BadInput
 from fp8jax.train.errors import blame_input as blame_input
+from fp8jax.train.fit import Fitted as Fitted
+from fp8jax.train.fit import advance as advance
+from fp8jax.train.fit import fit as fit
 from fp8jax.train.loader import Loader as Loader
 from fp8jax.train.progress import Progress as Progress
 from fp8jax.train.progress import spans as spans

@@ -11,6 +11,7 @@ workers, and by more or fewer processes, each of which reads its rows of every b
 `train`) shuffles, batches and reads.
 """
 
+import hashlib
 import multiprocessing
 import os
 import sys
@@ -176,7 +177,7 @@ def _in_order(
 ) -> Any:
     """This process's part of each batch of all epochs, by number."""
     index, count = shard
-    examples = need("grain").MapDataset.source(_Examples(source, transform))
+    examples = need("grain").MapDataset.source(Examples(source, transform))
     if about["shuffle"]:
         # Grain adds the epoch to its seed. Hashed first, two runs' seeds are not each other's next epoch.
         seed = int(np.random.SeedSequence(about["seed"]).generate_state(1)[0])
@@ -186,7 +187,7 @@ def _in_order(
     return parts.slice(slice(index, whole, count)).repeat(epochs)
 
 
-class _Examples:
+class Examples:
     """A source after the transform, in arrays. Grain's own `map` would let None pass, and skip it later."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Any] | None) -> None:
@@ -198,6 +199,13 @@ class _Examples:
     def __getitem__(self, index: int) -> Any:
         example = self._source[index]
         return _as_arrays(example if self._transform is None else self._transform(example))
+
+    def fingerprint(self) -> str:
+        """Of how many there are, and of the first and the last: all that can be read soon."""
+        digest = hashlib.sha256(str(len(self)).encode())
+        for array in jax.tree.leaves([self[0], self[len(self) - 1]]):
+            digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        return digest.hexdigest()
 
 
 def _as_arrays(example: Any) -> Any:

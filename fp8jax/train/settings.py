@@ -69,13 +69,20 @@ class TrainConfig(Launch):
     max_grad_norm: float = knob(1.0, "largest global norm of the gradient; 0 is no limit", least=0)
     seed: int = knob(0, "of weights, order and dropout", least=0, below=2**32)
     # data
-    dataloader_num_workers: int = knob(0, "processes that prepare batches", least=0)
-    dataloader_prefetch_factor: int = knob(2, "batches that wait on the device", least=1)
+    dataloader_num_workers: int = knob(0, "processes that prepare batches", least=0, kept=False)
+    dataloader_prefetch_factor: int = knob(2, "batches that wait on the device", least=1, kept=False)
     # adapters
     lora_rank: int = knob(0, "train adapters of this rank only; 0 trains the weights", least=0)
     lora_alpha: float = knob(16.0, "their scale times the rank", least=0)
     # compiling
-    compile_cache: str = knob("", "folder for compiled programs, which later starts read")
+    compile_cache: str = knob("", "folder for compiled programs, which later starts read", kept=False)
+    # bookkeeping of a whole run, see `fit`
+    output_dir: str = knob("", "folder of the run; by default runs/trainer-N", kept=False)
+    logging_steps: int = knob(
+        10, "steps between updates of display and scales; a stop waits for one", least=1
+    )
+    eval_steps: int = knob(500, "steps between validations", least=1)
+    save_steps: int = knob(500, "steps between checkpoints", least=1)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -28,16 +28,25 @@ class DevicePrefetch:
 
     def __next__(self) -> Any:
         """The next batch, as jax.Arrays; the copies of the `size` ones behind it are under way."""
+        self.read_ahead()
+        if not self._ahead:
+            raise StopIteration
+        batch, self._state = self._ahead.popleft()
+        return batch
+
+    def read_ahead(self) -> None:
+        """Waits until the next batch and the `size` ones behind it were read, and hands none out."""
         while len(self._ahead) <= self._size:
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 break
             self._ahead.append((jax.tree.map(self._put, batch), self._read_state()))
-        if not self._ahead:
-            raise StopIteration
-        batch, self._state = self._ahead.popleft()
-        return batch
+
+    def close(self) -> None:
+        """Forgets what was read ahead and closes the iterator, if that has a `close`."""
+        self._ahead.clear()
+        getattr(self._iterator, "close", lambda: None)()
 
     def state(self) -> Any:
         """The iterator's state after the last batch that was handed out, whatever was read ahead.

@@ -1,0 +1,64 @@
+"""The report of a `Trainer`'s run: what `fp8jax.train.report` asks, answered by the trainer and its state."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from fp8jax import memory
+from fp8jax.models.learning import State
+from fp8jax.train import config, observe, report
+from fp8jax.train.footprint import Footprint, footprint, target_of_device
+from fp8jax.train.observe import Curves
+from fp8jax.train.trainer import Trainer
+
+
+def write(
+    trainer: Trainer,
+    state: State,
+    curves: Curves,
+    folder: pathlib.Path,
+    per_step: tuple[int, str],
+    about: Mapping[str, Any],
+) -> pathlib.Path:
+    """Shows the table and writes the page, see `report.write`.
+
+    Args:
+        trainer: of the run.
+        state: its last.
+        curves: its own.
+        folder: of the run.
+        per_step: what a step sees: how many, of what.
+        about: "data", and what else the page should say.
+
+    Returns:
+        The page's path.
+    """
+    collections, (amount, unit) = trainer.learner.collections(state.variables), per_step
+    outcome = report.Outcome(
+        curves=curves,
+        amount=amount,
+        unit=unit,
+        parameters=observe.parameters(collections),
+        bytes=observe.bytes_per_parameter(collections, trainer.gradients(), state.opt_state),
+        tensors=observe.tensors(collections),
+        layers=trainer.layers,
+        footprint=memory_of(trainer, state),
+    )
+    place = {**report.machine(), "devices": trainer.place.mesh.size, "rows of a step": trainer.rows}
+    about = {**about, **place, "settings": config.kept(trainer.config)}
+    outcomes = {str(trainer.config.precision): outcome}
+    page = report.write(folder, about, outcomes)
+    report.show(outcomes)
+    return page
+
+
+def memory_of(trainer: Trainer, state: State) -> Footprint:
+    """The memory of a trainer's step by part, against its plan."""
+
+    def plan() -> memory.Plan:
+        if trainer.place.mesh.size > 1 or trainer.config.offload:
+            raise ValueError("a trainer's plan is for one device, with everything on it.")
+        return trainer.plan(target_of_device())
+
+    batch = (trainer.batch, trainer.key, state.step)
+    return footprint(state.variables, state.opt_state, batch, trainer.program, plan)

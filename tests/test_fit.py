@@ -1,0 +1,268 @@
+"""A whole run of a trainer: stopped anywhere and resumed it is the run that was left alone."""
+
+import contextlib
+import copy
+import dataclasses
+import html.parser
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fp8jax.train import Trainer, figures, fit, stop
+from fp8jax.train.loader import Examples
+from fp8jax.train.settings import TrainConfig
+
+WIDTH, STEPS = 32, 12
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
+        return nn.Dense(16)(nn.Dropout(0.2, deterministic=not train)(x))
+
+
+class OfNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.down = nnx.Linear(WIDTH, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(self.norm(self.up(x))))
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def loss_of_linen(model, batch):
+    return loss(lambda x: model(x, train=False), batch)
+
+
+def loss_of_nnx(model, batch):
+    model.eval()
+    return loss(model, batch)
+
+
+def rows(count, seed=0):
+    x = np.random.default_rng(seed).standard_normal((count, 16)).astype(np.float32)
+    return [{"x": one, "y": np.roll(one, 1)} for one in x]
+
+
+ROWS = rows(22)  # five batches an epoch, and two rows left over
+HELD_OUT = {"validation": rows(9, seed=1)}
+SETTINGS = {"recipe": "te", "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": STEPS}
+INTERVALS = {"logging_steps": 2, "eval_steps": 4, "save_steps": 5}
+
+
+def at(trainer, folder, **settings):
+    """The same trainer, compiled or not, for a run in another folder."""
+    other = copy.copy(trainer)
+    other.config = dataclasses.replace(trainer.config, output_dir=str(folder), **settings)
+    return other
+
+
+def bits(tree):
+    """Every leaf's bytes; of a random key its data's."""
+    leaves = jax.tree.leaves(tree)
+    keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    arrays = [
+        jax.random.key_data(leaf) if is_key else leaf for leaf, is_key in zip(leaves, keys, strict=True)
+    ]
+    return [np.asarray(array).tobytes() for array in arrays]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures():
+    """What is drawn is tested elsewhere, and drawing takes longer than these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("losses", "scales", "saturations"):
+            patch.setattr(figures, name, lambda *args: b"PNG")
+        yield
+
+
+@pytest.fixture(scope="module", params=["linen", "nnx"])
+def alone(request, tmp_path_factory):
+    """A trainer, what `fit` needs besides its rows, and a run of it that was left alone."""
+    model, validation_loss = {
+        "linen": (Linen(), loss_of_linen),
+        "nnx": (OfNNX(nnx.Rngs(0)), loss_of_nnx),
+    }[request.param]
+    example = jax.tree.map(lambda x: x[None], ROWS[0])
+    trainer = Trainer(model, loss, TrainConfig(**SETTINGS, **INTERVALS), example)
+    trainer = at(trainer, tmp_path_factory.mktemp("alone") / "run")
+    options = {**HELD_OUT, "validation_loss": validation_loss}
+    return trainer, options, fit(trainer, ROWS, **options)
+
+
+def stopped_after(monkeypatch, spans):
+    """Has the next runs asked to stop after so many spans of steps."""
+
+    @contextlib.contextmanager
+    def requests():
+        answers = iter([False] * spans)
+        yield lambda: next(answers, True)
+
+    monkeypatch.setattr(stop, "requests", requests)
+
+
+def test_a_run_leaves_what_it_did(alone):
+    trainer, _, run = alone
+    assert run.steps == STEPS == len(run.curves.loss) == int(run.state.step)
+    assert run.curves.loss[-1] < run.curves.loss[0]
+    assert [step for step, _ in run.curves.validation] == [4, 8, 12]
+    assert run.curves.validation[-1][1] < run.curves.validation[0][1]
+    names = {path.name for path in run.folder.iterdir()}
+    assert names == {"checkpoints", "settings.json", "report.html", "result.json"} | {
+        f"{name}.png" for name in ("losses", "scales", "saturation")
+    }
+    steps = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert steps == ["step-00000005", "step-00000010", "step-00000012"]
+    [model] = json.loads((run.folder / "result.json").read_text())["models"].values()
+    assert model["training_losses"] == run.curves.loss and model["rows_per_second"] > 0
+    # Eight rows in two batches of four; the ninth fills none.
+    evaluate = trainer.evaluator(alone[1]["validation_loss"])
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *HELD_OUT["validation"][:8])
+    assert run.curves.validation[-1][1] == pytest.approx(float(evaluate(run.state, batch)), rel=1e-6)
+
+
+def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, monkeypatch, capsys):
+    trainer, options, expected = alone
+    trainer = at(trainer, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 2)
+        run = fit(trainer, ROWS, **options)
+    assert run.steps == 4 and not (run.folder / "report.html").exists()
+    assert "stopped and saved after step 4" in capsys.readouterr().out
+
+    def dies(state, batch, step=trainer.step):
+        if int(state.step) == 7:
+            raise KeyboardInterrupt
+        return step(state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            fit(trainer, ROWS, resume=True, **options)
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir())[-1] == "step-00000005"
+    run = fit(trainer, ROWS, resume=True, **options)
+    assert run.curves.loss == expected.curves.loss
+    assert run.curves.validation == expected.curves.validation
+    assert bits(run.state) == bits(expected.state)
+    again = fit(trainer, ROWS, resume=True, **options)
+    assert (again.steps, again.curves.loss) == (STEPS, expected.curves.loss)
+
+
+def test_memory_is_compared_with_its_plan(alone):
+    trainer, _, run = alone
+    [model] = json.loads((run.folder / "result.json").read_text())["models"].values()
+    lines = {line.pop("part").split(":")[0].split(",")[0]: line for line in model["memory"]}
+    for part in ("weights", "moments", "master weights"):
+        # A plan counts a random key as a number.
+        assert lines[part]["planned"] == pytest.approx(lines[part]["arrays"], abs=8), part
+    taken = lines["what a step takes"]
+    assert taken["planned"] == pytest.approx(taken["arrays"], abs=8)
+    assert taken["compiled"] == pytest.approx(taken["arrays"], abs=8)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.variables))
+    assert lines["weights"]["arrays"] == size
+    assert lines["moments"]["arrays"] > 2 * 4 * 2 * 16 * WIDTH
+    total = lines["total at the fullest moment"]
+    assert total["compiled"] == trainer.program.total and total["planned"] == trainer.plan().total
+    parts = ("gradients", "activations", "temporaries")
+    assert total["planned"] == lines["what a step takes"]["planned"] + sum(
+        lines[part]["planned"] for part in parts
+    )
+
+
+class Page(html.parser.HTMLParser):
+    """The text of a page, and how many images are in it."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.text, self.images, self.open = "", 0, []
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "img":
+            self.images += dict(attributes)["src"].startswith("data:image/png;base64,")
+        elif tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert tag == self.open.pop()
+
+    def handle_data(self, content):
+        self.text += content
+
+
+def test_the_page_has_each_section(alone):
+    page = Page((alone[2].folder / "report.html").read_text())
+    assert page.images == 3 and page.open == []
+    for expected in (
+        "te: 12 steps on 22 rows of a list",
+        "te: 2 of 2 layers in FP8",
+        "rows/s",
+        "Skipped steps: none were.",
+        "Memory, against the plan",
+        "planned",
+        "logging_steps",
+    ):
+        assert expected in page.text, expected
+    assert "Nothing is planned" not in page.text
+
+
+# --- refused ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    example = jax.tree.map(lambda x: x[None], ROWS[0])
+    return Trainer(Linen(), loss, TrainConfig(**SETTINGS), example)
+
+
+WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "source, options, says",
+    [
+        (ROWS[:3], {}, "`source` has 3 examples, fewer than one `batch` of 4"),
+        ([], {}, "`source` is empty"),
+        (WITHOUT_Y, {}, "4 rows for each device; got {'x'"),
+        (ROWS, HELD_OUT, "`validation` and `validation_loss` go together"),
+        (ROWS, {"validation_loss": loss}, "`validation` and `validation_loss` go together"),
+        (ROWS, {"validation": [], "validation_loss": loss}, "`validation` has 0 rows, fewer than the 1"),
+        (ROWS, {"output": "taken"}, "taken holds a run already: add resume=True to go on with it"),
+        (ROWS, {"output": "file"}, "file is a file; give a folder for the run"),
+        (ROWS, {"output": "taken", "resume": True, "seed": 1}, "has --seed 0, not 1; give --seed as it was"),
+        (rows(22, seed=3), {"output": "taken", "resume": True}, "began with other data than there is now"),
+        (ROWS[:21], {"output": "taken", "resume": True}, "began with other data than there is now"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(trainer, tmp_path, source, options, says):
+    settings = {"settings": {"seed": 0}, "text": Examples(ROWS, None).fingerprint()}
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/settings.json").write_text(json.dumps(settings))
+    (tmp_path / "file").touch()
+    options = dict(options)
+    settings = {name: options.pop(name) for name in ("seed",) if name in options}
+    trainer = at(trainer, tmp_path / options.pop("output", "new"), **settings)
+    with pytest.raises(ValueError) as caught:
+        fit(trainer, source, **options)
+    assert says in str(caught.value)
+    assert {path.name for path in tmp_path.rglob("*")} == {"taken", "settings.json", "file"}
+
+
+def test_a_loss_that_calls_only_methods_has_no_report():
+    example = jax.tree.map(lambda x: x[None], ROWS[0])
+    of_method = lambda model, batch: jnp.mean(model.up(batch["x"]))  # noqa: E731
+    trainer = Trainer(OfNNX(nnx.Rngs(0)), of_method, TrainConfig(**SETTINGS), example)
+    with pytest.raises(ValueError, match="`loss`: expected it to call `model"):
+        _ = trainer.layers
