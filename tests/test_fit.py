@@ -88,7 +88,7 @@ def no_pictures():
         yield
 
 
-@pytest.fixture(scope="module", params=["linen", "nnx"])
+@pytest.fixture(scope="module", params=["nnx", pytest.param("linen", marks=pytest.mark.long)])
 def alone(request, tmp_path_factory):
     """A trainer, what `fit` needs besides its rows, and a run of it that was left alone."""
     model, validation_loss = {

@@ -301,8 +301,9 @@ def evaluation_loss(model, batch):
     return loss(lambda tokens: model(tokens, train=False), batch)
 
 
-def test_an_evaluation_of_linen_has_no_dropout_and_changes_nothing():
-    trainer, state, _ = trained(steps=0, recipe="te", devices=2, per_device_train_batch_size=2)
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_evaluation_of_linen_has_no_dropout_and_changes_nothing(devices):
+    trainer, state, _ = trained(steps=0, recipe="te", devices=devices)
     before = bits(state)
     evaluate, batch = trainer.evaluator(evaluation_loss), rows(6)
     found = [float(evaluate(state, batch)) for _ in range(2)]
@@ -312,10 +313,15 @@ def test_an_evaluation_of_linen_has_no_dropout_and_changes_nothing():
     # In two parts and then in one, so that float32 sums of 6 x 16 losses are added in another order.
     np.testing.assert_allclose(found, 2 * [float(loss(apply, batch))], rtol=96 * 2**-24)
     assert float(evaluate(state, rows(2))) != found[0]
-    with pytest.raises(ValueError, match="`batch`: expected rows that 2 devices divide; got 3"):
-        evaluate(state, rows(3))
     with pytest.raises(flax.errors.FlaxError):
         trainer.evaluator(loss)(state, batch)  # it asks for dropout, and to change its statistics
+
+
+def test_an_evaluation_takes_rows_that_the_devices_divide():
+    settings = TrainConfig(per_device_train_batch_size=2, devices=2)
+    trainer = Trainer(Plain(), loss, settings, rows(1))
+    with pytest.raises(ValueError, match="`batch`: expected rows that 2 devices divide; got 3"):
+        trainer.evaluator(evaluation_loss)(None, rows(3))
 
 
 def test_an_evaluation_of_nnx_changes_a_copy():

@@ -98,9 +98,9 @@ def _text(value: Any) -> str:
 
 
 _TABLE_TEXT = """A loss says how far predictions are from the data: less is better. Speed and time are
-those of training steps, with what they waited for data, without compiling, validation and checkpoints. A
-skipped step changed no weight. Bytes per parameter are what the model and its training state take for
-each trained number: float32 everywhere is 4 for weights, 4 for gradients and 8 for an Adam optimizer."""
+those of training steps, without compiling, validation and checkpoints. A skipped step changed no weight.
+Bytes per parameter are what the model and its training state take for each trained number: float32
+everywhere is 4 for weights, 4 for gradients and 8 for an Adam optimizer."""
 
 _LOSS_TEXT = """Faint lines are the loss of each step's batch, full lines its running mean, dots the
 validation loss, on data that is not trained on and never changes. It should fall and then flatten;
