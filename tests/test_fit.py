@@ -160,6 +160,15 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert (again.steps, again.curves.loss) == (STEPS, expected.curves.loss)
 
 
+def test_an_evaluation_changes_nothing(alone):
+    trainer, options, run = alone
+    before = bits(run.state)
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *ROWS[:3])
+    evaluate = trainer.evaluator(options["validation_loss"])
+    assert float(evaluate(run.state, batch)) == float(evaluate(run.state, batch))
+    assert bits(run.state) == before
+
+
 def test_memory_is_compared_with_its_plan(alone):
     trainer, _, run = alone
     [model] = json.loads((run.folder / "result.json").read_text())["models"].values()
@@ -216,6 +225,34 @@ def test_the_page_has_each_section(alone):
     ):
         assert expected in page.text, expected
     assert "Nothing is planned" not in page.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings, note",
+    [
+        ({"devices": 2, "zero": 2, "recipe": "O2"}, "for one device"),
+        ({"offload": True, "recipe": "O2"}, "for one device"),
+        ({"lora_rank": 4}, ""),
+        ({"recipe": "", "fp16": True, "gradient_accumulation_steps": 2}, ""),
+        ({"optim": "adafactor", "gradient_checkpointing": "none", "dataloader_num_workers": 1}, ""),
+        ({"optim": "adamw_8bit", "recipe": "O3"}, ""),
+    ],
+)
+def test_a_run_of_any_kind_has_its_report(settings, note, tmp_path):
+    settings = TrainConfig(**{**SETTINGS, **settings, "max_steps": 3, "output_dir": str(tmp_path / "run")})
+    trainer = Trainer(Linen(), loss, settings, jax.tree.map(lambda x: x[None], ROWS[0]))
+    run = fit(trainer, ROWS, **HELD_OUT, validation_loss=loss_of_linen)
+    assert run.steps == 3 and np.all(np.isfinite(run.curves.loss))
+    text = Page((run.folder / "report.html").read_text()).text
+    assert ("Nothing is planned" in text) == bool(note) and note in text
+    [model] = json.loads((run.folder / "result.json").read_text())["models"].values()
+    memory = {line["part"].split(":")[0]: line for line in model["memory"]}
+    taken = memory["what a step takes"]
+    if not settings.offload:
+        assert taken["compiled"] == pytest.approx(taken["arrays"], abs=64)
+    if not note:
+        assert taken["planned"] == pytest.approx(taken["arrays"], abs=64)
 
 
 # --- refused ----------------------------------------------------------------------------------
