@@ -117,7 +117,9 @@ def plan(
         updates, opt_state = tx.update(grads, opt_state, variables)
         return gradients.apply_updates(variables, updates), opt_state, loss
 
-    parts, shapes = _parts(zero, state, opt_state, batch), _shapes(zero, state[PARAMS])
+    shapes = _shapes(zero, state[PARAMS])
+    # Of optimizers that are no Adam the parts are known on one device only.
+    parts = _parts(zero, state, opt_state, batch) if devices > 1 else _whole(state, opt_state, batch)
     found = _simulated(step, (state, opt_state), batch, parts, shapes, target, devices)
     return Plan(str(recipe), stage, devices, **found)
 
@@ -140,8 +142,7 @@ def plan_step(
         recipe: the plan's name.
         target: name of a GPU; None for a processor like this one.
     """
-    names = kinds_of(variables, opt_state) + ["inputs"] * len(jax.tree.leaves(batch))
-    kinds = [(name, 1) for name in names]
+    kinds = _whole(variables, opt_state, batch)
     shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(variables)}
     return Plan(recipe, 0, 1, **_simulated(step, (variables, opt_state), batch, kinds, shapes, target))
 
@@ -158,6 +159,11 @@ def kinds_of(variables: Any, opt_state: Any) -> list[str]:
             is_master = masters and first <= i < len(leaves) - 1
             kinds.append("master" if is_master else "moments" if leaf.ndim else "inputs")
     return kinds
+
+
+def _whole(variables: Any, opt_state: Any, batch: Any) -> list[tuple[str, int]]:
+    """Of each array of a step's arguments, what it is; none is split."""
+    return [(kind, 1) for kind in kinds_of(variables, opt_state) + ["inputs"] * len(jax.tree.leaves(batch))]
 
 
 def _simulated(
