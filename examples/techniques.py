@@ -52,11 +52,12 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"recipe": "te"},
         {"recipe": "te", "gradient_checkpointing": "fp8"},
     ),
-    "optimizer: adamw_8bit": (BASE, {**BASE, "optim": "adamw_8bit"}),
-    "optimizer: adafactor": (BASE, {**BASE, "optim": "adafactor"}),
     "attention: chunked": (BASE, {**BASE, "attn_implementation": "chunked"}),
-    "PEFT: LoRA of rank 8": (BASE, {**BASE, "lora_rank": 8}),
-    "PEFT: LoRA on FP8 kernels": (BASE, {"recipe": "te", "lora_rank": 8}),
+    # What is kept for each weight shows beside few activations.
+    "optimizer: adamw_8bit, 2 rows": (SMALL, {**SMALL, "optim": "adamw_8bit"}),
+    "optimizer: adafactor, 2 rows": (SMALL, {**SMALL, "optim": "adafactor"}),
+    "PEFT: LoRA of rank 8, 2 rows": (SMALL, {**SMALL, "lora_rank": 8}),
+    "PEFT: LoRA on FP8 kernels, 2 rows": (SMALL, {**SMALL, "bf16": False, "recipe": "te", "lora_rank": 8}),
 }
 
 
