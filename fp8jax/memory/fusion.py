@@ -44,6 +44,7 @@ class Kernel(NamedTuple):
     reads: dict[int, Value]  # stored values, by id
     writes: list[Value]  # stored values
     scratch: int  # bytes that it needs besides
+    waits: dict[int, Value]  # stored values that are to be there first: what is behind the same barrier
 
 
 class Kernels(NamedTuple):
@@ -65,17 +66,24 @@ def kernels(graph: Graph) -> Kernels:
     graph.prune()
     stored = _stored(graph)
     behind: dict[int, dict[int, Value]] = {}
+    held: dict[int, dict[int, Value]] = {}
     found = Kernels(graph, [], behind)
     for op in graph.ops:
         reads: dict[int, Value] = {}
+        waits: dict[int, Value] = {}
         for value in op.reads:
             reads.update(found.stored(value))
+            waits.update(held.get(id(value), {}))
+        if op.kind == "barrier":
+            waits = {**waits, **reads}
         for i, value in enumerate(op.writes):
             if id(value) not in stored:
                 behind[id(value)] = found.stored(op.reads[i]) if op.kind == "barrier" else reads
+                if waits:
+                    held[id(value)] = waits
         writes = [value for value in op.writes if id(value) in stored]
         if writes or op.kind == "store":
-            found.kernels.append(Kernel(op, reads, writes, op.params.get("scratch", 0)))
+            found.kernels.append(Kernel(op, reads, writes, op.params.get("scratch", 0), waits))
     return found
 
 

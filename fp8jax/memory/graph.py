@@ -144,11 +144,12 @@ class Graph:
             if eqn.primitive.name == "shard_map":
                 writes = self._on_each(eqn, reads)
             elif (inner := self._called(eqn)) is not None:
-                writes = self.inline(inner, reads)
+                writes = self.inline(inner, self._held_back(eqn, reads))
                 self.marks[eqn.params.get("name", "")] = writes
             else:
-                avals = [var.aval for var in eqn.outvars]
-                writes = self.add(eqn.primitive.name, _kind(eqn), reads, avals, dict(eqn.params)).writes
+                kind, avals = _kind(eqn), [var.aval for var in eqn.outvars]
+                reads = reads[:1] if kind == "view" else reads  # others only tell JAX something
+                writes = self.add(eqn.primitive.name, kind, reads, avals, dict(eqn.params)).writes
             values.update(zip(eqn.outvars, writes, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -166,6 +167,19 @@ class Graph:
             new.divide(parts_of(spec, eqn.params["mesh"]))
             writes.append(new)
         return writes
+
+    def _held_back(self, eqn: Any, reads: list[Value]) -> list[Value]:
+        """What a call reads; in a backward, a checkpointed one not before all of it is there."""
+        prevents = eqn.params.get("prevent_cse", False)
+        if not eqn.params.get("differentiated") or self.platform == "cpu":  # which drops barriers
+            return reads
+        prevents = prevents if isinstance(prevents, tuple) else (prevents,) * len(reads)
+        held = [value for value, is_held in zip(reads, prevents, strict=True) if is_held]
+        if held:
+            barrier = self.add("optimization_barrier", "barrier", held, held, {})
+            after = iter(barrier.writes)
+            reads = [next(after) if is_held else v for v, is_held in zip(reads, prevents, strict=True)]
+        return reads
 
     def _called(self, eqn: Any) -> Any:
         """The jaxpr that an equation stands for, if it is a call."""

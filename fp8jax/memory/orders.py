@@ -35,7 +35,7 @@ def _users(fused: Kernels) -> list[set[int]]:
     writer = {id(v): number for number, kernel in enumerate(fused.kernels) for v in kernel.writes}
     users: list[set[int]] = [set() for _ in fused.kernels]
     for number, kernel in enumerate(fused.kernels):
-        for value in kernel.reads:
+        for value in (*kernel.reads, *kernel.waits):
             if value in writer:
                 users[writer[value]].add(number)
     return users
