@@ -2,31 +2,26 @@
 
 On a CPU what is ready first runs first, so that several can run at once: what depends on no other kernel is
 computed at the start, and kept. On a GPU kernels run one after the other, in an order that keeps little in
-memory: in a loop's body as XLA's `DFSMemoryScheduler` has it, around loops each right before it is needed.
-What reduces a tensor to a scale is fused with the first kernel that reads the tensor, so it runs then. A body
+memory: that of XLA's `DFSMemoryScheduler`. What waits at a barrier comes after all that goes through it. What
+reduces a tensor to a scale is fused with the first kernel that reads the tensor, so it runs then. A body
 writes its slices of stacked outputs at its end.
 """
 
 from fp8jax.memory.fusion import SMALL, Kernel, Kernels
 
 
-def order(fused: Kernels, kept: set[int], *, is_body: bool) -> list[int]:
+def order(fused: Kernels, kept: set[int]) -> list[int]:
     """The numbers of the kernels, in the order in which they run.
 
     Args:
         fused: a graph's kernels.
         kept: ids of values that are read after the last kernel.
-        is_body: whether the graph is a loop's body.
     """
     users = _users(fused)
     if fused.graph.platform == "cpu":
         found = _breadth_first(users)
-    elif is_body:
-        found = _depth_first(fused, users, kept)
     else:
-        found = _late(users)
-    if fused.graph.platform != "cpu":
-        found = _with_early_reductions(fused, found, users)
+        found = _with_early_reductions(fused, _depth_first(fused, users, kept), users)
     return sorted(found, key=lambda number: fused.kernels[number].op.kind == "store")
 
 
@@ -59,12 +54,6 @@ def _breadth_first(users: list[set[int]]) -> list[int]:
             if not waiting[user]:
                 queue.append(user)
     return queue
-
-
-def _late(users: list[set[int]]) -> list[int]:
-    needed = _needed(users)
-    ends = [number for number, later in enumerate(users) if not later]
-    return _after(ends, [sorted(before) for before in needed])
 
 
 def _depth_first(fused: Kernels, users: list[set[int]], kept: set[int]) -> list[int]:

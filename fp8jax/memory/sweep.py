@@ -24,13 +24,12 @@ class Most(NamedTuple):
     op: Op | None  # what runs
 
 
-def sweep(graph: Graph, donated: Sequence[Value] = (), *, is_body: bool = False) -> Most:
+def sweep(graph: Graph, donated: Sequence[Value] = ()) -> Most:
     """The fullest moment of a graph.
 
     Args:
         graph: what `of_jaxpr` made.
         donated: inputs whose memory is taken by outputs of the same size and dtype.
-        is_body: whether the graph is a loop's body.
     """
     fused = graph.fused = graph.fused or kernels(graph)
     room = [(value.bytes, value.dtype) for value in donated]
@@ -41,7 +40,7 @@ def sweep(graph: Graph, donated: Sequence[Value] = (), *, is_body: bool = False)
             if value.op is not None and (value.bytes, output.dtype) in room:
                 room.remove((value.bytes, output.dtype))
                 value.cost = 0
-    return _Sweep(fused, kept, order(fused, kept, is_body=is_body)).most
+    return _Sweep(fused, kept, order(fused, kept)).most
 
 
 class _Sweep:
@@ -107,7 +106,7 @@ class _Sweep:
             after.cost = after.bytes
             reused += self._take(before, after)
             inside.cost = after.cost
-        return sweep(body, is_body=True).bytes - sum(value.cost for value in carry), reused
+        return sweep(body).bytes - sum(value.cost for value in carry), reused
 
     def _branches(self, op: Op) -> tuple[int, int]:
         """What the larger branch needs besides its results, and what these reuse."""
@@ -120,4 +119,4 @@ class _Sweep:
                     taken.add(behind)
                     reused += self._take(operand, result)
                     break
-        return max(sweep(body, op.writes, is_body=True).bytes for body in op.bodies), reused
+        return max(sweep(body, op.writes).bytes for body in op.bodies), reused
