@@ -7,7 +7,8 @@ op's operands. The rules follow XLA's, as seen in programs that jaxlib 0.10.2 co
 
 - Operands and results of matrix products, collectives and loops are stored, and reductions' results.
 - What one kernel reads is fused into it. What several read is computed in each of them on a GPU, unless
-  storing it moves fewer bytes; on a CPU only if it is cheap, of one tensor, and read twice.
+  storing it moves fewer bytes; on a CPU only if it is cheap and read twice.
+- On a CPU a library reduces rows, or their products; what else they are computed from is stored before.
 - `x + scatter(zeros)` is a scatter into x.
 - On a GPU an FP8 product reads codes and scales; the widening before it is only a pattern. cuBLASLt wants the
   contracted axis last in both operands: others are transposed into a temporary.
@@ -34,6 +35,11 @@ WORKSPACE = 32 * 2**20
 # What XLA on a CPU does not compute twice.
 _EXPENSIVE = frozenset(
     "cos div erf erf_inv exp exp2 expm1 log log1p logistic pow rsqrt sin sqrt tan tanh".split()
+)
+
+# What the library that reduces rows on a CPU computes along.
+_READ_BY_LIBRARY = frozenset(
+    "broadcast_in_dim convert_element_type dynamic_slice integer_pow mul square".split()
 )
 
 
@@ -98,7 +104,7 @@ def _stored(graph: Graph) -> set[int]:
         for value in op.writes:
             ends[id(value)] = set()
             for reader in value.readers:
-                if _wants_stored(reader, value, must):
+                if _wants_stored(reader, value, must, graph.platform):
                     must.add(id(value))
                 elif reader.kind in ("reduce", "store", "update"):
                     ends[id(value)].add(id(reader))
@@ -115,11 +121,14 @@ def _stored(graph: Graph) -> set[int]:
     return stored
 
 
-def _wants_stored(reader: Op, value: Value, must: set[int]) -> bool:
+def _wants_stored(reader: Op, value: Value, must: set[int], platform: str) -> bool:
     if reader.kind == "update":
         return reader.reads[0] is value
     if reader.kind == "view":
         return id(reader.writes[0]) in must
+    if reader.kind == "reduce" and platform == "cpu" and value.op is not None:
+        is_row = len(value.shape) - 1 in reader.params.get("axes", reader.params.get("dimensions", ()))
+        return is_row and value.op.kind == "fusible" and value.op.name not in _READ_BY_LIBRARY
     return reader.kind in ("barrier", "loop", "opaque")
 
 
@@ -148,7 +157,7 @@ def _is_better_stored(graph: Graph, value: Value, sources: dict[int, Value], rea
         if value.op.name == "dynamic_slice":
             return False  # to read it again costs no more
         is_expensive = value.op.name in _EXPENSIVE or value.dtype == jnp.bfloat16  # rounded in software
-        return is_expensive or readers > 2 or read > 1.5 * value.bytes
+        return is_expensive or readers > 2
     return read + value.bytes + readers * value.bytes < readers * read
 
 
