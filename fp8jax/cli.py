@@ -21,6 +21,8 @@ _SIZES = {
     "width": "channels",
     "context": "tokens of a sequence",
     "vocabulary": "of the head (default 50304)",
+    "experts": "of a mixture in the place of each MLP",
+    "top_k": "experts of a token (default 2)",
 }
 
 
@@ -59,6 +61,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--target", help="a GPU: h100, h200, b200 or l40s; by default a processor like this one"
     )
+    plan.add_argument(
+        "--lora-rank", type=int, metavar="RANK", help="train adapters of this rank, not the model"
+    )
     plan.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
     plan.add_argument("--json", action="store_true", help="print JSON, in bytes")
     plan.set_defaults(run=run_plan)
@@ -73,7 +78,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "(model, inputs) or (model, inputs, loss), inputs being one device's",
     )
     for name, what in _SIZES.items():
-        command.add_argument(f"--{name}", type=int, help=f"of a gpt: {what}")
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of a gpt: {what}")
     command.add_argument(
         "--batch", type=int, default=1, help="of a gpt: sequences on each device (default 1)"
     )
@@ -149,19 +154,37 @@ def run_doctor(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     """Prints the plans."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from fp8jax.memory import paper, plan, report
+    from fp8jax.memory import advice, paper, plan, report
 
     if args.paper:
         rows = paper.rows()
         print(json.dumps(rows, indent=1) if args.json else report.text(rows))
         return 0
     of = _subject(args)
+    models = {recipe: _adapted(of.model, recipe, args.lora_rank) for recipe in args.recipe}
     plans = [
-        plan(of.model, recipe, *of.inputs, loss=of.loss, devices=devices, stage=stage, target=args.target)
+        plan(
+            models[recipe], recipe, *of.inputs, loss=of.loss, devices=devices, stage=stage, target=args.target
+        )
         for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)
     ]
-    print(json.dumps(report.as_data(plans), indent=1) if args.json else report.table(plans))
+    if args.json:
+        print(json.dumps(report.as_data(plans), indent=1))
+        return 0
+    print(report.table(plans))
+    found = [line for recipe in models for line in advice.of_model(models[recipe], recipe, of.inputs)]
+    if found:
+        print("\n".join(("\nDimensions to change:", *dict.fromkeys(found))))
     return 0
+
+
+def _adapted(model: Any, recipe: str, rank: int | None) -> Any:
+    """The model, with adapters if they have a rank."""
+    if rank is None:
+        return model
+    from fp8jax import LoRA, transform
+
+    return transform(model, recipe, lora=LoRA(rank=rank))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,20 @@ DEEP = {"layers": 8, "heads": 8, "width": 512, "context": 512, "vocabulary": 819
 WIDE = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50304, "batch": 2}
 
 
-def gpt(sizes, dtype="bfloat16", remat=True):
-    return subject.subject("gpt", dtype=dtype, remat=remat, **sizes)
+def gpt(sizes, dtype="bfloat16", remat=True, **options):
+    return subject.subject("gpt", dtype=dtype, remat=remat, **sizes, **options)
+
+
+def varied(kind, sizes, dtype, recipe):
+    """A GPT with adapters, one with experts, or one of unscanned layers, checkpointed as `kind` says."""
+    if kind == "experts":
+        return gpt(sizes, dtype, experts=4)
+    if kind == "lora":
+        of, options = gpt(sizes, dtype), {"lora": fp8jax.LoRA(rank=8)}
+    else:
+        of, options = gpt(sizes, dtype, remat=False), {"gradient_checkpointing": kind}
+        of = of._replace(model=of.model.clone(scan=False))
+    return of._replace(model=fp8jax.transform(of.model, recipe, **options))
 
 
 def needs_target(target):
@@ -170,6 +182,28 @@ POINTS = [
 def test_one_device_is_predicted(sizes, dtype, remat, recipe, target):
     needs_target(target)
     of = gpt(sizes, dtype, remat)
+    plan, found = planned(of, recipe, target=target), compiled(of, recipe, target)
+    assert plan.kept == found.arguments
+    assert plan.total == pytest.approx(found.total, rel=0.1)
+
+
+LEVELS = ("bf16", "te", "O1", "O2", "O3")
+
+
+@pytest.mark.parametrize(
+    "kind, sizes, dtype, recipe, target",
+    [
+        ("lora", {**TINY, "layers": 2}, "float32", "te", None),
+        *((kind, {**TINY, "layers": 2}, "float32", "bf16", None) for kind in ("experts", "full")),
+        *(long(kind, NANO, "float32", recipe, None) for kind in ("lora", "experts") for recipe in LEVELS),
+        *(long(kind, SMALL, "bfloat16", r, "h200") for kind in ("lora", "experts", "full") for r in LEVELS),
+        *(long("full", NANO, "float32", recipe, None) for recipe in ("bf16", "te")),
+        *(long(kind, SMALL, "bfloat16", "te", "h200") for kind in ("none", "dots", "fp8")),
+    ],
+)
+def test_adapters_experts_and_unscanned_layers_are_predicted(kind, sizes, dtype, recipe, target):
+    needs_target(target)
+    of = varied(kind, sizes, dtype, recipe)
     plan, found = planned(of, recipe, target=target), compiled(of, recipe, target)
     assert plan.kept == found.arguments
     assert plan.total == pytest.approx(found.total, rel=0.1)

@@ -9,7 +9,8 @@ import textwrap
 import pytest
 
 from fp8jax import cli, memory
-from fp8jax.memory import subject
+from fp8jax.memory import advice, subject
+from fp8jax.models.report import Report, Row
 
 ARGUMENTS = ["--layers=2", "--heads=2", "--width=32", "--context=16", "--vocabulary=65", "--batch=2"]
 
@@ -17,8 +18,14 @@ ARGUMENTS = ["--layers=2", "--heads=2", "--width=32", "--context=16", "--vocabul
 def test_the_command_prints_a_row_for_each_combination(capsys):
     options = ["--zero", "3", "--devices", "1", "4"]
     assert cli.main(["plan", *ARGUMENTS, *options, "--recipe", "te", "O2"]) == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
+    table, _, advised = capsys.readouterr().out.partition("\n\n")
+    heading, *rows = table.splitlines()
     assert heading.split()[0] == "MB" and len(rows) == 4
+    assert advised.splitlines()[:2] == [
+        "Dimensions to change:",
+        "layers/qkv, layers/out, layers/up, layers/down: 32 rows: 50% of the work on tiles of 64 "
+        "is for nothing; take 64",
+    ]
     assert cli.main(["plan", *ARGUMENTS, *options, "--json", "--recipe", "O2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data) == 2
@@ -30,6 +37,66 @@ def test_the_command_prints_a_row_for_each_combination(capsys):
 
 
 @pytest.mark.parametrize(
+    "options, less, more",
+    [
+        (["--lora-rank", "4"], "moments", None),
+        (["--experts", "4"], "activations", "weights"),
+        (["--experts", "4", "--top-k", "1"], "activations", "weights"),
+    ],
+)
+def test_adapters_and_experts_are_planned(options, less, more, capsys):
+    found = []
+    for extra in ([], options):
+        assert cli.main(["plan", *ARGUMENTS, "--recipe", "bf16", "--json", *extra]) == 0
+        found += json.loads(capsys.readouterr().out)
+    plain, other = found
+    assert other[less] < plain[less]
+    assert more is None or other[more] > 2 * plain[more]
+
+
+def product_of(*sizes):
+    """The report of one layer in FP8 whose product has these sizes."""
+    return Report("te", (Row("up", "Dense", sizes[1:], True, "", gemm=sizes),), 1)
+
+
+@pytest.mark.parametrize(
+    "sizes, says",
+    [
+        ((4096, 1024, 50304), []),
+        ((64, 192 + 64, 64), []),
+        (
+            (4096, 1000, 1024),
+            [
+                "up: 1000 inputs: no multiple of 16, so XLA multiplies copies padded to 1008, 2% of the "
+                "work on tiles of 128 is for nothing; take 896 or 1024"
+            ],
+        ),
+        (
+            (4096, 50257, 1024),
+            [
+                "up: 50257 inputs: no multiple of 16, so XLA multiplies copies padded to 50272; take 50176 "
+                "or 50304"
+            ],
+        ),
+        ((48, 1024, 1024), ["up: 48 rows: 25% of the work on tiles of 64 is for nothing; take 64"]),
+        (
+            (4096, 1024, 160),
+            ["up: 160 outputs: 38% of the work on tiles of 128 is for nothing; take 128 or 256"],
+        ),
+    ],
+)
+def test_dimensions_that_cost_are_told(sizes, says):
+    assert advice.advise(product_of(*sizes)) == says
+
+
+def test_layers_of_other_formats_and_experts_are_advised_as_they_can_be_changed():
+    report = product_of(100, 100, 100)
+    assert advice.advise(report._replace(rows=(report.rows[0]._replace(fp8=False),))) == []
+    [rows, *_] = advice.advise(report._replace(rows=(report.rows[0]._replace(kind="ExpertDense"),)))
+    assert rows.startswith("up: 100 rows of a block") and rows.endswith("; take more tokens for each expert")
+
+
+@pytest.mark.parametrize(
     "options, says",
     [
         (["--model", "gpt-8b"], "expected gpt, gpt-125m"),
@@ -38,6 +105,8 @@ def test_the_command_prints_a_row_for_each_combination(capsys):
         (["--model", "os:getcwd"], "expected os:getcwd to return (model, inputs)"),
         (["--width", "33", "--heads", "2"], "no multiple of `heads`"),
         (["--batch", "0"], "expected positive sizes"),
+        (["--top-k", "1"], "`top_k`: expected with `experts`"),
+        (["--lora-rank", "0"], "`rank`: expected a positive integer"),
         (["--recipe", "O4"], "expected one of fp32"),
         (["--zero", "4", "--devices", "2"], "`stage`: expected 0, 1, 2 or 3"),
         (["--target", "h300"], "`target`: expected one of h100"),

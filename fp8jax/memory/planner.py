@@ -13,6 +13,7 @@ moment is the prediction. What devices send is counted from the traced collectiv
 | `fusion` | which of it is stored? |
 | `orders` | in which order? |
 | `sweep` | how much is there at once? |
+| `advice` | which dimensions cost more than they give? |
 """
 
 from collections.abc import Callable

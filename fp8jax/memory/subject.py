@@ -1,6 +1,7 @@
 """What is planned: a GPT of any size, or a model of the user's own.
 
 subject("gpt-7b", batch=2)
+subject("gpt", experts=8, top_k=2)       # a mixture of experts in each layer
 subject("my_package.models:tiny")        # a function that returns (model, example inputs)
 """
 
@@ -35,7 +36,8 @@ def subject(
         batch: sequences on one device. This and what follows is a GPT's.
         dtype: of activations between matrix products.
         remat: whether only products are kept for the backward.
-        sizes: layers, heads, width, context, vocabulary, where they are not as `name` says.
+        sizes: layers, heads, width, context, vocabulary, where they are not as `name` says; experts and
+            top_k.
 
     Raises:
         ValueError: no such model, or the sizes do not go together.
@@ -51,6 +53,8 @@ def subject(
         raise ValueError(f"`model`: expected positive sizes; got {whole} and batch={batch}.")
     if whole["width"] % whole["heads"]:
         raise ValueError(f"`width` {whole['width']} is no multiple of `heads` {whole['heads']}; change one.")
+    if "top_k" in sizes and "experts" not in sizes:
+        raise ValueError(f"`top_k`: expected with `experts`, whose number it is; got {sizes['top_k']} alone.")
     tokens = jax.ShapeDtypeStruct((batch, whole["context"]), jnp.int32)
     return Subject(GPT(**whole, dtype=jnp.dtype(dtype), remat=remat), (tokens,), next_token_loss)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8jax.models.moe.linen import MoE
 from fp8jax.models.nnx import transform
 from fp8jax.models.nnx_gradient import KINDS, put_in, tree_of
 from fp8jax.recipe import Recipe
@@ -48,6 +49,8 @@ class _Layer(nn.Module):
 
     heads: int
     bias: bool
+    experts: int
+    top_k: int
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
@@ -59,8 +62,11 @@ class _Layer(nn.Module):
         scores = jnp.where(jnp.tri(time, dtype=bool), scores.astype(jnp.float32), -jnp.inf)
         y = (nn.softmax(scores).astype(x.dtype) @ value).transpose(0, 2, 1, 3).reshape(x.shape)
         x = x + self.dense(width, "out", y)
-        y = nn.gelu(self.dense(4 * width, "up", self.norm("norm_2", x)))
-        return x + self.dense(width, "down", y), None
+        y = self.norm("norm_2", x)
+        if self.experts:
+            mixed = MoE(4 * width, self.experts, self.top_k, dtype=x.dtype, name="experts")(y)
+            return x + checkpoint_name(mixed, _PRODUCT), None
+        return x + self.dense(width, "down", nn.gelu(self.dense(4 * width, "up", y))), None
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         return nn.LayerNorm(epsilon=1e-5, use_bias=self.bias, dtype=x.dtype, name=name)(x)
@@ -71,7 +77,7 @@ class _Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 whose layers are scanned; the bytes and FLOPs of `examples/gpt_model.py`'s."""
+    """A GPT-2; by default its layers are scanned, with the bytes and FLOPs of `examples/gpt_model.py`'s."""
 
     vocabulary: int
     layers: int
@@ -81,6 +87,9 @@ class GPT(nn.Module):
     dtype: Any = jnp.bfloat16
     remat: bool = True  # keep only the products for the backward
     bias: bool = False
+    experts: int = 0  # of each layer, in the place of its MLP; 0: none
+    top_k: int = 2  # experts of a token
+    scan: bool = True  # one layer's code for all; else a layer after the other
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -89,10 +98,13 @@ class GPT(nn.Module):
         positions = nn.Embed(self.context, self.width, dtype=self.dtype, name="positions")
         x = x + positions(jnp.arange(tokens.shape[1])[None])
         keep = jax.checkpoint_policies.save_only_these_names(_PRODUCT)
-        layer = nn.remat(_Layer, prevent_cse=False, policy=keep) if self.remat else _Layer
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        scanned = nn.scan(layer, length=self.layers, **axes)(self.heads, self.bias, name="layers")
-        x, _ = scanned(x, None)
+        layer = nn.remat(_Layer, prevent_cse=not self.scan, policy=keep) if self.remat else _Layer
+        config = (self.heads, self.bias, self.experts, self.top_k)
+        if self.scan:
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x, _ = nn.scan(layer, length=self.layers, **axes)(*config, name="layers")(x, None)
+        for i in range(0 if self.scan else self.layers):
+            x, _ = layer(*config, name=f"layer_{i}")(x, None)
         x = nn.LayerNorm(epsilon=1e-5, use_bias=self.bias, dtype=self.dtype, name="norm")(x)
         return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype, name="lm_head")(x)
 

@@ -24,6 +24,9 @@ class Row(NamedTuple):
     reason: str  # why not; empty if it is
     flops: int = 0  # of its products in one forward pass: two for each multiplication
     lora: int = 0  # rank of its adapters; 0 if it has none
+    gemm: tuple[int, int, int] | None = (
+        None  # rows, inputs and outputs of its first product; of experts a block's
+    )
 
 
 Rows = dict[str, Row]
@@ -105,32 +108,38 @@ def measured(recipe: str, rows: Rows, jaxpr: Any, note: str = "") -> Report:
     A layer that was to multiply in FP8 and made no product is reported as one that did not.
     """
     flops: dict[str, int] = {}
-    total = _count(jaxpr.jaxpr, 1, "", flops)
+    gemms: dict[str, tuple[int, int, int]] = {}
+    total = _count(jaxpr.jaxpr, 1, "", flops, gemms)
     counted = []
     for row in rows.values():
-        row = row._replace(flops=flops.get(row.path.replace("/", "."), 0))
+        name = row.path.replace("/", ".")
+        row = row._replace(flops=flops.get(name, 0), gemm=gemms.get(name))
         if row.fp8 and not row.flops and math.prod(row.kernel_shape) and total:
             row = row._replace(fp8=False, reason="made no product for these inputs")
         counted.append(row)
     return Report(recipe, tuple(counted), total, note)
 
 
-def _count(jaxpr: Any, times: int, outer: str, flops: dict[str, int]) -> int:
+def _count(
+    jaxpr: Any, times: int, outer: str, flops: dict[str, int], gemms: dict[str, tuple[int, int, int]]
+) -> int:
     """Adds the FLOPs of a jaxpr's products to those of their layers; the sum. All branches of a `cond`
-    count, and a `while_loop`'s body once: how it goes is not known here."""
+    count, and a `while_loop`'s body once: how it goes is not known here. Notes the layers' first GEMMs."""
     total = 0
     for eqn in jaxpr.eqns:
         layer = _layer_of(eqn) or outer
         name, own = eqn.primitive.name, times * _flops(eqn)
         if own:
             flops[layer] = flops.get(layer, 0) + own
+            if name == "dot_general":
+                gemms.setdefault(layer, _sides(eqn))
             total += own
             continue
         below = list(jex.jaxprs_in_params(eqn.params))
         if name == "by_platform":
             below = [eqn.params["default"].jaxpr]
         repeats = eqn.params["length"] if name == "scan" else 1
-        total += sum(_count(inner, times * repeats, layer, flops) for inner in below)
+        total += sum(_count(inner, times * repeats, layer, flops, gemms) for inner in below)
     return total
 
 
@@ -138,6 +147,16 @@ def _layer_of(eqn: Any) -> str:
     names = str(eqn.source_info.name_stack).split("/")
     found = [name.removeprefix(_SCOPE) for name in names if name.startswith(_SCOPE)]
     return found[-1] if found else ""
+
+
+def _sides(eqn: Any) -> tuple[int, int, int]:
+    """Rows, inputs and outputs of a `dot_general`'s matrices."""
+    (contracted, batched), (lhs, rhs) = eqn.params["dimension_numbers"], (x.aval.shape for x in eqn.invars)
+
+    def free(side: int, shape: tuple[int, ...]) -> int:
+        return math.prod(n for axis, n in enumerate(shape) if axis not in (*contracted[side], *batched[side]))
+
+    return free(0, lhs), math.prod(lhs[axis] for axis in contracted[0]), free(1, rhs)
 
 
 def _flops(eqn: Any) -> int:
