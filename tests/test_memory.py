@@ -193,8 +193,8 @@ LEVELS = ("bf16", "te", "O1", "O2", "O3")
 @pytest.mark.parametrize(
     "kind, sizes, dtype, recipe, target",
     [
-        ("lora", {**TINY, "layers": 2}, "float32", "te", None),
-        *((kind, {**TINY, "layers": 2}, "float32", "bf16", None) for kind in ("experts", "full")),
+        ("lora", {**TINY, "layers": 2}, "float32", "bf16", None),
+        ("experts", {**TINY, "layers": 2}, "float32", "te", None),
         *(long(kind, NANO, "float32", recipe, None) for kind in ("lora", "experts") for recipe in LEVELS),
         *(long(kind, SMALL, "bfloat16", r, "h200") for kind in ("lora", "experts", "full") for r in LEVELS),
         *(long("full", NANO, "float32", recipe, None) for recipe in ("bf16", "te")),
@@ -287,6 +287,18 @@ def test_a_product_of_codes_reads_codes_and_takes_a_workspace():
     found = memory.fullest(product, X, target="h200")
     # the input, its codes, the bfloat16 product, cuBLASLt's workspace
     assert found == pytest.approx(FOUR + FOUR / 4 + FOUR / 2 + 32 * 2**20, abs=8192)
+
+
+def test_a_checkpointed_block_waits_for_its_gradient():
+    def block(x):
+        return jnp.tanh(jnp.tanh(x @ x) @ x)
+
+    def peak(block):
+        loss = lambda x: jnp.sum(block(block(block(block(x)))))  # noqa: E731
+        return memory.fullest(jax.grad(loss), X, target="h200")
+
+    # Of each block but the one in work its input is kept, not the product within it.
+    assert peak(block) - peak(jax.checkpoint(block)) == pytest.approx(3 * FOUR, abs=8192)
 
 
 # Models ##########################################################################################

@@ -40,7 +40,6 @@ def test_the_command_prints_a_row_for_each_combination(capsys):
     "options, less, more",
     [
         (["--lora-rank", "4"], "moments", None),
-        (["--experts", "4"], "activations", "weights"),
         (["--experts", "4", "--top-k", "1"], "activations", "weights"),
     ],
 )
