@@ -182,9 +182,10 @@ def _adapted(model: Any, recipe: str, rank: int | None) -> Any:
     """The model, with adapters if they have a rank."""
     if rank is None:
         return model
-    from fp8jax import LoRA, transform
+    from fp8jax import models
+    from fp8jax.models.lora import LoRA
 
-    return transform(model, recipe, lora=LoRA(rank=rank))
+    return models.transform(model, recipe, lora=LoRA(rank=rank))
 
 
 if __name__ == "__main__":

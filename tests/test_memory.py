@@ -193,7 +193,7 @@ LEVELS = ("bf16", "te", "O1", "O2", "O3")
 @pytest.mark.parametrize(
     "kind, sizes, dtype, recipe, target",
     [
-        ("lora", {**TINY, "layers": 2}, "float32", "bf16", None),
+        ("lora", TINY, "float32", "bf16", None),
         ("experts", {**TINY, "layers": 2}, "float32", "te", None),
         *(long(kind, NANO, "float32", recipe, None) for kind in ("lora", "experts") for recipe in LEVELS),
         *(long(kind, SMALL, "bfloat16", r, "h200") for kind in ("lora", "experts", "full") for r in LEVELS),
