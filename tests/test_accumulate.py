@@ -70,7 +70,7 @@ def parts_of(recipe):
     "recipe, format",
     [
         pytest.param("te", "FP16", marks=pytest.mark.long),
-        ("O2", "FP32"),
+        pytest.param("O2", "FP32", marks=pytest.mark.long),
         ("O2", "E4M3"),
         pytest.param("O3", "FP16", marks=pytest.mark.long),
     ],

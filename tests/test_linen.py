@@ -288,7 +288,8 @@ def test_dense_at_the_root_and_layers_that_are_left_alone():
     assert summed.apply(summed.init(jax.random.key(0), x), x).shape == (2,)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["bf16", "fp32"])
 def test_wide_recipes_multiply_in_their_format(recipe, optimized):
     model = fp8jax.transform(Net(), recipe)
     variables, plain = (each.init(jax.random.key(0), TOKENS) for each in (model, Net()))
