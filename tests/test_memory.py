@@ -155,6 +155,14 @@ def test_parts_fall_as_zero_says():
     assert plans[0].total > plans[1].total >= plans[2].total > plans[3].total
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor"])
+def test_on_many_devices_any_optimizer_keeps_what_it_keeps_on_one(name):
+    make = {"adamw_8bit": fp8jax.optim.adamw_8bit, "adafactor": fp8jax.optim.adafactor}[name]
+    optimizer = lambda rate, recipe, zero: make(rate, recipe)  # noqa: E731
+    one, two = (planned(gpt(TINY), "bf16", devices=n, optimizer=optimizer) for n in (1, 2))
+    assert two.moments == one.moments > 0 and two.kept == one.kept
+
+
 # What is predicted ###############################################################################
 
 POINTS = [

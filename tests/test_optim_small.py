@@ -141,6 +141,11 @@ def test_in_pieces_a_step_is_the_same_and_keeps_no_copies(monkeypatch, format):
         return at, compiled.memory_analysis().temp_size_in_bytes
 
     (got, state), pieces_need = two_steps()
+    before = jax.tree.map(np.asarray, (got, moments(state)))
+    bad = {"w": jnp.full(stack.shape, 0.5).at[1, 200, 300].set(jnp.nan)}
+    got, after = jax.jit(functools.partial(step_of, tx))(got, state, bad)
+    jax.tree.map(np.testing.assert_array_equal, (got, moments(after)), before)
+    assert int(skipped(after)) == 1
     monkeypatch.setattr(eight_bit_pieces, "_FEWEST", 10**9)
     (expected, whole), whole_needs = two_steps()
     # Sums are contracted in other ways, so a code may be the next one where it was near the middle.

@@ -562,6 +562,7 @@ def test_skipped_steps_are_told_and_their_losses_are_no_numbers(tmp_path):
     skipping = make_outcome(tensors=[])
     skipping.curves.skipped += [3, 20]
     skipping.curves.loss[2], skipping.curves.loss[19] = float("nan"), float("inf")
+    skipping.curves.validation[-1] = (30, float("nan"))
     path = report.write(tmp_path, ABOUT, {"O2": skipping})
     assert "O2 skipped 2 of 30 steps: 3, 20." in " ".join(Page(path.read_text()).text)
 
@@ -572,6 +573,11 @@ def test_skipped_steps_are_told_and_their_losses_are_no_numbers(tmp_path):
     assert result["models"]["O2"]["skipped_steps"] == [3, 20]
     losses = result["models"]["O2"]["training_losses"]
     assert [step for step, loss in enumerate(losses, 1) if loss is None] == [3, 20]
+    assert (
+        result["models"]["O2"]["validation_losses"][-1][1]
+        is result["models"]["O2"]["validation_loss"]
+        is None
+    )
     assert report.rows({"O2": skipping})[4] == ["steps skipped", "2"]
     before = (tmp_path / "losses.png").read_bytes()
     skipping.curves.skipped.clear()

@@ -271,6 +271,24 @@ def test_what_a_step_changes_and_shows():
         trainer.step(trainer.init(), rows(3))
 
 
+def test_a_plan_is_for_one_device():
+    with pytest.raises(ValueError, match="one device"):
+        Trainer(Plain(), loss, TrainConfig(devices=2, per_device_train_batch_size=4), rows(1)).plan()
+
+
+def test_rows_have_the_dtypes_of_arrays_on_a_device():
+    """NumPy's float64 is float32 there, in the example and in batches."""
+    example = {"x": np.zeros((1, 4))}
+    config = TrainConfig(recipe="fp32", per_device_train_batch_size=2)
+    trainer = Trainer(nn.Dense(4), lambda model, batch: jnp.mean(model(batch["x"]) ** 2), config, example)
+    for dtype in (np.float64, np.float32):
+        trainer.check({"x": np.ones((2, 4), dtype)})
+    _, seen = trainer.step(trainer.init(), {"x": np.ones((2, 4))})
+    assert seen.loss.dtype == jnp.float32
+    with pytest.raises(ValueError, match="int32"):
+        trainer.check({"x": np.ones((2, 4), np.int64)})
+
+
 def test_nnx():
     trainer, state, losses = trained(Small(nnx.Rngs(0)), recipe="te")
     assert losses[2] < losses[0]

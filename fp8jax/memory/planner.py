@@ -119,8 +119,7 @@ def plan(
         return gradients.apply_updates(variables, updates), opt_state, loss
 
     shapes = _shapes(zero, state[PARAMS])
-    # Of optimizers that are no Adam the parts are known on one device only.
-    parts = _parts(zero, state, opt_state, batch) if devices > 1 else _whole(state, opt_state, batch)
+    parts = _parts(zero, state, opt_state, batch) if stage else _whole(state, opt_state, batch, devices)
     found = _simulated(step, (state, opt_state), batch, parts, shapes, target, devices)
     return Plan(str(recipe), stage, devices, **found)
 
@@ -162,9 +161,10 @@ def kinds_of(variables: Any, opt_state: Any) -> list[str]:
     return kinds
 
 
-def _whole(variables: Any, opt_state: Any, batch: Any) -> list[tuple[str, int]]:
-    """Of each array of a step's arguments, what it is; none is split."""
-    return [(kind, 1) for kind in kinds_of(variables, opt_state) + ["inputs"] * len(jax.tree.leaves(batch))]
+def _whole(variables: Any, opt_state: Any, batch: Any, devices: int = 1) -> list[tuple[str, int]]:
+    """Of each array of a step's arguments, what it is, and among how many devices it is split: the batch."""
+    state = [(kind, 1) for kind in kinds_of(variables, opt_state)]
+    return state + [("inputs", devices)] * len(jax.tree.leaves(batch))
 
 
 def _simulated(

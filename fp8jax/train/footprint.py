@@ -99,5 +99,13 @@ def _lines(plan: Plan | None, arrays: dict[str, int], program: Program) -> list[
 
 def _on_one_device(leaf: Any) -> int:
     sharding = getattr(leaf, "sharding", None)
+    if sharding is not None and _is_on_host(sharding):
+        return 0
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _is_on_host(sharding: jax.sharding.Sharding) -> bool:
+    """Whether it is in the memory of an accelerator's host; a CPU's own is all one."""
+    device = next(iter(sharding.device_set))
+    return device.platform != "cpu" and sharding.memory_kind not in (None, device.default_memory().kind)

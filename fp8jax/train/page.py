@@ -100,7 +100,8 @@ def _text(value: Any) -> str:
 _TABLE_TEXT = """A loss says how far predictions are from the data: less is better. Speed and time are
 those of training steps, without compiling, validation and checkpoints. A skipped step changed no weight.
 Bytes per parameter are what the model and its training state take for each trained number: float32
-everywhere is 4 for weights, 4 for gradients and 8 for an Adam optimizer."""
+everywhere is 4 for weights, 4 for gradients and 8 for an Adam optimizer. Weights that are not trained, as
+those below adapters, are none of them: they are in the table of memory."""
 
 _LOSS_TEXT = """Faint lines are the loss of each step's batch, full lines its running mean, dots the
 validation loss, on data that is not trained on and never changes. It should fall and then flatten;
@@ -118,7 +119,8 @@ _MEMORY_TEXT = """"Planned" was predicted from shapes, "arrays" is what the run'
 two steps, and "compiled" is what the compiler reserved for the program of a step, which does not tell
 gradients, activations and temporaries apart. Gradients are what each weight is to be moved by,
 activations what the forward pass keeps for the backward one, moments what the optimizer remembers of
-earlier gradients, master weights a finer copy of weights that are kept coarse."""
+earlier gradients, master weights a finer copy of weights that are kept coarse. Weights that are not trained
+are weights here; what is kept in the memory of an accelerator's host is left out."""
 
 _SATURATION_TEXT = """Before a product in FP8, numbers of 8 bits, each tensor is divided by its scale and
 rounded. The map shows, per tensor and over time, the largest magnitude that was rounded as a share of the

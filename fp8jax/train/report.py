@@ -114,7 +114,7 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
     pictures = _pictures(about, outcomes)
     for name, content in pictures.items():
         (folder / name).write_bytes(content)
-    write_file(folder / "result.json", json.dumps(_result(about, outcomes), indent=1))
+    write_file(folder / "result.json", json.dumps(_result(about, outcomes), indent=1, allow_nan=False))
     path = folder / "report.html"
     write_file(path, page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures))
     return path
@@ -133,7 +133,7 @@ def _pictures(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, bytes]:
 def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
     models = {
         name: {
-            "validation_loss": outcome.validation_loss,
+            "validation_loss": _number(outcome.validation_loss),
             f"{outcome.unit}_per_second": outcome.per_second,
             "seconds_in_steps": outcome.curves.seconds,
             "steps": len(outcome.curves.loss),
@@ -141,13 +141,17 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
             "parameters": outcome.parameters,
             "bytes_per_parameter": outcome.bytes._asdict(),
             "memory": [line._asdict() for line in outcome.footprint.lines],
-            # JSON has no infinity and no NaN, which the loss of a skipped step may be.
-            "training_losses": [loss if math.isfinite(loss) else None for loss in outcome.curves.loss],
-            "validation_losses": outcome.curves.validation,
+            "training_losses": list(map(_number, outcome.curves.loss)),
+            "validation_losses": [(step, _number(loss)) for step, loss in outcome.curves.validation],
         }
         for name, outcome in outcomes.items()
     }
-    return {**about, "gap": gap(outcomes) if len(outcomes) == 2 else None, "models": models}
+    return {**about, "gap": _number(gap(outcomes)) if len(outcomes) == 2 else None, "models": models}
+
+
+def _number(x: float | None) -> float | None:
+    """None for infinity and NaN, which JSON has not, and which the loss of a skipped step may be."""
+    return x if x is not None and math.isfinite(x) else None
 
 
 def machine() -> dict[str, Any]:

@@ -4,7 +4,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax import memory
 from fp8jax.models.learning import State
 from fp8jax.train import config, observe, report
 from fp8jax.train.footprint import Footprint, footprint, target_of_device
@@ -55,10 +54,7 @@ def write(
 def memory_of(trainer: Trainer, state: State) -> Footprint:
     """The memory of a trainer's step by part, against its plan."""
 
-    def plan() -> memory.Plan:
-        if trainer.place.mesh.size > 1 or trainer.config.offload:
-            raise ValueError("a trainer's plan is for one device, with everything on it.")
-        return trainer.plan(target_of_device())
-
     batch = (trainer.batch, trainer.key, state.step)
-    return footprint(state.variables, state.opt_state, batch, trainer.program, plan)
+    return footprint(
+        state.variables, state.opt_state, batch, trainer.program, lambda: trainer.plan(target_of_device())
+    )

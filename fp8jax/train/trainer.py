@@ -73,7 +73,7 @@ class Trainer:
         if config.lora_rank:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
         self.model = models.transform(model, config.precision, **options)
-        self._row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], x.dtype), example)
+        self._row = jax.tree.map(lambda x: _shape_of(x, np.shape(x)[1:]), example)
         self._devices = processes.devices(config.devices)
         self.found = self._largest() if config.is_auto else None
         self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
@@ -204,7 +204,13 @@ class Trainer:
             return jax.jit(step, donate_argnums=0).lower(state, batch, self.key).compile()
 
     def plan(self, target: str | None = None) -> memory.Plan:
-        """The memory of a step on one device, predicted: see `fp8jax.memory.plan_step`."""
+        """The memory of a step on one device, predicted: see `fp8jax.memory.plan_step`.
+
+        Raises:
+            ValueError: the trainer is one for several devices, or keeps moments on the host.
+        """
+        if self.place.mesh.size > 1 or self.config.offload:
+            raise ValueError("a trainer's plan is for one device, with everything on it.")
         batch = self._batch(self._rows(self.per_device))
         state = jax.eval_shape(self.learner.init, self.key, batch)
 
@@ -269,7 +275,7 @@ class Trainer:
     def check(self, batch: Any) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
         expected = self._batch(self.rows)
-        got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), batch)
+        got = jax.tree.map(lambda x: _shape_of(x, np.shape(x)), batch)
         if got != expected:
             raise ValueError(
                 f"`batch`: expected {expected}, {self.per_device} rows for each device; got {got}."
@@ -280,3 +286,8 @@ class Trainer:
         if not self.config.tf32:
             return contextlib.nullcontext()
         return jax.default_matmul_precision("tensorfloat32")
+
+
+def _shape_of(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """With the dtype that an array has on a device: float32 for NumPy's float64."""
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
