@@ -267,12 +267,13 @@ def prepare(argv: Sequence[str] | None) -> Run:
 
 def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
     """Trains until the last step or until asked to stop; returns the steps done."""
-    config = run.config
+    config, saved = run.config, done or None  # a run that starts has no checkpoint
     intervals = (config.log_interval, config.eval_interval, config.checkpoint_interval)
     with train.Progress(run.curves, config.steps, config.batch * config.context) as progress:
         for begin, end in train.spans(done, config.steps, *intervals):
             if stop_asked():
-                run.save(begin)
+                if begin != saved:
+                    run.save(begin)
                 return begin
             batches = run.batches("train", range(begin, end))
             for name, learner in run.learners.items():
@@ -282,6 +283,7 @@ def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
             progress.show()
             if end % config.checkpoint_interval == 0 or end == config.steps:
                 run.save(end)
+                saved = end
     return config.steps
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8jax.train import Trainer, figures, fit, stop
+from fp8jax.train import Trainer, checkpoint, figures, fit, stop
 from fp8jax.train.loader import Examples
 from fp8jax.train.settings import TrainConfig
 
@@ -158,6 +158,22 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert bits(run.state) == bits(expected.state)
     again = fit(trainer, ROWS, resume=True, **options)
     assert (again.steps, again.curves.loss) == (STEPS, expected.curves.loss)
+
+
+def test_what_was_just_saved_or_restored_is_not_saved_again(alone, tmp_path, monkeypatch):
+    trainer, options, _ = alone
+    trainer, saved = at(trainer, tmp_path / "run"), []
+
+    def save(folder, step, *args, save=checkpoint.save, **more):
+        saved.append(step)
+        return save(folder, step, *args, **more)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    # Step 5 ends the third span, and is saved whether or not anybody asks to stop.
+    for spans, steps in ((0, 0), (3, 5), (0, 5)):
+        stopped_after(monkeypatch, spans)
+        assert fit(trainer, ROWS, resume=True, **options).steps == steps
+    assert saved == [0, 5]
 
 
 def test_an_evaluation_changes_nothing(alone):

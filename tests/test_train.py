@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from fp8jax import Recipe
 from fp8jax.recipe import PRESETS
 from fp8jax.scaled import is_scaled, value
 from fp8jax.train import spans
+from fp8jax.train.observe import Curves, Seen, Watched
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,6 +94,28 @@ def test_a_finished_run_can_be_resumed_to_report_again(program, folder, short, c
     assert program.main(["--out", "run", "--resume"]) == 0
     assert runs.curves(folder / "run") == before and list(before[1]) == ["O2", "bf16"]
     assert (folder / "run/report.html").exists() and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "done, asked, saves", [(0, 0, [0]), (0, 1, [2]), (0, 2, [3]), (3, 0, []), (3, 1, [4])]
+)
+def test_what_was_just_saved_or_restored_is_not_saved_again(program, done, asked, saves):
+    def step(state, batch):
+        return state, Seen(np.float32(1), np.int32(0), Watched(np.zeros(0), np.zeros(0)))
+
+    config = program.Config(steps=10, log_interval=2, checkpoint_interval=3)
+    curves, answers, saved = Curves(), iter([False] * asked), []
+    curves.loss += [1.0] * done
+    run = types.SimpleNamespace(
+        config=config,
+        curves={"O2": curves},
+        learners={"O2": types.SimpleNamespace(step=step)},
+        states={"O2": None},
+        batches=lambda purpose, numbers: list(numbers),
+        save=saved.append,
+    )
+    assert program.fit(run, done, lambda: next(answers, True)) == len(curves.loss)
+    assert saved == saves
 
 
 def test_a_second_run_gets_a_folder_of_its_own(program, folder, short, capsys):

@@ -4,6 +4,7 @@ import dataclasses
 import html.parser
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +302,24 @@ def test_a_checkpoint_that_was_cut_off_is_skipped_and_removed(saved, tmp_path):
     assert found.step == 3 and "writing-00000004: it was cut off while it was written" in skipped
     checkpoint.save(copy, 5, make_state(5), {})
     assert sorted(path.name for path in copy.iterdir()) == [f"step-0000000{n}" for n in (2, 3, 5)]
+
+
+def test_a_checkpoint_is_there_while_it_is_replaced(saved, tmp_path, monkeypatch):
+    copy = copy_of(saved, tmp_path)
+
+    def dies(path, **_):
+        (path / "manifest.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "shutil", types.SimpleNamespace(rmtree=dies))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(copy, 4, make_state(9), {})
+    found, [skipped] = checkpoint.newest(copy, like=make_state())
+    assert found.step == 4 and bits(found.state) == bits(make_state(9))
+    assert "writing-00000004-replaced" in skipped
+    checkpoint.save(copy, 5, make_state(5), {})
+    assert sorted(path.name for path in copy.iterdir()) == [f"step-0000000{n}" for n in (3, 4, 5)]
 
 
 def test_no_checkpoint(tmp_path):

@@ -131,8 +131,12 @@ def _complete(
         (partial / name).write_text(text)
     (partial / "manifest.json").write_text(json.dumps(_digests(partial), indent=1))
     _flush(partial)
-    shutil.rmtree(final, ignore_errors=True)  # there only if it was damaged, and so made again
+    replaced = partial.with_name(f"{partial.name}-replaced")
+    if final.exists():  # damaged, or saved twice
+        final.rename(replaced)
     partial.rename(final)
+    # Only now: deleting takes long, and a kill meanwhile would leave no checkpoint of this step.
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in _named(final.parent)[:-KEPT]:
         shutil.rmtree(old)
 

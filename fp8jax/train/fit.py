@@ -115,13 +115,16 @@ class _Run:
     batches: DevicePrefetch
     state: Any
     curves: Curves
+    saved: int | None = None  # the step that was saved last, or restored
 
     @property
     def steps(self) -> int:
         return len(self.curves.loss)
 
     def save(self) -> None:
-        """Writes a checkpoint; what was read ahead is not in the state of the batches."""
+        """Writes a checkpoint, unless this step has one; what was read ahead is not in the batches' state."""
+        if self.steps == self.saved:
+            return
         checkpoint.save(
             self.folder / "checkpoints",
             self.steps,
@@ -129,6 +132,7 @@ class _Run:
             observe.pack([self.curves]),
             data=self.batches.state(),
         )
+        self.saved = self.steps
 
 
 def _folder(trainer: Trainer, examples: Examples, resume: bool) -> tuple[pathlib.Path, rundir.Began]:
@@ -156,7 +160,7 @@ def _begun(trainer: Trainer, folder: pathlib.Path, batches: DevicePrefetch, plai
         return _Run(trainer, folder, batches, trainer.init(plain), Curves())
     batches.restore(found.data)
     [curves] = observe.unpack(found.history)
-    return _Run(trainer, folder, batches, found.state, curves)
+    return _Run(trainer, folder, batches, found.state, curves, found.step)
 
 
 def _train(
