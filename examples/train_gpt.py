@@ -261,7 +261,7 @@ def prepare(argv: Sequence[str] | None) -> Run:
         print(f"{layers[name].splitlines()[0]}; compiling", flush=True)
         learners[name], states[name] = build(config, model, place)
     with train.blame_input():
-        train.rundir.start(folder, now)
+        train.rundir.start(folder, found, now)
     return Run(config, folder, text, place, layers, learners, states, {name: Curves() for name in models})
 
 

@@ -363,9 +363,11 @@ def test_a_run_is_resumed_with_its_own_settings_only(tmp_path):
     names = ["lr", "out", "resume", "data"]
     assert rundir.began(tmp_path, names) == rundir.Began({}, "")
     settings = {"lr": 0.1, "out": "a", "resume": False, "data": "x"}
-    rundir.start(tmp_path, rundir.Began(settings, "text"))
+    rundir.start(tmp_path, rundir.Began({}, ""), rundir.Began(settings, "text"))
     found = rundir.began(tmp_path, names)
     assert found == rundir.Began(settings, "text")
+    rundir.start(tmp_path, found, rundir.Began({**settings, "lr": 0.2}, "text"))
+    assert rundir.began(tmp_path, names) == found
     moved = {**settings, "out": "b", "resume": True, "data": "y"}
     rundir.check_same(tmp_path, found, rundir.Began(moved, "text"))
     with pytest.raises(ValueError, match="has --lr 0.1, not 0.2; leave --lr out"):
@@ -377,6 +379,18 @@ def test_a_run_is_resumed_with_its_own_settings_only(tmp_path):
     (tmp_path / "settings.json").write_text('{"settings": 3')
     with pytest.raises(ValueError, match="damaged"):
         rundir.began(tmp_path, names)
+
+
+def test_of_two_runs_that_chose_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing, first, second = (rundir.Began({"lr": lr} if lr else {}, "text") for lr in (0, 1, 2))
+    folder, same = (rundir.choose("", resume=False) for _ in range(2))
+    assert folder == same
+    rundir.start(folder, nothing, first)
+    says = "runs/gpt-1 was taken by another run meanwhile; start again, or give another --out"
+    with pytest.raises(ValueError, match=says):
+        rundir.start(same, nothing, second)
+    assert rundir.began(folder, ["lr"]) == first
 
 
 # --- scales, bytes, curves --------------------------------------------------------------------

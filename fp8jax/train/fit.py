@@ -66,13 +66,13 @@ def fit(
         about: what else the report should say, e.g. {"data": "the letters of Rilke"}; JSON values.
 
     Raises:
-        ValueError: the folder is that of another run, or of a run and `resume` is not set; a source is
-            shorter than a batch; its rows are not like the trainer's example; or one of `validation` and
+        ValueError: the folder is that of another run, or of a run and `resume` is not set, or another run
+            took it while this one compiled; a source is shorter than a batch; its rows are not like the trainer's example; or one of `validation` and
             `validation_loss` is missing.
         ImportError: the extra `train` is not installed.
     """
     extras.check("grain")
-    folder, now = _folder(trainer, Examples(source, transform), resume)
+    folder, found, now = _folder(trainer, Examples(source, transform), resume)
     with contextlib.closing(trainer.loader(source, transform)) as batches:
         validate = _validation(trainer, validation, transform, validation_loss)
         print(f"{trainer.layers.splitlines()[0]}; compiling", flush=True)
@@ -80,7 +80,7 @@ def fit(
         run = _begun(trainer, folder, batches, plain, resume)
         if validate and run.steps < trainer.config.max_steps:
             validate(run.state, 1)  # what is wrong with it shows now
-        rundir.start(folder, now, _WORDS)
+        rundir.start(folder, found, now, _WORDS)
         processes.on_loss(lambda: rundir.how_to_go_on(folder, _WORDS))
         per_step = _per_step(source, trainer.rows)
         with stop.requests() as stop_asked:
@@ -135,8 +135,10 @@ class _Run:
         self.saved = self.steps
 
 
-def _folder(trainer: Trainer, examples: Examples, resume: bool) -> tuple[pathlib.Path, rundir.Began]:
-    """The run's folder, and what a run in it has to have begun with."""
+def _folder(
+    trainer: Trainer, examples: Examples, resume: bool
+) -> tuple[pathlib.Path, rundir.Began, rundir.Began]:
+    """The run's folder, how the run in it began, and how it would now."""
     folder = rundir.choose(trainer.config.output_dir, resume, _WORDS)
     found = rundir.began(folder, [field.name for field in dataclasses.fields(trainer.config)])
     if not len(examples):
@@ -150,7 +152,7 @@ def _folder(trainer: Trainer, examples: Examples, resume: bool) -> tuple[pathlib
     )
     now = rundir.Began(config.kept(trainer.config), examples.fingerprint())
     rundir.check_same(folder, found, now, _WORDS)
-    return folder, now
+    return folder, found, now
 
 
 def _begun(trainer: Trainer, folder: pathlib.Path, batches: DevicePrefetch, plain: Any, resume: bool) -> _Run:

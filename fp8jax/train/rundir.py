@@ -5,7 +5,8 @@
               report.html ...   # see `fp8jax.train.report`
 
 A folder is never taken over: a new run needs one that is new or empty, a resumed run one whose
-settings are the same.
+settings are the same. A run compiles after it chose a folder, and takes it when it is about to train:
+of two that chose the same the second is refused.
 """
 
 import json
@@ -111,20 +112,31 @@ def check_same(folder: pathlib.Path, found: Began, now: Began, words: Words = OP
         )
 
 
-def start(folder: pathlib.Path, now: Began, words: Words = OPTIONS) -> None:
-    """Makes the folder, with a note of how the run began.
+def start(folder: pathlib.Path, found: Began, now: Began, words: Words = OPTIONS) -> None:
+    """Makes the folder of a new run, with a note of how it began; from then on it is taken.
+
+    Args:
+        folder: as `choose` gave it.
+        found: what `began` found there; if that was a run, nothing is written.
+        now: how this run begins.
+        words: for errors.
 
     Raises:
-        ValueError: the folder cannot be made or written.
+        ValueError: the folder cannot be made or written, or another run took it after it was chosen.
     """
-    processes.decide(lambda: _start(folder, now, words))
+    # All ask, whatever they found: a process that comes late finds what process 0 wrote.
+    processes.decide(lambda: None if found.settings else _start(folder, now, words))
 
 
 def _start(folder: pathlib.Path, now: Began, words: Words) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / _SETTINGS).exists():
-            write(folder / _SETTINGS, json.dumps(now._asdict(), indent=1))
+        with open(folder / _SETTINGS, "x", encoding="utf-8") as file:
+            file.write(json.dumps(now._asdict(), indent=1))
+    except FileExistsError:
+        raise ValueError(
+            f"{folder} was taken by another run meanwhile; start again, or give another {words.folder}"
+        ) from None
     except OSError as error:
         raise ValueError(f"{words.folder} {folder} cannot be written: {error.strerror}") from None
 
