@@ -313,6 +313,66 @@ def test_bad_input_is_refused_and_nothing_is_written(trainer, tmp_path, source, 
     assert {path.name for path in tmp_path.rglob("*")} == {"taken", "settings.json", "file"}
 
 
+@pytest.mark.parametrize(
+    "began, settings, says",
+    [
+        (8, {}, "with 1 device give --per-device-train-batch-size 8"),
+        (
+            12,
+            {"devices": 3, "gradient_accumulation_steps": 2},
+            "3 devices give --per-device-train-batch-size 2",
+        ),
+        (
+            6,
+            {"devices": 2, "gradient_accumulation_steps": 2},
+            "2 devices give --per-device-train-batch-size 3 --gradient-accumulation-steps 1",
+        ),
+        (8, {"devices": 3}, "give a number of --devices that divides 8"),
+    ],
+)
+def test_a_run_goes_on_with_its_batches_only(tmp_path, began, settings, says):
+    settings = TrainConfig(**SETTINGS | settings, output_dir=str(tmp_path))
+    trainer = Trainer(Linen(), loss, settings, jax.tree.map(lambda x: x[None], ROWS[0]))
+    kept = {"settings": {"rows": began}, "text": Examples(ROWS, None).fingerprint()}
+    (tmp_path / "settings.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError) as caught:
+        fit(trainer, ROWS, resume=True)
+    assert f"has batches of {began} rows; got {trainer.rows}: " in str(caught.value)
+    assert str(caught.value).endswith(says)
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(nn.relu(nn.Dense(WIDTH)(x)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings, other",
+    [
+        ({}, {"per_device_train_batch_size": 8}),
+        ({"recipe": "O2", "zero": 2}, {"gradient_accumulation_steps": 2, "zero": 0}),
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_devices(settings, other, tmp_path, monkeypatch):
+    example = jax.tree.map(lambda x: x[None], ROWS[0])
+    settings = {**SETTINGS, **INTERVALS, **settings}
+    two, one = (
+        Trainer(Plain(), loss, TrainConfig(**{**settings, **more}), example)
+        for more in ({"devices": 2}, other)
+    )
+    expected = fit(at(two, tmp_path / "alone"), ROWS).curves.loss
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 2)
+        assert fit(at(two, tmp_path / "run"), ROWS).steps == 4
+    found = fit(at(one, tmp_path / "run"), ROWS, resume=True).curves.loss
+    assert found[:4] == expected[:4]
+    # The same rows, in sums and FP8 scales of other parts of a batch; other rows differ by more.
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+    assert np.mean(np.abs(np.diff(expected)) > 0.02 * np.mean(expected)) > 0.5
+
+
 def test_a_loss_that_calls_only_methods_has_no_report():
     example = jax.tree.map(lambda x: x[None], ROWS[0])
     of_method = lambda model, batch: jnp.mean(model.up(batch["x"]))  # noqa: E731

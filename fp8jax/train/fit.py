@@ -6,7 +6,8 @@
 
 A run that was stopped or killed ends, resumed, with the same losses, bit for bit, as one that was left alone:
 a checkpoint has the state, the curves, and where the batches stopped that were trained on. Ctrl-C and SIGTERM
-end the steps up to the next display, save, and return.
+end the steps up to the next display, save, and return. Over another number of devices, or with other
+accumulation steps, a run goes on if its batches have as many rows: the same ones, with other roundings.
 """
 
 import contextlib
@@ -30,6 +31,8 @@ from fp8jax.train.tokens import TokenFile
 from fp8jax.train.trainer import Trainer
 
 _WORDS = rundir.Words("--output-dir", "resume=True", "give {flag} as it was", "trainer")
+# What counts is the rows that they come to.
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "memory_budget", "target")
 
 
 class Fitted(NamedTuple):
@@ -67,8 +70,9 @@ def fit(
 
     Raises:
         ValueError: the folder is that of another run, or of a run and `resume` is not set, or another run
-            took it while this one compiled; a source is shorter than a batch; its rows are not like the trainer's example; or one of `validation` and
-            `validation_loss` is missing.
+            took it while this one compiled; the run had batches of other rows; a source is shorter than a
+            batch; its rows are not like the trainer's example; or one of `validation` and `validation_loss`
+            is missing.
         ImportError: the extra `train` is not installed.
     """
     extras.check("grain")
@@ -140,7 +144,7 @@ def _folder(
 ) -> tuple[pathlib.Path, rundir.Began, rundir.Began]:
     """The run's folder, how the run in it began, and how it would now."""
     folder = rundir.choose(trainer.config.output_dir, resume, _WORDS)
-    found = rundir.began(folder, [field.name for field in dataclasses.fields(trainer.config)])
+    found = rundir.began(folder, [*(field.name for field in dataclasses.fields(trainer.config)), "rows"])
     if not len(examples):
         raise ValueError("`source` is empty")
     row = examples[0]
@@ -150,9 +154,27 @@ def _folder(
             row,
         )
     )
-    now = rundir.Began(config.kept(trainer.config), examples.fingerprint())
-    rundir.check_same(folder, found, now, _WORDS)
+    _check_rows(trainer, folder, found.settings.get("rows", trainer.rows))
+    now = rundir.Began({**config.kept(trainer.config), "rows": trainer.rows}, examples.fingerprint())
+    lasting = {name: value for name, value in found.settings.items() if name not in _BATCH}
+    rundir.check_same(folder, found._replace(settings=lasting), now, _WORDS)
     return folder, found, now
+
+
+def _check_rows(trainer: Trainer, folder: pathlib.Path, rows: int) -> None:
+    """Raises ValueError if the run in `folder` has batches of another size, with the settings for its own."""
+    if rows == trainer.rows:
+        return
+    devices, steps = trainer.place.mesh.size, trainer.config.gradient_accumulation_steps
+    on = f"with {devices} device{'s' * (devices > 1)}"
+    if rows % (devices * steps) == 0:
+        advice = f"{on} give --per-device-train-batch-size {rows // devices // steps}"
+    elif rows % devices == 0:
+        size = rows // devices
+        advice = f"{on} give --per-device-train-batch-size {size} --gradient-accumulation-steps 1"
+    else:
+        advice = f"give a number of --devices that divides {rows}"
+    raise ValueError(f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: {advice}")
 
 
 def _begun(trainer: Trainer, folder: pathlib.Path, batches: DevicePrefetch, plain: Any, resume: bool) -> _Run:
