@@ -4,7 +4,9 @@ import dataclasses
 import html.parser
 import json
 import pathlib
+import signal
 import types
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -391,6 +393,29 @@ def test_of_two_runs_that_chose_one_folder_the_second_is_refused(tmp_path, monke
     with pytest.raises(ValueError, match=says):
         rundir.start(same, nothing, second)
     assert rundir.began(folder, ["lr"]) == first
+
+
+# --- stopping ---------------------------------------------------------------------------------
+
+
+def test_a_signal_asks_to_stop_and_the_second_interrupts():
+    before = signal.getsignal(signal.SIGTERM)
+    with train.stop.requests() as stop_asked:
+        assert not stop_asked()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop_asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_of_the_main_thread_nothing_asks_to_stop():
+    def ask():
+        with train.stop.requests() as stop_asked:
+            return stop_asked(), signal.getsignal(signal.SIGTERM)
+
+    with futures.ThreadPoolExecutor() as threads:
+        assert threads.submit(ask).result() == (False, signal.getsignal(signal.SIGTERM))
 
 
 # --- scales, bytes, curves --------------------------------------------------------------------

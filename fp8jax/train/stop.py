@@ -10,6 +10,7 @@ Of many processes it is enough to ask one: all get the answer, so they all have 
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,15 +19,21 @@ from fp8jax.train import processes
 
 @contextlib.contextmanager
 def requests() -> Iterator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a question that a loop can ask; the second one interrupts at once."""
+    """Turns SIGINT and SIGTERM into a question that a loop can ask; the second one interrupts at once.
+
+    Outside of the main thread, where Python lets nobody handle signals, they do what they did before, and
+    this process never asks to stop.
+    """
     received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
 
     def receive(number: int, frame: Any) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield lambda: processes.any_of(bool(received))
     finally:
