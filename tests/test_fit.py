@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import html.parser
 import json
+import pathlib
 
 import flax.linen as nn
 import jax
@@ -57,6 +58,7 @@ def rows(count, seed=0):
 
 
 ROWS = rows(22)  # five batches an epoch, and two rows left over
+ABOUT = {"data": "22 rows of a list", "who": {"asked": "nobody"}}
 HELD_OUT = {"validation": rows(9, seed=1)}
 SETTINGS = {"recipe": "te", "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": STEPS}
 INTERVALS = {"logging_steps": 2, "eval_steps": 4, "save_steps": 5}
@@ -99,7 +101,7 @@ def alone(request, tmp_path_factory):
     trainer = Trainer(model, loss, TrainConfig(**SETTINGS, **INTERVALS), example)
     trainer = at(trainer, tmp_path_factory.mktemp("alone") / "run")
     options = {**HELD_OUT, "validation_loss": validation_loss}
-    return trainer, options, fit(trainer, ROWS, **options)
+    return trainer, options, fit(trainer, ROWS, **options, about=ABOUT)
 
 
 def stopped_after(monkeypatch, spans):
@@ -183,6 +185,16 @@ def test_an_evaluation_changes_nothing(alone):
     evaluate = trainer.evaluator(options["validation_loss"])
     assert float(evaluate(run.state, batch)) == float(evaluate(run.state, batch))
     assert bits(run.state) == before
+
+
+def test_the_report_says_what_it_was_given_and_refuses_all_that_it_says_itself(alone):
+    trainer, _, run = alone
+    result = json.loads((run.folder / "result.json").read_text())
+    own = result.keys() - ABOUT.keys()
+    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 7
+    for name in own:
+        with pytest.raises(ValueError, match=f"the report itself says `{name}`"):
+            fit(trainer, ROWS, about={name: 0})
 
 
 def test_memory_is_compared_with_its_plan(alone):
@@ -297,6 +309,19 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
         (ROWS, {"output": "taken", "resume": True, "seed": 1}, "has --seed 0, not 1; give --seed as it was"),
         (rows(22, seed=3), {"output": "taken", "resume": True}, "began with other data than there is now"),
         (ROWS[:21], {"output": "taken", "resume": True}, "began with other data than there is now"),
+        (
+            ROWS,
+            {"about": {"at": pathlib.Path("x")}},
+            "`about`: expected names with values that JSON can hold",
+        ),
+        (ROWS, {"about": {"rate": float("nan")}}, "`about`: expected names with values that JSON can hold"),
+        (ROWS, {"about": {3: "three"}}, "`about`: expected names with values that JSON can hold; got 3"),
+        (
+            ROWS,
+            {"about": {"settings": {}}},
+            "`about`: the report itself says `settings`; give it another name",
+        ),
+        (ROWS, {"about": {"models": 1, "gap": 2}}, "`about`: the report itself says `gap`, `models`; give"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(trainer, tmp_path, source, options, says):

@@ -66,16 +66,18 @@ def fit(
         validation_loss: their loss, see `Trainer.evaluator`.
         plain: as in `Trainer.init`; a run that is resumed does not look at it.
         resume: goes on with the run in `output_dir`, or with the newest in runs/.
-        about: what else the report should say, e.g. {"data": "the letters of Rilke"}; JSON values.
+        about: what else the report should say, e.g. {"data": "the letters of Rilke"}: JSON values, under
+            names that the report has no use for.
 
     Raises:
         ValueError: the folder is that of another run, or of a run and `resume` is not set, or another run
             took it while this one compiled; the run had batches of other rows; a source is shorter than a
-            batch; its rows are not like the trainer's example; or one of `validation` and `validation_loss`
-            is missing.
+            batch; its rows are not like the trainer's example; one of `validation` and `validation_loss` is
+            missing; or `about` has what JSON cannot hold, or a name that the report uses.
         ImportError: the extra `train` is not installed.
     """
     extras.check("grain")
+    summary.check(about or {}, trainer)
     folder, found, now = _folder(trainer, Examples(source, transform), resume)
     with contextlib.closing(trainer.loader(source, transform)) as batches:
         validate = _validation(trainer, validation, transform, validation_loss)

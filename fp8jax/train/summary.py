@@ -1,5 +1,6 @@
 """The report of a `Trainer`'s run: what `fp8jax.train.report` asks, answered by the trainer and its state."""
 
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,7 @@ def write(
         curves: its own.
         folder: of the run.
         per_step: what a step sees: how many, of what.
-        about: "data", and what else the page should say.
+        about: "data", and what else the page should say; passes `check`.
 
     Returns:
         The page's path.
@@ -43,12 +44,31 @@ def write(
         layers=trainer.layers,
         footprint=memory_of(trainer, state),
     )
-    place = {**report.machine(), "devices": trainer.place.mesh.size, "rows of a step": trainer.rows}
-    about = {**about, **place, "settings": config.kept(trainer.config)}
     outcomes = {str(trainer.config.precision): outcome}
-    page = report.write(folder, about, outcomes)
+    page = report.write(folder, {**about, **_own(trainer)}, outcomes)
     report.show(outcomes)
     return page
+
+
+def check(about: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raises ValueError for an `about` that `write` could not write, or would write over."""
+    try:
+        json.dumps(dict(about), allow_nan=False)
+        odd = next((repr(name) for name in about if not isinstance(name, str)), None)
+    except (TypeError, ValueError) as error:
+        odd = str(error)
+    if odd:
+        raise ValueError(f"`about`: expected names with values that JSON can hold; got {odd}")
+    taken = sorted(about.keys() & {*_own(trainer), "gap", "models"})  # two that `report.write` adds
+    if taken:
+        listed = ", ".join(f"`{name}`" for name in taken)
+        raise ValueError(f"`about`: the report itself says {listed}; give it another name")
+
+
+def _own(trainer: Trainer) -> dict[str, Any]:
+    """What the report says of a trainer."""
+    place = {"devices": trainer.place.mesh.size, "rows of a step": trainer.rows}
+    return {**report.machine(), **place, "settings": config.kept(trainer.config)}
 
 
 def memory_of(trainer: Trainer, state: State) -> Footprint:
