@@ -362,15 +362,15 @@ def test_folders_are_numbered_and_never_taken_over(tmp_path, monkeypatch):
 
 
 def test_a_run_is_resumed_with_its_own_settings_only(tmp_path):
-    names = ["lr", "out", "resume", "data"]
+    names = ["lr", "out", "resume", "data", "save_steps"]
     assert rundir.began(tmp_path, names) == rundir.Began({}, "")
-    settings = {"lr": 0.1, "out": "a", "resume": False, "data": "x"}
+    settings = {"lr": 0.1, "out": "a", "resume": False, "data": "x", "save_steps": 5}
     rundir.start(tmp_path, rundir.Began({}, ""), rundir.Began(settings, "text"))
     found = rundir.began(tmp_path, names)
     assert found == rundir.Began(settings, "text")
     rundir.start(tmp_path, found, rundir.Began({**settings, "lr": 0.2}, "text"))
     assert rundir.began(tmp_path, names) == found
-    moved = {**settings, "out": "b", "resume": True, "data": "y"}
+    moved = {**settings, "out": "b", "resume": True, "data": "y", "save_steps": 50}
     rundir.check_same(tmp_path, found, rundir.Began(moved, "text"))
     with pytest.raises(ValueError, match="has --lr 0.1, not 0.2; leave --lr out"):
         rundir.check_same(tmp_path, found, rundir.Began({**moved, "lr": 0.2}, "text"))

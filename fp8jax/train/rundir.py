@@ -19,7 +19,11 @@ from typing import Any, NamedTuple
 from fp8jax.train import checkpoint, processes
 
 RUNS = pathlib.Path("runs")
-MAY_CHANGE = ("data", "out", "resume")  # the text itself is compared, not its path
+
+# Settings that a resumed run may be given anew: the text itself is compared, not its path; how often a run
+# tells and saves, and what its report says, changes no number.
+MAY_CHANGE = ("data", "out", "resume", "plan")
+MAY_CHANGE += ("log_interval", "checkpoint_interval", "logging_steps", "save_steps")
 _SETTINGS = "settings.json"
 _ANOTHER = "start a new run in another folder"
 
