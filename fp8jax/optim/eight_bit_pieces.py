@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax.optim.blockwise import BLOCK, Blockwise, block_absmax
 from fp8jax.optim.pieces import Cut, bits_of, cut_of, data_of, decoded, each, rows_of
-from fp8jax.optim.step import Leaf, Numbers, moved, rounded
+from fp8jax.optim.step import Leaf, Moved, Numbers, moved, rounded
 from fp8jax.scaled import amax, is_scaled, value
 
 # Blocks in a piece: of fewer a round of a loop is dear, more leave the cache. A tensor of fewer pieces is not
@@ -91,19 +91,10 @@ def written(
     def move(i: jax.Array, carry: tuple[Leaf, Leaf]) -> tuple[Leaf, Leaf]:
         arrays, rows = carry
         slab, start, _ = cut.at(i)
-        at = (slab * cut.slab + start) // BLOCK
-        known = [lax.dynamic_slice(x, (at,), (cut.piece // BLOCK,)) for x in absmaxes]
-        here = [lax.dynamic_slice_in_dim(x, slab if x.size > 1 else 0, 1, axis=1) for x in columns]
 
         def take(rows: Leaf) -> Leaf:
-            piece = _piece(leaf, rows, cut, i)
-            new = moved(piece, numbers, decay)
-            kept = rounded(new, piece, here)
-            mu, nu = (
-                Blockwise.of(x, old.signed, absmax).codes
-                for x, old, absmax in zip((new.mu, new.nu), (leaf.mu, leaf.nu), known, strict=True)
-            )
-            kept = each(lambda node: bits_of(data_of(node)), kept._replace(mu=mu, nu=nu))
+            new = moved(_piece(leaf, rows, cut, i), numbers, decay)
+            kept = _coded(new, leaf, rows, cut, i, absmaxes, columns)
             return kept._replace(param=new.update) if plain else kept
 
         def leave(rows: Leaf) -> Leaf:
@@ -129,6 +120,28 @@ def written(
     new = lax.cond(ok, go_through, lambda old: old, old)
     # -0: of zeros XLA makes one array with those that a scan's gradients start from.
     return new._replace(grad=jnp.where(ok, new.param, -0.0), param=None) if plain else new
+
+
+def _coded(
+    new: Moved,
+    leaf: Leaf,
+    rows: Leaf,
+    cut: Cut,
+    i: Any,
+    absmaxes: Sequence[jax.Array],
+    columns: list[jax.Array],
+) -> Leaf:
+    """What is kept of a piece, as rows of numbers and codes."""
+    slab, start, _ = cut.at(i)
+    at = (slab * cut.slab + start) // BLOCK
+    known = [lax.dynamic_slice(x, (at,), (cut.piece // BLOCK,)) for x in absmaxes]
+    here = [lax.dynamic_slice_in_dim(x, slab if x.size > 1 else 0, 1, axis=1) for x in columns]
+    kept = rounded(new, _piece(leaf, rows, cut, i), here)
+    mu, nu = (
+        Blockwise.of(x, old.signed, absmax).codes
+        for x, old, absmax in zip((new.mu, new.nu), (leaf.mu, leaf.nu), known, strict=True)
+    )
+    return each(lambda node: bits_of(data_of(node)), kept._replace(mu=mu, nu=nu))
 
 
 def _arrays(leaf: Leaf) -> Leaf:
