@@ -1,5 +1,6 @@
 """What every test runs under: the CPU, no rank promotion, examples drawn the same way each time."""
 
+import collections
 import importlib.util
 import os
 import pathlib
@@ -35,6 +36,13 @@ def pytest_configure(config):
         if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
             os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
             jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Files of few tests first: theirs are long ones, and a worker that began one last would be waited for."""
+    counts = collections.Counter(item.path for item in items)
+    items.sort(key=lambda item: counts[item.path])
 
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)

@@ -120,6 +120,7 @@ def _is_outer_scan(eqn):
     return eqn.primitive.name == "scan" and eqn.params["length"] == PARTS and eqn.params["num_carry"] > 4
 
 
+@pytest.mark.long
 def test_auxiliary_outputs_are_stacked_and_keyword_arguments_are_not_split():
     model, variables = model_of("te")
 

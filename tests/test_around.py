@@ -88,9 +88,8 @@ def bits(tree):
 KINDS = ["fp16_amp", "te", "O2", "O3"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "O2" else pytest.mark.long) for name in KINDS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
 def test_orbax_keeps_every_level_to_the_bit(name, tmp_path):
     trained = level(name)
     variables, opt_state, _ = trained.run(3)
@@ -111,7 +110,7 @@ ROUNDING = {"FP32": 0.0, "FP16": 2.0**-11, "E4M3": 2.0**-4}
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("fp16_amp", "te")), "O2", "O3"]
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("fp16_amp", "te", "O3")), "O2"]
 )
 def test_plain_checkpoints_go_into_a_level_and_back(name):
     trained = level(name)

@@ -152,7 +152,8 @@ def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
 
 
 @needs_plugin
-@pytest.mark.parametrize("recipe", [*map(long, ("te", "O1", "O2")), "O3"])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3"])
 def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(load_program, recipe):
     """Fewer leaves than the bound is for, so its constant part weighs more: 4 kernels a leaf and 20."""
     leaves, size = 12, 1024

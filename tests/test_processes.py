@@ -351,6 +351,7 @@ def test_when_one_process_is_killed_the_other_stops_with_a_word(killed):
     )
 
 
+@pytest.mark.long
 def test_a_run_of_two_goes_on_in_one_from_its_last_checkpoint(start, killed, alone):
     group = start(0, "--out", "run", "--resume")
     assert group.end(0) == 0, group.printed(0)

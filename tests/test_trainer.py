@@ -215,6 +215,7 @@ def test_a_budget(monkeypatch):
         budget_of_device()
 
 
+@pytest.mark.long
 def test_auto_compiles_what_fits():
     budget = 1e6
     settings = TrainConfig(recipe="te", per_device_train_batch_size="auto", memory_budget=budget / 1e9)
