@@ -40,7 +40,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Files of few tests first: theirs are long ones, and a worker that began one last would be waited for."""
+    """Files of few tests first: theirs are long, and a worker that began one last would be waited for."""
     counts = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: counts[item.path])
 
