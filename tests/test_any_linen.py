@@ -281,6 +281,7 @@ def test_rules_take_layers_out_of_fp8(rule, layers):
     assert not any(is_scaled(variables["params"][name]["kernel"]) for name in layers)
 
 
+@pytest.mark.long
 def test_a_rule_may_change_any_column_of_a_layer_and_the_first_that_fits_decides():
     rules = (
         Rule("lm_head", "te,amax_history_len=4"),

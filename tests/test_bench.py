@@ -52,6 +52,7 @@ def compiled(load_program):
     return compile_once
 
 
+@pytest.mark.long
 def test_step_prints_and_keeps_a_row_per_way(bench, tmp_path):
     names = ["bf16", "flax Fp8DotGeneral", "fp8jax O2"]
     lines = bench("step", "--tiny", "--record", str(tmp_path), "--ways", *names).splitlines()

@@ -74,6 +74,7 @@ def test_the_dry_run_leaves_a_whole_record(tmp_path):
     assert all(f"## {name}," in page for name in SECTIONS)
 
 
+@pytest.mark.long
 def test_a_section_in_a_process_of_its_own(tmp_path):
     _, kept, _ = dry_run(tmp_path, "--only", "optimizer", "--apart")
     [rows] = kept["sections"]["optimizer"]["tables"].values()

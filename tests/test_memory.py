@@ -142,6 +142,7 @@ def test_what_is_kept_is_exact(recipe, stage):
     assert plan.kept == here((variables, opt_state)) + tokens.size * tokens.dtype.itemsize
 
 
+@pytest.mark.long
 def test_parts_fall_as_zero_says():
     of = gpt(TINY)
     plans = [planned(of, "O3", devices=8, stage=stage) for stage in range(4)]
@@ -221,7 +222,7 @@ def test_adapters_experts_and_unscanned_layers_are_predicted(kind, sizes, dtype,
     "sizes, dtype, recipe, target, devices, stage",
     [
         long(TINY, "float32", "O2", None, 4, 2),
-        (TINY, "bfloat16", "O3", "h200", 8, 3),
+        long(TINY, "bfloat16", "O3", "h200", 8, 3),
         *(long(NANO, "float32", "bf16", None, 2, stage) for stage in range(4)),
         *(long(NANO, "float32", "O2", None, 8, stage) for stage in range(3)),
         *(long(SMALL, "bfloat16", recipe, "h200", 8, n) for recipe in ("bf16", "te", "O2") for n in range(4)),

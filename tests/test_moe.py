@@ -356,6 +356,7 @@ class Stack(nn.Module):
         )[0]
 
 
+@pytest.mark.long
 def test_scan_of_remat_blocks_stacks_the_state():
     x = normal(0, 40, WIDTH)
     model = fp8jax.transform(Stack(), "O2")

@@ -155,6 +155,7 @@ def test_a_run_that_changes_sides_goes_on_as_if_it_had_not(training, recipe):
         check_within(abs(before - after), referees)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
     """At te with our AdamW; torch's own skips no step and counts none."""

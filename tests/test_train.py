@@ -87,6 +87,7 @@ def test_two_steps(program, folder, capsys, options, names, layers):
     assert ("keeps no delayed scales" in page) == ("current" in names[0])
 
 
+@pytest.mark.long
 def test_a_finished_run_can_be_resumed_to_report_again(program, folder, short, capsys):
     assert program.main([*runs.TINY, "--data", short, "--steps", "2", "--out", "run"]) == 0
     before = runs.curves(folder / "run")

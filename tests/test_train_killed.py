@@ -10,6 +10,9 @@ import time
 import pytest
 import runs
 
+# A minute and more; test_processes kills runs too, test_fit stops them.
+pytestmark = pytest.mark.long
+
 LONG = [*runs.TINY, "--no-twin", "--steps", "200", "--checkpoint-interval", "20", "--eval-interval", "50"]
 
 

@@ -362,13 +362,10 @@ def pairs():
         settings = {**TECHNIQUES[first], **TECHNIQUES[second]}
         if set(TECHNIQUES[first]) & set(TECHNIQUES[second]):
             continue  # two values of one setting
-        marks = [] if (first, second) in IN_SHORT else [pytest.mark.long]
-        yield pytest.param(settings, id=f"{first} and {second}", marks=marks)
+        yield pytest.param(settings, id=f"{first} and {second}")
 
 
-IN_SHORT = {("te", "LoRA")}
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("settings", list(pairs()))
 def test_pairs_train_or_are_refused(settings):
     try:

@@ -232,6 +232,7 @@ def test_a_kernel_used_twice(stage):
     np.testing.assert_allclose(*found, rtol=NOISE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_and_gradients_cross_in_eight_bits(stage):
     """Read from the compiled program: what is as large as a kernel's part."""
