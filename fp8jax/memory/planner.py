@@ -88,8 +88,9 @@ def plan(
         optimizer: called as `fp8jax.optim.adamw` is: with a learning rate, the recipe and `zero`.
 
     Returns:
-        The prediction. Programs compiled by jaxlib 0.10.2 were seen to need at most 10% more or less
-        on a GPU, see the README.
+        The prediction. Programs compiled by jaxlib 0.10.2 for one GPU were seen to need at most 10% more
+        or less, and so were those for eight, but for TransformerEngine's recipe in stages 2 and 3, which
+        needs up to 20% more; see the README.
 
     Raises:
         TypeError: `model` is neither.

@@ -33,17 +33,16 @@ def cut_in_blocks(leaf: Leaf) -> Cut | None:
 
 
 def found(leaf: Leaf, numbers: Numbers, decay: str, cut: Cut) -> tuple[Any, ...]:
-    """As `eight_bit.found`: absmaxes of both moments, amaxes of weight and master, a number that is finite if
-    the step is."""
+    """What a step has to know before it writes: absmaxes of both moments, amaxes of weight and master, a
+    number that is finite if the step is."""
     arrays, scaled = _arrays(leaf), [x for x in (leaf.param, leaf.master) if is_scaled(x)]
 
     def look(i: jax.Array, carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         absmaxes, maxima = carry
-        slab, start, _ = cut.at(i)
+        slab, _, _ = cut.at(i)
         new = moved(_piece(leaf, rows_of([arrays], cut, i), cut, i), numbers, decay)
-        at = (slab * cut.slab + start) // BLOCK
         absmaxes = [
-            lax.dynamic_update_slice(old, block_absmax(x), (at,))
+            lax.dynamic_update_slice(old, block_absmax(x), (_first_block(cut, i),))
             for old, x in zip(absmaxes, (new.mu, new.nu), strict=True)
         ]
         seen = [amax(new.weight) for _ in scaled]
@@ -93,8 +92,9 @@ def written(
         slab, start, _ = cut.at(i)
 
         def take(rows: Leaf) -> Leaf:
-            new = moved(_piece(leaf, rows, cut, i), numbers, decay)
-            kept = _coded(new, leaf, rows, cut, i, absmaxes, columns)
+            piece = _piece(leaf, rows, cut, i)
+            new = moved(piece, numbers, decay)
+            kept = _coded(new, piece, (leaf.mu.signed, leaf.nu.signed), cut, i, absmaxes, columns)
             return kept._replace(param=new.update) if plain else kept
 
         def leave(rows: Leaf) -> Leaf:
@@ -124,22 +124,20 @@ def written(
 
 def _coded(
     new: Moved,
-    leaf: Leaf,
-    rows: Leaf,
+    piece: Leaf,
+    signed: Sequence[bool],
     cut: Cut,
     i: Any,
     absmaxes: Sequence[jax.Array],
     columns: list[jax.Array],
 ) -> Leaf:
     """What is kept of a piece, as rows of numbers and codes."""
-    slab, start, _ = cut.at(i)
-    at = (slab * cut.slab + start) // BLOCK
-    known = [lax.dynamic_slice(x, (at,), (cut.piece // BLOCK,)) for x in absmaxes]
+    slab, _, _ = cut.at(i)
     here = [lax.dynamic_slice_in_dim(x, slab if x.size > 1 else 0, 1, axis=1) for x in columns]
-    kept = rounded(new, _piece(leaf, rows, cut, i), here)
+    kept = rounded(new, piece, here)
     mu, nu = (
-        Blockwise.of(x, old.signed, absmax).codes
-        for x, old, absmax in zip((new.mu, new.nu), (leaf.mu, leaf.nu), known, strict=True)
+        Blockwise.of(x, sign, _of_blocks(absmax, cut, i)).codes
+        for x, sign, absmax in zip((new.mu, new.nu), signed, absmaxes, strict=True)
     )
     return each(lambda node: bits_of(data_of(node)), kept._replace(mu=mu, nu=nu))
 
@@ -156,12 +154,21 @@ def _shaped(maxima: jax.Array, node: Any) -> jax.Array:
 
 def _piece(leaf: Leaf, rows: Leaf, cut: Cut, i: Any) -> Leaf:
     """The rows of piece i as a leaf, its moments in float32, shape=(1, piece)."""
-    slab, start, _ = cut.at(i)
+    slab, _, _ = cut.at(i)
     piece = decoded([leaf], rows, slab)
-    at = (slab * cut.slab + start) // BLOCK
 
     def widened(codes: jax.Array, node: Blockwise) -> jax.Array:
-        absmax = lax.dynamic_slice(node.absmax, (at,), (cut.piece // BLOCK,))
-        return Blockwise(codes, absmax, node.signed).dequantize()
+        return Blockwise(codes, _of_blocks(node.absmax, cut, i), node.signed).dequantize()
 
     return piece._replace(mu=widened(rows.mu, leaf.mu), nu=widened(rows.nu, leaf.nu))
+
+
+def _first_block(cut: Cut, i: Any) -> jax.Array:
+    """The number of the first block of piece i."""
+    slab, start, _ = cut.at(i)
+    return (slab * cut.slab + start) // BLOCK
+
+
+def _of_blocks(absmax: jax.Array, cut: Cut, i: Any) -> jax.Array:
+    """Those of the blocks of piece i."""
+    return lax.dynamic_slice(absmax, (_first_block(cut, i),), (cut.piece // BLOCK,))

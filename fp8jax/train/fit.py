@@ -149,12 +149,8 @@ def _folder(
     found = rundir.began(folder, [*(field.name for field in dataclasses.fields(trainer.config)), "rows"])
     if not len(examples):
         raise ValueError("`source` is empty")
-    row = examples[0]
     trainer.check(
-        jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((trainer.rows, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype)),
-            row,
-        )
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((trainer.rows, *x.shape), x.dtype), examples[0])
     )
     _check_rows(trainer, folder, found.settings.get("rows", trainer.rows))
     now = rundir.Began({**config.kept(trainer.config), "rows": trainer.rows}, examples.fingerprint())

@@ -73,7 +73,6 @@ def _own(trainer: Trainer) -> dict[str, Any]:
 
 def memory_of(trainer: Trainer, state: State) -> Footprint:
     """The memory of a trainer's step by part, against its plan."""
-
     batch = (trainer.batch, trainer.key, state.step)
     return footprint(
         state.variables, state.opt_state, batch, trainer.program, lambda: trainer.plan(target_of_device())
