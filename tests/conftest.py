@@ -26,13 +26,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 def pytest_configure(config):
     """Most of the time goes into compiling programs that run once, so nothing is done to make them fast.
 
-    XLA's own passes, which move and remove casts, run as ever; LLVM's do not, and the CPU's fusions are
-    written by the simpler of XLA's two emitters. The long tests compile as users do, and so do all of them
-    with XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment, from which programs that tests start
-    have it too.
+    XLA's own passes, which move and remove casts, run as ever; LLVM's do not, the CPU's fusions are written
+    by the simpler of XLA's two emitters, and a program is compiled by one thread. The long tests compile as
+    users do, and so do all of them with XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment, from
+    which programs that tests start have it too.
     """
     if config.option.markexpr == "not long":
-        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ.setdefault("XLA_FLAGS", flags)
         if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
             os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
             jax.config.update("jax_disable_most_optimizations", True)

@@ -151,7 +151,7 @@ def test_a_run_goes_on_at_another_level(source, target):
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("fp16_amp", "te")), "O3"]
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("fp16_amp", "te", "O3")), "O2"]
 )
 def test_a_train_state_does_what_a_loop_does(name):
     trained = level(name)
@@ -161,7 +161,9 @@ def test_a_train_state_does_what_a_loop_does(name):
     assert bits(state.params) == bits(variables) and bits(state.opt_state) == bits(opt_state)
 
 
-@pytest.mark.parametrize("name", [pytest.param("te", marks=pytest.mark.long), "O3"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("te", "O3")), "O2"]
+)
 def test_flaxs_own_train_state_does_too(name):
     trained = level(name)
     state = trained.train(train_state.TrainState.create, 2)

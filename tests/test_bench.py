@@ -183,6 +183,12 @@ def test_loader_measures_rates_and_waits():
     assert all(row["waits ms"] > 0 and row["step ms"] > 0 for row in sections["waiting"])
 
 
+@pytest.mark.long
+def test_batch_finds_the_largest_that_fits(bench):
+    [[row]] = json.loads(bench("batch", "--tiny", "--json", "--recipes", "O2")).values()
+    assert row["rows"] > 1 and row["GB"] <= row["budget"] < row["of a row more"]
+
+
 def test_update_takes_turns_here(load_program):
     rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2)
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]

@@ -22,8 +22,8 @@ RUNS = pathlib.Path("runs")
 
 # Settings that a resumed run may be given anew: the text itself is compared, not its path; how often a run
 # tells and saves, and what its report says, changes no number.
-MAY_CHANGE = ("data", "out", "resume", "plan")
-MAY_CHANGE += ("log_interval", "checkpoint_interval", "logging_steps", "save_steps")
+_BOOKKEEPING = ("log_interval", "checkpoint_interval", "logging_steps", "save_steps")
+MAY_CHANGE = ("data", "out", "resume", "plan", *_BOOKKEEPING)
 _SETTINGS = "settings.json"
 _ANOTHER = "start a new run in another folder"
 
