@@ -85,8 +85,8 @@ def clipped(
 def _adafactor(rate: optax.Schedule, weight_decay: float, mask: Any) -> optax.GradientTransformation:
     """Decoupled decay is inside of the rate, as in AdamW; optax's own option has it outside.
 
-    Updates are not clipped once more, each tensor's for itself (section 6 of the paper): rows and columns give
-    a tensor updates of a root mean square around 1, which is where that begins, so it shortens many steps.
+    Updates are not clipped once more, each tensor's for itself (section 6 of the paper): rows and columns
+    give a tensor updates of a root mean square around 1, where that begins, so it would shorten many steps.
     """
     return optax.chain(
         optax.adafactor(None, multiply_by_parameter_scale=False, clipping_threshold=None),
