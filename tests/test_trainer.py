@@ -216,13 +216,20 @@ def test_a_budget(monkeypatch):
 
 
 @pytest.mark.long
-def test_auto_compiles_what_fits():
+@pytest.mark.parametrize("more", [{}, {"devices": 4, "zero": 2}])
+def test_auto_compiles_what_fits(more):
     budget = 1e6
-    settings = TrainConfig(recipe="te", per_device_train_batch_size="auto", memory_budget=budget / 1e9)
-    trainer = Trainer(Plain(), loss, settings, rows(1))
-    assert program.read(trainer.compile()).total <= budget
+    settings = {"recipe": "te", "per_device_train_batch_size": "auto", "memory_budget": budget / 1e9}
+    trainer = Trainer(Plain(), loss, TrainConfig(**settings, **more), rows(1))
+    assert trainer.program.total <= budget
     assert program.read(trainer.compile(trainer.per_device + 1)).total > budget
-    assert trainer.rows == trainer.found.rows > 1
+    assert trainer.rows == trainer.found.rows * more.get("devices", 1) > 1
+
+
+def test_auto_for_a_gpu_that_is_not_here_is_for_one():
+    settings = TrainConfig(per_device_train_batch_size="auto", target="h200", devices=2)
+    with pytest.raises(ValueError, match="h200 is one device that is not here; got 2"):
+        Trainer(Plain(), loss, settings, rows(1))
 
 
 # --- the step ---------------------------------------------------------------------------------

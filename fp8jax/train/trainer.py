@@ -87,26 +87,16 @@ class Trainer:
 
     @functools.cached_property
     def _compiled_init(self) -> Any:
-        with self._precision():
-            return jax.jit(self.learner.init).lower(self.key, self._batch(self.rows)).compile()
+        return self._compile_init(self.learner, self.rows)
 
     @functools.cached_property
     def _compiled_step(self) -> Any:
-        shardings = self._compiled_init.output_shardings
-        with self._precision():
-            step = functools.partial(self._step, self.learner)
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self.place.everywhere))
-            return jitted.lower(self.like, self.batch, self.key).compile()
+        return self._compile_step(self.place, self.learner, self.like, self.rows)
 
     @functools.cached_property
     def like(self) -> State:
         """Shapes, dtypes and places of a state, as `checkpoint.newest` takes them."""
-        shardings = self._compiled_init.output_shardings
-        with self._precision():
-            state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings
-        )
+        return self._like(self.learner, self._compiled_init, self.rows)
 
     @functools.cached_property
     def program(self) -> compiled_program.Program:
@@ -193,15 +183,44 @@ class Trainer:
         return mean_loss
 
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
-        """The step's program, for another batch size or for a GPU that is not here."""
+        """The step's program, for another batch size or for one GPU that is not here."""
         rows = self._rows(per_device or self.per_device)
-        _, learner = self._for(per_device or self.per_device)
+        place, learner = self._for(per_device or self.per_device)
+        if not target:
+            state = self._like(learner, self._init_of_one, rows)
+            return self._compile_step(place, learner, state, rows)
         step, batch = functools.partial(self._step, learner), self._batch(rows)
         with self._precision():
             state = jax.eval_shape(learner.init, self.key, batch)
-            if target:
-                return targets.compile_for(step, state, batch, self.key, target=target, donate_argnums=0)
-            return jax.jit(step, donate_argnums=0).lower(state, batch, self.key).compile()
+            return targets.compile_for(step, state, batch, self.key, target=target, donate_argnums=0)
+
+    @functools.cached_property
+    def _init_of_one(self) -> jax.stages.Compiled:
+        """Of one row for each device: where a state is does not depend on the rows of a batch."""
+        return self._compile_init(self._for(1)[1], self._rows(1))
+
+    def _compile_init(self, learner: Learner, rows: int) -> jax.stages.Compiled:
+        """What makes the first state, and says where its arrays are."""
+        with self._precision():
+            return jax.jit(learner.init).lower(self.key, self._batch(rows)).compile()
+
+    def _like(self, learner: Learner, init: jax.stages.Compiled, rows: int) -> State:
+        """The shapes of a state, where `init` puts it."""
+        with self._precision():
+            state = jax.eval_shape(learner.init, self.key, self._batch(rows))
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, init.output_shardings
+        )
+
+    def _compile_step(
+        self, place: Placement, learner: Learner, state: State, rows: int
+    ) -> jax.stages.Compiled:
+        """The step's program, which leaves a state where it was."""
+        at = jax.tree.map(lambda x: x.sharding, state)
+        step = functools.partial(self._step, learner)
+        with self._precision():
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=(at, place.everywhere))
+            return jitted.lower(state, self._batch(rows, place.rows), self.key).compile()
 
     def plan(self, target: str | None = None) -> memory.Plan:
         """The memory of a step on one device, predicted: see `fp8jax.memory.plan_step`.
@@ -247,10 +266,10 @@ class Trainer:
 
     def _largest(self) -> Found:
         config = self.config
-        if len(self._devices) > 1:
+        if config.target and len(self._devices) > 1:
             raise ValueError(
-                "--per-device-train-batch-size auto finds the batch of one device: run it with --devices 1, "
-                "and give the number that it finds"
+                f"--target {config.target} is one device that is not here; got {len(self._devices)} "
+                "--devices: leave one of them out"
             )
         budget = config.memory_budget * 1e9 or budget_of_device(config.target)
         peak = lambda rows: compiled_program.read(self.compile(rows, config.target or None)).total  # noqa: E731
