@@ -541,11 +541,11 @@ def test_the_program_for_a_gpu_has_its_three_gemms(capability, transposes, monke
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, w, state)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "@te_gemm_v2_ffi" in line]
-    types = [re.findall(r"tensor<\d+x\d+x(f8\w+|bf16)>", line.split(" : (")[1]) for line in calls]
+    types = [re.findall(r"tensor<\d+x\d+x(f8\w+|bf16|f32)>", line.split(" : (")[1]) for line in calls]
     assert types == [
         ["f8E4M3FN", "f8E4M3FN", "bf16"],
         ["f8E5M2", "f8E4M3FN", "bf16"],
-        ["f8E4M3FN", "f8E5M2", "bf16"],
+        ["f8E4M3FN", "f8E5M2", "f32"],  # the gradient of a float32 weight
     ]
     assert ["use_split_accumulator = true" in line for line in calls] == [False, True, True]
     assert text.count("stablehlo.transpose") == transposes
