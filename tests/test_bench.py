@@ -185,7 +185,7 @@ def test_loader_measures_rates_and_waits():
 
 @pytest.mark.long
 def test_batch_finds_the_largest_that_fits(bench):
-    [[row]] = json.loads(bench("batch", "--tiny", "--json", "--recipes", "O2")).values()
+    [[row]] = json.loads(bench("batch", "--tiny", "--json", "--recipes", "bf16")).values()
     assert row["rows"] > 1 and row["GB"] <= row["budget"] < row["of a row more"]
 
 

@@ -57,9 +57,10 @@ def main() -> None:
     if args.target and (reason := targets.why_not()):
         sys.exit(reason)
     sizes = techniques.Sizes(args.layers, args.width, args.heads, args.context, args.vocabulary)
-    budget = args.budget or budget_of_device(args.target or "") / 1e9
+    budget = args.budget
     if args.tiny:
-        sizes, budget = techniques.TINY, 0.0006
+        sizes, budget = techniques.TINY, 0.002
+    budget = budget or budget_of_device(args.target or "") / 1e9
     rows = [row(recipe, budget, args.target or "", sizes) for recipe in args.recipes]
     device = args.target or output.cpu_name()
     title = f"{device}, {sizes.layers} layers of {sizes.width}, rows of {sizes.context} tokens"
