@@ -193,7 +193,6 @@ def test_at_te_torchs_own_adamw_crosses_and_comes_back(training):
     assert runs.losses(back, 3, 5).tolist() == runs.losses(side, 3, 5).tolist()
 
 
-@pytest.mark.long  # compiles two steps; tests/test_torch_bridge.py has what crosses
 def test_the_example_runs(example, path, tmp_path, capsys):
     sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
     options = ["--data", str(path), "--out", str(tmp_path / "out"), "--steps", "2", "--cross", "1"]
