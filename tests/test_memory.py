@@ -206,6 +206,8 @@ LEVELS = ("bf16", "te", "O1", "O2", "O3")
         ("experts", {**TINY, "layers": 2}, "float32", "te", None),
         *(long(kind, NANO, "float32", recipe, None) for kind in ("lora", "experts") for recipe in LEVELS),
         *(long(kind, SMALL, "bfloat16", r, "h200") for kind in ("lora", "experts", "full") for r in LEVELS),
+        *(long("lora", WIDE, "bfloat16", recipe, "h200") for recipe in ("bf16", "te", "O2", "O3")),
+        *(long("experts", DEEP, "bfloat16", recipe, "h200") for recipe in ("bf16", "te", "O2", "O3")),
         *(long("full", NANO, "float32", recipe, None) for recipe in ("bf16", "te")),
         *(long(kind, SMALL, "bfloat16", "te", "h200") for kind in ("none", "dots", "fp8")),
     ],
