@@ -207,7 +207,13 @@ LEVELS = ("bf16", "te", "O1", "O2", "O3")
         *(long(kind, NANO, "float32", recipe, None) for kind in ("lora", "experts") for recipe in LEVELS),
         *(long(kind, SMALL, "bfloat16", r, "h200") for kind in ("lora", "experts", "full") for r in LEVELS),
         *(long("lora", WIDE, "bfloat16", recipe, "h200") for recipe in ("bf16", "te", "O2", "O3")),
-        *(long("experts", DEEP, "bfloat16", recipe, "h200") for recipe in ("bf16", "te", "O2", "O3")),
+        *(
+            long("experts", sizes, "bfloat16", recipe, "h200")
+            for sizes in (DEEP, {**SMALL, "layers": 12, "heads": 12, "width": 768})
+            for recipe in ("bf16", "te", "O2", "O3")
+        ),
+        *(long("lora", DEEP, "bfloat16", recipe, None) for recipe in ("bf16", "te", "O2", "O3")),
+        *(long("experts", DEEP, "bfloat16", recipe, None) for recipe in ("bf16", "te")),
         *(long("full", NANO, "float32", recipe, None) for recipe in ("bf16", "te")),
         *(long(kind, SMALL, "bfloat16", "te", "h200") for kind in ("none", "dots", "fp8")),
     ],

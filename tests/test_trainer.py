@@ -171,6 +171,19 @@ def test_only_matrices_decay(optim):
     np.testing.assert_array_equal(new["bias"], 1)
 
 
+def test_adafactor_clips_no_updates():
+    """A gradient that grows tenfold: adafactor's step is longer than one of a root mean square of 1."""
+    settings = TrainConfig(
+        recipe="fp32", optim="adafactor", learning_rate=0.1, max_grad_norm=0.0, lr_scheduler_type="constant"
+    )
+    params, tx = {"kernel": jnp.zeros((128, 128))}, optimizer_of(settings)
+    state = tx.init(params)
+    for size in (0.1, 1.0):
+        updates, state = tx.update({"kernel": jnp.full((128, 128), size)}, state, params)
+    kept = 1 - 2**-0.8  # of the second moment, at the second step
+    np.testing.assert_allclose(updates["kernel"], -0.1 / np.sqrt(kept * 0.01 + 1 - kept), rtol=1e-5)
+
+
 # --- the largest batch ------------------------------------------------------------------------
 
 CURVES = {
