@@ -19,9 +19,9 @@ from fp8jax import backends, cli, targets
 from fp8jax.backends import xla
 from fp8jax.doctor import gemms, machine
 from fp8jax.memory.subject import subject
-from fp8jax.models.report import Report
-from fp8jax.models.report import Row as Told
 from fp8jax.program import Gemm
+from fp8jax.rewrite.report import Report
+from fp8jax.rewrite.report import Row as Told
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 

@@ -31,6 +31,7 @@ RANKS = {
     "dot": 3,
     "optim": 3,
     "models": 4,
+    "rewrite": 4,
     "gradients": 4,
     "train": 5,
     "program": 4,
@@ -44,6 +45,7 @@ RANKS = {
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
+    ("models", "rewrite"): "layers are chosen and reported as dot products of functions are",
     ("models", "gradients"): "a Flax TrainState applies updates",
     ("chart", "targets"): "the chart is read from a program compiled for a target",
     ("doctor", "memory"): "a model is named as for a plan",

@@ -10,7 +10,7 @@ import pytest
 
 from fp8jax import cli, memory
 from fp8jax.memory import advice, subject
-from fp8jax.models.report import Report, Row
+from fp8jax.rewrite.report import Report, Row
 
 ARGUMENTS = ["--layers=2", "--heads=2", "--width=32", "--context=16", "--vocabulary=65", "--batch=2"]
 

@@ -104,7 +104,7 @@ def sqnr(right, got):
     ],
 )
 def test_a_pattern_means_what_it_means_in_jax(pattern, path, is_match):
-    from fp8jax.models import rules
+    from fp8jax.rewrite import rules
 
     assert layers.matches(pattern, path) is is_match
     assert rules.matches(pattern, path) is is_match

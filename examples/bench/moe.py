@@ -24,7 +24,7 @@ from jax import lax
 
 from fp8jax import program, targets
 from fp8jax.dot import init_ragged_state, ragged_dot, wide_ragged_dot
-from fp8jax.models.report import measured
+from fp8jax.rewrite.report import measured
 from fp8jax.scaling.merge import from_max, to_max
 
 

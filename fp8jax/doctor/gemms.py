@@ -25,10 +25,10 @@ from fp8jax.dot import GEMMS
 from fp8jax.memory.planner import mean_square
 from fp8jax.memory.subject import Subject
 from fp8jax.models import linen, nnx, probe
-from fp8jax.models.report import OWN_DOT, Report, layer_of
-from fp8jax.models.rules import Rules
 from fp8jax.program import Gemm
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import OWN_DOT, Report, layer_of
+from fp8jax.rewrite.rules import Rules
 
 NO_LAYER = "(no layer's)"
 

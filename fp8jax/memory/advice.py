@@ -18,8 +18,8 @@ import jax
 
 from fp8jax import models
 from fp8jax.models import linen, nnx, probe
-from fp8jax.models.report import Report
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import Report
 
 ALIGNED = 16  # numbers, of an FP8 operand's dimensions
 

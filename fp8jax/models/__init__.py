@@ -12,9 +12,9 @@ from fp8jax.models import attention_layers, linen, linen_lora, nnx, nnx_lora
 from fp8jax.models.blocks import checkpointing
 from fp8jax.models.lora import LoRA
 from fp8jax.models.nnx_gradient import gradient_of_module, of_devices
-from fp8jax.models.report import Report
-from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import Report
+from fp8jax.rewrite.rules import Rule
 
 
 def transform(

@@ -21,8 +21,8 @@ import jax
 
 from fp8jax.dot import save_fp8_operands
 from fp8jax.models.multiply import PRODUCT
-from fp8jax.models.rules import Rule, Rules, matches
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.rules import Rule, Rules, matches
 
 _policies = jax.checkpoint_policies
 

@@ -15,7 +15,7 @@ import jax.extend.core as jex
 
 from fp8jax.models.blocks import Call, Checkpointing, choose, filled
 from fp8jax.models.layers import LEFT_ALONE, MATCHED
-from fp8jax.models.report import trace
+from fp8jax.rewrite.report import trace
 
 # Operations of a call have its number in their name.
 _NUMBER = "fp8jax_call:"

@@ -27,9 +27,9 @@ from fp8jax.models.lora import A, AdaptedDot, B, LoRA
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.linen import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import OWN_DOT, Row, Rows, scope
-from fp8jax.models.rules import Choice, Layer, Rules
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import OWN_DOT, Row, Rows, scope
+from fp8jax.rewrite.rules import Choice, Layer, Rules
 from fp8jax.scaled import ScaledArray, is_scaled, quantize
 
 # The names of parameters and of their scaling states, which are parameters too within a model. They share

@@ -26,9 +26,9 @@ from fp8jax import backends, loss_scale
 from fp8jax.dot import quantized_kernel
 from fp8jax.models import attention_layers, blocks, blocks_linen, layers
 from fp8jax.models.linen_variables import merge, split
-from fp8jax.models.report import Report, Rows, measured, trace
-from fp8jax.models.rules import Rule, Rules
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import Report, Rows, measured, trace
+from fp8jax.rewrite.rules import Rule, Rules
 from fp8jax.scaled import format_of, is_scaled, quantize, value
 from fp8jax.variables import LOSS_SCALE, OURS, PARAMS, SCALING
 

@@ -26,9 +26,9 @@ from fp8jax.layout import Layout
 from fp8jax.models import blocks, layers, linen
 from fp8jax.models.linen_variables import split
 from fp8jax.models.lora import A, LoRA, frozen_rules, is_able
-from fp8jax.models.report import Rows, trace
-from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import Rows, trace
+from fp8jax.rewrite.rules import Rule
 from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 

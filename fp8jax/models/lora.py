@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from fp8jax import contraction, formats
 from fp8jax.layout import Layout
 from fp8jax.models.multiply import FP8Dot, WideDot
-from fp8jax.models.rules import Rule, Rules, matches
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.rules import Rule, Rules, matches
 from fp8jax.scaled import quantize, value
 
 # The names of a layer's adapters, beside its kernel.

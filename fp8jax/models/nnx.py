@@ -24,10 +24,10 @@ from fp8jax.models.moe import exchange
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.models.multiply import GEMM_DTYPES
 from fp8jax.models.nnx_layers import STATE, How, attending, multiplying, rank_of, scoped, state_of
-from fp8jax.models.report import OWN_DOT, Report, Row, Rows, measured, trace
-from fp8jax.models.rules import Choice, Layer, Rule, Rules
 from fp8jax.models.subclass import change_class
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import OWN_DOT, Report, Row, Rows, measured, trace
+from fp8jax.rewrite.rules import Choice, Layer, Rule, Rules
 from fp8jax.scaled import quantize, value
 
 

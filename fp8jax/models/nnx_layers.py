@@ -18,9 +18,9 @@ from flax import nnx
 from fp8jax.dot import init_state
 from fp8jax.models.lora import AdaptedDot
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
-from fp8jax.models.report import scope
 from fp8jax.models.subclass import subclass
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import scope
 
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
 STATE = "__fp8_"

@@ -25,8 +25,8 @@ from fp8jax.models.moe.nnx import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES
 from fp8jax.models.nnx import MATCHED, Frozen, dequantize, layers_of, transform_as_chosen
 from fp8jax.models.nnx_layers import rank_of
-from fp8jax.models.rules import Rule
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.rules import Rule
 
 # The class that a frozen parameter had, where it was not `nnx.Param` itself.
 _CLASS = "class__fp8"

@@ -1,0 +1,1 @@
+"""Which layers of a model a recipe is for, and the report of it."""
