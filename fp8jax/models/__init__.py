@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from fp8jax import gradients
+from fp8jax import gradients, rewrite
 from fp8jax.comm import Zero
 from fp8jax.models import attention_layers, linen, linen_lora, nnx, nnx_lora
 from fp8jax.models.blocks import checkpointing
@@ -64,7 +64,12 @@ def transform(
             return kind.transform(model, recipe, rules, backend, kept, attention)
         if kind.is_module(model):
             return adapted.transform(model, recipe, rules, backend, lora, kept, attention)
-    raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
+    if callable(model) and not isinstance(model, type):
+        return rewrite.transform(model, recipe, rules, backend)
+    raise TypeError(
+        "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
+        f"{type(model).__name__}."
+    )
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> Report:

@@ -45,6 +45,11 @@ class Report(NamedTuple):
         """The part of all FLOPs of products that is in FP8."""
         return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
 
+    def largest(self, count: int) -> list[Row]:
+        """The layers with most FLOPs that do not run in FP8."""
+        rows = [row for row in self.rows if not row.fp8]
+        return sorted(rows, key=lambda row: -row.flops)[:count]
+
     def __str__(self) -> str:
         def share(flops: int) -> str:
             return f"{100 * flops / max(self.flops, 1):.1f}%"

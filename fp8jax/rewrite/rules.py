@@ -88,6 +88,10 @@ class Rules:
             return Choice(self.recipe, f"gemm={self.recipe.gemm}")
         return Choice(self.recipe, _why_not_chosen(self.recipe, layer.path))
 
+    def has_rule(self, layer: Layer) -> bool:
+        """Whether a rule, not the recipe alone, decides."""
+        return any(rule.fits(layer) for rule in self.rules)
+
     def choose_attend(self, layer: Layer) -> Choice | None:
         """What an embedding's `attend` does, if a rule or a pattern that ends with "attend" asks for it."""
         for number, rule in enumerate(self.rules):

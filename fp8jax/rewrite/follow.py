@@ -1,0 +1,195 @@
+"""Following a parameter through the equations of a jaxpr that only move it.
+
+    way = Way.of(("layers", "up"), (3, 64, 128), dtype)
+    way = follow(way, eqn)          # None where the equation does more than move it
+
+A cast and a transpose are only noted: the dot product reads the kernel as it is stored. Other moves are
+done with the codes themselves (`moved`), so a kernel reaches its dot product without being dequantized.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.dot import Weight
+from fp8jax.scaled import ScaledArray, is_scaled, value
+from fp8jax.scaling.merge import CODES, NeedsWideGradient
+
+# Equations whose output is their input, on other devices or under another name.
+_IDENTITIES = ("copy", "copy_p", "name", "reshard", "sharding_constraint")
+_RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
+_SLICES = ("dynamic_slice", "slice", "split")
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Where a parameter is on its way to a dot product.
+
+    Attributes:
+        path: names of the parameter in the tree of parameters.
+        perm: the axis of the stored array that each axis of the value is.
+        shape: of the value.
+        dtype: of the value: the one that the function cast it to last.
+        loops: sites of the scans that sliced it, outermost first, with their lengths.
+        is_frozen: whether it passed a `stop_gradient`.
+    """
+
+    path: tuple[str, ...]
+    perm: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    loops: tuple[tuple[tuple[int, ...], int], ...] = ()
+    is_frozen: bool = False
+
+    @classmethod
+    def of(cls, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> "Way":
+        """The way of a whole parameter, at its begin."""
+        return cls(path, tuple(range(len(shape))), tuple(shape), jnp.dtype(dtype))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("stored", "slot"), meta_fields=("way", "spread")
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tracked:
+    """A parameter on its way, as it is stored."""
+
+    stored: Any  # float array or ScaledArray, whose axes are `way.perm` of the value's
+    slot: Any  # where its gradient leaves, see `fp8jax.dot.Weight`; None: through `stored` itself
+    way: Way
+    spread: Any = None  # over the devices of ZeRO
+
+    @classmethod
+    def of(cls, leaf: Any, path: tuple[str, ...], dtype: Any) -> "Tracked":
+        """A parameter as it enters: an array, a `ScaledArray` or a `Weight`."""
+        weight = leaf if isinstance(leaf, Weight) else Weight(leaf, None)
+        return cls(weight.value, weight.slot, Way.of(path, weight.shape, dtype), weight.spread)
+
+    @property
+    def kernel(self) -> Any:
+        """The parameter as `fp8jax.dot.dot_general` takes it."""
+        if self.way.is_frozen:
+            return jax.tree.map(lax.stop_gradient, self.stored) if self.spread is None else self._value()
+        return self.stored if self.slot is None else Weight(self.stored, self.slot, self.spread)
+
+    def value(self) -> jax.Array:
+        """The value that the function sees, through which gradients flow."""
+        return self._value().astype(self.way.dtype).transpose(self.way.perm)
+
+    def _value(self) -> jax.Array:
+        x = value(self.stored) if self.slot is None else self._weight().dequantize()
+        return lax.stop_gradient(x) if self.way.is_frozen else x
+
+    def _weight(self) -> Weight:
+        return Weight(self.stored, self.slot, self.spread)
+
+
+def plain(x: Any) -> Any:
+    """The array that the function sees in the place of `x`."""
+    return x.value() if isinstance(x, Tracked) else x
+
+
+def follow(way: Way, eqn: Any, number: int = 0) -> Way | None:
+    """The way of an equation's output, where its first input is on `way`; None if it cannot be followed."""
+    name, params = eqn.primitive.name, eqn.params
+    shape = tuple(eqn.outvars[number].aval.shape)
+    if name in _IDENTITIES:
+        return way
+    if name == "stop_gradient":
+        return dataclasses.replace(way, is_frozen=True)
+    if name == "convert_element_type":
+        is_float = jnp.issubdtype(params["new_dtype"], jnp.floating)
+        return dataclasses.replace(way, dtype=jnp.dtype(params["new_dtype"])) if is_float else None
+    if name == "transpose":
+        perm = tuple(way.perm[axis] for axis in params["permutation"])
+        return dataclasses.replace(way, perm=perm, shape=shape)
+    if name in _RESHAPES and _is_reshape(eqn) or name in _SLICES:
+        return dataclasses.replace(way, perm=tuple(range(len(shape))), shape=shape)
+    return None
+
+
+def _is_reshape(eqn: Any) -> bool:
+    if math.prod(eqn.outvars[0].aval.shape) != math.prod(eqn.invars[0].aval.shape):
+        return False
+    return eqn.params.get("dimensions") is None or eqn.primitive.name == "squeeze"
+
+
+def moved(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
+    """What an equation that `follow` follows makes of its first input, of which `rest` are the others.
+
+    None where the scales of a `ScaledArray`, or a part on one of many devices, cannot be moved as the data.
+    """
+    name = eqn.primitive.name
+    followed = [follow(tracked.way, eqn, number) for number in range(len(eqn.outvars))]
+    ways = [way for way in followed if way is not None]
+    if name in _RESHAPES + _SLICES:
+        if tracked.spread is not None:
+            return None
+        stored, slot = (_transposed(x, tracked.way.perm) for x in (tracked.stored, tracked.slot))
+        parts = _moved_stored(stored, eqn, rest)
+        if parts is None:
+            return None
+        if slot is not None and slot.dtype == CODES and name in _SLICES:
+            raise NeedsWideGradient  # its parts' gradients have scales of their own
+        slots = [None] * len(ways) if slot is None else _bind(eqn, slot, rest)
+        return [Tracked(x, s, way) for x, s, way in zip(parts, slots, ways, strict=True)]
+    stored = tracked.stored
+    is_whole = tracked.way.perm == tuple(range(len(tracked.way.perm))) and tracked.spread is None
+    if name in ("reshard", "sharding_constraint") and is_whole:
+        constrained = _bind(eqn, stored.data if is_scaled(stored) else stored, rest)[0]
+        stored = ScaledArray(constrained, stored.scale) if is_scaled(stored) else constrained
+    return [Tracked(stored, tracked.slot, ways[0], tracked.spread)]
+
+
+def _transposed(x: Any, perm: tuple[int, ...]) -> Any:
+    if x is None or perm == tuple(range(len(perm))):
+        return x
+    if not is_scaled(x):
+        return lax.transpose(x, perm)
+    return ScaledArray(lax.transpose(x.data, perm), lax.transpose(x.scale, perm) if x.scale.ndim else x.scale)
+
+
+def _moved_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
+    if not is_scaled(stored):
+        return _bind(eqn, stored, rest)
+    data, scale = _bind(eqn, stored.data, rest), stored.scale
+    if scale.size == 1:
+        return [ScaledArray(x, scale.reshape(())) for x in data]
+    # One scale a layer of a stack, along its first axis.
+    shape, name = tuple(stored.data.shape), eqn.primitive.name
+    if name == "slice":
+        begin, end, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
+        step = 1 if strides is None else strides[0]
+        if math.prod(scale.shape[1:]) == 1:
+            return [ScaledArray(data[0], scale[begin[0] : end[0] : step])]
+        return None
+    leads = all(x.shape[:1] == shape[:1] for x in data) and scale.shape == (
+        shape[0],
+        *(1,) * (len(shape) - 1),
+    )
+    if not leads or name == "dynamic_slice":
+        return None
+    return [ScaledArray(x, scale.reshape(shape[0], *(1,) * (x.ndim - 1))) for x in data]
+
+
+def _bind(eqn: Any, x: Any, rest: list[Any]) -> list[Any]:
+    """The equation applied to another array of its first input's shape, of any dtype."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    out = eqn.primitive.bind(x, *rest, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def sliced(x: Any, site: tuple[int, ...], length: int) -> Any:
+    """A stacked parameter, or its way, as the body of a scan gets it; None if the scan is not along its first
+    stored axis."""
+    way = x.way if isinstance(x, Tracked) else x
+    if not way.perm or way.perm[0] != 0:
+        return None
+    perm = tuple(axis - 1 for axis in way.perm[1:])
+    loops = (*way.loops, (site, length))
+    return dataclasses.replace(way, perm=perm, shape=way.shape[1:], loops=loops)

@@ -1,0 +1,293 @@
+"""The dot products of a jaxpr, which parameter each one takes, and which of them run in FP8.
+
+    dots = find(jaxpr, ways, recipes)     # each dot product, and where it stands
+    plan = Plan.of(chosen)                # those that run in FP8, for `evaluate`
+
+A dot product is named by its site: the number of its equation, behind those of the equations around it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite.follow import Way, follow, sliced
+
+Site = tuple[int, ...]
+
+# Calls whose inner jaxpr is evaluated in their place, and the name of that jaxpr in their parameters.
+INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+REMATS = {"checkpoint": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr"}
+
+# The dot products, and what each calls them in a report.
+DOTS = ("dot_general", "ragged_dot_general")
+
+
+class Lost(NamedTuple):
+    """A value computed from parameters alone, which is no parameter any more."""
+
+    path: tuple[str, ...]  # of the largest of them
+    reason: str
+    loops: tuple[tuple[Site, int], ...]
+    is_opaque: bool  # inside of a call that cannot be evaluated in another way
+
+
+class Dot(NamedTuple):
+    """One dot product of a jaxpr."""
+
+    site: Site
+    path: tuple[str, ...] | None  # of the parameter that it takes; None: both operands are activations
+    kernel: int  # which operand that is
+    shape: tuple[int, ...]  # of the parameter, as the dot product takes it
+    gemm: tuple[int, int, int]  # rows, inputs and outputs of its matrices
+    flops: int  # in one call of the function
+    scope: str  # name scopes of the equation, joined by "/"
+    loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
+    is_computed: bool  # whether the operand is computed from the parameter
+    groups: int  # of a ragged dot; 0: not ragged
+    reason: str | None  # why it cannot run in FP8; None: it can
+
+    @property
+    def depth(self) -> int:
+        """How many leading axes of the parameter are layers."""
+        return len(self.loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """How one dot product runs in FP8."""
+
+    dot: Dot
+    key: tuple[str, ...]  # of its scaling state
+    recipe: Recipe
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The dot products of a jaxpr that run in FP8.
+
+    Attributes:
+        chosen: by site.
+        below: sites of all calls that have one of them inside.
+        sliced: by the site of a scan, the keys of the states that it slices.
+    """
+
+    chosen: dict[Site, Chosen]
+    below: frozenset[Site]
+    sliced: dict[Site, frozenset[tuple[str, ...]]]
+
+    @classmethod
+    def of(cls, chosen: Iterable[Chosen]) -> "Plan":
+        """A plan of these."""
+        by_site = {each.dot.site: each for each in chosen}
+        below = {site[:n] for site in by_site for n in range(1, len(site))}
+        scans: dict[Site, set[tuple[str, ...]]] = {}
+        for each in by_site.values():
+            for site, _ in each.dot.loops:
+                scans.setdefault(site, set()).add(each.key)
+        return cls(by_site, frozenset(below), {site: frozenset(keys) for site, keys in scans.items()})
+
+
+class Found(NamedTuple):
+    """What `find` finds."""
+
+    dots: list[Dot]
+    tables: set[tuple[str, ...]]  # parameters that a gather reads, such as embeddings
+    convolutions: dict[str, tuple[tuple[str, ...] | None, int]]  # by name scope: parameter and FLOPs
+
+
+def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
+    """The dot products of a jaxpr, in order.
+
+    Args:
+        jaxpr: without the constants' values.
+        ways: of its inputs: those of parameters; None for all others.
+    """
+    found = Found([], set(), {})
+    constants = [None] * len(jaxpr.constvars)
+    _walk(jaxpr, constants, [_ACTIVATION if way is None else way for way in ways], (), "", 1, found)
+    return found
+
+
+class _Activation:
+    """A value that depends on an input that is no parameter."""
+
+
+_ACTIVATION, _ONE_HOT = _Activation(), _Activation()  # the second is made of booleans, which look up a table
+
+
+def _is_parameter(x: Any) -> bool:
+    return isinstance(x, Way | Lost)
+
+
+def _lost(x: Way | Lost, reason: str, is_opaque: bool = False) -> Lost:
+    if isinstance(x, Lost):
+        return Lost(x.path, reason if is_opaque else x.reason, x.loops, x.is_opaque or is_opaque)
+    return Lost(x.path, reason, x.loops, is_opaque)
+
+
+def _walk(
+    jaxpr: Any, constants: Sequence[Any], ins: Sequence[Any], site: Site, scope: str, times: int, found: Found
+) -> list[Any]:
+    """Follows the inputs through a jaxpr; the ways of its outputs."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    env.update(zip(jaxpr.invars, ins, strict=True))
+
+    def read(var: Any) -> Any:
+        return None if isinstance(var, jex.Literal) else env.get(var)
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        at = (*site, number)
+        names = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        outs = _outputs(eqn, [read(var) for var in eqn.invars], at, names, times, found)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _outputs(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> list[Any]:
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+    if name in DOTS:
+        dot = _dot(eqn, ins, at, scope, times)
+        if dot.path is not None and ins[1 - dot.kernel] is _ONE_HOT:
+            found.tables.add(dot.path)
+        found.dots.append(dot)
+    elif name == "scan":
+        return _through_scan(eqn, ins, at, scope, times, found)
+    elif name in INNER or name in REMATS:
+        inner = params[{**INNER, **REMATS}[name]]
+        closed = getattr(inner, "jaxpr", inner)
+        return _walk(closed, [None] * len(closed.constvars), ins, at, scope, times, found)
+    elif name == "cond":
+        return _through_cond(eqn, ins, at, scope, times, found)
+    elif any(True for _ in jex.jaxprs_in_params(params)):
+        _inside_opaque(eqn, ins, at, scope, times, found)
+    elif name == "gather" and isinstance(ins[0], Way):
+        found.tables.add(ins[0].path)
+    elif name == "conv_general_dilated":
+        path = ins[1].path if _is_parameter(ins[1]) else None
+        before = found.convolutions.get(scope, (path, 0))[1]
+        found.convolutions[scope] = path, before + times * _flops_of_convolution(eqn)
+    elif name == "convert_element_type" and eqn.invars[0].aval.dtype == bool and ins[0] is not None:
+        return [_ONE_HOT]
+    elif name in ("copy", "reshape", "transpose", "convert_element_type") and ins[0] is _ONE_HOT:
+        return [_ONE_HOT]
+    elif ins and isinstance(ins[0], Way):
+        ways = [follow(ins[0], eqn, i) for i in range(count)]
+        if all(way is not None for way in ways):
+            return ways
+    return [_computed(ins, name)] * count
+
+
+def _computed(ins: list[Any], name: str) -> Any:
+    """What an equation makes that does more than move its input."""
+    if any(isinstance(x, _Activation) for x in ins):
+        return _ACTIVATION
+    parameters = [x for x in ins if _is_parameter(x)]
+    return _lost(parameters[0], f"its kernel is computed ({name})") if parameters else None
+
+
+def _through_scan(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> list[Any]:
+    closed, length = eqn.params["jaxpr"], eqn.params["length"]
+    consts, carry, xs = scan_parts(eqn, ins)
+    carry = [_ACTIVATION if _is_parameter(x) else x for x in carry]
+    inside = []
+    for x in xs:
+        if isinstance(x, Way):
+            way = sliced(x, at, length)
+            x = _lost(x, "a scan is not along the first axis of what is stored") if way is None else way
+        inside.append(x)
+    # What is carried depends on the inputs as soon as one of them does.
+    if any(isinstance(x, _Activation) for x in [*consts, *carry, *xs]):
+        carry = [_ACTIVATION] * len(carry)
+    ins = [*consts, *carry, *inside]
+    outs = _walk(closed.jaxpr, [None] * len(closed.jaxpr.constvars), ins, at, scope, times * length, found)
+    return [_lost(x, "a scan computes its kernel", True) if _is_parameter(x) else x for x in outs]
+
+
+def _through_cond(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> list[Any]:
+    outs = []
+    for number, closed in enumerate(eqn.params["branches"]):
+        constants = [None] * len(closed.jaxpr.constvars)
+        outs.append(_walk(closed.jaxpr, constants, ins[1:], (*at, number), scope, times, found))
+    return [_computed(list(of), "cond") for of in zip(*outs, strict=True)]
+
+
+def _inside_opaque(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> None:
+    """Finds the dot products inside of a call that is left as it is."""
+    reason = f"it is inside of a {eqn.primitive.name}"
+    ins = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
+    parameters = [x for x in ins if isinstance(x, Lost)]
+    for number, inner in enumerate(jex.jaxprs_in_params(eqn.params)):
+        # Which input is which is known only where their numbers are equal.
+        given = ins if len(inner.invars) == len(ins) else ins[len(ins) - len(inner.invars) :]
+        given = [*given, *([parameters[0] if parameters else None] * (len(inner.invars) - len(given)))]
+        _walk(inner, [None] * len(inner.constvars), given, (*at, number), scope, times, found)
+
+
+def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Constants, carry and scanned inputs of a scan."""
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    return values[:consts], values[consts : consts + carry], values[consts + carry :]
+
+
+def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
+    is_ragged = eqn.primitive.name != "dot_general"
+    numbers = eqn.params["ragged_dot_dimension_numbers"] if is_ragged else None
+    dims = numbers.dot_dimension_numbers if numbers is not None else eqn.params["dimension_numbers"]
+    (contracted, batched), shapes = dims, [tuple(x.aval.shape) for x in eqn.invars[:2]]
+    free = [
+        math.prod(n for axis, n in enumerate(shape) if axis not in (*contracted[side], *batched[side]))
+        for side, shape in enumerate(shapes)
+    ]
+    k = math.prod(shapes[0][axis] for axis in contracted[0])
+    flops = times * 2 * math.prod(eqn.outvars[0].aval.shape) * k
+    kernels = [side for side in (0, 1) if _is_parameter(ins[side])]
+    kernel = kernels[0] if len(kernels) == 1 else 1
+    groups = 0
+    if numbers is not None:
+        groups = shapes[1][0]
+        free[1] //= max(groups, 1)
+        if set(numbers.lhs_ragged_dimensions) <= set(contracted[0]):
+            flops //= max(groups, 1)
+    gemm = (free[1 - kernel], k, free[kernel])
+    x = ins[kernel]
+    path = x.path if _is_parameter(x) else None
+    reason = _why_not(eqn, ins, kernels, gemm, len(shapes[1 - kernel]), numbers)
+    loops, is_computed = (x.loops, isinstance(x, Lost)) if _is_parameter(x) else ((), False)
+    return Dot(at, path, kernel, shapes[kernel], gemm, flops, scope, loops, is_computed, groups, reason)
+
+
+def _why_not(
+    eqn: Any, ins: list[Any], kernels: list[int], gemm: tuple[int, int, int], rank: int, numbers: Any
+) -> str | None:
+    if not kernels:
+        return "both operands are activations"
+    if len(kernels) == 2:
+        return "both operands are parameters"
+    [kernel] = kernels
+    x = ins[kernel]
+    if isinstance(x, Lost) and x.is_opaque:
+        return x.reason
+    if ins[1 - kernel] is _ONE_HOT:
+        return "it looks up rows of a table"
+    if rank == 1:
+        return "it multiplies a single vector"
+    if numbers is not None and (kernel != 1 or isinstance(x, Lost) or not _is_plain_ragged(numbers)):
+        return "it is not the ragged dot of rows and a kernel for each group"
+    return None
+
+
+def _is_plain_ragged(numbers: Any) -> bool:
+    """Whether it is what `lax.ragged_dot` computes."""
+    parts = [*(tuple(part) for pair in numbers.dot_dimension_numbers for part in pair)]
+    ragged, grouped = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
+    return [*parts, ragged, grouped] == [(1,), (1,), (), (), (0,), (0,)]
+
+
+def _flops_of_convolution(eqn: Any) -> int:
+    out, kernel = eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    return 2 * math.prod(out) * math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)

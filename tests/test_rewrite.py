@@ -1,0 +1,315 @@
+"""FP8 for functions of parameters: the jaxpr computes what the function says, with FP8 dot products."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import fp8jax
+from fp8jax import formats
+from fp8jax.scaled import is_scaled, value
+
+LEVELS = ("te", "O1", "O2", "O3")
+LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 50
+
+
+def decoder(params, tokens):
+    """Raw pytrees: an embedding, scanned and rematerialized layers, a transposed kernel, a tied head."""
+
+    def layer(x, p):
+        hidden = jax.nn.silu(jnp.einsum("btd,df->btf", x, p["up"].astype(jnp.bfloat16)))
+        return x + hidden @ p["down"].astype(jnp.bfloat16), None
+
+    x = params["embedding"][tokens].astype(jnp.bfloat16)
+    x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
+    x = x @ params["mid"].astype(jnp.bfloat16).T
+    return jnp.einsum("btd,vd->btv", x, params["embedding"].astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@functools.cache
+def decoder_inputs():
+    layers = {"up": normal(0, LAYERS, WIDTH, HIDDEN), "down": normal(1, LAYERS, HIDDEN, WIDTH)}
+    params = {"embedding": normal(2, WORDS, WIDTH), "mid": normal(3, WIDTH, WIDTH), "layers": layers}
+    params = jax.tree.map(lambda x: 0.1 * x, params)
+    return params, jax.random.randint(jax.random.key(4), (4, 17), 0, WORDS)
+
+
+def cross_entropy(apply, params, tokens):
+    logits = apply(params, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def trained(apply, variables, tx, steps=20):
+    tokens = decoder_inputs()[1]
+
+    @jax.jit
+    def step(variables, state):
+        loss = functools.partial(cross_entropy, apply)
+        loss, grads = fp8jax.value_and_grad(loss)(variables, tokens)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, loss
+
+    state = tx.init(variables)
+    for _ in range(steps):
+        variables, state, loss = step(variables, state)
+    return float(loss), variables
+
+
+@functools.cache
+def loss_of_bf16():
+    return trained(decoder, decoder_inputs()[0], optax.adamw(3e-3))[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_decoder_trains(level):
+    """Every level trains a decoder of raw pytrees as bf16 does, with its chart's kernels and gradients."""
+    params, tokens = decoder_inputs()
+    model = fp8jax.transform(decoder, level)
+    variables = model.init(params, tokens)
+    tx = fp8jax.optim.adamw(3e-3, level)
+    loss, after = trained(model.apply, variables, tx)
+    assert loss < 3.0 and abs(loss / loss_of_bf16() - 1) < 0.05
+    up, state = after["params"]["layers"]["up"], after["_overwrite_with_gradient"]["layers"]["up"]
+    assert state["scale"].shape == (LAYERS, 3)
+    assert is_scaled(up) == (level != "te") and not is_scaled(after["params"]["embedding"])
+    if level != "te":
+        assert up.scale.shape == (LAYERS, 1, 1)
+        grads = jax.eval_shape(fp8jax.value_and_grad(functools.partial(cross_entropy, model)), after, tokens)[
+            1
+        ]
+        assert grads["params"]["layers"]["up"].data.dtype == formats.E4M3.dtype
+
+
+def test_report_of_decoder():
+    """The report names every dot product of a parameter, and why some are not in FP8."""
+    report = fp8jax.transform(decoder, "te").report(*decoder_inputs())
+    assert [(row.path, row.fp8, row.reason) for row in report.rows] == [
+        ("layers/up", True, ""),
+        ("layers/down", True, ""),
+        ("mid", True, ""),
+        ("embedding", False, "embeddings stay as they are"),
+    ]
+    tokens = 4 * 17
+    assert report.rows[0].flops == LAYERS * 2 * tokens * WIDTH * HIDDEN
+    assert report.flops == sum(row.flops for row in report.rows)
+
+
+def everything(params, x, flag):
+    """Control flow, custom derivatives and effects of every kind around dot products."""
+
+    @jax.custom_vjp
+    def doubled(w, x):
+        return 2 * x @ w
+
+    doubled.defvjp(
+        lambda w, x: (doubled(w, x), (w, x)), lambda kept, g: (2 * kept[1].T @ g, 2 * g @ kept[0].T)
+    )
+    y = doubled(params["a"], x)
+    y = lax.cond(flag, lambda y: y @ params["b"], lambda y: y @ params["a"], y)
+    frozen, still = lax.stop_gradient((params["b"], y))
+    y = y + lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ frozen), (0, still))[1]
+    y = lax.fori_loop(0, 2, lambda _, y: jnp.tanh(y @ params["b"]), y)
+    y, ys = lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), y, params["stack"])
+    left, right = jnp.split(params["wide"], 2, axis=1)
+    y = jnp.sin(y @ left) + jax.jit(lambda y, w: y @ w.T.reshape(WIDTH, WIDTH))(y, right.T)
+    return y, ys, jnp.linalg.norm(params["b"]), params["a"][0], jax.nn.softplus(params["b"])
+
+
+def everything_inputs():
+    params = {"a": normal(0, WIDTH, WIDTH), "b": normal(1, WIDTH, WIDTH), "stack": normal(2, 2, WIDTH, WIDTH)}
+    params["wide"] = normal(3, WIDTH, 2 * WIDTH)
+    return jax.tree.map(lambda w: 0.2 * w, params), normal(4, 8, WIDTH), jnp.array(True)
+
+
+def test_excluded_function_is_the_same():
+    """With nothing chosen, the evaluated jaxpr computes bit for bit what the function computes."""
+    params, *args = everything_inputs()
+    model = fp8jax.transform(everything, "te", rules=[fp8jax.Rule("*", "bf16")])
+    with pytest.raises(ValueError, match="expected a dot product that can run in FP8"):
+        model.init(params, *args)
+    pairs = [jax.jit(f)(v, *args) for f, v in ((model.apply, {"params": params}), (everything, params))]
+    for new, old in zip(*map(jax.tree.leaves, pairs), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_reasons():
+    """A dot product whose parameter cannot be followed is named with the reason."""
+    params, *args = everything_inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = fp8jax.transform(everything, "te").init(params, *args)
+    rows = fp8jax.transform(everything, "te").report(params, *args).rows
+    assert {(row.path, row.reason) for row in rows} == {
+        ("a", "it is inside of a custom_vjp_call"),
+        ("a", ""),
+        ("b", "it is inside of a while"),
+        ("b", ""),
+        ("stack", ""),
+        ("wide", ""),
+    }
+    assert set(variables["_overwrite_with_gradient"]) == {"a", "b", "b#1", "stack", "wide", "wide#1"}
+
+
+def test_control_flow():
+    """With two GEMMs in high precision, gradients are right through loops, conditions and slices."""
+    params, *args = everything_inputs()
+
+    def loss(apply, params, *args):
+        return sum(jnp.sum(jnp.square(y)) for y in jax.tree.leaves(apply(params, *args)))
+
+    exact, of_exact = jax.value_and_grad(functools.partial(loss, everything))(
+        params, args[0], jnp.array(True)
+    )
+    for level in ("te", "O2,weight=FP32"):
+        level += ",override_linear_precision=True+True+False,scaling=current"
+        model = fp8jax.transform(everything, level)
+        variables = model.init(params, *args)
+        got, grads = fp8jax.value_and_grad(functools.partial(loss, model.apply))(variables, *args)
+        np.testing.assert_allclose(got, exact, rtol=1e-5)
+        for new, old in zip(
+            jax.tree.leaves(grads["params"], is_leaf=is_scaled), jax.tree.leaves(of_exact), strict=True
+        ):
+            error = jnp.linalg.norm(value(new) - old) / jnp.linalg.norm(old)
+            assert error < 10 ** (-21 / 20)  # 21 dB, of E5M2 gradients
+
+
+WAYS = {
+    "plain": (lambda w: w, (WIDTH, HIDDEN)),
+    "bf16": (lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), (WIDTH, HIDDEN)),
+    "transposed": (lambda w: w.T, (HIDDEN, WIDTH)),
+    "reshaped": (lambda w: w.reshape(WIDTH, HIDDEN), (WIDTH, HIDDEN // 4, 4)),
+    "reshaped after a transpose": (
+        lambda w: w.transpose(1, 0, 2).reshape(WIDTH, HIDDEN),
+        (4, WIDTH, HIDDEN // 4),
+    ),
+    "squeezed": (lambda w: w[0], (1, WIDTH, HIDDEN)),
+    "sliced": (lambda w: w[:, HIDDEN:], (WIDTH, 2 * HIDDEN)),
+    "indexed": (lambda w: w[1], (2, WIDTH, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("level", ("te", "O2"))
+def test_fidelity(way, level):
+    """y and all gradients are the float32 results of the quantized operands."""
+    get, shape = WAYS[way]
+    x, w, g = normal(0, 16, WIDTH), normal(1, *shape), normal(2, 16, HIDDEN)
+    model = fp8jax.transform(lambda params, x: x @ get(params["w"]), f"{level},scaling=current")
+    variables = model.init({"w": w}, x)
+
+    def loss(variables, x):
+        return jnp.vdot(model.apply(variables, x), g)
+
+    (dw, dx) = jax.tree.leaves(
+        (fp8jax.value_and_grad(loss)(variables, x)[1]["params"]["w"], jax.grad(loss, 1)(variables, x)),
+        is_leaf=is_scaled,
+    )
+
+    def rounded(x, format):
+        return value(fp8jax.quantize(x, format))
+
+    if way == "bf16":  # rounded once, from what is stored
+        get = lambda w: w  # noqa: E731
+    kernel = value(variables["params"]["w"])
+    q_x, q_w, q_g = rounded(x, formats.E4M3), rounded(get(kernel), formats.E4M3), rounded(g, formats.E5M2)
+    if way in ("sliced", "indexed"):  # on the scale of the whole
+        assert variables["params"]["w"].shape == shape
+    np.testing.assert_allclose(model.apply(variables, x), q_x @ q_w, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(dx, q_g @ q_w.T, rtol=1e-5, atol=1e-4)
+    whole = jax.vjp(get, kernel)[1](q_x.T @ q_g)[0]
+    expected = value(fp8jax.quantize(whole, formats.E4M3, power_of_two=True)) if level == "O2" else whole
+    np.testing.assert_allclose(value(dw), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_jaxpr_has_fp8_dots():
+    """Each dot product of a parameter multiplies FP8 codes, forward and backward."""
+    params, tokens = decoder_inputs()
+    model = fp8jax.transform(decoder, "O2")
+    variables = model.init(params, tokens)
+    loss = functools.partial(cross_entropy, model.apply)
+    text = str(jax.make_jaxpr(fp8jax.value_and_grad(loss))(variables, tokens))
+    assert "f8_e4m3fn" in text and "f8_e5m2" in text
+
+
+def test_shared_kernel_has_a_state_for_each_dot():
+    """Two dot products of one kernel have input scales of their own."""
+
+    def fn(params, x):
+        return (x @ params["w"]) * 100 @ params["w"].T
+
+    x, w = normal(0, 16, WIDTH), normal(1, WIDTH, WIDTH)
+    model = fp8jax.transform(fn, "te,amax_history_len=1")
+    variables = model.init({"w": w}, x)
+    _, grads = fp8jax.value_and_grad(lambda v, x: model.apply(v, x).sum())(variables, x)
+    states = grads["_overwrite_with_gradient"]
+    first, second = (states[name]["amax_history"][:, 0] for name in ("w", "w#1"))
+    np.testing.assert_allclose(first[0], jnp.abs(x).max())
+    assert second[0] > 50 * first[0]
+    np.testing.assert_allclose(first[1], second[1])
+
+
+def test_small_and_excluded_kernels():
+    """Routers, heads and what a rule excludes stay wide; a rule puts them into FP8."""
+
+    def fn(params, x):
+        return x @ params["router"], x @ params["lm_head"]["kernel"], x @ params["up"]["kernel"]
+
+    x = normal(0, 16, WIDTH)
+    params = {"router": normal(1, WIDTH, 4), "up": {"kernel": normal(2, WIDTH, HIDDEN)}}
+    params["lm_head"] = {"kernel": normal(3, WIDTH, HIDDEN)}
+    rows = {row.path: row for row in fp8jax.transform(fn, "te").report(params, x).rows}
+    assert [rows[name].fp8 for name in ("router", "lm_head", "up")] == [False, False, True]
+    assert rows["router"].reason == "its kernel has fewer than 32 rows or columns"
+    rules = [fp8jax.Rule("router", "te"), fp8jax.Rule("lm_head", "te")]
+    assert fp8jax.transform(fn, "te", rules=rules).report(params, x).fp8_share == 1
+    with pytest.raises(ValueError, match="matches no layer"):
+        fp8jax.transform(fn, "te", rules=[fp8jax.Rule("nothing", "te")]).init(params, x)
+
+
+def test_missing_state_is_refused():
+    """Parameters alone lack the scaling states."""
+    params, tokens = decoder_inputs()
+    model = fp8jax.transform(decoder, "te")
+    with pytest.raises(ValueError, match="expected the scaling state of 'layers/up'"):
+        model.apply({"params": params}, tokens)
+
+
+def test_experts():
+    """The kernels of a ragged dot have a scale and a state for each group."""
+
+    def fn(params, x, sizes):
+        return lax.ragged_dot(x, params["experts"], sizes)
+
+    x, sizes = normal(0, 48, WIDTH), jnp.array([16, 0, 32])
+    model = fp8jax.transform(fn, "O2")
+    variables = model.init({"experts": normal(1, 3, WIDTH, HIDDEN)}, x, sizes)
+    assert variables["params"]["experts"].scale.shape == (3, 1, 1)
+    assert variables["_overwrite_with_gradient"]["experts"]["scale"].shape == (3, 3)
+    y = model.apply(variables, x, sizes)
+    exact = fn(model.dequantize(variables), x, sizes)
+    assert jnp.linalg.norm(y - exact) < 0.06 * jnp.linalg.norm(exact)
+
+
+def test_eager_calls_are_compiled_once():
+    """A second call of the same shapes traces nothing."""
+    calls = []
+
+    def fn(params, x):
+        calls.append(1)
+        return x @ params["w"]
+
+    model = fp8jax.transform(fn, "te")
+    x = normal(0, 16, WIDTH)
+    variables = model.init({"w": normal(1, WIDTH, HIDDEN)}, x)
+    for _ in range(3):
+        model.apply(variables, x)
+    assert len(calls) == 1
