@@ -46,6 +46,7 @@ RANKS = {
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
     ("models", "rewrite"): "layers are chosen and reported as dot products of functions are",
+    ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("models", "gradients"): "a Flax TrainState applies updates",
     ("chart", "targets"): "the chart is read from a program compiled for a target",
     ("doctor", "memory"): "a model is named as for a plan",

@@ -133,12 +133,37 @@ def everything_inputs():
 def test_excluded_function_is_the_same():
     """With nothing chosen, the evaluated jaxpr computes bit for bit what the function computes."""
     params, *args = everything_inputs()
-    model = fp8jax.transform(everything, "te", rules=[fp8jax.Rule("*", "bf16")])
+    model = fp8jax.transform(everything, "te,exclude=*")
     with pytest.raises(ValueError, match="expected a dot product that can run in FP8"):
         model.init(params, *args)
     pairs = [jax.jit(f)(v, *args) for f, v in ((model.apply, {"params": params}), (everything, params))]
     for new, old in zip(*map(jax.tree.leaves, pairs), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize("level", ("fp32", "bf16", "fp16_amp"))
+def test_wide_gemms(level):
+    """A wider recipe multiplies in its format, and scales a float16 loss."""
+    x, w = normal(0, 16, WIDTH), normal(1, WIDTH, HIDDEN)
+    model = fp8jax.transform(lambda params, x: x @ params["w"], level)
+    variables = model.init({"w": w}, x)
+    assert ("loss_scale" in variables) == (level == "fp16_amp")
+    dtype = formats.get(model.recipe.gemm).dtype
+    exact = jnp.dot(x.astype(dtype), w.astype(dtype)).astype(jnp.float32)
+    # XLA may keep the product in float32.
+    np.testing.assert_allclose(jax.jit(model.apply)(variables, x), exact, rtol=2**-7, atol=0.02)
+    _, grads = fp8jax.value_and_grad(lambda v, x: jnp.sin(model.apply(v, x)).mean())(variables, x)
+    assert grads["params"]["w"].dtype == jnp.float32 and 0.01 < jnp.linalg.norm(grads["params"]["w"]) < 1
+
+
+@pytest.mark.parametrize(
+    "name, setting",
+    [("lora", fp8jax.LoRA(rank=4)), ("attention", "chunked"), ("gradient_checkpointing", "full")],
+)
+def test_setting_of_layers_is_refused(name, setting):
+    """What only Flax's layers have is not silently ignored."""
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        fp8jax.transform(lambda params, x: x @ params, "te", **{name: setting})
 
 
 def test_reasons():
@@ -313,3 +338,84 @@ def test_eager_calls_are_compiled_once():
     for _ in range(3):
         model.apply(variables, x)
     assert len(calls) == 1
+
+
+PENALTIES = {
+    "weight decay": lambda w: 0.5 * jnp.sum(jnp.square(w)),
+    "norm": lambda w: optax.global_norm({"w": w}),
+    "spectral": lambda w: jnp.vdot(jnp.ones(w.shape[0]) @ w, jnp.ones(w.shape[0]) @ w),
+    "average": lambda w: jnp.sum(jnp.square(0.9 * lax.stop_gradient(w) + 0.1 * w)),
+    "cast": lambda w: jnp.sum(w.astype(jnp.bfloat16).astype(jnp.float32)[3] ** 2),
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("level", ("te", "O2", "O3"))
+def test_kernel_read_by_the_loss(penalty, level):
+    """What the loss does with a kernel beside its dot product adds to the kernel's gradient."""
+    x, w = normal(0, 16, WIDTH), normal(1, WIDTH, HIDDEN)
+    model = fp8jax.transform(lambda params, x: x @ params["fc"]["kernel"], level)
+    variables = model.init({"fc": {"kernel": w}}, x)
+
+    def loss(variables, x):
+        return PENALTIES[penalty](variables["params"]["fc"]["kernel"]) + 0 * model.apply(variables, x).sum()
+
+    _, grads = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
+    got = grads["params"]["fc"]["kernel"]
+    exact = jax.grad(PENALTIES[penalty])(value(variables["params"]["fc"]["kernel"]))
+    if level == "te":
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
+    else:
+        assert jnp.linalg.norm(value(got) - exact) < 10 ** (-28 / 20) * jnp.linalg.norm(exact)  # of E4M3
+    history = grads["_overwrite_with_gradient"]["fc"]["kernel"]["amax_history"]
+    np.testing.assert_allclose(history[0, 0], jnp.abs(x).max())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_stop_gradient(level):
+    """A kernel whose gradient the loss stops has none; it multiplies in FP8 all the same."""
+    x, params = normal(0, 16, WIDTH), {name: normal(1, WIDTH, WIDTH) for name in ("a", "b")}
+    model = fp8jax.transform(lambda params, x: (x @ params["a"]) @ params["b"], level)
+    variables = model.init(params, x)
+
+    def loss(variables, x):
+        params = {**variables["params"], "a": lax.stop_gradient(variables["params"]["a"])}
+        return jnp.square(model.apply({**variables, "params": params}, x)).sum()
+
+    _, grads = fp8jax.value_and_grad(loss)(variables, x)
+    norms = [jnp.linalg.norm(value(grads["params"][name])) for name in ("a", "b")]
+    assert norms[0] == 0 and norms[1] > 0
+    for name in ("a", "b"):
+        assert grads["_overwrite_with_gradient"][name]["amax_history"][0, 0] > 0
+
+
+def test_loss_is_traced_once():
+    """Tracing the gradient calls the function once, at every level, also where a kernel is shared."""
+    calls = []
+
+    def fn(params, x):
+        calls.append(1)
+        return jnp.tanh(x @ params["w"]) @ params["w"].T
+
+    x, w = normal(0, 16, WIDTH), normal(1, WIDTH, WIDTH)
+    for level in LEVELS:
+        model = fp8jax.transform(fn, level)
+        variables = model.init({"w": w}, x)
+        calls.clear()
+        x = jnp.concatenate([x, x])  # of another shape: init's program does not serve
+        jax.eval_shape(fp8jax.value_and_grad(lambda v, x, model=model: model.apply(v, x).sum()), variables, x)
+        assert len(calls) == 1
+
+
+def test_gradient_of_one_use_is_codes():
+    """Where one dot product takes a kernel, no float32 gradient of its shape is in the program."""
+    x, w = normal(0, 16, WIDTH), normal(1, WIDTH, HIDDEN)
+    model = fp8jax.transform(lambda params, x: x @ params["w"], "O2")
+    variables = model.init({"w": w}, x)
+
+    def wide(loss):
+        jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(loss))(variables, x)
+        return sum(eqn.primitive.name == "add_any" for eqn in jaxpr.jaxpr.eqns)
+
+    assert wide(lambda v, x: model.apply(v, x).sum()) == 0
+    assert wide(lambda v, x: model.apply(v, x).sum() + jnp.square(v["params"]["w"]).sum()) > 0

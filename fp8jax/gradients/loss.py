@@ -1,5 +1,6 @@
 """The gradient of a loss, in the recipe's formats, and the new scaling state."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.comm.zero import own_part
 from fp8jax.dot import Weight
 from fp8jax.gradients.devices import Local, Share, State, over_devices, state_of_each
+from fp8jax.gradients.traced import Gradient, gradient, is_marked, state_at
+from fp8jax.rewrite import LayersFound, names_of
 from fp8jax.scaled import ScaledArray, is_scaled, quantize_gradient, select
 from fp8jax.scaling.merge import (
     CODES,
@@ -81,6 +84,9 @@ def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | Non
             return _with_loss_scale(loss_fn, has_aux, local, variables, args, kwargs)
 
         def run(variables: Any) -> Any:
+            if local is None and is_marked(variables):
+                with contextlib.suppress(LayersFound):
+                    return _finished(gradient(loss_fn, has_aux, variables, args, kwargs), variables)
             try:
                 return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, local, narrow=True)
             except NeedsWideGradient:
@@ -92,6 +98,36 @@ def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | Non
         return run(variables) if is_traced else jax.jit(run)(variables)
 
     return wrapped
+
+
+def _finished(found: Gradient, variables: Any) -> Any:
+    """The loss and its gradients in their formats, with the new scaling state."""
+    is_flax = has_params(variables)
+    params = variables[PARAMS] if is_flax else variables
+    old = variables.get(SCALING, {}) if is_flax else {}
+    state = jax.tree.map(_unless_unused, from_max(found.state), old)
+    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    grads = []
+    for (path, param), grad in zip(flat, treedef.flatten_up_to(found.grads), strict=True):
+        names = names_of(path)
+        kept = state_at({PARAMS: params, SCALING: state}, names)
+        if "wgrad_scale" in kept:
+            grad, scale = _narrow_leaf(grad, param, kept["wgrad_scale"], Share())
+            state = _with_scale(state, names, scale)
+        elif not is_scaled(param):
+            grad = grad.astype(param.dtype)
+        grads.append(grad)
+    grads = treedef.unflatten(grads)
+    if not is_flax:
+        return found.out, grads
+    return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
+
+
+def _with_scale(state: Mapping[str, Any], names: tuple[str, ...], scale: jax.Array) -> dict[str, Any]:
+    """The scaling states with the scale of another weight gradient."""
+    if not names or names[0] not in state:
+        return {**state, "wgrad_scale": scale}
+    return {**state, names[0]: _with_scale(state[names[0]], names[1:], scale)}
 
 
 def _value_and_grad(

@@ -31,7 +31,8 @@ def transform(
     """The same model with the recipe's formats: same code, same parameter names.
 
     Args:
-        model: a Flax module, Linen or NNX. It is not changed.
+        model: a Flax module, Linen or NNX, or a function of parameters, `fn(params, *args)`, of any
+            framework. It is not changed.
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
         rules: what some layers do instead, see `Rule`; the first that fits a layer decides.
         backend: who multiplies: "auto", "xla", "te" (TransformerEngine, on a GPU) or "reference" (slow
@@ -47,11 +48,12 @@ def transform(
 
     Returns:
         For a Linen module a `fp8jax.models.linen.LinenModel`, with the module's `init` and
-        `apply`; for an NNX module a module of the same kind, see `fp8jax.models.nnx`. With `lora`
+        `apply`; for an NNX module a module of the same kind, see `fp8jax.models.nnx`; for a function a
+        `fp8jax.rewrite.FunctionModel`, with `init(params, *args)` and `apply(variables, *args)`. With `lora`
         see `fp8jax.models.linen_lora.LoRAModel` and `fp8jax.models.nnx_lora`.
 
     Raises:
-        TypeError: `model` is no Flax module.
+        TypeError: `model` is no Flax module and no function.
         ValueError: the recipe cannot be parsed, or asks for what this release lacks; a setting is unknown, or
             contradicts the recipe; of an NNX model, a rule, a pattern or a setting matches nothing (a Linen
             model's `init` and `apply` find that out).
@@ -65,11 +67,22 @@ def transform(
         if kind.is_module(model):
             return adapted.transform(model, recipe, rules, backend, lora, kept, attention)
     if callable(model) and not isinstance(model, type):
+        _refuse_layers_settings(lora=lora, gradient_checkpointing=kept, attention=attention)
         return rewrite.transform(model, recipe, rules, backend)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
         f"{type(model).__name__}."
     )
+
+
+def _refuse_layers_settings(**settings: Any) -> None:
+    """Raises ValueError for a setting that only Flax modules have."""
+    for name, setting in settings.items():
+        if setting is not None:
+            raise ValueError(
+                f"`{name}`: expected none for a function of parameters, only Flax modules have it; got "
+                f"{setting!r}. In a function use jax.checkpoint, adapters and attention of its own."
+            )
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> Report:
@@ -83,7 +96,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> Report:
     Raises:
         TypeError: `model` is no transformed model.
     """
-    if isinstance(model, linen.LinenModel):
+    if isinstance(model, linen.LinenModel | rewrite.FunctionModel):
         return model.report(*args, **kwargs)
     if nnx.is_module(model):
         return nnx.report(model, *args, **kwargs)

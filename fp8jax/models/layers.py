@@ -28,6 +28,7 @@ from fp8jax.models.moe import exchange
 from fp8jax.models.moe.linen import ExpertDense
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import refuse_plain_parameters
 from fp8jax.rewrite.report import OWN_DOT, Row, Rows, scope
 from fp8jax.rewrite.rules import Choice, Layer, Rules
 from fp8jax.scaled import ScaledArray, is_scaled, quantize
@@ -75,6 +76,7 @@ class Interceptor:
     """
 
     def __init__(self, root: nn.Module, rules: Rules, backend: str, rows: Rows, lora: LoRA | None = None):
+        refuse_plain_parameters()
         self.root, self.rules, self.backend, self.rows, self.lora = root, rules, backend, rows, lora
         self.recipes: dict[str, tuple[Recipe, int]] = {}
         self.products: dict[str, tuple[Recipe, Layout]] = {}

@@ -20,6 +20,7 @@ from fp8jax.models.lora import AdaptedDot
 from fp8jax.models.multiply import GEMM_DTYPES, FP8Dot, WideDot
 from fp8jax.models.subclass import subclass
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import refuse_plain_parameters
 from fp8jax.rewrite.report import scope
 
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
@@ -64,6 +65,7 @@ class _Operand:
 
 def _promote(layer: Any, operands: tuple[Any, Any, Any], *, dtype: Any = None, inexact: bool = True) -> Any:
     del inexact
+    refuse_plain_parameters()
     how = layer.how__fp8
     if how.reason is None:
         multiply = FP8Dot(how.recipe, how.backend, functools.partial(state_of, layer), layer.param_dtype)

@@ -28,7 +28,7 @@ def choose(found: Found, rules: Rules) -> tuple[list[Chosen], list[tuple[Dot, Ch
             continue
         choice = _choose(dot, found, rules)
         choices.append((dot, choice))
-        if choice.reason is None:
+        if choice.reason is None or is_wide(choice):
             number = uses[dot.path] = uses.get(dot.path, -1) + 1
             *parents, name = dot.path
             key = dot.path if not number else (*parents, f"{name}#{number}")
@@ -36,12 +36,17 @@ def choose(found: Found, rules: Rules) -> tuple[list[Chosen], list[tuple[Dot, Ch
     return chosen, choices
 
 
+def is_wide(choice: Choice) -> bool:
+    """Whether the recipe itself asks for a GEMM in a wider format."""
+    return choice.recipe.gemm != "FP8"
+
+
 def _choose(dot: Dot, found: Found, rules: Rules) -> Choice:
     assert dot.path is not None
     layer = Layer(layer_path(dot.path), None, dot.shape)
     choice, is_asked = rules.choose(layer), rules.has_rule(layer)
-    if choice.reason is None and dot.reason is not None:
-        return Choice(choice.recipe, dot.reason)
+    if dot.reason is not None:
+        return Choice(dataclasses.replace(rules.recipe, gemm="FP8"), dot.reason)
     if choice.reason is None and not is_asked:
         if dot.path in found.tables:
             return Choice(choice.recipe, "embeddings stay as they are")

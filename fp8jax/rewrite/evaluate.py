@@ -15,10 +15,12 @@ from jax import lax
 from jax._src import source_info_util
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8jax import formats
 from fp8jax.dot import dot_general, ragged_dot
 from fp8jax.platforms import explicit_mesh
+from fp8jax.recipe import Recipe
 from fp8jax.rewrite.follow import Tracked, Way, follow, moved, plain, sliced
-from fp8jax.rewrite.plan import INNER, REMATS, Chosen, Plan, Site, scan_parts
+from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, Site, scan_parts
 
 # The name of a kernel's dot product to a policy of `jax.checkpoint`.
 PRODUCT = "fp8jax_product"
@@ -87,6 +89,9 @@ def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: S
     chosen = context.plan.chosen.get(site)
     if chosen is not None:
         return [_dot(context, eqn, chosen, ins, states)]
+    if name == PROGRAM:
+        leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
+        return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
     if site in context.plan.below:
         if name == "scan":
             return _scan(context, eqn, ins, states, site)
@@ -109,6 +114,8 @@ def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: Sta
     other, kernel = plain(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
         kernel = Tracked(kernel, None, Way.of(chosen.dot.path or (), kernel.shape, kernel.dtype))
+    if chosen.recipe.gemm != "FP8":
+        return _wide_dot(eqn, chosen.recipe, [plain(x) for x in ins])
     if chosen.dot.groups:
         stored = (
             kernel
@@ -135,6 +142,14 @@ def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: Sta
     out = dot_general(other, kernel.kernel, numbers, out_sharding=sharding, **options)
     out = checkpoint_name(out, PRODUCT)
     return out if order == sorted(order) else out.transpose(order)
+
+
+def _wide_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
+    """A dot product in a wider format, forward and backward."""
+    dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, ins
+    params = {**eqn.params, "preferred_element_type": dtype}
+    out = eqn.primitive.bind(lhs.astype(dtype), rhs.astype(dtype), *rest, **params)
+    return out.astype(eqn.outvars[0].aval.dtype)
 
 
 def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:

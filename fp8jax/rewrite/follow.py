@@ -37,6 +37,7 @@ class Way:
         dtype: of the value: the one that the function cast it to last.
         loops: sites of the scans that sliced it, outermost first, with their lengths.
         is_frozen: whether it passed a `stop_gradient`.
+        is_shared: whether it is a part of the parameter, or the same in each turn of a loop.
     """
 
     path: tuple[str, ...]
@@ -45,6 +46,7 @@ class Way:
     dtype: Any
     loops: tuple[tuple[tuple[int, ...], int], ...] = ()
     is_frozen: bool = False
+    is_shared: bool = False
 
     @classmethod
     def of(cls, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> "Way":
@@ -109,7 +111,8 @@ def follow(way: Way, eqn: Any, number: int = 0) -> Way | None:
         perm = tuple(way.perm[axis] for axis in params["permutation"])
         return dataclasses.replace(way, perm=perm, shape=shape)
     if name in _RESHAPES and _is_reshape(eqn) or name in _SLICES:
-        return dataclasses.replace(way, perm=tuple(range(len(shape))), shape=shape)
+        shared = way.is_shared or name in _SLICES
+        return dataclasses.replace(way, perm=tuple(range(len(shape))), shape=shape, is_shared=shared)
     return None
 
 

@@ -17,15 +17,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from fp8jax import backends, formats
+from fp8jax import backends, formats, loss_scale
 from fp8jax.dot import init_ragged_state, init_state
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.call import call
 from fp8jax.rewrite.plan import Chosen
 from fp8jax.rewrite.program import Program, aval_of, is_array, is_kernel, trace
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import Rule, Rules
 from fp8jax.scaled import format_of, is_scaled, quantize, value
-from fp8jax.variables import PARAMS, SCALING, has_params
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # A smaller share of the FLOPs in FP8 is worth a warning.
 LOW_SHARE = 0.5
@@ -74,7 +75,8 @@ class FunctionModel:
             ValueError: nothing would run in FP8, or a rule or a pattern matches no dot product.
         """
         program, _ = self._program(params, args, kwargs)
-        _check_share(program.report)
+        if self.recipe.gemm == "FP8":
+            _check_share(program.report)
         kernels: dict[tuple[str, ...], Chosen] = {}
         states: dict[str, Any] = {}
         for chosen in program.context.plan.chosen.values():
@@ -93,7 +95,11 @@ class FunctionModel:
         pairs = zip(leaves, program.paths, strict=True)
         leaves = [_in_format(leaf, kernels[path]) if path in kernels else leaf for leaf, path in pairs]
         variables = {PARAMS: jax.tree.unflatten(treedef, leaves)}
-        return {**variables, **({SCALING: states} if states else {})}
+        if states:
+            variables[SCALING] = states
+        if self.recipe.gemm == "FP16":
+            variables[LOSS_SCALE] = loss_scale.init()
+        return variables
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """`fn(params, *args, **kwargs)` with the chosen dot products in FP8.
@@ -107,13 +113,11 @@ class FunctionModel:
         """
         params = variables[PARAMS] if has_params(variables) else variables
         kept = variables.get(SCALING, {}) if has_params(variables) else {}
-        program, run = self._program(params, args, kwargs)
+        program, consts = self._program(params, args, kwargs)
         states = {each.key: _state_of(kept, each) for each in program.context.plan.chosen.values()}
         leaves = jax.tree.leaves(params, is_leaf=is_kernel)
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
-        inputs = leaves, states, arrays
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((inputs, program.consts)))
-        return jax.tree.unflatten(program.out, (program.run if is_traced else run)(*inputs))
+        return jax.tree.unflatten(program.out, call(program, leaves, states, arrays, consts))
 
     __call__ = apply
 
@@ -139,8 +143,8 @@ class FunctionModel:
         """The function's own parameters: float32 arrays for scaled ones."""
         return jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled)
 
-    def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, Callable[..., Any]]:
-        """The function as traced for such inputs, and a compiled evaluation of it."""
+    def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
+        """The function as traced for such inputs, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_kernel)
         others, others_treedef = jax.tree.flatten((args, kwargs))
         constants = tuple(x for x in others if not is_array(x))
@@ -153,10 +157,9 @@ class FunctionModel:
         except TypeError:
             is_hashable = False
         rules = Rules(self.recipe, self.rules)
-        program = trace(self.fn, self.recipe, rules, self.backend, params, args, kwargs)
-        pair = program, jax.jit(program.run)
+        pair = trace(self.fn, self.recipe, rules, self.backend, params, args, kwargs)
         # A function may close over values of a trace that will have ended.
-        if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
             self._programs[key] = pair
         return pair
 
@@ -174,8 +177,6 @@ def _key_of(x: Any) -> Any:
 def _check_share(report: Report) -> None:
     """Raises ValueError if nothing runs in FP8, and warns if little does."""
     if report.flops == 0 or not any(row.fp8 for row in report.rows):
-        if "FP8" not in report.recipe and report.recipe.split(",")[0] in ("fp32", "bf16", "fp16_amp"):
-            return
         reasons = (
             "; ".join(f"{row.path}: {row.reason}" for row in report.largest(3)) or "it has no dot product"
         )
@@ -195,6 +196,8 @@ def _check_share(report: Report) -> None:
 def _first_state(chosen: Chosen) -> Any:
     """A scaling state, with an axis for each scan that slices the kernel."""
     dot, recipe = chosen.dot, chosen.recipe
+    if recipe.gemm != "FP8":
+        return {}
     state = init_ragged_state(recipe, dot.groups) if dot.groups else init_state(recipe)
     if chosen.key != dot.path:
         state.pop("wgrad_scale", None)  # the parameter has one gradient

@@ -22,7 +22,9 @@ Site = tuple[int, ...]
 INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMATS = {"checkpoint": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr"}
 
-# The dot products, and what each calls them in a report.
+# A call of a transformed function.
+PROGRAM = "fp8_program"
+
 DOTS = ("dot_general", "ragged_dot_general")
 
 
@@ -71,7 +73,7 @@ class Plan:
 
     Attributes:
         chosen: by site.
-        below: sites of all calls that have one of them inside.
+        below: sites of all calls that have one of them, or a transformed function's call, inside.
         sliced: by the site of a scan, the keys of the states that it slices.
     """
 
@@ -80,15 +82,24 @@ class Plan:
     sliced: dict[Site, frozenset[tuple[str, ...]]]
 
     @classmethod
-    def of(cls, chosen: Iterable[Chosen]) -> "Plan":
-        """A plan of these."""
+    def of(cls, chosen: Iterable[Chosen], programs: Iterable[Site] = ()) -> "Plan":
+        """A plan of these, and of calls of transformed functions, which have plans of their own."""
         by_site = {each.dot.site: each for each in chosen}
-        below = {site[:n] for site in by_site for n in range(1, len(site))}
+        below = {site[:n] for site in (*by_site, *programs) for n in range(1, len(site))}
         scans: dict[Site, set[tuple[str, ...]]] = {}
         for each in by_site.values():
             for site, _ in each.dot.loops:
                 scans.setdefault(site, set()).add(each.key)
         return cls(by_site, frozenset(below), {site: frozenset(keys) for site, keys in scans.items()})
+
+
+@dataclasses.dataclass
+class Uses:
+    """What takes a parameter, where its gradient is asked for."""
+
+    dots: int = 0  # FP8 dot products
+    others: int = 0  # whatever else reads its value
+    is_shared: bool = False  # whether a dot product takes it in a loop, or takes a part of it
 
 
 class Found(NamedTuple):
@@ -97,6 +108,8 @@ class Found(NamedTuple):
     dots: list[Dot]
     tables: set[tuple[str, ...]]  # parameters that a gather reads, such as embeddings
     convolutions: dict[str, tuple[tuple[str, ...] | None, int]]  # by name scope: parameter and FLOPs
+    uses: dict[tuple[str, ...], Uses]
+    programs: list[Site]  # of calls of transformed functions
 
 
 def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
@@ -106,10 +119,11 @@ def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
         jaxpr: without the constants' values.
         ways: of its inputs: those of parameters; None for all others.
     """
-    found = Found([], set(), {})
-    constants = [None] * len(jaxpr.constvars)
-    _walk(jaxpr, constants, [_ACTIVATION if way is None else way for way in ways], (), "", 1, found)
-    return found
+    walk = _Walk(Found([], set(), {}, {}, []))
+    outs = walk.through(jaxpr, [_ACTIVATION if way is None else way for way in ways], (), "", 1)
+    for out in outs:
+        walk.note_value(out)
+    return walk.found
 
 
 class _Activation:
@@ -129,102 +143,138 @@ def _lost(x: Way | Lost, reason: str, is_opaque: bool = False) -> Lost:
     return Lost(x.path, reason, x.loops, is_opaque)
 
 
-def _walk(
-    jaxpr: Any, constants: Sequence[Any], ins: Sequence[Any], site: Site, scope: str, times: int, found: Found
-) -> list[Any]:
-    """Follows the inputs through a jaxpr; the ways of its outputs."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-    env.update(zip(jaxpr.invars, ins, strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """Follows the inputs of a jaxpr to its outputs.
 
-    def read(var: Any) -> Any:
-        return None if isinstance(var, jex.Literal) else env.get(var)
+    A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `_Activation`, or None (a
+    constant).
+    """
 
-    for number, eqn in enumerate(jaxpr.eqns):
-        at = (*site, number)
-        names = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
-        outs = _outputs(eqn, [read(var) for var in eqn.invars], at, names, times, found)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+    found: Found
+    plan: Plan | None = None  # of the transformed function that it is inside of
+    outside: int = 0  # length of that function's site
 
+    def through(self, jaxpr: Any, ins: Sequence[Any], site: Site, scope: str, times: int) -> list[Any]:
+        """The outputs of a jaxpr."""
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
 
-def _outputs(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> list[Any]:
-    name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
-    if name in DOTS:
+        def read(var: Any) -> Any:
+            return None if isinstance(var, jex.Literal) else env.get(var)
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            names = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+            outs = self.outputs(eqn, [read(var) for var in eqn.invars], (*site, number), names, times)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def note_value(self, x: Any) -> None:
+        """Notes that something reads a parameter's value."""
+        if isinstance(x, Way) and not x.is_frozen:
+            self.found.uses.setdefault(x.path, Uses()).others += 1
+
+    def outputs(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> list[Any]:
+        """The outputs of an equation."""
+        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+        if name == "scan":
+            return self.scan(eqn, ins, at, scope, times)
+        if name in INNER or name in REMATS:
+            inner = params[{**INNER, **REMATS}[name]]
+            return self.through(getattr(inner, "jaxpr", inner), ins, at, scope, times)
+        if name == "cond":
+            branches = [
+                self.through(closed.jaxpr, ins[1:], (*at, number), scope, times)
+                for number, closed in enumerate(params["branches"])
+            ]
+            return [self.computed(list(outs), name) for outs in zip(*branches, strict=True)]
+        if name == PROGRAM:
+            self.found.programs.append(at)
+            inside = _Walk(self.found, params["program"].context.plan, len(at))
+            leaves, _, arrays, _ = params["treedef"].unflatten(ins)
+            return inside.through(params["program"].jaxpr, [*leaves, *arrays], at, scope, times)
+        if name in DOTS:
+            self.dot(eqn, ins, at, scope, times)
+            return [self.computed(ins, name, is_noted=True)]
+        if any(True for _ in jex.jaxprs_in_params(params)):
+            self.opaque(eqn, ins, at, scope, times)
+        elif name == "gather" and isinstance(ins[0], Way):
+            self.found.tables.add(ins[0].path)
+        elif name == "conv_general_dilated":
+            path = ins[1].path if _is_parameter(ins[1]) else None
+            before = self.found.convolutions.get(scope, (path, 0))[1]
+            self.found.convolutions[scope] = path, before + times * _flops_of_convolution(eqn)
+        elif _makes_one_hot(eqn, ins):
+            return [_ONE_HOT]
+        elif ins and isinstance(ins[0], Way):
+            ways = [follow(ins[0], eqn, i) for i in range(count)]
+            if all(way is not None for way in ways):
+                return ways
+        return [self.computed(ins, name)] * count
+
+    def computed(self, ins: list[Any], name: str, is_noted: bool = False) -> Any:
+        """What an equation makes that does more than move its input."""
+        for x in () if is_noted else ins:
+            self.note_value(x)
+        if any(isinstance(x, _Activation) for x in ins):
+            return _ACTIVATION
+        parameters = [x for x in ins if _is_parameter(x)]
+        return _lost(parameters[0], f"its kernel is computed ({name})") if parameters else None
+
+    def scan(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> list[Any]:
+        closed, length = eqn.params["jaxpr"], eqn.params["length"]
+        consts, carry, xs = scan_parts(eqn, ins)
+        for x in carry:
+            self.note_value(x)
+        carry = [_ACTIVATION if _is_parameter(x) else x for x in carry]
+        # What is carried depends on the inputs as soon as one of them does.
+        if any(isinstance(x, _Activation) for x in [*consts, *carry, *xs]):
+            carry = [_ACTIVATION] * len(carry)
+        consts = [dataclasses.replace(x, is_shared=True) if isinstance(x, Way) else x for x in consts]
+        inside = []
+        for x in xs:
+            if isinstance(x, Way):
+                way = sliced(x, at, length)
+                if way is None:
+                    self.note_value(x)
+                x = _lost(x, "a scan is not along the first axis of what is stored") if way is None else way
+            inside.append(x)
+        outs = self.through(closed.jaxpr, [*consts, *carry, *inside], at, scope, times * length)
+        for x in outs:
+            self.note_value(x)
+        return [_lost(x, "a scan computes its kernel", True) if _is_parameter(x) else x for x in outs]
+
+    def opaque(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> None:
+        """Finds the dot products inside of a call that is left as it is."""
+        reason = f"it is inside of a {eqn.primitive.name}"
+        lost = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
+        parameters = [x for x in lost if isinstance(x, Lost)]
+        for number, inner in enumerate(jex.jaxprs_in_params(eqn.params)):
+            # Which input is which is known only where their numbers are equal.
+            given = lost if len(inner.invars) == len(ins) else lost[max(len(ins) - len(inner.invars), 0) :]
+            given = [*given, *([parameters[0] if parameters else None] * (len(inner.invars) - len(given)))]
+            self.through(inner, given, (*at, number), scope, times)
+
+    def dot(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> None:
         dot = _dot(eqn, ins, at, scope, times)
+        self.found.dots.append(dot)
         if dot.path is not None and ins[1 - dot.kernel] is _ONE_HOT:
-            found.tables.add(dot.path)
-        found.dots.append(dot)
-    elif name == "scan":
-        return _through_scan(eqn, ins, at, scope, times, found)
-    elif name in INNER or name in REMATS:
-        inner = params[{**INNER, **REMATS}[name]]
-        closed = getattr(inner, "jaxpr", inner)
-        return _walk(closed, [None] * len(closed.constvars), ins, at, scope, times, found)
-    elif name == "cond":
-        return _through_cond(eqn, ins, at, scope, times, found)
-    elif any(True for _ in jex.jaxprs_in_params(params)):
-        _inside_opaque(eqn, ins, at, scope, times, found)
-    elif name == "gather" and isinstance(ins[0], Way):
-        found.tables.add(ins[0].path)
-    elif name == "conv_general_dilated":
-        path = ins[1].path if _is_parameter(ins[1]) else None
-        before = found.convolutions.get(scope, (path, 0))[1]
-        found.convolutions[scope] = path, before + times * _flops_of_convolution(eqn)
-    elif name == "convert_element_type" and eqn.invars[0].aval.dtype == bool and ins[0] is not None:
-        return [_ONE_HOT]
-    elif name in ("copy", "reshape", "transpose", "convert_element_type") and ins[0] is _ONE_HOT:
-        return [_ONE_HOT]
-    elif ins and isinstance(ins[0], Way):
-        ways = [follow(ins[0], eqn, i) for i in range(count)]
-        if all(way is not None for way in ways):
-            return ways
-    return [_computed(ins, name)] * count
+            self.found.tables.add(dot.path)
+        is_fp8 = self.plan is not None and at[self.outside :] in self.plan.chosen
+        for side, x in enumerate(ins):
+            if not (is_fp8 and side == dot.kernel):
+                self.note_value(x)
+            elif isinstance(x, Way) and not x.is_frozen:
+                uses = self.found.uses.setdefault(x.path, Uses())
+                uses.dots, uses.is_shared = uses.dots + 1, uses.is_shared or x.is_shared
 
 
-def _computed(ins: list[Any], name: str) -> Any:
-    """What an equation makes that does more than move its input."""
-    if any(isinstance(x, _Activation) for x in ins):
-        return _ACTIVATION
-    parameters = [x for x in ins if _is_parameter(x)]
-    return _lost(parameters[0], f"its kernel is computed ({name})") if parameters else None
-
-
-def _through_scan(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> list[Any]:
-    closed, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts, carry, xs = scan_parts(eqn, ins)
-    carry = [_ACTIVATION if _is_parameter(x) else x for x in carry]
-    inside = []
-    for x in xs:
-        if isinstance(x, Way):
-            way = sliced(x, at, length)
-            x = _lost(x, "a scan is not along the first axis of what is stored") if way is None else way
-        inside.append(x)
-    # What is carried depends on the inputs as soon as one of them does.
-    if any(isinstance(x, _Activation) for x in [*consts, *carry, *xs]):
-        carry = [_ACTIVATION] * len(carry)
-    ins = [*consts, *carry, *inside]
-    outs = _walk(closed.jaxpr, [None] * len(closed.jaxpr.constvars), ins, at, scope, times * length, found)
-    return [_lost(x, "a scan computes its kernel", True) if _is_parameter(x) else x for x in outs]
-
-
-def _through_cond(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> list[Any]:
-    outs = []
-    for number, closed in enumerate(eqn.params["branches"]):
-        constants = [None] * len(closed.jaxpr.constvars)
-        outs.append(_walk(closed.jaxpr, constants, ins[1:], (*at, number), scope, times, found))
-    return [_computed(list(of), "cond") for of in zip(*outs, strict=True)]
-
-
-def _inside_opaque(eqn: Any, ins: list[Any], at: Site, scope: str, times: int, found: Found) -> None:
-    """Finds the dot products inside of a call that is left as it is."""
-    reason = f"it is inside of a {eqn.primitive.name}"
-    ins = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
-    parameters = [x for x in ins if isinstance(x, Lost)]
-    for number, inner in enumerate(jex.jaxprs_in_params(eqn.params)):
-        # Which input is which is known only where their numbers are equal.
-        given = ins if len(inner.invars) == len(ins) else ins[len(ins) - len(inner.invars) :]
-        given = [*given, *([parameters[0] if parameters else None] * (len(inner.invars) - len(given)))]
-        _walk(inner, [None] * len(inner.constvars), given, (*at, number), scope, times, found)
+def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
+    if not ins:
+        return False
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
+        return ins[0] is not None
+    moves = ("copy", "reshape", "transpose", "convert_element_type")
+    return eqn.primitive.name in moves and ins[0] is _ONE_HOT
 
 
 def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:

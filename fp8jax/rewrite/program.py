@@ -1,7 +1,8 @@
 """A function of parameters, traced for inputs of some shapes, with the plan of its FP8 dot products."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +19,42 @@ from fp8jax.rewrite.rules import Rules
 from fp8jax.scaled import is_scaled
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
     """A traced function."""
 
     jaxpr: Any
-    consts: list[Any]
     out: Any  # tree of the outputs
     paths: list[tuple[str, ...]]  # of the parameters
     context: Context
     report: Report
 
-    def run(self, leaves: list[Any], states: Mapping[Any, Any], arrays: list[Any]) -> list[Any]:
+    def __repr__(self) -> str:
+        return f"Program({len(self.context.plan.chosen)} dot products of {self.report.recipe})"
+
+    def run(
+        self, leaves: list[Any], states: Mapping[Any, Any], arrays: list[Any], consts: list[Any]
+    ) -> list[Any]:
         """The outputs.
 
         Args:
-            leaves: of the parameters.
+            leaves: of the parameters; some may be on their way already.
             states: scaling states by key, see `Chosen`.
             arrays: the other inputs.
+            consts: of the jaxpr.
         """
         pairs = zip(leaves, self.paths, strict=True)
         ins = [Tracked.of(x, path, aval_of(x).dtype) if is_followed(x) else x for x, path in pairs]
-        return evaluate(self.context, self.jaxpr, self.consts, [*ins, *arrays], states)
+        return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], states)
 
 
 def trace(
     fn: Callable[..., Any], recipe: Recipe, rules: Rules, backend: str, params: Any, args: Any, kwargs: Any
-) -> Program:
-    """`fn(params, *args, **kwargs)` as a program: what is no array is a constant of it."""
+) -> tuple[Program, list[Any]]:
+    """`fn(params, *args, **kwargs)` as a program, and the constants of its jaxpr.
+
+    What is no array among the arguments is part of the program.
+    """
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_kernel)
     paths, leaves = [names_of(path) for path, _ in flat], [aval_of(leaf) for _, leaf in flat]
     others, others_treedef = jax.tree.flatten((args, kwargs))
@@ -66,7 +76,7 @@ def trace(
     rules.check([layer_path(dot.path) for dot, _ in choices if dot.path])
     of_all = report(recipe, found, choices, backends.note(backend) or "")
     context = Context(Plan.of(chosen), backend)
-    return Program(closed.jaxpr, closed.consts, jax.tree.structure(out), paths, context, of_all)
+    return Program(closed.jaxpr, jax.tree.structure(out), paths, context, of_all), closed.consts
 
 
 def is_kernel(x: Any) -> bool:
@@ -80,7 +90,9 @@ def is_array(x: Any) -> bool:
 
 
 def is_followed(x: Any) -> bool:
-    """Whether a leaf of the parameters can be the kernel of a dot product."""
+    """Whether a leaf of the parameters can be the kernel of a dot product, and is not yet on its way."""
+    if isinstance(x, Tracked):
+        return False
     return is_kernel(x) or (is_array(x) and len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating))
 
 
