@@ -12,6 +12,7 @@ from jax import lax
 
 import fp8jax
 from fp8jax import formats
+from fp8jax.comm import Zero
 from fp8jax.scaled import is_scaled, value
 
 LEVELS = ("te", "O1", "O2", "O3")
@@ -419,3 +420,28 @@ def test_gradient_of_one_use_is_codes():
 
     assert wide(lambda v, x: model.apply(v, x).sum()) == 0
     assert wide(lambda v, x: model.apply(v, x).sum() + jnp.square(v["params"]["w"]).sum()) > 0
+
+
+def test_zero():
+    """Over four devices, with parameters split, a function learns as on one."""
+    params, tokens = decoder_inputs()
+    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), stage=3)
+    model = fp8jax.transform(decoder, "O2")
+    losses = []
+    for each in (None, zero):
+        tx = fp8jax.optim.adamw(3e-3, "O2", zero=each)
+        variables = model.init(params, tokens)
+        variables = variables if each is None else each.place(variables)
+        state = tx.init(variables)
+
+        @jax.jit
+        def step(variables, state, tx=tx, zero=each):
+            grad_fn = fp8jax.value_and_grad(functools.partial(cross_entropy, model.apply), zero=zero)
+            loss, grads = grad_fn(variables, tokens)
+            updates, state = tx.update(grads, state, variables)
+            return fp8jax.apply_updates(variables, updates), state, loss
+
+        for _ in range(5):
+            variables, state, loss = step(variables, state)
+        losses.append(float(loss))
+    np.testing.assert_allclose(*losses, rtol=0.01)
