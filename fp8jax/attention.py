@@ -64,7 +64,8 @@ def dot_product_attention(
     Args:
         query: shape=(..., time, heads, channels).
         key, value: shape=(..., sources, groups, channels); each group of keys serves heads / groups heads.
-        bias: float, added to the scores; its shape broadcasts to (..., heads, time, sources).
+        bias: float, added to the scores; its shape broadcasts to (..., heads, time, sources). -inf hides a
+            key; a query for which it hides all of them gets NaN, as in `jax.nn.dot_product_attention`.
         mask: bool, false where a query must not see a key; shaped as bias. A query that sees nothing gets
             the mean of the values.
         is_causal: whether a query sees only keys that are no later than itself.
@@ -256,7 +257,9 @@ def _add_tile(carry: tuple[Any, Any, Any], scores: jax.Array, value: jax.Array) 
     largest, total, out = carry
     # A constant shift of the scores changes no softmax, so it has no gradient either.
     new = lax.stop_gradient(jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True)))
-    weights, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
+    # Where a bias has hidden all keys so far, -inf - -inf would be NaN; a later tile may show some.
+    shift = jnp.where(new == -jnp.inf, 0.0, new)
+    weights, shrink = jnp.exp(scores - shift), jnp.exp(largest - shift)
     added = jnp.einsum(
         "bghts,bsgc->bghtc", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )

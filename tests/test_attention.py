@@ -80,6 +80,34 @@ def test_gradients_are_those_of_the_formula(small_chunks):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
 
 
+AT = np.arange(45)
+HIDDEN_BY_BIAS = {
+    "window": (AT[:, None] < AT) | (AT[:, None] >= AT + 4),
+    "left padding": np.broadcast_to(AT < 30, (45, 45)),
+    "a query that sees nothing": (AT[:, None] == 3) & (AT >= 0),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN_BY_BIAS)
+def test_minus_infinity_in_a_bias_hides_as_in_jax(case, small_chunks):
+    """Whole tiles too; a query that sees nothing has NaN in all implementations, as in JAX's."""
+    query, key, value, *_ = operands(sources=45, groups=2)
+    bias = jnp.where(HIDDEN_BY_BIAS[case], -jnp.inf, 0.0)
+
+    def everything(implementation):
+        def loss(*args):
+            out = dot_product_attention(*args, bias=bias, implementation=implementation)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
+
+    want = everything("xla")
+    assert np.isnan(want[1]).any() == (case == "a query that sees nothing")
+    for implementation in ("eager", "chunked"):
+        got = everything(implementation)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
+
+
 def test_narrow_operands(small_chunks):
     query, key, value, *_ = operands(dtype=jnp.bfloat16)
     out = dot_product_attention(query, key, value, implementation="chunked")
