@@ -136,6 +136,76 @@ def test_auxiliary_outputs_are_stacked_and_keyword_arguments_are_not_split():
     assert difference(grads[PARAMS], jax.tree.map(lambda g: 4 * g, once[PARAMS])) < 1e-2
 
 
+# Random keys #####################################################################################
+
+
+def bits_of(**options):
+    """The random numbers that the loss of each of four parts draws: a function of its keyword arguments."""
+
+    def loss(params, x, *, key=None, rngs=None):
+        key = rngs["dropout"] if key is None else key
+        return jnp.mean(params["w"] * x), jax.random.bits(key)
+
+    grad = fp8jax.accumulate_gradients(loss, PARTS, has_aux=True, **options)
+    return lambda *args, **kwargs: grad({"w": jnp.ones(())}, X, *args, **kwargs)[0][1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keys": "key", "key": jax.random.key(7)},
+        {"keys": ["key"], "key": jax.random.PRNGKey(7)},
+        {
+            "keys": ("rngs",),
+            "rngs": {"dropout": jax.random.key(7), "noise": jax.random.split(jax.random.key(8))},
+        },
+    ],
+    ids=["typed", "raw", "Linen's rngs"],
+)
+def test_each_part_draws_by_a_key_of_its_own(options):
+    bits = bits_of(keys=options.pop("keys"))(**options)
+    want = [jax.random.bits(jax.random.fold_in(jax.random.key(7), i)) for i in range(PARTS)]
+    assert bits.tolist() == [int(each) for each in want]
+    # One key for all parts is to be asked for.
+    assert len(set(bits_of(keys=())(**options).tolist())) == 1
+
+
+def test_positional_keys_are_split_as_a_batch_is():
+    def loss(params, x, keys):
+        return jnp.mean(params["w"] * x), jax.random.bits(keys[0])
+
+    keys = jax.random.split(jax.random.key(7), PARTS)
+    grad = fp8jax.accumulate_gradients(loss, PARTS, has_aux=True)
+    (_, bits), _ = grad({"w": jnp.ones(())}, X, keys)
+    assert bits.tolist() == [int(jax.random.bits(key)) for key in keys]
+
+
+@pytest.mark.parametrize("key", [jax.random.key(7), jax.random.PRNGKey(7)], ids=["typed", "raw"])
+@pytest.mark.parametrize("parts", [2, PARTS])
+def test_a_key_that_parts_would_share_or_cut_is_refused(key, parts):
+    def loss(params, x, key):
+        return jnp.mean(params["w"] * x) + jax.random.uniform(key)
+
+    grad = fp8jax.accumulate_gradients(loss, parts)
+    params = {"w": jnp.ones(())}
+    advice = r'a keyword argument, with its name in `keys`, as in accumulate_gradients\(.*, keys="key"\)'
+    with pytest.raises(ValueError, match=f"expected arrays of a batch; got a random key .*{advice}"):
+        grad(params, X, key)
+    with pytest.raises(ValueError, match=r"`keys`: .*'key' holds a random key.*keys=\(\)"):
+        grad(params, X, key=key)
+
+
+def test_keys_that_name_no_random_key_are_refused():
+    with pytest.raises(
+        ValueError, match="`keys`: expected names of keyword arguments.*'kye' is none; got key"
+    ):
+        bits_of(keys="kye")(key=jax.random.key(7))
+    with pytest.raises(ValueError, match=r"`keys`: expected random keys in 'key'; got float32\[3\]"):
+        bits_of(keys="key")(key=jnp.ones(3))
+    with pytest.raises(TypeError, match="`keys`: expected names of keyword arguments; got .*Array"):
+        bits_of(keys=jax.random.key(7))
+
+
 def test_a_batch_that_does_not_divide_and_an_unknown_format_raise():
     model, variables = model_of("te")
     with pytest.raises(ValueError, match=r"must divide by `microbatches`=3; got shape \(16, 32\)"):

@@ -246,6 +246,27 @@ def test_auxiliary_outputs_and_microbatches():
     assert int((history[0] > 0).sum()) == 1
 
 
+def test_each_microbatch_has_random_streams_of_its_own():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(16, 16, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(jnp.ones_like(self.fc(x)))
+
+    def loss_fn(model, x):
+        out = model(x)
+        return jnp.mean(out), out
+
+    model = fp8jax.transform(Noisy(nnx.Rngs(0)), "te")
+    grad = nnx.jit(fp8jax.accumulate_gradients(loss_fn, 4, has_aux=True))
+    masks = [np.asarray(grad(model, jnp.ones((8, 16)))[0][1]) for _ in range(2)]
+    assert len({mask.tobytes() for step in masks for mask in step}) == 8
+    assert jax.random.key_data(model.drop.rngs.key[...]).shape == (2,)
+    assert int(model.drop.rngs.count[...]) == 2
+
+
 def test_a_module_used_twice_merges_its_amaxes_by_max():
     class Twice(nnx.Module):
         def __init__(self, rngs):

@@ -284,6 +284,35 @@ def test_nnx(stage):
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=0.1)
 
 
+def test_microbatches_on_devices_draw_by_keys_of_their_own():
+    def loss_fn(params, x, key):
+        return jnp.mean(params["w"] * x), jax.random.bits(key)
+
+    zero, parts = Zero(mesh(2), "O2"), 2
+    params, key = {"w": jnp.ones(())}, jax.random.key(7)
+    grad = fp8jax.accumulate_gradients(loss_fn, parts, has_aux=True, zero=zero, keys="key")
+    (_, bits), _ = grad(params, X, key=key)
+    want = [int(jax.random.bits(jax.random.fold_in(key, i))) for i in range(2 * parts)]
+    assert bits.tolist() == [want[:parts], want[parts:]]
+    for raw in (key, jax.random.PRNGKey(7)):
+        with pytest.raises(ValueError, match="expected arrays of a batch; got a random key"):
+            grad(params, X, raw)
+        with pytest.raises(ValueError, match="expected arrays of a batch; got a random key"):
+            fp8jax.value_and_grad(loss_fn, has_aux=True, zero=zero)(params, X, raw)
+
+
+def test_microbatches_of_an_nnx_module_on_devices_draw_their_own():
+    def loss_fn(model, x):
+        out = model(jnp.ones_like(x))
+        return jnp.mean(out), out
+
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    grad = fp8jax.accumulate_gradients(loss_fn, 2, has_aux=True, zero=Zero(mesh(2), "O2"))
+    (_, out), _ = nnx.jit(grad)(model, X)
+    assert len({np.asarray(part).tobytes() for part in out.reshape(4, -1)}) == 4
+    assert int(model.rngs.count[...]) == 1
+
+
 @pytest.mark.long
 def test_a_mesh_with_explicit_axes():
     explicit = mesh(kind=AxisType.Explicit)

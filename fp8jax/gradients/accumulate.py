@@ -1,16 +1,18 @@
 """The gradient of a batch that is taken in parts."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import Local, Share, over_devices
+from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
 from fp8jax.gradients.loss import narrowed, on_one_device
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
@@ -23,6 +25,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     format: str = "FP16",
     zero: Zero | None = None,
+    keys: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of a batch taken in parts, one after the other: the memory of one part.
 
@@ -34,6 +37,10 @@ def accumulate_gradients(
             scales (each sum is rounded to 11 bits), "FP32", or "E4M3" as in MS-AMP. Others are
             summed in float32.
         zero: as in `value_and_grad`: each device takes its part of the batch in parts.
+        keys: the keyword arguments that hold random keys, e.g. for dropout, by name: a key, or a tree of
+            keys, as Linen's `rngs={"dropout": key}`. Part i gets `jax.random.fold_in(key, i)`, with `zero`
+            part i of device d `jax.random.fold_in(key, d * microbatches + i)`. Keys that are not named
+            are the same in all parts, and so are the numbers drawn: say `keys=()` if they are to be.
 
     Returns:
         A function of the same arguments, whose arrays after the variables are split along
@@ -42,29 +49,53 @@ def accumulate_gradients(
         formats. All parts are scaled by the state that came in; their amaxes merge by max.
 
     Raises:
-        ValueError: an array's first axis does not divide by `microbatches`, or no such format.
+        ValueError: an array's first axis does not divide by `microbatches`; no such format; a random key is
+            given as a positional argument, or as a keyword argument without a word in `keys`.
+        TypeError: `keys` are no names.
     """
     if format not in ("FP16", "FP32", "E4M3"):
         raise ValueError(f"`format`: expected FP16, FP32 or E4M3; got {format!r}.")
-    make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format)
-    return make(None) if zero is None else functools.wraps(loss_fn)(over_devices(make, zero, has_aux))
+    names = names_of(keys)
+    make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format, names or ())
+    run = make(None) if zero is None else over_devices(make, zero, has_aux)
+    parts = microbatches if zero is None else microbatches * zero.devices
+
+    @functools.wraps(loss_fn)
+    def checked(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_whole(args, parts, _ADVICE)
+        check_named(names, kwargs)
+        return run(variables, *args, **kwargs)
+
+    return checked
+
+
+_ADVICE = 'a keyword argument, with its name in `keys`, as in accumulate_gradients(..., keys="key")'
 
 
 def _on_one_device(
-    loss_fn: Callable[..., Any], microbatches: int, has_aux: bool, format: str, local: Local | None
+    loss_fn: Callable[..., Any],
+    microbatches: int,
+    has_aux: bool,
+    format: str,
+    names: tuple[str, ...],
+    local: Local | None,
 ) -> Callable[..., Any]:
     grad_fn = on_one_device(loss_fn, has_aux, local)
 
-    @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        keys = {name: kwargs.pop(name) for name in names}
+
         def one(part: Any) -> Any:
-            return grad_fn(variables, *part, **kwargs)
+            args, keys = part
+            return grad_fn(variables, *args, **kwargs, **keys)
 
         def add(sums: Any, part: Any) -> tuple[Any, Any]:
             out, grads = one(part)
             return _add(sums, grads, microbatches), out
 
-        parts = jax.tree.map(lambda x: _split(x, microbatches), args)
+        first = 0 if local is None else lax.axis_index(local.zero.axis) * microbatches
+        keys = jax.vmap(functools.partial(fold_in, keys))(first + jnp.arange(microbatches))
+        parts = jax.tree.map(lambda x: _split(x, microbatches), args), keys
         _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
         sums, out = jax.lax.scan(add, _no_sums(shapes, format), parts)
         loss, aux = out if has_aux else (out, None)

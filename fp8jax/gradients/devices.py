@@ -24,6 +24,7 @@ from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.zero import Spread
 from fp8jax.dot.product import OPERANDS
+from fp8jax.gradients.keys import refuse_whole
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
@@ -164,6 +165,8 @@ def _is_stacked_in_front(leaf: Any, state: State) -> bool:
 
 
 def _check_batch(args: Any, zero: Zero) -> None:
+    fold = f"`jax.random.fold_in(key, jax.lax.axis_index({zero.axis!r}))`"
+    refuse_whole(args, zero.devices, f"a keyword argument, and let the loss draw by {fold}")
     for leaf in jax.tree.leaves(args):
         shape = jnp.shape(leaf)
         if not shape or shape[0] % zero.devices:

@@ -1,7 +1,7 @@
 """Where does FP8 enter a model? Each function gives a model to the file that knows its kind."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,8 @@ def value_and_grad(
         statistics.
     """
     grad_of = functools.partial(gradients.value_and_grad, zero=zero)
-    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), zero)
+    parts = 1 if zero is None else zero.devices
+    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), parts)
 
 
 def accumulate_gradients(
@@ -185,24 +186,26 @@ def accumulate_gradients(
     has_aux: bool = False,
     format: str = "FP16",
     zero: Zero | None = None,
+    keys: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of a batch taken in parts, one after the other: the memory of one part.
 
-    Args: see `gradients.accumulate_gradients`. Of an NNX module, all parts see the statistics and
-        random streams that came in, and those of the last part are kept.
+    Args: see `gradients.accumulate_gradients`. Random keys go in as keyword arguments that `keys` names:
+        each part, and with `zero` each device's, gets a key of its own. An NNX module's random streams need
+        no word, each part has its own; all parts see the statistics that came in, and those of the last
+        part are kept.
     """
 
     def grad_of(loss_fn: Any, has_aux: bool) -> Any:
         return gradients.accumulate_gradients(
-            loss_fn, microbatches, has_aux=has_aux, format=format, zero=zero
+            loss_fn, microbatches, has_aux=has_aux, format=format, zero=zero, keys=keys
         )
 
     def last(aux: Any) -> Any:
         return jax.tree.map(lambda x: x[-1], aux)
 
-    if zero is None:
-        return _of_either(loss_fn, grad_of, has_aux, last, None)
-    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)), zero)
+    parts = microbatches * (1 if zero is None else zero.devices)
+    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)), parts)
 
 
 def _of_devices(zero: Zero | None, stacked: Any) -> Any:
@@ -214,11 +217,10 @@ def _of_either(
     grad_of: Callable[..., Any],
     has_aux: bool,
     last: Callable[[Any], Any],
-    zero: Zero | None,
+    parts: int,
 ) -> Callable[..., Any]:
     of_variables = grad_of(loss_fn, has_aux=has_aux)
-    axis = None if zero is None else zero.axis
-    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, axis)
+    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, parts)
 
     @functools.wraps(loss_fn)
     def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from fp8jax.gradients.keys import fold_in
 from fp8jax.models.nnx import FP8State, Frozen, LossScale
 from fp8jax.models.nnx_layers import STATE
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
@@ -21,7 +23,7 @@ def gradient_of_module(
     has_aux: bool,
     grad_of: Callable[[Callable[..., Any]], Any],
     last: Callable[[Any], Any] = lambda aux: aux,
-    axis_name: str | None = None,
+    parts: int = 1,
 ) -> Callable[..., Any]:
     """A function that gives the gradient of a loss of a module.
 
@@ -30,8 +32,7 @@ def gradient_of_module(
         has_aux: whether it gives more than the loss.
         grad_of: the gradient, with auxiliary outputs, of a loss of variables.
         last: of the auxiliary outputs that the gradient gives, the last call's.
-        axis_name: given, the loss is called on each device of this mesh axis, with random streams of
-            its own.
+        parts: in how many the batch is split: each has random streams of its own.
     """
 
     @functools.wraps(loss_fn)
@@ -41,21 +42,22 @@ def gradient_of_module(
         for _, variable in nnx.to_flat_state(scales):
             variables[LOSS_SCALE] = variable.get_value()
 
-        def pure(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(variables: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
             # New variables, which belong to this trace and may be changed in it.
             others = jax.tree.map(lambda x: x, (scales, frozen, rest))
-            if axis_name is not None:
-                others = (*others[:2], _with_keys(others[2], functools.partial(_own_key, axis_name)))
+            if parts > 1:
+                others = (*others[:2], _with_keys(others[2], lambda key: fold_in(key, number[0])))
             inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING]), *others
             inside = nnx.merge(graph, *inside)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             *_, after = nnx.split(inside, *KINDS)
-            if axis_name is not None:
+            if parts > 1:
                 after = _with_keys(after, dict(_keys(rest)))
             return loss, (aux, after)
 
-        (loss, (aux, after)), grads = grad_of(pure)(variables, *args, **kwargs)
+        numbers = np.arange(parts, dtype=np.int32) if parts > 1 else None  # split as a batch is
+        (loss, (aux, after)), grads = grad_of(pure)(variables, numbers, *args, **kwargs)
         nnx.update(model, last(after), put_in(states, grads[SCALING]))
         for path, variable in nnx.to_flat_state(scales):
             nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
@@ -79,11 +81,6 @@ def _with_keys(state: Any, new: Any) -> Any:
             variable = variable.replace(new(variable.get_value()) if callable(new) else new[path])
         flat.append((path, variable))
     return nnx.from_flat_state(flat)
-
-
-def _own_key(axis_name: str, key: jax.Array) -> jax.Array:
-    fold = functools.partial(jax.random.fold_in, data=jax.lax.axis_index(axis_name))
-    return jax.vmap(fold)(key.reshape(-1)).reshape(key.shape)
 
 
 def of_devices(state: Any) -> Any:

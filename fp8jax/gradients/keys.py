@@ -1,0 +1,81 @@
+"""Random keys of a batch that is taken in parts: each part draws by keys of its own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def fold_in(keys: Any, number: Any) -> Any:
+    """`jax.random.fold_in` of every key in a tree, typed or raw, single keys or arrays of them."""
+
+    def fold(key: jax.Array) -> jax.Array:
+        typed = key if _is_typed(key) else jax.random.wrap_key_data(key)
+        new = jax.vmap(lambda each: jax.random.fold_in(each, number))(typed.reshape(-1)).reshape(typed.shape)
+        return new if _is_typed(key) else jax.random.key_data(new)
+
+    return jax.tree.map(fold, keys)
+
+
+def names_of(keys: Any) -> tuple[str, ...] | None:
+    """The argument `keys` of `accumulate_gradients` as a tuple.
+
+    Raises:
+        TypeError: it is no name, and no sequence of names.
+    """
+    if keys is None:
+        return None
+    names = (keys,) if isinstance(keys, str) else keys
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`keys`: expected names of keyword arguments; got {keys!r}.")
+    return tuple(names)
+
+
+def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError where a name is that of no random key, or where it was not said what keys are for."""
+    if names is None:
+        for name, value in kwargs.items():
+            if any(_is_typed(x) or _is_raw(x) for x in jax.tree.leaves(value)):
+                raise ValueError(
+                    f"`keys`: expected to be told of random keys, and {name!r} holds a random key: say "
+                    f'keys="{name}" for keys of its own for each microbatch, or keys=() for the same in all.'
+                )
+    for name in names or ():
+        if name not in kwargs:
+            raise ValueError(
+                f"`keys`: expected names of keyword arguments of the call; {name!r} is none; got "
+                f"{', '.join(kwargs) or 'no keyword arguments'}."
+            )
+        for leaf in jax.tree.leaves(kwargs[name]):
+            if not (_is_typed(leaf) or _is_raw(leaf, stacked=True)):
+                raise ValueError(f"`keys`: expected random keys in {name!r}; got {_shown(leaf)}.")
+
+
+def refuse_whole(args: Any, parts: int, advice: str) -> None:
+    """Raises ValueError if one of the positional arguments, to be split in so many parts, is a single key."""
+    leaves = jax.tree.leaves(args)
+    for leaf in leaves:
+        # Two words of uint32 may be a batch of two rows, if all else has two rows.
+        is_one = parts > 1 and _is_raw(leaf) and any(jnp.shape(x)[:1] != leaf.shape for x in leaves)
+        if is_one or (_is_typed(leaf) and not leaf.ndim):
+            raise ValueError(
+                f"`args`: expected arrays of a batch; got a random key {_shown(leaf)}, which has no rows. "
+                f"Give it as {advice}."
+            )
+
+
+def _is_typed(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_raw(x: Any, stacked: bool = False) -> bool:
+    """Whether `x` looks like what `jax.random.PRNGKey` gives, or like several of them."""
+    shape = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    if getattr(x, "dtype", None) != jnp.uint32:
+        return False
+    return x.shape == shape or (stacked and x.shape[-1:] == shape)
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
