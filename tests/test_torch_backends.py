@@ -373,6 +373,11 @@ def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
     assert prepared.model.load_state_dict(block().state_dict()).missing_keys == []
     assert all(now[name] is parameter for name, parameter in parameters.items())
     assert prepared.optimizer is optimizer
+    before = model.up.weight.clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.step()
+    assert torch.equal(model.up.weight, before) and optimizer.skipped == 1
 
     torch.testing.assert_close(prepared.model(TOKENS), expected)
     [given] = entered

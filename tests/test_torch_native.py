@@ -470,7 +470,6 @@ def test_microbatches_and_uses_merge_by_the_largest_amax(level):
 @pytest.mark.parametrize("level", ["te", "O2"])
 def test_a_skipped_step_leaves_the_scaling_state_and_evaluation_too(level):
     net = Net()
-    own = "adamw" if level == "O2" else None
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
     train(model, optimizer, 2)
     before = copy.deepcopy(model.state_dict())
@@ -480,13 +479,87 @@ def test_a_skipped_step_leaves_the_scaling_state_and_evaluation_too(level):
     model(1000 * batch()[0])
     for name, tensor in model.state_dict().items():
         assert torch.equal(value(tensor), value(before[name])), name
-    if own:
-        x, y = batch()
-        train(model, optimizer, 1, x * torch.nan, y)
-        assert optimizer.skipped == 1
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(value(tensor), value(before[name])), name
-        assert np.isfinite(train(model, optimizer, 2)).all()
+    x, y = batch()
+    train(model, optimizer, 1, x * torch.nan, y)
+    assert optimizer.skipped == 1
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(value(tensor), value(before[name])), name
+    assert np.isfinite(train(model, optimizer, 2)).all()
+
+
+OTHERS = {
+    "AdamW": {},
+    "AdamW of one kernel": {"fused": True},
+    "AdamW in float64": {},
+    "SGD": {"momentum": 0.9},
+    "SparseAdam": {},
+    "LBFGS": {"max_iter": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "case, level",
+    [(case, level) for case in OTHERS for level in ("te", "O1") if (case, level) != ("LBFGS", "O1")],
+)
+def test_optimizers_of_torch_skip_a_bad_step(case, level):
+    """Called with a closure or without one, they change neither a weight nor their own state."""
+    model = nn.Sequential(nn.Embedding(8, 16, sparse=True) if case == "SparseAdam" else nn.Linear(16, 16))
+    model = model.append(nn.Linear(16, 16)).to(torch.float64 if case.endswith("float64") else None)
+    x = torch.arange(8) if case == "SparseAdam" else torch.randn(8, 16, dtype=model[1].weight.dtype)
+    trained = model[0].parameters() if case == "SparseAdam" else model.parameters()
+    optimizer = getattr(torch.optim, case.partition(" ")[0])(trained, lr=1e-3, **OTHERS[case])
+    model, optimizer = prepare(model, optimizer, level, inplace=True)  # torch's LBFGS cannot be copied
+
+    def closure(bad=1.0):
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * bad
+        loss.backward()
+        return loss
+
+    def everything():
+        return copy.deepcopy((list(model.state_dict().values()), list(optimizer.state.values())))
+
+    assert optimizer.step(closure).isfinite()
+    before = everything()
+    for bad in (torch.nan, torch.inf):
+        assert not optimizer.step(lambda bad=bad: closure(bad)).isfinite()
+        if case != "LBFGS":  # which cannot do without a closure
+            closure(bad)
+            optimizer.step()
+    assert optimizer.skipped == (2 if case == "LBFGS" else 4) and optimizer.has_skipped
+    torch.testing.assert_close(
+        *(jax.tree.map(value, each) for each in (everything(), before)), rtol=0, atol=0
+    )
+    assert optimizer.step(closure).isfinite() and not optimizer.has_skipped
+    assert not torch.equal(value(model[0].weight), value(before[0][0]))
+
+
+def test_what_torch_does_around_a_step_skips_too():
+    """Schedulers made before or after, copies, checkpoints, hooks, a loss scaler."""
+    net, (x, y) = Net(), batch()
+    optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+    early = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    model, optimizer = prepare(net, optimizer, "te", inplace=True)
+    late, steps = torch.optim.lr_scheduler.ConstantLR(optimizer), []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    with warnings.catch_warnings(action="error"):
+        for x_of_step in (x, x * torch.nan, x):
+            train(model, optimizer, 1, x_of_step, y)
+            early.step()
+            late.step()
+    assert optimizer.skipped == 1 and len(steps) == 2
+    model, other = copy.deepcopy((model, optimizer))
+    assert other.skipped == 1
+    train(model, other, 1, x * torch.nan, y)
+    assert other.skipped == 2 and all(p.isfinite().all() for p in model.parameters())
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.skipped == 2
+    torch.optim.AdamW(net.parameters()).load_state_dict(other.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(F.mse_loss(model(x * torch.inf), y)).backward()
+    scaler.step(other)
+    scaler.update()
+    assert scaler.get_scale() == 2.0 and all(p.isfinite().all() for p in model.parameters())
 
 
 def test_the_backward_keeps_one_byte_a_number():

@@ -27,7 +27,8 @@ def prepare(
     Args:
         model: any module; its linear layers (`nn.Linear`, transformers' `Conv1D`) take part.
         optimizer: a torch optimizer of its parameters, or None. An Adam or AdamW is replaced by one that
-            keeps the recipe's moments and masters; its groups, options and state are carried over.
+            keeps the recipe's moments and masters; its groups, options and state are carried over. Any other
+            skips steps along gradients that are not finite, and counts them in `skipped`, as ours does.
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
         backend: "native", "te", "msamp" or "torchao"; "auto" is MS-AMP if it is installed, else
             TransformerEngine if it can run here, else native, each only if it can express the recipe.
@@ -66,7 +67,8 @@ def transform(
     model: nn.Module, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
 ) -> nn.Module:
     """The model alone, see `prepare`. Its scaling states advance where a forward follows a backward: with
-    gradient accumulation once per microbatch."""
+    gradient accumulation once per microbatch. An optimizer of torch's takes steps that are not finite; that of
+    `fp8jax_torch.optim.skipping(optimizer)` does not."""
     return prepare(model, None, recipe, backend, inplace=inplace)[0]
 
 

@@ -18,8 +18,8 @@ from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base
 from fp8jax_torch.linear import FP8Product, is_product, make_product
-from fp8jax_torch.mixins import Mixin, mixed
 from fp8jax_torch.optim import Adam, AdamW
+from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.product import why_no_fp8
 from fp8jax_torch.scaled import is_scaled, quantize
 from fp8jax_torch.scaling import ScalingState
@@ -80,7 +80,7 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     if optimizer is not None:
         optimizer = _prepared(optimizer, recipe, changed, set(model.parameters()))
         optimizer.register_step_post_hook(_AfterStep(_states(model)))
-        optimizer.__class__ = mixed(Advancing, type(optimizer))
+        optimizer = skipping(optimizer, Advancing)
     else:
         model.register_forward_pre_hook(_advance)
     return base.Prepared(model, optimizer, rows, note(model))
@@ -210,12 +210,16 @@ class _AfterStep:
             state.forget()
 
 
-class Advancing(Mixin):
+class Advancing(Skipping):
     """Mixin of an optimizer, which torch copies and pickles without its hooks: with the one that advances."""
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """As torch's; what was seen goes with the gradients, as after a step that a loss scaler skipped."""
         super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        self.on_skip()
+
+    def on_skip(self: Any) -> None:
+        """Drops what was seen since the last step."""
         for hook in self._optimizer_step_post_hooks.values():
             if isinstance(hook, _AfterStep):
                 hook.forget()

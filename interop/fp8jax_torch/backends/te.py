@@ -26,6 +26,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base
+from fp8jax_torch.optim.skipping import skipping
 
 NAME = "te"
 
@@ -95,7 +96,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
 
     Args:
         model: changed in place; the parameters stay the same objects.
-        optimizer: returned as it is.
+        optimizer: returned, of a class that skips steps that are not finite.
         recipe: one that `refuses` lets pass.
 
     Raises:
@@ -108,7 +109,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     model = swap(model, reasons)
     run_in_fp8(model, recipe)
     model.register_load_state_dict_post_hook(_scales_may_be_missing)
-    return base.Prepared(model, optimizer, rows, note_on(recipe))
+    return base.Prepared(model, optimizer and skipping(optimizer), rows, note_on(recipe))
 
 
 def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:

@@ -12,6 +12,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base
+from fp8jax_torch.optim.skipping import skipping
 
 NAME = "torchao"
 
@@ -46,7 +47,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
 
     Args:
         model: changed in place; the parameters stay the same objects.
-        optimizer: returned as it is.
+        optimizer: returned, of a class that skips steps that are not finite.
         recipe: one that `refuses` lets pass.
 
     Raises:
@@ -69,7 +70,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
             model, module_filter_fn=lambda module, name: module in chosen, config=config
         )
     note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in full precision"
-    return base.Prepared(model, optimizer, rows, note if emulate else "")
+    return base.Prepared(model, optimizer and skipping(optimizer), rows, note if emulate else "")
 
 
 def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:

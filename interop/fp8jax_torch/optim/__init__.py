@@ -2,3 +2,4 @@
 
 from fp8jax_torch.optim.adam import Adam as Adam
 from fp8jax_torch.optim.adam import AdamW as AdamW
+from fp8jax_torch.optim.skipping import skipping as skipping

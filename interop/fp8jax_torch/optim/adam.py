@@ -299,6 +299,11 @@ def _by_device(leaves: list[Any]) -> dict[Any, list[torch.Tensor]]:
     return found
 
 
+def amax_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of a plain or scaled tensor; inf where there is inf or NaN."""
+    return _amax(_kept(tensor))
+
+
 def _amax(kept: Kept) -> torch.Tensor:
     """Largest magnitude; inf where there is inf or NaN."""
     if kept.codes.dtype != torch.float8_e4m3fn or not kept.codes.numel():
