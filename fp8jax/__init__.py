@@ -4,6 +4,9 @@ model = fp8jax.transform(model, recipe)
 tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fp8jax import attention as attention
 from fp8jax import comm as comm
 from fp8jax import formats as formats
@@ -30,3 +33,24 @@ from fp8jax.recipe import Recipe as Recipe
 from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.scaled import ScaledArray as ScaledArray
 from fp8jax.scaled import quantize as quantize
+
+if TYPE_CHECKING:
+    from fp8jax import chart as chart
+    from fp8jax import doctor as doctor
+    from fp8jax import memory as memory
+    from fp8jax import program as program
+    from fp8jax import targets as targets
+    from fp8jax import train as train
+
+# Imported when they are asked for: they take time, or packages of the extra `train`.
+_ON_DEMAND = ("chart", "doctor", "memory", "program", "targets", "train")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"fp8jax.{name}")
+    raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})

@@ -310,7 +310,9 @@ def test_importing_the_package_loads_no_extra_and_touches_no_device():
         import sys
         import fp8jax
         from jax._src import xla_bridge
-        extras = {"matplotlib", "orbax", "qwix", "torch", "transformer_engine"} & set(sys.modules)
+        extras = {"matplotlib", "grain", "orbax", "qwix", "torch", "transformer_engine"}
+        extras |= {"fp8jax.chart", "fp8jax.doctor", "fp8jax.memory", "fp8jax.targets", "fp8jax.train"}
+        extras &= set(sys.modules)
         print(sorted(extras), xla_bridge.backends_are_initialized())
     """
     run = subprocess.run(

@@ -132,6 +132,26 @@ def test_other_commands_name_what_exists(block):
     assert [complaint for complaint in complaints if complaint] == []
 
 
+def test_every_name_in_the_package_is_found_after_its_import():
+    """`import fp8jax` alone is what the text has in mind where it says `fp8jax.train.fit`."""
+    names = sorted(set(re.findall(r"\bfp8jax(?:\.[A-Za-z_]\w*)+", readme_text())))
+    assert {"fp8jax.train.fit", "fp8jax.memory.plan", "fp8jax.doctor.check"} <= set(names)
+    program = """
+        import sys
+        import fp8jax
+        for name in sys.argv[1:]:
+            found = fp8jax
+            for part in name.split(".")[1:]:
+                found = getattr(found, part, None)
+            if found is None:
+                print(name)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *names], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == []
+
+
 PLANTED = """
 # First
 ```python
