@@ -356,6 +356,19 @@ def test_mutable_collections_come_back_as_the_module_has_them():
     "model, recipe, error, message",
     [
         (object(), "O2", TypeError, "expected a Flax module, .* or a function of parameters; got object"),
+        (nn.Dense, "O2", TypeError, "or a function of parameters; got the class Dense, not an object"),
+        (
+            fp8jax.transform(nn.Dense(4), "te"),
+            "O2",
+            TypeError,
+            "got a LinenModel.*transform the original, its `.module`",
+        ),
+        (
+            fp8jax.transform(lambda params, x: x @ params, "te"),
+            "O2",
+            TypeError,
+            "got a FunctionModel.*transform the original, its `.fn`",
+        ),
         (nn.Dense(4), "O4", ValueError, "expected one of fp32, bf16, .*got 'O4'"),
     ],
 )

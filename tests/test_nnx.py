@@ -105,8 +105,13 @@ def test_transform_makes_a_copy_and_keeps_names_and_values():
 
 
 def test_a_model_is_transformed_once():
-    with pytest.raises(ValueError, match="'blocks/0/attn/key' is transformed already"):
+    message = "'blocks/0/attn/key' is transformed already.*original module, or `fp8jax.dequantize"
+    with pytest.raises(ValueError, match=message):
         fp8jax.transform(net("O2"), "te")
+    table = "te,include=*.attend"
+    with pytest.raises(ValueError, match="layer '' is transformed already"):
+        embed = nnx.Embed(16, 16, rngs=nnx.Rngs(0))
+        fp8jax.transform(fp8jax.transform(embed, table), table)
 
 
 def test_the_output_is_the_plain_models_but_for_fp8_noise():

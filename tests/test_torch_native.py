@@ -367,8 +367,13 @@ def test_what_cannot_be_is_refused():
         prepare(net, torch.optim.AdamW(net.parameters(), amsgrad=True), "O2")
     with pytest.raises(ValueError, match="one of the model's parameters"):
         prepare(net, torch.optim.AdamW(Net().parameters()), "O2")
-    with pytest.raises(ValueError, match="got one that was prepared already"):
+    message = "got a Net that was prepared already. Give the original model, or `fp8jax_torch.dequantize"
+    with pytest.raises(ValueError, match=message):
         prepare(prepare(net, None, "O2")[0], None, "O2")
+    with pytest.raises(ValueError, match="got a Sequential with a Net in it that was prepared already"):
+        transform(nn.Sequential(transform(net, "te"), nn.Linear(8, 8)), "te")
+    both = nn.Sequential(transform(net, "te"), nn.Linear(8, 8))
+    assert report(transform(dequantize(both), "te"))
     with pytest.raises(ValueError, match="pattern 'nowhere' matches no layer"):
         prepare(net, None, "O2,include=nowhere")
     with pytest.raises(ValueError, match="layer that can run in FP8; got none"):

@@ -53,10 +53,10 @@ def transform(
         see `fp8jax.models.linen_lora.LoRAModel` and `fp8jax.models.nnx_lora`.
 
     Raises:
-        TypeError: `model` is no Flax module and no function.
+        TypeError: `model` is no Flax module and no function, or what `transform` made of one.
         ValueError: the recipe cannot be parsed, or asks for what this release lacks; a setting is unknown, or
-            contradicts the recipe; of an NNX model, a rule, a pattern or a setting matches nothing (a Linen
-            model's `init` and `apply` find that out).
+            contradicts the recipe; an NNX model is transformed already; of an NNX model, a rule, a pattern or
+            a setting matches nothing (a Linen model's `init` and `apply` find that out).
     """
     recipe, rules = Recipe.parse(recipe), tuple(rules)
     kept = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
@@ -66,13 +66,25 @@ def transform(
             return kind.transform(model, recipe, rules, backend, kept, attention)
         if kind.is_module(model):
             return adapted.transform(model, recipe, rules, backend, lora, kept, attention)
-    if callable(model) and not isinstance(model, type):
+    if callable(model) and not isinstance(model, type | rewrite.FunctionModel):
         _refuse_layers_settings(lora=lora, gradient_checkpointing=kept, attention=attention)
         return rewrite.transform(model, recipe, rules, backend)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
-        f"{type(model).__name__}."
+        f"{_described(model)}."
     )
+
+
+def _described(model: Any) -> str:
+    if isinstance(model, linen.LinenModel | rewrite.FunctionModel):
+        kept = "module" if isinstance(model, linen.LinenModel) else "fn"
+        return (
+            f"a {type(model).__name__}, what fp8jax.transform made of one: transform the original, its "
+            f"`.{kept}`, instead"
+        )
+    if isinstance(model, type):
+        return f"the class {model.__name__}, not an object of it"
+    return type(model).__name__
 
 
 def _refuse_layers_settings(**settings: Any) -> None:

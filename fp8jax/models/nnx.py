@@ -83,9 +83,13 @@ def transform_as_chosen(
     backends.choose(backend)
     copy: Any = nnx.clone(model)
     recipe, paths = chosen.recipe, []
-    for path, layer in layers_of(copy, MATCHED):
+    for path, layer in layers_of(copy, nnx.Module):
         if hasattr(layer, "how__fp8"):
-            raise ValueError(f"`model`: layer {path!r} is transformed already; transform the plain model.")
+            raise ValueError(
+                f"`model`: expected a plain module; got one whose layer {path!r} is transformed already. "
+                "Transform the original module, or `fp8jax.dequantize(model)`."
+            )
+    for path, layer in layers_of(copy, MATCHED):
         paths.append(path)
         _convert(layer, path, chosen, backend)
     for path, layer in layers_of(copy, nnx.Embed):

@@ -40,15 +40,16 @@ def prepare(
         (model, optimizer). `report(model)` says what runs in FP8, and who multiplies.
 
     Raises:
-        ValueError: the recipe cannot be parsed or the backend cannot express it; a pattern of the recipe's
-            matches no layer, or no layer can run in FP8; an optimizer that cannot keep what the recipe says,
-            or that a scheduler was made of.
+        ValueError: the recipe cannot be parsed or the backend cannot express it; the model, or one in it, was
+            prepared already; a pattern of the recipe's matches no layer, or no layer can run in FP8; an
+            optimizer that cannot keep what the recipe says, or that a scheduler was made of.
         ImportError: the library of the named backend is not installed.
         RuntimeError: the named backend cannot run here.
     """
     recipe = Recipe.parse(recipe)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
+    _refuse_prepared(model)
     chosen, why = backends.choose(backend, recipe, layers.device_of(model), model)
     given = optimizer
     if not inplace:
@@ -63,12 +64,22 @@ def prepare(
     return model, optimizer
 
 
+def _refuse_prepared(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, _REPORT):
+            within = f" with a {type(module).__name__} in it" if name else ""
+            raise ValueError(
+                f"`model`: expected a plain model; got a {type(model).__name__}{within} that was prepared "
+                "already. Give the original model, or `fp8jax_torch.dequantize(model)` of a native one."
+            )
+
+
 def transform(
     model: nn.Module, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
 ) -> nn.Module:
     """The model alone, see `prepare`. Its scaling states advance where a forward follows a backward: with
-    gradient accumulation once per microbatch. An optimizer of torch's takes steps that are not finite; that of
-    `fp8jax_torch.optim.skipping(optimizer)` does not."""
+    gradient accumulation once per microbatch. An optimizer of torch's takes steps that are not finite;
+    `fp8jax_torch.optim.skipping(optimizer)` skips them."""
     return prepare(model, None, recipe, backend, inplace=inplace)[0]
 
 
@@ -96,6 +107,6 @@ def dequantize(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if is_product(module):
             module.weight = make_plain(module, plain)
-    if hasattr(model, _REPORT):
-        delattr(model, _REPORT)
+        if hasattr(module, _REPORT):
+            delattr(module, _REPORT)
     return model
