@@ -274,8 +274,11 @@ BEYOND = "`use_mxfp8_block_scaling` is one of: false .*one per tensor.*; got Tru
             {"use_autocast_during_eval": "maybe"},
             "`use_autocast_during_eval` is one of: true false; got 'maybe'",
         ),
-        ({"override_linear_precision": False}, "`override_linear_precision` is one of: three booleans"),
-        ({"override_linear_precision": "(false, true)"}, "is one of: three booleans: fprop dgrad wgrad"),
+        (
+            {"override_linear_precision": True},
+            "is one of: false, or three booleans: fprop dgrad wgrad; got True",
+        ),
+        ({"override_linear_precision": "(false, true)"}, "is one of: false, or three booleans: fprop"),
         (
             {"override_linear_precision": ["no", "no", 2]},
             "`override_linear_precision` is one of: true false; got 2",
@@ -373,6 +376,33 @@ def test_files_that_say_nothing_raise(tmp_path, text, message):
         Recipe.from_accelerate(written(tmp_path, text))
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"\x93NUMPY\x01\x00v\x00")
+    with pytest.raises(ValueError, match="config.yaml is no YAML: it is not UTF-8 text"):
+        Recipe.from_accelerate(path)
+
+
+@pytest.mark.parametrize(
+    "text, key, line",
+    [
+        ("mixed_precision: fp8\nmixed_precision: bf16", "mixed_precision", 2),
+        ("mixed_precision: fp8\nfp8_config:\n  margin: 1\n  'margin': 2", "margin", 4),
+        ("mixed_precision: fp8\nfsdp_config: {a: [{b: 1, b: 1}]}", "b", 2),
+    ],
+)
+def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path, text, key, line):
+    message = f"expected `{key}` once in a block of .*config.yaml; got it again in line {line}"
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_accelerate(written(tmp_path, text))
+
+
+def test_a_block_that_is_merged_may_be_overridden(tmp_path):
+    text = "base: &base {margin: 1, interval: 2}\nfp8_config: {<<: *base, margin: 3}"
+    recipe = Recipe.from_accelerate(written(tmp_path, text))
+    assert (recipe.margin, recipe.interval) == (3, 2)
+
+
 def test_a_value_that_no_recipe_has_is_refused_by_the_recipe():
     with pytest.raises(ValueError, match="`margin` is one of: an integer from 0 to 100; got '-1'"):
         Recipe.from_accelerate({"margin": -1})
@@ -442,6 +472,13 @@ def test_defect_5_the_documented_override_is_read(tmp_path):
     letters = variables(OVERRIDE_FPROP="(", OVERRIDE_DGRAD="f", OVERRIDE_WGRAD="a")
     with pytest.raises(ValueError, match=r"write `override_linear_precision: \[false, false, true\]`"):
         Recipe.from_accelerate(environ=LAUNCHED | letters)
+
+
+def test_the_questionnaires_false_is_none_of_the_three(tmp_path):
+    """So it wrote the answer "no" before it wrote three of them."""
+    for word in ("false", "'False'", "no"):
+        text = f"mixed_precision: fp8\nfp8_config: {{margin: 1, override_linear_precision: {word}}}"
+        assert Recipe.from_accelerate(written(tmp_path, text)).override_linear_precision == (False,) * 3
 
 
 def test_defect_6_an_explicit_most_recent_is_kept():

@@ -93,12 +93,36 @@ def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
             "from_accelerate: a config.yaml is read by PyYAML; run: pip install 'fp8jax[train]'"
         ) from None
     try:
-        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        _check_unique(yaml.compose(text, yaml.SafeLoader), os.fspath(path))
+        content = yaml.safe_load(text)
+    except UnicodeDecodeError:
+        raise complaint(f"{os.fspath(path)} is no YAML: it is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise complaint(f"{os.fspath(path)} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping) or not _is_config(content):
         raise complaint(f"expected `mixed_precision:` or `fp8_config:` in {os.fspath(path)}; got neither")
     return content
+
+
+def _check_unique(root: Any, path: str) -> None:
+    """Refuses a key that stands twice in one block of a YAML file, of which the parser keeps the last."""
+    nodes, met = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in met:  # an alias is the node that it names
+            continue
+        met.add(id(node))
+        if node.id == "sequence":
+            nodes += node.value
+        elif node.id == "mapping":
+            nodes += [value for _, value in node.value]
+            seen: set[str] = set()
+            for key in (key for key, _ in node.value if key.id == "scalar"):
+                if key.value in seen:
+                    again = f"got it again in line {key.start_mark.line + 1}"
+                    raise complaint(f"expected `{key.value}` once in a block of {path}; {again}")
+                seen.add(key.value)
 
 
 def _attributes(source: Any) -> dict[str, Any]:

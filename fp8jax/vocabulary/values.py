@@ -68,8 +68,11 @@ def _integer(key: str, raw: Any) -> int:
 
 def _override(key: str, raw: Any) -> tuple[bool, ...]:
     items = raw.strip().strip("()[]").split(",") if isinstance(raw, str) else raw
+    # The questionnaire asks for all three first; its "no" stands in older files as it is.
+    if items is False or (isinstance(raw, str) and raw.strip().lower() in ("no", "false")):
+        return (False, False, False)
     if not isinstance(items, list | tuple) or len(items) != 3:
-        raise illegal(key, raw, "three booleans: fprop dgrad wgrad")
+        raise illegal(key, raw, "false, or three booleans: fprop dgrad wgrad")
     return tuple(read_boolean(key, item) for item in items)
 
 
