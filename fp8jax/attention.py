@@ -77,6 +77,7 @@ def dot_product_attention(
 
     Raises:
         ValueError: no such implementation; shapes do not go together; "cudnn" cannot, and why.
+        TypeError: query, key and value are not floating arrays of one dtype, or `bias` or `mask` is no array.
 
     References:
         Self-attention Does Not Need O(n^2) Memory, arXiv 2112.05682, sections 2 and 3.
@@ -85,7 +86,7 @@ def dot_product_attention(
         raise ValueError(
             f"`implementation`: expected one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}."
         )
-    _check(query, key, value, mask)
+    _check(query, key, value, bias, mask)
     if implementation == "auto":
         implementation = choose(query, key, bias, mask).implementation
     elif implementation == "cudnn" and (why := why_not_cudnn(query, key, bias, mask)):
@@ -95,7 +96,7 @@ def dot_product_attention(
     scores = (*batch, heads, query.shape[-3], key.shape[-3])
     shape = query.shape[:-1] + value.shape[-1:]
     query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
-    bias, mask = (None if x is None else _in_four(x, scores) for x in (bias, mask))
+    bias, mask = _in_four("bias", bias, scores), _in_four("mask", mask, scores)
     if implementation in ("eager", "chunked"):
         attend: Any = _eager if implementation == "eager" else _chunked
     else:
@@ -142,20 +143,38 @@ def _device() -> Any:
     return default if hasattr(default, "platform") else jax.local_devices(backend=default)[0]
 
 
-def _check(query: Any, key: Any, value: Any, mask: Any) -> None:
+def _check(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> None:
+    operands = {"query": query, "key": key, "value": value}
+    for name, x in {**operands, "bias": bias, "mask": mask}.items():
+        if not hasattr(x, "dtype") and (x is not None or name in operands):
+            raise TypeError(f"`{name}`: expected an array; got {type(x).__name__}.")
+    if not jnp.issubdtype(query.dtype, jnp.floating) or {query.dtype} != {key.dtype, value.dtype}:
+        got = ", ".join(f"{name} {x.dtype}" for name, x in operands.items())
+        raise TypeError(f"expected query, key and value of one floating dtype; got {got}.")
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if min(query.ndim, key.ndim) < 3 or key.shape != value.shape or query.shape[:-3] != key.shape[:-3]:
         raise ValueError(f"expected (..., time, heads, channels), key and value of one shape; got {shapes}.")
-    if query.shape[-1] != key.shape[-1] or query.shape[-2] % key.shape[-2]:
+    if query.shape[-1] != key.shape[-1] or query.shape[-2] % max(key.shape[-2], 1):
         raise ValueError(f"expected the same channels, and heads in equal groups; got {shapes}.")
+    if 0 in (*query.shape[-3:], *key.shape[-3:]):
+        raise ValueError(f"expected at least one of each of time, heads and channels; got {shapes}.")
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(f"`bias`: expected a floating array; got {bias.dtype}. What hides is a `mask`.")
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"`mask`: expected bool; got {mask.dtype}. Numbers to be added go into `bias`.")
 
 
-def _in_four(x: jax.Array, scores: tuple[int, ...]) -> jax.Array:
+def _in_four(name: str, x: jax.Array | None, scores: tuple[int, ...]) -> jax.Array | None:
     """A bias or mask with the four axes of (batch, heads, time, sources), each 1 or whole."""
-    x = x.reshape((1,) * (len(scores) - x.ndim) + x.shape)
-    jnp.broadcast_shapes(x.shape, scores)  # raises if they do not go together
+    if x is None:
+        return None
+    shape = (1,) * (len(scores) - x.ndim) + x.shape
+    if len(shape) > len(scores) or any(n not in (1, whole) for n, whole in zip(shape, scores, strict=False)):
+        raise ValueError(
+            f"`{name}`: expected a shape that broadcasts to (..., heads, time, sources), here {scores}; got "
+            f"{x.shape}."
+        )
+    x = x.reshape(shape)
     if math.prod(x.shape[:-3]) > 1:
         x = jnp.broadcast_to(x, (*scores[:-3], *x.shape[-3:]))
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])

@@ -196,6 +196,42 @@ def test_what_it_cannot_do_raises(change, message):
         dot_product_attention(query, key[:, :, :3], value[:, :, :3])
 
 
+@pytest.mark.parametrize("implementation", ["eager", "xla", "chunked"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"query": None}, "`query`: expected an array; got NoneType"),
+        ({"mask": [[True]]}, "`mask`: expected an array; got list"),
+        ({"query": jnp.ones((2, 45, 4, 8), int)}, "one floating dtype; got query int32, key float32"),
+        (
+            {"query": jnp.ones((2, 45, 4, 8), jnp.bfloat16)},
+            "one floating dtype; got query bfloat16, key float32",
+        ),
+        (
+            {"bias": jnp.ones((45, 37), bool)},
+            "`bias`: expected a floating array; got bool. What hides is a `mask`",
+        ),
+        (
+            {"bias": jnp.ones((7, 37))},
+            r"`bias`: .*\(..., heads, time, sources\), here \(2, 4, 45, 37\); got \(7, 37\)",
+        ),
+        ({"mask": jnp.ones((3, 4, 45, 37), bool)}, r"`mask`: expected a shape .*; got \(3, 4, 45, 37\)"),
+        (
+            {"query": jnp.ones((2, 1, 4, 8)), "bias": jnp.ones((45, 37))},
+            r"`bias`: expected a shape .*; got \(45, 37\)",
+        ),
+        ({name: jnp.ones((2, 5, 0, 8)) for name in ("query", "key", "value")}, "at least one of each"),
+    ],
+)
+def test_arguments_that_do_not_fit_raise_one_line(change, message, implementation):
+    query, key, value, *_ = operands()
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        dot_product_attention(
+            **{"query": query, "key": key, "value": value} | change, implementation=implementation
+        )
+    assert "\n" not in str(error.value)
+
+
 # In layers #######################################################################################
 
 
