@@ -23,6 +23,7 @@ printed and parsed by inverse functions:
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -282,6 +283,13 @@ def _check_patterns(recipe: Recipe) -> None:
         )
         if not legal:
             raise _illegal(name, patterns, "a tuple of patterns without comma, plus, equals, space")
+        for pattern in patterns:
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise ValueError(
+                    f"recipe: `{name}`: {pattern!r} is no regular expression ({error})."
+                ) from None
 
 
 def _check_combination(recipe: Recipe) -> None:

@@ -319,6 +319,39 @@ def test_rules_that_cannot_be_kept_raise(rule, error, message):
         choices(rule)
 
 
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"path": None}, TypeError, "Rule: `path` is a pattern; got None"),
+        ({"path": "re:("}, ValueError, r"Rule: `path` is no regular expression \(.*\): 're:\('"),
+        ({"kind": (nn.Dense,)}, TypeError, "Rule: `kind` is a class, the name of one or None; got .*Dense"),
+        ({"kind": nn.Dense(3)}, TypeError, "Rule: `kind` is a class"),
+        ({"smaller_than": "3"}, TypeError, "Rule: `smaller_than` is a number or None; got '3'"),
+        ({"where": 3}, TypeError, "Rule: `where` is a function of a Layer or None; got 3"),
+    ],
+)
+def test_a_rule_that_means_nothing_raises_when_it_is_made(options, error, message):
+    with pytest.raises(error, match=message):
+        Rule(**options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rules": Rule("fc_0")}, "`rules`: expected a list of fp8jax.Rule; got Rule"),
+        ({"rules": None}, "`rules`: expected a list of fp8jax.Rule; got NoneType"),
+        ({"lora": 8}, r"`lora`: expected a fp8jax.LoRA, as LoRA\(rank=8\), or None; got 8"),
+        (
+            {"gradient_checkpointing": "full", "checkpoint_blocks": 3},
+            "`checkpoint_blocks`: expected names of classes or patterns of paths; got 3",
+        ),
+    ],
+)
+def test_settings_of_other_types_raise_one_line(options, message):
+    with pytest.raises(TypeError, match=message):
+        fp8jax.transform(nn.Dense(8), "te", **options)
+
+
 def test_a_rule_is_for_one_model():
     """Two models of one module and recipe do not share what was found of their rules."""
     rows, _ = choices(Rule("fc_0"), recipe=Recipe.TE)

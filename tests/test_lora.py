@@ -212,6 +212,13 @@ def test_layers_of_each_kind_and_the_report():
         (lambda: LoRA(rank=0), "`rank`"),
         (lambda: LoRA(weight="INT4"), "`weight`"),
         (lambda: LoRA(targets="up"), "`targets`"),
+        (lambda: LoRA(targets=(3,)), r"`targets`: expected a tuple of patterns.*got \(3,\)"),
+        (lambda: LoRA(rank=True), "`rank`"),
+        *(
+            (functools.partial(LoRA, alpha=bad), "`alpha`: .*got")
+            for bad in (0, -1.0, None, "x", np.nan, np.inf)
+        ),
+        *((functools.partial(LoRA, seed=bad), "`seed`: .*got") for bad in (-1, None, "a", 0.5)),
         (lambda: LoRA(targets=("sideways",)), "matches no layer"),
         (lambda: LoRA(targets=("second",)), "can have no adapters"),
         (lambda: LoRA(targets=("lm_head",)), "exclude"),

@@ -226,6 +226,7 @@ def test_text_that_means_nothing_raises_and_says_what_would(text, message):
         ({"gemm": "BF16", "weight": "FP16"}, "with gemm=BF16 both must be FP32; got weight=FP16"),
         ({"gemm": "FP32", "weight_grad": "E4M3"}, "got weight=FP32, weight_grad=E4M3"),
         ({"override_linear_precision": (True, True, True)}, "say gemm=BF16"),
+        ({"include": ("re:(",)}, r"`include`: 're:\(' is no regular expression"),
         ({"include": ()}, "include is empty, so no layer is in FP8; say gemm=BF16"),
     ],
 )

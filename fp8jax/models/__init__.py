@@ -53,11 +53,16 @@ def transform(
         see `fp8jax.models.linen_lora.LoRAModel` and `fp8jax.models.nnx_lora`.
 
     Raises:
-        TypeError: `model` is no Flax module and no function, or what `transform` made of one.
+        TypeError: `model` is no Flax module and no function, or what `transform` made of one; a setting is
+            of another type.
         ValueError: the recipe cannot be parsed, or asks for what this release lacks; a setting is unknown, or
             contradicts the recipe; an NNX model is transformed already; of an NNX model, a rule, a pattern or
             a setting matches nothing (a Linen model's `init` and `apply` find that out).
     """
+    if isinstance(rules, Rule) or not isinstance(rules, Iterable):
+        raise TypeError(f"`rules`: expected a list of fp8jax.Rule; got {type(rules).__name__}.")
+    if not isinstance(lora, LoRA | None):
+        raise TypeError(f"`lora`: expected a fp8jax.LoRA, as LoRA(rank=8), or None; got {lora!r}.")
     recipe, rules = Recipe.parse(recipe), tuple(rules)
     kept = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
     attention_layers.check(attention)

@@ -76,12 +76,12 @@ def checkpointing(
         )
     if blocks is None:
         return Checkpointing(keep)
-    blocks = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    if not blocks or not all(isinstance(each, str) for each in blocks):
+    names = (blocks,) if isinstance(blocks, str) or not isinstance(blocks, Iterable) else tuple(blocks)
+    if not names or not all(isinstance(each, str) for each in names):
         raise TypeError(
             f"`checkpoint_blocks`: expected names of classes or patterns of paths; got {blocks!r}."
         )
-    return Checkpointing(keep, blocks)
+    return Checkpointing(keep, names)
 
 
 @dataclasses.dataclass(eq=False)

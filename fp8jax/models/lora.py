@@ -13,6 +13,8 @@ References:
 """
 
 import dataclasses
+import math
+import numbers
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,11 +59,16 @@ class LoRA:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"`rank`: expected a positive integer; got {self.rank!r}.")
+        if not isinstance(self.alpha, numbers.Real) or not 0 < self.alpha < math.inf:
+            raise ValueError(f"`alpha`: expected a positive number; got {self.alpha!r}.")
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(f"`seed`: expected an integer from 0 on; got {self.seed!r}.")
         if self.weight not in (None, *_FORMATS):
             raise ValueError(f"`weight`: expected None or one of {', '.join(_FORMATS)}; got {self.weight!r}.")
-        if isinstance(self.targets, str) or self.targets == ():
+        is_pattern = [isinstance(target, str) for target in self.targets or ("",)]
+        if isinstance(self.targets, str) or self.targets == () or not all(is_pattern):
             raise ValueError(
                 f"`targets`: expected a tuple of patterns, or None for all layers; got {self.targets!r}."
             )

@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,10 @@ class Rule:
         kind: a class of layers, or the name of one.
         smaller_than: only kernels of fewer numbers than this.
         where: only layers for which this is true, see `Layer`.
+
+    Raises:
+        TypeError: an attribute is of another type.
+        ValueError: `path` is no regular expression.
     """
 
     path: str = "*"
@@ -44,6 +49,25 @@ class Rule:
     kind: Any = None
     smaller_than: int | None = None
     where: Callable[[Layer], bool] | None = None
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.smaller_than, numbers.Real) and not isinstance(self.smaller_than, bool)
+        for name, fits, expected in (
+            ("path", isinstance(self.path, str), "a pattern"),
+            (
+                "kind",
+                self.kind is None or isinstance(self.kind, str | type),
+                "a class, the name of one or None",
+            ),
+            ("smaller_than", self.smaller_than is None or is_number, "a number or None"),
+            ("where", self.where is None or callable(self.where), "a function of a Layer or None"),
+        ):
+            if not fits:
+                raise TypeError(f"Rule: `{name}` is {expected}; got {getattr(self, name)!r}.")
+        try:
+            matches(self.path, "")
+        except re.error as error:
+            raise ValueError(f"Rule: `path` is no regular expression ({error}): {self.path!r}.") from None
 
     def fits(self, layer: Layer) -> bool:
         """Whether this rule is about the layer."""
