@@ -208,10 +208,34 @@ def test_keys_that_name_no_random_key_are_refused():
 
 def test_a_batch_that_does_not_divide_and_an_unknown_format_raise():
     model, variables = model_of("te")
-    with pytest.raises(ValueError, match=r"must divide by `microbatches`=3; got shape \(16, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"must divide by `microbatches`=3, and not be 0; got shape \(16, 32\)"
+    ):
         fp8jax.accumulate_gradients(loss_of(model), 3)(variables, X, Y)
     with pytest.raises(ValueError, match="`format`: expected FP16, FP32 or E4M3; got 'BF16'"):
         fp8jax.accumulate_gradients(loss_of(model), 2, format="BF16")
+    with pytest.raises(ValueError, match=r"got shape \(\)\. What is no batch goes in as a keyword argument"):
+        fp8jax.accumulate_gradients(loss_of(model), 2)(variables, X, 0.5)
+    with pytest.raises(ValueError, match=r"must divide by `microbatches`=2.*got shape \(0, 32\)"):
+        fp8jax.accumulate_gradients(loss_of(model), 2)(variables, X[:0], Y[:0])
+    with pytest.raises(ValueError, match="`args`: expected arrays of a batch after the variables; got none"):
+        fp8jax.accumulate_gradients(loss_of(model), 2)(variables)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.0, True, None, "2"])
+def test_a_number_of_parts_that_is_none_is_refused(bad):
+    with pytest.raises(ValueError, match=f"`microbatches`: expected a positive integer; got {bad!r}"):
+        fp8jax.accumulate_gradients(loss_of(model_of("te")[0]), bad)
+
+
+@pytest.mark.parametrize(
+    "gradient", [fp8jax.value_and_grad, functools.partial(fp8jax.accumulate_gradients, microbatches=2)]
+)
+def test_a_loss_and_a_zero_of_other_types_are_refused(gradient):
+    with pytest.raises(TypeError, match="`loss_fn`: expected a function; got NoneType"):
+        gradient(None)
+    with pytest.raises(TypeError, match="`zero`: expected a fp8jax.comm.Zero or None; got 2"):
+        gradient(lambda variables: 0.0, zero=2)
 
 
 def test_one_bad_part_lowers_the_loss_scale_once():

@@ -13,7 +13,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import Local, Share, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
-from fp8jax.gradients.loss import narrowed, on_one_device
+from fp8jax.gradients.loss import check_arguments, narrowed, on_one_device
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -49,12 +49,14 @@ def accumulate_gradients(
         formats. All parts are scaled by the state that came in; their amaxes merge by max.
 
     Raises:
-        ValueError: an array's first axis does not divide by `microbatches`; no such format; a random key is
-            given as a positional argument, or as a keyword argument without a word in `keys`.
-        TypeError: `keys` are no names.
+        ValueError: an array's first axis does not divide by `microbatches`; no such number or format; a
+            random key is given as a positional argument, or as a keyword argument without a word in `keys`.
+        TypeError: `keys` are no names, `loss_fn` is no function, or `zero` no `Zero`.
     """
     if format not in ("FP16", "FP32", "E4M3"):
         raise ValueError(f"`format`: expected FP16, FP32 or E4M3; got {format!r}.")
+    check_arguments(loss_fn, zero)
+    _check_parts(microbatches)
     names = names_of(keys)
     make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format, names or ())
     run = make(None) if zero is None else over_devices(make, zero, has_aux)
@@ -64,6 +66,8 @@ def accumulate_gradients(
     def checked(variables: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_whole(args, parts, _ADVICE)
         check_named(names, kwargs)
+        if not names and not jax.tree.leaves(args):
+            raise ValueError("`args`: expected arrays of a batch after the variables; got none.")
         return run(variables, *args, **kwargs)
 
     return checked
@@ -106,10 +110,17 @@ def _on_one_device(
     return wrapped
 
 
+def _check_parts(microbatches: Any) -> None:
+    is_integer = hasattr(microbatches, "__index__") and not isinstance(microbatches, bool)
+    if not is_integer or microbatches < 1:
+        raise ValueError(f"`microbatches`: expected a positive integer; got {microbatches!r}.")
+
+
 def _split(x: Any, parts: int) -> Any:
-    if not jnp.ndim(x) or x.shape[0] % parts:
+    if not jnp.ndim(x) or not len(x) or len(x) % parts:
         raise ValueError(
-            f"a batch array's first axis must divide by `microbatches`={parts}; got shape {jnp.shape(x)}."
+            f"a batch array's first axis must divide by `microbatches`={parts}, and not be 0; got shape "
+            f"{jnp.shape(x)}. What is no batch goes in as a keyword argument."
         )
     return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 

@@ -56,14 +56,24 @@ def value_and_grad(
 
     Raises:
         ValueError: with `zero`, a batch array does not divide by the number of devices.
+        TypeError: `loss_fn` is no function, or `zero` no `Zero`.
 
     References:
         FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
     """
+    check_arguments(loss_fn, zero)
     if zero is None:
         return on_one_device(loss_fn, has_aux, None)
     make = functools.partial(on_one_device, loss_fn, has_aux)
     return functools.wraps(loss_fn)(over_devices(make, zero, has_aux))
+
+
+def check_arguments(loss_fn: Any, zero: Any) -> None:
+    """Raises TypeError for what is no function, or no `Zero`."""
+    if not callable(loss_fn):
+        raise TypeError(f"`loss_fn`: expected a function; got {type(loss_fn).__name__}.")
+    if not isinstance(zero, Zero | None):
+        raise TypeError(f"`zero`: expected a fp8jax.comm.Zero or None; got {zero!r}.")
 
 
 def on_one_device(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:

@@ -192,8 +192,7 @@ def value_and_grad(
         statistics.
     """
     grad_of = functools.partial(gradients.value_and_grad, zero=zero)
-    parts = 1 if zero is None else zero.devices
-    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), parts)
+    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), zero)
 
 
 def accumulate_gradients(
@@ -221,8 +220,7 @@ def accumulate_gradients(
     def last(aux: Any) -> Any:
         return jax.tree.map(lambda x: x[-1], aux)
 
-    parts = microbatches * (1 if zero is None else zero.devices)
-    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)), parts)
+    return _of_either(loss_fn, grad_of, has_aux, lambda aux: last(_of_devices(zero, aux)), zero, microbatches)
 
 
 def _of_devices(zero: Zero | None, stacked: Any) -> Any:
@@ -234,9 +232,11 @@ def _of_either(
     grad_of: Callable[..., Any],
     has_aux: bool,
     last: Callable[[Any], Any],
-    parts: int,
+    zero: Zero | None,
+    microbatches: int = 1,
 ) -> Callable[..., Any]:
     of_variables = grad_of(loss_fn, has_aux=has_aux)
+    parts = microbatches * (1 if zero is None else zero.devices)
     of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, parts)
 
     @functools.wraps(loss_fn)
