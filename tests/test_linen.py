@@ -319,6 +319,32 @@ def test_plain_variables_and_this_models_convert_into_each_other(o2):
     assert relative(got, want) < 0.15
 
 
+def test_variables_of_another_model_are_not_converted():
+    model = fp8jax.transform(nn.Dense(4), "O2")
+    plain, wide = (nn.Dense(n).init(jax.random.key(0), jnp.ones((1, 8))) for n in (4, 6))
+    variables = model.quantize(plain, model.init(jax.random.key(0), jnp.ones((1, 8))))
+    for bad, message in (
+        (wide, r"`plain`: expected the parameters of `like`; 'bias' has shape \(6,\), not \(4,\)"),
+        ({"params": {"kernel": 0.0}}, "`plain`: expected the parameters of `like`; 'bias' is missing"),
+        (
+            {"params": {**plain["params"], "scale": 0.0}},
+            "expected the parameters of `like`; it has no 'scale'",
+        ),
+        (plain["params"], "`plain`: expected variables with 'params'; got 'bias', 'kernel'"),
+        (None, "`plain`: expected variables with 'params'; got NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.quantize(bad, variables)
+    with pytest.raises(
+        ValueError, match="`variables`: expected variables with 'params'; got 'bias', 'kernel'"
+    ):
+        model.dequantize(variables["params"])
+    with pytest.raises(
+        TypeError, match=r"got LinenModel. Of a Linen model, call `model.dequantize\(variables"
+    ):
+        fp8jax.dequantize(model)
+
+
 def test_the_users_module_is_not_touched(o2):
     module = Net()
     model = fp8jax.transform(module, "O2")

@@ -231,6 +231,41 @@ def test_what_cannot_be_is_refused(lora, text):
         fp8jax.transform(Net(), "te", lora=LoRA()).apply(Net().init(jax.random.key(0), X), X)
 
 
+def test_variables_and_modules_of_another_model_are_refused():
+    model, other = fp8jax.transform(Net(), "O2", lora=LoRA(rank=2)), nn.Dense(8, name="up")
+    plain = Net().init(jax.random.key(0), X)
+    variables = model.adapt(jax.random.key(1), plain, X)
+    wide = jax.tree.map(lambda x: jnp.concatenate([x, x]), plain)
+    foreign = {"params": {"sideways": other.init(jax.random.key(0), X)["params"]}}
+    for act, message in (
+        (
+            lambda: model.adapt(jax.random.key(1), wide, X),
+            r"`plain`: .*'up/kernel' has shape \(64, 64\), not",
+        ),
+        (lambda: model.adapt(jax.random.key(1), foreign, X), "`plain`: .*'up/kernel' is missing"),
+        (
+            lambda: model.adapt(jax.random.key(1), plain["params"], X),
+            "`plain`: expected variables with 'params'",
+        ),
+        (lambda: model.merge(plain), "`variables`: expected variables with 'frozen'; got 'params'"),
+        (lambda: model.merge(variables, wide), r"`base`: .*'down/bias' has shape \(16,\), not \(8,\)"),
+        (lambda: model.unmerge(foreign, variables), "`merged`: .*'down/bias' is missing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            act()
+    adapted = fp8jax.transform(Plain(nnx.Rngs(0)), "O2", lora=LoRA(rank=2))
+    for act, name in (
+        (lambda other: fp8jax.merge(adapted, other), "base"),
+        (lambda other: fp8jax.unmerge(other, adapted), "merged"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"`{name}`: .*layer 'down' with a kernel of shape .64, 8.; got none"
+        ):
+            act(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+        with pytest.raises(TypeError, match=f"`{name}`: expected an NNX module; got dict"):
+            act({})
+
+
 @pytest.mark.parametrize("weight, dtype", [("BF16", "bfloat16"), ("FP16", "float16"), ("FP32", "float32")])
 def test_frozen_kernels_can_have_other_formats(weight, dtype):
     _, plain, *_ = trained("O2")

@@ -288,6 +288,14 @@ def test_wrong_arguments_raise_and_say_what_fits():
             quantize(jnp.ones((4, 6)), formats.E4M3, scale)
 
 
+@pytest.mark.parametrize("format", ["E4M3", None, jnp.float8_e4m3fn])
+def test_what_is_no_format_is_refused(format):
+    with pytest.raises(TypeError, match="`format`: expected a Format, as fp8jax.formats.E4M3; got "):
+        quantize(jnp.ones(3), format)
+    with pytest.raises(TypeError, match="`blocks`: expected a shape; got 2"):
+        quantize(jnp.ones(3), formats.E4M3, blocks=2)
+
+
 @pytest.mark.parametrize("blocks", [(3, 1), (8, 1), (2,), (2, 3, 1), (0, 1)])
 def test_blocks_that_do_not_fit_raise_and_say_so(blocks):
     with pytest.raises(ValueError, match=r"a float32 scale, scalar or of the data's rank"):

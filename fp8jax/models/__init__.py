@@ -129,7 +129,8 @@ def dequantize(model: Any) -> Any:
     Raises:
         TypeError: `model` is no NNX module.
     """
-    return merge(model) if nnx_lora.is_adapted(_checked_nnx(model)) else nnx.dequantize(model)
+    model = _checked_nnx(model, "dequantize(variables)")
+    return merge(model) if nnx_lora.is_adapted(model) else nnx.dequantize(model)
 
 
 def merge(model: Any, base: Any = None) -> Any:
@@ -162,12 +163,15 @@ def freeze(model: Any) -> Any:
     Raises:
         TypeError: `model` is no NNX module.
     """
-    return nnx.freeze(_checked_nnx(model))
+    return nnx.freeze(_checked_nnx(model, "freeze(variables, *inputs)"))
 
 
-def _checked_nnx(model: Any) -> Any:
+def _checked_nnx(model: Any, of_linen: str) -> Any:
     if not nnx.is_module(model):
-        raise TypeError(f"`model`: expected an NNX module; got {type(model).__name__}.")
+        raise TypeError(
+            f"`model`: expected an NNX module; got {type(model).__name__}. Of a Linen model, call "
+            f"`model.{of_linen}`."
+        )
     return model
 
 

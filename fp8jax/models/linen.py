@@ -21,6 +21,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from fp8jax import backends, loss_scale
 from fp8jax.dot import quantized_kernel
@@ -161,24 +162,29 @@ class LinenModel:
 
         Returns:
             Variables with plain's values, rounded where `like` has a `ScaledArray`.
+
+        Raises:
+            ValueError: they are not those of one module.
         """
 
         def convert(target: Any, source: Any) -> Any:
             if not is_scaled(target):
-                return source
+                return value(source)
             return quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
 
         # Without the boxes of axis names, which are of different classes, and back into like's.
-        params = jax.tree.map(convert, *map(nn.unbox, (like[PARAMS], plain[PARAMS])), is_leaf=is_scaled)
+        sources, targets = by_path(collection("plain", plain)), by_path(collection("like", like))
+        check_same("plain", shapes_of(sources), shapes_of(targets), "`like`")
         boxes = jax.tree.structure(like[PARAMS], is_leaf=is_scaled)
-        params = jax.tree.unflatten(boxes, jax.tree.leaves(params, is_leaf=is_scaled))
+        params = boxes.unflatten([convert(target, sources[path]) for path, target in targets.items()])
         return {**like, **plain, PARAMS: params}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """These variables as the untransformed module takes them: plain float32 arrays for
         scaled ones, no scaling state, no loss scale."""
+        params = collection("variables", variables)
         plain = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-        plain[PARAMS] = layers.with_plain_boxes(jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled))
+        plain[PARAMS] = layers.with_plain_boxes(jax.tree.map(value, params, is_leaf=is_scaled))
         return plain
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -231,6 +237,49 @@ class LinenModel:
     def _inside(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The variables as the module takes them."""
         return merge(variables)
+
+
+def collection(argument: str, variables: Any, name: str = PARAMS) -> Any:
+    """One of the collections of an argument.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(variables, Mapping) and name in variables:
+        return variables[name]
+    got = (
+        ", ".join(map(repr, sorted(variables)))
+        if isinstance(variables, Mapping)
+        else type(variables).__name__
+    )
+    raise ValueError(f"`{argument}`: expected variables with {name!r}; got {got or 'an empty dict'}.")
+
+
+def by_path(params: Any) -> dict[str, Any]:
+    """Parameters by their paths, without the boxes of axis names."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nn.unbox(params), is_leaf=is_scaled)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def shapes_of(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters by path."""
+    return {path: jnp.shape(leaf) for path, leaf in params.items()}
+
+
+def check_same(
+    argument: str, shapes: Mapping[str, Any], like: Mapping[str, tuple[int, ...]], whose: str
+) -> None:
+    """Raises ValueError if parameters, of these shapes by path, are not those of `like`."""
+    for path in sorted({*shapes, *like}):
+        if path not in shapes:
+            wrong = f"{path!r} is missing"
+        elif path not in like:
+            wrong = f"it has no {path!r}"
+        elif shapes[path] != like[path]:
+            wrong = f"{path!r} has shape {shapes[path]}, not {like[path]}"
+        else:
+            continue
+        raise ValueError(f"`{argument}`: expected the parameters of {whose}; {wrong}.")
 
 
 def _replaced(params: Any, state: Any, parts: list[str], recipe: Recipe, rank: int) -> Any:

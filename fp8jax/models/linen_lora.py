@@ -87,13 +87,17 @@ class LoRAModel(linen.LinenModel):
 
         Raises:
             ValueError: a pattern of the recipe's, a rule or a target matches no layer, or a target one that
-                can have no adapters.
+                can have no adapters; a kernel is missing in `plain`, or has another shape.
         """
         products, states = self._trace(rngs, *args, **kwargs)
         key = rngs[PARAMS] if isinstance(rngs, Mapping) else rngs
-        frozen, adapters = plain[PARAMS], {}
+        frozen, adapters = linen.collection("plain", plain), {}
+        given = linen.by_path(frozen)
         for path, (recipe, layout) in products.items():
             parts, rank = [*filter(None, path.split("/"))], len(layout.rhs.shape)
+            name, shape = "/".join([*parts, "kernel"]), layout.rhs.shape
+            found = {name: given[name].shape[-rank:]} if name in given else {}
+            linen.check_same("plain", found, {name: shape}, "the module")
 
             def narrow(kernel: Any, recipe: Recipe = recipe, rank: int = rank) -> Any:
                 return self.lora.narrow(kernel, recipe, rank)
@@ -116,16 +120,17 @@ class LoRAModel(linen.LinenModel):
             base: the untransformed module's variables that it started from; without them W is the frozen
                 kernel, which the FP8 format has rounded.
         """
-        plain = self._base(variables) if base is None else dict(base)
+        plain = self._base(variables) if base is None else self._checked("base", base, variables)
         return {**plain, PARAMS: self._with_adapters(plain[PARAMS], variables[PARAMS], 1.0)}
 
     def unmerge(self, merged: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         """The way back: `merged` without the adapters of `variables`, W up to float32 rounding."""
+        merged = self._checked("merged", merged, variables)
         return {**merged, PARAMS: self._with_adapters(merged[PARAMS], variables[PARAMS], -1.0)}
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """Variables with another plain model's values below the adapters of `like`; see `LinenModel`."""
-        new = super().quantize(plain, {PARAMS: like[FROZEN]})
+        new = super().quantize(plain, {PARAMS: linen.collection("like", like, FROZEN)})
         return {**like, **new, PARAMS: like[PARAMS], FROZEN: new[PARAMS]}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,9 +142,17 @@ class LoRAModel(linen.LinenModel):
         del args, kwargs
         return dict(variables)
 
+    def _checked(self, argument: str, plain: Any, variables: Any) -> dict[str, Any]:
+        """Variables of the untransformed module, if they are what it started from or could have."""
+        params = linen.shapes_of(linen.by_path(linen.collection(argument, plain)))
+        frozen = linen.shapes_of(linen.by_path(linen.collection("variables", variables, FROZEN)))
+        linen.check_same(argument, params, frozen, "`variables`")
+        return dict(plain)
+
     def _base(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         plain = {name: tree for name, tree in variables.items() if name not in OURS}
-        values = jax.tree.map(value, variables[FROZEN], is_leaf=is_scaled)
+        frozen = linen.collection("variables", variables, FROZEN)
+        values = jax.tree.map(value, frozen, is_leaf=is_scaled)
         return {**plain, PARAMS: layers.with_plain_boxes(values)}
 
     def _with_adapters(self, params: Any, adapters: Any, times: float) -> Any:

@@ -76,7 +76,7 @@ def merge(model: Any, base: Any = None) -> nnx.Module:
     """See `fp8jax.merge`."""
     lora, adapters = _adapters(model)
     if base is not None:
-        return _with_adapters(base, lora, adapters, 1.0)
+        return _with_adapters(_checked("base", base, model), lora, adapters, 1.0)
     copy: Any = nnx.clone(model)
     for _, layer in layers_of(copy, MATCHED):
         for name in (A, B):
@@ -93,7 +93,22 @@ def merge(model: Any, base: Any = None) -> nnx.Module:
 
 def unmerge(merged: nnx.Module, model: nnx.Module) -> nnx.Module:
     """See `fp8jax.unmerge`."""
-    return _with_adapters(merged, *_adapters(model), -1.0)
+    adapters = _adapters(model)
+    return _with_adapters(_checked("merged", merged, model), *adapters, -1.0)
+
+
+def _checked(argument: str, plain: Any, model: nnx.Module) -> nnx.Module:
+    """The plain module, if it has the layers that have adapters in `model`."""
+    if not isinstance(plain, nnx.Module):
+        raise TypeError(f"`{argument}`: expected an NNX module; got {type(plain).__name__}.")
+    shapes = {path: layer.kernel.shape for path, layer in layers_of(plain, MATCHED)}
+    for path, layer in layers_of(model, MATCHED):
+        if layer.how__fp8.lora_scale is not None and shapes.get(path) != layer.kernel.shape:
+            raise ValueError(
+                f"`{argument}`: expected the module that was adapted, which has layer {path!r} with a kernel "
+                f"of shape {layer.kernel.shape}; got {shapes.get(path, 'none')}."
+            )
+    return plain
 
 
 def _adapters(model: nnx.Module) -> tuple[LoRA, dict[str, dict[str, jax.Array]]]:

@@ -171,13 +171,17 @@ def quantize(
         bounds the error of every element that does not saturate.
 
     Raises:
-        TypeError: `x` is not a floating array.
+        TypeError: `x` is not a floating array, `format` no format, or `blocks` no shape.
         ValueError: the scale's or blocks' shape does not fit, or the format is E8M0, which has
             neither sign nor zero.
     """
     x = jnp.asarray(value(x))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
+    if not isinstance(format, Format):
+        raise TypeError(f"`format`: expected a Format, as fp8jax.formats.E4M3; got {format!r}.")
+    if not isinstance(blocks, tuple | list):
+        raise TypeError(f"`blocks`: expected a shape; got {blocks!r}.")
     if format == E8M0:
         raise ValueError("`format`: expected a format of tensors; got E8M0, which is one of scales.")
     if scale is None:
