@@ -24,7 +24,7 @@ printed and parsed by inverse functions:
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from fp8jax import vocabulary
@@ -211,6 +211,28 @@ class Recipe:
     def gemm_formats(self) -> tuple[str, str]:
         """Names of the formats of an FP8 GEMM's forward operands and output gradient."""
         return ("E4M3", "E4M3" if self.fp8_format == "E4M3" else "E5M2")
+
+
+def check_weights(recipe: Recipe, formats: Collection[str]) -> None:
+    """Raises ValueError if an optimizer is told of other weights than it gets.
+
+    Without scaled weights any recipe fits: what is left out of FP8 is plain at every level, and narrow
+    moments are good for plain models too. Where rules make the weights of several levels, the recipe is of
+    one of them, and has masters if any weights need them.
+
+    Args:
+        recipe: what the optimizer was told.
+        formats: names of the formats of the scaled weights.
+    """
+    needs_masters = "E4M3" in formats
+    if not formats or (recipe.weight in formats and (recipe.master_weight != "-" or not needs_masters)):
+        return
+    raise ValueError(
+        f"`recipe`: expected one with {' and '.join(sorted(formats))} weights, as `params` has them, e.g. "
+        f"{'O3' if needs_masters else 'O1 or O2'}; got {recipe}, with {recipe.weight} weights and masters "
+        f"{recipe.master_weight}. Give the optimizer the recipe that the model was transformed with, or "
+        "none: it reads the weights' formats."
+    )
 
 
 def parse_changes(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe, formats, quantize
-from fp8jax.optim import adam, adamw, moments, scale_by_adam
+from fp8jax.optim import adafactor, adam, adamw, adamw_8bit, moments, scale_by_adam
 from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import PARAMS, SCALING
 
@@ -319,3 +319,55 @@ def test_a_mask_says_what_decays(make, mask):
     chex.assert_trees_all_equal(got["blocks"], everywhere["blocks"])
     chex.assert_trees_all_equal(got["fc"]["bias"], nowhere["fc"]["bias"])
     assert (everywhere["fc"]["bias"] != nowhere["fc"]["bias"]).all()
+
+
+# The recipe is told once #########################################################################
+
+
+def kernel(format):
+    return {"w": quantize(jnp.ones((4, 4)), format, power_of_two=True), "b": jnp.ones(4)}
+
+
+@pytest.mark.parametrize("make", [adam, adamw, adamw_8bit])
+def test_without_a_recipe_the_weights_say_what_is_kept(make):
+    """FP8 weights need masters, whoever forgot to say so: small steps would be lost in them."""
+    states = {format: make(1e-3).init(kernel(format)) for format in (formats.E4M3, formats.FP16)}
+    assert states[formats.E4M3].master["w"].data.dtype == jnp.float16
+    assert states[formats.E4M3].master["b"] is None and states[formats.FP16].master["w"] is None
+    told = {formats.E4M3: "O3", formats.FP16: "O2"}
+    for format, state in states.items():
+        chex.assert_trees_all_equal(state, make(1e-3, told[format]).init(kernel(format)))
+
+
+CONTRADICTIONS = [
+    *((formats.E4M3, level) for level in ("fp32", "bf16", "te", "O1", "O2")),
+    *((formats.FP16, level) for level in ("fp32", "bf16", "te", "O3")),
+]
+
+
+@pytest.mark.parametrize("format, level", CONTRADICTIONS, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("make", [adam, adamw, adamw_8bit, adafactor, scale_by_adam])
+def test_a_recipe_for_other_weights_than_these_is_refused(make, format, level):
+    """`model.init(...)` of a transformed model gives these; the optimizer was told of another model."""
+    with pytest.raises(ValueError, match="`(recipe|params)`: ") as error:
+        (make(level) if make is scale_by_adam else make(1e-3, level)).init(
+            {PARAMS: kernel(format), SCALING: {}}
+        )
+    assert "\n" not in str(error.value)
+
+
+def test_moments_are_a_column_of_their_own():
+    """What does not depend on the weights: O1's moments for O2's weights, O2's for plain ones."""
+    for level, params in (("O1", kernel(formats.FP16)), ("O2", {"w": jnp.ones((4, 4))})):
+        mu, _ = moments(adamw(1e-3, level).init(params))
+        assert is_scaled(mu["w"]) == (level == "O2")
+    both = {"first": kernel(formats.E4M3), "second": kernel(formats.FP16)}  # by a `Rule`
+    master = adamw(1e-3, "O3,master_weight=FP32").init(both).master
+    assert master["first"]["w"].dtype == jnp.float32 and master["second"]["w"] is None
+
+
+@pytest.mark.parametrize("make", [adam, adamw, adamw_8bit, adafactor])
+@pytest.mark.parametrize("rate", ["O2", Recipe.O2])
+def test_a_recipe_in_the_rates_place_is_refused(make, rate):
+    with pytest.raises(TypeError, match="`learning_rate`: expected a number or a schedule; got .*O2"):
+        make(rate)

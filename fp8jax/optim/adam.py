@@ -36,6 +36,7 @@ from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.passes import advance, as_written
 from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
+from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.platforms import with_auto_axes
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, value
@@ -48,7 +49,7 @@ Schedule = Callable[[Any], Any]
 class _Rule:
     """The hyperparameters; without a learning rate a step moves no weights."""
 
-    recipe: Recipe
+    recipe: Recipe | None
     b1: Any
     b2: Any
     eps: Any
@@ -61,7 +62,7 @@ class _Rule:
 
 
 def scale_by_adam(
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
@@ -70,7 +71,7 @@ def scale_by_adam(
     """`optax.scale_by_adam` with the recipe's moments.
 
     Args:
-        recipe: its `moments` column is read: FP32+FP32, or E4M3+FP16.
+        recipe: its `moments` column is read: FP32+FP32, or E4M3+FP16; None is E4M3+FP16, see `adam`.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
@@ -81,10 +82,11 @@ def scale_by_adam(
         where a step is skipped.
 
     Raises:
-        ValueError: the recipe keeps master weights, which only `adam` and `adamw` can.
+        ValueError: the recipe keeps master weights, which only `adam` and `adamw` can; from `init`, weights
+            that need them, or other weights than the recipe's.
     """
-    row = Recipe.parse(recipe)
-    if row.master_weight != "-":
+    row = recipe_of(recipe)
+    if row is not None and row.master_weight != "-":
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
         )
@@ -93,7 +95,7 @@ def scale_by_adam(
 
 def adam(
     learning_rate: Any,
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
@@ -105,7 +107,10 @@ def adam(
 
     Args:
         learning_rate: number or schedule.
-        recipe: its `moments` and `master_weight` columns are read.
+        recipe: that of the model, or None: the weights' formats are then read from the parameters. FP8
+            weights get FP16 masters, others none, and moments are E4M3 + FP16 as O2 and O3 have them: a
+            column of the optimizer alone, which no array tells (weights are the same in O1, with float32
+            moments, and O2). Say "O1" with FP16 weights, or "te" with plain ones, for float32 moments.
         b1, b2, eps: as in `scale_by_adam`.
         weight_decay: strength of the L2 term.
         mask: which parameters decay: a tree of booleans, or a function that gives one from
@@ -119,14 +124,19 @@ def adam(
         plain parameters are float32 arrays to add; those of `ScaledArray`s are their new
         values (`Overwrite`), which `fp8jax.apply_updates` puts in place. Links that change
         updates therefore come before it.
+
+    Raises:
+        TypeError: `learning_rate` is a recipe.
+        ValueError: from `init`, the recipe has weights in another format than the parameters' scaled ones.
     """
-    row = Recipe.parse(recipe)
+    check_rate(learning_rate)
+    row = recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero))
 
 
 def adamw(
     learning_rate: Any,
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
@@ -139,15 +149,16 @@ def adamw(
     Args: as in `adam`; the weight decay is decoupled: `learning_rate * weight_decay * w` is
         subtracted from the weight.
 
-    Returns: as `adam`.
+    Returns, raises: as `adam`.
     """
-    row = Recipe.parse(recipe)
+    check_rate(learning_rate)
+    row = recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero))
 
 
 def adamw_8bit(
     learning_rate: Any,
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
@@ -161,19 +172,20 @@ def adamw_8bit(
     layers is one array. What differs from bitsandbytes' CUDA kernels: a code is the nearest one, also where
     its sign is then another than the moment's, and a step with a bad number is skipped, as in `adam`.
 
-    Args: as in `adamw`; of the recipe's columns only `master_weight` is read.
+    Args: as in `adamw`; of the recipe's moments nothing is read.
         zero: None; blocks are not those of a tensor's parts.
 
     Returns: as `adam`; `moments` gives trees of `Blockwise` moments, and of float32 arrays.
 
     Raises:
-        ValueError: `zero` is given.
+        ValueError: `zero` is given; otherwise as `adam`.
 
     References:
         8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise` and `eight_bit`.
     """
     refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
-    row = Recipe.parse(recipe)
+    check_rate(learning_rate)
+    row = recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, True))
 
 
@@ -217,9 +229,15 @@ def _like(kept: Any, new: jax.Array) -> Any:
 
 
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
+    recipe = rule.recipe or Recipe.O3  # its masters are for 8-bit weights alone
+
     def init(params: Any) -> AdamState:
+        check_weights(rule.recipe, params)
+        if rule.learning_rate is None:
+            refuse_8_bits(params)
+
         def first(number: int) -> Any:
-            format = formats.get(rule.recipe.moments[number])
+            format = formats.get(recipe.moments[number])
 
             def of_one(param: Any) -> Any:
                 if rule.in_8_bits:
@@ -228,7 +246,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
 
             return jax.tree.map(of_one, params, is_leaf=is_scaled)
 
-        master = jax.tree.map(lambda p: _master_of(p, rule.recipe), params, is_leaf=is_scaled)
+        master = jax.tree.map(lambda p: _master_of(p, recipe), params, is_leaf=is_scaled)
         kept = [first(0), first(1), master]
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]

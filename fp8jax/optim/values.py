@@ -18,13 +18,14 @@ from fp8jax.optim.adam import refuse_zero
 from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.overwrite import Overwrite
 from fp8jax.optim.state import ValuesState
+from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import amax, format_of, is_scaled, quantize, value
 
 
 def adafactor(
     learning_rate: Any = None,
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     *,
     zero: Zero | None = None,
     weight_decay_mask: Any = None,
@@ -37,7 +38,7 @@ def adafactor(
 
     Args:
         learning_rate: number or schedule, or None for one from the root mean square of each weight alone.
-        recipe: refused where it keeps master weights.
+        recipe: that of the model, refused where it keeps master weights; or None.
         zero: None.
         weight_decay_mask: as in `adam`.
         options: those of `optax.adafactor`.
@@ -46,15 +47,20 @@ def adafactor(
         An optimizer as `on_values` gives it.
 
     Raises:
-        ValueError: the recipe keeps master weights, or `zero` is given.
+        TypeError: `learning_rate` is a recipe.
+        ValueError: the recipe keeps master weights, or `zero` is given; from `init`, weights in 8 bits, or in
+            another format than the recipe's.
 
     References:
         Adafactor, arXiv 1804.04235.
     """
-    refuse_masters(recipe)
+    check_rate(learning_rate)
+    row = recipe_of(recipe)
+    if row is not None:
+        refuse_masters(row)
     refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
     options["weight_decay_mask"] = plain_mask(weight_decay_mask)
-    return on_values(optax.adafactor(learning_rate, **options))
+    return _on_values(optax.adafactor(learning_rate, **options), row)
 
 
 def refuse_masters(recipe: Recipe | str) -> None:
@@ -84,10 +90,17 @@ def on_values(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     Raises:
         ValueError: a weight is kept in 8 bits: small steps would be lost. `adam` and `adamw` keep masters.
     """
+    return _on_values(tx, None)
+
+
+def _on_values(
+    tx: optax.GradientTransformation, recipe: Recipe | None
+) -> optax.GradientTransformationExtraArgs:
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> ValuesState:
-        _check_formats(params)
+        check_weights(recipe, params)
+        refuse_8_bits(params)
         return ValuesState(tx.init(_values(params)), jnp.zeros([], jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, ValuesState]:
@@ -119,15 +132,6 @@ def _values(tree: Any) -> Any:
 def _floats(tree: Any) -> list[jax.Array]:
     arrays = map(jnp.asarray, jax.tree.leaves(tree))
     return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def _check_formats(params: Any) -> None:
-    for leaf in jax.tree.leaves(params, is_leaf=is_scaled):
-        if is_scaled(leaf) and format_of(leaf).bits == 8:
-            raise ValueError(
-                f"`params`: expected weights of 16 bits or more; got {format_of(leaf).name}"
-                f"{list(leaf.shape)}, in which small steps are lost. adam, adamw and adamw_8bit keep masters."
-            )
 
 
 def _written(leaf: Any, weight: jax.Array, update: jax.Array, ok: jax.Array) -> Any:
