@@ -5,6 +5,7 @@ import functools
 import io
 import pathlib
 
+import fp8jax_torch
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -434,3 +435,35 @@ def test_tensors_that_are_not_contiguous_and_half_parameters_move_too():
     own.step()
     torch.testing.assert_close(parameter.detach(), torch.full((6, 4), 0.9))
     torch.testing.assert_close(half.detach().float(), torch.full((4, 6), 0.9), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW])
+def test_without_a_recipe_the_weights_say_what_is_kept(make):
+    for format, recipe in ((formats.E4M3, "O3"), (formats.FP16, "O2")):
+        states = []
+        for told in ({}, {"recipe": recipe}):
+            parameter = nn.Parameter(quantize(torch.ones(4, 4), format, power_of_two=True))
+            parameter.grad = torch.ones(4, 4)
+            own = make([parameter], **told)
+            own.step()
+            states.append(own.state[parameter])
+        assert {name: x.dtype for name, x in states[0].items()} == {n: x.dtype for n, x in states[1].items()}
+
+
+@pytest.mark.parametrize(
+    "format, recipe",
+    [("E4M3", "te"), ("E4M3", "O1"), ("E4M3", "O2"), ("FP16", "bf16"), ("FP16", "te"), ("FP16", "O3")],
+)
+def test_a_recipe_for_other_weights_than_these_is_refused(format, recipe):
+    parameter = nn.Parameter(quantize(torch.ones(4, 4), formats.get(format), power_of_two=True))
+    with pytest.raises(ValueError, match=f"`recipe`: expected one with {format} weights.* got {recipe}"):
+        AdamW([parameter], recipe=recipe)
+
+
+def test_prepare_tells_an_optimizer_its_recipe():
+    """One of ours that was told nothing takes the recipe; one that was told of other weights is refused."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    prepared, optimizer = fp8jax_torch.prepare(model, AdamW(model.parameters()), "O1", "native")
+    assert optimizer.recipe == fp8jax.Recipe.O1 and model[0].weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="`recipe`: expected one with E4M3 weights.* got O2"):
+        fp8jax_torch.prepare(model, AdamW(model.parameters(), recipe="O2"), "O3", "native")

@@ -142,8 +142,10 @@ def _prepared(optimizer: Any, recipe: Recipe, changed: _Changed, known: set[Any]
     is_narrow = recipe.moments != ("FP32", "FP32") or recipe.master_weight != "-"
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and (is_narrow or changed.new):
         return _as_ours(optimizer, recipe, changed)
-    if isinstance(optimizer, Adam) and optimizer.recipe.moments != recipe.moments:
-        raise ValueError(f"`optimizer`: expected one with moments of {recipe}; got {optimizer.recipe}.")
+    if isinstance(optimizer, Adam) and optimizer.recipe is None and not optimizer.state:
+        optimizer.recipe = recipe
+    if isinstance(optimizer, Adam) and optimizer.kept.moments != recipe.moments:
+        raise ValueError(f"`optimizer`: expected one with moments of {recipe}; got {optimizer.kept}.")
     if is_narrow and not isinstance(optimizer, Adam):
         raise ValueError(
             f"`optimizer`: expected an Adam or AdamW, of torch or fp8jax_torch.optim, to keep moments="
@@ -155,6 +157,8 @@ def _prepared(optimizer: Any, recipe: Recipe, changed: _Changed, known: set[Any]
     for plain, new in changed.new.items():
         if plain in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(plain)
+    if isinstance(optimizer, Adam):
+        optimizer.check_weights()
     return optimizer
 
 

@@ -25,7 +25,7 @@ import torch
 
 from fp8jax import formats
 from fp8jax.formats import Format
-from fp8jax.recipe import Recipe
+from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
 from fp8jax_torch.optim.sweep import Kept, Leaf, Numbers, Workspace, amaxes_of_step, take_step
 from fp8jax_torch.scaled import is_scaled, quantize, value
@@ -41,7 +41,8 @@ class Adam(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them, as torch takes them: float tensors and `ScaledTensor`s.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.Adam`.
-        recipe: its `moments` and `master_weight` columns are read; or the text of one.
+        recipe: that of the model, or the text of one: its `moments` and `master_weight` columns are read.
+            None: FP8 weights get FP16 masters, and moments are E4M3 + FP16; `prepare` tells its recipe.
 
     State of a parameter:
         step: shape=(), float32: steps taken.
@@ -53,7 +54,8 @@ class Adam(torch.optim.Optimizer):
         skipped: steps not taken because something in them was not finite.
 
     Raises:
-        ValueError: an illegal number, or a parameter whose dtype is not floating.
+        ValueError: an illegal number, a parameter whose dtype is not floating, or a scaled parameter in
+            another format than the recipe's weights.
     """
 
     decoupled = False
@@ -66,7 +68,7 @@ class Adam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        recipe: Recipe | str = "O2",
+        recipe: Recipe | str | None = None,
         maximize: bool = False,
     ):
         for name, number, fits in (
@@ -77,7 +79,7 @@ class Adam(torch.optim.Optimizer):
         ):
             if not fits:
                 raise ValueError(f"`{name}`: expected 0 or more (betas: below 1); got {number}.")
-        self.recipe = Recipe.parse(recipe)
+        self.recipe = None if recipe is None else Recipe.parse(recipe)
         self.skipped, self.has_skipped = 0, False
         self._past: dict[torch.Tensor, list[torch.Tensor]] = {}  # see `take_step`
         self._written: dict[torch.Tensor, Any] = {}  # the versions of parameters that their masters are of
@@ -90,6 +92,19 @@ class Adam(torch.optim.Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 raise ValueError(f"`params`: expected floating parameters; got {parameter.dtype}.")
+        self.check_weights()
+
+    def check_weights(self) -> None:
+        """Raises ValueError if the recipe's weights are not those of the parameters."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        formats = {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)}
+        if self.recipe is not None:
+            check_weights(self.recipe, formats)
+
+    @property
+    def kept(self) -> Recipe:
+        """The recipe whose moments are kept, and whose masters where weights are in its format."""
+        return Recipe.O3 if self.recipe is None else self.recipe
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -126,14 +141,14 @@ class Adam(torch.optim.Optimizer):
             wide: the value that a master starts from; by default the parameter's.
         """
         state = self.state[parameter]
-        first, second = map(formats.get, self.recipe.moments)
+        first, second = map(formats.get, self.kept.moments)
         state.setdefault("step", torch.zeros(()))
         for name, format in (("exp_avg", first), ("exp_avg_sq", second)):
             if name not in state:
                 self.put(parameter, name, torch.zeros(parameter.shape, device=parameter.device), format)
         if self._has_master(parameter) and "master" not in state:
             source = value(parameter.detach()) if wide is None else wide
-            self.put(parameter, "master", source, formats.get(self.recipe.master_weight))
+            self.put(parameter, "master", source, formats.get(self.kept.master_weight))
             self._written[parameter] = _versions(parameter)
         return state
 
@@ -147,9 +162,9 @@ class Adam(torch.optim.Optimizer):
         state[name], state[name + _SCALE] = q.codes.contiguous(), q.scale
 
     def _has_master(self, parameter: Any) -> bool:
-        if self.recipe.master_weight == "-" or not is_scaled(parameter):
+        if self.kept.master_weight == "-" or not is_scaled(parameter):
             return False
-        return casts.format_of(parameter.codes.dtype).name == self.recipe.weight
+        return casts.format_of(parameter.codes.dtype).name == self.kept.weight
 
     def _refresh_master(self, parameter: Any) -> None:
         """Where a weight is no rounding of its master, as one that was loaded is not, the weight counts."""
@@ -159,7 +174,7 @@ class Adam(torch.optim.Optimizer):
         rounded = casts.cast(wide * (1 / weight.scale), casts.format_of(weight.codes.dtype))
         stale = casts.to_float(rounded) != casts.to_float(weight.codes)
         if stale.any():
-            format = formats.get(self.recipe.master_weight)
+            format = formats.get(self.kept.master_weight)
             self.put(parameter, "master", torch.where(stale, value(weight).float(), wide), format)
 
     def _leaf(self, parameter: Any) -> Leaf:
@@ -204,10 +219,10 @@ class Adam(torch.optim.Optimizer):
 
     def take_state(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
         """Puts a parameter's state, copied, in the recipe's formats."""
-        first, second = map(formats.get, self.recipe.moments)
+        first, second = map(formats.get, self.kept.moments)
         wanted = {"exp_avg": first, "exp_avg_sq": second}
         if self._has_master(parameter) and "master" in saved:
-            wanted["master"] = formats.get(self.recipe.master_weight)
+            wanted["master"] = formats.get(self.kept.master_weight)
         unknown = {name.removesuffix(_SCALE) for name in saved} - {"step", "master", *wanted}
         if unknown:
             raise ValueError(
@@ -254,7 +269,7 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        recipe: Recipe | str = "O2",
+        recipe: Recipe | str | None = None,
         maximize: bool = False,
     ):
         super().__init__(params, lr, betas, eps, weight_decay, recipe=recipe, maximize=maximize)
