@@ -9,8 +9,14 @@ The second collection has the name that Flax's TrainState, TransformerEngine and
 its "gradient" is its new value.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
@@ -24,3 +30,95 @@ OURS = (PARAMS, SCALING, LOSS_SCALE, FROZEN)
 def has_params(variables: Any) -> bool:
     """Whether `variables` are collections, not parameters alone."""
     return isinstance(variables, Mapping) and PARAMS in variables
+
+
+_REMEDY = (
+    "fp8jax's gradients of whole variables: their scaling state is no gradient; put optax's transformations "
+    "in fp8jax.optim.on_params(...), and take the step by fp8jax.apply_updates"
+)
+
+
+class _ShowsRemedy(type):
+    def __repr__(cls) -> str:
+        return _REMEDY
+
+
+class _Names(tuple[str, ...]):
+    """The names of collections, and with them where their arrays come from; compared as names alone."""
+
+    origin: Any = None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Gradients(dict[str, Any], metaclass=_ShowsRemedy):
+    """The gradients of whole variables: a dict of collections, of which some are no gradients.
+
+    What clips, scales, averages or adds to all of its arrays alike would spoil the scaling state. Where a
+    tree of another type is expected, as beside an optimizer's moments, JAX's error shows this class, which
+    says what to do. Where it stands alone, it goes through `jax.tree.map` with the arrays that came, and
+    `check_gradients` sees that they are others. On the way into compiled code and out of it arrays are new,
+    and count as those that came.
+
+    Its collections are plain trees, and new ones are put in by `with_collections`.
+    """
+
+    def __init__(self, collections: Mapping[str, Any] | Iterable[Any], origin: Any = None):
+        super().__init__(collections)
+        here = get_opaque_trace_state(convention="fp8jax")
+        is_known = origin is not None and origin[0] == here
+        self.origin: Any = origin if is_known else (here, tuple(map(_held, self.others())))
+
+    def others(self) -> list[Any]:
+        """The leaves that are no gradients."""
+        return jax.tree.leaves([self[name] for name in sorted(self) if name != PARAMS])
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        names = _Names(sorted(self))
+        names.origin = self.origin
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names: _Names, children: Any) -> "Gradients":
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        return cls(zip(names, children, strict=True), names.origin)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _held(leaf: Any) -> Callable[[], Any]:
+    # JAX keeps structures of trees for longer than a tracer may live.
+    return weakref.ref(leaf) if isinstance(leaf, jax.core.Tracer) else lambda: leaf
+
+
+def check_gradients(grads: Any) -> None:
+    """Raises TypeError if the scaling state in `Gradients` is not the one that came."""
+    if not isinstance(grads, Gradients):
+        return
+    for held, new in zip(grads.origin[1], grads.others(), strict=True):
+        old = held()
+        if old is not None and old is not new and not _equal(old, new):
+            raise TypeError(f"`updates`: something changed the scaling state in {_REMEDY}.")
+
+
+def _equal(old: Any, new: Any) -> bool:
+    """Whether arrays are equal, as far as that is known: copies on another device are."""
+    if isinstance(old, jax.core.Tracer) or isinstance(new, jax.core.Tracer):
+        return False
+    if isinstance(old, jax.Array) and (old.is_deleted() or not old.is_fully_addressable):
+        return True
+    return np.array_equal(old, new, equal_nan=True)
+
+
+def sealed(grads: Any) -> Any:
+    """Gradients of whole variables that hold a scaling state or a loss scale, as `Gradients`."""
+    if not has_params(grads) or not jax.tree.leaves([grads[name] for name in grads if name != PARAMS]):
+        return grads
+    return Gradients(grads)
+
+
+def with_collections(grads: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
+    """`grads` with these new collections; sealed if it is."""
+    new = {**grads, **new}
+    return Gradients(new) if isinstance(grads, Gradients) else new

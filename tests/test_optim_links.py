@@ -135,6 +135,68 @@ def test_in_on_params_a_raw_link_lets_the_scaling_state_through(name):
     chex.assert_trees_all_equal(got, {PARAMS: expected, SCALING: NEW})
 
 
+# Whole variables, as `value_and_grad` takes and gives them.
+WHOLE = {PARAMS: {"w": normal(6, 4, 8)}, SCALING: OLD}
+
+
+def gradients_of(variables, **options):
+    return fp8jax.value_and_grad(lambda v: jnp.sum(v[PARAMS]["w"] ** 2), **options)(variables)[1]
+
+
+@pytest.mark.parametrize("name", [*RAW, "MultiSteps", "clip, then ours"])
+def test_a_raw_link_cannot_reach_the_scaling_state(name):
+    """Clipped, scaled or averaged, it is wrong without a word: scales that fit no tensor."""
+    others = {
+        "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2),
+        "clip, then ours": optax.chain(optax.clip_by_global_norm(0.1), adamw(0.1, "te")),
+    }
+    tx = {**RAW, **others}[name]
+
+    def whole(variables):
+        return step(tx, variables, gradients_of(variables))
+
+    with pytest.raises((TypeError, ValueError), match=r"fp8jax\.optim"):
+        jax.jit(whole)(WHOLE)
+    with pytest.raises((TypeError, ValueError), match=r"fp8jax\.optim"):
+        whole(WHOLE)
+    with pytest.raises((TypeError, ValueError), match=r"fp8jax\.optim"):  # behind one of ours, too
+        jax.jit(lambda v: step(optax.chain(clip_by_global_norm(1.0), tx), v, gradients_of(v)))(WHOLE)
+
+
+def test_optaxs_apply_updates_would_add_the_scaling_states():
+    updates, _ = clip_by_global_norm(1.0).update(gradients_of(WHOLE), optax.EmptyState(), WHOLE)
+    with pytest.raises(ValueError, match=r"fp8jax\.optim.*fp8jax\.apply_updates"):
+        optax.apply_updates(WHOLE, updates)
+
+
+@pytest.mark.parametrize("make", [fp8jax.value_and_grad, lambda f: fp8jax.accumulate_gradients(f, 2)])
+def test_gradients_of_whole_variables_are_a_dict_to_look_at(make):
+    """Compiled code takes and gives them; only steps along all of them at once are refused."""
+    loss = lambda v, x: jnp.mean((x @ v[PARAMS]["w"]) ** 2)  # noqa: E731
+    grads = jax.jit(make(loss))(WHOLE, jnp.ones((2, 4)))[1]
+    assert sorted(grads) == sorted(WHOLE) and isinstance(grads, dict) and type(grads[SCALING]) is dict
+    chex.assert_trees_all_equal(grads[SCALING], OLD)
+    again = jax.jit(lambda g: jax.lax.scan(lambda g, _: (g, None), g, None, 2)[0])(jax.device_get(grads))
+    chex.assert_trees_all_equal(dict(again), dict(grads))
+    assert all(jax.tree.leaves(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), grads)))
+    for mesh_free in (
+        fp8jax.optim.dequantize(),
+        adamw(0.1, "te"),
+        fp8jax.optim.multi_steps(adamw(0.1, "te"), 2),
+    ):
+        updates, _ = mesh_free.update(grads, mesh_free.init(WHOLE), WHOLE)
+        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        new = fp8jax.apply_updates(WHOLE, updates)
+        assert jax.tree.structure(new) == jax.tree.structure(WHOLE)
+
+
+def test_without_scaling_state_raw_links_take_all():
+    variables = {PARAMS: {"w": normal(6, 4, 8)}}
+    got = step(optax.adamw(0.1), variables, gradients_of(variables))
+    expected = step(optax.adamw(0.1), variables, jax.grad(lambda v: jnp.sum(v[PARAMS]["w"] ** 2))(variables))
+    chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
 def test_dequantize_turns_every_leaf_to_its_value_and_keeps_the_rest():
     got, _ = dequantize().update(MIXED, dequantize().init(MIXED))
     chex.assert_trees_all_equal(got, values(MIXED))

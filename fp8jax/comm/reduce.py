@@ -34,7 +34,7 @@ from fp8jax.scaled import (
     value,
     without_infinities,
 )
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, with_collections
 
 
 def all_reduce(
@@ -72,7 +72,7 @@ def all_reduce(
     if has_params(grads):
         new = all_reduce(grads[PARAMS], axis_name, row, op=op, floats=floats, mu=mu)
         new, state = (new, None) if mu is None else new
-        variables = {**merged(grads, axis_name), PARAMS: new}
+        variables = with_collections(grads, {**merged(grads, axis_name), PARAMS: new})
         return variables if mu is None else (variables, state)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
     factors = None if mu is None else treedef.flatten_up_to(mu)
@@ -109,7 +109,7 @@ def reduce_scatter(
     row = _checked(recipe, op, floats)
     if has_params(grads):
         new = reduce_scatter(grads[PARAMS], axis_name, row, op=op, axis=axis, floats=floats)
-        return {**merged(grads, axis_name), PARAMS: new}
+        return with_collections(grads, {**merged(grads, axis_name), PARAMS: new})
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
     for leaf in leaves:
         _check_axis(leaf.shape, axis, lax.axis_size(axis_name))

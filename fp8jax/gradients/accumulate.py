@@ -13,7 +13,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import Local, Share, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
-from fp8jax.gradients.loss import check_arguments, narrowed, on_one_device
+from fp8jax.gradients.loss import check_arguments, narrowed, on_one_device, with_seal
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -59,7 +59,7 @@ def accumulate_gradients(
     _check_parts(microbatches)
     names = names_of(keys)
     make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format, names or ())
-    run = make(None) if zero is None else over_devices(make, zero, has_aux)
+    run = with_seal(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
     parts = microbatches if zero is None else microbatches * zero.devices
 
     @functools.wraps(loss_fn)

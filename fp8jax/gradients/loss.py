@@ -28,7 +28,7 @@ from fp8jax.scaling.merge import (
     no_codes,
     to_max,
 )
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
 
 
 def value_and_grad(
@@ -62,10 +62,19 @@ def value_and_grad(
         FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
     """
     check_arguments(loss_fn, zero)
-    if zero is None:
-        return on_one_device(loss_fn, has_aux, None)
     make = functools.partial(on_one_device, loss_fn, has_aux)
-    return functools.wraps(loss_fn)(over_devices(make, zero, has_aux))
+    return with_seal(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
+
+
+def with_seal(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient function of a loss, whose gradients of whole variables are `variables.Gradients`."""
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        out, grads = grad_fn(variables, *args, **kwargs)
+        return out, sealed(grads)
+
+    return wrapped
 
 
 def check_arguments(loss_fn: Any, zero: Any) -> None:

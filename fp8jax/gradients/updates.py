@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fp8jax.optim.overwrite import overwrites
 from fp8jax.scaled import format_of, is_scaled, quantize, value
-from fp8jax.variables import PARAMS, has_params
+from fp8jax.variables import PARAMS, check_gradients, has_params
 
 
 def apply_updates(variables: Any, updates: Any) -> Any:
@@ -30,8 +30,9 @@ def apply_updates(variables: Any, updates: Any) -> Any:
     Raises:
         ValueError: `updates` has a collection that `variables` lacks.
         TypeError: an update is still a `ScaledArray`: optax's own links act on its codes and
-            on its scale apart, which means nothing.
+            on its scale apart, which means nothing. Or the scaling state was changed on its way.
     """
+    check_gradients(updates)
     if not has_params(variables):
         return jax.tree.map(_step, variables, updates, is_leaf=is_scaled)
     if not has_params(updates) or not set(updates) <= set(variables):

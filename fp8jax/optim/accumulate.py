@@ -8,7 +8,7 @@ import optax
 
 from fp8jax.optim.links import unless_skipped
 from fp8jax.scaled import is_scaled, value
-from fp8jax.variables import PARAMS, SCALING, has_params
+from fp8jax.variables import PARAMS, SCALING, check_gradients, has_params, with_collections
 
 
 class MultiStepsState(NamedTuple):
@@ -46,6 +46,7 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         return MultiStepsState(multi(lambda _: tx.init(params)).init(values), unseen)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        check_gradients(updates)
         variables, is_flax = params, has_params(updates)
         params = variables[PARAMS] if has_params(variables) else variables
         grads = jax.tree.map(value, updates[PARAMS] if is_flax else updates, is_leaf=is_scaled)
@@ -53,16 +54,15 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         new, inner = steps.update(grads, state.inner, params, **extra)
         if not is_flax:
             return new, state._replace(inner=inner)
-        others = {name: tree for name, tree in updates.items() if name != PARAMS}
-        if SCALING not in others:
-            return {**others, PARAMS: new}, state._replace(inner=inner)
+        if SCALING not in updates:
+            return with_collections(updates, {PARAMS: new}), state._replace(inner=inner)
         if not has_params(variables):
             raise ValueError("`params`: expected whole variables, as `updates` are; got parameters alone.")
         is_step = steps.has_updated(inner)
-        merged = jax.tree.map(jnp.maximum, state.scaling, others[SCALING])
+        merged = jax.tree.map(jnp.maximum, state.scaling, updates[SCALING])
         kept = jax.tree.map(lambda new, old: jnp.where(is_step, new, old), merged, variables[SCALING])
-        others[SCALING] = unless_skipped(kept, variables[SCALING], inner, state.inner)
+        kept = unless_skipped(kept, variables[SCALING], inner, state.inner)
         unseen = jax.tree.map(lambda x: jnp.where(is_step, -jnp.inf, x), merged)
-        return {**others, PARAMS: new}, MultiStepsState(inner, unseen)
+        return with_collections(updates, {PARAMS: new, SCALING: kept}), MultiStepsState(inner, unseen)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -13,7 +13,7 @@ import optax
 
 from fp8jax.optim.state import skipped
 from fp8jax.scaled import ScaledArray, is_scaled, value
-from fp8jax.variables import PARAMS, SCALING, has_params
+from fp8jax.variables import PARAMS, SCALING, check_gradients, has_params, with_collections
 
 
 def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -28,15 +28,16 @@ def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         return tx.init(params[PARAMS] if has_params(params) else params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        check_gradients(updates)
         if not has_params(updates):
             params = params[PARAMS] if has_params(params) else params
             return tx.update(updates, state, params, **extra)
         variables = params if has_params(params) else {PARAMS: params}
         new, new_state = tx.update(updates[PARAMS], state, variables[PARAMS], **extra)
-        others = {name: tree for name, tree in updates.items() if name != PARAMS}
-        if SCALING in others and SCALING in variables:
-            others[SCALING] = unless_skipped(others[SCALING], variables[SCALING], new_state, state)
-        return {**others, PARAMS: new}, new_state
+        new = {PARAMS: new}
+        if SCALING in updates and SCALING in variables:
+            new[SCALING] = unless_skipped(updates[SCALING], variables[SCALING], new_state, state)
+        return with_collections(updates, new), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
