@@ -18,6 +18,8 @@ import jax.core
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
+from fp8jax.remedy import ShowsRemedy
+
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
 LOSS_SCALE = "loss_scale"
@@ -32,17 +34,6 @@ def has_params(variables: Any) -> bool:
     return isinstance(variables, Mapping) and PARAMS in variables
 
 
-_REMEDY = (
-    "fp8jax's gradients of whole variables: their scaling state is no gradient; put optax's transformations "
-    "in fp8jax.optim.on_params(...), and take the step by fp8jax.apply_updates"
-)
-
-
-class _ShowsRemedy(type):
-    def __repr__(cls) -> str:
-        return _REMEDY
-
-
 class _Names(tuple[str, ...]):
     """The names of collections, and with them where their arrays come from; compared as names alone."""
 
@@ -50,7 +41,7 @@ class _Names(tuple[str, ...]):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Gradients(dict[str, Any], metaclass=_ShowsRemedy):
+class Gradients(dict[str, Any], metaclass=ShowsRemedy):
     """The gradients of whole variables: a dict of collections, of which some are no gradients.
 
     What clips, scales, averages or adds to all of its arrays alike would spoil the scaling state. Where a
@@ -61,6 +52,11 @@ class Gradients(dict[str, Any], metaclass=_ShowsRemedy):
 
     Its collections are plain trees, and new ones are put in by `with_collections`.
     """
+
+    remedy = (
+        "fp8jax's gradients of whole variables: their scaling state is no gradient; put optax's "
+        "transformations in fp8jax.optim.on_params(...), and take the step by fp8jax.apply_updates"
+    )
 
     def __init__(self, collections: Mapping[str, Any] | Iterable[Any], origin: Any = None):
         super().__init__(collections)
@@ -87,6 +83,16 @@ class Gradients(dict[str, Any], metaclass=_ShowsRemedy):
         return dict, (dict(self),)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Updates(Gradients):
+    """What an optimizer made of `Gradients`."""
+
+    remedy = (
+        "fp8jax's updates of whole variables: take the step by fp8jax.apply_updates; fp8jax.optim skips and "
+        "counts steps that are not finite itself (fp8jax.optim.skipped), optax.apply_if_finite is not needed"
+    )
+
+
 def _held(leaf: Any) -> Callable[[], Any]:
     # JAX keeps structures of trees for longer than a tracer may live.
     return weakref.ref(leaf) if isinstance(leaf, jax.core.Tracer) else lambda: leaf
@@ -99,7 +105,7 @@ def check_gradients(grads: Any) -> None:
     for held, new in zip(grads.origin[1], grads.others(), strict=True):
         old = held()
         if old is not None and old is not new and not _equal(old, new):
-            raise TypeError(f"`updates`: something changed the scaling state in {_REMEDY}.")
+            raise TypeError(f"`updates`: something changed the scaling state in {type(grads).remedy}.")
 
 
 def _equal(old: Any, new: Any) -> bool:
@@ -118,7 +124,7 @@ def sealed(grads: Any) -> Any:
     return Gradients(grads)
 
 
-def with_collections(grads: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
-    """`grads` with these new collections; sealed if it is."""
+def with_collections(grads: Mapping[str, Any], new: Mapping[str, Any], kind: type[Gradients]) -> Any:
+    """`grads` with these new collections; of the kind if it is a `Gradients`."""
     new = {**grads, **new}
-    return Gradients(new) if isinstance(grads, Gradients) else new
+    return kind(new) if isinstance(grads, Gradients) else new

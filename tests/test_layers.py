@@ -16,6 +16,7 @@ import pytest
 
 RANKS = {
     "formats": 0,
+    "remedy": 0,
     "vocabulary": 0,
     "recipe": 1,
     "attention": 2,

@@ -10,7 +10,7 @@ import pytest
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
 from fp8jax.optim import adamw, clip_by_global_norm, dequantize, moments, on_params, scale_by_adam
-from fp8jax.scaled import is_scaled, value
+from fp8jax.scaled import as_gradients, is_scaled, value
 from fp8jax.variables import PARAMS, SCALING
 
 
@@ -165,7 +165,7 @@ def test_a_raw_link_cannot_reach_the_scaling_state(name):
 
 def test_optaxs_apply_updates_would_add_the_scaling_states():
     updates, _ = clip_by_global_norm(1.0).update(gradients_of(WHOLE), optax.EmptyState(), WHOLE)
-    with pytest.raises(ValueError, match=r"fp8jax\.optim.*fp8jax\.apply_updates"):
+    with pytest.raises(ValueError, match=r"take the step by fp8jax\.apply_updates"):
         optax.apply_updates(WHOLE, updates)
 
 
@@ -185,9 +185,55 @@ def test_gradients_of_whole_variables_are_a_dict_to_look_at(make):
         fp8jax.optim.multi_steps(adamw(0.1, "te"), 2),
     ):
         updates, _ = mesh_free.update(grads, mesh_free.init(WHOLE), WHOLE)
-        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        assert sorted(updates) == sorted(grads)
         new = fp8jax.apply_updates(WHOLE, updates)
         assert jax.tree.structure(new) == jax.tree.structure(WHOLE)
+
+
+def test_apply_if_finite_is_built_in():
+    """It would put zeros in the place of the scaling state, or of a weight's new value."""
+    tx = optax.apply_if_finite(adamw(0.1), 3)
+    for run in (
+        lambda: step(tx, WHOLE, gradients_of(WHOLE)),
+        lambda: step(tx, PARAMETERS, GRADIENTS),
+        lambda: step(on_params(tx), VARIABLES, ALL_GRADIENTS),
+    ):
+        with pytest.raises(TypeError, match=r"fp8jax\.optim\.skipped.*apply_if_finite is not needed"):
+            run()
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_scaled_kernel_can_be_frozen(is_compiled):
+    """As Flax's guide does it; the optimizer of the others sees that a gradient is FP8 in any case."""
+    both = {PARAMS: {"w": PARAMETERS["w"], "frozen": PARAMETERS["w"]}, SCALING: {}}
+    grads = {PARAMS: as_gradients({"w": GRADIENTS["w"], "frozen": GRADIENTS["w"]}), SCALING: {}}
+    labels = {"w": "trainable", "frozen": "frozen"}
+    tx = on_params(optax.multi_transform({"trainable": adamw(0.1), "frozen": optax.set_to_zero()}, labels))
+    way = jax.jit if is_compiled else lambda f: f
+    got = way(lambda v, g: step(tx, v, g))(both, grads)
+    expected = step(adamw(0.1), PARAMETERS, {**GRADIENTS, "b": jnp.zeros(8)})
+    chex.assert_trees_all_equal(got[PARAMS]["frozen"], PARAMETERS["w"])
+    chex.assert_trees_all_equal(got[PARAMS]["w"], expected["w"])
+
+
+RAW_ON_FP8 = {name: tx for name, tx in RAW.items() if name != "clip_by_global_norm"}
+
+
+@pytest.mark.parametrize("name", RAW_ON_FP8)
+def test_a_raw_link_on_an_fp8_gradient_is_told_what_to_do(name):
+    grads = as_gradients(GRADIENTS)
+    for tx in (RAW[name], optax.chain(RAW[name], adamw(0.1))):
+        with pytest.raises((TypeError, ValueError), match=r"fp8jax\.optim"):
+            jax.jit(lambda p, g, tx=tx: step(tx, p, g))(PARAMETERS, grads)
+
+
+def test_a_gradient_is_no_update():
+    """What was never an optimizer's is refused, or shows as NaN where compiled code cannot raise."""
+    grads = as_gradients(GRADIENTS)
+    for update in (grads["w"], jax.tree.map(lambda x: x, grads["w"])):
+        with pytest.raises(TypeError, match="expected arrays; got a ScaledArray"):
+            fp8jax.apply_updates(PARAMETERS["w"], update)
+    assert np.isnan(value(jax.jit(fp8jax.apply_updates)(PARAMETERS["w"], grads["w"]))).all()
 
 
 def test_without_scaling_state_raw_links_take_all():

@@ -28,13 +28,14 @@ from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
     is_scaled,
+    like_gradient,
     quantize,
     quantize_gradient,
     to_bytes,
     value,
     without_infinities,
 )
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, with_collections
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params, with_collections
 
 
 def all_reduce(
@@ -72,12 +73,12 @@ def all_reduce(
     if has_params(grads):
         new = all_reduce(grads[PARAMS], axis_name, row, op=op, floats=floats, mu=mu)
         new, state = (new, None) if mu is None else new
-        variables = with_collections(grads, {**merged(grads, axis_name), PARAMS: new})
+        variables = with_collections(grads, {**merged(grads, axis_name), PARAMS: new}, Gradients)
         return variables if mu is None else (variables, state)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
     factors = None if mu is None else treedef.flatten_up_to(mu)
     new, factors = reduced(leaves, [None] * len(leaves), axis_name, row, op=op, floats=floats, mu=factors)
-    tree = treedef.unflatten(new)
+    tree = treedef.unflatten(map(like_gradient, leaves, new))
     return tree if factors is None else (tree, treedef.unflatten(factors))
 
 
@@ -109,11 +110,12 @@ def reduce_scatter(
     row = _checked(recipe, op, floats)
     if has_params(grads):
         new = reduce_scatter(grads[PARAMS], axis_name, row, op=op, axis=axis, floats=floats)
-        return with_collections(grads, {**merged(grads, axis_name), PARAMS: new})
+        return with_collections(grads, {**merged(grads, axis_name), PARAMS: new}, Gradients)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
     for leaf in leaves:
         _check_axis(leaf.shape, axis, lax.axis_size(axis_name))
-    return treedef.unflatten(reduced(leaves, [axis] * len(leaves), axis_name, row, op=op, floats=floats)[0])
+    new, _ = reduced(leaves, [axis] * len(leaves), axis_name, row, op=op, floats=floats)
+    return treedef.unflatten(map(like_gradient, leaves, new))
 
 
 def reduced(

@@ -18,7 +18,7 @@ from fp8jax.dot import Weight
 from fp8jax.gradients.devices import Local, Share, State, over_devices, state_of_each
 from fp8jax.gradients.traced import Gradient, gradient, is_marked, state_at
 from fp8jax.rewrite import LayersFound, names_of
-from fp8jax.scaled import ScaledArray, is_scaled, quantize_gradient, select
+from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient, select
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,
@@ -67,12 +67,15 @@ def value_and_grad(
 
 
 def with_seal(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient function of a loss, whose gradients of whole variables are `variables.Gradients`."""
+    """The gradient function of a loss, whose gradients are as optimizers are to get them: `ScaledGradient`s,
+    those of whole variables `Gradients`."""
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
         out, grads = grad_fn(variables, *args, **kwargs)
-        return out, sealed(grads)
+        if has_params(grads):
+            return out, sealed({**grads, PARAMS: as_gradients(grads[PARAMS])})
+        return out, as_gradients(grads)
 
     return wrapped
 

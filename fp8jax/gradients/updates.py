@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from fp8jax.optim.overwrite import overwrites
-from fp8jax.scaled import format_of, is_scaled, quantize, value
+from fp8jax.scaled import ScaledGradient, format_of, is_scaled, plain, quantize, value
 from fp8jax.variables import PARAMS, check_gradients, has_params
 
 
@@ -46,11 +47,24 @@ def apply_updates(variables: Any, updates: Any) -> Any:
     return {**variables, **updates, PARAMS: params}
 
 
+def _unless_zero(leaf: Any, update: Any) -> Any:
+    """The leaf as it is, of which `optax.set_to_zero` made the update."""
+    scale = update.scale
+    if not isinstance(scale, jax.core.Tracer) and jnp.any(scale != 0):
+        return _step(leaf, plain(update))
+    # Compiled code cannot raise, and a gradient that no optimizer saw must not pass for a step.
+    is_zero = jnp.all(scale == 0)
+    return jax.tree.map(lambda x: jnp.where(is_zero, x, jnp.full_like(x, jnp.nan)), leaf)
+
+
 def _step(leaf: Any, update: Any) -> Any:
     if update is None:
         return leaf
     if overwrites(update) and is_scaled(leaf):
         return jax.tree.map(operator.add, leaf, update)
+    is_gradient: bool = isinstance(update, ScaledGradient)
+    if is_gradient and not update.has_come:
+        return _unless_zero(leaf, update)
     if is_scaled(update):
         raise TypeError(
             f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "

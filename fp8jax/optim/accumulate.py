@@ -8,7 +8,7 @@ import optax
 
 from fp8jax.optim.links import unless_skipped
 from fp8jax.scaled import is_scaled, value
-from fp8jax.variables import PARAMS, SCALING, check_gradients, has_params, with_collections
+from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_params, with_collections
 
 
 class MultiStepsState(NamedTuple):
@@ -55,7 +55,7 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         if not is_flax:
             return new, state._replace(inner=inner)
         if SCALING not in updates:
-            return with_collections(updates, {PARAMS: new}), state._replace(inner=inner)
+            return with_collections(updates, {PARAMS: new}, Updates), state._replace(inner=inner)
         if not has_params(variables):
             raise ValueError("`params`: expected whole variables, as `updates` are; got parameters alone.")
         is_step = steps.has_updated(inner)
@@ -63,6 +63,8 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         kept = jax.tree.map(lambda new, old: jnp.where(is_step, new, old), merged, variables[SCALING])
         kept = unless_skipped(kept, variables[SCALING], inner, state.inner)
         unseen = jax.tree.map(lambda x: jnp.where(is_step, -jnp.inf, x), merged)
-        return with_collections(updates, {PARAMS: new, SCALING: kept}), MultiStepsState(inner, unseen)
+        return with_collections(updates, {PARAMS: new, SCALING: kept}, Updates), MultiStepsState(
+            inner, unseen
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -39,7 +39,7 @@ from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
 from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.platforms import with_auto_axes
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, value
+from fp8jax.scaled import ScaledArray, format_of, is_scaled, plain, quantize, value
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
@@ -259,7 +259,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
+        grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
         count = optax.safe_increment(state.adam.count)
         numbers = Numbers(
             (rule.b1, rule.b2),

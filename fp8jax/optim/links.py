@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax.optim.state import skipped
-from fp8jax.scaled import ScaledArray, is_scaled, value
-from fp8jax.variables import PARAMS, SCALING, check_gradients, has_params, with_collections
+from fp8jax.scaled import ScaledArray, is_scaled, like_gradient, value
+from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_params, with_collections
 
 
 def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -37,7 +37,7 @@ def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         new = {PARAMS: new}
         if SCALING in updates and SCALING in variables:
             new[SCALING] = unless_skipped(updates[SCALING], variables[SCALING], new_state, state)
-        return with_collections(updates, new), new_state
+        return with_collections(updates, new, Updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -76,7 +76,7 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
 
         def clip(leaf: Any) -> Any:
             if is_scaled(leaf):
-                return ScaledArray(leaf.data, leaf.scale * factor)
+                return like_gradient(leaf, ScaledArray(leaf.data, leaf.scale * factor))
             return leaf * factor.astype(leaf.dtype)
 
         return jax.tree.map(clip, updates, is_leaf=is_scaled)

@@ -6,18 +6,19 @@ value before it writes it; a float32 update would have to be written out for eve
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.remedy import ShowsRemedy
 from fp8jax.scaled import ScaledArray, bits_of, to_bits
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
-class Overwrite:
+class Overwrite(metaclass=ShowsRemedy):
     """What replaces an array when it is added to it; `adam` and `adamw` make a pair of them, codes and scale,
     for each `ScaledArray` parameter.
 
@@ -26,6 +27,12 @@ class Overwrite:
     and the like may put zeros in its place. What multiplies it or adds to it makes floats of its
     bits, which are refused.
     """
+
+    remedy: ClassVar[str] = (
+        "the new value of a scaled weight: fp8jax.optim skips and counts steps that are not finite itself "
+        "(fp8jax.optim.skipped), optax.apply_if_finite is not needed; for optax.MultiSteps take "
+        "fp8jax.optim.multi_steps"
+    )
 
     bits: Any  # unsigned integers of the array's width
     is_new: Any  # shape=(), bool: whether there is anything to replace

@@ -34,6 +34,10 @@ from fp8jax.scaled.casts import cast as cast
 from fp8jax.scaled.casts import select as select
 from fp8jax.scaled.casts import to_bits as to_bits
 from fp8jax.scaled.casts import to_bytes as to_bytes
+from fp8jax.scaled.gradient import ScaledGradient as ScaledGradient
+from fp8jax.scaled.gradient import as_gradients as as_gradients
+from fp8jax.scaled.gradient import like_gradient as like_gradient
+from fp8jax.scaled.gradient import plain as plain
 from fp8jax.scaled.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.scaled.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.scaled.scales import MIN_SCALE as MIN_SCALE
