@@ -166,3 +166,26 @@ def test_a_shared_float16_weight_gets_a_float32_sum_before_it_is_narrowed():
     plain = jax.grad(lambda v: jnp.mean(Twice().apply(v, X) ** 2))(model.dequantize(variables))
     want = plain["params"]["layer"]["kernel"]
     assert float(jnp.linalg.norm(got.dequantize() - want) / jnp.linalg.norm(want)) < 0.12
+
+
+WRONG = {
+    "the pair that tx.update gives": (lambda p: (p, {"count": 0}), "got a tuple"),
+    "a leaf less": (lambda p: {"b": p["b"]}, r"without \['w'\]"),
+    "a leaf more": (lambda p: {**p, "x": p["b"]}, r"with \['x'\]"),
+    "whole variables": (lambda p: {"params": p}, r"without \['b'\]"),
+    "another shape": (lambda p: {**p, "b": p["b"][:1]}, r"float32\[4\] at \['b'\]; got float32\[1\]"),
+    "optax's masked leaf": (lambda p: {**p, "b": optax.MaskedNode()}, r"at \['b'\]; got MaskedNode"),
+}
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_updates_of_another_tree_are_refused_in_a_line(name, is_whole):
+    change, says = WRONG[name]
+    params = {"w": quantize(jnp.ones((4, 4)), formats.FP16), "b": jnp.ones(4)}
+    updates = change({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
+    if is_whole:
+        params, updates = {"params": params}, {"params": updates}
+    with pytest.raises(ValueError, match=f"`updates`: expected .*{says}.*tx.update") as error:
+        fp8jax.apply_updates(params, updates)
+    assert "\n" not in str(error.value)

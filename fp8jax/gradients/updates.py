@@ -29,13 +29,14 @@ def apply_updates(variables: Any, updates: Any) -> Any:
         state is replaced by that in `updates`. Collections that `updates` does not have stay.
 
     Raises:
-        ValueError: `updates` has a collection that `variables` lacks.
+        ValueError: `updates` has a collection that `variables` lacks, or the parameters' tree or shapes are
+            others.
         TypeError: an update is still a `ScaledArray`: optax's own links act on its codes and
             on its scale apart, which means nothing. Or the scaling state was changed on its way.
     """
     check_gradients(updates)
     if not has_params(variables):
-        return jax.tree.map(_step, variables, updates, is_leaf=is_scaled)
+        return _stepped(variables, updates)
     if not has_params(updates) or not set(updates) <= set(variables):
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
         raise ValueError(
@@ -43,8 +44,48 @@ def apply_updates(variables: Any, updates: Any) -> Any:
             f"'params' among them; got {got}. Give `tx.update` the gradients and variables as "
             "`value_and_grad` returned and took them."
         )
-    params = jax.tree.map(_step, variables[PARAMS], updates[PARAMS], is_leaf=is_scaled)
-    return {**variables, **updates, PARAMS: params}
+    return {**variables, **updates, PARAMS: _stepped(variables[PARAMS], updates[PARAMS])}
+
+
+def _stepped(params: Any, updates: Any) -> Any:
+    paths, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    try:
+        new = treedef.flatten_up_to(updates)
+    except (TypeError, ValueError):
+        raise _another_tree(paths, updates) from None
+    for (path, leaf), update in zip(paths, new, strict=True):
+        if not (
+            update is None or is_scaled(update) or _shape(leaf) == _shape(update) or _shape(update) == ()
+        ):
+            wanted, at = _shown(value(leaf)), jax.tree_util.keystr(path)
+            raise ValueError(f"`updates`: expected {wanted} at {at}; got {_shown(update)}. {_REMEDY}")
+    return treedef.unflatten(_step(leaf, update) for (_, leaf), update in zip(paths, new, strict=True))
+
+
+_REMEDY = "Give the updates, without the state, that `tx.update(grads, state, variables)` returns for these."
+
+
+def _another_tree(paths: Any, updates: Any) -> ValueError:
+    wanted = {jax.tree_util.keystr(path) for path, _ in paths}
+    leaves, _ = jax.tree.flatten_with_path(updates, is_leaf=lambda x: x is None or is_scaled(x))
+    seen = {jax.tree_util.keystr(path) for path, _ in leaves}
+    lacks = [
+        f"{word} {min(names)}"
+        for word, names in (("without", wanted - seen), ("with", seen - wanted))
+        if names
+    ]
+    return ValueError(
+        f"`updates`: expected the tree of the parameters, of {len(wanted)} leaves; got a "
+        f"{type(updates).__name__} of {len(seen)}, {' and '.join(lacks) or 'in other containers'}. {_REMEDY}"
+    )
+
+
+def _shape(update: Any) -> Any:
+    return getattr(update, "shape", None if not isinstance(update, int | float) else ())
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 
 def _unless_zero(leaf: Any, update: Any) -> Any:
