@@ -10,12 +10,11 @@ its "gradient" is its new value.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.core
-import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.remedy import ShowsRemedy
@@ -35,7 +34,7 @@ def has_params(variables: Any) -> bool:
 
 
 class _Names(tuple[str, ...]):
-    """The names of collections, and with them where their arrays come from; compared as names alone."""
+    """The names of collections, and with them their arrays' origin; compared and hashed as names alone."""
 
     origin: Any = None
 
@@ -46,9 +45,9 @@ class Gradients(dict[str, Any], metaclass=ShowsRemedy):
 
     What clips, scales, averages or adds to all of its arrays alike would spoil the scaling state. Where a
     tree of another type is expected, as beside an optimizer's moments, JAX's error shows this class, which
-    says what to do. Where it stands alone, it goes through `jax.tree.map` with the arrays that came, and
-    `check_gradients` sees that they are others. On the way into compiled code and out of it arrays are new,
-    and count as those that came.
+    says what to do. Where it stands alone, it remembers in `jax.tree.map` which arrays came, and
+    `check_gradients` sees that they are others. This holds within one function that is being compiled: on the
+    way into it and out of it all arrays are new, and outside of one nobody can tell a step from a copy.
 
     Its collections are plain trees, and new ones are put in by `with_collections`.
     """
@@ -60,9 +59,12 @@ class Gradients(dict[str, Any], metaclass=ShowsRemedy):
 
     def __init__(self, collections: Mapping[str, Any] | Iterable[Any], origin: Any = None):
         super().__init__(collections)
-        here = get_opaque_trace_state(convention="fp8jax")
-        is_known = origin is not None and origin[0] == here
-        self.origin: Any = origin if is_known else (here, tuple(map(_held, self.others())))
+        here, leaves = get_opaque_trace_state(convention="fp8jax"), self.others()
+        self.origin: Any = None
+        if leaves and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            is_known = origin is not None and origin[0] == here
+            # Weak: JAX keeps structures of trees for longer than a tracer may live.
+            self.origin = origin if is_known else (here, tuple(map(weakref.ref, leaves)))
 
     def others(self) -> list[Any]:
         """The leaves that are no gradients."""
@@ -93,28 +95,14 @@ class Updates(Gradients):
     )
 
 
-def _held(leaf: Any) -> Callable[[], Any]:
-    # JAX keeps structures of trees for longer than a tracer may live.
-    return weakref.ref(leaf) if isinstance(leaf, jax.core.Tracer) else lambda: leaf
-
-
 def check_gradients(grads: Any) -> None:
-    """Raises TypeError if the scaling state in `Gradients` is not the one that came."""
-    if not isinstance(grads, Gradients):
+    """Raises TypeError if, within one compiled function, the scaling state in `Gradients` was changed."""
+    if not isinstance(grads, Gradients) or grads.origin is None:
         return
-    for held, new in zip(grads.origin[1], grads.others(), strict=True):
-        old = held()
-        if old is not None and old is not new and not _equal(old, new):
+    for reference, new in zip(grads.origin[1], grads.others(), strict=True):
+        old = reference()
+        if old is not None and old is not new:
             raise TypeError(f"`updates`: something changed the scaling state in {type(grads).remedy}.")
-
-
-def _equal(old: Any, new: Any) -> bool:
-    """Whether arrays are equal, as far as that is known: copies on another device are."""
-    if isinstance(old, jax.core.Tracer) or isinstance(new, jax.core.Tracer):
-        return False
-    if isinstance(old, jax.Array) and (old.is_deleted() or not old.is_fully_addressable):
-        return True
-    return np.array_equal(old, new, equal_nan=True)
 
 
 def sealed(grads: Any) -> Any:

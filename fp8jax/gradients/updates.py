@@ -113,6 +113,6 @@ def _step(leaf: Any, update: Any) -> Any:
         )
     if not is_scaled(leaf):
         return (leaf + update).astype(leaf.dtype)
-    new = value(leaf) + update.astype(jnp.float32)
+    new = value(leaf) + jnp.asarray(update, jnp.float32)
     format = format_of(leaf)
     return quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
