@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.remedy import ShowsRemedy
@@ -47,7 +48,7 @@ class Gradients(dict[str, Any], metaclass=ShowsRemedy):
     tree of another type is expected, as beside an optimizer's moments, JAX's error shows this class, which
     says what to do. Where it stands alone, it remembers in `jax.tree.map` which arrays came, and
     `check_gradients` sees that they are others. This holds within one function that is being compiled: on the
-    way into it and out of it all arrays are new, and outside of one nobody can tell a step from a copy.
+    way into it and out of it all arrays are new.
 
     Its collections are plain trees, and new ones are put in by `with_collections`.
     """
@@ -95,14 +96,43 @@ class Updates(Gradients):
     )
 
 
-def check_gradients(grads: Any) -> None:
-    """Raises TypeError if, within one compiled function, the scaling state in `Gradients` was changed."""
-    if not isinstance(grads, Gradients) or grads.origin is None:
+def check_gradients(grads: Any, variables: Any = None) -> None:
+    """Raises TypeError if the scaling state in `Gradients` was changed.
+
+    Within one compiled function that is known of each array. Outside of one, where `variables` are given, it
+    shows in windows of amaxes that are not the last step's, moved by one.
+    """
+    if not isinstance(grads, Gradients):
+        return
+    if grads.origin is None:
+        if has_params(variables) and not all(map(_is_moved, _windows(variables), _windows(grads))):
+            raise _changed(grads)
         return
     for reference, new in zip(grads.origin[1], grads.others(), strict=True):
         old = reference()
         if old is not None and old is not new:
-            raise TypeError(f"`updates`: something changed the scaling state in {type(grads).remedy}.")
+            raise _changed(grads)
+
+
+def _changed(grads: Gradients) -> TypeError:
+    return TypeError(f"`updates`: something changed the scaling state in {type(grads).remedy}.")
+
+
+def _windows(variables: Mapping[str, Any]) -> list[Any]:
+    """The windows of amaxes of delayed scaling, shape=(..., operands, history)."""
+    leaves, _ = jax.tree.flatten_with_path(variables.get(SCALING, {}))
+    return [leaf for path, leaf in leaves if getattr(path[-1], "key", None) == "amax_history"]
+
+
+def _is_moved(old: Any, new: Any) -> bool:
+    """Whether each window is the old one moved by one, or as it was, as far as that is known here."""
+    for x in (old, new):
+        is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        if not is_concrete or x.is_deleted() or not x.is_fully_addressable:
+            return True
+    old, new = np.asarray(old), np.asarray(new)
+    moved = (new[..., 1:] == old[..., :-1]).all(-1)
+    return bool((moved | (new == old).all(-1)).all())
 
 
 def sealed(grads: Any) -> Any:

@@ -1,6 +1,7 @@
 """What goes around the optimizer: clipping, raw optax links, masks over whole links, accumulation."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,6 +160,25 @@ def test_a_raw_link_cannot_reach_the_scaling_state(name):
         jax.jit(whole)(WHOLE)
     with pytest.raises((TypeError, ValueError), match=r"fp8jax\.optim"):  # behind one of ours, too
         jax.jit(lambda v: step(optax.chain(clip_by_global_norm(1.0), tx), v, gradients_of(v)))(WHOLE)
+
+
+@pytest.mark.parametrize("outer", [optax.clip_by_global_norm(0.1), optax.scale(0.5)])
+def test_a_raw_link_shows_outside_of_compiled_code(outer):
+    """Windows of amaxes move by one a step: those that were scaled are others at the second."""
+    model = fp8jax.transform(nn.Dense(32), "te")
+    variables = model.init(jax.random.key(0), jnp.ones((4, 32)))
+    tx, ours = optax.chain(outer, adamw(0.1, "te")), optax.chain(adamw(0.1, "te"))
+    grad_fn = jax.jit(fp8jax.value_and_grad(lambda v: jnp.sum(model.apply(v, jnp.ones((4, 32))) ** 2)))
+
+    def train(tx, variables):
+        state = tx.init(variables)
+        for _ in range(3):
+            updates, state = tx.update(grad_fn(variables)[1], state, variables)
+            variables = fp8jax.apply_updates(variables, updates)
+
+    train(ours, variables)
+    with pytest.raises(TypeError, match=r"something changed the scaling state.*fp8jax\.optim\.on_params"):
+        train(tx, variables)
 
 
 def test_optaxs_apply_updates_would_add_the_scaling_states():

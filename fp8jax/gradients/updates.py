@@ -34,7 +34,7 @@ def apply_updates(variables: Any, updates: Any) -> Any:
         TypeError: an update is still a `ScaledArray`: optax's own links act on its codes and
             on its scale apart, which means nothing. Or the scaling state was changed on its way.
     """
-    check_gradients(updates)
+    check_gradients(updates, variables)
     if not has_params(variables):
         return _stepped(variables, updates)
     if not has_params(updates) or not set(updates) <= set(variables):

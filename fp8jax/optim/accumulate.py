@@ -46,7 +46,7 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         return MultiStepsState(multi(lambda _: tx.init(params)).init(values), unseen)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_gradients(updates)
+        check_gradients(updates, params)
         variables, is_flax = params, has_params(updates)
         params = variables[PARAMS] if has_params(variables) else variables
         grads = jax.tree.map(value, updates[PARAMS] if is_flax else updates, is_leaf=is_scaled)

@@ -28,7 +28,7 @@ def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         return tx.init(params[PARAMS] if has_params(params) else params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_gradients(updates)
+        check_gradients(updates, params)
         if not has_params(updates):
             params = params[PARAMS] if has_params(params) else params
             return tx.update(updates, state, params, **extra)
