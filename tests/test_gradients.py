@@ -9,7 +9,7 @@ import pytest
 
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
-from fp8jax.scaled import is_scaled
+from fp8jax.scaled import is_scaled, value
 
 
 class MLP(nn.Module):
@@ -189,3 +189,58 @@ def test_updates_of_another_tree_are_refused_in_a_line(name, is_whole):
     with pytest.raises(ValueError, match=f"`updates`: expected .*{says}.*tx.update") as error:
         fp8jax.apply_updates(params, updates)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", pytest.param("O3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("stop", [jax.lax.stop_gradient, lambda t: jax.tree.map(jax.lax.stop_gradient, t)])
+def test_stop_gradient_inside_the_loss_freezes_a_layer(recipe, stop):
+    """FP8 codes are no floats, which is all that JAX stops by itself."""
+    model = fp8jax.transform(MLP(), recipe)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+
+    def loss(variables, frozen):
+        params = variables["params"]
+        params = {name: stop(layer) if name in frozen else layer for name, layer in params.items()}
+        return mse(model)({**variables, "params": params}, X, Y)
+
+    grad = jax.jit(fp8jax.value_and_grad(loss), static_argnums=1)
+    (_, free), (_, frozen) = grad(variables, ()), grad(variables, ("first",))
+    for leaf in jax.tree.leaves(frozen["params"]["first"], is_leaf=is_scaled):
+        np.testing.assert_array_equal(value(leaf), 0)
+    jax.tree.map(np.testing.assert_array_equal, frozen["params"]["second"], free["params"]["second"])
+    before, after = (tree["_overwrite_with_gradient"]["first"]["kernel"] for tree in (variables, frozen))
+    seen = free["_overwrite_with_gradient"]["first"]["kernel"]["amax_history"]
+    np.testing.assert_array_equal(after["amax_history"], seen)  # the layer still multiplies, and is scaled
+    if recipe != "te":
+        np.testing.assert_array_equal(after["wgrad_scale"], before["wgrad_scale"])
+
+
+def test_stop_gradient_of_one_use_leaves_the_gradient_of_the_other():
+    """The stopped use's weight gradient is much larger: its scale is not to be taken."""
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            body = lambda layer, x, _: (layer(x), None)  # noqa: E731
+            scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return scan(nn.Dense(64, use_bias=False, name="layer"), x, None)[0]
+
+    model = fp8jax.transform(Stack(), "O2")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+
+    def alone(variables, y):
+        return jnp.mean(model.apply(variables, y) ** 2)
+
+    @jax.jit
+    @fp8jax.value_and_grad
+    def both(variables):
+        stopped = {**variables, "params": jax.lax.stop_gradient(variables["params"])}
+        y = model.apply(stopped, 500 * X)
+        return alone(variables, y - jax.lax.stop_gradient(0.999 * y))
+
+    _, got = both(variables)
+    y = jax.jit(model.apply)(variables, 500 * X)
+    _, want = jax.jit(fp8jax.value_and_grad(alone))(variables, y - 0.999 * y)
+    got, want = (grads["params"]["layer"]["kernel"] for grads in (got, want))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert jnp.all(jnp.any(got.data != 0, axis=(1, 2)))

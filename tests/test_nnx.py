@@ -288,6 +288,27 @@ def test_a_module_used_twice_merges_its_amaxes_by_max():
     assert is_scaled(grads["fc"]["kernel"].get_value())
 
 
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        lambda layer: nnx.update(layer, jax.lax.stop_gradient(nnx.state(layer, nnx.Param))),
+        lambda layer: layer.kernel.set_value(jax.lax.stop_gradient(layer.kernel.get_value())),
+    ],
+    ids=["a state", "a variable"],
+)
+def test_stop_gradient_inside_the_loss_freezes_a_layer(freeze):
+    model = fp8jax.transform(nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2)]), "O2")
+
+    def loss(model):
+        freeze(model.layers[0])
+        return jnp.mean(model(jnp.ones((4, 8))) ** 2)
+
+    _, grads = fp8jax.value_and_grad(loss)(model)
+    first, second = (value(grads["layers"][i]["kernel"].get_value()) for i in range(2))
+    np.testing.assert_array_equal(first, 0)
+    assert jnp.any(second != 0) and float(model.layers[0].kernel__fp8_amax_history[0, 0]) == 1
+
+
 # Transforms ######################################################################################
 
 

@@ -32,7 +32,7 @@ from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
 from fp8jax.dot.product import init_state
-from fp8jax.dot.rule import CASTS, DGRAD, FPROP, KEPT, WGRAD, State, checked, packed, stored
+from fp8jax.dot.rule import CASTS, DGRAD, FPROP, KEPT, WGRAD, State, checked, packed, scale_of_wgrad, stored
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import over_axis
 from fp8jax.recipe import Recipe
@@ -111,7 +111,7 @@ def ragged_dot(
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
     weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
-    kernel, slot = weight.value, weight.slot
+    kernel, slot = weight.value, weight.differentiated_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
     rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
     if out_dtype is None:
@@ -206,7 +206,9 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
     update = jax.vmap(scaling.of_recipe(static.recipe).update, (0, 0, None))
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), limits)}
     drhs, scale = _as_it_leaves(static, drhs)
-    return dlhs, drhs, new_state if scale is None else {**new_state, "wgrad_scale": scale}
+    if scale is not None:
+        new_state["wgrad_scale"] = scale_of_wgrad(state, scale)
+    return dlhs, drhs, new_state
 
 
 def _as_it_leaves(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -22,6 +22,7 @@ from fp8jax.scaled import (
     amax,
     quantize,
     quantize_gradient,
+    select,
     to_bytes,
     value,
 )
@@ -132,7 +133,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
         drhs = part_of_sum(drhs, static.spread, as_codes=static.slot_dtype == CODES)
     if static.slot_dtype == CODES:
         q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
-        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
+        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), scale_of_wgrad(state, q_drhs.scale)
     elif static.slot_dtype is not None:
         in_slot = drhs.astype(static.slot_dtype)
     elif static.rhs_dtype is not None:
@@ -141,14 +142,17 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:
-    """The values of lhs, rhs, slot and state, and of what else is differentiated as they are."""
+    """The values of lhs, rhs, slot and state, and of what else is differentiated as they are.
+
+    The state's scale of the weight gradient is -inf where `stop_gradient` stopped it, see `scale_of_wgrad`.
+    """
 
     def is_perturbed(tree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
 
     _, of_rhs, of_slot, of_state = map(is_perturbed, operands[:4])
     values = tuple(jax.tree.map(lambda leaf: leaf.value, operands))
-    _, rhs, _, state = values[:4]
+    lhs, rhs, slot, state = values[:4]
     if of_rhs and isinstance(rhs, ScaledArray):
         raise TypeError(
             f"a scaled weight, {rhs.data.dtype}{list(rhs.shape)}, has no gradient of its own: expected "
@@ -160,7 +164,18 @@ def checked(*operands: Any) -> tuple[Any, ...]:
             "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
             stacklevel=3,
         )
-    return values
+    if slot is not None and slot.dtype == CODES and not of_slot:
+        state = {**state, "wgrad_scale": to_max(jnp.full(state["wgrad_scale"].shape, -jnp.inf))}
+    return (lhs, rhs, slot, state, *values[4:])
+
+
+def scale_of_wgrad(state: State, new: jax.Array) -> jax.Array:
+    """The scale of a weight gradient for the new state; -inf if `stop_gradient` stopped the gradient, which
+    leaves it to other uses of the weight.
+
+    The forward marks the state, because what is kept for the backward must have one structure.
+    """
+    return select(state["wgrad_scale"] == -jnp.inf, float("-inf"), new)
 
 
 def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:

@@ -12,10 +12,12 @@ from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.scaled import value
-from fp8jax.scaling.merge import CODES, NeedsWideGradient
+from fp8jax.scaling.merge import CODES, NeedsWideGradient, while_live
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=("spread",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("value", "slot", "live"), meta_fields=("spread",)
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
     """A kernel on its way through a loss, with the place its gradient comes out of.
@@ -24,11 +26,20 @@ class Weight:
     float16. `slot` is a zero array of the kernel's shape, never read by `dot_general`; its
     cotangent is the gradient with respect to the kernel's value, as float32 or as E4M3 codes
     whose scale leaves through the dot's state.
+
+    `jax.lax.stop_gradient` stops float arrays and passes codes by. It shows in `live`, a float
+    array beside them.
     """
 
     value: Any  # ScaledArray or float array
     slot: Any  # shape=kernel's, float32 or merge.CODES
     spread: Spread | None = None  # over devices; then the slot is this device's part
+    live: Any = None  # shape=(*stack,), float32: a slot of codes has a gradient while this has one
+
+    @property
+    def differentiated_slot(self) -> Any:
+        """The slot; of codes, without a gradient if that was stopped."""
+        return self.slot if self.live is None else while_live(self.slot, self.live)
 
     @property
     def shape(self) -> tuple[int, ...]:

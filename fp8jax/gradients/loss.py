@@ -181,23 +181,29 @@ def _value_and_grad(
             like = own_part(like, share.axis, share.spread.axis_name)
         return no_codes(like) if state.is_marked and narrow else jnp.zeros_like(like, jnp.float32)
 
-    def opened(leaf: Any, slot: Any, state: State, share: Share) -> Any:
-        return Weight(leaf, slot, share.spread) if has_slot(leaf, state, share) else slot
+    def live(leaf: Any, state: State) -> Any:
+        return jnp.zeros_like(state.arrays["wgrad_scale"]) if state.is_marked and narrow else None
 
-    def loss(slots: Any, state: Any) -> Any:
-        inside = jax.tree.map(opened, params, slots, states, shares, is_leaf=is_scaled)
+    def opened(leaf: Any, slot: Any, live: Any, state: State, share: Share) -> Any:
+        return Weight(leaf, slot, share.spread, live) if has_slot(leaf, state, share) else slot
+
+    def loss(slots: tuple[Any, Any], state: Any) -> Any:
+        inside = jax.tree.map(opened, params, *slots, states, shares, is_leaf=is_scaled)
         if is_flax:
             inside = {**variables, PARAMS: inside}
             if SCALING in variables:
                 inside[SCALING] = state
         return loss_fn(inside, *args, **kwargs)
 
-    slots = jax.tree.map(slot, params, states, shares, is_leaf=is_scaled)
+    slots = (
+        jax.tree.map(slot, params, states, shares, is_leaf=is_scaled),
+        jax.tree.map(live, params, states, is_leaf=is_scaled),
+    )
     # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
     grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux, allow_int=True)
     if narrow and any(state.is_marked for state in jax.tree.leaves(states)):
         grad_fn = _unless_codes_meet(grad_fn, slots, to_max(state))
-    out, (grads, new_state) = grad_fn(slots, to_max(state))
+    out, ((grads, _), new_state) = grad_fn(slots, to_max(state))
     new_state = jax.tree.map(_unless_unused, from_max(new_state), state)
     grads, new_state = narrowed(grads, params, new_state, shares)
     if not is_flax:

@@ -116,6 +116,29 @@ _copies.defvjp(
 )
 
 
+def while_live(codes: jax.Array, live: jax.Array) -> jax.Array:
+    """`codes` as they are; they have no gradient where `live`, a float array, has none.
+
+    `jax.lax.stop_gradient` stops arrays of floats alone.
+    """
+    return _while_live_p.bind(codes, live)
+
+
+_while_live_p = jex.Primitive("while_live")
+_while_live_p.def_impl(lambda codes, live: codes)
+_while_live_p.def_abstract_eval(lambda codes, live: codes)
+mlir.register_lowering(_while_live_p, lambda ctx, codes, live: [codes])
+batching.primitive_batchers[_while_live_p] = lambda args, dims: (_while_live_p.bind(*args), dims[0])
+
+
+def _differentiate(primals: Any, tangents: Any) -> Any:
+    (of_codes, of_live), out = tangents, _while_live_p.bind(*primals)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval()) if type(of_live) is ad.Zero else of_codes
+
+
+ad.primitive_jvps[_while_live_p] = _differentiate
+
+
 def adds_codes(jaxpr: Any) -> bool:
     """Whether a jaxpr adds arrays of codes anywhere: a kernel's gradient is a sum in it."""
     for eqn in jaxpr.eqns:
