@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
@@ -189,6 +190,92 @@ def test_updates_of_another_tree_are_refused_in_a_line(name, is_whole):
     with pytest.raises(ValueError, match=f"`updates`: expected .*{says}.*tx.update") as error:
         fp8jax.apply_updates(params, updates)
     assert "\n" not in str(error.value)
+
+
+class Uses(nn.Module):
+    """One layer, used twice: one after the other, in a scan, or for each example of a vmap."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        xs = jnp.stack([x, x])
+        if self.kind == "vmap":
+            mapped = nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})
+            return mapped(8, use_bias=False, name="layer")(xs)
+        layer = nn.Dense(8, use_bias=False, name="layer")
+        if self.kind == "scan":
+            body = lambda layer, _, x: (None, layer(x))  # noqa: E731
+            return nn.scan(body, variable_broadcast="params", split_rngs={"params": False})(layer, None, xs)[
+                1
+            ]
+        return jnp.stack([layer(x), layer(x)])
+
+
+def of_two_devices(**options):
+    """`value_and_grad` on two devices, by ZeRO or by hand."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    if options:
+        return lambda loss: fp8jax.value_and_grad(loss, zero=fp8jax.comm.Zero(mesh, "te", **options))
+
+    def by_hand(loss):
+        def on_each(variables, *parts):
+            value, grads = fp8jax.value_and_grad(loss)(variables, *parts)
+            return value, fp8jax.comm.all_reduce(grads, "data", "te")
+
+        specs = (P(), P("data"), P("data"))
+        return jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+    return by_hand
+
+
+def in_two_steps(loss):
+    """`value_and_grad` of two halves, and `multi_steps` of an optimizer that does nothing."""
+
+    def grad(variables, *batch):
+        tx = fp8jax.optim.multi_steps(optax.set_to_zero(), 2)
+        state = tx.init(variables)
+        for half in zip(*(jnp.split(x, 2) for x in batch), strict=True):
+            value, grads = fp8jax.value_and_grad(loss)(variables, *half)
+            updates, state = tx.update(grads, state, variables)
+        return value, updates
+
+    return grad
+
+
+WAYS = {
+    "uses": ("", fp8jax.value_and_grad),
+    "scan": ("scan", fp8jax.value_and_grad),
+    "vmap": ("vmap", fp8jax.value_and_grad),
+    "jax.grad": ("", jax.value_and_grad),
+    "microbatches": ("", lambda loss: fp8jax.accumulate_gradients(loss, 2)),
+    "multi_steps": ("", in_two_steps),
+    "all_reduce": ("", of_two_devices()),
+    "zero": ("", of_two_devices(stage=2)),
+}
+OF_HALVES = ("microbatches", "multi_steps", "all_reduce", "zero")
+LIMITS = np.float32([448, 448, 57344])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_has_no_gradient_does_not_keep_the_scale_of_gradients_up(way):
+    """The old scale, where a gradient is zero, is not larger than that of another gradient's amax."""
+    kind, grad = WAYS[way]
+    model = fp8jax.transform(Uses(kind), "te,amax_history_len=1,amax_compute_algo=most_recent")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    weights = jnp.ones((16, 2, 1))  # of rows and uses
+    weights = weights.at[8:].set(0) if way in OF_HALVES else weights.at[:, 1].set(0)
+
+    def loss(variables, x, weights):
+        return 1e-6 * jnp.mean(weights.swapaxes(0, 1) * model.apply(variables, x) ** 2)
+
+    step = jax.jit(grad(loss))
+    for _ in range(2):
+        _, grads = step(variables, X, weights)
+        variables = {**variables, "_overwrite_with_gradient": grads["_overwrite_with_gradient"]}
+    state = variables["_overwrite_with_gradient"]["layer"]["kernel"]
+    np.testing.assert_allclose(state["scale"], state["amax_history"][:, 0] / LIMITS, rtol=1e-6)
+    assert state["amax_history"][2, 0] < 1e-6
 
 
 @pytest.mark.parametrize("recipe", ["te", "O2", pytest.param("O3", marks=pytest.mark.long)])

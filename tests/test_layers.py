@@ -48,6 +48,7 @@ RANKS = {
 SIDEWAYS = {
     ("models", "rewrite"): "layers are chosen and reported as dot products of functions are",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
+    ("comm", "scaling"): "states of devices merge as those of uses do",
     ("models", "gradients"): "a Flax TrainState applies updates",
     ("chart", "targets"): "the chart is read from a program compiled for a target",
     ("doctor", "memory"): "a model is named as for a plan",

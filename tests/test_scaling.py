@@ -12,6 +12,7 @@ from flax.linen.fp8_ops import fm32
 from jax import lax
 
 from fp8jax import Recipe, scaling
+from fp8jax.dot import dot_general, init_state
 from fp8jax.scaled import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.scaling.merge import (
     CODES,
@@ -20,7 +21,9 @@ from fp8jax.scaling.merge import (
     along,
     from_codes,
     from_max,
+    marked,
     no_codes,
+    settled,
     to_codes,
     to_max,
 )
@@ -209,6 +212,48 @@ def test_two_uses_merge_by_max_and_not_with_the_old_value():
     merged = new_state(lambda s: use(use(1.0, s, SEEN[0]), s, SEEN[1]), STATE)
     np.testing.assert_array_equal(merged, [7, 40])
     np.testing.assert_array_equal(new_state(lambda s: use(1.0, s, SEEN[0]), STATE), SEEN[0])
+
+
+@pytest.mark.parametrize("name", ["one, most recent", "most recent", "max", "tensor", "interval"])
+def test_a_use_without_an_amax_has_no_say_where_next_states_meet(name):
+    """Its scale is the old one, or that of a window of the past, and may be larger than that of the other."""
+    chosen, limits = scaling.of_recipe(RECIPES[name]), jnp.asarray(LIMITS)
+    old = {**chosen.init(OPERANDS), "scale": jnp.full(OPERANDS, 2.0**20)}
+    amaxes = jnp.float32([[1, 0, 2], [3, np.nan, 0], [np.inf, 0, 5]])
+    uses = [marked(chosen.update(old, each, limits)) for each in amaxes]
+    unused = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), old)
+    met = jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), unused, *uses)
+    # The amaxes merged, and a scale derived from them.
+    expected = chosen.update(old, jnp.float32([3, 0, 5]), limits)
+    jax.tree.map(np.testing.assert_array_equal, settled(met, old), expected)
+    assert expected["scale"][1] == 2.0**20
+    jax.tree.map(np.testing.assert_array_equal, settled(unused, old), old)
+
+
+def test_uses_without_an_amax_leave_the_scale_of_the_window():
+    chosen, limits = scaling.of_recipe(RECIPES["max"]), jnp.asarray(LIMITS)
+    state = chosen.init(OPERANDS)
+    for amax in (100.0, 10.0, 0.0, 0.0):
+        two = [marked(chosen.update(state, jnp.full(OPERANDS, each), limits)) for each in (amax, 0.0)]
+        state = settled(jax.tree.map(jnp.maximum, *two), state)
+    np.testing.assert_allclose(state["scale"], 10 / LIMITS, rtol=1e-6)  # 100 has left the window of 3
+
+
+def test_the_gradient_of_a_state_is_the_next_one_with_jaxs_own_too():
+    recipe = RECIPES["one, most recent"]
+    state, x, kernel = init_state(recipe), jnp.ones((4, 8)), jnp.ones((8, 4))
+
+    @jax.jit
+    @jax.grad
+    def next_state(state, factor):
+        state = to_max(state)
+        uses = [
+            dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state) for _ in range(2)
+        ]
+        return factor * jnp.sum(uses[0]) + 0 * jnp.sum(uses[1])
+
+    np.testing.assert_allclose(next_state(state, 2.0)["scale"], [1 / 448, 1 / 448, 2 / 57344], rtol=1e-6)
+    np.testing.assert_allclose(next_state(state, 0.0)["scale"], [1 / 448, 1 / 448, 1], rtol=1e-6)
 
 
 def test_no_use_leaves_minus_infinity():

@@ -35,6 +35,7 @@ from fp8jax.scaled import (
     value,
     without_infinities,
 )
+from fp8jax.scaling.merge import marked, unmarked
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params, with_collections
 
 
@@ -275,10 +276,14 @@ def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
 
 
 def merged(variables: Any, axis_name: str) -> dict[str, Any]:
-    """The collections besides the parameters, the same on all devices."""
-    merge = {SCALING: lax.pmax, LOSS_SCALE: lax.pmin}
-    return {
-        name: jax.tree.map(lambda x, name=name: merge[name](x, axis_name), tree)
-        for name, tree in variables.items()
-        if name != PARAMS
+    """The collections besides the parameters, the same on all devices. Scaling states are those of the same
+    step on all."""
+
+    def over(reduce: Any, tree: Any) -> Any:
+        return jax.tree.map(lambda x: reduce(x, axis_name), tree)
+
+    merge = {
+        SCALING: lambda states: unmarked(over(lax.pmax, marked(states))),
+        LOSS_SCALE: lambda state: over(lax.pmin, state),
     }
+    return {name: merge[name](tree) for name, tree in variables.items() if name != PARAMS}

@@ -37,7 +37,7 @@ from fp8jax.dot.weight import Weight
 from fp8jax.platforms import over_axis
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, value
-from fp8jax.scaling.merge import CODES, along, from_max, to_codes, to_max
+from fp8jax.scaling.merge import CODES, along, from_max, to_codes, to_cotangents, to_max
 
 
 class Over(NamedTuple):
@@ -178,7 +178,7 @@ def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
         in_slot = drhs
     elif static.rhs_dtype is not None:
         in_rhs = drhs
-    return dlhs, in_rhs, in_slot, to_max(state), None
+    return dlhs, in_rhs, in_slot, to_cotangents(state), None
 
 
 def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:

@@ -26,7 +26,7 @@ from fp8jax.scaled import (
     to_bytes,
     value,
 )
-from fp8jax.scaling.merge import CODES, from_max, to_codes, to_max
+from fp8jax.scaling.merge import CODES, from_max, to_codes, to_cotangents, to_max
 
 State = dict[str, jax.Array]
 
@@ -138,7 +138,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
         in_slot = drhs.astype(static.slot_dtype)
     elif static.rhs_dtype is not None:
         in_rhs = drhs.astype(static.rhs_dtype)
-    return dlhs, in_rhs, in_slot, to_max(new_state)
+    return dlhs, in_rhs, in_slot, to_cotangents(new_state)
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:

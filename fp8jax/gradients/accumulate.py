@@ -13,7 +13,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import Local, Share, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
-from fp8jax.gradients.loss import check_arguments, narrowed, on_one_device, with_seal
+from fp8jax.gradients.loss import check_arguments, for_optimizers, narrowed, on_one_device
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -59,7 +59,7 @@ def accumulate_gradients(
     _check_parts(microbatches)
     names = names_of(keys)
     make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format, names or ())
-    run = with_seal(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
+    run = for_optimizers(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
     parts = microbatches if zero is None else microbatches * zero.devices
 
     @functools.wraps(loss_fn)
@@ -180,5 +180,6 @@ def _finished(sums: Any, shapes: Any, variables: Any, local: Local | None) -> An
         return jax.tree.map(narrow, shapes, sums, shares, is_leaf=is_scaled)
     grads = {**sums, PARAMS: jax.tree.map(narrow, params, sums[PARAMS], shares, is_leaf=is_scaled)}
     if SCALING in sums:
-        grads[PARAMS], grads[SCALING] = narrowed(grads[PARAMS], variables[PARAMS], sums[SCALING], shares)
+        old = variables[SCALING]
+        grads[PARAMS], grads[SCALING] = narrowed(grads[PARAMS], variables[PARAMS], sums[SCALING], old, shares)
     return grads

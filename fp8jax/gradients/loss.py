@@ -18,14 +18,15 @@ from fp8jax.dot import Weight
 from fp8jax.gradients.devices import Local, Share, State, over_devices, state_of_each
 from fp8jax.gradients.traced import Gradient, gradient, is_marked, state_at
 from fp8jax.rewrite import LayersFound, names_of
-from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient, select
+from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient
 from fp8jax.scaling.merge import (
     CODES,
     NeedsWideGradient,
     adds_codes,
     from_codes,
-    from_max,
+    from_cotangents,
     no_codes,
+    settled,
     to_max,
 )
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
@@ -63,19 +64,21 @@ def value_and_grad(
     """
     check_arguments(loss_fn, zero)
     make = functools.partial(on_one_device, loss_fn, has_aux)
-    return with_seal(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
+    return for_optimizers(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
 
 
-def with_seal(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient function of a loss, whose gradients are as optimizers are to get them: `ScaledGradient`s,
-    those of whole variables `Gradients`."""
+def for_optimizers(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of the whole batch's loss as optimizers are to get it: with the next scaling states in the
+    place of merged ones, as `ScaledGradient`s, those of whole variables as `Gradients`."""
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
         out, grads = grad_fn(variables, *args, **kwargs)
-        if has_params(grads):
-            return out, sealed({**grads, PARAMS: as_gradients(grads[PARAMS])})
-        return out, as_gradients(grads)
+        if not has_params(grads):
+            return out, as_gradients(grads)
+        if SCALING in grads:
+            grads = {**grads, SCALING: _jitted_settled(grads[SCALING], variables[SCALING])}
+        return out, sealed({**grads, PARAMS: as_gradients(grads[PARAMS])})
 
     return wrapped
 
@@ -92,11 +95,15 @@ def on_one_device(loss_fn: Callable[..., Any], has_aux: bool, local: Local | Non
     """`value_and_grad` on one device; with `local`, of its parts of the variables, one of many.
 
     The loss is then divided by their number, and of the gradients those are summed over devices that
-    products sum; the others are to be, see `Local`.
+    products sum; the others are to be, see `Local`. Scaling states can be merged with those of other parts
+    of the batch, and are then to be settled.
     """
     if local is not None:
         loss_fn = _divided(loss_fn, has_aux, local.zero.devices)
     return _of_each_kind(loss_fn, has_aux, local)
+
+
+_jitted_settled = jax.jit(settled)
 
 
 def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:
@@ -126,15 +133,15 @@ def _finished(found: Gradient, variables: Any) -> Any:
     """The loss and its gradients in their formats, with the new scaling state."""
     is_flax = has_params(variables)
     params = variables[PARAMS] if is_flax else variables
-    old = variables.get(SCALING, {}) if is_flax else {}
-    state = jax.tree.map(_unless_unused, from_max(found.state), old)
+    state = from_cotangents(found.state)
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     grads = []
     for (path, param), grad in zip(flat, treedef.flatten_up_to(found.grads), strict=True):
         names = names_of(path)
         kept = state_at({PARAMS: params, SCALING: state}, names)
         if "wgrad_scale" in kept:
-            grad, scale = _narrow_leaf(grad, param, kept["wgrad_scale"], Share())
+            before = state_at(variables, names)["wgrad_scale"]
+            grad, scale = _narrow_leaf(grad, param, settled(kept["wgrad_scale"], before), Share())
             state = _with_scale(state, names, scale)
         elif not is_scaled(param):
             grad = grad.astype(param.dtype)
@@ -204,8 +211,7 @@ def _value_and_grad(
     if narrow and any(state.is_marked for state in jax.tree.leaves(states)):
         grad_fn = _unless_codes_meet(grad_fn, slots, to_max(state))
     out, ((grads, _), new_state) = grad_fn(slots, to_max(state))
-    new_state = jax.tree.map(_unless_unused, from_max(new_state), state)
-    grads, new_state = narrowed(grads, params, new_state, shares)
+    grads, new_state = narrowed(grads, params, from_cotangents(new_state), state, shares)
     if not is_flax:
         return out, grads
     return out, {PARAMS: grads, **({SCALING: new_state} if SCALING in variables else {})}
@@ -245,13 +251,9 @@ def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[...,
     return lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
 
 
-def _unless_unused(new: jax.Array, old: jax.Array) -> jax.Array:
-    return select(new == -jnp.inf, old, new)
-
-
-def narrowed(grads: Any, params: Any, state: Any, shares: Any) -> tuple[Any, Any]:
+def narrowed(grads: Any, params: Any, state: Any, old: Any, shares: Any) -> tuple[Any, Any]:
     """The marked gradients as `ScaledArray`s, the others in their parameters' dtypes, and the state with
-    their scales."""
+    their scales, which are the `old` state's where there is no gradient."""
     if not isinstance(grads, Mapping):
         return grads, state
     grads, state = dict(grads), dict(state)
@@ -259,14 +261,16 @@ def narrowed(grads: Any, params: Any, state: Any, shares: Any) -> tuple[Any, Any
         if name not in grads:
             continue  # of a product that is no layer's
         if isinstance(grads[name], Mapping):
-            grads[name], state[name] = narrowed(grads[name], params[name], kept, shares[name])
+            below = grads[name], params[name], kept, old[name], shares[name]
+            grads[name], state[name] = narrowed(*below)
             continue
         # A kernel may stand in a box of axis names.
         [grad], box = jax.tree.flatten(grads[name], is_leaf=is_scaled)
         [param] = jax.tree.leaves(params[name], is_leaf=is_scaled)
         [share] = jax.tree.leaves(shares[name])
         if "wgrad_scale" in kept:
-            grad, scale = _narrow_leaf(grad, param, kept["wgrad_scale"], share)
+            scale = settled(kept["wgrad_scale"], old[name]["wgrad_scale"])
+            grad, scale = _narrow_leaf(grad, param, scale, share)
             state[name] = {**kept, "wgrad_scale": scale}
         elif not is_scaled(param):
             grad = grad.astype(param.dtype)

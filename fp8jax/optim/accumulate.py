@@ -8,6 +8,7 @@ import optax
 
 from fp8jax.optim.links import unless_skipped
 from fp8jax.scaled import is_scaled, value
+from fp8jax.scaling.merge import marked, unmarked
 from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_params, with_collections
 
 
@@ -15,7 +16,7 @@ class MultiStepsState(NamedTuple):
     """State of `multi_steps`."""
 
     inner: optax.MultiStepsState  # its gradients are float32
-    scaling: Any  # the scaling states seen since the last step, merged by max; -inf where none was
+    scaling: Any  # the scaling states seen since the last step, merged as `marked`; -inf where none was
 
 
 def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.GradientTransformationExtraArgs:
@@ -59,8 +60,10 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         if not has_params(variables):
             raise ValueError("`params`: expected whole variables, as `updates` are; got parameters alone.")
         is_step = steps.has_updated(inner)
-        merged = jax.tree.map(jnp.maximum, state.scaling, updates[SCALING])
-        kept = jax.tree.map(lambda new, old: jnp.where(is_step, new, old), merged, variables[SCALING])
+        merged = jax.tree.map(jnp.maximum, state.scaling, marked(updates[SCALING]))
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(is_step, new, old), unmarked(merged), variables[SCALING]
+        )
         kept = unless_skipped(kept, variables[SCALING], inner, state.inner)
         unseen = jax.tree.map(lambda x: jnp.where(is_step, -jnp.inf, x), merged)
         return with_collections(updates, {PARAMS: new, SCALING: kept}, Updates), MultiStepsState(

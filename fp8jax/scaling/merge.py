@@ -5,9 +5,17 @@ state leaves a step as the cotangent of the old one, and the sum of two amaxes i
 FP8 weight gradient is codes on a scale of their own, and the sum of two codes is nonsense.
 Both travel as arrays of extended dtypes, in which addition means something else, or shows:
 
-    state = from_max(jax.grad(loss)(to_max(state)))          # merged by max; -inf where unused
+    state = jax.grad(loss)(state)                            # the next one, if all uses take to_max(state)
+    state = from_max(jax.grad(loss)(to_max(state)))          # the same, but -inf where unused
     jaxpr = jax.make_jaxpr(jax.grad(loss))(no_codes(jnp.zeros(shape)))
     adds_codes(jaxpr.jaxpr)                                  # whether codes meet in it
+
+The maximum of scales is the scale of the largest amax, but for a use without an amax (zeros, or
+numbers that are not finite): its scale is the old one, or that of a window of the past. While states
+meet it is negative, so that any other is larger (`marked`):
+
+    scales of two uses    2**-9, -2**-3    ->    2**-9
+                         -2**-3, -2**-3    ->    2**-3
 
 The dtypes are Flax's (`fm32` and its kin, made for the first purpose). This is the only
 module besides `models/` that imports flax.
@@ -15,6 +23,7 @@ module besides `models/` that imports flax.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,7 +34,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from fp8jax.formats import E4M3
-from fp8jax.scaled import to_bytes
+from fp8jax.scaled import select, to_bytes
 
 
 class NeedsWideGradient(Exception):
@@ -48,13 +57,67 @@ CODES = _CodesDType(jnp.dtype(jnp.uint8))
 
 
 def to_max(tree: Any) -> Any:
-    """float32 leaves become `fm32`; leaves that are already stay."""
-    return jax.tree.map(lambda x: x if x.dtype == fm32 else lax.convert_element_type(x, fm32), tree)
+    """float32 leaves become `fm32`; leaves that are already stay.
+
+    The gradient with respect to the float32 leaves is their next value.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    others = [i for i, leaf in enumerate(leaves) if leaf.dtype != fm32]
+    for i, leaf in zip(others, _to_max([leaves[i] for i in others]) if others else (), strict=True):
+        leaves[i] = leaf
+    return treedef.unflatten(leaves)
 
 
 def from_max(tree: Any) -> Any:
-    """`fm32` leaves become float32 again; other leaves stay."""
-    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32) if x.dtype == fm32 else x, tree)
+    """`fm32` leaves become float32 again, without marks; other leaves stay."""
+    return jax.tree.map(lambda x: _unmarked(_to_float32(x)) if x.dtype == fm32 else x, tree)
+
+
+def _to_fm32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: lax.convert_element_type(x, fm32), tree)
+
+
+def _to_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
+
+
+_to_max = jax.custom_vjp(_to_fm32)
+_to_max.defvjp(lambda old: (_to_fm32(old), old), lambda old, new: (settled(from_cotangents(new), old),))
+
+
+def to_cotangents(state: Any) -> Any:
+    """The next state of a dot as the cotangents of its state."""
+    return _to_fm32(marked(state))
+
+
+def from_cotangents(tree: Any) -> Any:
+    """Merged cotangents as float32 arrays: `marked`, and -inf where unused. They can be merged by max with
+    others of the same state; at last they are `settled`."""
+    return _to_float32(tree)
+
+
+def marked(tree: Any) -> Any:
+    """Next states, the scales of which are negative where no amax of this step is behind them."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if "amax_history" not in tree:
+        return {name: marked(below) for name, below in tree.items()}
+    scale, newest = tree["scale"], tree["amax_history"][..., 0]
+    return {**tree, "scale": jnp.where(newest > 0, scale, -jnp.abs(scale))}
+
+
+def settled(merged: Any, old: Any) -> Any:
+    """The next states: merged ones without marks, and the old ones where nothing was merged."""
+    return jax.tree.map(lambda new, old: select(new == -jnp.inf, old, lax.abs(new)), merged, old)
+
+
+def unmarked(merged: Any) -> Any:
+    """Merged states without marks; -inf, where nothing was merged, stays."""
+    return jax.tree.map(_unmarked, merged)
+
+
+def _unmarked(x: jax.Array) -> jax.Array:
+    return select(x == -jnp.inf, x, lax.abs(x))
 
 
 def no_codes(like: jax.Array) -> jax.Array:
@@ -107,12 +170,12 @@ batching.primitive_batchers[_along_p] = _batch
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(leaf: jax.Array, count: int) -> jax.Array:
-    return to_max(jnp.broadcast_to(from_max(leaf), (count, *leaf.shape)))
+    return _to_fm32(jnp.broadcast_to(_to_float32(leaf), (count, *leaf.shape)))
 
 
 _copies.defvjp(
     lambda leaf, count: (_copies(leaf, count), None),
-    lambda count, kept, cotangents: (to_max(jnp.max(from_max(cotangents), axis=0)),),
+    lambda count, kept, cotangents: (_to_fm32(jnp.max(_to_float32(cotangents), axis=0)),),
 )
 
 
