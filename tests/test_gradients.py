@@ -192,6 +192,24 @@ def test_updates_of_another_tree_are_refused_in_a_line(name, is_whole):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("module", ["MLP", "scan", "vmap"])
+def test_a_vmap_of_value_and_grad_gives_the_gradient_of_each_example(module):
+    """Codes are not summed over the examples: each has a gradient, and a state, of its own."""
+    model = fp8jax.transform(MLP() if module == "MLP" else Uses(module), "O2")
+    variables, x = jax.jit(model.init)(jax.random.key(0), X), jnp.split(X, 4)
+    grad = fp8jax.value_and_grad(lambda variables, x: jnp.mean(model.apply(variables, x) ** 2))
+    together = jax.vmap(grad, (None, 0))(variables, jnp.stack(x))
+    compiled = jax.jit(grad)
+    each = [compiled(variables, part) for part in x]
+
+    def check(together, *each):
+        assert not is_scaled(together) or together.data.dtype == jnp.float8_e4m3fn
+        wanted = jnp.stack([value(one) for one in each])
+        np.testing.assert_allclose(value(together), wanted, rtol=1e-6, atol=1e-6 * jnp.max(jnp.abs(wanted)))
+
+    jax.tree.map(check, together, *each, is_leaf=is_scaled)
+
+
 class Uses(nn.Module):
     """One layer, used twice: one after the other, in a scan, or for each example of a vmap."""
 

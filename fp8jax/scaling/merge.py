@@ -139,10 +139,8 @@ def along(tree: Any, *operands: Any) -> Any:
     """`tree` as it is; where a vmap maps the operands alone, one copy for each example.
 
     JAX would sum the cotangents of an array that the examples share, by an addition that the
-    dtypes here do not have: those of the copies of an `fm32` leaf merge by max.
-
-    Raises:
-        NeedsWideGradient: a vmap maps the operands alone, and a leaf holds codes.
+    dtypes here do not have: those of the copies of an `fm32` leaf merge by max, and those of codes
+    raise `NeedsWideGradient`. Per-example gradients, a vmap of the gradient, are not summed.
     """
     return jax.tree.map(lambda leaf: _along_p.bind(leaf, *operands), tree)
 
@@ -159,10 +157,10 @@ def _batch(args: Any, dims: Any) -> Any:
     mapped = [(x, d) for x, d in zip(operands, theirs, strict=True) if d is not None]
     if dim is not None or not mapped:
         return _along_p.bind(*args), dim
-    if leaf.dtype == CODES:
-        raise NeedsWideGradient
+    if leaf.dtype not in (CODES, fm32):
+        return leaf, None
     x, d = mapped[0]
-    return _copies(leaf, x.shape[d]) if leaf.dtype == fm32 else leaf, 0 if leaf.dtype == fm32 else None
+    return _copies(leaf, x.shape[d]), 0
 
 
 batching.primitive_batchers[_along_p] = _batch
@@ -170,13 +168,17 @@ batching.primitive_batchers[_along_p] = _batch
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(leaf: jax.Array, count: int) -> jax.Array:
-    return _to_fm32(jnp.broadcast_to(_to_float32(leaf), (count, *leaf.shape)))
+    plain = lax.convert_element_type(leaf, leaf.dtype.float_dtype)
+    return lax.convert_element_type(jnp.broadcast_to(plain, (count, *leaf.shape)), leaf.dtype)
 
 
-_copies.defvjp(
-    lambda leaf, count: (_copies(leaf, count), None),
-    lambda count, kept, cotangents: (_to_fm32(jnp.max(_to_float32(cotangents), axis=0)),),
-)
+def _merge_copies(count: int, kept: None, cotangents: jax.Array) -> tuple[jax.Array]:
+    if cotangents.dtype == CODES:
+        raise NeedsWideGradient
+    return (_to_fm32(jnp.max(_to_float32(cotangents), axis=0)),)
+
+
+_copies.defvjp(lambda leaf, count: (_copies(leaf, count), None), _merge_copies)
 
 
 def while_live(codes: jax.Array, live: jax.Array) -> jax.Array:
