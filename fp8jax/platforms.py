@@ -7,7 +7,8 @@ compiles for a GPU that is not there. `jax.lax.platform_dependent` promises the 
 choice is a value, which a scan's backward hoists out of the loop: both ways end up inside.
 Here it is a primitive, which shows both ways as jaxprs and lowers to one.
 
-Not differentiable: it is used inside custom derivative rules.
+Not differentiable: it is used inside custom derivative rules, the results of which are differentiable
+once (`differentiable_once`).
 """
 
 import functools
@@ -17,8 +18,13 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax import lax
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh
+
+_NO_DERIVATIVE = (
+    "a cast to FP8, or an amax, has no derivative: expected a gradient that goes by way of `dot_general`, "
+    "or that `jax.lax.stop_gradient` stops before the cast."
+)
 
 _choose_p = jex.Primitive("by_platform")
 _choose_p.multiple_results = True
@@ -70,6 +76,51 @@ def _run(*args: jax.Array, cpu: Any, default: Any, whole: bool) -> Any:
     devices = {device for arg in args for device in arg.devices()}
     on_cpu = {device.platform for device in devices} == {"cpu"}
     return _compiled(cpu if on_cpu and not (whole and len(devices) > 1) else default)(*args)
+
+
+def differentiable_once(out: Any, of: Any, message: str) -> Any:
+    """`out` as it is, made of `of` by a derivative rule that has no derivative.
+
+    Args:
+        out, of: trees of arrays.
+        message: of the NotImplementedError where a gradient comes back to `out`. One that
+            `jax.lax.stop_gradient` stops does not.
+    """
+    given = jax.tree.leaves(of)
+    return jax.tree.map(lambda leaf: _once_p.bind(leaf, *given, message=message), out)
+
+
+_once_p = jex.Primitive("differentiable_once")
+_once_p.def_impl(lambda out, *of, message: out)
+_once_p.def_abstract_eval(lambda out, *of, message: out)
+mlir.register_lowering(_once_p, lambda ctx, out, *of, message: [out])
+batching.primitive_batchers[_once_p] = lambda args, dims, **params: (_once_p.bind(*args, **params), dims[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _refusing(out: Any, of: Any, message: str) -> Any:
+    return out
+
+
+def _refuse(message: str, kept: None, cotangents: Any) -> Any:
+    raise NotImplementedError(message)
+
+
+_refusing.defvjp(lambda out, of, message: (out, None), _refuse)
+
+
+def _differentiate(primitive: Any, message: str, primals: Any, tangents: Any, params: Any) -> Any:
+    """Results, and tangents that cannot be transposed."""
+    out, tangents = primitive.bind(*primals, **params), tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(lambda *of: _refusing(out, of, message), primals, tangents)
+
+
+ad.primitive_jvps[_once_p] = lambda primals, tangents, **params: _differentiate(
+    _once_p, params["message"], primals, tangents, params
+)
+ad.primitive_jvps[_choose_p] = lambda primals, tangents, **params: _differentiate(
+    _choose_p, _NO_DERIVATIVE, primals, tangents, params
+)
 
 
 def explicit_mesh(*args: Any) -> Any:

@@ -210,6 +210,32 @@ def test_a_vmap_of_value_and_grad_gives_the_gradient_of_each_example(module):
     jax.tree.map(check, together, *each, is_leaf=is_scaled)
 
 
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_a_gradient_inside_the_loss_is_taken_once(recipe):
+    """Codes have no derivative: a penalty on a gradient would be trained with none, which raises."""
+    model = fp8jax.transform(MLP(), recipe)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+
+    def slope(variables, x):
+        return jax.grad(lambda x: mse(model)(variables, x, Y))(x)
+
+    with pytest.raises(NotImplementedError, match="an FP8 product is differentiable once.*stop_gradient"):
+        jax.eval_shape(fp8jax.value_and_grad(lambda v: jnp.sum(slope(v, X) ** 2)), variables)
+
+    def attacked(variables):
+        return mse(model)(variables, X + jax.lax.stop_gradient(0.1 * jnp.sign(slope(variables, X))), Y)
+
+    got = jax.jit(fp8jax.value_and_grad(attacked))(variables)
+    other = X + 0.1 * jnp.sign(jax.jit(slope)(variables, X))
+    want = jax.jit(fp8jax.value_and_grad(mse(model)))(variables, other, Y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+
+
+def test_casts_have_no_derivative():
+    with pytest.raises(NotImplementedError, match="a cast to FP8, or an amax, has no derivative"):
+        jax.grad(lambda x: jnp.sum(quantize(x, formats.E4M3).dequantize()))(X)
+
+
 class Uses(nn.Module):
     """One layer, used twice: one after the other, in a scan, or for each example of a vmap."""
 

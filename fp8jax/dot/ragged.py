@@ -32,9 +32,21 @@ from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
 from fp8jax.dot.product import init_state
-from fp8jax.dot.rule import CASTS, DGRAD, FPROP, KEPT, WGRAD, State, checked, packed, scale_of_wgrad, stored
+from fp8jax.dot.rule import (
+    CASTS,
+    DGRAD,
+    FPROP,
+    KEPT,
+    ONCE,
+    WGRAD,
+    State,
+    checked,
+    packed,
+    scale_of_wgrad,
+    stored,
+)
 from fp8jax.dot.weight import Weight
-from fp8jax.platforms import over_axis
+from fp8jax.platforms import differentiable_once, over_axis
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, value
 from fp8jax.scaling.merge import CODES, along, from_max, to_codes, to_cotangents, to_max
@@ -133,15 +145,16 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ragged(static: _Static, lhs: Any, rhs: Any, slot: Any, state: State, sizes: Any) -> jax.Array:
-    del slot
-    return _forward(static, lhs, rhs, state, sizes)[0]
+    return _forward(static, lhs, rhs, slot, state, sizes)[0]
 
 
-def _forward(static: _Static, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[jax.Array, Any]:
+def _forward(static: _Static, lhs: Any, rhs: Any, slot: Any, state: State, sizes: Any) -> tuple[Any, Any]:
     """The output, and what the backward needs."""
     on_each = _on_each(static, functools.partial(_forward_of_device, static))
-    out, kept = on_each(lhs, rhs, from_max(state), sizes)
-    return out, checkpoint_name(kept, KEPT)
+    out, (kept, seen, *others) = on_each(lhs, rhs, lax.stop_gradient(from_max(state)), sizes)
+    seen = differentiable_once(seen, (lhs, rhs, slot), ONCE)
+    kept, seen, *others = checkpoint_name((kept, seen, *others), KEPT)
+    return differentiable_once(out, seen, ONCE), (kept, seen, *others)
 
 
 def _on_each(static: _Static, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +191,8 @@ def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
         in_slot = drhs
     elif static.rhs_dtype is not None:
         in_rhs = drhs
-    return dlhs, in_rhs, in_slot, to_cotangents(state), None
+    grads = (dlhs, in_rhs, in_slot, to_cotangents(state), None)
+    return differentiable_once(grads, (grad, kept[1]), ONCE)
 
 
 def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
@@ -225,9 +239,7 @@ def _as_it_leaves(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _forward_rule(static: _Static, *operands: Any) -> tuple[jax.Array, Any]:
-    lhs, rhs, slot, state, sizes = checked(*operands)
-    del slot
-    return _forward(static, lhs, rhs, state, sizes)
+    return _forward(static, *checked(*operands))
 
 
 _ragged.defvjp(_forward_rule, _backward, symbolic_zeros=True)

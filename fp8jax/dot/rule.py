@@ -15,7 +15,7 @@ from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.layout import Layout
-from fp8jax.platforms import by_platform
+from fp8jax.platforms import by_platform, differentiable_once
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
@@ -35,6 +35,13 @@ KEPT = "fp8_operands"
 
 # The names that the casts of lhs, rhs and the output gradient have in a program.
 CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
+
+# Of the error where a gradient is differentiated.
+ONCE = (
+    "an FP8 product is differentiable once: expected a loss that takes no gradient of a gradient; got one, "
+    "such as a penalty on the gradient of an input. Compute that part of the loss without FP8, by the plain "
+    "model of dequantized variables, or stop its gradient with `jax.lax.stop_gradient`."
+)
 
 # The names that the three GEMMs have in a program, in the order of `Recipe.override_linear_precision`.
 GEMMS = FPROP, DGRAD, WGRAD = ("fprop", "dgrad", "wgrad")
@@ -78,14 +85,16 @@ def _dot(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> j
 
 def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> tuple[jax.Array, Any]:
     """The output, and what the backward needs."""
-    del slot
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    state = from_max(state)
+    state = lax.stop_gradient(from_max(state))  # no derivative of a derivative comes by way of it
     lhs = static.layout.lhs_matrix(lhs)  # before the cast: so its codes are laid out as a GEMM takes them
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
+    # Codes have no derivative, and a scaled kernel's is that of its slot: all that is made of them has the
+    # amaxes' derivative, which is refused.
+    seen = differentiable_once((lhs_seen, rhs_seen), (lhs, rhs, slot), ONCE)
     # Of a kernel that is spread over devices the part is kept, and put together again.
-    narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), (lhs_seen, rhs_seen)), KEPT)
+    narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), seen), KEPT)
     wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
     operands = wide if fprop_is_high else [unpacked(x, static.formats[0]) for x in narrow]
     with jax.named_scope(FPROP):
@@ -93,7 +102,7 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
     kept = (wide[0] if wgrad_is_high else narrow[0], wide[1] if dgrad_is_high else narrow[1])
     if not static.has_wgrad:
         kept = (None, kept[1])
-    return out, (kept, seen, state)
+    return differentiable_once(out, seen, ONCE), (kept, seen, state)
 
 
 def _kernel_matrix(static: Static, rhs: Any) -> Any:
@@ -138,7 +147,8 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
         in_slot = drhs.astype(static.slot_dtype)
     elif static.rhs_dtype is not None:
         in_rhs = drhs.astype(static.rhs_dtype)
-    return dlhs, in_rhs, in_slot, to_cotangents(new_state)
+    grads = (dlhs, in_rhs, in_slot, to_cotangents(new_state))
+    return differentiable_once(grads, (grad, seen), ONCE)
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:

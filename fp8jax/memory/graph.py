@@ -34,8 +34,8 @@ _KINDS = {
     ),
     **dict.fromkeys(("argmax", "argmin"), "reduce"),
     **dict.fromkeys(
-        "along copy expand_dims from_edtype name pcast pvary reshape reshard sharding_constraint squeeze "
-        "stop_gradient to_edtype".split(),
+        "along copy differentiable_once expand_dims from_edtype name pcast pvary reshape reshard "
+        "sharding_constraint squeeze stop_gradient to_edtype while_live".split(),
         "view",
     ),
     **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"), "update"),
