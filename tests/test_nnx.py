@@ -309,6 +309,58 @@ def test_stop_gradient_inside_the_loss_freezes_a_layer(freeze):
     assert jnp.any(second != 0) and float(model.layers[0].kernel__fp8_amax_history[0, 0]) == 1
 
 
+class Pair(nnx.Module):
+    """Its kernels have shapes of their own, so that no other test's trace stands for one of it."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(12, 20, rngs=rngs), nnx.Linear(20, 12, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](nnx.gelu(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+@pytest.mark.parametrize("pure", [lambda state: state, nnx.as_pure], ids=["variables", "values"])
+def test_split_states_are_variables_too(recipe, pure):
+    model, x = fp8jax.transform(Pair(nnx.Rngs(0)), recipe), jnp.ones((4, 12))
+    graph, params, scaling, rest = nnx.split(model, nnx.Param, FP8State, ...)
+    variables = {"params": pure(params), "_overwrite_with_gradient": pure(scaling)}
+
+    def loss(variables, x):
+        parts = variables["params"], variables["_overwrite_with_gradient"], rest
+        return squares(nnx.merge(graph, *parts), x)
+
+    (got, grads), (want, of_module) = (
+        fp8jax.value_and_grad(loss)(variables, x),
+        fp8jax.value_and_grad(squares)(model, x),
+    )
+    assert float(got) == float(want)
+    renewed = pure(nnx.state(model, FP8State))
+    wanted = {"params": pure(of_module), "_overwrite_with_gradient": renewed}
+    jax.tree.map(np.testing.assert_array_equal, grads, wanted)
+    updates = {**grads, "params": jax.tree.map(lambda g: -value(g), grads["params"], is_leaf=is_scaled)}
+    after = fp8jax.apply_updates(variables, updates)
+    assert jax.tree.structure(after) == jax.tree.structure(variables) and float(loss(after, x)) < float(got)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_the_state_of_parameters_alone_is_enough_for_their_gradient(recipe):
+    """The new scaling state is lost, and that is said."""
+    model, x = fp8jax.transform(Pair(nnx.Rngs(0)), recipe), jnp.ones((5, 12))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, x):
+        return squares(nnx.merge(graph, params, rest), x)
+
+    with pytest.warns(UserWarning, match="its new amaxes are lost"):
+        _, grads = fp8jax.value_and_grad(loss)(params, x)
+    want = fp8jax.value_and_grad(squares)(model, x)[1]
+    assert type(grads) is type(params) and relative(flat(grads), flat(want)) < 0.05
+    if recipe == "te":
+        with pytest.warns(UserWarning, match="its new amaxes are lost"):
+            jax.value_and_grad(loss)(params, jnp.ones((6, 12)))
+
+
 # Transforms ######################################################################################
 
 

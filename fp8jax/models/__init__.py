@@ -11,7 +11,7 @@ from fp8jax.comm import Zero
 from fp8jax.models import attention_layers, linen, linen_lora, nnx, nnx_lora
 from fp8jax.models.blocks import checkpointing
 from fp8jax.models.lora import LoRA
-from fp8jax.models.nnx_gradient import gradient_of_module, of_devices
+from fp8jax.models.nnx_gradient import gradient_of_module, gradient_of_states, is_split, of_devices
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import Rule
@@ -183,7 +183,9 @@ def value_and_grad(
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)` of Flax variables, or
             `loss_fn(model, *args, **kwargs)` of an NNX module, gives a scalar, or with `has_aux`
-            a scalar and anything else.
+            a scalar and anything else. Variables may be an `nnx.State` of parameters, or
+            `{"params": state, "_overwrite_with_gradient": state}` of `nnx.Param`s and
+            `fp8jax.FP8State`s. Without the second, the new scaling state is lost.
         has_aux: as in `jax.value_and_grad`.
         zero: over which devices the batch is split, and what each keeps, see `gradients.value_and_grad`.
             An NNX module's statistics become the mean of those that the devices saw, its intermediates
@@ -243,8 +245,12 @@ def _of_either(
     parts = microbatches * (1 if zero is None else zero.devices)
     of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, parts)
 
+    of_states = gradient_of_states(loss_fn, functools.partial(grad_of, has_aux=has_aux))
+
     @functools.wraps(loss_fn)
     def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return (of_module if nnx.is_module(model) else of_variables)(model, *args, **kwargs)
+        if nnx.is_module(model):
+            return of_module(model, *args, **kwargs)
+        return (of_states if is_split(model) else of_variables)(model, *args, **kwargs)
 
     return of_either

@@ -1,4 +1,4 @@
-"""The gradient of a loss of an NNX module, by way of variables as `gradients` takes them."""
+"""The gradient of a loss of an NNX module, or of its states, by way of variables of dicts."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from flax import nnx
 from fp8jax.gradients.keys import fold_in
 from fp8jax.models.nnx import FP8State, Frozen, LossScale
 from fp8jax.models.nnx_layers import STATE
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # What of a model is trained, what is scaled with, what does not change, and the rest.
 KINDS = (nnx.Param, FP8State, LossScale, Frozen, ...)
@@ -67,6 +67,45 @@ def gradient_of_module(
     return wrapped
 
 
+def is_split(variables: Any) -> bool:
+    """Whether variables are `nnx.State`s: the parameters alone, or collections of which they are one."""
+    params = variables[PARAMS] if has_params(variables) else variables
+    return isinstance(params, nnx.State)
+
+
+def gradient_of_states(
+    loss_fn: Callable[..., Any], grad_of: Callable[[Callable[..., Any]], Any]
+) -> Callable[..., Any]:
+    """A function that gives the gradient of a loss of a module's states, see `is_split`.
+
+    Args:
+        loss_fn: `loss_fn(variables, *args, **kwargs)`.
+        grad_of: the gradient of a loss of variables that are trees of dicts.
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        is_alone = not has_params(variables)
+        states = {PARAMS: variables} if is_alone else variables
+
+        def with_states(trees: Any) -> Any:
+            return {
+                name: put_in(states[name], tree) if isinstance(states[name], nnx.State) else tree
+                for name, tree in trees.items()
+            }
+
+        def pure(trees: Any, *args: Any, **kwargs: Any) -> Any:
+            inside = with_states(trees)
+            return loss_fn(inside[PARAMS] if is_alone else inside, *args, **kwargs)
+
+        trees = {name: tree_of(s) if isinstance(s, nnx.State) else s for name, s in states.items()}
+        out, grads = grad_of(pure)(trees, *args, **kwargs)
+        grads = with_states(grads)
+        return out, grads[PARAMS] if is_alone else grads
+
+    return wrapped
+
+
 def _keys(state: Any) -> list[tuple[Any, Any]]:
     """The paths and keys of random streams."""
     found = nnx.to_flat_state(state)
@@ -103,14 +142,15 @@ def of_devices(state: Any) -> Any:
 
 
 def tree_of(state: Any) -> dict[Any, Any]:
-    """The values of a state as nested dicts; a scaling state is one in its kernel's place."""
+    """The values of a state of variables, or of their values, as nested dicts; a scaling state is one in its
+    kernel's place."""
     tree: dict[Any, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parents, name = _path(path)
         below = tree
         for part in parents:
             below = below.setdefault(part, {})
-        below[name] = variable.get_value()
+        below[name] = variable.get_value() if isinstance(variable, nnx.Variable) else variable
     return tree
 
 
@@ -120,9 +160,11 @@ def put_in(state: Any, tree: Any) -> Any:
     def found(path: Any) -> Any:
         return functools.reduce(lambda below, part: below[part], _path(path), tree)
 
-    return nnx.from_flat_state(
-        [(path, variable.replace(found(path))) for path, variable in nnx.to_flat_state(state)]
-    )
+    def replaced(variable: Any, new: Any) -> Any:
+        return variable.replace(new) if isinstance(variable, nnx.Variable) else new
+
+    flat = nnx.to_flat_state(state)
+    return nnx.from_flat_state([(path, replaced(variable, found(path))) for path, variable in flat])
 
 
 def _path(path: Any) -> list[Any]:

@@ -98,12 +98,17 @@ def from_cotangents(tree: Any) -> Any:
 
 def marked(tree: Any) -> Any:
     """Next states, the scales of which are negative where no amax of this step is behind them."""
-    if not isinstance(tree, Mapping):
-        return tree
-    if "amax_history" not in tree:
-        return {name: marked(below) for name, below in tree.items()}
-    scale, newest = tree["scale"], tree["amax_history"][..., 0]
-    return {**tree, "scale": jnp.where(newest > 0, scale, -jnp.abs(scale))}
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, Mapping) and "amax_history" in node
+
+    def mark(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        is_new = node["amax_history"][..., 0] > 0
+        return type(node)({**node, "scale": jnp.where(is_new, node["scale"], -jnp.abs(node["scale"]))})
+
+    return jax.tree.map(mark, tree, is_leaf=is_state)
 
 
 def settled(merged: Any, old: Any) -> Any:
