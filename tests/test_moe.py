@@ -215,6 +215,19 @@ def test_a_group_without_rows_and_one_with_nan_disturb_no_other():
     assert not state["amax_history"][1, 0].any() and state["amax_history"][1, 1].all()
 
 
+@pytest.mark.parametrize("recipe", ["te,amax_history_len=2", "te,scaling=current"])
+def test_no_rows_have_an_empty_product_and_zero_gradients(recipe):
+    def loss(x, w, state):
+        return jnp.sum(ragged_dot(x, w, jnp.zeros(3, int), recipe=recipe, state=state))
+
+    operands = jnp.ones((0, 16)), normal(1, 3, 16, 8), init_ragged_state(recipe, 3)
+    out, (dx, dw, state) = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands)
+    assert out == 0 and dx.shape == (0, 16) and dw.shape == (3, 16, 8) and not dw.any()
+    if state:
+        assert (state["amax_history"][:, 1, 0] > 0).all() and not state["amax_history"][:, ::2].any()
+        np.testing.assert_array_equal(state["scale"][:, ::2], operands[2]["scale"][:, ::2])
+
+
 def test_losses_are_the_papers():
     logits = np.asarray(normal(0, 40, 5), np.float64)
     chosen = moe.route(jnp.asarray(logits, jnp.float32), 2)

@@ -63,7 +63,8 @@ class ScaledArray:
         """Returns itself; raises ValueError naming both shapes if an invariant is broken."""
         shape, blocks = self.shape, tuple(self.scale.shape)
         fits = not blocks or (
-            len(blocks) == len(shape) and all(b and d % b == 0 for d, b in zip(shape, blocks, strict=True))
+            len(blocks) == len(shape)
+            and all(b == d or (b and d % b == 0) for d, b in zip(shape, blocks, strict=True))
         )
         is_float = jnp.issubdtype(self.data.dtype, jnp.floating) and self.scale.dtype == jnp.float32
         if not (fits and is_float):
@@ -249,5 +250,5 @@ def _in_blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[i
     """`x` with each dim split into (blocks, within a block), and the second of each pair; or all of it."""
     if not shape:
         return x, tuple(range(x.ndim))
-    pairs = [n for d, b in zip(x.shape, shape, strict=True) for n in (b, d // b)]
+    pairs = [n for d, b in zip(x.shape, shape, strict=True) for n in (b, d // b if b else 1)]
     return x.reshape(pairs), tuple(range(1, 2 * x.ndim, 2))
