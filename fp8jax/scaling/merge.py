@@ -173,8 +173,9 @@ batching.primitive_batchers[_along_p] = _batch
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(leaf: jax.Array, count: int) -> jax.Array:
-    plain = lax.convert_element_type(leaf, leaf.dtype.float_dtype)
-    return lax.convert_element_type(jnp.broadcast_to(plain, (count, *leaf.shape)), leaf.dtype)
+    dtype: Any = leaf.dtype
+    plain = lax.convert_element_type(leaf, dtype.float_dtype)
+    return lax.convert_element_type(jnp.broadcast_to(plain, (count, *leaf.shape)), dtype)
 
 
 def _merge_copies(count: int, kept: None, cotangents: jax.Array) -> tuple[jax.Array]:
