@@ -78,6 +78,24 @@ FP32 = _format("FP32", np.float32, 127, True)
 ALL = (E4M3, E5M2, E8M0, FP16, BF16, FP32)
 
 
+def parse(format: Format | str) -> Format:
+    """A format, or the one that has this name.
+
+    Raises:
+        TypeError: `format` is neither, e.g. a dtype.
+        ValueError: no format has that name.
+    """
+    if isinstance(format, Format):
+        return format
+    legal = ", ".join(f.name for f in ALL)
+    message = f"`format`: expected a format of `fp8jax.formats` or its name, one of {legal}; got {format!r}."
+    if not isinstance(format, str):
+        raise TypeError(message)
+    if format not in legal.split(", "):
+        raise ValueError(message)
+    return get(format)
+
+
 def get(name: str) -> Format:
     """The format called `name`.
 

@@ -207,6 +207,24 @@ def test_the_error_is_at_most_half_an_ulp_at_the_formats_max_times_the_scale(x, 
     assert np.abs(x - np.asarray(q.data).astype(np.float64) * scale).max() <= bound
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("format", [formats.E4M3, formats.E5M2, formats.FP16, formats.BF16], ids=str)
+def test_what_is_finite_stays_so(format, power_of_two):
+    """Up to float32's max, whose code may be rounded up, and its value would be beyond it."""
+    x = np.float32([FLT_MAX, -FLT_MAX, FLT_MAX * 0.99, FLT_MAX / 2, 1])
+    for margin in (0, 3):
+        q = quantizer(format, power_of_two, margin)(x)
+        np.testing.assert_allclose(q.dequantize(), x, rtol=1 / 8, atol=float(q.scale))
+
+
+def test_a_format_has_a_name():
+    x = jnp.ones((2, 3))
+    jax.tree.map(np.testing.assert_array_equal, quantize(x, "E5M2"), quantize(x, formats.E5M2))
+    for bad, error in (("e4m3", ValueError), (jnp.float8_e4m3fn, TypeError)):
+        with pytest.raises(error, match="`format`: expected .* one of E4M3, E5M2, .*; got .*e4m3"):
+            quantize(x, bad)
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way[2] == 0], ids=lambda way: str(way[0]))
 def test_the_bound_is_tight(way):
     format = way[0]

@@ -94,6 +94,16 @@ def test_quantize_is_that_of_jax(format, power_of_two, dtype):
     np.testing.assert_array_equal(got.dequantize(torch.float32).numpy(), np.asarray(want.dequantize()))
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("format", [*NARROW, formats.FP16], ids=str)
+def test_the_largest_floats_stay_finite_as_in_jax(format, power_of_two):
+    x = np.float32([np.finfo(np.float32).max, -1e38])
+    want = fp8jax.quantize(x, format, power_of_two=power_of_two)
+    got = quantize(torch.from_numpy(x), format.name, power_of_two=power_of_two)
+    assert got.scale.item() == float(want.scale) and got.dequantize().isfinite().all()
+    np.testing.assert_array_equal(got.dequantize().numpy(), np.asarray(want.dequantize()))
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_broken_gradient_stays_broken_and_its_scale_usable(bad):
     x = np.ones((4, 4), np.float32)

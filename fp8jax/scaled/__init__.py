@@ -44,5 +44,6 @@ from fp8jax.scaled.scales import MIN_SCALE as MIN_SCALE
 from fp8jax.scaled.scales import TYPICAL as TYPICAL
 from fp8jax.scaled.scales import UNSET as UNSET
 from fp8jax.scaled.scales import factor_of as factor_of
+from fp8jax.scaled.scales import largest_scale as largest_scale
 from fp8jax.scaled.scales import scale_of as scale_of
 from fp8jax.scaled.scales import usable as usable

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8jax.formats import ALL, E4M3, E8M0, Format
+from fp8jax.formats import ALL, E4M3, E8M0, Format, parse
 from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.scaled.casts import cast, select
-from fp8jax.scaled.scales import scale_of
+from fp8jax.scaled.scales import largest_scale, scale_of
 
 _INFINITY = np.array(np.inf, np.float32).view(np.int32)
 
@@ -145,7 +145,7 @@ def expand(scale: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def quantize(
     x: Any,
-    format: Format,
+    format: Format | str,
     scale: Any = None,
     *,
     margin: int = 0,
@@ -159,10 +159,10 @@ def quantize(
 
     Args:
         x: float array (float32, bfloat16, float16) or `ScaledArray`, any shape.
-        format: format of the codes.
+        format: format of the codes, or its name.
         scale: float32, scalar or of x's rank (see `ScaledArray`). By default the one that
             maps the largest magnitude of `x` (of each block) to the format's max: current
-            scaling.
+            scaling; and at most the one whose largest value is finite.
         margin: binary headroom of the default scale.
         power_of_two: whether the default scale is a power of two.
         blocks: shape of the default scale; () is one for the whole tensor.
@@ -174,8 +174,9 @@ def quantize(
     Raises:
         TypeError: `x` is not a floating array, `format` no format, or `blocks` no shape.
         ValueError: the scale's or blocks' shape does not fit, or the format is E8M0, which has
-            neither sign nor zero.
+            neither sign nor zero, or is not known.
     """
+    format = parse(format)
     x = jnp.asarray(value(x))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
@@ -188,6 +189,7 @@ def quantize(
     if scale is None:
         ScaledArray(x, jax.ShapeDtypeStruct(blocks, jnp.float32)).validate()
         scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)
+        scale = jnp.minimum(scale, largest_scale(format.max, power_of_two=power_of_two))
     scale = jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
     return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)

@@ -4,6 +4,7 @@ Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both nor
 numbers, which compilers that flush subnormals to zero keep.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -69,6 +70,17 @@ def scale_of(
     # Exactly `where(known, 1 / factor, otherwise)`. XLA computes what ends in a division once, and what ends
     # in a choice again for each of its uses.
     return select(known, jnp.ones_like(amax), otherwise) / select(known, factor, 1.0)
+
+
+@functools.cache
+def largest_scale(limit: float, *, power_of_two: bool = False) -> np.float32:
+    """The largest scale on which codes up to `limit` have finite values."""
+    largest = np.finfo(np.float32).max
+    exact = float(largest) / limit
+    if power_of_two:
+        return np.float32(2.0 ** np.floor(np.log2(exact)))
+    scale = np.float32(exact)
+    return scale if float(scale) <= exact else np.nextafter(scale, np.float32(0))
 
 
 def factor_of(amax: jax.Array, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> jax.Array:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fp8jax import formats
 from fp8jax.formats import Format
+from fp8jax.scaled import largest_scale
 from fp8jax_torch import casts
 
 _aten = torch.ops.aten
@@ -132,22 +133,23 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 
 def quantize(
-    x: torch.Tensor, format: Format, scale: Any = None, *, margin: int = 0, power_of_two: bool = False
+    x: torch.Tensor, format: Format | str, scale: Any = None, *, margin: int = 0, power_of_two: bool = False
 ) -> ScaledTensor:
     """Casts `x / scale` to `format`: `fp8jax.quantize`, bit for bit, with one scale for the tensor.
 
     Args:
         x: floating tensor or `ScaledTensor`, any shape; detached.
-        format: format of the codes.
+        format: format of the codes, or its name.
         scale: float32, shape (). By default the one that maps the largest magnitude of `x` to the
-            format's max: current scaling.
+            format's max: current scaling; and at most the one whose largest value is finite.
         margin: binary headroom of the default scale.
         power_of_two: whether the default scale is a power of two.
 
     Raises:
-        TypeError: `x` is not a floating tensor.
-        ValueError: the format is E8M0, which is one of scales.
+        TypeError: `x` is not a floating tensor, or `format` is no format.
+        ValueError: the format is E8M0, which is one of scales, or is not known.
     """
+    format = formats.parse(format)
     if not x.is_floating_point():
         raise TypeError(f"`x`: expected a floating tensor to quantize; got {x.dtype}.")
     if format == formats.E8M0:
@@ -155,6 +157,7 @@ def quantize(
     dtype, x = x.dtype, value(x.detach()).float()
     if scale is None:
         scale = casts.scale_of(casts.amax(x), format.max, margin=margin, power_of_two=power_of_two)
+        scale = scale.clamp(max=float(largest_scale(format.max, power_of_two=power_of_two)))
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     return ScaledTensor(casts.cast(x * (1 / scale), format), scale, dtype)
 
