@@ -180,8 +180,6 @@ def quantize(
     x = jnp.asarray(value(x))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
-    if not isinstance(format, Format):
-        raise TypeError(f"`format`: expected a Format, as fp8jax.formats.E4M3; got {format!r}.")
     if not isinstance(blocks, tuple | list):
         raise TypeError(f"`blocks`: expected a shape; got {blocks!r}.")
     if format == E8M0:
