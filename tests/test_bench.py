@@ -153,13 +153,23 @@ def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
 
 
 @needs_plugin
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3"])
-def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(load_program, recipe):
-    """Fewer leaves than the bound is for, so its constant part weighs more: 4 kernels a leaf and 20."""
-    leaves, size = 12, 1024
-    row = load_program("examples/bench/update.py").on_target(recipe, leaves, size, "h200")
-    assert row["kernels"] <= 4 * leaves + 20
+@pytest.mark.parametrize(
+    "recipe, leaves, kernels",
+    [
+        # From 96 amaxes on, more than XLA concatenates in one kernel, each can cost a kernel of its own.
+        ("O2", 32, 40),
+        # The README's.
+        pytest.param("te", 100, 208, marks=pytest.mark.long),
+        pytest.param("O1", 100, 47, marks=pytest.mark.long),
+        pytest.param("O2", 100, 78, marks=pytest.mark.long),
+        pytest.param("O3", 100, 83, marks=pytest.mark.long),
+    ],
+)
+def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(
+    load_program, recipe, leaves, kernels
+):
+    row = load_program("examples/bench/update.py").on_target(recipe, leaves, 1871, "h200")
+    assert row["kernels"] <= kernels
     assert row["temporaries %"] <= 2
     # Each is read twice and written once: a gradient is not written.
     assert row["/ state"] <= 4

@@ -22,7 +22,16 @@ from fp8jax.optim import pieces
 from fp8jax.optim.overwrite import Overwrite
 from fp8jax.optim.step import Leaf, Numbers, before_rounding, moved, rounded, to_round
 from fp8jax.platforms import by_platform
-from fp8jax.scaled import ScaledArray, amax, format_of, is_scaled, scale_of, to_bits, value
+from fp8jax.scaled import (
+    ScaledArray,
+    amax_bits,
+    amax_from_bits,
+    format_of,
+    is_scaled,
+    scale_of,
+    to_bits,
+    value,
+)
 
 # A leaf's update, mu, nu and master.
 Written = tuple[Any, Any, Any, Any]
@@ -113,7 +122,7 @@ def _amaxes(
         tensors = before_rounding(moved(leaf, numbers, decay), leaf)
         for tensor, kept in zip(tensors, to_round(leaf), strict=True):
             partials.append(_partial_amax(tensor, () if kept is None else kept.scale.shape))
-    return _maxima(partials)
+    return amax_from_bits(_maxima(partials))
 
 
 def _amaxes_in_pieces(
@@ -244,18 +253,18 @@ def _choose(ok: jax.Array, new: Any, old: Any) -> jax.Array:
 
 
 def _partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
-    """The amax of parts of each block, shape=(blocks, parts): a GPU needs a second kernel to reduce these,
-    and `_maxima` lets all tensors share it."""
+    """The `amax_bits` of parts of each block, shape=(blocks, parts): a GPU needs a second kernel to reduce
+    these, and `_maxima` lets all tensors share it."""
     blocks = blocks or (1,) * x.ndim
     inner = [dim // count for dim, count in zip(x.shape, blocks, strict=True)]
     kept = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
     if kept is None or math.prod(inner) < _FEW * inner[kept]:
-        return amax(x, blocks).reshape(-1, 1)
+        return amax_bits(x, blocks).reshape(-1, 1)
     parts = tuple(
         dim if axis == kept else b for axis, (dim, b) in enumerate(zip(x.shape, blocks, strict=True))
     )
     split = (*blocks[: kept + 1], inner[kept], *blocks[kept + 1 :])
-    return jnp.moveaxis(amax(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
+    return jnp.moveaxis(amax_bits(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
 
 
 def _maxima(partials: list[jax.Array]) -> jax.Array:
@@ -268,5 +277,5 @@ def _maxima(partials: list[jax.Array]) -> jax.Array:
         ends = np.cumsum([len(partial) for partial in group])
         found[width] = iter(jnp.split(jnp.max(jnp.concatenate(group), axis=1), ends))
     return jnp.concatenate(
-        [jnp.zeros(0, jnp.float32), *(next(found[partial.shape[1]]) for partial in partials)]
+        [jnp.zeros(0, jnp.int32), *(next(found[partial.shape[1]]) for partial in partials)]
     )

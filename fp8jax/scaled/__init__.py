@@ -22,6 +22,8 @@ amax that is zero, subnormal, infinite or NaN says nothing and gives scale 1.
 
 from fp8jax.scaled.array import ScaledArray as ScaledArray
 from fp8jax.scaled.array import amax as amax
+from fp8jax.scaled.array import amax_bits as amax_bits
+from fp8jax.scaled.array import amax_from_bits as amax_from_bits
 from fp8jax.scaled.array import expand as expand
 from fp8jax.scaled.array import format_of as format_of
 from fp8jax.scaled.array import is_scaled as is_scaled

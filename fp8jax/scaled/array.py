@@ -239,11 +239,23 @@ def _amax_of_floats(x: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:
 
 
 def _amax_of_bits(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """As integers, which have the order of the magnitudes, and NaN beyond infinity."""
+    return amax_from_bits(amax_bits(x, shape))
+
+
+def amax_bits(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`amax` of a float array as int32 bits, which have the order of the magnitudes, and NaN beyond infinity.
+
+    The bits of several reductions can be reduced further before `amax_from_bits`: a GPU runs what stands
+    between a reduction and a concatenation as a kernel of its own.
+    """
     bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
     bits, axes = _in_blocks(bits, shape)
-    largest = lax.reduce(bits, np.int32(0), lax.max, axes)
-    return lax.bitcast_convert_type(lax.min(largest, jnp.full_like(largest, _INFINITY)), jnp.float32)
+    return lax.reduce(bits, np.int32(0), lax.max, axes)
+
+
+def amax_from_bits(bits: jax.Array) -> jax.Array:
+    """The amaxes of these `amax_bits`."""
+    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, _INFINITY)), jnp.float32)
 
 
 def _in_blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
