@@ -1,9 +1,11 @@
 """README.md's code runs: its Python blocks as they stand, its shell blocks where they are quick.
 
-- ```python blocks of one section run in one namespace, in order; each section starts afresh.
+- ```python blocks of one section run in one namespace, in order; each section starts afresh. They print
+  what stands in the section's ```text blocks.
+- ```text $ fp8jax ... blocks are what this command prints, or a part of it.
 - ```sh quick blocks are run, in the root, with this Python first on the path.
 - every other ```sh block is read: the ./dev commands, the programs and the flags it names must exist.
-- ```pycon, ```text and unmarked blocks are left alone.
+- ```pycon and unmarked blocks are left alone.
 """
 
 import os
@@ -16,6 +18,8 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
+
+from fp8jax import cli, targets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -56,6 +60,25 @@ def python_sections(text):
         if block.info.split()[:1] == ["python"]:
             sections.setdefault(block.section, []).append(block)
     return sections
+
+
+def outputs(text):
+    """The ```text blocks."""
+    return [block for block in blocks_of(text) if block.info.split()[:1] == ["text"]]
+
+
+def command_of(block):
+    """The words of the command that prints a ```text block; [] if the section's code does."""
+    return shlex.split(block.info)[2:]
+
+
+def prints(block, printed):
+    """Whether a block is a part of what was printed, but for lines on what is installed where it ran."""
+    wanted, found = (
+        [line.rstrip() for line in text.splitlines() if "installed" not in line]
+        for text in (block.code, printed)
+    )
+    return any(found[start : start + len(wanted)] == wanted for start in range(len(found)))
 
 
 def run_section(blocks, name):
@@ -116,9 +139,41 @@ def shell_blocks(quick):
 
 
 @pytest.mark.parametrize("section", python_sections(readme_text()))
-def test_python_blocks_run(section, tmp_path, monkeypatch):
+def test_python_blocks_run_and_print_what_is_shown(section, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_section(python_sections(readme_text())[section], "README.md")
+    printed = capsys.readouterr().out
+    shown = [block for block in outputs(readme_text()) if block.section == section and not command_of(block)]
+    assert [block.line for block in shown if not prints(block, printed)] == [], printed
+
+
+def test_every_output_is_of_code_or_of_a_command():
+    sections = python_sections(readme_text())
+    strays = [block for block in outputs(readme_text()) if not command_of(block)]
+    assert [block.line for block in strays if block.section not in sections] == []
+
+
+def marks_of(block):
+    """A GPU's program needs the plugin, and takes long, as the paper's settings do."""
+    is_compiled = "--compile" in command_of(block)
+    reason = targets.why_not() if is_compiled else None
+    long = [pytest.mark.long] if is_compiled or "--paper" in command_of(block) else []
+    return [pytest.mark.skipif(reason is not None, reason=str(reason)), *long]
+
+
+COMMAND_OUTPUTS = [
+    pytest.param(block, marks=marks_of(block), id=f"line{block.line}")
+    for block in outputs(readme_text())
+    if command_of(block)
+]
+
+
+@pytest.mark.parametrize("block", COMMAND_OUTPUTS)
+def test_commands_print_what_is_shown(block, capsys):
+    program, *words = command_of(block)
+    assert program == "fp8jax" and cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert prints(block, printed), printed
 
 
 @pytest.mark.parametrize("block", shell_blocks(quick=True), ids=lambda block: f"line{block.line}")
@@ -186,6 +241,14 @@ def test_extractor_finds_sections_and_lines():
     assert run_section(first, "planted")["y"] == 2
     assert run_section(second, "planted")["z"] == 3
     assert [block.line for block in first] == [4, 8]
+
+
+def test_outputs_are_compared_line_by_line():
+    text = "# A\n```text $ fp8jax plan --width 8\na  1\nb  2\nx is not installed\n```\n```text\nb  2\n```\n"
+    of_command, of_code = outputs(text)
+    assert (command_of(of_command), command_of(of_code)) == (["fp8jax", "plan", "--width", "8"], [])
+    assert prints(of_command, "title\na  1  \nb  2\nx is installed\n") and prints(of_code, "a  1\nb  2\n")
+    assert not prints(of_command, "a  1\nc  3\nb  2\n") and not prints(of_code, "b  3\n")
 
 
 def test_extractor_points_at_the_line_that_fails():
