@@ -11,6 +11,8 @@ they are those of the program that XLA is given.
 """
 
 import math
+import os
+import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -244,13 +246,30 @@ def as_data(rows: list[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def picture(rows: list[Row], path: Any, title: str) -> None:
-    """Draws the chart as a PNG; a cell that is not as declared is red. Needs the `train` extra."""
+def check_picture(path: Any) -> None:
+    """Raises ValueError or RuntimeError if `picture` could not write there, before any work is done."""
+    file, figures = pathlib.Path(path), _figure().canvas
+    if file.is_dir():
+        raise ValueError(f"`--png`: expected a file; got the folder {file}")
+    if not file.parent.is_dir():
+        raise ValueError(f"`--png`: {file.parent} is no folder; make it, or give another file than {file}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"`--png`: {file} cannot be written; give another file")
+    if file.suffix and file.suffix[1:].lower() not in figures.get_supported_filetypes():
+        raise ValueError(f"`--png`: expected a file like chart.png; got {file}")
+
+
+def _figure(**size: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise RuntimeError('drawing needs matplotlib: pip install "fp8jax[train]"') from None
-    figure = Figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
+    return Figure(**size)
+
+
+def picture(rows: list[Row], path: Any, title: str) -> None:
+    """Draws the chart as a PNG; a cell that is not as declared is red. Needs the `train` extra."""
+    figure = _figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
     axes = figure.subplots()
     axes.axis("off")
     axes.set_title(title, fontsize=10)

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from fp8jax import Recipe, chart, comm, models, optim, targets
+from fp8jax import Recipe, chart, cli, comm, models, optim, targets
 from fp8jax.recipe import PRESETS
 
 # As in the README; moments are Adam's first and second.
@@ -91,6 +91,26 @@ def test_too_many_devices_and_unknown_names_raise():
         chart.measure("te", target="h300")
     with pytest.raises(ValueError, match="expected one of fp32"):
         chart.measure("O4")
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["--png", "/nowhere/chart.png"], "`--png`: /nowhere is no folder; make it, or give another file"),
+        (["--png", "folder"], "`--png`: expected a file; got the folder folder"),
+        (["--png", "chart.docx"], "`--png`: expected a file like chart.png; got chart.docx"),
+        (["--devices", "0"], "`--devices`: expected 1 to 1024; got 0"),
+        (["O2", "O4"], "expected one of fp32"),
+    ],
+)
+def test_what_is_wrong_shows_before_anything_is_compiled(args, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(chart, "measure", None)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # devices are there, so it would raise
+    assert cli.main(["chart", *args]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("fp8jax chart: ") and says in line
 
 
 def command(*args):

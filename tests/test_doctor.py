@@ -367,6 +367,8 @@ def test_extras_are_those_of_the_package(root):
         (["--target", "h200"], 0, "1 x NVIDIA H200 (gpu, compute capability 9.0)"),
         (["--target", "h300"], 2, "expected one of h100"),
         (["--compile", "--model", "gpt-9"], 2, "`model`: expected gpt"),
+        (["--layers", "3", "--recipe", "te"], 2, "--recipe, --layers is for --compile; add that"),
+        (["--compile", "--recipe", "O4"], 2, "expected one of fp32"),
     ],
 )
 def test_the_command(args, status, says, capsys):

@@ -109,11 +109,24 @@ def test_layers_of_other_formats_and_experts_are_advised_as_they_can_be_changed(
         (["--recipe", "O4"], "expected one of fp32"),
         (["--zero", "4", "--devices", "2"], "`stage`: expected 0, 1, 2 or 3"),
         (["--target", "h300"], "`target`: expected one of h100"),
+        (["--batch", "99999999999999999999"], "--batch: expected a whole number below 2147483648; got '999"),
+        (["--layers", "many"], "--layers: expected a whole number below 2147483648; got 'many'"),
+        (["--model", ":"], "expected package.module:function; got ':'"),
+        (["--model", "raising:now"], "'raising:now': ZeroDivisionError: division by zero"),
+        (["--model", "raising:pair"], "--model raising:pair: IndexError: tuple index"),
+        (["--model", "raising:pair", "--layers", "3"], "--layers is of a gpt, and raising:pair has its own"),
+        (["--paper", "--layers", "3", "--batch", "2"], "settings of its own; leave --layers, --batch out"),
+        (["--recipe"], "fp8jax plan: argument --recipe: expected at least one argument; fp8jax plan --help"),
+        (["stray"], "unrecognized arguments: stray"),
     ],
 )
-def test_the_command_says_what_is_wrong(options, says, capsys):
+def test_the_command_says_what_is_wrong_in_one_line(options, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "raising.py").write_text("def now(): 1 / 0\ndef pair(): return 3, 4")
     assert cli.main(["plan", *options]) == 2
-    assert says in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 def command(*args, cwd=None):

@@ -68,14 +68,17 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _of_user(name: str) -> Subject:
     module, _, function = name.partition(":")
+    if not (module and function):
+        raise ValueError(f"`model`: expected package.module:function; got {name!r}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(module), function)()
-    except (AttributeError, ModuleNotFoundError) as error:
+    except (Exception, SystemExit) as error:  # of a program that is not ours
+        reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"`model`: expected a function package.module:function; {name!r}: {error}."
-        ) from None
+            f"`model`: expected a function package.module:function; {name!r}: {reason}."
+        ) from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(
             f"`model`: expected {name} to return (model, inputs), or (model, inputs, loss); got "
