@@ -85,7 +85,12 @@ def test_the_place_among_the_processes(flags, environ, expected):
         ({"process": 0}, TORCHRUN, "--process 0 contradicts RANK=2 in the environment; leave the flag out"),
         ({"coordinator": "host:1"}, TORCHRUN, "contradicts MASTER_ADDR=10.0.0.1 MASTER_PORT=29500"),
         ({**FLAGS, "process": 1}, POD, "--process 1 contradicts JOB_COMPLETION_INDEX=2"),
-        ({**FLAGS, "coordinator": "host"}, {}, "must be HOST:PORT; got --coordinator host"),
+        (
+            {**FLAGS, "coordinator": "host"},
+            {},
+            "must be HOST:PORT, with a port below 65536; got --coordinator host",
+        ),
+        ({**FLAGS, "coordinator": "host:99999"}, {}, "with a port below 65536; got --coordinator host:99999"),
         ({**FLAGS, "process": 4}, {}, "with --processes 4 the last is 3; got --process 4"),
         (
             {"distributed": False, "process": 0},

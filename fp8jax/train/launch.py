@@ -156,10 +156,14 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 def _check(found: Mapping[str, _Fact]) -> None:
     address, count, index = (found.get(name) for name in NEEDED)
-    if address and not re.fullmatch(r"\S+:\d+", address.value):
-        raise ValueError(f"the coordinator must be HOST:PORT; got {address.how}")
+    if address and not (re.fullmatch(r"\S+:\d{1,5}", address.value) and _port(address.value) < 2**16):
+        raise ValueError(f"the coordinator must be HOST:PORT, with a port below 65536; got {address.how}")
     if count and index and not 0 <= index.value < count.value:
         raise ValueError(
             f"processes count from 0, so with {count.how} the last is {count.value - 1}; got {index.how}"
