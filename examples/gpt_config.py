@@ -41,7 +41,9 @@ class Config(train.launch.Launch):
     seed: int = knob(0, "of weights and batches", least=0, below=2**32)
     # the bookkeeping
     eval_interval: int = knob(100, "steps between validations", least=1)
-    eval_batches: int = knob(20, "random batches per validation; the last one takes them all", least=1)
+    eval_batches: int = knob(
+        20, "random batches per validation; the last one takes them all", least=1, below=10**5
+    )
     checkpoint_interval: int = knob(250, "steps between checkpoints", least=1)
     log_interval: int = knob(10, "steps between updates of display and scales; a stop waits for one", least=1)
     plan: bool = knob(True, "compare the memory of a step with its plan, which takes seconds")
@@ -56,3 +58,7 @@ class Config(train.launch.Launch):
             raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {self.optim}")
         if self.optim != "adamw" and (self.zero or self.offload):
             raise ValueError(f"--zero and --offload are for the moments of adamw; got --optim {self.optim}")
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"--min-lr {self.min_lr} must be at most --lr {self.lr}; give a smaller --min-lr"
+            )

@@ -272,6 +272,10 @@ BAD = [
 def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv, says):
     files = {
         "short.txt": "too short to fill a batch",
+    (["--data", "binary"], "--data binary is a binary file"),
+    (["--config", "twice.yaml"], "says `steps` twice"),
+    (["--config", "huge.yaml"], "--steps must be at least 1 and below 2147483648; got 999999"),
+    (["--lr", "1e-5"], "--min-lr 0.0001 must be at most --lr 1e-05"),
         "empty.txt": "",
         "other.txt": "another text, " * 200,
         "unknown.yaml": "stepz: 3",
@@ -284,6 +288,9 @@ def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv,
         (folder / name).write_text(content)
     assert program.main(argv) == 2
     captured = capsys.readouterr()
+        "twice.yaml": "steps: 3\nsteps: 4",
+        "huge.yaml": "steps: 999999999999999999999999",
+        "binary": "\0" * 20_000,
     [line] = captured.err.splitlines()
     assert line.startswith("train_gpt: ") and says in line
     assert captured.out == ""

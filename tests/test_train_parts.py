@@ -30,6 +30,7 @@ class Settings:
     bias: bool = knob(False, "biases")
     recipe: str = knob("O2", "recipe")
 
+    rate: float = knob(1.0, "another", least=0)
     def __post_init__(self):
         config.check_ranges(self)
 
@@ -67,7 +68,11 @@ def test_settings_come_from_file_and_command_line(tmp_path, yaml, argv, expected
         (None, ["--steps", "many"], "--steps: invalid int value: 'many'"),
         (None, ["--steps"], "--steps: expected one argument"),
         (None, ["stray"], "unknown option stray; the options are --steps"),
-        ("stepz: 3", [], "unknown key stepz (did you mean steps?); the keys are steps, min_lr, bias, recipe"),
+        (
+            "stepz: 3",
+            [],
+            "unknown key stepz (did you mean steps?); the keys are steps, min_lr, bias, rate, recipe",
+        ),
         ("steps: many", [], "`steps` must be a whole number; got 'many'"),
         ("steps: 1.5", [], "`steps` must be a whole number; got 1.5"),
         ("steps: true", [], "`steps` must be a whole number; got True"),
@@ -79,6 +84,13 @@ def test_settings_come_from_file_and_command_line(tmp_path, yaml, argv, expected
         (b"\xff\xfe\x00", [], "cannot be read"),
     ],
 )
+        ("steps: 3\nbias: true\nsteps: 4", [], "says `steps` twice; leave one of them out"),
+        ("min-lr: 0.1\nmin_lr: 0.2", [], "says `min_lr` twice"),
+        ("min_lr: " + 400 * "9", [], "`min_lr` must be a number; got 9999"),
+        (20_000 * "[", [], "is no YAML: maximum recursion depth exceeded"),
+        (None, ["--config", ""], "--config  cannot be read"),
+        (None, ["--config", "/dev/null"], "--config /dev/null cannot be read: it is a device"),
+        (None, ["--steps", 5000 * "9"], "--steps: invalid int value: '999"),
 def test_bad_settings_say_what_is_legal(tmp_path, yaml, argv, says):
     if yaml is not None:
         (tmp_path / "run.yaml").write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
@@ -97,6 +109,15 @@ def test_bad_settings_say_what_is_legal(tmp_path, yaml, argv, says):
         ({"min_lr": float("nan")}, "--min-lr must be at least 0 and below 1; got nan"),
     ],
 )
+        ({"steps": 10**24}, "--steps must be at least 1 and below 2147483648; got 1000000000000000000000000"),
+        ({"rate": float("inf")}, "--rate must be at least 0 and finite; got inf"),
+        ({"rate": float("nan")}, "--rate must be at least 0 and finite; got nan"),
+        ({"steps": 1.5}, "--steps must be a whole number; got 1.5"),
+        ({"steps": True}, "--steps must be a whole number; got True"),
+        ({"min_lr": "0.1"}, "--min-lr must be a number; got '0.1'"),
+        ({"bias": None}, "--bias must be true or false; got None"),
+        ({"recipe": "a\0b"}, "--recipe must be UTF-8 without control characters; got 'a\\x00b'"),
+        ({"recipe": "a\udcff"}, "--recipe must be UTF-8 without control characters; got 'a\\udcff'"),
 def test_numbers_out_of_range(values, says):
     with pytest.raises(ValueError) as caught:
         Settings(**values)
@@ -105,6 +126,10 @@ def test_numbers_out_of_range(values, says):
 
 def test_input_is_blamed_in_one_line():
     with pytest.raises(train.BadInput) as caught, train.blame_input():
+def test_numbers_of_numpy_and_paths_are_settings():
+    Settings(steps=np.int64(3), min_lr=np.float32(0.5), rate=1, recipe=pathlib.Path("x"))
+
+
         raise ValueError("two\n  lines")
     assert str(caught.value) == "two lines"
     with pytest.raises(TypeError), train.blame_input():
@@ -166,6 +191,9 @@ def test_standard_library_is_the_same_text_every_time():
         (lambda path: path.write_bytes(b""), "is empty"),
     ],
 )
+        (lambda path: path.write_bytes(b"text\0" * 50), "is a binary file, or in UTF-16"),
+        (lambda path: path.write_bytes(bytes(range(1, 256)) * 9), "is a binary file, or in UTF-16"),
+        (lambda path: path.symlink_to("/dev/null"), "cannot be read (it is a device)"),
 def test_unreadable_text(tmp_path, make, says):
     path = tmp_path / "text"
     make(path)

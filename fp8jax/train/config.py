@@ -17,7 +17,12 @@ import argparse
 import dataclasses
 import difflib
 import math
+import numbers
+import os
 import pathlib
+import re
+import reprlib
+import stat
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -42,12 +47,33 @@ def kept(config: Any) -> dict[str, Any]:
 
 
 def check_ranges(config: Any) -> None:
-    """Raises ValueError for the first number that is out of its knob's range; for `__post_init__`."""
+    """Raises ValueError for the first setting of a wrong type, or out of its knob's range.
+
+    For `__post_init__`.
+    """
     for field in dataclasses.fields(config):
         value, least, below = getattr(config, field.name), field.metadata["least"], field.metadata["below"]
-        if least is not None and not isinstance(value, str) and not least <= value < below:
-            limit = f" and below {below:g}" if below < math.inf else ""
-            raise ValueError(f"--{_flag(field)} must be at least {least:g}{limit}; got {value}")
+        types = typing.get_args(field.type) or (field.type,)
+        if not any(_is_a(value, type) for type in types):
+            raise ValueError(f"--{_flag(field)} must be {_EXPECTED[field.type]}; got {reprlib.repr(value)}")
+        if isinstance(value, str):
+            if re.search("[\0-\x1f\ud800-\udfff]", value):  # what is no UTF-8 cannot be printed
+                raise ValueError(f"--{_flag(field)} must be UTF-8 without control characters; got {value!a}")
+        elif least is not None:
+            # Without a limit of its own a whole number has that of a device's numbers.
+            end = 2**31 if below == math.inf and int in types else below
+            if not least <= value < end:
+                limit = f" and below {end}" if below < math.inf or value >= end < math.inf else ""
+                limit = limit or (" and finite" if not math.isfinite(value) else "")
+                raise ValueError(
+                    f"--{_flag(field)} must be at least {least:g}{limit}; got {reprlib.repr(value)}"
+                )
+
+
+def _is_a(value: Any, type: Any) -> bool:
+    """Whether a setting can have the value; NumPy's numbers are numbers, and true is none."""
+    kinds = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike}
+    return isinstance(value, kinds.get(type, type)) and (type is bool or not isinstance(value, bool))
 
 
 def read(cls: type, argv: Sequence[str] | None, description: str = "") -> dict[str, Any]:
@@ -69,7 +95,7 @@ def read(cls: type, argv: Sequence[str] | None, description: str = "") -> dict[s
         raise ValueError(_unknown("option", unknown[0], [f"--{_flag(f)}" for f in dataclasses.fields(cls)]))
     from_command_line = vars(given)
     path = from_command_line.pop("config", None)
-    return {**(_read_yaml(cls, path) if path else {}), **from_command_line}
+    return {**({} if path is None else _read_yaml(cls, path)), **from_command_line}
 
 
 def suggest(word: str, legal: Iterable[str]) -> str:
@@ -92,7 +118,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse prints its usage and exits; here a complaint is an exception like any other."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; --help lists the options")
+        raise ValueError(f"{message[:400]}; --help lists the options")
 
 
 def _parser(cls: type, description: str) -> _Parser:
@@ -130,10 +156,12 @@ def _read_yaml(cls: type, path: str) -> dict[str, Any]:
     """The file's keys as field names, with values of the fields' types."""
     yaml = need("yaml")
     try:
-        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+        text = read_file(path).decode("utf-8")
+        content, keys = yaml.safe_load(text), _keys(yaml.compose(text))
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ValueError(f"--config {path} cannot be read: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise ValueError(f"--config {path} is no YAML: {where}") from None
     if content is None:
@@ -143,6 +171,9 @@ def _read_yaml(cls: type, path: str) -> dict[str, Any]:
             f"--config {path}: expected lines of `option: value`; got a {type(content).__name__}"
         )
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+    if twice is not None:
+        raise ValueError(f"--config {path} says `{twice}` twice; leave one of them out")
     values = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -152,14 +183,29 @@ def _read_yaml(cls: type, path: str) -> dict[str, Any]:
     return values
 
 
+def _keys(node: Any) -> list[str]:
+    """The keys of the file, of which YAML's loader takes the last without a word, as field names."""
+    pairs = node.value if isinstance(getattr(node, "value", None), list) else []
+    return [str(pair[0].value).replace("-", "_") for pair in pairs if isinstance(pair, tuple)]
+
+
+def read_file(path: str) -> bytes:
+    """The content of a file or a pipe; OSError for what has no end, as /dev/zero, and what is none."""
+    if stat.S_ISCHR(pathlib.Path(path).stat().st_mode):
+        raise OSError(None, "it is a device")
+    return pathlib.Path(path).read_bytes()
+
+
 def _typed(field: dataclasses.Field[Any], value: Any, path: str) -> Any:
     """`value` as the field's type, where YAML meant the same."""
     # YAML reads 1e-3 as a string (its floats have a dot) and 1 as an integer.
     if field.type is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)
-        except ValueError:
+        except (OverflowError, ValueError):
             pass
     if type(value) not in (typing.get_args(field.type) or (field.type,)):
-        raise ValueError(f"--config {path}: `{field.name}` must be {_EXPECTED[field.type]}; got {value!r}")
+        raise ValueError(
+            f"--config {path}: `{field.name}` must be {_EXPECTED[field.type]}; got {reprlib.repr(value)}"
+        )
     return value

@@ -16,7 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8jax.train.config import read_file
+
 TRAINING_SHARE = 0.9
+# Bytes that text has hardly: control characters but white space, backspace and escape.
+_CONTROLS = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"})
 LIBRARY_BYTES = 1_500_000  # of the standard library's source: minutes of reading for a small model
 
 
@@ -42,7 +46,7 @@ def load(path: str) -> Text:
             is not UTF-8 is read byte by byte: each byte is one character.
 
     Raises:
-        ValueError: the file cannot be read or is empty.
+        ValueError: the file cannot be read, is empty, or holds no text.
     """
     name, characters = (path, _read(path)) if path else ("Python's standard library", standard_library())
     codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
@@ -60,13 +64,15 @@ def load(path: str) -> Text:
 
 def _read(path: str) -> str:
     try:
-        content = pathlib.Path(path).read_bytes()
+        content = read_file(path)
     except FileNotFoundError:
         raise ValueError(f"--data {path}: no such file; give the path of a text file") from None
     except OSError as error:
         raise ValueError(f"--data {path} cannot be read ({error.strerror}); give a text file") from None
     if not content:
         raise ValueError(f"--data {path} is empty; give a text file")
+    if b"\0" in content or len(content.translate(None, _CONTROLS)) < 0.99 * len(content):
+        raise ValueError(f"--data {path} is a binary file, or in UTF-16; give a text file in UTF-8")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
