@@ -8,6 +8,7 @@ way a program has only the sum.
 """
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,31 @@ class Footprint(NamedTuple):
 
         heading = [f"{unit} on one device", "planned", "arrays", "compiled"]
         return [heading, *([line.part, *map(text, line[1:])] for line in self.lines)]
+
+
+def check_fits(state: Any, devices: int = 1) -> None:
+    """Raises ValueError if the arrays of these shapes alone need more memory than there is.
+
+    Args:
+        state: shapes and dtypes of what a step keeps.
+        devices: that share it.
+    """
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)) / devices
+    there = _memory_of_device()
+    if there is not None and needed > there:
+        raise ValueError(
+            f"weights and optimizer states need {needed / 1e9:,.0f} GB of each device, and there are "
+            f"{there / 1e9:,.0f} GB; give a smaller model"
+        )
+
+
+def _memory_of_device() -> float | None:
+    """Bytes; of a CPU those of the machine. None where nobody says."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None and device.platform == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return limit
 
 
 def footprint(
