@@ -49,6 +49,9 @@ class Config(train.launch.Launch):
     plan: bool = knob(True, "compare the memory of a step with its plan, which takes seconds")
     out: str = knob("", "folder of the run; by default runs/gpt-N")
     resume: bool = knob(False, "go on with the run in --out, or with the newest one")
+    or_start: bool = knob(
+        False, "with --resume: begin where there is no run, or no whole checkpoint", kept=False
+    )
 
     def __post_init__(self) -> None:
         train.config.check_ranges(self)

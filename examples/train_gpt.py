@@ -112,7 +112,11 @@ def build(config: Config, model: Any, place: train.placement.Placement) -> tuple
         return State(variables, tx.init(variables))
 
     batch = np.zeros((config.batch, config.context + 1), np.int32)
-    state = jax.jit(first_state)(jax.random.key(config.seed), batch[:, :-1])
+    start, key, first = jax.jit(first_state), jax.random.key(config.seed), batch[:, :-1]
+    with train.blame_input():
+        shared_by = place.mesh.size if config.zero else 1
+        train.footprint.check_fits(jax.eval_shape(start, key, first), shared_by)
+    state = start(key, first)
     kept = (jax.tree.map(lambda x: x.sharding, state), place.everywhere)
     batch = place.feed(batch)
     loss = jax.jit(lambda state, batch: loss_fn(state.variables, batch), out_shardings=place.everywhere)
@@ -150,6 +154,7 @@ class Run(NamedTuple):
 
     config: Config
     folder: pathlib.Path
+    began: train.rundir.Began
     text: train.data.Text
     place: train.placement.Placement
     layers: dict[str, str]  # which of them run in FP8, and why the others do not
@@ -167,12 +172,14 @@ class Run(NamedTuple):
     def save(self, step: int) -> None:
         """Writes a checkpoint."""
         history = train.observe.pack(self.curves.values())
-        train.checkpoint.save(self.folder / "checkpoints", step, list(self.states.values()), history)
+        states = list(self.states.values())
+        train.rundir.keep(self.folder, step, states, history, run=self.began.digest)
 
     def restore(self) -> int:
         """Goes back to the newest whole checkpoint; returns the steps done by then."""
+        states, or_start = list(self.states.values()), self.config.or_start
         with train.blame_input():
-            found = train.checkpoint.resume(self.folder, list(self.states.values()))
+            found = train.rundir.resume(self.folder, states, self.began.digest, or_start)
         if found is None:
             return 0
         self.states.update(zip(self.states, found.state, strict=True))
@@ -187,9 +194,10 @@ def prepare(argv: Sequence[str] | None) -> Run:
         given = train.config.read(Config, argv, __doc__ or "")
         asked = Config(**given)
         train.processes.join(asked, "train_gpt")
-        folder = train.rundir.choose(asked.out, asked.resume)
+        folder = train.rundir.choose(asked.out, asked.resume, asked.or_start)
         found = train.rundir.began(folder, [field.name for field in dataclasses.fields(Config)])
         config = Config(**{**found.settings, **given})
+        devices = train.processes.devices(config.devices)
         recipes = [fp8jax.Recipe.parse(config.recipe)]
         if config.twin and recipes[0] != fp8jax.Recipe.BF16:
             recipes.append(fp8jax.Recipe.BF16)
@@ -202,16 +210,17 @@ def prepare(argv: Sequence[str] | None) -> Run:
         sizes = {name: size for name, size in vars(config).items() if hasattr(GPTConfig, name)}
         gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
         models = {str(recipe): fp8jax.transform(gpt, recipe) for recipe in recipes}
-        place = train.placement.over(train.processes.devices(config.devices), config.batch)
+        place = train.placement.over(devices, config.batch)
         tokens = jax.ShapeDtypeStruct((config.batch, config.context), jnp.int32)
         layers = {name: str(model.report(tokens)) for name, model in models.items()}
-    learners, states = {}, {}
-    for name, model in models.items():
-        print(f"{layers[name].splitlines()[0]}; compiling", flush=True)
-        learners[name], states[name] = build(config, model, place)
-    with train.blame_input():
         train.rundir.start(folder, found, now)
-    return Run(config, folder, text, place, layers, learners, states, {name: Curves() for name in models})
+    learners, states = {}, {}
+    with train.rundir.given_back(folder, found):
+        for name, model in models.items():
+            print(f"{layers[name].splitlines()[0]}; compiling", flush=True)
+            learners[name], states[name] = build(config, model, place)
+    began, curves = found if found.settings else now, {name: Curves() for name in models}
+    return Run(config, folder, began, text, place, layers, learners, states, curves)
 
 
 def fit(run: Run, done: int, stop_asked: Callable[[], bool]) -> int:
@@ -295,8 +304,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
     try:
         train_and_report(argv)
-    except train.BadInput as error:
+    except (train.BadInput, OSError) as error:  # OSError: the disk is full, or cannot be written
         return train.processes.leave(2, f"train_gpt: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        reason = str(error).splitlines()[0]
+        return train.processes.leave(2, f"train_gpt: {reason}; give a smaller model, --batch or --context")
     except KeyboardInterrupt:
         return train.processes.leave(130, "train_gpt: interrupted; --resume goes on from the last checkpoint")
     return 0

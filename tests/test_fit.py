@@ -122,7 +122,7 @@ def test_a_run_leaves_what_it_did(alone):
     assert [step for step, _ in run.curves.validation] == [4, 8, 12]
     assert run.curves.validation[-1][1] < run.curves.validation[0][1]
     names = {path.name for path in run.folder.iterdir()}
-    assert names == {"checkpoints", "settings.json", "report.html", "result.json"} | {
+    assert names == {"checkpoints", "settings.json", "saved.json", "report.html", "result.json"} | {
         f"{name}.png" for name in ("losses", "scales", "saturation")
     }
     steps = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
@@ -174,7 +174,7 @@ def test_what_was_just_saved_or_restored_is_not_saved_again(alone, tmp_path, mon
     # Step 5 ends the third span, and is saved whether or not anybody asks to stop.
     for spans, steps in ((0, 0), (3, 5), (0, 5)):
         stopped_after(monkeypatch, spans)
-        assert fit(trainer, ROWS, resume=True, **options).steps == steps
+        assert fit(trainer, ROWS, resume=True, or_start=True, **options).steps == steps
     assert saved == [0, 5]
 
 
@@ -307,6 +307,8 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
         (ROWS, {"output": "taken"}, "taken holds a run already: add resume=True to go on with it"),
         (ROWS, {"output": "file"}, "file is a file; give a folder for the run"),
         (ROWS, {"output": "taken", "resume": True, "seed": 1}, "has --seed 0, not 1; give --seed as it was"),
+        (ROWS, {"resume": True}, "resume=True found no run in "),
+        (ROWS, {"or_start": True}, "or_start=True is for resume=True; add that"),
         (rows(22, seed=3), {"output": "taken", "resume": True}, "began with other data than there is now"),
         (ROWS[:21], {"output": "taken", "resume": True}, "began with other data than there is now"),
         (

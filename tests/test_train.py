@@ -130,9 +130,16 @@ def test_a_second_run_gets_a_folder_of_its_own(program, folder, short, capsys):
     assert first["models"]["bf16"]["training_losses"] == second["models"]["bf16"]["training_losses"]
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, short, capsys):
-    options = ["--data", short, "--steps", "2", "--recipe", "bf16", "--out", "run", "--resume"]
-    assert program.main([*runs.TINY, *options]) == 0
+def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, short, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    options = ["--data", short, "--steps", "2", "--recipe", "bf16", "--out", "run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "build", interrupt)
+        assert program.main([*runs.TINY, *options]) == 130
+    assert capsys.readouterr().err.startswith("train_gpt: interrupted;")
+    assert program.main(["--out", "run", "--resume"]) == 0
     assert "no checkpoint in run, so the run starts at step 0" in capsys.readouterr().err
     assert [path.name for path in (folder / "run/checkpoints").iterdir()] == ["step-00000002"]
 
@@ -265,6 +272,11 @@ BAD = [
     (["--out", "short.txt"], "--out short.txt is a file"),
     (["--out", "taken", "--resume", "--recipe", "te"], "has --recipe O2, not te; leave --recipe out"),
     (["--out", "taken", "--resume", "--data", "other.txt"], "began with other data"),
+    (["--out", "nothing", "--resume"], "--resume found no run in nothing; give the --out of one, or add"),
+    (["--data", "binary"], "--data binary is a binary file"),
+    (["--config", "twice.yaml"], "says `steps` twice"),
+    (["--config", "huge.yaml"], "--steps must be at least 1 and below 2147483648; got 999999"),
+    (["--lr", "1e-5"], "--min-lr 0.0001 must be at most --lr 1e-05"),
 ]
 
 
@@ -272,15 +284,14 @@ BAD = [
 def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv, says):
     files = {
         "short.txt": "too short to fill a batch",
-    (["--data", "binary"], "--data binary is a binary file"),
-    (["--config", "twice.yaml"], "says `steps` twice"),
-    (["--config", "huge.yaml"], "--steps must be at least 1 and below 2147483648; got 999999"),
-    (["--lr", "1e-5"], "--min-lr 0.0001 must be at most --lr 1e-05"),
         "empty.txt": "",
         "other.txt": "another text, " * 200,
         "unknown.yaml": "stepz: 3",
         "broken.yaml": "steps: [1",
         "types.yaml": "steps: many",
+        "twice.yaml": "steps: 3\nsteps: 4",
+        "huge.yaml": "steps: 999999999999999999999999",
+        "binary": "\0" * 20_000,
         "taken/settings.json": json.dumps({"settings": {"recipe": "O2", "steps": 5}, "text": "of this run"}),
     }
     for name, content in files.items():
@@ -288,9 +299,6 @@ def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv,
         (folder / name).write_text(content)
     assert program.main(argv) == 2
     captured = capsys.readouterr()
-        "twice.yaml": "steps: 3\nsteps: 4",
-        "huge.yaml": "steps: 999999999999999999999999",
-        "binary": "\0" * 20_000,
     [line] = captured.err.splitlines()
     assert line.startswith("train_gpt: ") and says in line
     assert captured.out == ""
@@ -319,14 +327,38 @@ def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, caps
     assert levels.main(options) == 2 and "exists; name another" in capsys.readouterr().err
 
 
-def test_interrupted_before_the_first_step(program, folder, monkeypatch, capsys):
-    def interrupt(*args):
-        raise KeyboardInterrupt
+def test_a_model_larger_than_the_memory_is_refused_and_its_folder_given_back(program, folder, capsys):
+    assert program.main([*runs.TINY, "--no-twin", "--width", "2000000000", "--out", "run"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "GB of each device, and there are" in line and not (folder / "run").exists()
 
-    monkeypatch.setattr(program, "build", interrupt)
-    assert program.main([*runs.TINY, "--out", "run"]) == 130
-    assert capsys.readouterr().err.startswith("train_gpt: interrupted;")
-    assert not (folder / "run").exists()
+
+def test_a_platform_that_there_is_not_is_one_line(program, monkeypatch, capsys):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'bogus'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert program.main([]) == 2
+    assert capsys.readouterr().err == (
+        "train_gpt: JAX finds no devices: Unable to initialize backend 'bogus'\n"
+    )
+
+
+def test_a_report_that_cannot_be_written_is_one_line(program, monkeypatch, capsys):
+    def fails(error):
+        def run(argv):
+            raise error
+
+        monkeypatch.setattr(program, "train_and_report", run)
+        return program.main([])
+
+    assert fails(OSError("losses.png cannot be written (No space left on device)")) == 2
+    assert fails(jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 8 bytes\nmore")) == 2
+    full, memory = capsys.readouterr().err.splitlines()
+    assert full == "train_gpt: losses.png cannot be written (No space left on device)"
+    assert memory.startswith("train_gpt: INTERNAL: Out of memory allocating 8 bytes; give a smaller")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        fails(jax.errors.JaxRuntimeError("a defect stays what it is"))
 
 
 def test_recipes_of_the_help_exist(program):

@@ -4,6 +4,8 @@ import dataclasses
 import html.parser
 import json
 import pathlib
+import resource
+import shutil
 import signal
 import types
 from concurrent import futures
@@ -17,7 +19,7 @@ from fp8jax import Recipe, ScaledArray, program, train
 from fp8jax.scaled import UNSET
 from fp8jax.train import checkpoint, config, data, figures, observe, report, rundir
 from fp8jax.train.config import knob
-from fp8jax.train.footprint import Footprint, Line, footprint
+from fp8jax.train.footprint import Footprint, Line, check_fits, footprint
 from fp8jax.train.observe import Bytes, Curves, Seen, Tensor, Watched
 
 # --- settings ---------------------------------------------------------------------------------
@@ -28,9 +30,9 @@ class Settings:
     steps: int = knob(10, "steps", least=1)
     min_lr: float = knob(0.1, "rate", least=0, below=1)
     bias: bool = knob(False, "biases")
+    rate: float = knob(1.0, "another", least=0)
     recipe: str = knob("O2", "recipe")
 
-    rate: float = knob(1.0, "another", least=0)
     def __post_init__(self):
         config.check_ranges(self)
 
@@ -82,8 +84,6 @@ def test_settings_come_from_file_and_command_line(tmp_path, yaml, argv, expected
         ("- steps", [], "expected lines of `option: value`; got a list"),
         ("steps: [1", [], "is no YAML"),
         (b"\xff\xfe\x00", [], "cannot be read"),
-    ],
-)
         ("steps: 3\nbias: true\nsteps: 4", [], "says `steps` twice; leave one of them out"),
         ("min-lr: 0.1\nmin_lr: 0.2", [], "says `min_lr` twice"),
         ("min_lr: " + 400 * "9", [], "`min_lr` must be a number; got 9999"),
@@ -91,13 +91,15 @@ def test_settings_come_from_file_and_command_line(tmp_path, yaml, argv, expected
         (None, ["--config", ""], "--config  cannot be read"),
         (None, ["--config", "/dev/null"], "--config /dev/null cannot be read: it is a device"),
         (None, ["--steps", 5000 * "9"], "--steps: invalid int value: '999"),
+    ],
+)
 def test_bad_settings_say_what_is_legal(tmp_path, yaml, argv, says):
     if yaml is not None:
         (tmp_path / "run.yaml").write_bytes(yaml if isinstance(yaml, bytes) else yaml.encode())
         argv = ["--config", str(tmp_path / "run.yaml")]
     with pytest.raises(ValueError) as caught:
         config.read(Settings, argv)
-    assert says in str(caught.value)
+    assert says in str(caught.value) and len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,6 @@ def test_bad_settings_say_what_is_legal(tmp_path, yaml, argv, says):
         ({"min_lr": -0.1}, "--min-lr must be at least 0 and below 1; got -0.1"),
         ({"min_lr": 1.0}, "--min-lr must be at least 0 and below 1; got 1.0"),
         ({"min_lr": float("nan")}, "--min-lr must be at least 0 and below 1; got nan"),
-    ],
-)
         ({"steps": 10**24}, "--steps must be at least 1 and below 2147483648; got 1000000000000000000000000"),
         ({"rate": float("inf")}, "--rate must be at least 0 and finite; got inf"),
         ({"rate": float("nan")}, "--rate must be at least 0 and finite; got nan"),
@@ -118,18 +118,20 @@ def test_bad_settings_say_what_is_legal(tmp_path, yaml, argv, says):
         ({"bias": None}, "--bias must be true or false; got None"),
         ({"recipe": "a\0b"}, "--recipe must be UTF-8 without control characters; got 'a\\x00b'"),
         ({"recipe": "a\udcff"}, "--recipe must be UTF-8 without control characters; got 'a\\udcff'"),
+    ],
+)
 def test_numbers_out_of_range(values, says):
     with pytest.raises(ValueError) as caught:
         Settings(**values)
     assert str(caught.value) == says
 
 
-def test_input_is_blamed_in_one_line():
-    with pytest.raises(train.BadInput) as caught, train.blame_input():
 def test_numbers_of_numpy_and_paths_are_settings():
     Settings(steps=np.int64(3), min_lr=np.float32(0.5), rate=1, recipe=pathlib.Path("x"))
 
 
+def test_input_is_blamed_in_one_line():
+    with pytest.raises(train.BadInput) as caught, train.blame_input():
         raise ValueError("two\n  lines")
     assert str(caught.value) == "two lines"
     with pytest.raises(TypeError), train.blame_input():
@@ -189,11 +191,11 @@ def test_standard_library_is_the_same_text_every_time():
         (lambda path: None, "no such file; give the path of a text file"),
         (lambda path: path.mkdir(), "cannot be read"),
         (lambda path: path.write_bytes(b""), "is empty"),
-    ],
-)
         (lambda path: path.write_bytes(b"text\0" * 50), "is a binary file, or in UTF-16"),
         (lambda path: path.write_bytes(bytes(range(1, 256)) * 9), "is a binary file, or in UTF-16"),
         (lambda path: path.symlink_to("/dev/null"), "cannot be read (it is a device)"),
+    ],
+)
 def test_unreadable_text(tmp_path, make, says):
     path = tmp_path / "text"
     make(path)
@@ -352,6 +354,102 @@ def test_a_checkpoint_is_there_while_it_is_replaced(saved, tmp_path, monkeypatch
     assert sorted(path.name for path in copy.iterdir()) == [f"step-0000000{n}" for n in (3, 4, 5)]
 
 
+def swap(folder):
+    """Step 3 under the name of step 4, and the other way round."""
+    (folder / "step-00000003").rename(folder / "x")
+    (folder / "step-00000004").rename(folder / "step-00000003")
+    (folder / "x").rename(folder / "step-00000004")
+
+
+def replaced(make):
+    def harm(folder):
+        (folder / "step-00000004").rename(folder.parent / "moved")
+        make(folder / "step-00000004")
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    "harm, step, says",
+    [
+        (swap, 2, "it is the checkpoint of step 3 under another name"),
+        (lambda folder: (folder / "step-00000004").rename(folder / "step-00000009"), 3, "of step 4 under"),
+        (replaced(pathlib.Path.touch), 3, "it is no folder"),
+        (replaced(pathlib.Path.mkdir), 3, "its manifest is missing or damaged"),
+        (replaced(lambda path: path.symlink_to("nowhere")), 3, "it is no folder"),
+        (replaced(lambda path: path.symlink_to(path.name)), 3, "it is no folder"),
+        (replaced(lambda path: path.symlink_to("step-00000003")), 3, "of step 3 under another name"),
+        (replaced(lambda path: path.symlink_to(path.parent.parent / "moved")), 4, None),
+        (lambda folder: (folder / "step-00000004/manifest.json").write_text("{}"), 3, "its manifest is"),
+        (lambda folder: (folder / "step-00000004/data.json").write_text("no JSON"), 4, None),
+        (lambda folder: [(folder / name).touch() for name in ("step-x", "step-", "notes")], 4, None),
+    ],
+)
+def test_a_checkpoint_knows_its_step_and_what_is_none_is_skipped(saved, tmp_path, harm, step, says):
+    copy = copy_of(saved, tmp_path)
+    harm(copy)
+    found, skipped = checkpoint.newest(copy, like=make_state())
+    assert found.step == step and bits(found.state) == bits(make_state(step))
+    assert says is None if not skipped else says in skipped[0]
+    checkpoint.save(copy, 4, make_state(7), {})
+    found, _ = checkpoint.newest(copy, like=make_state())
+    assert found.step == 4 and bits(found.state) == bits(make_state(7))
+
+
+def test_a_checkpoint_of_another_run_is_skipped(tmp_path):
+    for step, run in ((1, "this"), (2, "other")):
+        checkpoint.save(tmp_path, step, make_state(step), {}, run=run)
+    found, [skipped] = checkpoint.newest(tmp_path, make_state(), run="this")
+    assert found.step == 1 and "it is of another run, with other settings or data" in skipped
+    assert checkpoint.newest(tmp_path, make_state())[0].step == 2  # nobody asked
+
+
+def test_damaged_checkpoints_of_later_steps_push_out_no_whole_one(saved, tmp_path):
+    copy = copy_of(saved, tmp_path)
+    for step in (3, 4):
+        (copy / f"step-0000000{step}/manifest.json").unlink()
+    (copy / "step-00000009").mkdir()
+    checkpoint.save(copy, 1, make_state(1), {})
+    assert checkpoint.newest(copy, make_state())[0].step == 2
+    assert len(list(copy.iterdir())) == 5
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(saved, tmp_path, capfd):
+    copy, limit = copy_of(saved, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = sorted(copy.rglob("*"))
+    state = [*make_state(5)[:2], jax.random.normal(jax.random.key(0), (100_000,)), ()]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # Python has the system's signal ignored
+    try:
+        with pytest.raises(OSError) as caught:
+            checkpoint.save(copy, 5, state, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    says = "step-00000005 cannot be written (File too large); mend that and resume: step 4 is the last that"
+    assert says in str(caught.value) and len(str(caught.value)) < 400 and caught.value.__cause__ is None
+    assert capfd.readouterr().err == "" and sorted(copy.rglob("*")) == before
+
+
+@pytest.mark.parametrize("harm", ["damaged", "deleted", "deleted folder"])
+def test_a_run_that_lost_all_its_checkpoints_begins_again_only_if_told_to(tmp_path, harm, capsys):
+    assert rundir.resume(tmp_path, make_state(), "run", or_start=False) is None  # killed before its first
+    assert "no checkpoint in" in capsys.readouterr().err
+    for step in (1, 2):
+        rundir.keep(tmp_path, step, make_state(step), {}, run="run")
+    folder = tmp_path / "checkpoints"
+    shutil.rmtree(folder / "step-00000002")
+    assert rundir.resume(tmp_path, make_state(), "run", or_start=False).step == 1
+    assert "the checkpoint of step 2: it was saved in" in capsys.readouterr().err
+    if harm == "damaged":
+        cut(folder / "step-00000001/history.npz")
+    else:
+        shutil.rmtree(folder / "step-00000001" if harm == "deleted" else folder)
+    with pytest.raises(ValueError, match="is whole: .*; put one back, or begin at step 0 with --or-start"):
+        rundir.resume(tmp_path, make_state(), "run", or_start=False)
+    assert capsys.readouterr().err == ""
+    assert rundir.resume(tmp_path, make_state(), "run", or_start=True) is None
+    assert "so the run starts at step 0" in capsys.readouterr().err
+
+
 def test_no_checkpoint(tmp_path):
     assert checkpoint.newest(tmp_path / "nothing", like=make_state()) == (None, [])
 
@@ -378,15 +476,53 @@ def test_folders_are_numbered_and_never_taken_over(tmp_path, monkeypatch):
     for name in ("gpt-2", "gpt-10", "gpt-x", "other-50"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     assert rundir.choose("", resume=False) == pathlib.Path("runs/gpt-11")
+    (tmp_path / "runs/gpt-10/settings.json").touch()
     assert rundir.choose("", resume=True) == pathlib.Path("runs/gpt-10")
     (tmp_path / "taken").mkdir()
     assert rundir.choose("taken", resume=False) == pathlib.Path("taken")
-    (tmp_path / "taken" / "anything").touch()
+    (tmp_path / "taken" / "settings.json").touch()
     assert rundir.choose("taken", resume=True) == pathlib.Path("taken")
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         rundir.choose("taken", resume=False)
-    with pytest.raises(ValueError, match="is a file"):
-        rundir.choose("taken/anything", resume=True)
+
+
+@pytest.mark.parametrize(
+    "out, resume, or_start, says",
+    [
+        ("", True, False, "--resume found no run in runs/gpt-1; give the --out of one, or add --or-start"),
+        ("nothing", True, False, "--resume found no run in nothing"),
+        ("empty", True, False, "--resume found no run in empty"),
+        ("others", True, True, "--out others holds files and no run (settings.json is missing)"),
+        ("others", False, False, "--out others holds files and no run (settings.json is missing)"),
+        ("others/file", True, True, "--out others/file is a file"),
+        ("dangling", False, False, "--out dangling is a file"),
+        ("a" * 300, False, False, "cannot be read (File name too long)"),
+        ("empty", False, True, "--or-start is for --resume"),
+        ("", True, True, None),
+        ("nothing", True, True, None),
+        ("empty", True, True, None),
+    ],
+)
+def test_a_folder_without_a_run_is_not_resumed(tmp_path, monkeypatch, out, resume, or_start, says):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "others"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "others/file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    if says is None:
+        assert rundir.choose(out, resume, or_start) == pathlib.Path(out or "runs/gpt-1")
+        return
+    with pytest.raises(ValueError) as caught:
+        rundir.choose(out, resume, or_start)
+    assert says in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "settings.json").touch()
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path.name != "checkpoints")  # root may write anywhere
+    with pytest.raises(ValueError, match="checkpoints is read-only; copy it to where it can be"):
+        rundir.choose(str(tmp_path), resume=True)
 
 
 def test_a_run_is_resumed_with_its_own_settings_only(tmp_path):
@@ -406,9 +542,21 @@ def test_a_run_is_resumed_with_its_own_settings_only(tmp_path):
         rundir.check_same(tmp_path, found, rundir.Began(moved, "other"))
     with pytest.raises(ValueError, match="another version"):
         rundir.began(tmp_path, names[1:])
-    (tmp_path / "settings.json").write_text('{"settings": 3')
-    with pytest.raises(ValueError, match="damaged"):
-        rundir.began(tmp_path, names)
+    whole = (tmp_path / "settings.json").read_text()
+    for damaged in (whole[:-5], "", "[]", "3", "{}", "[" * 10**5, whole.replace("0.1", "0.3")):
+        (tmp_path / "settings.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"settings.json is damaged \("):
+            rundir.began(tmp_path, names)
+
+
+def test_a_folder_is_given_back_by_a_run_that_does_not_compile(tmp_path):
+    folder, nothing, now = tmp_path / "run", rundir.Began({}, ""), rundir.Began({"lr": 1}, "text")
+    for error, remains in ((RuntimeError, False), (KeyboardInterrupt, True)):
+        rundir.start(folder, nothing, now)
+        with pytest.raises(error), rundir.given_back(folder, nothing):
+            raise error
+        assert folder.exists() == remains
+    assert rundir.began(folder, ["lr"]) == now
 
 
 def test_of_two_runs_that_chose_one_folder_the_second_is_refused(tmp_path, monkeypatch):
@@ -695,6 +843,21 @@ def test_a_plan_that_fails_breaks_no_report():
     assert rows["total at the fullest moment"] == (None, None, 90)
     assert found.table()[0] == ["bytes on one device", "planned", "arrays", "compiled"]
     assert found.table()[-1] == ["total at the fullest moment", "", "", "90"]
+
+
+def test_a_file_of_the_report_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "losses.png").mkdir()
+    with pytest.raises(OSError, match=r"losses.png cannot be written \(Is a directory\); mend that"):
+        report.write(tmp_path, ABOUT, {"te": make_outcome(tensors=[])})
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
+
+
+def test_a_state_larger_than_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("fp8jax.train.footprint._memory_of_device", lambda: 3e9)
+    state = {"w": jax.ShapeDtypeStruct((10**9,), jnp.float32)}
+    check_fits(state, devices=2)
+    with pytest.raises(ValueError, match="need 4 GB of each device, and there are 3 GB"):
+        check_fits(state)
 
 
 def test_table_on_the_terminal(capsys):

@@ -5,7 +5,8 @@
 
 A checkpoint is written under another name, with the SHA-256 of each of its files, and
 renamed when it is complete. One that a kill cut off, or that was damaged later, is skipped,
-which `newest` says, and the one before it is taken: the last three are kept.
+which `newest` says, and the one before it is taken: the last three are kept. A checkpoint knows
+its step and its run, so one under the name of another is skipped too.
 
 Of many processes each writes its part of the arrays, in a folder that all of them see, and process 0
 does the rest. Any number of them can read it.
@@ -14,15 +15,22 @@ does the rest. Any number of them can read it.
                   history.npz     # the curves up to here
                   data.json       # where the batches stopped, if the run said so
                   leaves.json     # the path, dtype and shape of each array
+                  identity.json   # its step and its run
                   manifest.json   # the SHA-256 of each of the files above
 """
 
+import contextlib
+import errno
 import functools
 import hashlib
 import json
+import logging
 import os
 import pathlib
+import re
 import shutil
+import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +41,8 @@ from fp8jax.train import processes
 
 KEPT = 3
 _PARTIAL = "writing-"
+CUT_OFF = "it was cut off while it was written"
+_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
 
 
 class Checkpoint(NamedTuple):
@@ -45,7 +55,12 @@ class Checkpoint(NamedTuple):
 
 
 def save(
-    folder: pathlib.Path, step: int, state: Any, history: dict[str, np.ndarray], data: Any = None
+    folder: pathlib.Path,
+    step: int,
+    state: Any,
+    history: dict[str, np.ndarray],
+    data: Any = None,
+    run: str = "",
 ) -> pathlib.Path:
     """Writes a checkpoint and forgets all but the newest three; all processes have to call it.
 
@@ -56,69 +71,71 @@ def save(
         history: arrays by name.
         data: where the batches stopped, e.g. `Loader.state()`: what JSON can hold, the same in all processes.
             None keeps nothing, as for batches that are drawn by the number of the step.
+        run: what tells this run from others, as `rundir.Began.digest`.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
         TypeError: JSON cannot hold `data`.
+        OSError: the disk is full, or the folder cannot be written; the checkpoints before are as they were.
     """
     files = {} if data is None else {"data.json": json.dumps(data)}  # fails in all processes, or in none
     folder = folder.resolve()
     partial, final = folder / f"{_PARTIAL}{step:08d}", folder / f"step-{step:08d}"
-    processes.decide(functools.partial(_begin, partial))
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(partial / "state", args=ocp.args.StandardSave(state))
-    processes.meet()
-    files["leaves.json"] = json.dumps(_leaves(state), indent=1)
-    processes.decide(functools.partial(_complete, partial, final, files, history))
+    try:
+        processes.decide(functools.partial(_begin, partial))
+        with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            checkpointer.save(partial / "state", args=ocp.args.StandardSave(state))
+        processes.meet()
+        files["leaves.json"] = json.dumps(_leaves(state), indent=1)
+        files["identity.json"] = json.dumps({"step": step, "run": run})
+        processes.decide(functools.partial(_complete, partial, final, files, history))
+    except Exception as error:  # tensorstore's have many types
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is in the way
+        before = last_step(folder)
+        kept = f"step {before} is the last that was saved" if before else "none was saved before"
+        reason = _reason(error)
+        cause = None if reason in _REASONS else error  # what is known needs no kilobytes of tensorstore's
+        raise OSError(f"{final} cannot be written ({reason}); mend that and resume: {kept}") from cause
     return final
 
 
-def newest(folder: pathlib.Path, like: Any) -> tuple[Checkpoint | None, list[str]]:
+def newest(folder: pathlib.Path, like: Any, run: str = "") -> tuple[Checkpoint | None, list[str]]:
     """Reads the newest checkpoint that is whole; all processes read the same one.
 
     Args:
         folder: of all checkpoints of a run.
         like: a state of the same structure; gives shapes, dtypes and placement, which may be another than
             that of the state when it was saved.
+        run: as in `save`; checkpoints that another one left are skipped.
 
     Returns:
         The checkpoint, None if there is none; and for each newer one why it was skipped.
 
     Raises:
-        ValueError: a whole checkpoint holds a state of another structure.
+        ValueError: a whole checkpoint holds a state of another structure, or the folder cannot be read.
     """
     folder = folder.resolve()
-    step, skipped = processes.decide(functools.partial(_find, folder, _leaves(like)))
+    step, skipped = processes.decide(functools.partial(_find, folder, _leaves(like), run))
     if step is None:
         return None, skipped
     path = folder / f"step-{step:08d}"
     with np.load(path / "history.npz") as file:
         history = dict(file)
-    said = path / "data.json"
-    data = json.loads(said.read_text()) if said.exists() else None
+    said = "data.json" in json.loads((path / "manifest.json").read_text())
+    data = json.loads((path / "data.json").read_text()) if said else None
     return Checkpoint(step, _restore(path / "state", like), history, data), skipped
-
-
-def resume(run: pathlib.Path, like: Any) -> Checkpoint | None:
-    """The newest checkpoint in a run's folder, as `newest` reads it, with a warning for what is not there."""
-    found, skipped = newest(run / "checkpoints", like)
-    for reason in skipped:
-        processes.warn(f"skipping {reason}")
-    if found is None:
-        processes.warn(f"no checkpoint in {run}, so the run starts at step 0")
-    return found
 
 
 def last_step(folder: pathlib.Path) -> int:
     """The step of the newest checkpoint, whole or not; 0 if there is none."""
-    return max((_step(path) for path in _named(folder)), default=0)
+    return max(map(_step, _named(folder)), default=0)
 
 
 def _begin(partial: pathlib.Path) -> None:
     for leftover in partial.parent.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(leftover)
+        _remove(leftover)
     partial.mkdir(parents=True)
 
 
@@ -132,20 +149,54 @@ def _complete(
     (partial / "manifest.json").write_text(json.dumps(_digests(partial), indent=1))
     _flush(partial)
     replaced = partial.with_name(f"{partial.name}-replaced")
-    if final.exists():  # damaged, or saved twice
+    if os.path.lexists(final):  # damaged, or saved twice
         final.rename(replaced)
     partial.rename(final)
     # Only now: deleting takes long, and a kill meanwhile would leave no checkpoint of this step.
-    shutil.rmtree(replaced, ignore_errors=True)
-    for old in _named(final.parent)[:-KEPT]:
-        shutil.rmtree(old)
+    _remove(replaced)
+    # Those of later steps are damaged, and no reason to forget a whole one.
+    for old in [path for path in _named(final.parent) if _step(path) <= _step(final)][:-KEPT]:
+        _remove(old)
 
 
-def _find(folder: pathlib.Path, expected: dict[str, str]) -> tuple[int | None, list[str]]:
+def _remove(path: pathlib.Path) -> None:
+    """Removes a folder, a link or a file; what cannot be removed is in nobody's way."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what orbax's threads print of an error that is raised too: a traceback of each."""
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    was_off = log.disabled
+
+    def unraisable(args: Any) -> None:
+        if "Event loop is closed" not in str(args.exc_value):
+            hook(args)
+
+    log.disabled, sys.unraisablehook = True, unraisable
+    try:
+        yield
+        sys.unraisablehook = hook  # after an error threads go on for a while
+    finally:
+        log.disabled = was_off
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, of an error that has it somewhere in kilobytes of text."""
+    text = " ".join(str(error).split())
+    return next((words for words in _REASONS if words in text), text[:200])
+
+
+def _find(folder: pathlib.Path, expected: dict[str, str], run: str) -> tuple[int | None, list[str]]:
     """The step of the newest whole checkpoint, and for each newer one why it was skipped."""
-    skipped = [f"{p}: it was cut off while it was written" for p in sorted(folder.glob(f"{_PARTIAL}*"))]
-    for path in reversed(_named(folder)):
-        damage = _damage(path)
+    named = _named(folder)
+    skipped = [f"{p}: {CUT_OFF}" for p in sorted(folder.glob(f"{_PARTIAL}*"))]
+    for path in reversed(named):
+        damage = _damage(path, run)
         if damage:
             skipped.append(f"{path}: {damage}")
             continue
@@ -156,8 +207,13 @@ def _find(folder: pathlib.Path, expected: dict[str, str]) -> tuple[int | None, l
 
 def _restore(path: pathlib.Path, like: Any) -> Any:
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(path, args=ocp.args.StandardRestore(target))
+    try:
+        with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(path, args=ocp.args.StandardRestore(target))
+    except Exception as error:  # tensorstore's have many types
+        raise ValueError(
+            f"{path} is whole but cannot be read ({_reason(error)}); try the version of orbax that wrote it"
+        ) from error
 
 
 def _leaves(state: Any) -> dict[str, str]:
@@ -177,23 +233,44 @@ def _check_leaves(path: pathlib.Path, found: dict[str, str], expected: dict[str,
 
 
 def _named(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Checkpoints that were renamed, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """What has the name of a checkpoint, oldest first; a link or a file may have it, too."""
+    try:
+        names = [name for name in os.listdir(folder) if re.fullmatch(r"step-\d{8,18}", name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read ({error.strerror}); expected a folder") from None
+    return sorted((folder / name for name in names), key=_step)
 
 
 def _step(path: pathlib.Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _damage(path: pathlib.Path) -> str | None:
+def _damage(path: pathlib.Path, run: str) -> str | None:
     """What is wrong with a checkpoint, or None."""
+    if not path.is_dir():
+        return "it is no folder"
     try:
         manifest = dict(json.loads((path / "manifest.json").read_text()))
-    except (OSError, TypeError, ValueError):
+    except (OSError, RecursionError, TypeError, ValueError):
         return "its manifest is missing or damaged"
-    found = _digests(path)
+    if not manifest.keys() >= {"history.npz", "leaves.json"}:
+        return "its manifest is missing or damaged"
+    try:
+        found = _digests(path)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     wrong = [name for name, digest in manifest.items() if found.get(name) != digest]
-    return f"{wrong[0]} is missing or damaged" if wrong else None
+    if wrong:
+        return f"{wrong[0]} is missing or damaged"
+    # Checkpoints of older versions did not say.
+    about = json.loads((path / "identity.json").read_text()) if "identity.json" in manifest else {}
+    if about.get("step", _step(path)) != _step(path):
+        return f"it is the checkpoint of step {about['step']} under another name"
+    if run and about.get("run", run) != run:
+        return "it is of another run, with other settings or data"
+    return None
 
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:

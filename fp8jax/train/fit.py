@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from fp8jax.models.learning import Loss, State
-from fp8jax.train import checkpoint, config, extras, observe, processes, rundir, stop, summary
+from fp8jax.train import config, extras, observe, processes, rundir, stop, summary
 from fp8jax.train.loader import Examples, Loader, Source
 from fp8jax.train.observe import Curves, Seen
 from fp8jax.train.progress import Progress, spans
@@ -30,7 +30,7 @@ from fp8jax.train.to_device import DevicePrefetch
 from fp8jax.train.tokens import TokenFile
 from fp8jax.train.trainer import Trainer
 
-_WORDS = rundir.Words("--output-dir", "resume=True", "give {flag} as it was", "trainer")
+_WORDS = rundir.Words("--output-dir", "resume=True", "or_start=True", "give {flag} as it was", "trainer")
 # What counts is the rows that they come to.
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "memory_budget", "target")
 
@@ -53,6 +53,7 @@ def fit(
     validation_loss: Loss | None = None,
     plain: Any = None,
     resume: bool = False,
+    or_start: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the run's folder.
@@ -66,27 +67,32 @@ def fit(
         validation_loss: their loss, see `Trainer.evaluator`.
         plain: as in `Trainer.init`; a run that is resumed does not look at it.
         resume: goes on with the run in `output_dir`, or with the newest in runs/.
+        or_start: `resume` begins at step 0 where there is no run, or none of its checkpoints is whole.
         about: what else the report should say, e.g. {"data": "the letters of Rilke"}: JSON values, under
             names that the report has no use for.
 
     Raises:
-        ValueError: the folder is that of another run, or of a run and `resume` is not set, or another run
-            took it while this one compiled; the run had batches of other rows; a source is shorter than a
-            batch; its rows are not like the trainer's example; one of `validation` and `validation_loss` is
-            missing; or `about` has what JSON cannot hold, or a name that the report uses.
+        ValueError: the folder is that of another run, or of a run and `resume` is not set, or of none and it
+            is, or another run took it meanwhile; all checkpoints are damaged; the run had batches of other
+            rows; a source is shorter than a batch; its rows are not like the trainer's example; one of
+            `validation` and `validation_loss` is missing; or `about` has what JSON cannot hold, or a name
+            that the report uses.
+        OSError: a checkpoint or the report cannot be written; checkpoints before it are as they were.
         ImportError: the extra `train` is not installed.
     """
     extras.check("grain")
     summary.check(about or {}, trainer)
-    folder, found, now = _folder(trainer, Examples(source, transform), resume)
+    folder, found, now = _folder(trainer, Examples(source, transform), resume, or_start)
+    digest = (found if found.settings else now).digest
     with contextlib.closing(trainer.loader(source, transform)) as batches:
         validate = _validation(trainer, validation, transform, validation_loss)
         print(f"{trainer.layers.splitlines()[0]}; compiling", flush=True)
-        _ = trainer.program
-        run = _begun(trainer, folder, batches, plain, resume)
-        if validate and run.steps < trainer.config.max_steps:
-            validate(run.state, 1)  # what is wrong with it shows now
         rundir.start(folder, found, now, _WORDS)
+        with rundir.given_back(folder, found):
+            _ = trainer.program
+            run = _begun(trainer, folder, digest, batches, plain, resume, or_start)
+            if validate and run.steps < trainer.config.max_steps:
+                validate(run.state, 1)  # what is wrong with it shows now
         processes.on_loss(lambda: rundir.how_to_go_on(folder, _WORDS))
         per_step = _per_step(source, trainer.rows)
         with stop.requests() as stop_asked:
@@ -118,6 +124,7 @@ class _Run:
 
     trainer: Trainer
     folder: pathlib.Path
+    digest: str  # of how it began
     batches: DevicePrefetch
     state: Any
     curves: Curves
@@ -131,21 +138,22 @@ class _Run:
         """Writes a checkpoint, unless this step has one; what was read ahead is not in the batches' state."""
         if self.steps == self.saved:
             return
-        checkpoint.save(
-            self.folder / "checkpoints",
+        rundir.keep(
+            self.folder,
             self.steps,
             self.state,
             observe.pack([self.curves]),
             data=self.batches.state(),
+            run=self.digest,
         )
         self.saved = self.steps
 
 
 def _folder(
-    trainer: Trainer, examples: Examples, resume: bool
+    trainer: Trainer, examples: Examples, resume: bool, or_start: bool
 ) -> tuple[pathlib.Path, rundir.Began, rundir.Began]:
     """The run's folder, how the run in it began, and how it would now."""
-    folder = rundir.choose(trainer.config.output_dir, resume, _WORDS)
+    folder = rundir.choose(trainer.config.output_dir, resume, or_start, _WORDS)
     found = rundir.began(folder, [*(field.name for field in dataclasses.fields(trainer.config)), "rows"])
     if not len(examples):
         raise ValueError("`source` is empty")
@@ -175,14 +183,22 @@ def _check_rows(trainer: Trainer, folder: pathlib.Path, rows: int) -> None:
     raise ValueError(f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: {advice}")
 
 
-def _begun(trainer: Trainer, folder: pathlib.Path, batches: DevicePrefetch, plain: Any, resume: bool) -> _Run:
+def _begun(
+    trainer: Trainer,
+    folder: pathlib.Path,
+    digest: str,
+    batches: DevicePrefetch,
+    plain: Any,
+    resume: bool,
+    or_start: bool,
+) -> _Run:
     """The run from its newest whole checkpoint on, or from its beginning."""
-    found = checkpoint.resume(folder, trainer.like) if resume else None
+    found = rundir.resume(folder, trainer.like, digest, or_start, _WORDS) if resume else None
     if found is None:
-        return _Run(trainer, folder, batches, trainer.init(plain), Curves())
+        return _Run(trainer, folder, digest, batches, trainer.init(plain), Curves())
     batches.restore(found.data)
     [curves] = observe.unpack(found.history)
-    return _Run(trainer, folder, batches, found.state, curves, found.step)
+    return _Run(trainer, folder, digest, batches, found.state, curves, found.step)
 
 
 def _train(

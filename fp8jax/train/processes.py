@@ -94,9 +94,12 @@ def devices(asked: int) -> list[Any]:
     """All devices of all processes; without other processes as many as are asked for, 0 for all.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are not so many, or JAX_PLATFORMS names none.
     """
-    there = jax.devices()
+    try:
+        there = jax.devices()
+    except RuntimeError as error:
+        raise ValueError(f"JAX finds no devices: {error}") from None
     if jax.distributed.is_initialized():
         return there
     if asked > len(there):
@@ -162,6 +165,10 @@ def leave(status: int, line: str) -> int:
     if distributed.global_state.client is not None:
         _end(status, line)
     print(line, file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # a pipe that is closed, a disk that is full: the interpreter would complain at its end
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return status
 
 

@@ -110,10 +110,13 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
 
     Returns:
         The page's path.
+
+    Raises:
+        OSError: a file cannot be written.
     """
     pictures = _pictures(about, outcomes)
     for name, content in pictures.items():
-        (folder / name).write_bytes(content)
+        write_file(folder / name, content)
     write_file(folder / "result.json", json.dumps(_result(about, outcomes), indent=1, allow_nan=False))
     path = folder / "report.html"
     write_file(path, page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures))
