@@ -17,6 +17,7 @@ from fp8jax.rewrite.plan import Plan, find
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import Rules
 from fp8jax.scaled import is_scaled
+from fp8jax.scaling.merge import to_max
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Program:
         """
         pairs = zip(leaves, self.paths, strict=True)
         ins = [Tracked.of(x, path, aval_of(x).dtype) if is_followed(x) else x for x, path in pairs]
-        return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], states)
+        return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], to_max(states))
 
 
 def trace(
