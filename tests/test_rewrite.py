@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import fp8jax
@@ -445,3 +446,40 @@ def test_zero():
             variables, state, loss = step(variables, state)
         losses.append(float(loss))
     np.testing.assert_allclose(*losses, rtol=0.01)
+
+
+@pytest.mark.parametrize("level", ("te", "O2"))
+def test_nnx_states(level):
+    """An NNX module that multiplies by itself trains as a function of its split state."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.up = nnx.Param(0.1 * jax.random.normal(rngs.params(), (WIDTH, HIDDEN)))
+            self.down = nnx.Param(0.1 * jax.random.normal(rngs.params(), (HIDDEN, WIDTH)))
+
+        def __call__(self, x):
+            return jax.nn.gelu(self.norm(x) @ self.up[...]) @ self.down[...]
+
+    graph, params = nnx.split(Block(nnx.Rngs(0)))
+    x = normal(0, 64, WIDTH)
+
+    def loss_after_training(apply, variables, tx):
+        state = tx.init(variables)
+
+        @jax.jit
+        def step(variables, state):
+            grad_fn = fp8jax.value_and_grad(lambda v: jnp.mean((apply(v, x) - jnp.sin(x)) ** 2))
+            loss, grads = grad_fn(variables)
+            updates, state = tx.update(grads, state, variables)
+            return fp8jax.apply_updates(variables, updates), state, loss
+
+        for _ in range(20):
+            variables, state, loss = step(variables, state)
+        return float(loss)
+
+    model = fp8jax.transform(lambda params, x: nnx.merge(graph, params)(x), level)
+    assert [row.path for row in model.report(params, x).rows if row.fp8] == ["up", "down"]
+    loss = loss_after_training(model.apply, model.init(params, x), fp8jax.optim.adamw(3e-3, level))
+    exact = loss_after_training(lambda params, x: nnx.merge(graph, params)(x), params, optax.adamw(3e-3))
+    assert abs(loss / exact - 1) < 0.05

@@ -259,6 +259,10 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
+        # Of an NNX model's states in whole each leaf stands in a variable.
+        boxes = updates, state.adam.mu, state.adam.nu, state.master
+        updates, *kept = map(_without_variables, boxes)
+        params = _without_variables(params)
         grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
         count = optax.safe_increment(state.adam.count)
         numbers = Numbers(
@@ -270,7 +274,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             rule.weight_decay,
         )
         numbers = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), numbers)
-        kept = [treedef.flatten_up_to(tree) for tree in (state.adam.mu, state.adam.nu, state.master)]
+        kept = [treedef.flatten_up_to(tree) for tree in kept]
         olds = [None] * len(grads) if rule.learning_rate is None else treedef.flatten_up_to(params)
         mu, nu, master = kept
         leaves = [Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
@@ -282,7 +286,9 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             new, ok = with_auto_axes(step, as_written, leaves, numbers)
         else:
             new, ok = advance_over_devices(rule.zero, leaves, numbers, decays)
-        directions, mu, nu, master = (treedef.unflatten([leaf[i] for leaf in new]) for i in range(4))
+        directions, mu, nu, master = (
+            _in_variables(boxes[i], treedef.unflatten([leaf[i] for leaf in new])) for i in range(4)
+        )
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
         return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
 
@@ -296,18 +302,40 @@ def _with_variables_inside(tree: Any) -> Any:
     one by one: it must find a variable for each.
     """
 
-    def is_variable(node: Any) -> bool:
-        return hasattr(node, "get_raw_value")
-
     def turned(node: Any) -> Any:
-        kept = node.get_raw_value() if is_variable(node) else None
+        kept = node.get_raw_value() if _is_variable(node) else None
         if isinstance(kept, ScaledArray):
             return ScaledArray(node.replace(kept.data), kept.scale)
         if isinstance(kept, Blockwise):
             return dataclasses.replace(kept, codes=node.replace(kept.codes))
         return node
 
-    return jax.tree.map(turned, tree, is_leaf=is_variable)
+    return jax.tree.map(turned, tree, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_raw_value")
+
+
+def _without_variables(tree: Any) -> Any:
+    """A tree with the values of `nnx.Variable`s in their places."""
+
+    def opened(node: Any) -> Any:
+        return node.get_raw_value() if _is_variable(node) else node
+
+    return jax.tree.map(opened, tree, is_leaf=_is_variable)
+
+
+def _in_variables(boxes: Any, tree: Any) -> Any:
+    """The inverse of `_without_variables`, with the variables of another tree."""
+
+    def is_place(node: Any) -> bool:
+        return node is None or _is_variable(node) or (is_scaled(node) and not _is_variable(node.data))
+
+    def put(box: Any, node: Any) -> Any:
+        return box.replace(node) if _is_variable(box) else node
+
+    return jax.tree.map(put, boxes, tree, is_leaf=is_place)
 
 
 def _check_shapes(leaves: list[Leaf]) -> None:

@@ -107,7 +107,9 @@ def aval_of(leaf: Any) -> Any:
 
 
 def names_of(path: Any) -> tuple[str, ...]:
-    """A path of a tree as names, without those of boxes of axis names."""
+    """A path of a tree as names, without that of a box around a leaf: of axis names, or an `nnx.Variable`."""
+    if len(path) > 1 and getattr(path[-1], "name", None) == "value":
+        path = path[:-1]
     names = []
     for part in path:
         name = next((getattr(part, of) for of in ("key", "name", "idx") if hasattr(part, of)), part)
