@@ -409,7 +409,7 @@ def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone)
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["--out", "."], "--out . holds a run already: add --resume"),
+        (["--out", "."], "--out . holds files and no run (settings.json is missing)"),
         (["--batch", "5"], "got --batch 5 for 2 devices"),
         (["--recipe", "O9"], "expected one of fp32, bf16"),
     ],

@@ -846,10 +846,10 @@ def test_a_plan_that_fails_breaks_no_report():
 
 
 def test_a_file_of_the_report_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "losses.png").mkdir()
-    with pytest.raises(OSError, match=r"losses.png cannot be written \(Is a directory\); mend that"):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"report.html cannot be written \(Is a directory\); mend that"):
         report.write(tmp_path, ABOUT, {"te": make_outcome(tensors=[])})
-    assert [path.name for path in tmp_path.iterdir()] == ["losses.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_a_state_larger_than_the_memory_is_refused(monkeypatch):

@@ -115,12 +115,17 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
         OSError: a file cannot be written.
     """
     pictures = _pictures(about, outcomes)
-    for name, content in pictures.items():
+    files: dict[str, str | bytes] = {
+        **pictures,
+        "result.json": json.dumps(_result(about, outcomes), indent=1, allow_nan=False),
+        "report.html": page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures),
+    }
+    for name in files:
+        if (folder / name).is_dir():  # all of the files that were there stay, or none
+            raise OSError(f"{folder / name} cannot be written (Is a directory); mend that and resume the run")
+    for name, content in files.items():
         write_file(folder / name, content)
-    write_file(folder / "result.json", json.dumps(_result(about, outcomes), indent=1, allow_nan=False))
-    path = folder / "report.html"
-    write_file(path, page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures))
-    return path
+    return folder / "report.html"
 
 
 def _pictures(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, bytes]:
