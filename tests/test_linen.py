@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from flax import serialization
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray
@@ -420,3 +421,20 @@ def test_layers_called_by_keyword():
     model = fp8jax.transform(Net(), "O2")
     assert model.apply(model.init(jax.random.key(0), x), x).shape == (2, 4)
     assert [row.kernel_shape for row in model.report(x).rows] == [(16, 8), (8, 4)]
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+def test_flax_serialization_keeps_every_bit(recipe):
+    """`flax.serialization` writes and reads scaled weights, moments and states."""
+    model = fp8jax.transform(nn.Dense(32), recipe)
+    variables = model.init(jax.random.key(0), jnp.ones((4, 32)))
+    state = variables, fp8jax.optim.adamw(1e-3).init(variables)
+    again = serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for new, old in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert new.dtype == old.dtype
+        np.testing.assert_array_equal(new, old)
+    if recipe == "O3":
+        other = fp8jax.transform(nn.Dense(64), recipe).init(jax.random.key(0), jnp.ones((4, 32)))
+        with pytest.raises(ValueError, match=r"expected codes float8_e4m3fn\[32, 64\].*; got .*\[32, 32\]"):
+            serialization.from_bytes(other, serialization.to_bytes(variables))

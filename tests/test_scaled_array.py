@@ -192,3 +192,26 @@ def test_validate_returns_what_is_legal(shape, blocks):
     assert q.validate() is q
     abstract = ScaledArray(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q.data, q.scale)))
     assert abstract.validate() is abstract
+
+
+SURFACE = {
+    "T": lambda x: x.T,
+    "astype": lambda x: x.astype(jnp.bfloat16),
+    "reshape": lambda x: x.reshape(2, -1),
+    "transpose": lambda x: x.transpose(1, 0),
+    "sum": lambda x: x.sum(axis=0),
+    "mean": lambda x: x.mean(),
+    "abs": abs,
+    "matmul": lambda x: x @ jnp.ones((6, 2)),
+    "rmatmul": lambda x: jnp.ones((2, 4)) @ x,
+    "part": lambda x: x[1, 2:],
+}
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_it_has_the_surface_of_an_array(name):
+    """Methods and operators of an array act on the value."""
+    x = quantize(jnp.arange(24.0).reshape(4, 6) - 7, formats.E4M3)
+    got, expected = SURFACE[name](x), SURFACE[name](value(x))
+    assert got.dtype == expected.dtype and not is_scaled(got)
+    np.testing.assert_array_equal(got, expected)

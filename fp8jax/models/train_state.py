@@ -2,9 +2,29 @@
 
 from typing import Any
 
+from flax import serialization
 from flax.training import train_state
 
 from fp8jax.gradients import apply_updates
+from fp8jax.scaled import ScaledArray
+
+
+def _state_of(x: ScaledArray) -> dict[str, Any]:
+    return {"data": x.data, "scale": x.scale}
+
+
+def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+    new = ScaledArray(state["data"], state["scale"])
+    if (new.data.dtype, new.shape) != (target.data.dtype, target.shape):
+        raise ValueError(
+            f"`state`: expected codes {target.data.dtype}{list(target.shape)}, as the target has them; got "
+            f"{new.data.dtype}{list(new.shape)}."
+        )
+    return new
+
+
+# For `flax.serialization.to_bytes` and `from_bytes`.
+serialization.register_serialization_state(ScaledArray, _state_of, _from_state)
 
 
 class TrainState(train_state.TrainState):

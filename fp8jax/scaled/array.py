@@ -28,8 +28,8 @@ class ScaledArray:
         `scale` is float32, a scalar or of `data`'s rank, each of its dims dividing
         `data`'s: one entry scales a whole block.
 
-    Arithmetic with it (+ - * / ** negation) acts on the dequantized value and returns a
-    plain float32 array.
+    Arithmetic with it (+ - * / ** @ negation), reductions, reshapes and indexing act on the dequantized
+    value and return a plain float32 array.
     """
 
     data: Any
@@ -84,6 +84,40 @@ class ScaledArray:
     def __getitem__(self, index: Any) -> Any:
         """Itself for `...`, else a part of the dequantized value."""
         return self if index is ... else self.dequantize()[index]
+
+    @property
+    def T(self) -> jax.Array:
+        """The value, transposed."""
+        return self.dequantize().T
+
+    def astype(self, dtype: Any) -> jax.Array:
+        """The value in another dtype."""
+        return self.dequantize(dtype)
+
+    def reshape(self, *shape: Any, **options: Any) -> jax.Array:
+        """The value in another shape."""
+        return self.dequantize().reshape(*shape, **options)
+
+    def transpose(self, *axes: Any) -> jax.Array:
+        """The value with its axes in another order."""
+        return self.dequantize().transpose(*axes)
+
+    def sum(self, *args: Any, **options: Any) -> jax.Array:
+        """`jnp.sum` of the value."""
+        return self.dequantize().sum(*args, **options)
+
+    def mean(self, *args: Any, **options: Any) -> jax.Array:
+        """`jnp.mean` of the value."""
+        return self.dequantize().mean(*args, **options)
+
+    def __abs__(self) -> jax.Array:
+        return abs(self.dequantize())
+
+    def __matmul__(self, other: Any) -> jax.Array:
+        return self.dequantize() @ value(other)
+
+    def __rmatmul__(self, other: Any) -> jax.Array:
+        return value(other) @ self.dequantize()
 
     def __add__(self, other: Any) -> jax.Array:
         return self.dequantize() + value(other)
