@@ -30,9 +30,9 @@ import optax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import eight_bit
-from fp8jax.optim.blockwise import Blockwise
 from fp8jax.optim.devices import advance_over_devices
 from fp8jax.optim.links import on_params, plain_mask
+from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
 from fp8jax.optim.passes import advance, as_written
 from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
@@ -250,7 +250,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         kept = [first(0), first(1), master]
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
-        mu, nu, master = (_with_variables_inside(tree) for tree in kept)
+        mu, nu, master = (with_variables_inside(tree) for tree in kept)
         adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
         return AdamState(adam, master, jnp.zeros([], jnp.int32))
 
@@ -261,8 +261,8 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             )
         # Of an NNX model's states in whole each leaf stands in a variable.
         boxes = updates, state.adam.mu, state.adam.nu, state.master
-        updates, *kept = map(_without_variables, boxes)
-        params = _without_variables(params)
+        updates, *kept = map(without_variables, boxes)
+        params = without_variables(params)
         grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
         count = optax.safe_increment(state.adam.count)
         numbers = Numbers(
@@ -287,55 +287,12 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         else:
             new, ok = advance_over_devices(rule.zero, leaves, numbers, decays)
         directions, mu, nu, master = (
-            _in_variables(boxes[i], treedef.unflatten([leaf[i] for leaf in new])) for i in range(4)
+            in_variables(boxes[i], treedef.unflatten([leaf[i] for leaf in new])) for i in range(4)
         )
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
         return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
 
     return on_params(optax.GradientTransformation(init, update))
-
-
-def _with_variables_inside(tree: Any) -> Any:
-    """`nnx.Variable`s of `ScaledArray`s and `Blockwise` moments turned inside out.
-
-    `nnx.Optimizer` gives `init` variables and `update` their values, whose arrays it then puts back
-    one by one: it must find a variable for each.
-    """
-
-    def turned(node: Any) -> Any:
-        kept = node.get_raw_value() if _is_variable(node) else None
-        if isinstance(kept, ScaledArray):
-            return ScaledArray(node.replace(kept.data), kept.scale)
-        if isinstance(kept, Blockwise):
-            return dataclasses.replace(kept, codes=node.replace(kept.codes))
-        return node
-
-    return jax.tree.map(turned, tree, is_leaf=_is_variable)
-
-
-def _is_variable(node: Any) -> bool:
-    return hasattr(node, "get_raw_value")
-
-
-def _without_variables(tree: Any) -> Any:
-    """A tree with the values of `nnx.Variable`s in their places."""
-
-    def opened(node: Any) -> Any:
-        return node.get_raw_value() if _is_variable(node) else node
-
-    return jax.tree.map(opened, tree, is_leaf=_is_variable)
-
-
-def _in_variables(boxes: Any, tree: Any) -> Any:
-    """The inverse of `_without_variables`, with the variables of another tree."""
-
-    def is_place(node: Any) -> bool:
-        return node is None or _is_variable(node) or (is_scaled(node) and not _is_variable(node.data))
-
-    def put(box: Any, node: Any) -> Any:
-        return box.replace(node) if _is_variable(box) else node
-
-    return jax.tree.map(put, boxes, tree, is_leaf=is_place)
 
 
 def _check_shapes(leaves: list[Leaf]) -> None:

@@ -1,0 +1,52 @@
+"""`nnx.Variable`s around the leaves of an optimizer's trees, known by their methods: flax is not imported."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from fp8jax.optim.blockwise import Blockwise
+from fp8jax.scaled import ScaledArray, is_scaled
+
+
+def with_variables_inside(tree: Any) -> Any:
+    """`nnx.Variable`s of `ScaledArray`s and `Blockwise` moments turned inside out.
+
+    `nnx.Optimizer` gives `init` variables and `update` their values, whose arrays it then puts back
+    one by one: it must find a variable for each.
+    """
+
+    def turned(node: Any) -> Any:
+        kept = node.get_raw_value() if _is_variable(node) else None
+        if isinstance(kept, ScaledArray):
+            return ScaledArray(node.replace(kept.data), kept.scale)
+        if isinstance(kept, Blockwise):
+            return dataclasses.replace(kept, codes=node.replace(kept.codes))
+        return node
+
+    return jax.tree.map(turned, tree, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_raw_value")
+
+
+def without_variables(tree: Any) -> Any:
+    """A tree with the values of `nnx.Variable`s in their places."""
+
+    def opened(node: Any) -> Any:
+        return node.get_raw_value() if _is_variable(node) else node
+
+    return jax.tree.map(opened, tree, is_leaf=_is_variable)
+
+
+def in_variables(boxes: Any, tree: Any) -> Any:
+    """The inverse of `without_variables`, with the variables of another tree."""
+
+    def is_place(node: Any) -> bool:
+        return node is None or _is_variable(node) or (is_scaled(node) and not _is_variable(node.data))
+
+    def put(box: Any, node: Any) -> Any:
+        return box.replace(node) if _is_variable(box) else node
+
+    return jax.tree.map(put, boxes, tree, is_leaf=is_place)
