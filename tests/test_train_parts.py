@@ -127,7 +127,8 @@ def test_numbers_out_of_range(values, says):
 
 
 def test_numbers_of_numpy_and_paths_are_settings():
-    Settings(steps=np.int64(3), min_lr=np.float32(0.5), rate=1, recipe=pathlib.Path("x"))
+    settings = Settings(steps=np.int64(3), min_lr=np.float32(0.5), rate=1, recipe=pathlib.Path("x"))
+    assert (settings.steps, settings.min_lr, settings.rate) == (3, 0.5, 1)
 
 
 def test_input_is_blamed_in_one_line():
