@@ -327,19 +327,22 @@ def test_experts():
 
 
 def test_eager_calls_are_compiled_once():
-    """A second call of the same shapes traces nothing."""
+    """A second call of the same shapes and constants traces nothing."""
     calls = []
 
-    def fn(params, x):
-        calls.append(1)
-        return x @ params["w"]
+    def fn(params, x, factor):
+        calls.append(factor)
+        return x @ params["w"] * factor
 
     model = fp8jax.transform(fn, "te")
     x = normal(0, 16, WIDTH)
-    variables = model.init({"w": normal(1, WIDTH, HIDDEN)}, x)
+    variables = model.init({"w": normal(1, WIDTH, HIDDEN)}, x, 1)
     for _ in range(3):
-        model.apply(variables, x)
-    assert len(calls) == 1
+        model.apply(variables, x, 1)
+    assert calls == [1]
+    model.apply(variables, x, True)
+    model.apply(variables, x, 2.0)
+    assert calls == [1, True, 2.0]
 
 
 PENALTIES = {

@@ -147,7 +147,7 @@ class FunctionModel:
         """The function as traced for such inputs, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_kernel)
         others, others_treedef = jax.tree.flatten((args, kwargs))
-        constants = tuple(x for x in others if not is_array(x))
+        constants = tuple((type(x), x) for x in others if not is_array(x))  # 1 is equal to True, and another
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *others) if is_array(x))
         key = treedef, others_treedef, avals, constants, jax.sharding.get_abstract_mesh()
         try:
