@@ -486,3 +486,30 @@ def test_nnx_states(level):
     loss = loss_after_training(model.apply, model.init(params, x), fp8jax.optim.adamw(3e-3, level))
     exact = loss_after_training(lambda params, x: nnx.merge(graph, params)(x), params, optax.adamw(3e-3))
     assert abs(loss / exact - 1) < 0.05
+
+
+def test_stop_gradient_over_devices():
+    """Where each device has a part of the batch, a kernel whose gradient the loss stops has none either."""
+    x, params = normal(0, 16, WIDTH), {name: normal(1, WIDTH, WIDTH) for name in ("a", "b")}
+    zero = Zero(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), stage=1)
+    model = fp8jax.transform(lambda params, x: (x @ params["a"]) @ params["b"], "O2")
+    variables = zero.place(model.init(params, x))
+
+    def loss(variables, x):
+        params = {**variables["params"], "a": lax.stop_gradient(variables["params"]["a"])}
+        return jnp.square(model.apply({**variables, "params": params}, x)).mean()
+
+    _, grads = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(variables, x)
+    norms = [jnp.linalg.norm(value(grads["params"][name])) for name in ("a", "b")]
+    assert norms[0] == 0 and norms[1] > 0
+
+
+def test_gradient_of_each_example():
+    """A `vmap` of the gradient gives what a loop over the examples gives."""
+    x, w = normal(0, 4, 16, WIDTH), normal(1, WIDTH, HIDDEN)
+    model = fp8jax.transform(lambda params, x: x @ params["w"], "O2")
+    variables = model.init({"w": w}, x[0])
+    grad = fp8jax.value_and_grad(lambda v, x: jnp.square(model.apply(v, x)).mean())
+    together = jax.vmap(grad, (None, 0))(variables, x)[1]["params"]["w"]
+    each = jnp.stack([value(grad(variables, part)[1]["params"]["w"]) for part in x])
+    np.testing.assert_allclose(value(together), each, rtol=1e-6, atol=1e-6 * jnp.abs(each).max())

@@ -70,7 +70,8 @@ class Tracked:
     def of(cls, leaf: Any, path: tuple[str, ...], dtype: Any) -> "Tracked":
         """A parameter as it enters: an array, a `ScaledArray` or a `Weight`."""
         weight = leaf if isinstance(leaf, Weight) else Weight(leaf, None)
-        return cls(weight.value, weight.slot, Way.of(path, weight.shape, dtype), weight.spread)
+        way = Way.of(path, weight.shape, dtype)
+        return cls(weight.value, weight.differentiated_slot, way, weight.spread)
 
     @property
     def kernel(self) -> Any:

@@ -8,7 +8,6 @@ A stacked parameter that a scan slices has a scale and a scaling state for each 
 """
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -212,8 +211,7 @@ def _in_format(leaf: Any, chosen: Chosen) -> Any:
     layers = tuple(length for _, length in chosen.dot.loops)
     if chosen.dot.groups:
         layers = (*layers, chosen.dot.groups)
-    depth = len(layers)
-    blocks = (*layers, *(1,) * (len(leaf.shape) - depth)) if math.prod(layers) > 1 or depth else ()
+    blocks = (*layers, *(1,) * (len(leaf.shape) - len(layers)))
     return quantize(leaf, formats.get(chosen.recipe.weight), power_of_two=True, blocks=blocks)
 
 
