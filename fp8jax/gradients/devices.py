@@ -25,6 +25,7 @@ from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.zero import Spread
 from fp8jax.dot.product import OPERANDS
 from fp8jax.gradients.keys import refuse_whole
+from fp8jax.gradients.states import state_at
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, is_scaled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
@@ -133,9 +134,9 @@ class State:
 
 def state_of_each(params: Any, state: Any) -> Any:
     """The `State` of each parameter."""
-    if not isinstance(params, Mapping):
-        return jax.tree.map(lambda leaf: State(state), params, is_leaf=is_scaled)
-    return {name: state_of_each(below, state.get(name, {})) for name, below in params.items()}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: State(state_at(state, path)), params, is_leaf=is_scaled
+    )
 
 
 def _shares(params: Any, states: Any, zero: Zero) -> Any:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.comm.zero import own_part
 from fp8jax.dot import Weight
 from fp8jax.gradients.devices import Local, Share, State, over_devices, state_of_each
-from fp8jax.gradients.traced import Gradient, gradient, is_marked, state_at
-from fp8jax.rewrite import LayersFound, names_of
+from fp8jax.gradients.states import state_at, with_state_at
+from fp8jax.gradients.traced import Gradient, gradient, is_marked
+from fp8jax.rewrite import LayersFound
 from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient
 from fp8jax.scaling.merge import (
     CODES,
@@ -131,32 +132,12 @@ def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | Non
 
 def _finished(found: Gradient, variables: Any) -> Any:
     """The loss and its gradients in their formats, with the new scaling state."""
-    is_flax = has_params(variables)
-    params = variables[PARAMS] if is_flax else variables
-    state = from_cotangents(found.state)
-    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    grads = []
-    for (path, param), grad in zip(flat, treedef.flatten_up_to(found.grads), strict=True):
-        names = names_of(path)
-        kept = state_at({PARAMS: params, SCALING: state}, names)
-        if "wgrad_scale" in kept:
-            before = state_at(variables, names)["wgrad_scale"]
-            grad, scale = _narrow_leaf(grad, param, settled(kept["wgrad_scale"], before), Share())
-            state = _with_scale(state, names, scale)
-        elif not is_scaled(param):
-            grad = grad.astype(param.dtype)
-        grads.append(grad)
-    grads = treedef.unflatten(grads)
-    if not is_flax:
-        return found.out, grads
+    if not has_params(variables):
+        return found.out, found.grads
+    params, old = variables[PARAMS], variables.get(SCALING, {})
+    shares = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled)
+    grads, state = narrowed(found.grads, params, from_cotangents(found.state), old, shares)
     return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
-
-
-def _with_scale(state: Mapping[str, Any], names: tuple[str, ...], scale: jax.Array) -> dict[str, Any]:
-    """The scaling states with the scale of another weight gradient."""
-    if not names or names[0] not in state:
-        return {**state, "wgrad_scale": scale}
-    return {**state, names[0]: _with_scale(state[names[0]], names[1:], scale)}
 
 
 def _value_and_grad(
@@ -252,30 +233,21 @@ def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[...,
 
 
 def narrowed(grads: Any, params: Any, state: Any, old: Any, shares: Any) -> tuple[Any, Any]:
-    """The marked gradients as `ScaledArray`s, the others in their parameters' dtypes, and the state with
-    their scales, which are the `old` state's where there is no gradient."""
-    if not isinstance(grads, Mapping):
-        return grads, state
-    grads, state = dict(grads), dict(state)
-    for name, kept in state.items():
-        if name not in grads:
-            continue  # of a product that is no layer's
-        if isinstance(grads[name], Mapping):
-            below = grads[name], params[name], kept, old[name], shares[name]
-            grads[name], state[name] = narrowed(*below)
-            continue
-        # A kernel may stand in a box of axis names.
-        [grad], box = jax.tree.flatten(grads[name], is_leaf=is_scaled)
-        [param] = jax.tree.leaves(params[name], is_leaf=is_scaled)
-        [share] = jax.tree.leaves(shares[name])
+    """The marked gradients as `ScaledArray`s, the others of products in their parameters' dtypes, and the
+    state with their scales, which are the `old` state's where there is no gradient."""
+    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    rows = zip(flat, *map(treedef.flatten_up_to, (grads, shares)), strict=True)
+    new = []
+    for (path, param), grad, share in rows:
+        kept = state_at(state, path)
         if "wgrad_scale" in kept:
-            scale = settled(kept["wgrad_scale"], old[name]["wgrad_scale"])
+            scale = settled(kept["wgrad_scale"], state_at(old, path)["wgrad_scale"])
             grad, scale = _narrow_leaf(grad, param, scale, share)
-            state[name] = {**kept, "wgrad_scale": scale}
-        elif not is_scaled(param):
+            state = with_state_at(state, path, {**kept, "wgrad_scale": scale})
+        elif kept and not is_scaled(param):
             grad = grad.astype(param.dtype)
-        grads[name] = jax.tree.unflatten(box, [grad])
-    return grads, state
+        new.append(grad)
+    return treedef.unflatten(new), state
 
 
 def _narrow_leaf(grad: Any, param: Any, scale: jax.Array, share: Share) -> tuple[ScaledArray, jax.Array]:

@@ -5,12 +5,13 @@ FP8 codes; where something else reads it too (a second dot product, weight decay
 are added in float32, to be narrowed after.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from fp8jax.gradients.states import state_at
 from fp8jax.rewrite import (
     Context,
     Plan,
@@ -72,11 +73,11 @@ def gradient(loss_fn: Callable[..., Any], has_aux: bool, variables: Any, args: A
     found = find(closed.jaxpr, [*ways, *[None] * (len(states) + len(arrays))])
     context = Context(Plan.of((), found.programs), "auto")
 
-    def slot(leaf: Any, path: tuple[str, ...]) -> Any:
-        is_marked = "wgrad_scale" in state_at(variables, path)
+    def slot(leaf: Any, path: Any) -> Any:
+        is_marked = "wgrad_scale" in state_at(state, path)
         if not (is_marked or is_scaled(leaf)):
             return leaf
-        data, uses = leaf.data if is_scaled(leaf) else leaf, found.uses.get(path)
+        data, uses = leaf.data if is_scaled(leaf) else leaf, found.uses.get(names_of(path))
         is_alone = uses is not None and uses.dots == 1 and not uses.others and not uses.is_shared
         return no_codes(data) if is_marked and is_alone else jnp.zeros_like(data, jnp.float32)
 
@@ -90,23 +91,12 @@ def gradient(loss_fn: Callable[..., Any], has_aux: bool, variables: Any, args: A
         outs = evaluate(context, closed.jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    slots = [slot(*each) for each in zip(leaves, paths, strict=True)]
+    slots = [slot(leaf, path) for path, leaf in flat]
     is_own = [leaf is slot for leaf, slot in zip(leaves, slots, strict=True)]
     # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
     grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     (value, aux), (grads, new_state) = grad_fn(slots, state)
     return Gradient((value, aux) if has_aux else value, treedef.unflatten(grads), new_state)
-
-
-def state_at(variables: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
-    """The scaling state of the parameter at a path; {} if it has none."""
-    found: Any = variables.get(SCALING, {}) if has_params(variables) else {}
-    for name in path:
-        if not (isinstance(found, Mapping) and name in found):
-            break  # names of a box of axis names around the parameter
-        found = found[name]
-    is_state = isinstance(found, Mapping) and not any(isinstance(x, Mapping) for x in found.values())
-    return found if is_state else {}
 
 
 def is_marked(variables: Any) -> bool:

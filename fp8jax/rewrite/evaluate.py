@@ -117,12 +117,8 @@ def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: Sta
     if chosen.recipe.gemm != "FP8":
         return _wide_dot(eqn, chosen.recipe, [plain(x) for x in ins])
     if chosen.dot.groups:
-        stored = (
-            kernel
-            if kernel.way.perm == (0, 1, 2)
-            else Tracked(kernel.value(), None, Way.of((), kernel.way.shape, kernel.way.dtype))
-        )
-        return checkpoint_name(ragged_dot(other, stored.kernel, plain(ins[2]), **options), PRODUCT)
+        groups = kernel.kernel if kernel.way.perm == (0, 1, 2) else kernel.value()
+        return checkpoint_name(ragged_dot(other, groups, plain(ins[2]), **options), PRODUCT)
     perm = kernel.way.perm
     contracted, batched = eqn.params["dimension_numbers"]
     stored_contracted, stored_batched = (
