@@ -252,7 +252,7 @@ def _adapted(model: Any, recipe: str, rank: int | None) -> Any:
     if rank is None:
         return model
     from fp8jax import models
-    from fp8jax.models.lora import LoRA
+    from fp8jax.rewrite.lora import LoRA
 
     return models.transform(model, recipe, lora=LoRA(rank=rank))
 

@@ -32,7 +32,7 @@ from fp8jax import vocabulary
 # Layers that stay out of FP8 unless asked for: the output head, as TransformerEngine's
 # and torchao's users do by hand. A pattern without "/" is matched with the layer's own
 # name, one with "/" with its whole path.
-DEFAULT_EXCLUDE = ("lm_head", "head", "*_head", "logits*", "classifier")
+DEFAULT_EXCLUDE = ("lm_head", "head", "*_head", "logits*", "classifier", "router")
 
 _LEGAL: dict[str, tuple[Any, ...]] = {
     "gemm": ("FP32", "BF16", "FP16", "FP8"),
@@ -177,6 +177,10 @@ class Recipe:
         """
         preset, changes = vocabulary.read(source, environ)
         return dataclasses.replace(PRESETS[preset], **changes)
+
+    def with_plain_weights(self) -> "Recipe":
+        """The recipe for a parameter that stays as it is, with a gradient of its own dtype."""
+        return dataclasses.replace(self, weight="FP32", weight_grad="FP32", master_weight="-")
 
     @classmethod
     def parse(cls, text: "str | Recipe") -> "Recipe":

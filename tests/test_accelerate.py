@@ -493,14 +493,14 @@ class Odd(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        for name, width in (("first", 16), ("odd", 17), ("next", 32), ("last", 16)):
+        for name, width in (("first", 32), ("odd", 33), ("next", 64), ("last", 32)):
             x = nn.LayerNorm(use_bias=False, use_scale=False)(nn.Dense(width, name=name)(x))
         return x
 
 
 def in_fp8(module, source, **changes):
     recipe = dataclasses.replace(Recipe.from_accelerate(source), **changes)
-    rows = fp8jax.transform(module, recipe).report(jnp.ones((4, 16))).rows
+    rows = fp8jax.transform(module, recipe).report(jnp.ones((4, 32))).rows
     return [row.path for row in rows if row.fp8]
 
 
@@ -508,9 +508,9 @@ def in_fp8(module, source, **changes):
 def test_defect_7_all_layers_are_converted_and_norms_are_left_alone(source):
     """An odd one, its siblings after it, and a model that is nothing but a layer."""
     assert in_fp8(Odd(), source) == ["first", "odd", "next", "last"]
-    assert len(in_fp8(nn.Dense(8), source)) == 1
+    assert len(in_fp8(nn.Dense(32), source)) == 1
     model = fp8jax.transform(Odd(), Recipe.from_accelerate(source))
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 16)))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 32)))
     assert set(shapes["params"]) == {"first", "odd", "next", "last"}
 
 

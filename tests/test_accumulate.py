@@ -18,16 +18,17 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 pytestmark = pytest.mark.usefixtures("optimized")
 
 PARTS = 4
+OUT = 48  # no side of a kernel is so small that it stays wide by default
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 X[5] *= 10  # one part has the largest amax
-Y = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(16, OUT)).astype(np.float32)
 
 
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        return nn.Dense(8, name="out")(scan(name="blocks")(x, None)[0])
+        return nn.Dense(OUT, name="out")(scan(name="blocks")(x, None)[0])
 
 
 class Block(nn.Module):
@@ -104,7 +105,7 @@ def test_what_is_summed_never_has_the_width_of_float32():
     grad = fp8jax.accumulate_gradients(loss_of(model), PARTS)
     [scan] = [eqn for eqn in _all(jax.make_jaxpr(grad)(variables, X, Y)) if _is_outer_scan(eqn)]
     kernels = [
-        v.aval for v in scan.outvars[: scan.params["num_carry"]] if v.aval.shape in ((2, 32, 32), (32, 8))
+        v.aval for v in scan.outvars[: scan.params["num_carry"]] if v.aval.shape in ((2, 32, 32), (32, OUT))
     ]
     assert len(kernels) == 2 and {aval.dtype for aval in kernels} == {jnp.dtype(jnp.float16)}
 
@@ -131,7 +132,7 @@ def test_auxiliary_outputs_are_stacked_and_keyword_arguments_are_not_split():
 
     accumulate = jax.jit(fp8jax.accumulate_gradients(loss, PARTS, has_aux=True))
     (_, out), grads = accumulate(variables, X, Y, factor=jnp.ones(4))
-    assert out.shape == (PARTS, 4, 8)
+    assert out.shape == (PARTS, 4, OUT)
     _, once = jax.jit(fp8jax.accumulate_gradients(loss_of(model), PARTS))(variables, X, Y)
     assert difference(grads[PARAMS], jax.tree.map(lambda g: 4 * g, once[PARAMS])) < 1e-2
 

@@ -19,21 +19,23 @@ from fp8jax.variables import PARAMS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-X = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
-Y = np.tanh(X[:, :4])
+WIDTH, OUT = 64, 32
+
+X = np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32)
+Y = np.tanh(X[:, :OUT])
 
 
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        return nn.Dense(4, name="out")(scan(name="blocks")(x, None)[0])
+        return nn.Dense(OUT, name="out")(scan(name="blocks")(x, None)[0])
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
-        return nn.LayerNorm()(x + nn.gelu(nn.Dense(16, name="fc")(x))), None
+        return nn.LayerNorm()(x + nn.gelu(nn.Dense(WIDTH, name="fc")(x))), None
 
 
 class Level:

@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 import fp8jax
 from fp8jax import comm, memory
 
-X = jax.random.normal(jax.random.key(5), (256, 16))
+# No side of a kernel is so small that it stays wide by default.
+MODEL, WIDTH = 32, 128  # of what goes from block to block, and inside of one
+X = jax.random.normal(jax.random.key(5), (256, MODEL))
 KEEPS = ("full", "fp8", "dots")
-WIDTH = 64
 
 
 class Block(nn.Module):
@@ -30,7 +31,7 @@ class Block(nn.Module):
         y = nn.BatchNorm(use_running_average=not train)(y)
         self.sow("intermediates", "mean", jnp.mean(y))
         y = nn.Dropout(0.5, deterministic=not train)(y)
-        return x + nn.Dense(16, name="down")(y) * scale, "and a string"
+        return x + nn.Dense(MODEL, name="down")(y) * scale, "and a string"
 
 
 class Listed(nn.Module):
@@ -58,7 +59,7 @@ class Body(nn.Module):
     def __call__(self, x, train):
         y = nn.gelu(nn.Dense(WIDTH, name="up")(nn.LayerNorm()(x)))
         y = nn.Dropout(0.5, deterministic=not train)(y)
-        return x + nn.Dense(16, name="down")(y), None
+        return x + nn.Dense(MODEL, name="down")(y), None
 
 
 REMAT = functools.partial(nn.remat, static_argnums=(2,))
@@ -140,7 +141,7 @@ def test_each_keeps_less_than_the_next(module):
     assert full < fp8 < dots < none
     blocks, tokens = (2 if isinstance(module, Listed) else 3), len(X)
     # The codes of what goes into both products, and of their kernels.
-    assert fp8 - full == pytest.approx(blocks * (tokens * (16 + WIDTH) + 2 * 16 * WIDTH), rel=0.01)
+    assert fp8 - full == pytest.approx(blocks * (tokens * (MODEL + WIDTH) + 2 * MODEL * WIDTH), rel=0.01)
     # The first product's output in float32; of the second's nothing is computed but the next block's input.
     assert dots - full == blocks * tokens * WIDTH * 4
 
@@ -167,7 +168,7 @@ def test_with_fp8_no_operand_is_cast_twice(module):
 class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(16)(x)
+        return nn.Dense(MODEL)(x)
 
 
 class Half(nn.Module):
@@ -176,7 +177,7 @@ class Half(nn.Module):
     @nn.compact
     def __call__(self, x):
         for i in range(2):
-            x = nn.Sequential([Attention(), nn.relu, nn.Dense(16)], name=f"layer_{i}")(x)
+            x = nn.Sequential([Attention(), nn.relu, nn.Dense(MODEL)], name=f"layer_{i}")(x)
         return x
 
 
@@ -189,7 +190,7 @@ class Single(nn.Module):
 class Nested(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return Half(name="encoder")(nn.Dense(16)(x))
+        return Half(name="encoder")(nn.Dense(MODEL)(x))
 
 
 @pytest.mark.parametrize(
@@ -272,8 +273,8 @@ def test_intermediates_are_captured_once():
 
 class NnxBlock(nnx.Module):
     def __init__(self, rngs):
-        self.norm, self.up = nnx.LayerNorm(16, rngs=rngs), nnx.Linear(16, WIDTH, rngs=rngs)
-        self.stats, self.down = nnx.BatchNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.norm, self.up = nnx.LayerNorm(MODEL, rngs=rngs), nnx.Linear(MODEL, WIDTH, rngs=rngs)
+        self.stats, self.down = nnx.BatchNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, MODEL, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x, train: bool, *, scale=None):
@@ -285,7 +286,7 @@ class NnxBlock(nnx.Module):
 class NnxListed(nnx.Module):
     def __init__(self, rngs, block=NnxBlock):
         self.blocks = nnx.List([block(rngs) for _ in range(2)])
-        self.lm_head = nnx.Linear(16, 4, rngs=rngs)
+        self.lm_head = nnx.Linear(MODEL, 4, rngs=rngs)
 
     def __call__(self, x, train=True):
         for block in self.blocks:
@@ -374,9 +375,9 @@ def test_nnx_modules_without_blocks_or_with_remat_are_refused():
         with pytest.raises(ValueError, match="rematerializes 'blocks/0' already"):
             of(module)(X)
     with pytest.raises(ValueError, match="no module that holds layers repeats"):
-        of(nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0))))
+        of(nnx.Sequential(nnx.Linear(MODEL, MODEL, rngs=nnx.Rngs(0))))(X)
     with pytest.raises(ValueError, match="'Blok' matches no module"):
-        of(NnxListed(nnx.Rngs(0)), checkpoint_blocks=["Blok"])
+        of(NnxListed(nnx.Rngs(0)), checkpoint_blocks=["Blok"])(X)
 
 
 def test_a_dequantized_nnx_module_is_plain():
@@ -427,7 +428,7 @@ def test_a_plan_knows_what_is_kept(keep, sizes, target):
 
 
 def test_a_transformed_nnx_module_is_planned_as_a_plain_one():
-    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    x = jax.ShapeDtypeStruct((64, MODEL), jnp.float32)
     of = lambda **options: fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", **options)  # noqa: E731
     assert memory.plan(of(), "te", x) == memory.plan(NnxListed(nnx.Rngs(0)), "te", x)
     checkpointed = memory.plan(of(gradient_checkpointing="full"), "te", x)

@@ -125,8 +125,10 @@ def test_scanned_layers_and_products_of_no_layer_are_counted():
 
 
 def test_a_product_of_the_users_own_may_be_fp8():
-    own = nn.Dense(16, dot_general_cls=fp8jax.dot_general_cls("te"))
-    [row] = gemms.check((nn.Sequential([own]), inputs(8, 32)), "bf16")
+    def own(lhs, rhs, dimension_numbers, **options):
+        return fp8jax.dot_general(lhs, rhs, dimension_numbers, recipe="te,scaling=current", state={})
+
+    [row] = gemms.check((nn.Sequential([nn.Dense(48, dot_general=own)]), inputs(8, 32)), "bf16")
     assert (row.fp8, row.others, row.complaint) == (2, 0, "")
 
 
@@ -163,7 +165,12 @@ def test_what_a_gpu_would_run_is_as_reported():
 FALLEN = {
     "joined": (Projections(), "te,scaling=current", {"q", "k", "v"}, "dot_merger_threshold_mb=0"),
     "batch": (Experts(), "te", {"experts"}, "a batch of products with a scale each"),
-    "vector": (nn.Dense(1), "te", {"(root)"}, "one of its dimensions is 1"),
+    "vector": (
+        fp8jax.transform(nn.Dense(1), "te", rules=[fp8jax.Rule(recipe="te")]),
+        "te",
+        {"kernel"},
+        "one of its dimensions is 1",
+    ),
 }
 
 

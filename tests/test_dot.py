@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax import Recipe, ScaledArray, formats, quantize
 from fp8jax.dot import Weight, dot_general, init_state, save_fp8_operands
-from fp8jax.scaling.merge import CODES, NeedsWideGradient, from_codes, no_codes
+from fp8jax.scaling.merge import from_codes, no_codes
 
 TE = Recipe.te(amax_history_len=4)
 CURRENT = Recipe.parse("te,scaling=current")
@@ -281,15 +281,6 @@ def test_a_scaled_kernel_multiplies_as_its_value_and_its_gradient_leaves_through
     expected = quantize(gradient, formats.E4M3, power_of_two=True)
     assert float(scale) == float(expected.scale) and codes.dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(codes, expected.data)
-
-
-def test_a_kernel_read_outside_the_dot_refuses_to_leave_codes():
-    kernel = quantize(normal(1, 8, 8), formats.FP16)
-    weight = Weight(kernel, jnp.zeros(kernel.shape))
-    np.testing.assert_array_equal(jnp.sin(weight), jnp.sin(kernel.dequantize()))
-    with pytest.raises(NeedsWideGradient):
-        jax.eval_shape(lambda: Weight(kernel, no_codes(kernel.data)).dequantize())
-    assert jax.eval_shape(lambda: no_codes(jnp.zeros((2, 3)))).dtype == CODES
 
 
 def test_vmap_and_remat_do_not_change_the_result():

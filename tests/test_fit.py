@@ -18,22 +18,22 @@ from fp8jax.train import Trainer, checkpoint, figures, fit, stop
 from fp8jax.train.loader import Examples
 from fp8jax.train.settings import TrainConfig
 
-WIDTH, STEPS = 32, 12
+FEATURES, WIDTH, STEPS = 32, 64, 12
 
 
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
-        return nn.Dense(16)(nn.Dropout(0.2, deterministic=not train)(x))
+        return nn.Dense(FEATURES)(nn.Dropout(0.2, deterministic=not train)(x))
 
 
 class OfNNX(nnx.Module):
     def __init__(self, rngs):
-        self.up = nnx.Linear(16, WIDTH, rngs=rngs)
+        self.up = nnx.Linear(FEATURES, WIDTH, rngs=rngs)
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.down = nnx.Linear(WIDTH, 16, rngs=rngs)
+        self.down = nnx.Linear(WIDTH, FEATURES, rngs=rngs)
 
     def __call__(self, x):
         return self.down(self.dropout(self.norm(self.up(x))))
@@ -53,7 +53,7 @@ def loss_of_nnx(model, batch):
 
 
 def rows(count, seed=0):
-    x = np.random.default_rng(seed).standard_normal((count, 16)).astype(np.float32)
+    x = np.random.default_rng(seed).standard_normal((count, FEATURES)).astype(np.float32)
     return [{"x": one, "y": np.roll(one, 1)} for one in x]
 
 
@@ -209,7 +209,7 @@ def test_memory_is_compared_with_its_plan(alone):
     assert taken["compiled"] == pytest.approx(taken["arrays"], abs=8)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.variables))
     assert lines["weights"]["arrays"] == size
-    assert lines["moments"]["arrays"] > 2 * 4 * 2 * 16 * WIDTH
+    assert lines["moments"]["arrays"] > 2 * 4 * 2 * FEATURES * WIDTH
     total = lines["total at the fullest moment"]
     assert total["compiled"] == trainer.program.total and total["planned"] == trainer.plan().total
     parts = ("gradients", "activations", "temporaries")
@@ -371,7 +371,7 @@ def test_a_run_goes_on_with_its_batches_only(tmp_path, began, settings, says):
 class Plain(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(16)(nn.relu(nn.Dense(WIDTH)(x)))
+        return nn.Dense(FEATURES)(nn.relu(nn.Dense(WIDTH)(x)))
 
 
 @pytest.mark.long

@@ -22,15 +22,16 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 KINDS = ("fp16_amp", "te", "O2", "O3")
 LEVELS = [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in PRESETS]
 
+OUT = 32
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-Y = np.tanh(X @ np.random.default_rng(1).normal(size=(32, 8)) / 5).astype(np.float32)
+Y = np.tanh(X @ np.random.default_rng(1).normal(size=(32, OUT)) / 5).astype(np.float32)
 
 
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.LayerNorm()(nn.gelu(nn.Dense(64, name="up")(x)))
-        return nn.Dense(8, name="down")(x)
+        return nn.Dense(OUT, name="down")(x)
 
 
 class Training:

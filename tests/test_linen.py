@@ -14,7 +14,8 @@ import fp8jax
 from fp8jax import Recipe, ScaledArray
 from fp8jax.scaled import TYPICAL, is_scaled
 
-WIDTH = 16
+# No side of a kernel is so small that it stays wide by default.
+WIDTH, VOCAB = 32, 33
 
 
 class Block(nn.Module):
@@ -34,21 +35,21 @@ class Net(nn.Module):
     depth: int = 3
 
     def setup(self):
-        self.embed = nn.Embed(11, WIDTH)
+        self.embed = nn.Embed(VOCAB, WIDTH)
         self.conv = nn.Conv(WIDTH, (3,))
         blocks = nn.scan(
             nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth
         )
         self.blocks = blocks()
-        self.mix = nn.Einsum((WIDTH, 2, 8), "bti,ihd->bthd")
-        self.lm_head = nn.Dense(11)
+        self.mix = nn.Einsum((WIDTH, 2, WIDTH // 2), "bti,ihd->bthd")
+        self.lm_head = nn.Dense(VOCAB)
 
     def __call__(self, tokens):
         x, _ = self.blocks(self.conv(self.embed(tokens)), None)
         return self.lm_head(self.mix(x).reshape(*x.shape))
 
 
-TOKENS = np.random.default_rng(0).integers(0, 11, (4, 8))
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, 8))
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def test_matched_kernels_are_scaled_per_layer_of_a_scan(o2):
     assert isinstance(kernel, ScaledArray) and kernel.data.dtype == jnp.float16
     assert kernel.shape == (3, WIDTH, 2 * WIDTH) and kernel.scale.shape == (3, 1, 1)
     query = variables["params"]["blocks"]["attn"]["query"]["kernel"]
-    assert query.shape == (3, WIDTH, 2, 8) and query.scale.shape == (3, 1, 1, 1)
+    assert query.shape == (3, WIDTH, 2, WIDTH // 2) and query.scale.shape == (3, 1, 1, 1)
     plain = [variables["params"]["lm_head"]["kernel"], variables["params"]["embed"]["embedding"]]
     assert not any(map(is_scaled, plain))
 
@@ -151,11 +152,15 @@ def test_applying_changes_no_state_and_needs_all_variables(o2):
     copy = jax.tree.map(np.array, variables)
     model.apply(variables, TOKENS)
     jax.tree.map(np.testing.assert_array_equal, variables, copy)
-    with pytest.raises(ValueError, match=r"layer 'blocks/attn/query' in the collection '_overwrite"):
+    with pytest.raises(
+        ValueError, match=r"state of 'blocks/attn/query/kernel' in the collection '_overwrite"
+    ):
         model.apply({"params": variables["params"]}, TOKENS)
     # A state of another name is one of a product of raw code.
     wrong = {**variables, "_overwrite_with_gradient": {"body": {"scale": jnp.ones(3)}}}
-    with pytest.raises(ValueError, match=r"layer 'blocks/attn/query' in the collection '_overwrite"):
+    with pytest.raises(
+        ValueError, match=r"state of 'blocks/attn/query/kernel' in the collection '_overwrite"
+    ):
         model.apply(wrong, TOKENS)
 
 
@@ -179,7 +184,7 @@ def test_report_names_every_layer_and_why_not(o2):
         "conv": "convolutions stay as they are",
         "lm_head": "exclude=lm_head",
     }
-    assert rows["blocks/attn/query"].kernel_shape == (WIDTH, 2, 8)
+    assert rows["blocks/attn/query"].kernel_shape == (WIDTH, 2, WIDTH // 2)
     assert rows["mix"].kind == "Einsum"
     text = str(model.report(jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32)))
     assert "7 of 10 layers in FP8" in text and "exclude=lm_head" in text
@@ -243,7 +248,7 @@ class Mapped(nn.Module):
         return mapped(WIDTH, name="shared")(jnp.stack([x, 2 * x, 5 * x]))
 
 
-@pytest.mark.parametrize("module, largest", [(Twice(), 3), (Broadcast(), 8), (Mapped(), 5)])
+@pytest.mark.parametrize("module, largest", [(Twice(), (1, 3)), (Broadcast(), (8,)), (Mapped(), (5,))])
 @pytest.mark.parametrize(
     "recipe, how",
     [
@@ -252,8 +257,9 @@ class Mapped(nn.Module):
         ("O2", "value_and_grad"),  # the gradient of a float16 weight needs ours
     ],
 )
-def test_a_shared_layer_merges_amaxes_by_max_and_adds_gradients(module, largest, recipe, how):
-    """Peers add them: a scale doubled by two uses, fourfold after a scan over four."""
+def test_a_shared_layer_has_a_state_for_each_use_and_adds_gradients(module, largest, recipe, how):
+    """One use many times, in a scan or a vmap, merges amaxes by max. Peers add them: a scale doubled by two
+    uses, fourfold after a scan over four."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((4, WIDTH), np.float32))
     model = fp8jax.transform(module, recipe)
     variables = model.init(jax.random.key(0), x)
@@ -262,31 +268,34 @@ def test_a_shared_layer_merges_amaxes_by_max_and_adds_gradients(module, largest,
     _, grads = jax.jit(grad)(variables)
     want = jax.jit(jax.grad(lambda v: jnp.mean(module.apply(v, x) ** 2)))(model.dequantize(variables))
 
-    def kernel(tree):
-        tree = tree["loop"] if "loop" in tree else tree
-        return tree["shared"]["kernel"]
+    def shared(tree):
+        return (tree["loop"] if "loop" in tree else tree)["shared"]
 
-    got = kernel(grads["params"])
+    got = shared(grads["params"])["kernel"]
     got = got.dequantize() if is_scaled(got) else got
-    assert relative(got, kernel(want["params"])) < 0.1
-    state = kernel(grads["_overwrite_with_gradient"])
-    np.testing.assert_allclose(state["amax_history"][0, 0], largest * jnp.max(jnp.abs(x)), rtol=1e-6)
-    np.testing.assert_allclose(state["scale"][0], largest * jnp.max(jnp.abs(x)) / 448, rtol=1e-6)
+    assert relative(got, shared(want["params"])["kernel"]) < 0.1
+    states = shared(grads["_overwrite_with_gradient"])
+    assert sorted(states) == ["kernel", "kernel#1"][: len(largest)]
+    for state, times in zip((states[name] for name in sorted(states)), largest, strict=True):
+        np.testing.assert_allclose(state["amax_history"][0, 0], times * jnp.max(jnp.abs(x)), rtol=1e-6)
+        np.testing.assert_allclose(state["scale"][0], times * jnp.max(jnp.abs(x)) / 448, rtol=1e-6)
 
 
-def test_dense_at_the_root_and_layers_that_are_left_alone():
-    x = jnp.ones((2, 16))
-    model = fp8jax.transform(nn.Dense(8), "O2")
+def test_dense_at_the_root_and_layers_that_multiply_in_other_ways():
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, WIDTH), np.float32))
+    model = fp8jax.transform(nn.Dense(WIDTH), "O2")
     variables = model.init(jax.random.key(0), x)
     assert is_scaled(variables["params"]["kernel"])
     assert variables["_overwrite_with_gradient"]["kernel"]["scale"].shape == (3,)
-    own = fp8jax.transform(nn.Sequential([nn.Dense(8, dot_general=jax.lax.dot_general)]), "te")
-    [row] = own.report(x).rows
-    assert not row.fp8 and row.reason == "the layer has a dot_general of its own"
-    summed = fp8jax.transform(nn.Sequential([nn.Einsum((16, 3), "bi,io->b", use_bias=False)]), "te")
-    [row] = summed.report(x).rows
-    assert not row.fp8 and row.reason == "the einsum is not a single dot product"
-    assert summed.apply(summed.init(jax.random.key(0), x), x).shape == (2,)
+    own = nn.Dense(WIDTH, dot_general=lambda *args, **kwargs: 2 * jax.lax.dot_general(*args, **kwargs))
+    summed = nn.Einsum((WIDTH, 3, WIDTH), "bi,iko->bo", use_bias=False)  # a sum, then a dot product
+    for layer in (own, summed):
+        module = nn.Sequential([layer])
+        model = fp8jax.transform(module, "te")
+        [row] = model.report(x).rows
+        assert row.fp8 and row.reason == ""
+        variables = model.init(jax.random.key(0), x)
+        assert relative(model.apply(variables, x), module.apply(model.dequantize(variables), x)) < 0.1
 
 
 @pytest.mark.long
@@ -321,11 +330,11 @@ def test_plain_variables_and_this_models_convert_into_each_other(o2):
 
 
 def test_variables_of_another_model_are_not_converted():
-    model = fp8jax.transform(nn.Dense(4), "O2")
-    plain, wide = (nn.Dense(n).init(jax.random.key(0), jnp.ones((1, 8))) for n in (4, 6))
-    variables = model.quantize(plain, model.init(jax.random.key(0), jnp.ones((1, 8))))
+    model = fp8jax.transform(nn.Dense(32), "O2")
+    plain, wide = (nn.Dense(n).init(jax.random.key(0), jnp.ones((1, 32))) for n in (32, 48))
+    variables = model.quantize(plain, model.init(jax.random.key(0), jnp.ones((1, 32))))
     for bad, message in (
-        (wide, r"`plain`: expected the parameters of `like`; 'bias' has shape \(6,\), not \(4,\)"),
+        (wide, r"`plain`: expected the parameters of `like`; 'bias' has shape \(48,\), not \(32,\)"),
         ({"params": {"kernel": 0.0}}, "`plain`: expected the parameters of `like`; 'bias' is missing"),
         (
             {"params": {**plain["params"], "scale": 0.0}},
@@ -358,9 +367,9 @@ def test_mutable_collections_come_back_as_the_module_has_them():
     class Norm(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.BatchNorm(use_running_average=False)(nn.Dense(8, name="fc")(x))
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(32, name="fc")(x))
 
-    x = jnp.ones((4, 16))
+    x = jnp.ones((4, 32))
     model = fp8jax.transform(Norm(), "O2")
     variables = model.init(jax.random.key(0), x)
     assert sorted(variables) == ["_overwrite_with_gradient", "batch_stats", "params"]
@@ -405,8 +414,8 @@ def test_transform_refuses(model, recipe, error, message):
 
 
 def test_recipe_objects_and_text_are_the_same():
-    x = jnp.ones((2, 16))
-    by_text, by_value = (fp8jax.transform(nn.Dense(8), recipe) for recipe in ("O2", Recipe.O2))
+    x = jnp.ones((2, 32))
+    by_text, by_value = (fp8jax.transform(nn.Dense(32), recipe) for recipe in ("O2", Recipe.O2))
     assert by_text.recipe == by_value.recipe
     assert str(by_text.report(x)) == str(by_value.report(x))
 
@@ -415,12 +424,12 @@ def test_layers_called_by_keyword():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.DenseGeneral(features=4)(inputs=nn.Dense(8)(inputs=x))
+            return nn.DenseGeneral(features=32)(inputs=nn.Dense(64)(inputs=x))
 
-    x = jnp.ones((2, 16))
+    x = jnp.ones((2, 48))
     model = fp8jax.transform(Net(), "O2")
-    assert model.apply(model.init(jax.random.key(0), x), x).shape == (2, 4)
-    assert [row.kernel_shape for row in model.report(x).rows] == [(16, 8), (8, 4)]
+    assert model.apply(model.init(jax.random.key(0), x), x).shape == (2, 32)
+    assert [row.kernel_shape for row in model.report(x).rows] == [(48, 64), (64, 32)]
 
 
 @pytest.mark.parametrize("recipe", ["te", "O2", "O3"])

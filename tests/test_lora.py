@@ -15,8 +15,9 @@ from fp8jax import LoRA, Rule
 from fp8jax.scaled import is_scaled
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
+OUT = 32  # no side of a kernel is so small that it stays wide by default
 X = jax.random.normal(jax.random.key(1), (16, 32))
-Y = jnp.tanh(X[:, :8])
+Y = jnp.tanh(X[:, :OUT])
 LEVELS = [
     "fp32",
     "O2",
@@ -27,7 +28,7 @@ LEVELS = [
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(8, name="down")(nn.gelu(nn.Dense(64, name="up")(x)))
+        return nn.Dense(OUT, name="down")(nn.gelu(nn.Dense(64, name="up")(x)))
 
 
 class Layer(nn.Module):
@@ -42,7 +43,7 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         scanned = nn.scan(nn.remat(Layer), length=3, variable_axes={"params": 0}, split_rngs={"params": True})
-        return scanned(name="layers")(x, None)[0][:, :8]
+        return scanned(name="layers")(x, None)[0][:, :OUT]
 
 
 def loss_of(apply):
@@ -87,7 +88,7 @@ def test_only_adapters_are_trained_and_merged_they_are_the_model(recipe):
     model, plain, start, variables, state = trained(recipe)
     # The frozen values, and everything that the state has moments for.
     jax.tree.map(np.testing.assert_array_equal, variables[FROZEN], start[FROZEN])
-    shapes = {"up": {"lora_a": (32, 4), "lora_b": (4, 64)}, "down": {"lora_a": (64, 4), "lora_b": (4, 8)}}
+    shapes = {"up": {"lora_a": (32, 4), "lora_b": (4, 64)}, "down": {"lora_a": (64, 4), "lora_b": (4, OUT)}}
     for tree in (variables[PARAMS], *fp8jax.optim.moments(state)):
         assert jax.tree.map(lambda x: x.shape, tree, is_leaf=is_scaled) == shapes
     for layer, old in start[PARAMS].items():
@@ -166,7 +167,8 @@ def test_scanned_and_rematerialized_layers_have_stacks_of_adapters():
     assert variables[SCALING]["layers"]["fc"]["kernel"]["scale"].shape == (3, 3)
     apply = jax.jit(model.apply)
     got, merged = apply(variables, X), jax.jit(model.module.apply)(model.merge(variables), X)
-    np.testing.assert_allclose(got, merged, rtol=0, atol=BOUNDS["O2"])
+    # The bound is for outputs near 1; these, sums of three layers and their input, are near 1.6.
+    np.testing.assert_allclose(got, merged, rtol=0, atol=BOUNDS["O2"] * np.std(merged))
     # Each layer's own: the base with the adapters of one layer left out is another model.
     without = jax.tree.map(lambda x: x.at[1].set(0), variables[PARAMS])
     assert np.abs(apply({**variables, PARAMS: without}, X) - got).max() > 0.01
@@ -178,9 +180,9 @@ class Mixed(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.DenseGeneral((4, 8), name="heads")(x)
-        x = nn.DenseGeneral(16, axis=(-2, -1), name="out")(x)
-        x = nn.Einsum((16, 8), "bd,dh->bh", name="first")(x)
-        x = nn.Einsum((8, 8), "bd,hd->bh", name="second")(x)
+        x = nn.DenseGeneral(48, axis=(-2, -1), name="out")(x)
+        x = nn.Einsum((48, 64), "bd,dh->bh", name="first")(x)
+        x = nn.Einsum((32, 64), "bd,hd->bh", name="second")(x)
         return nn.Dense(8, name="lm_head")(x)
 
 
@@ -191,7 +193,7 @@ def test_layers_of_each_kind_and_the_report():
     shapes = {
         name: (own["lora_a"].shape[0], own["lora_b"].shape[1]) for name, own in variables[PARAMS].items()
     }
-    assert shapes == {"heads": (32, 32), "out": (32, 16), "first": (16, 8)}
+    assert shapes == {"heads": (32, 32), "out": (32, 48), "first": (48, 64)}
     assert not is_scaled(variables[FROZEN]["first"]["kernel"]) and is_scaled(
         variables[FROZEN]["second"]["kernel"]
     )
@@ -232,7 +234,7 @@ def test_what_cannot_be_is_refused(lora, text):
 
 
 def test_variables_and_modules_of_another_model_are_refused():
-    model, other = fp8jax.transform(Net(), "O2", lora=LoRA(rank=2)), nn.Dense(8, name="up")
+    model, other = fp8jax.transform(Net(), "O2", lora=LoRA(rank=2)), nn.Dense(OUT, name="up")
     plain = Net().init(jax.random.key(0), X)
     variables = model.adapt(jax.random.key(1), plain, X)
     wide = jax.tree.map(lambda x: jnp.concatenate([x, x]), plain)
@@ -240,15 +242,15 @@ def test_variables_and_modules_of_another_model_are_refused():
     for act, message in (
         (
             lambda: model.adapt(jax.random.key(1), wide, X),
-            r"`plain`: .*'up/kernel' has shape \(64, 64\), not",
+            r"`plain`: .*'down/bias' has shape \(64,\), not \(32,\)",
         ),
-        (lambda: model.adapt(jax.random.key(1), foreign, X), "`plain`: .*'up/kernel' is missing"),
+        (lambda: model.adapt(jax.random.key(1), foreign, X), "`plain`: .*'down/bias' is missing"),
         (
             lambda: model.adapt(jax.random.key(1), plain["params"], X),
             "`plain`: expected variables with 'params'",
         ),
         (lambda: model.merge(plain), "`variables`: expected variables with 'frozen'; got 'params'"),
-        (lambda: model.merge(variables, wide), r"`base`: .*'down/bias' has shape \(16,\), not \(8,\)"),
+        (lambda: model.merge(variables, wide), r"`base`: .*'down/bias' has shape \(64,\), not \(32,\)"),
         (lambda: model.unmerge(foreign, variables), "`merged`: .*'down/bias' is missing"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -259,7 +261,7 @@ def test_variables_and_modules_of_another_model_are_refused():
         (lambda other: fp8jax.unmerge(other, adapted), "merged"),
     ):
         with pytest.raises(
-            ValueError, match=f"`{name}`: .*layer 'down' with a kernel of shape .64, 8.; got none"
+            ValueError, match=f"`{name}`: .*layer 'down' with a kernel of shape .64, {OUT}.; got none"
         ):
             act(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
         with pytest.raises(TypeError, match=f"`{name}`: expected an NNX module; got dict"):
@@ -285,7 +287,7 @@ def test_frozen_kernels_can_have_other_formats(weight, dtype):
 
 class Plain(nnx.Module):
     def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, OUT, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.gelu(self.up(x)))
@@ -351,7 +353,7 @@ class Stacked(nnx.Module):
         def run(layer, x):
             return x + layer(x)
 
-        return run(self.layers, x)[:, :8]
+        return run(self.layers, x)[:, :OUT]
 
 
 def test_nnx_layers_are_scanned():

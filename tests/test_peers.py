@@ -21,6 +21,8 @@ import fp8jax
 from fp8jax import dot, formats, quantize
 from fp8jax.scaled import is_scaled
 
+WIDTH = 32
+
 STATE = "_overwrite_with_gradient"
 
 
@@ -71,10 +73,14 @@ def test_an_einsum_of_representable_operands_is_exact(subscripts, lhs, rhs):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1), (got, tuple(grads)), want)
 
 
-def test_a_dense_layer_with_fp8_injected_is_the_layer():
+def own_dot(*args, **kwargs):
+    return jax.lax.dot_general(*args, **kwargs)
+
+
+def test_a_dense_layer_in_fp8_is_the_layer():
     x, dy = representable(0, (16, 32), formats.E4M3), representable(1, (16, 64), formats.E5M2)
     recipe = "te,first_scale=tensor"  # kernels so large are not typical
-    injected = nn.DenseGeneral(64, dot_general_cls=fp8jax.dot_general_cls(recipe))
+    injected = fp8jax.transform(nn.DenseGeneral(64, dot_general=own_dot), recipe)
     transformed = fp8jax.transform(nn.DenseGeneral(64), recipe)
     plain = nn.DenseGeneral(64).init(jax.random.key(0), x)
     kernel = representable(2, (32, 64), formats.E4M3)
@@ -100,8 +106,8 @@ def test_a_dense_layer_with_fp8_injected_is_the_layer():
 
 @pytest.mark.parametrize("kind", [fp8jax.TrainState, train_state.TrainState])
 def test_a_train_state_keeps_the_amaxes_of_five_steps(kind):
-    model = fp8jax.transform(nn.DenseGeneral(32), "te")
-    variables = model.init(jax.random.key(0), jnp.ones((16, 16)))
+    model = fp8jax.transform(nn.DenseGeneral(64), "te")
+    variables = model.init(jax.random.key(0), jnp.ones((16, WIDTH)))
     tx = fp8jax.optim.adam(0.1, "te")
     state = kind.create(apply_fn=model.apply, params=variables, tx=tx)
 
@@ -112,7 +118,7 @@ def test_a_train_state_keeps_the_amaxes_of_five_steps(kind):
 
     limits, seen = [448.0, 448.0, 57344.0], []
     for step in range(5):
-        x, g = normal(step, (16, 16)), normal(9 + step, (16, 32))
+        x, g = normal(step, (16, WIDTH)), normal(9 + step, (16, 64))
         tensors = (x, state.params["params"]["kernel"], g)
         seen.insert(0, [float(jnp.max(jnp.abs(tensor))) for tensor in tensors])
         state = train(state, x, g)
@@ -154,7 +160,7 @@ class Twice(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        layer = nn.Dense(8, name="shared")
+        layer = nn.Dense(WIDTH, name="shared")
         return layer(x) + layer(3 * x)
 
 
@@ -165,7 +171,7 @@ class Loop(nn.Module):
     def __call__(self, x):
         body = lambda layer, x, _: (x, layer(x))  # noqa: E731
         scan = nn.scan(body, variable_broadcast="params", split_rngs={"params": False}, length=4)
-        return scan(nn.Dense(8, name="shared"), x, None)[1]
+        return scan(nn.Dense(WIDTH, name="shared"), x, None)[1]
 
 
 def gradient_of(module, x, recipe="te", size=1.0):
@@ -175,13 +181,17 @@ def gradient_of(module, x, recipe="te", size=1.0):
     return model, variables, loss
 
 
-@pytest.mark.parametrize("module, largest", [(Twice(), 3.0), (Loop(), 1.0)])
-def test_flax_adds_the_scales_of_a_layer_used_twice_or_in_a_scan(module, largest):
-    x = normal(0, (4, 8))
+@pytest.mark.parametrize(
+    "module, inputs", [(Twice(), {"kernel": 1.0, "kernel#1": 3.0}), (Loop(), {"kernel": 1.0})]
+)
+def test_flax_adds_the_scales_of_a_layer_used_twice_or_in_a_scan(module, inputs):
+    x = normal(0, (4, WIDTH))
     _, variables, loss = gradient_of(module, x)
     _, grads = fp8jax.value_and_grad(loss)(variables, x)
-    expected = largest * jnp.max(jnp.abs(x)) / 448
-    np.testing.assert_allclose(state_of(grads, "shared")["scale"][0], expected, rtol=1e-6)
+    kept = {name: state["scale"][0] for name, state in grads[STATE]["shared"].items()}
+    expected = {name: size * jnp.max(jnp.abs(x)) / 448 for name, size in inputs.items()}
+    assert kept.keys() == expected.keys()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), kept, expected)
 
 
 def test_flax_overflows_in_float16():
@@ -195,15 +205,15 @@ def test_flax_overflows_in_float16():
 
 def test_flax_starts_at_scale_one_and_saturates():
     x = normal(0, (16, 32), 1000.0)
-    model, variables, _ = gradient_of(nn.Dense(8), x)
-    assert relative(model.apply(variables, x), nn.Dense(8).apply(model.dequantize(variables), x)) < 0.05
+    model, variables, _ = gradient_of(nn.Dense(WIDTH), x)
+    assert relative(model.apply(variables, x), nn.Dense(WIDTH).apply(model.dequantize(variables), x)) < 0.05
 
 
 class Small(nnx.Module):
     """Two layers."""
 
     def __init__(self):
-        self.up, self.down = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, WIDTH, rngs=nnx.Rngs(1))
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -215,7 +225,7 @@ def squares(model, x):
 
 @pytest.mark.parametrize("recipe", ["te", "O2"])
 def test_flax_has_no_nnx(recipe):
-    model, x = fp8jax.transform(Small(), recipe), normal(0, (4, 8))
+    model, x = fp8jax.transform(Small(), recipe), normal(0, (4, WIDTH))
     optimizer = nnx.Optimizer(model, fp8jax.optim.adam(1e-2, recipe), wrt=nnx.Param)
 
     @nnx.jit
@@ -232,7 +242,7 @@ def test_flax_has_no_nnx(recipe):
 
 
 def test_flax_drops_the_state_in_silence_under_a_plain_gradient():
-    x = normal(0, (4, 8))
+    x = normal(0, (4, WIDTH))
     for recipe in ("te", "te,scaling=current"):
         model = fp8jax.transform(Small(), recipe)
         with warnings.catch_warnings(record=True) as told:
@@ -241,7 +251,7 @@ def test_flax_drops_the_state_in_silence_under_a_plain_gradient():
         assert ("scaling state" in " ".join(str(word.message) for word in told)) == (recipe == "te")
     with pytest.raises(TypeError, match="has no gradient of its own"):
         nnx.grad(squares, allow_int=True)(fp8jax.transform(Small(), "O2"), x)
-    model, variables, loss = gradient_of(nn.Dense(8), x)
+    model, variables, loss = gradient_of(nn.Dense(WIDTH), x)
     with pytest.warns(UserWarning, match="amaxes are lost"):
         jax.grad(lambda params: loss({**variables, "params": params}, x))(variables["params"])
     # Neither a gradient of the input alone nor one of everything loses anything.
@@ -253,8 +263,8 @@ def test_flax_drops_the_state_in_silence_under_a_plain_gradient():
 
 @pytest.mark.parametrize("recipe", ["te", "O2"])
 def test_flax_keeps_only_the_amax_of_the_last_part(recipe):
-    parts = [normal(0, (4, 8), 5.0), normal(1, (4, 8))]
-    _, variables, loss = gradient_of(nn.Dense(8), parts[0], recipe)
+    parts = [normal(0, (4, WIDTH), 5.0), normal(1, (4, WIDTH))]
+    _, variables, loss = gradient_of(nn.Dense(WIDTH), parts[0], recipe)
     tx = fp8jax.optim.multi_steps(fp8jax.optim.adam(1e-2, recipe), 2)
     opt_state, step = tx.init(variables), jax.jit(tx.update)
     for x in parts:
@@ -268,8 +278,8 @@ def test_flax_keeps_only_the_amax_of_the_last_part(recipe):
 
 @pytest.mark.parametrize("tx", [fp8jax.optim.adamw(0.1, "te"), fp8jax.optim.on_params(optax.adamw(0.1))])
 def test_flax_lets_adam_change_the_scales(tx):
-    x = normal(0, (4, 8))
-    _, variables, loss = gradient_of(nn.Dense(8), x)
+    x = normal(0, (4, WIDTH))
+    _, variables, loss = gradient_of(nn.Dense(WIDTH), x)
     _, grads = fp8jax.value_and_grad(loss)(variables, x)
     updates, _ = tx.update(grads, tx.init(variables), variables)
     new = fp8jax.apply_updates(variables, updates)
@@ -283,20 +293,21 @@ def test_flax_lets_adam_change_the_scales(tx):
 def test_te_adds_the_state_of_a_module_called_twice():
     class Net(nnx.Module):
         def __init__(self):
-            self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
 
         def __call__(self, x):
             return self.layer(self.layer(x))
 
-    model, x = fp8jax.transform(Net(), "te"), normal(0, (4, 8), 100.0)
+    model, x = fp8jax.transform(Net(), "te"), normal(0, (4, WIDTH), 100.0)
+    inputs = x, model.layer(x)
     fp8jax.value_and_grad(squares)(model, x)
-    largest = float(jnp.max(jnp.abs(x)))
+    largest = max(float(jnp.max(jnp.abs(each))) for each in inputs)
     np.testing.assert_allclose(model.layer.kernel__fp8_scale[...][0], largest / 448, rtol=1e-6)
 
 
 def test_te_lets_one_nan_freeze_a_scale():
-    x = normal(0, (4, 8))
-    _, variables, loss = gradient_of(nn.Dense(8), x)
+    x = normal(0, (4, WIDTH))
+    _, variables, loss = gradient_of(nn.Dense(WIDTH), x)
     step = jax.jit(fp8jax.value_and_grad(loss))
     _, bad = step(variables, x.at[1, 2].set(jnp.nan))
     assert jnp.all(jnp.isfinite(state_of(bad)["scale"])) and jnp.all(state_of(bad)["amax_history"][0] == 0)
@@ -307,8 +318,8 @@ def test_te_lets_one_nan_freeze_a_scale():
 
 @pytest.mark.parametrize("recipe", ["te", "te,scaling=current", "O2"])
 def test_te_makes_an_infinite_factor_of_a_tiny_amax(recipe):
-    x = jnp.zeros((4, 8)).at[0, 0].set(1e-36)
-    model, variables, loss = gradient_of(nn.Dense(8), x, recipe)
+    x = jnp.zeros((4, WIDTH)).at[0, 0].set(1e-36)
+    model, variables, loss = gradient_of(nn.Dense(WIDTH), x, recipe)
     assert jnp.all(jnp.isfinite(model.apply(variables, x)))
     _, grads = fp8jax.value_and_grad(loss)(variables, x)
     numbers = jax.tree.leaves(grads, is_leaf=is_scaled)
@@ -321,20 +332,20 @@ def test_te_makes_an_infinite_factor_of_a_tiny_amax(recipe):
 def test_qwix_patches_functions_for_all():
     watched = [(jax.lax, "dot_general"), (jnp, "einsum"), (nn.Dense, "__call__"), (nnx.Linear, "__call__")]
     before = [getattr(owner, name) for owner, name in watched]
-    x = normal(0, (4, 8))
-    _, variables, loss = gradient_of(nn.Dense(8), x)
+    x = normal(0, (4, WIDTH))
+    _, variables, loss = gradient_of(nn.Dense(WIDTH), x)
     fp8jax.value_and_grad(loss)(variables, x)
     fp8jax.value_and_grad(squares)(fp8jax.transform(Small(), "te"), x)
     assert all(getattr(owner, name) is old for (owner, name), old in zip(watched, before, strict=True))
-    plain = nn.Dense(8).init(jax.random.key(0), x)
-    assert jaxprs.fp8_dots(nn.Dense(8).apply, plain, x) == (0, 1)
+    plain = nn.Dense(WIDTH).init(jax.random.key(0), x)
+    assert jaxprs.fp8_dots(nn.Dense(WIDTH).apply, plain, x) == (0, 1)
     assert jaxprs.fp8_dots(Small(), x) == (0, 2)
 
 
 def test_qwix_accumulates_fast_in_the_backward():
     """On a GPU, where it matters, precision HIGHEST is what makes a cuBLASLt GEMM precise."""
-    x = normal(0, (4, 8))
-    _, variables, loss = gradient_of(nn.Dense(8), x)
+    x = normal(0, (4, WIDTH))
+    _, variables, loss = gradient_of(nn.Dense(WIDTH), x)
     jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(loss))(variables, x)
     precisions = [eqn.params["precision"] for eqn in jaxprs.equations(jaxpr, "dot_general", "default")]
     highest, fast = (jax.lax.Precision.HIGHEST,) * 2, (jax.lax.Precision.DEFAULT,) * 2
@@ -343,8 +354,8 @@ def test_qwix_accumulates_fast_in_the_backward():
 
 @pytest.mark.parametrize("recipe", ["te", "O2"])
 def test_maxtext_has_no_gradient_accumulation(recipe):
-    x = normal(0, (8, 8)).at[:4].multiply(7.0)
-    _, variables, loss = gradient_of(nn.Dense(8), x, recipe)
+    x = normal(0, (8, WIDTH)).at[:4].multiply(7.0)
+    _, variables, loss = gradient_of(nn.Dense(WIDTH), x, recipe)
     _, grads = jax.jit(fp8jax.accumulate_gradients(loss, 2))(variables, x)
     _, whole = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
     kernels = [jnp.asarray(tree["params"]["kernel"], jnp.float32) for tree in (grads, whole)]

@@ -158,14 +158,58 @@ def test_wide_gemms(level):
     assert grads["params"]["w"].dtype == jnp.float32 and 0.01 < jnp.linalg.norm(grads["params"]["w"]) < 1
 
 
-@pytest.mark.parametrize(
-    "name, setting",
-    [("lora", fp8jax.LoRA(rank=4)), ("attention", "chunked"), ("gradient_checkpointing", "full")],
-)
-def test_setting_of_layers_is_refused(name, setting):
+def test_setting_of_layers_is_refused():
     """What only Flax's layers have is not silently ignored."""
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        fp8jax.transform(lambda params, x: x @ params, "te", **{name: setting})
+    with pytest.raises(ValueError, match="`attention`: expected none for a function of parameters"):
+        fp8jax.transform(lambda params, x: x @ params, "te", attention="chunked")
+
+
+def test_adapters_of_function():
+    """Adapters beside the kernels of a function, one for each layer of a scan."""
+    params, tokens = decoder_inputs()
+    model = fp8jax.transform(decoder, "O2", lora=fp8jax.LoRA(rank=4))
+    start = model.init(params, tokens)
+    assert start["params"]["layers"]["up"]["lora_a"].shape == (LAYERS, WIDTH, 4)
+    assert sorted(start["params"]) == ["layers"]  # "mid" is read transposed: its outputs come first
+    loss, after = trained(model.apply, start, fp8jax.optim.adamw(3e-3, "O2"))
+    assert loss < cross_entropy(model.apply, start, tokens)
+    jax.tree.map(np.testing.assert_array_equal, after["frozen"], start["frozen"])
+    merged = cross_entropy(decoder, model.dequantize(after), tokens)
+    np.testing.assert_allclose(cross_entropy(model.apply, after, tokens), merged, rtol=0.02)
+    assert {row.path: row.lora for row in model.report(start, tokens).rows}["layers/up"] == 4
+
+
+def residuals(keep):
+    """Bytes that the forward keeps for the backward of a scanned function."""
+    x, params = normal(0, 64, WIDTH), {"up": normal(1, LAYERS, WIDTH, HIDDEN)}
+    params["down"] = normal(2, LAYERS, HIDDEN, WIDTH)
+
+    def fn(params, x):
+        layer = lambda x, p: (x + jax.nn.gelu(x @ p["up"]) @ p["down"], None)  # noqa: E731
+        return lax.scan(layer, x, params)[0]
+
+    model = fp8jax.transform(fn, "te", gradient_checkpointing=keep)
+    variables = model.init(params, x)
+    kept = jax.eval_shape(lambda v: jax.vjp(lambda v: model.apply(v, x).sum(), v)[1], variables)
+    return sum(leaf.size * getattr(leaf.dtype, "itemsize", 4) for leaf in jax.tree.leaves(kept))
+
+
+def test_checkpointed_scans():
+    """The bodies of a function's scans are its blocks."""
+    kept = [residuals(keep) for keep in ("full", "fp8", "dots", "none")]
+    assert kept == sorted(set(kept))
+    model = fp8jax.transform(lambda params, x: x @ params, "te", gradient_checkpointing="full")
+    with pytest.raises(ValueError, match="expected a function that scans stacked parameters"):
+        model.init(normal(0, WIDTH, WIDTH), normal(1, 8, WIDTH))
+
+
+def test_parameters_that_are_one_array():
+    """A function of one kernel has its scaling state in the place of a tree of states."""
+    model, x = fp8jax.transform(lambda w, x: x @ w, "O2"), normal(1, 8, WIDTH)
+    variables = model.init(normal(0, WIDTH, WIDTH), x)
+    assert sorted(variables["_overwrite_with_gradient"]) == ["amax_history", "scale", "wgrad_scale"]
+    _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+    assert is_scaled(value_of := grads["params"]) and value_of.shape == (WIDTH, WIDTH)
 
 
 def test_reasons():
@@ -288,15 +332,15 @@ def test_small_and_excluded_kernels():
     """Routers, heads and what a rule excludes stay wide; a rule puts them into FP8."""
 
     def fn(params, x):
-        return x @ params["router"], x @ params["lm_head"]["kernel"], x @ params["up"]["kernel"]
+        return x @ params["gate"], x @ params["lm_head"]["kernel"], x @ params["up"]["kernel"]
 
     x = normal(0, 16, WIDTH)
-    params = {"router": normal(1, WIDTH, 4), "up": {"kernel": normal(2, WIDTH, HIDDEN)}}
+    params = {"gate": normal(1, WIDTH, 4), "up": {"kernel": normal(2, WIDTH, HIDDEN)}}
     params["lm_head"] = {"kernel": normal(3, WIDTH, HIDDEN)}
     rows = {row.path: row for row in fp8jax.transform(fn, "te").report(params, x).rows}
-    assert [rows[name].fp8 for name in ("router", "lm_head", "up")] == [False, False, True]
-    assert rows["router"].reason == "its kernel has fewer than 32 rows or columns"
-    rules = [fp8jax.Rule("router", "te"), fp8jax.Rule("lm_head", "te")]
+    assert [rows[name].fp8 for name in ("gate", "lm_head", "up")] == [False, False, True]
+    assert rows["gate"].reason == "its kernel has fewer than 32 rows or columns"
+    rules = [fp8jax.Rule("gate", "te"), fp8jax.Rule("lm_head", "te")]
     assert fp8jax.transform(fn, "te", rules=rules).report(params, x).fp8_share == 1
     with pytest.raises(ValueError, match="matches no layer"):
         fp8jax.transform(fn, "te", rules=[fp8jax.Rule("nothing", "te")]).init(params, x)

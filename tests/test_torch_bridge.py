@@ -32,7 +32,8 @@ from fp8jax_torch.bridge import (  # noqa: E402
 )
 from fp8jax_torch.bridge.crossing import to_jax, to_torch  # noqa: E402
 
-WIDTH = 4
+WIDTH, OUT = 32, 48
+HIDDEN = 2 * WIDTH
 TOKENS = jnp.zeros((1, 2), int)
 RECIPES = ["O1", "O2", "O3", "te", "O3, interval=4"]
 
@@ -43,15 +44,17 @@ class Twin(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(7, WIDTH)
-        self.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8)}) for _ in "ab")
-        self.norm = torch.nn.LayerNorm(8)
-        self.last = torch.nn.Linear(8, 3, bias=False)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"up": torch.nn.Linear(WIDTH, HIDDEN)}) for _ in "ab"
+        )
+        self.norm = torch.nn.LayerNorm(HIDDEN)
+        self.last = torch.nn.Linear(HIDDEN, OUT, bias=False)
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        return nn.Dense(8, name="up")(x)[..., :WIDTH], None
+        return nn.Dense(HIDDEN, name="up")(x)[..., :WIDTH], None
 
 
 class Scanned(nn.Module):
@@ -63,7 +66,7 @@ class Scanned(nn.Module):
         scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
         x, _ = scan(name="blocks")(x, None)
         x = nn.LayerNorm(name="norm")(jnp.concatenate([x, x], -1))
-        return nn.Dense(3, use_bias=False, name="last")(x)
+        return nn.Dense(OUT, use_bias=False, name="last")(x)
 
 
 class Blocks(nn.Module):
@@ -83,7 +86,7 @@ class Unrolled(nn.Module):
     def __call__(self, tokens):
         x = Blocks(name="blocks")(nn.Embed(7, WIDTH, name="embed")(tokens))
         x = nn.LayerNorm(name="norm")(jnp.concatenate([x, x], -1))
-        return nn.Dense(3, use_bias=False, name="last")(x)
+        return nn.Dense(OUT, use_bias=False, name="last")(x)
 
 
 MODELS = {"unrolled": Unrolled(), "scanned": Scanned()}
@@ -183,7 +186,7 @@ def test_a_kernel_is_the_transpose_and_its_scale_has_its_rank(share):
     assert "wgrad_scale" not in variables["_overwrite_with_gradient"]["last"]["kernel"]
     assert "wgrad_scale" in like["_overwrite_with_gradient"]["last"]["kernel"]
     assert like["params"]["embed"]["embedding"].shape == (7, WIDTH)
-    assert like["params"]["norm"]["scale"].shape == (8,)
+    assert like["params"]["norm"]["scale"].shape == (HIDDEN,)
 
 
 def test_memory_is_shared_if_asked_for():
@@ -229,13 +232,15 @@ def test_leaves_go_where_those_of_the_template_are():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
 
     def placed(leaf):
-        return jax.device_put(leaf, jax.NamedSharding(mesh, jax.P("i" if leaf.shape[:1] == (4,) else None)))
+        return jax.device_put(
+            leaf, jax.NamedSharding(mesh, jax.P("i" if leaf.shape[:1] == (WIDTH,) else None))
+        )
 
     boxed = nn.with_partitioning(nn.initializers.ones, (None, "i"))
-    model = fp8jax.transform(nn.Dense(8, kernel_init=boxed), "O3")
+    model = fp8jax.transform(nn.Dense(HIDDEN, kernel_init=boxed), "O3")
     like = jax.tree.map(
         lambda leaf: placed(leaf) if leaf.ndim else leaf,
-        zeros(model.init, jax.random.key(0), jnp.ones((1, 4))),
+        zeros(model.init, jax.random.key(0), jnp.ones((1, WIDTH))),
     )
     layer = transformed("O3").blocks[0]["up"]
     got = to_flax(layer.state_dict(), mapping_of(layer), like=like)
@@ -272,27 +277,28 @@ def with_changes(state_dict, **changes):
 @pytest.mark.parametrize(
     "recipe, changes, says",
     [
-        ("O2", {"norm__bias": None}, "only in Flax: params/norm/bias, float32[8]"),
+        ("O2", {"norm__bias": None}, f"only in Flax: params/norm/bias, float32[{HIDDEN}]"),
         (
             "O2",
             {"last__fp8__scale": None},
             "only in Flax: _overwrite_with_gradient/last/kernel/scale, float32[3]",
         ),
-        ("O2", {"blocks__1__up__bias": None}, "only in Flax: params/blocks/up/bias[1], float32[8]"),
-        ("O2", {"last__bias": torch.zeros(3)}, "no rename fits: last.bias"),
-        ("O2", {"blocks__2__up__bias": torch.zeros(8)}, "no rename fits: blocks.2.up.bias"),
+        ("O2", {"blocks__1__up__bias": None}, f"only in Flax: params/blocks/up/bias[1], float32[{HIDDEN}]"),
+        ("O2", {"last__bias": torch.zeros(OUT)}, "no rename fits: last.bias"),
+        ("O2", {"blocks__2__up__bias": torch.zeros(HIDDEN)}, "no rename fits: blocks.2.up.bias"),
         (
             "O2",
-            {"norm__bias": torch.zeros(9)},
-            "different: torch's norm.bias would be params/norm/bias, float32[9]; Flax has float32[8]",
+            {"norm__bias": torch.zeros(HIDDEN + 1)},
+            f"different: torch's norm.bias would be params/norm/bias, float32[{HIDDEN + 1}]; "
+            f"Flax has float32[{HIDDEN}]",
         ),
         (
             "O3",
             {},
-            "different: torch's last.weight would be params/last/kernel, float16[8, 3] codes on a scale; "
-            "Flax has float8_e4m3fn[8, 3] codes on a scale",
+            f"different: torch's last.weight would be params/last/kernel, float16[{HIDDEN}, {OUT}] codes on "
+            f"a scale; Flax has float8_e4m3fn[{HIDDEN}, {OUT}] codes on a scale",
         ),
-        ("te", {}, "Flax has float32[8, 3]"),
+        ("te", {}, f"Flax has float32[{HIDDEN}, {OUT}]"),
         ("O2", {"last__weight": torch.zeros(3)}, "last.weight: shape [3] does not take axes=(1, 0)"),
         ("O2, amax_history_len=4", {}, "float32[3, 16]; Flax has float32[3, 4]"),
     ],
@@ -391,17 +397,19 @@ class Attends(nn.Module):
 
 
 def test_heads_are_split_as_flax_splits_them():
-    empty = zeros(fp8jax.transform(Attends(), "O3").init, jax.random.key(0), jnp.ones((1, 2, 4)))
+    empty = zeros(fp8jax.transform(Attends(), "O3").init, jax.random.key(0), jnp.ones((1, 2, WIDTH)))
     like = scrambled(empty)
     mapping = NameMap(
         (
-            Rename(r"(query|key|value)\.weight", r"attn/\1/kernel", (1, 0), (-1, 2, 2)),
-            Rename(r"(query|key|value)\.bias", r"attn/\1/bias", shape=(2, 2)),
-            Rename(r"out\.weight", "attn/out/kernel", (1, 0), (2, 2, -1)),
+            Rename(r"(query|key|value)\.weight", r"attn/\1/kernel", (1, 0), (-1, 2, WIDTH // 2)),
+            Rename(r"(query|key|value)\.bias", r"attn/\1/bias", shape=(2, WIDTH // 2)),
+            Rename(r"out\.weight", "attn/out/kernel", (1, 0), (2, WIDTH // 2, -1)),
             Rename(r"out\.bias", "attn/out/bias"),
         )
     )
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("query", "key", "value", "out")})
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(WIDTH, WIDTH) for name in ("query", "key", "value", "out")}
+    )
     state_dict = {}
     for name, layer in model.items():
         state_dict[f"{name}.weight"] = fp8jax_torch.quantize(layer.weight, formats.E4M3)
@@ -411,7 +419,7 @@ def test_heads_are_split_as_flax_splits_them():
     got = from_flax(like, mapping, state_dict)
     assert_same(to_flax(got, mapping, like=like), like)
     kernel = to_flax(state_dict, mapping, like=empty)["params"]["attn"]["query"]["kernel"]
-    want = state_dict["query.weight"].codes.view(torch.uint8).numpy().T.reshape(4, 2, 2)
+    want = state_dict["query.weight"].codes.view(torch.uint8).numpy().T.reshape(WIDTH, 2, WIDTH // 2)
     assert bits(np.asarray(kernel.data).view(np.uint8)) == bits(want)
 
 
@@ -420,10 +428,10 @@ def test_heads_are_split_as_flax_splits_them():
 
 class NNXTwin(nnx.Module):
     def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Dict(up=nnx.Linear(4, 8, rngs=rngs)) for _ in "ab"])
+        self.blocks = nnx.List([nnx.Dict(up=nnx.Linear(WIDTH, HIDDEN, rngs=rngs)) for _ in "ab"])
         self.embed = nnx.Embed(7, WIDTH, rngs=rngs)
-        self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.last = nnx.Linear(8, 3, use_bias=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
+        self.last = nnx.Linear(HIDDEN, OUT, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)

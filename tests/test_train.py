@@ -145,7 +145,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(program, folder, 
 
 
 def test_recipe_and_twin_start_from_the_same_weights(program):
-    gpt = program.GPT(program.GPTConfig(17, layers=2, heads=2, width=16))
+    gpt = program.GPT(program.GPTConfig(17, layers=2, heads=2, width=32))
     tokens = jnp.zeros((1, 4), jnp.int32)
     ours, twins = (
         jax.jit(program.fp8jax.transform(gpt, recipe).init)(jax.random.key(1), tokens)["params"]

@@ -22,8 +22,8 @@ DEVICES = 8
 pytestmark = pytest.mark.skipif(jax.device_count() < DEVICES, reason="conftest.py asks for eight CPU devices")
 
 STAGES = (*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3)
-X = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
-Y = np.random.default_rng(1).normal(size=(32, 8)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
 
 
 class Layer(nn.Module):
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        return x + nn.Dense(16, name="down")(nn.gelu(nn.Dense(32, name="up")(x))), None
+        return x + nn.Dense(32, name="down")(nn.gelu(nn.Dense(64, name="up")(x))), None
 
 
 class Net(nn.Module):
@@ -41,7 +41,7 @@ class Net(nn.Module):
     def __call__(self, x):
         stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         x, _ = stack(name="layers")(x, None)
-        return nn.Dense(8, name="last")(nn.Dense(5, name="odd")(nn.LayerNorm()(x)))
+        return nn.Dense(32, name="last")(nn.Dense(35, name="odd")(nn.LayerNorm()(x)))
 
 
 @functools.cache
@@ -217,8 +217,8 @@ def test_a_kernel_used_twice(stage):
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layer = nn.Dense(16)
-            return nn.Dense(8)(layer(layer(x)))
+            layer = nn.Dense(32)
+            return nn.Dense(32)(layer(layer(x)))
 
     found = []
     for zero in (None, Zero(mesh(), "O2", stage)):
@@ -237,7 +237,7 @@ def test_a_kernel_used_twice(stage):
 def test_weights_and_gradients_cross_in_eight_bits(stage):
     """Read from the compiled program: what is as large as a kernel's part."""
     read = of_stage("O2", stage).program
-    large = {(c.kind, c.dtype) for c in read.collectives if c.numbers >= 16 * 32 // DEVICES}
+    large = {(c.kind, c.dtype) for c in read.collectives if c.numbers >= 32 * 64 // DEVICES}
     assert ("all-to-all", "u8") in large
     assert ("all-gather", "u16" if stage in (1, 2) else "u8") in large
     floats = {(kind, dtype) for kind, dtype in large if dtype[0] in "fb"}
@@ -249,9 +249,9 @@ class NNXNet(nnx.Module):
     """Two layers, and a norm whose statistics are kept but not used."""
 
     def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, rngs=rngs)
-        self.norm = nnx.BatchNorm(32, momentum=0.0, rngs=rngs)
-        self.down = nnx.Linear(32, 8, rngs=rngs)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, momentum=0.0, rngs=rngs)
+        self.down = nnx.Linear(64, 32, rngs=rngs)
 
     def __call__(self, x):
         x = self.up(x)
@@ -280,7 +280,7 @@ def test_nnx(stage):
     (losses, model), (alone, plain) = run(Zero(mesh(), "O2", stage)), run(None)
     np.testing.assert_allclose(losses, alone, rtol=NOISE)
     part = model.up.kernel.get_value().data.addressable_shards[0].data
-    assert part.size * (DEVICES if stage == 3 else 1) == 16 * 32
+    assert part.size * (DEVICES if stage == 3 else 1) == 32 * 64
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=0.1)
 
 
@@ -346,7 +346,7 @@ def test_with_kernels_sharded_along_another_axis(stage):
 def test_one_device_is_none():
     run = trained("O2", Zero(mesh(1), "O2", 3))
     np.testing.assert_array_equal(run.losses, of_one("O2").losses)
-    assert max(collective.numbers for collective in run.program.collectives) < 16 * 32
+    assert max(collective.numbers for collective in run.program.collectives) < 32 * 64
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_one_device_is_none():
 )
 def test_a_device_whose_gradients_are_zero_has_no_say_in_their_scale(recipe, stage):
     """Rows of padding on one device, and inputs that are zero on all: zero parts."""
-    model = fp8jax.transform(nn.Dense(8, use_bias=False), recipe)
+    model = fp8jax.transform(nn.Dense(32, use_bias=False), recipe)
     variables = model.init(jax.random.key(0), X)
     x = X.copy()
     x[4:8] = 0
@@ -400,8 +400,8 @@ def test_boxes_of_axis_names_and_flags(recipe):
         @nn.compact
         def __call__(self, x, train=False):
             init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-            x = nn.Dense(16, kernel_init=init, name="up")(x)
-            return nn.Dense(8, kernel_init=init, name="lm_head")(x) * (2 if train else 1)
+            x = nn.Dense(32, kernel_init=init, name="up")(x)
+            return nn.Dense(32, kernel_init=init, name="lm_head")(x) * (2 if train else 1)
 
     model = fp8jax.transform(Boxed(), recipe)
     variables = model.init(jax.random.key(0), X)
@@ -436,12 +436,12 @@ def test_a_stack_whose_axis_is_not_in_front():
 def test_nnx_streams_constants_and_intermediates():
     class Noisy(nnx.Module):
         def __init__(self, rngs):
-            self.layer = nnx.Linear(16, 8, rngs=rngs)
+            self.layer = nnx.Linear(32, 32, rngs=rngs)
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
             self.least = nnx.BatchStat(jnp.full((4,), jnp.finfo(jnp.float32).min))
 
         def __call__(self, x):
-            self.sow(nnx.Intermediate, "mask", self.dropout(jnp.ones_like(x[:, :8])) > 0)
+            self.sow(nnx.Intermediate, "mask", self.dropout(jnp.ones_like(x[:, :32])) > 0)
             return self.layer(x)
 
     model = fp8jax.transform(Noisy(nnx.Rngs(0)), "O2")
@@ -451,7 +451,7 @@ def test_nnx_streams_constants_and_intermediates():
     np.testing.assert_array_equal(model.least[...], jnp.finfo(jnp.float32).min)
     np.testing.assert_array_equal(jax.random.key_data(model.dropout.rngs.key[...]), key)
     [mask] = model.mask.get_value()
-    assert mask.shape == (len(X), 8)
+    assert mask.shape == (len(X), 32)
     parts = np.asarray(mask).reshape(DEVICES, -1)
     assert len({part.tobytes() for part in parts}) == DEVICES
 
@@ -498,5 +498,5 @@ def test_bad_input():
         Zero(mesh(), "O9", 1)
     _, step = training(fp8jax.transform(Net(), "O2"), "O2", Zero(mesh(), "O2", 0))
     state = of_one("O2").first
-    with pytest.raises(ValueError, match=r"divide by the 8 devices of axis 'data'; got shape \(30, 16\)"):
+    with pytest.raises(ValueError, match=r"divide by the 8 devices of axis 'data'; got shape \(30, 32\)"):
         step(state, X[:30], Y[:30])

@@ -27,7 +27,7 @@ from fp8jax.memory.subject import Subject
 from fp8jax.models import linen, nnx, probe
 from fp8jax.program import Gemm
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.report import OWN_DOT, Report, layer_of
+from fp8jax.rewrite.report import Report, layer_of
 from fp8jax.rewrite.rules import Rules
 
 NO_LAYER = "(no layer's)"
@@ -107,7 +107,7 @@ def _prepared(
         return loss_fn, variables, model.report(*inputs), _wide([model.recipe, *rules.recipes])
     if nnx.is_module(model):
         transformed = model if nnx.recipes(model) else probe.under(model, Recipe.parse(recipe))
-        loss_fn, variables = probe.loss_of_transformed(nnx.named(transformed), loss)
+        loss_fn, variables = probe.loss_of_transformed(transformed, loss)
         return loss_fn, variables, models.report(transformed, *inputs), _wide(nnx.recipes(transformed))
     raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
 
@@ -140,7 +140,7 @@ def _compared(
         row, narrow = told.get(key) if key is not None else None, [g for g in after[key] if g.is_fp8]
         if not before[key] and not after[key] and not (row and row.fp8):
             continue
-        if row is None or row.fp8 or row.reason == OWN_DOT:
+        if row is None or row.fp8:
             is_layers = row is not None and row.fp8
             complaint = _complaint(before[key], after[key], wide, capability, is_layers)
         else:

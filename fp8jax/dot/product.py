@@ -74,7 +74,7 @@ def dot_general(
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
     weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
-    kernel, slot = weight.value, weight.differentiated_slot
+    kernel, slot = weight.value, weight.slot
     rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
     if out_dtype is None:
         out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)

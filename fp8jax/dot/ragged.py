@@ -42,8 +42,8 @@ from fp8jax.dot.rule import (
     State,
     checked,
     packed,
-    scale_of_wgrad,
     stored,
+    without_wgrad_scale,
 )
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import differentiable_once, over_axis
@@ -123,7 +123,7 @@ def ragged_dot(
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
     weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
-    kernel, slot = weight.value, weight.differentiated_slot
+    kernel, slot = weight.value, weight.slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
     rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
     if out_dtype is None:
@@ -220,8 +220,7 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
     update = jax.vmap(scaling.of_recipe(static.recipe).update, (0, 0, None))
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), limits)}
     drhs, scale = _as_it_leaves(static, drhs)
-    if scale is not None:
-        new_state["wgrad_scale"] = scale_of_wgrad(state, scale)
+    new_state = without_wgrad_scale(new_state) if scale is None else {**new_state, "wgrad_scale": scale}
     return dlhs, drhs, new_state
 
 

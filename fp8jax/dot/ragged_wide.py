@@ -12,24 +12,68 @@ the work and the memory as there are groups.
 from typing import Any
 
 import jax
+import jax.core
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import ad, mlir
+from jax.sharding import PartitionSpec as P
 
 from fp8jax.dot.blocks import Multiply, Operand, rows_times_matrices, rows_times_rows
+from fp8jax.dot.ragged import Over
+from fp8jax.platforms import over_axis
+
+# One equation of a jaxpr, so that it can be found there.
+RAGGED = "fp8jax_ragged_dot"
+_ragged_p = jex.Primitive(RAGGED)
 
 
-@jax.custom_vjp
-def wide_ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def wide_ragged_dot(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, over: Over | None = None
+) -> jax.Array:
     """`lax.ragged_dot(lhs, rhs, group_sizes)`, accumulated in float32.
 
     Args:
         lhs: float array, shape=(rows, k): the rows of group 0, then those of group 1, and so on.
         rhs: float array, shape=(groups, k, n).
         group_sizes: integers, shape=(groups,). Rows past their sum have the product 0 and no gradient.
+        over: the mesh axis over whose devices the groups are split, as in `ragged_dot`.
 
     Returns:
         Array of shape (rows, n), in the promoted dtype. It has gradients, but no forward-mode derivative.
     """
+    return _ragged_p.bind(lhs, rhs, group_sizes, over=over)
+
+
+@_ragged_p.def_impl
+def _ragged(lhs: Any, rhs: Any, group_sizes: Any, *, over: Over | None) -> jax.Array:
+    if over is None:
+        return _of_device(lhs, rhs, group_sizes)
+    return over_axis(_of_device, over.mesh, over.axis_name, P(over.axis_name))(lhs, rhs, group_sizes)
+
+
+@_ragged_p.def_abstract_eval
+def _abstract(lhs: Any, rhs: Any, group_sizes: Any, *, over: Over | None) -> Any:
+    del group_sizes, over
+    return jax.core.ShapedArray((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
+
+
+def _jvp(primals: Any, tangents: Any, *, over: Over | None) -> Any:
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*values: Any) -> jax.Array:
+        given = dict(zip(moving, values, strict=True))
+        return _ragged(*(given.get(i, x) for i, x in enumerate(primals)), over=over)
+
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+ad.primitive_jvps[_ragged_p] = _jvp
+mlir.register_lowering(_ragged_p, mlir.lower_fun(_ragged, multiple_results=False))
+
+
+@jax.custom_vjp
+def _of_device(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     shape = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
     return rows_times_matrices(_of(lhs), _of(rhs), group_sizes, _multiply(1, 0), shape)
 
@@ -42,7 +86,7 @@ def _backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     return dlhs, drhs.astype(rhs.dtype), None
 
 
-wide_ragged_dot.defvjp(lambda *operands: (wide_ragged_dot(*operands), operands), _backward)
+_of_device.defvjp(lambda *operands: (_of_device(*operands), operands), _backward)
 
 
 def _of(x: jax.Array) -> Operand:

@@ -22,11 +22,10 @@ from fp8jax.scaled import (
     amax,
     quantize,
     quantize_gradient,
-    select,
     to_bytes,
     value,
 )
-from fp8jax.scaling.merge import CODES, from_max, to_codes, to_cotangents, to_max
+from fp8jax.scaling.merge import CODES, from_max, to_codes, to_cotangents
 
 State = dict[str, jax.Array]
 
@@ -142,20 +141,19 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
         drhs = part_of_sum(drhs, static.spread, as_codes=static.slot_dtype == CODES)
     if static.slot_dtype == CODES:
         q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
-        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), scale_of_wgrad(state, q_drhs.scale)
-    elif static.slot_dtype is not None:
+        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
+    else:
+        new_state = without_wgrad_scale(new_state)
+    if static.slot_dtype is not None and static.slot_dtype != CODES:
         in_slot = drhs.astype(static.slot_dtype)
-    elif static.rhs_dtype is not None:
+    elif static.slot_dtype is None and static.rhs_dtype is not None:
         in_rhs = drhs.astype(static.rhs_dtype)
     grads = (dlhs, in_rhs, in_slot, to_cotangents(new_state))
     return differentiable_once(grads, (grad, seen), ONCE)
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:
-    """The values of lhs, rhs, slot and state, and of what else is differentiated as they are.
-
-    The state's scale of the weight gradient is -inf where `stop_gradient` stopped it, see `scale_of_wgrad`.
-    """
+    """The values of lhs, rhs, slot and state, and of what else is differentiated as they are."""
 
     def is_perturbed(tree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
@@ -174,18 +172,14 @@ def checked(*operands: Any) -> tuple[Any, ...]:
             "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
             stacklevel=3,
         )
-    if slot is not None and slot.dtype == CODES and not of_slot:
-        state = {**state, "wgrad_scale": to_max(jnp.full(state["wgrad_scale"].shape, -jnp.inf))}
     return (lhs, rhs, slot, state, *values[4:])
 
 
-def scale_of_wgrad(state: State, new: jax.Array) -> jax.Array:
-    """The scale of a weight gradient for the new state; -inf if `stop_gradient` stopped the gradient, which
-    leaves it to other uses of the weight.
-
-    The forward marks the state, because what is kept for the backward must have one structure.
-    """
-    return select(state["wgrad_scale"] == -jnp.inf, float("-inf"), new)
+def without_wgrad_scale(state: State) -> State:
+    """The new state where no gradient leaves as codes: its scale is left to other uses of the weight."""
+    if "wgrad_scale" not in state:
+        return state
+    return {**state, "wgrad_scale": jnp.full_like(state["wgrad_scale"], -jnp.inf)}
 
 
 def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:

@@ -12,12 +12,10 @@ from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.scaled import value
-from fp8jax.scaling.merge import CODES, NeedsWideGradient, while_live
+from fp8jax.scaling.merge import CODES
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value", "slot", "live"), meta_fields=("spread",)
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=("spread",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
     """A kernel on its way through a loss, with the place its gradient comes out of.
@@ -26,20 +24,11 @@ class Weight:
     float16. `slot` is a zero array of the kernel's shape, never read by `dot_general`; its
     cotangent is the gradient with respect to the kernel's value, as float32 or as E4M3 codes
     whose scale leaves through the dot's state.
-
-    `jax.lax.stop_gradient` stops float arrays and passes codes by. It shows in `live`, a float
-    array beside them.
     """
 
     value: Any  # ScaledArray or float array
     slot: Any  # shape=kernel's, float32 or merge.CODES
     spread: Spread | None = None  # over devices; then the slot is this device's part
-    live: Any = None  # shape=(*stack,), float32: a slot of codes has a gradient while this has one
-
-    @property
-    def differentiated_slot(self) -> Any:
-        """The slot; of codes, without a gradient if that was stopped."""
-        return self.slot if self.live is None else while_live(self.slot, self.live)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,18 +42,10 @@ class Weight:
 
     def dequantize(self) -> jax.Array:
         """The value as a float32 array that gradients flow through."""
-        if self.slot.dtype == CODES:
-            raise NeedsWideGradient
+        assert self.slot.dtype != CODES
         if self.spread:
             return _spread_value(self.spread, value(self.value).astype(jnp.float32), self.slot)
         return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.slot
-
-    def __jax_array__(self) -> jax.Array:
-        return self.dequantize()
-
-    def __getitem__(self, index: Any) -> Any:
-        """Itself for `...`, else a part of the dequantized value."""
-        return self if index is ... else self.dequantize()[index]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,6 +1,5 @@
 """The gradient of a loss, in the recipe's formats, and the new scaling state."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,27 +7,19 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core
-import jax.numpy as jnp
 
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
-from fp8jax.comm.zero import own_part
-from fp8jax.dot import Weight
-from fp8jax.gradients.devices import Local, Share, State, over_devices, state_of_each
+from fp8jax.gradients.devices import Local, Share, over_devices
 from fp8jax.gradients.states import state_at, with_state_at
-from fp8jax.gradients.traced import Gradient, gradient, is_marked
-from fp8jax.rewrite import LayersFound
+from fp8jax.gradients.traced import gradient
 from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient
 from fp8jax.scaling.merge import (
     CODES,
-    NeedsWideGradient,
-    adds_codes,
     from_codes,
     from_cotangents,
-    no_codes,
     settled,
-    to_max,
 )
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
 
@@ -99,29 +90,14 @@ def on_one_device(loss_fn: Callable[..., Any], has_aux: bool, local: Local | Non
     products sum; the others are to be, see `Local`. Scaling states can be merged with those of other parts
     of the batch, and are then to be settled.
     """
-    if local is not None:
-        loss_fn = _divided(loss_fn, has_aux, local.zero.devices)
-    return _of_each_kind(loss_fn, has_aux, local)
 
-
-_jitted_settled = jax.jit(settled)
-
-
-def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
         if has_params(variables) and LOSS_SCALE in variables:
             return _with_loss_scale(loss_fn, has_aux, local, variables, args, kwargs)
 
         def run(variables: Any) -> Any:
-            if local is None and is_marked(variables):
-                with contextlib.suppress(LayersFound):
-                    return _finished(gradient(loss_fn, has_aux, variables, args, kwargs), variables)
-            try:
-                return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, local, narrow=True)
-            except NeedsWideGradient:
-                # A kernel's gradient is a sum: let all leave as float32, to be narrowed after it.
-                return _value_and_grad(loss_fn, variables, args, kwargs, has_aux, local, narrow=False)
+            return _value_and_grad(loss_fn, has_aux, local, variables, args, kwargs)
 
         # JAX adds arrays of an extended dtype only in compiled code.
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
@@ -130,81 +106,24 @@ def _of_each_kind(loss_fn: Callable[..., Any], has_aux: bool, local: Local | Non
     return wrapped
 
 
-def _finished(found: Gradient, variables: Any) -> Any:
-    """The loss and its gradients in their formats, with the new scaling state."""
-    if not has_params(variables):
-        return found.out, found.grads
-    params, old = variables[PARAMS], variables.get(SCALING, {})
-    shares = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled)
-    grads, state = narrowed(found.grads, params, from_cotangents(found.state), old, shares)
-    return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
+_jitted_settled = jax.jit(settled)
 
 
 def _value_and_grad(
-    loss_fn: Callable[..., Any],
-    variables: Any,
-    args: Any,
-    kwargs: Any,
-    has_aux: bool,
-    local: Local | None,
-    *,
-    narrow: bool,
+    loss_fn: Callable[..., Any], has_aux: bool, local: Local | None, variables: Any, args: Any, kwargs: Any
 ) -> Any:
     is_flax = has_params(variables)
-    params = variables[PARAMS] if is_flax else variables
-    state = variables.get(SCALING, {}) if is_flax else {}
-    states = state_of_each(params, state)
-    shares = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled)
-    if local is not None:
-        params, shares = local.whole(params), local.shares
-
-    def has_slot(leaf: Any, state: State, share: Share) -> bool:
-        return state.is_marked or is_scaled(leaf) or share.spread is not None
-
-    def slot(leaf: Any, state: State, share: Share) -> Any:
-        if not has_slot(leaf, state, share):
-            return leaf
-        like = leaf.data if is_scaled(leaf) else leaf  # sharded as it is
-        if share.spread is not None and not share.spread.is_part:
-            like = own_part(like, share.axis, share.spread.axis_name)
-        return no_codes(like) if state.is_marked and narrow else jnp.zeros_like(like, jnp.float32)
-
-    def live(leaf: Any, state: State) -> Any:
-        return jnp.zeros_like(state.arrays["wgrad_scale"]) if state.is_marked and narrow else None
-
-    def opened(leaf: Any, slot: Any, live: Any, state: State, share: Share) -> Any:
-        return Weight(leaf, slot, share.spread, live) if has_slot(leaf, state, share) else slot
-
-    def loss(slots: tuple[Any, Any], state: Any) -> Any:
-        inside = jax.tree.map(opened, params, *slots, states, shares, is_leaf=is_scaled)
-        if is_flax:
-            inside = {**variables, PARAMS: inside}
-            if SCALING in variables:
-                inside[SCALING] = state
-        return loss_fn(inside, *args, **kwargs)
-
-    slots = (
-        jax.tree.map(slot, params, states, shares, is_leaf=is_scaled),
-        jax.tree.map(live, params, states, is_leaf=is_scaled),
-    )
-    # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
-    grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux, allow_int=True)
-    if narrow and any(state.is_marked for state in jax.tree.leaves(states)):
-        grad_fn = _unless_codes_meet(grad_fn, slots, to_max(state))
-    out, ((grads, _), new_state) = grad_fn(slots, to_max(state))
-    grads, new_state = narrowed(grads, params, from_cotangents(new_state), state, shares)
+    params, old = (variables[PARAMS], variables.get(SCALING, {})) if is_flax else (variables, {})
+    if local is None:
+        shares, divisor = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled), 1
+    else:
+        params, shares, divisor = local.whole(params), local.shares, local.zero.devices
+    inside = {**variables, PARAMS: params} if is_flax else params
+    found = gradient(loss_fn, has_aux, inside, args, kwargs, shares, divisor)
     if not is_flax:
-        return out, grads
-    return out, {PARAMS: grads, **({SCALING: new_state} if SCALING in variables else {})}
-
-
-def _divided(loss_fn: Callable[..., Any], has_aux: bool, parts: int) -> Callable[..., Any]:
-    @functools.wraps(loss_fn)
-    def divided(*args: Any, **kwargs: Any) -> Any:
-        out = loss_fn(*args, **kwargs)
-        return (out[0] / parts, *out[1:]) if has_aux else out / parts
-
-    return divided
+        return found.out, found.grads
+    grads, state = narrowed(found.grads, params, from_cotangents(found.state), old, shares)
+    return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
 
 
 def _with_loss_scale(
@@ -218,18 +137,12 @@ def _with_loss_scale(
         return (out[0] if has_aux else out) * state["scale"], out
 
     variables = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
-    (_, out), grads = _of_each_kind(scaled, True, local)(variables, *args, **kwargs)
+    (_, out), grads = on_one_device(scaled, True, local)(variables, *args, **kwargs)
+    if local is not None:
+        loss, *aux = out if has_aux else (out,)
+        out = (loss / local.zero.devices, *aux) if has_aux else loss / local.zero.devices
     grads[PARAMS], new_state = loss_scale.unscale(grads[PARAMS], state)
     return out, {**grads, LOSS_SCALE: new_state}
-
-
-def _unless_codes_meet(grad_fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """`grad_fn` traced, so that it is known whether it adds FP8 codes; raises if it does."""
-    jaxpr, out = jax.make_jaxpr(grad_fn, return_shape=True)(*args)
-    if adds_codes(jaxpr.jaxpr):
-        raise NeedsWideGradient
-    run, treedef = jax.extend.core.jaxpr_as_fun(jaxpr), jax.tree.structure(out)
-    return lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
 
 
 def narrowed(grads: Any, params: Any, state: Any, old: Any, shares: Any) -> tuple[Any, Any]:

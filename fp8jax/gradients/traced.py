@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
+from fp8jax.comm.zero import own_part
 from fp8jax.gradients.states import state_at
 from fp8jax.rewrite import (
     Context,
@@ -38,17 +40,29 @@ class Gradient(NamedTuple):
     state: Any  # as it left the backward, in float32's dtype of maxima
 
 
-def gradient(loss_fn: Callable[..., Any], has_aux: bool, variables: Any, args: Any, kwargs: Any) -> Gradient:
-    """`jax.value_and_grad(loss_fn)(variables, *args, **kwargs)`, where kernels are scaled or marked.
+def gradient(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    variables: Any,
+    args: Any,
+    kwargs: Any,
+    shares: Any,
+    divisor: int = 1,
+) -> Gradient:
+    """`jax.value_and_grad(loss_fn)(variables, *args, **kwargs)`.
 
-    Raises:
-        LayersFound: the loss calls a model that multiplies by layers of its own.
+    Args:
+        loss_fn, has_aux: as for `value_and_grad`.
+        variables, args, kwargs: of the loss; on one of many devices its parts.
+        shares: how each parameter is spread over devices; a tree like the parameters.
+        divisor: the loss is divided by it.
     """
     is_flax = has_params(variables)
     params = variables[PARAMS] if is_flax else variables
     state = to_max(variables.get(SCALING, {}) if is_flax else {})
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    leaves, paths = [leaf for _, leaf in flat], [names_of(path) for path, _ in flat]
+    spreads = [share.spread for share in treedef.flatten_up_to(shares)]
+    rows = [(path, leaf, spread) for (path, leaf), spread in zip(flat, spreads, strict=True)]
     others = {}
     if is_flax:
         others = {name: tree for name, tree in variables.items() if name not in (PARAMS, SCALING)}
@@ -62,47 +76,48 @@ def gradient(loss_fn: Callable[..., Any], has_aux: bool, variables: Any, args: A
         if is_flax:
             inside = {**others, PARAMS: inside, **({SCALING: state} if SCALING in variables else {})}
         out = loss_fn(inside, *args, **kwargs)
-        return out if has_aux else (out, None)
+        value, aux = out if has_aux else (out, None)
+        return (value / divisor if divisor > 1 else value), aux
 
-    avals = [aval_of(leaf) for leaf in leaves]
+    def way(path: Any, leaf: Any, spread: Any) -> Way | None:
+        shape = leaf.shape if spread is None else spread.whole(leaf.shape)
+        is_kernel = is_followed(leaf) or spread is not None
+        return Way.of(names_of(path), shape, aval_of(leaf).dtype) if is_kernel else None
+
+    ways = [way(*row) for row in rows]
+    avals = [
+        aval_of(leaf) if way is None else jax.ShapeDtypeStruct(way.shape, way.dtypes[0])
+        for (_, leaf, _), way in zip(rows, ways, strict=True)
+    ]
     with plain_parameters():
         closed, shapes = jax.make_jaxpr(call, return_shape=True)(avals, state, arrays)
-    pairs = list(zip(paths, avals, strict=True))
-    ways = [Way.of(path, x.shape, x.dtype) if is_followed(x) else None for path, x in pairs]
-    states = jax.tree.leaves(state)
-    found = find(closed.jaxpr, [*ways, *[None] * (len(states) + len(arrays))])
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    found = find(jaxpr, ways)
     context = Context(Plan.of((), found.programs), "auto")
 
-    def slot(leaf: Any, path: Any) -> Any:
+    def slot(path: Any, leaf: Any, spread: Any) -> Any:
         is_marked = "wgrad_scale" in state_at(state, path)
-        if not (is_marked or is_scaled(leaf)):
+        if not (is_marked or is_scaled(leaf) or spread is not None):
             return leaf
-        data, uses = leaf.data if is_scaled(leaf) else leaf, found.uses.get(names_of(path))
+        like, uses = leaf.data if is_scaled(leaf) else leaf, found.uses.get(names_of(path))
+        if spread is not None and not spread.is_part:
+            like = own_part(like, spread.axis, spread.axis_name)
         is_alone = uses is not None and uses.dots == 1 and not uses.others and not uses.is_shared
-        return no_codes(data) if is_marked and is_alone else jnp.zeros_like(data, jnp.float32)
+        return no_codes(like) if is_marked and is_alone else jnp.zeros_like(like, jnp.float32)
 
     def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
-        def enter(leaf: Any, slot: Any, way: Way | None, is_own: bool) -> Any:
+        def enter(row: Any, slot: Any, way: Way | None, is_own: bool) -> Any:
             if way is None:
                 return slot
-            return Tracked(slot, None, way) if is_own else Tracked(leaf, slot, way)
+            return Tracked(slot, None, way) if is_own else Tracked(row[1], slot, way, row[2])
 
-        ins = [enter(*each) for each in zip(leaves, slots, ways, is_own, strict=True)]
-        outs = evaluate(context, closed.jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
+        ins = [enter(*each) for each in zip(rows, slots, ways, is_own, strict=True)]
+        outs = evaluate(context, jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    slots = [slot(leaf, path) for path, leaf in flat]
-    is_own = [leaf is slot for leaf, slot in zip(leaves, slots, strict=True)]
+    slots = [slot(*row) for row in rows]
+    is_own = [row[1] is slot for row, slot in zip(rows, slots, strict=True)]
     # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
     grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     (value, aux), (grads, new_state) = grad_fn(slots, state)
     return Gradient((value, aux) if has_aux else value, treedef.unflatten(grads), new_state)
-
-
-def is_marked(variables: Any) -> bool:
-    """Whether a kernel is scaled, or has FP8 gradients."""
-    params, states = variables, {}
-    if has_params(variables):
-        params, states = variables[PARAMS], variables.get(SCALING, {})
-    names = {names_of(path)[-1] for path, _ in jax.tree.flatten_with_path(states)[0]}
-    return "wgrad_scale" in names or any(map(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled)))

@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 
-from fp8jax import gradients, rewrite
+from fp8jax import gradients
 from fp8jax.comm import Zero
-from fp8jax.models import attention_layers, linen, linen_lora, nnx, nnx_lora
-from fp8jax.models.blocks import checkpointing
-from fp8jax.models.lora import LoRA
+from fp8jax.models import attention_layers, linen, nnx, nnx_lora
+from fp8jax.models.linen import LinenModel
+from fp8jax.models.linen_lora import LoRAModel
 from fp8jax.models.nnx_gradient import gradient_of_module, gradient_of_states, is_split, of_devices
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.report import Report
-from fp8jax.rewrite.rules import Rule
+from fp8jax.rewrite import FunctionModel, LoRA, Report, Rule, Settings, checkpointing
 
 
 def transform(
@@ -27,6 +26,7 @@ def transform(
     gradient_checkpointing: str = "none",
     checkpoint_blocks: Iterable[str] | str | None = None,
     attention: str | None = None,
+    inputs: Sequence[Any] | None = None,
 ) -> Any:
     """The same model with the recipe's formats: same code, same parameter names.
 
@@ -45,6 +45,9 @@ def transform(
             None: the outermost modules that repeat, as siblings of one class or under a scan.
         attention: who computes Flax's attention layers, one of `fp8jax.attention.IMPLEMENTATIONS`; None:
             Flax, as the model says.
+        inputs: example inputs of an NNX module, arrays or `jax.ShapeDtypeStruct`s: what it multiplies with
+            is then known. Without, kernels of Flax's own layers are stored in the recipe's weight format,
+            and parameters of other modules stay as they are, their GEMMs in FP8 all the same.
 
     Returns:
         For a Linen module a `fp8jax.models.linen.LinenModel`, with the module's `init` and
@@ -66,26 +69,40 @@ def transform(
     recipe, rules = Recipe.parse(recipe), tuple(rules)
     kept = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
     attention_layers.check(attention)
-    for kind, adapted in ((linen, linen_lora), (nnx, nnx_lora)):
-        if kind.is_module(model) and lora is None:
-            return kind.transform(model, recipe, rules, backend, kept, attention)
-        if kind.is_module(model):
-            return adapted.transform(model, recipe, rules, backend, lora, kept, attention)
-    if callable(model) and not isinstance(model, type | rewrite.FunctionModel):
-        _refuse_layers_settings(lora=lora, gradient_checkpointing=kept, attention=attention)
-        return rewrite.transform(model, recipe, rules, backend)
+    if inputs is not None and not nnx.is_module(model):
+        raise ValueError("`inputs`: expected none but for an NNX module; others get them in `init`.")
+    settings = Settings(recipe, rules, backend, lora, kept)
+    if linen.is_module(model):
+        return (LinenModel if lora is None else LoRAModel)(model, settings, attention)
+    if nnx.is_module(model):
+        given = None if inputs is None else tuple(inputs)
+        return (nnx if lora is None else nnx_lora).transform(model, settings, attention, given)
+    if callable(model) and not isinstance(model, type | LinenModel | FunctionModel) and not _wraps(model):
+        _refuse_layers_settings(attention=attention)
+        return FunctionModel(model, settings)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
         f"{_described(model)}."
     )
 
 
+def _wraps(model: Any) -> bool:
+    """Whether `model` is no module itself but holds one, as Hugging Face's FlaxPreTrainedModel does."""
+    held = getattr(model, "module", None)
+    return linen.is_module(held) or nnx.is_module(held)
+
+
 def _described(model: Any) -> str:
-    if isinstance(model, linen.LinenModel | rewrite.FunctionModel):
-        kept = "module" if isinstance(model, linen.LinenModel) else "fn"
+    if isinstance(model, LinenModel | FunctionModel):
+        kept = "module" if isinstance(model, LinenModel) else "fn"
         return (
             f"a {type(model).__name__}, what fp8jax.transform made of one: transform the original, its "
             f"`.{kept}`, instead"
+        )
+    if _wraps(model):
+        return (
+            f"a {type(model).__name__}, which holds a Flax module: transform its `.module`, and give that "
+            "its parameters"
         )
     if isinstance(model, type):
         return f"the class {model.__name__}, not an object of it"
@@ -108,12 +125,13 @@ def report(model: Any, *args: Any, **kwargs: Any) -> Report:
     Args:
         model: what `transform` made.
         args, kwargs: the model's inputs, after the variables if it is Linen; arrays or
-            `jax.ShapeDtypeStruct`s. Nothing is computed.
+            `jax.ShapeDtypeStruct`s. With `method="encode"` those of another method than `__call__`. Nothing
+            is computed.
 
     Raises:
         TypeError: `model` is no transformed model.
     """
-    if isinstance(model, linen.LinenModel | rewrite.FunctionModel):
+    if isinstance(model, LinenModel | FunctionModel):
         return model.report(*args, **kwargs)
     if nnx.is_module(model):
         return nnx.report(model, *args, **kwargs)

@@ -9,6 +9,7 @@ transformed copy. What the new one cannot do is done by the old one, and the rep
 """
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,6 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.attention import IMPLEMENTATIONS, choose, dot_product_attention
-from fp8jax.models.layers import replaced
 
 # Of each layer that was called, by path: what computes its attention.
 Found = dict[str, str]
@@ -126,7 +126,7 @@ def intercepted(implementation: str | None) -> Iterator[Found]:
         calling.add(path)  # `nn.SelfAttention` calls its base
         attend = _in_place_of(own, implementation, functools.partial(found.__setitem__, path))
         try:
-            with replaced(module, "attention_fn", attend):
+            with _replaced(module, "attention_fn", attend):
                 return call(*args, **kwargs)
         finally:
             calling.remove(path)
@@ -134,6 +134,18 @@ def intercepted(implementation: str | None) -> Iterator[Found]:
     calling: set[str] = set()
     with nn.intercept_methods(intercept):
         yield found
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, new: Any) -> Iterator[None]:
+    """One attribute of a bound module, which Flax freezes, replaced for a while. The bound
+    module is Flax's own copy for this call; the user's module is never touched."""
+    old = getattr(module, name)
+    object.__setattr__(module, name, new)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, name, old)
 
 
 # NNX #############################################################################################
@@ -150,7 +162,7 @@ def replace(model: nnx.Module, implementation: str | None) -> None:
     found: Found = {}
     for path, layer in _attentions(model):
         if layer.attention_fn is nnx.dot_product_attention:
-            layer.attention_fn = _unnoted(implementation)
+            layer.attention_fn = _noting(implementation)
             found[path] = implementation
         else:
             found[path] = _left(_OWN["function"])
@@ -158,32 +170,40 @@ def replace(model: nnx.Module, implementation: str | None) -> None:
 
 
 @functools.cache
-def _unnoted(implementation: str) -> Any:
+def _noting(implementation: str) -> Any:
     """One function for all layers, since it is a constant of the model's graph."""
-    attend = _in_place_of(nnx.dot_product_attention, implementation, lambda what: None)
+    attend = _in_place_of(nnx.dot_product_attention, implementation, lambda what: _note.get()(what))
     attend.attention__fp8 = implementation
     return attend
+
+
+_note: contextvars.ContextVar[Callable[[str], None]] = contextvars.ContextVar(
+    "fp8jax_attention", default=lambda what: None
+)
+
+
+@contextlib.contextmanager
+def noted(model: nnx.Module, path: Callable[[], str]) -> Iterator[Found]:
+    """While it lasts, an NNX module's attention layers note what they do; `path` says which is called."""
+    layers = _attentions(model)
+    found = {at: _left(_OWN["function"]) for at, layer in layers if implementation_of(layer) is None}
+    token = _note.set(lambda what: found.__setitem__(path(), what))
+    try:
+        yield found if len(found) < len(layers) else {}
+    finally:
+        _note.reset(token)
+
+
+def implementation_of(layer: Any) -> str | None:
+    """Who computes a layer's attention, if it is not Flax."""
+    return getattr(layer.attention_fn, "attention__fp8", None)
 
 
 def restore(model: nnx.Module) -> None:
     """Undoes `replace`."""
     for _, layer in _attentions(model):
-        if hasattr(layer.attention_fn, "attention__fp8"):
+        if implementation_of(layer) is not None:
             layer.attention_fn = nnx.dot_product_attention
-
-
-def noted(model: nnx.Module) -> tuple[str | None, Found]:
-    """Makes an NNX module's attention layers note what they do; the setting, and where they note it."""
-    found: Found = {}
-    implementations = set()
-    for path, layer in _attentions(model):
-        if implementation := getattr(layer.attention_fn, "attention__fp8", None):
-            implementations.add(implementation)
-            note = functools.partial(found.__setitem__, path)
-            layer.attention_fn = _in_place_of(nnx.dot_product_attention, implementation, note)
-        else:
-            found[path] = _left(_OWN["function"])
-    return (implementations.pop(), found) if implementations else (None, {})
 
 
 def _attentions(model: nnx.Module) -> list[tuple[str, Any]]:

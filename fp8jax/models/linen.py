@@ -1,51 +1,31 @@
-"""Flax Linen: the dots of a module's layers, under a recipe, without touching the module.
+"""Flax Linen modules under a recipe: `module.apply` as a function of parameters, rewritten.
 
     model = transform(module, recipe)
     variables = model.init(key, x)      # "params" as the module's, kernels in their format
     y = model.apply(variables, x)
 
-While the module runs, its calls pass through a Flax interceptor. A layer that the recipe
-matches finds, next to its kernel in "params", the scaling state of its dot, so that
-`nn.scan`, `nn.remat` and `nn.vmap` split and stack the state as they do the kernel. Outside
-the state lives in a collection of its own, "_overwrite_with_gradient", as a tree shaped
-like "params":
+The scaling states are in a collection of their own, a tree named as "params":
 
     {"params": {"fc": {"kernel": k}},
-     "_overwrite_with_gradient": {"fc": {"kernel": {"lhs": ..., "rhs": ..., "grad": ...}}}}
+     "_overwrite_with_gradient": {"fc": {"kernel": {"scale": ..., "amax_history": ...}}}}
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import flax.linen.module as linen_module
 import jax
 import jax.numpy as jnp
+from flax.core.scope import DenyList, in_filter
 
-from fp8jax import backends, loss_scale
-from fp8jax.dot import quantized_kernel
-from fp8jax.models import attention_layers, blocks, blocks_linen, layers
-from fp8jax.models.linen_variables import merge, split
+from fp8jax.models import attention_layers
+from fp8jax.models.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.report import Report, Rows, measured, trace
-from fp8jax.rewrite.rules import Rule, Rules
+from fp8jax.rewrite import FunctionModel, Report, Rule, Settings
 from fp8jax.scaled import format_of, is_scaled, quantize, value
-from fp8jax.variables import LOSS_SCALE, OURS, PARAMS, SCALING
-
-
-def transform(
-    module: nn.Module,
-    recipe: Recipe,
-    rules: tuple[Rule, ...],
-    backend: str,
-    checkpointing: blocks.Checkpointing | None = None,
-    attention: str | None = None,
-) -> "LinenModel":
-    """See `fp8jax.transform`."""
-    backends.choose(backend)
-    Rules(recipe, rules)
-    return LinenModel(module, recipe, backend, rules, checkpointing, attention)
+from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
 def is_module(model: Any) -> bool:
@@ -53,25 +33,34 @@ def is_module(model: Any) -> bool:
     return isinstance(model, nn.Module)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LinenModel:
     """A Linen module under a recipe; made by `fp8jax.transform`.
 
     Attributes:
         module: the user's module.
-        recipe: the formats.
-        backend: who multiplies.
-        rules: what some layers do instead.
-        checkpointing: what is rematerialized, or None.
+        settings: the recipe, rules, GEMM backend and adapters.
         attention: who computes Flax's attention layers, or None for Flax.
     """
 
     module: nn.Module
-    recipe: Recipe
-    backend: str = "auto"
-    rules: tuple[Rule, ...] = ()
-    checkpointing: blocks.Checkpointing | None = None
+    settings: Settings
     attention: str | None = None
+    _function: FunctionModel = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        function = FunctionModel(self._apply, self.settings, own=1, context=_interceptors)
+        object.__setattr__(self, "_function", function)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The formats."""
+        return self.settings.recipe
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """What some layers do instead."""
+        return self.settings.rules
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`module.init`: variables whose matched kernels are in the recipe's weight format.
@@ -82,21 +71,19 @@ class LinenModel:
             of `module.init` with the same `rngs`, rounded to the weight format.
 
         Raises:
-            ValueError: an include or exclude pattern matches no layer.
+            ValueError: nothing would run in FP8, or a rule or a pattern matches no layer.
         """
         return self.init_with_output(rngs, *args, **kwargs)[1]
 
     def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """`module.init_with_output`; see `init`."""
-        rows: Rows = {}
-        with self._intercept(rows) as (rules, attentions):
-            out, variables = self.module.init_with_output(rngs, *args, **kwargs)
-        rules.check(paths_of(rows))
-        attention_layers.raise_if_none(self.attention, attentions)
-        variables = split(variables)
-        if self.recipe.gemm == "FP16":
-            variables[LOSS_SCALE] = loss_scale.init()
-        return out, variables
+        """`module.init_with_output`, its output the plain module's; see `init`."""
+        out, plain = self.module.init_with_output(rngs, *args, **kwargs)
+        plain, options = dict(plain), self._options(plain, rngs, kwargs)
+        states = plain.pop(SCALING, {})
+        new = self._planned(self._function.init, plain, *args, **options)
+        states = _union(states, new.pop(SCALING, {}))
+        new[PARAMS] = with_own_boxes(new[PARAMS])
+        return out, {**plain, **new, **({SCALING: states} if states else {})}
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with `init`'s variables or a plain model's parameters in them.
@@ -105,53 +92,47 @@ class LinenModel:
         the model alone changes no state.
 
         Raises:
-            ValueError: `variables` lack the scaling state of a matched layer; or there are no blocks to
-                checkpoint.
+            ValueError: `variables` lack the scaling state of a matched layer.
         """
-        with self._intercept({}, self._blocks(variables, *args, **kwargs)):
-            result = self.module.apply(self._inside(variables), *args, **kwargs)
-        if kwargs.get("mutable", False) is False:
+        states = variables.get(SCALING, {})
+        others = {name: tree for name, tree in variables.items() if name not in OURS}
+        own = _without(states, variables.get(FROZEN, variables.get(PARAMS, {})))
+        others |= {SCALING: own} if own else {}
+        mutable = kwargs.get("mutable", False)
+        ours = [name for name in (PARAMS, SCALING) if in_filter(mutable, name) and name in variables]
+        if ours:
+            names = [mutable] if isinstance(mutable, str) else mutable
+            is_list = not isinstance(names, bool | DenyList)
+            kwargs["mutable"] = (
+                [n for n in names if n not in ours] if is_list else DenyList((PARAMS, SCALING))
+            )
+        inside = {PARAMS: {}, **{name: variables[name] for name in OURS if name in variables}}
+        result = self._function.apply(inside, others, *args, **kwargs)
+        if not ours:
             return result
-        out, mutated = result
-        return out, split(mutated)
+        return result[0], {**result[1], **{name: variables[name] for name in ours}}
+
+    def bind(self, variables: Mapping[str, Any], **kwargs: Any) -> "Bound":
+        """The model with variables, to be called without them."""
+        return Bound(self, variables, kwargs)
 
     def tabulate(self, rngs: Any, *args: Any, **kwargs: Any) -> str:
         """`module.tabulate`."""
-        with self._intercept({}):
-            return self.module.tabulate(rngs, *args, **kwargs)
+        return self.module.tabulate(rngs, *args, **kwargs)
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """Which layers run in FP8 for these example inputs, and why the others do not.
 
-        Args: those of `module.apply` after the variables; arrays or `jax.ShapeDtypeStruct`s.
+        Args: those of `module.apply` after the variables; arrays or `jax.ShapeDtypeStruct`s. With
+            `method=` of that method. Nothing is computed.
 
         Raises:
             ValueError: an include or exclude pattern matches no layer.
         """
-        rows: Rows = {}
         kwargs.pop("mutable", None)
         rngs = {name: jax.random.key(0) for name in (PARAMS, *kwargs.pop("rngs", {}))}
-        variables: dict[str, Any] = {}
-
-        def init(*args: Any, **kwargs: Any) -> Any:
-            variables.update(jax.eval_shape(lambda: self.init(rngs, *args, **kwargs)))
-            return ()
-
-        trace(init, *args, **kwargs)
-        mutable = [name for name in variables if name not in OURS]
-        attentions: attention_layers.Found = {}
-
-        def call(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._intercept(rows) as (_, found):
-                out = self.module.apply(self._inside(variables), *args, rngs=rngs, mutable=mutable, **kwargs)
-            attentions.update(found)
-            return out
-
-        jaxpr = trace(call, variables, *args, **kwargs)
-        of_blocks = self._blocks(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
-        notes = [backends.note(self.backend), *blocks.lines(self.checkpointing, of_blocks)]
-        notes += attention_layers.lines(self.attention, attentions)
-        return measured(str(self.recipe), rows, jaxpr, "\n".join(filter(None, notes)))
+        plain = dict(shapes_of_call(lambda *a, **k: self.module.init(rngs, *a, **k), *args, **kwargs))
+        return self._planned(self._function.report, plain, *args, **self._options(plain, rngs, kwargs))
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """A plain model's variables in this model's formats.
@@ -184,7 +165,7 @@ class LinenModel:
         scaled ones, no scaling state, no loss scale."""
         params = collection("variables", variables)
         plain = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-        plain[PARAMS] = layers.with_plain_boxes(jax.tree.map(value, params, is_leaf=is_scaled))
+        plain[PARAMS] = with_plain_boxes(jax.tree.map(value, params, is_leaf=is_scaled))
         return plain
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -195,48 +176,107 @@ class LinenModel:
 
         Args: the variables, then the model's inputs; arrays or `jax.ShapeDtypeStruct`s.
         """
-        interceptor = self._interceptor({})
+        others = {name: tree for name, tree in variables.items() if name not in OURS}
+        frozen = self._function.freeze(variables, others, *args, **kwargs)
+        return {**variables, PARAMS: with_own_boxes(frozen[PARAMS])}
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with nn.intercept_methods(interceptor):
-                return self.module.apply(merge(variables), *args, **kwargs)
+    def _planned(self, of_function: Any, plain: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """What the rewritten function says of the call that `init` made."""
+        params = plain.get(PARAMS, {})
+        try:
+            return of_function(params, {k: v for k, v in plain.items() if k != PARAMS}, *args, **options)
+        except ValueError:
+            # A decoder that finds its cache takes other inputs than one that makes it.
+            return of_function(params, {}, *args, **options)
 
-        trace(call, *args, **kwargs)
-        params = variables[PARAMS]
-        for path, (recipe, rank) in interceptor.recipes.items():
-            parts = [*filter(None, path.split("/")), "kernel"]
-            params = _replaced(params, variables.get(SCALING, {}), parts, recipe, rank)
-        return {**variables, PARAMS: params}
+    def _options(self, plain: Mapping[str, Any], rngs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of `init` as `apply` takes them when it makes the same call."""
+        rngs = rngs if isinstance(rngs, Mapping) else {PARAMS: rngs}
+        mutable = [name for name in plain if name not in (PARAMS, LOSS_SCALE, FROZEN)]
+        return {
+            **{k: v for k, v in options.items() if k != "mutable"},
+            "rngs": dict(rngs),
+            "mutable": mutable,
+        }
 
-    @contextlib.contextmanager
-    def _intercept(
-        self, rows: Rows, of_blocks: Iterable[blocks.Call] = ()
-    ) -> Iterator[tuple[Rules, attention_layers.Found]]:
-        interceptor = self._interceptor(rows)
-        with (
-            blocks_linen.checkpointed(of_blocks, self.checkpointing),
-            nn.intercept_methods(interceptor),
-            attention_layers.intercepted(self.attention) as attentions,
+    def _apply(self, params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's `apply`, of plain parameters."""
+        variables = {**others, PARAMS: with_plain_boxes(params)}
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # On one of many devices there is nothing for a box of axis names to constrain.
+            variables = with_quiet_boxes(variables)
+        annotations = self._function.annotations
+
+        def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            path = "/".join(context.module.path)
+            if context.method_name != "__call__":
+                annotations.modules.setdefault(path, context.module)
+                return call(*args, **kwargs)
+            with annotations.call(path, context.module):
+                return call(*args, **kwargs)
+
+        with nn.intercept_methods(note), attention_layers.intercepted(self.attention) as found:
+            out = self.module.apply(variables, *args, **kwargs)
+        if not kwargs.get("method"):
+            attention_layers.raise_if_none(self.attention, found)
+        annotations.notes += attention_layers.lines(self.attention, found)
+        return out
+
+
+def _interceptors() -> tuple[Any, ...]:
+    """The user's own, under which a module does something else. Flax has no public name for them."""
+    return tuple(linen_module._global_interceptor_stack)
+
+
+class Bound:
+    """A model with its variables: calls and methods are those of the module under the recipe."""
+
+    def __init__(self, model: LinenModel, variables: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self._model, self._variables, self._options = model, variables, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.apply(variables, *args, **kwargs)`."""
+        return self._model.apply(self._variables, *args, **{**self._options, **kwargs})
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model.module, name)
+        if not callable(found) or name.startswith("_"):
+            return found
+        return lambda *args, **kwargs: self(*args, method=name, **kwargs)
+
+
+def shapes_of_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` with respect to arrays; other arguments, as `train=False`, are what they are."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        filled = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        return function(*args, **kwargs)
+
+    return jax.eval_shape(call, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+
+
+def _without(states: Any, params: Any) -> dict[str, Any]:
+    """The states of products that are no parameter's: those that the module's own code keeps."""
+    own = {}
+    for name, kept in states.items():
+        if name.partition("#")[0] not in params:
+            own[name] = kept
+        elif isinstance(params[name.partition("#")[0]], Mapping) and (
+            below := _without(kept, params[name.partition("#")[0]])
         ):
-            yield interceptor.rules, attentions
+            own[name] = below
+    return own
 
-    def _interceptor(self, rows: Rows) -> layers.Interceptor:
-        return layers.Interceptor(self.module, Rules(self.recipe, self.rules), self.backend, rows)
 
-    def _blocks(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> list[blocks.Call]:
-        """Those that a call of `apply` checkpoints."""
-        if self.checkpointing is None:
-            return []
-
-        def call(variables: Any, *args: Any, **kwargs: Any) -> None:
-            with self._intercept({}):
-                self.module.apply(self._inside(variables), *args, **kwargs)
-
-        return blocks_linen.find(call, self.checkpointing, variables, *args, **kwargs)
-
-    def _inside(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables as the module takes them."""
-        return merge(variables)
+def _union(a: Any, b: Any) -> Any:
+    """The leaves of two trees of mappings."""
+    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
+        return a
+    return {name: _union(a.get(name, b.get(name)), b.get(name, a.get(name))) for name in {**a, **b}}
 
 
 def collection(argument: str, variables: Any, name: str = PARAMS) -> Any:
@@ -280,18 +320,3 @@ def check_same(
         else:
             continue
         raise ValueError(f"`{argument}`: expected the parameters of {whose}; {wrong}.")
-
-
-def _replaced(params: Any, state: Any, parts: list[str], recipe: Recipe, rank: int) -> Any:
-    """The parameters with the kernel at a path quantized for its GEMM."""
-    name, *below = parts
-    state = state.get(name, {})
-    if below:
-        return {**params, name: _replaced(params[name], state, below, recipe, rank)}
-    [kernel], box = jax.tree.flatten(params[name], is_leaf=is_scaled)
-    return {**params, name: jax.tree.unflatten(box, [quantized_kernel(kernel, recipe, state, rank)])}
-
-
-def paths_of(rows: Rows) -> list[str]:
-    """Those of the layers that a pattern may match."""
-    return [row.path for row in rows.values() if row.kernel_shape]

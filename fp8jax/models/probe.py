@@ -17,6 +17,7 @@ from fp8jax.models.moe.linen import MoE
 from fp8jax.models.nnx import transform
 from fp8jax.models.nnx_gradient import KINDS, put_in, tree_of
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import Settings
 from fp8jax.variables import PARAMS, SCALING
 
 # GPT-3's sizes (arXiv 2005.14165, table 2.1), as FP8-LM has them.
@@ -119,7 +120,7 @@ def loss_of_module(
 
 def under(model: nnx.Module, recipe: Recipe) -> nnx.Module:
     """The shapes of an NNX module under a recipe."""
-    return nnx.eval_shape(lambda model: transform(model, recipe, (), "auto"), model)
+    return nnx.eval_shape(lambda model: transform(model, Settings(recipe)), model)
 
 
 def loss_of_transformed(model: nnx.Module, loss: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:

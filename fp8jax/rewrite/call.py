@@ -1,8 +1,8 @@
 """A call of a transformed function as one equation, so that what is around it can look inside.
 
 `fp8jax.value_and_grad` traces a loss with plain parameters and evaluates it with each kernel as it is stored:
-kernels reach the function's dot products through such an equation. Whatever else meets the equation
-(`jax.grad`, `jax.vmap`, a compiler, an eager call) gets the evaluated program.
+kernels reach the function's dot products through such an equation. What else meets the equation within the
+loss (`jax.grad`, `jax.vmap`) gets the evaluated program.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -25,10 +26,6 @@ _program_p.multiple_results = True
 _are_plain = contextvars.ContextVar("fp8jax_plain_parameters", default=False)
 
 
-class LayersFound(Exception):
-    """A loss that is traced with plain parameters calls layers that look for scaled ones."""
-
-
 @contextlib.contextmanager
 def plain_parameters() -> Iterator[None]:
     """While it lasts, a loss is traced with plain parameters."""
@@ -39,15 +36,11 @@ def plain_parameters() -> Iterator[None]:
         _are_plain.reset(token)
 
 
-def refuse_plain_parameters() -> None:
-    """Raises `LayersFound` while a loss is traced with plain parameters."""
-    if _are_plain.get():
-        raise LayersFound
-
-
 def call(program: Program, *operands: Any) -> list[Any]:
-    """`program.run(*operands)` as one equation."""
+    """`program.run(*operands)`, one equation while parameters are plain; an eager call is compiled once."""
     flat, treedef = jax.tree.flatten(operands)
+    if not _are_plain.get() and any(isinstance(x, jax.core.Tracer) for x in flat):
+        return program.run(*operands)
     return _program_p.bind(*flat, program=program, treedef=treedef)
 
 

@@ -1,37 +1,76 @@
 """Which dot products of a function a recipe is for, and the report of it."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from fp8jax.dot import init_ragged_state, init_state
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import Chosen, Dot, Found
 from fp8jax.rewrite.report import Report, Row
-from fp8jax.rewrite.rules import Choice, Layer, Rules
+from fp8jax.rewrite.rules import Choice, Layer, Rules, layer_path
 
-# Names of a layer's own weight: the layer has the name before it.
-WEIGHTS = ("kernel", "embedding", "weight", "w")
+_NO_STATE = "`transform` knew no parameter of it"
 
 # A dot product with fewer inputs or outputs saves nothing, and is a router, a gate or a head.
 SMALLEST = 32
 
 
-def layer_path(path: tuple[str, ...]) -> str:
-    """The path of the layer that a parameter belongs to."""
-    is_named = len(path) > 1 and path[-1] in WEIGHTS
-    return "/".join(path[:-1] if is_named else path)
+class Kernel(NamedTuple):
+    """A parameter of a model that was given scaling states before its dot products were known."""
+
+    recipe: Recipe
+    rank: int  # of what has one scale
+    groups: int  # how many experts; 0: it is no kernel of experts
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the arrays of its scaling state."""
+        return list(init_state(self.recipe)) if self.recipe.gemm == "FP8" else []
+
+    def first_state(self, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """Its scaling state, of a stack of layers if it is one."""
+        if self.recipe.gemm != "FP8":
+            return {}
+        state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
+        stack = shape[: len(shape) - self.rank - bool(self.groups)]
+        return {name: jnp.broadcast_to(x, (*stack, *x.shape)) for name, x in state.items()}
+
+    def blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of its scale."""
+        return (*shape[: len(shape) - self.rank], *(1,) * self.rank)
 
 
-def choose(found: Found, rules: Rules) -> tuple[list[Chosen], list[tuple[Dot, Choice]]]:
-    """The dot products that run in FP8, and what each of them does that takes a parameter."""
+def choose(
+    found: Found,
+    rules: Rules,
+    modules: Mapping[str, Any],
+    kernels: Mapping[tuple[str, ...], Kernel] | None = None,
+) -> tuple[list[Chosen], list[tuple[Dot, Choice]]]:
+    """The dot products that run in FP8, and what each of them does that takes a parameter.
+
+    Args:
+        found: the dot products of the function.
+        rules: of the model.
+        modules: the function's modules by path.
+        kernels: given, the parameters that have scaling states, and how.
+    """
     chosen, choices, uses = [], [], {}
     for dot in found.dots:
         if dot.path is None:
             continue
-        choice = _choose(dot, found, rules)
+        choice = _choose(dot, found, rules, modules)
+        if kernels is not None and choice.reason is None:
+            kernel = kernels.get(dot.path)
+            choice = Choice(*((choice.recipe, _NO_STATE) if kernel is None else (kernel.recipe, None)))
         choices.append((dot, choice))
         if choice.reason is None or is_wide(choice):
             number = uses[dot.path] = uses.get(dot.path, -1) + 1
-            *parents, name = dot.path
-            key = dot.path if not number else (*parents, f"{name}#{number}")
+            name = "".join(dot.path[-1:])
+            key = dot.path if not number else (*dot.path[:-1], f"{name}#{number}")
             chosen.append(Chosen(dot, key, choice.recipe))
     return chosen, choices
 
@@ -41,40 +80,57 @@ def is_wide(choice: Choice) -> bool:
     return choice.recipe.gemm != "FP8"
 
 
-def _choose(dot: Dot, found: Found, rules: Rules) -> Choice:
+def _choose(dot: Dot, found: Found, rules: Rules, modules: Mapping[str, Any]) -> Choice:
     assert dot.path is not None
-    layer = Layer(layer_path(dot.path), None, dot.shape)
-    choice, is_asked = rules.choose(layer), rules.has_rule(layer)
+    layer = Layer.of(dot.path, module_of(dot.path, modules), dot.shape)
+    choice = rules.choose(layer)
     if dot.reason is not None:
         return Choice(dataclasses.replace(rules.recipe, gemm="FP8"), dot.reason)
-    if choice.reason is None and not is_asked:
-        if dot.path in found.tables:
+    if choice.reason is None and not rules.names(layer):
+        if dot.path in found.tables or dot.path[-1:] == ("embedding",):
             return Choice(choice.recipe, "embeddings stay as they are")
         _, *sides = dot.gemm
         if min(sides) < SMALLEST:
             return Choice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
     if dot.is_computed or dot.path in found.tables:
         # The parameter itself is read by something else, too.
-        wide = {"weight": "FP32", "weight_grad": "FP32", "master_weight": "-"}
-        return Choice(dataclasses.replace(choice.recipe, **wide), choice.reason)
+        return Choice(choice.recipe.with_plain_weights(), choice.reason)
     return choice
 
 
-def report(recipe: Recipe, found: Found, choices: list[tuple[Dot, Choice]], note: str = "") -> Report:
-    """A row for each parameter that a dot product or a convolution takes."""
+def module_of(path: tuple[str, ...], modules: Mapping[str, Any]) -> Any:
+    """The module that a parameter belongs to, or None."""
+    return modules.get("/".join(path[:-1]))
+
+
+def report(
+    recipe: Recipe,
+    found: Found,
+    choices: list[tuple[Dot, Choice]],
+    modules: Mapping[str, Any],
+    note: str = "",
+) -> Report:
+    """A row for each parameter that a dot product, a gather or a convolution takes."""
     rows: dict[tuple[str, bool, str], Row] = {}
+    for path in sorted(found.tables - {dot.path for dot, _ in choices}):
+        rows["/".join(path), False, ""] = Row(
+            layer_path(path), _kind(path, modules) or "gather", (), False, "embeddings stay as they are"
+        )
     for dot, choice in choices:
         assert dot.path is not None
         key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
-        row = rows.get(key) or Row(layer_path(dot.path), _kind(dot), dot.shape, key[1], key[2], gemm=dot.gemm)
+        kind = _kind(dot.path, modules) or ("ragged_dot" if dot.groups else "dot_general")
+        row = rows.get(key) or Row(layer_path(dot.path), kind, dot.shape, key[1], key[2], gemm=dot.gemm)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots)
     for scope, (path, flops) in found.convolutions.items():
         name = scope if path is None else layer_path(path)
-        rows[scope, False, ""] = Row(name, "conv", (), False, "convolutions stay as they are", flops)
+        kind = _kind(path, modules) if path is not None else ""
+        rows[scope, False, ""] = Row(name, kind or "conv", (), False, "convolutions stay as they are", flops)
         total += flops
     return Report(str(recipe), tuple(rows.values()), total, note)
 
 
-def _kind(dot: Dot) -> str:
-    return "ragged_dot" if dot.groups else "dot_general"
+def _kind(path: tuple[str, ...], modules: Mapping[str, Any]) -> str:
+    module = module_of(path, modules)
+    return "" if module is None else type(module).__name__

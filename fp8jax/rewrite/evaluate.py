@@ -3,9 +3,11 @@
 All other equations are bound as they are, calls and loops without an FP8 dot product inside too.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -17,13 +19,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import formats
 from fp8jax.dot import dot_general, ragged_dot
+from fp8jax.layout import Layout
 from fp8jax.platforms import explicit_mesh
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import lora
+from fp8jax.rewrite.blocks import PRODUCT, Remat
 from fp8jax.rewrite.follow import Tracked, Way, follow, moved, plain, sliced
+from fp8jax.rewrite.lora import A, without_adapters
 from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, Site, scan_parts
-
-# The name of a kernel's dot product to a policy of `jax.checkpoint`.
-PRODUCT = "fp8jax_product"
+from fp8jax.rewrite.report import scope
+from fp8jax.rewrite.rules import layer_path
 
 States = Mapping[tuple[str, ...], Any]
 
@@ -34,6 +39,8 @@ class Context:
 
     plan: Plan
     backend: str
+    lora_scale: float = 1.0  # of the product of adapters
+    remat: Remat | None = None
 
 
 def evaluate(
@@ -52,7 +59,13 @@ def evaluate(
 
 
 def _run(
-    context: Context, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site
+    context: Context,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    states: States,
+    site: Site,
+    first: int = 0,  # number of the first equation
 ) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -61,14 +74,69 @@ def _run(
         return var.val if isinstance(var, jex.Literal) else env[var]
 
     last = _last_uses(jaxpr)
-    for number, eqn in enumerate(jaxpr.eqns):
-        names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
-            outs = _outputs(context, eqn, [read(var) for var in eqn.invars], states, (*site, number))
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for var in last.get(number, ()):
+    for call, numbers in _grouped(context.remat, jaxpr.eqns):
+        if call is None or context.remat is None:
+            [number] = numbers
+            eqn = jaxpr.eqns[number]
+            names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+            with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+                outs = _outputs(
+                    context, eqn, [read(var) for var in eqn.invars], states, (*site, first + number)
+                )
+            env.update(zip(eqn.outvars, outs, strict=True))
+        else:
+            _run_block(context, jaxpr, numbers, env, states, site, is_in_loop=context.remat.calls[call[0]])
+        for var in (var for number in numbers for var in last.get(number, ())):
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
+
+
+def _grouped(remat: Remat | None, eqns: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
+    """The numbers of equations: those that are rematerialized together with their call, others alone."""
+    if remat is None:
+        yield from ((None, [number]) for number in range(len(eqns)))
+        return
+    for call, group in itertools.groupby(enumerate(eqns), lambda pair: remat.call_of(pair[1])):
+        numbers = [number for number, _ in group]
+        yield from [(call, numbers)] if call is not None else ((None, [number]) for number in numbers)
+
+
+class _Block(NamedTuple):
+    """Some equations of a jaxpr."""
+
+    constvars: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Any]
+
+
+def _run_block(
+    context: Context,
+    jaxpr: Any,
+    numbers: list[int],
+    env: dict[Any, Any],
+    states: States,
+    site: Site,
+    is_in_loop: bool,
+) -> None:
+    """Adds the values of some equations to `env`, computed within a `jax.checkpoint`."""
+    assert context.remat is not None
+    eqns = [jaxpr.eqns[number] for number in numbers]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = {var for eqn in eqns for var in eqn.invars if not isinstance(var, jex.Literal)} - made
+    later = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns[numbers[-1] + 1 :] for var in eqn.invars)]
+    needed = list({var: None for var in later if not isinstance(var, jex.Literal) and var in made})
+    inputs = [var for var in env if var in read]
+    inside = dataclasses.replace(context, remat=None)
+    block = _Block([], inputs, needed, eqns)
+
+    def run(values: Any, states: Any) -> list[Any]:
+        return [plain(x) for x in _run(inside, block, [], values, states, site, numbers[0])]
+
+    keys = {key for number in numbers for key in _used(context, states, (*site, number))}
+    used = {key: states[key] for key in keys}
+    checkpointed = jax.checkpoint(run, policy=context.remat.policy, prevent_cse=not is_in_loop)
+    env.update(zip(needed, checkpointed([env[var] for var in inputs], used), strict=True))
 
 
 def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
@@ -88,11 +156,13 @@ def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: S
     name = eqn.primitive.name
     chosen = context.plan.chosen.get(site)
     if chosen is not None:
-        return [_dot(context, eqn, chosen, ins, states)]
+        with scope(layer_path(chosen.dot.path or ())):
+            return [_dot(context, eqn, chosen, ins, states)]
     if name == PROGRAM:
         leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
+        states = {key: {name: plain(x) for name, x in kept.items()} for key, kept in states.items()}
         return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
-    if site in context.plan.below:
+    if site in context.plan.below or (context.remat and site in context.remat.inside):
         if name == "scan":
             return _scan(context, eqn, ins, states, site)
         if name == "cond":
@@ -103,22 +173,30 @@ def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: S
         outs = moved(ins[0], eqn, [plain(x) for x in ins[1:]])
         if outs is not None:
             return outs
-    out = eqn.primitive.bind(*map(plain, ins), **eqn.primitive.get_bind_params(eqn.params))
+    path = context.plan.named.get(site)
+    with contextlib.nullcontext() if path is None else scope(layer_path(path)):
+        out = eqn.primitive.bind(*map(plain, ins), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 
 def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: States) -> jax.Array:
     """One dot product in FP8; its kernel is read as it is stored."""
     which, options = chosen.dot.kernel, {"recipe": chosen.recipe, "backend": context.backend}
-    options |= {"state": states.get(chosen.key, {}), "out_dtype": eqn.outvars[0].aval.dtype}
+    kept, is_fp8 = states.get(chosen.key, {}), chosen.recipe.gemm == "FP8"
+    out_dtype = eqn.outvars[0].aval.dtype
+    for _ in range(_depth(kept, chosen)):
+        # A stack in one dot product, as under `nnx.vmap`, whose states were made for layers: the first one's.
+        kept = {name: lax.index_in_dim(x, 0, keepdims=False) for name, x in kept.items()}
+    options |= {"state": without_adapters(kept), "out_dtype": out_dtype}
     other, kernel = plain(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
         kernel = Tracked(kernel, None, Way.of(chosen.dot.path or (), kernel.shape, kernel.dtype))
-    if chosen.recipe.gemm != "FP8":
+    if not is_fp8 and A not in kept:
         return _wide_dot(eqn, chosen.recipe, [plain(x) for x in ins])
     if chosen.dot.groups:
         groups = kernel.kernel if kernel.way.perm == (0, 1, 2) else kernel.value()
-        return checkpoint_name(ragged_dot(other, groups, plain(ins[2]), **options), PRODUCT)
+        over = eqn.params.get("over")
+        return checkpoint_name(ragged_dot(other, groups, plain(ins[2]), over=over, **options), PRODUCT)
     perm = kernel.way.perm
     contracted, batched = eqn.params["dimension_numbers"]
     stored_contracted, stored_batched = (
@@ -135,17 +213,29 @@ def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: Sta
     of_other = list(range(batch, batch + rows))
     order = [*range(batch), *(of_kernel + of_other if which == 0 else of_other + of_kernel)]
     sharding = _permuted(eqn.params.get("out_sharding"), order, (other, kernel.stored))
-    out = dot_general(other, kernel.kernel, numbers, out_sharding=sharding, **options)
-    out = checkpoint_name(out, PRODUCT)
-    return out if order == sorted(order) else out.transpose(order)
+    if is_fp8:
+        out = dot_general(other, kernel.kernel, numbers, out_sharding=sharding, **options)
+        out = checkpoint_name(out, PRODUCT)
+        out = out if order == sorted(order) else out.transpose(order)
+    else:
+        out = _wide_dot(eqn, chosen.recipe, [plain(x) for x in ins])
+    if A not in kept:
+        return out
+    layout = Layout.of(other.shape, kernel.stored.shape, numbers)
+    dtype = out_dtype if is_fp8 else formats.get(chosen.recipe.gemm).dtype
+    return out + lora.product(context.lora_scale, layout, other, kept, dtype).astype(out_dtype).transpose(
+        order
+    )
 
 
 def _wide_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
     """A dot product in a wider format, forward and backward."""
     dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, ins
-    params = {**eqn.params, "preferred_element_type": dtype}
+    params = dict(eqn.params)
+    if "preferred_element_type" in params:
+        params["preferred_element_type"] = dtype
     out = eqn.primitive.bind(lhs.astype(dtype), rhs.astype(dtype), *rest, **params)
-    return out.astype(eqn.outvars[0].aval.dtype)
+    return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), PRODUCT)
 
 
 def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
@@ -182,7 +272,9 @@ def _scan(context: Context, eqn: Any, ins: list[Any], states: States, site: Site
     carry = [plain(x) for x in carry]
     xs = [_stacked(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     own = context.plan.sliced.get(site, frozenset())
-    of_layers = {key: states[key] for key in own if key in states}
+    kinds = {each.key: each for each in context.plan.chosen.values()}
+    # The states of a kernel that was not known to be a stack are the same for all layers.
+    of_layers = {key: states[key] for key in own if _depth(states.get(key, {}), kinds[key]) > 0}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x
@@ -191,11 +283,20 @@ def _scan(context: Context, eqn: Any, ins: list[Any], states: States, site: Site
         outs = [plain(x) for x in outs]
         return outs[: len(carry)], outs[len(carry) :]
 
+    if context.remat is not None and site in context.remat.scans:
+        body = jax.checkpoint(body, policy=context.remat.policy, prevent_cse=False)
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     if "_split_transpose" in params:
         options["_split_transpose"] = params["_split_transpose"]
     carry, ys = lax.scan(body, carry, (xs, of_layers), **options)
     return [*carry, *ys]
+
+
+def _depth(state: Mapping[str, Any], chosen: Chosen) -> int:
+    """How many axes of layers a scaling state has, or the adapters beside it."""
+    groups = int(chosen.dot.groups > 0)
+    ranks = {"scale": 1 + groups, "wgrad_scale": groups, A: 2}
+    return next((state[name].ndim - rank for name, rank in ranks.items() if name in state), 0)
 
 
 def _stacked(x: Tracked, site: Site, length: int) -> Any:

@@ -18,7 +18,7 @@ from jax import lax
 
 from fp8jax.dot import Weight
 from fp8jax.scaled import ScaledArray, is_scaled, value
-from fp8jax.scaling.merge import CODES, NeedsWideGradient
+from fp8jax.scaling.merge import CODES
 
 # Equations whose output is their input, on other devices or under another name.
 _IDENTITIES = ("copy", "copy_p", "name", "reshard", "sharding_constraint")
@@ -34,7 +34,7 @@ class Way:
         path: names of the parameter in the tree of parameters.
         perm: the axis of the stored array that each axis of the value is.
         shape: of the value.
-        dtype: of the value: the one that the function cast it to last.
+        dtypes: that the function cast it to, one after the other; the first is the parameter's.
         loops: sites of the scans that sliced it, outermost first, with their lengths.
         is_frozen: whether it passed a `stop_gradient`.
         is_shared: whether it is a part of the parameter, or the same in each turn of a loop.
@@ -43,7 +43,7 @@ class Way:
     path: tuple[str, ...]
     perm: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: Any
+    dtypes: tuple[Any, ...]
     loops: tuple[tuple[tuple[int, ...], int], ...] = ()
     is_frozen: bool = False
     is_shared: bool = False
@@ -51,7 +51,7 @@ class Way:
     @classmethod
     def of(cls, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> "Way":
         """The way of a whole parameter, at its begin."""
-        return cls(path, tuple(range(len(shape))), tuple(shape), jnp.dtype(dtype))
+        return cls(path, tuple(range(len(shape))), tuple(shape), (jnp.dtype(dtype),))
 
 
 @functools.partial(
@@ -66,13 +66,6 @@ class Tracked:
     way: Way
     spread: Any = None  # over the devices of ZeRO
 
-    @classmethod
-    def of(cls, leaf: Any, path: tuple[str, ...], dtype: Any) -> "Tracked":
-        """A parameter as it enters: an array, a `ScaledArray` or a `Weight`."""
-        weight = leaf if isinstance(leaf, Weight) else Weight(leaf, None)
-        way = Way.of(path, weight.shape, dtype)
-        return cls(weight.value, weight.differentiated_slot, way, weight.spread)
-
     @property
     def kernel(self) -> Any:
         """The parameter as `fp8jax.dot.dot_general` takes it."""
@@ -82,7 +75,8 @@ class Tracked:
 
     def value(self) -> jax.Array:
         """The value that the function sees, through which gradients flow."""
-        return self._value().astype(self.way.dtype).transpose(self.way.perm)
+        x = functools.reduce(lambda x, dtype: x.astype(dtype), self.way.dtypes, self._value())
+        return x.transpose(self.way.perm)
 
     def _value(self) -> jax.Array:
         x = value(self.stored) if self.slot is None else self._weight().dequantize()
@@ -107,12 +101,13 @@ def follow(way: Way, eqn: Any, number: int = 0) -> Way | None:
         return dataclasses.replace(way, is_frozen=True)
     if name == "convert_element_type":
         is_float = jnp.issubdtype(params["new_dtype"], jnp.floating)
-        return dataclasses.replace(way, dtype=jnp.dtype(params["new_dtype"])) if is_float else None
+        dtypes = (*way.dtypes, jnp.dtype(params["new_dtype"]))
+        return dataclasses.replace(way, dtypes=dtypes) if is_float else None
     if name == "transpose":
         perm = tuple(way.perm[axis] for axis in params["permutation"])
         return dataclasses.replace(way, perm=perm, shape=shape)
     if name in _RESHAPES and _is_reshape(eqn) or name in _SLICES:
-        shared = way.is_shared or name in _SLICES
+        shared = way.is_shared or name in _SLICES or way.perm != tuple(range(len(way.perm)))
         return dataclasses.replace(way, perm=tuple(range(len(shape))), shape=shape, is_shared=shared)
     return None
 
@@ -138,8 +133,8 @@ def moved(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
         parts = _moved_stored(stored, eqn, rest)
         if parts is None:
             return None
-        if slot is not None and slot.dtype == CODES and name in _SLICES:
-            raise NeedsWideGradient  # its parts' gradients have scales of their own
+        # Gradients of parts have scales of their own.
+        assert slot is None or slot.dtype != CODES or name not in _SLICES
         slots = [None] * len(ways) if slot is None else _bind(eqn, slot, rest)
         return [Tracked(x, s, way) for x, s, way in zip(parts, slots, ways, strict=True)]
     stored = tracked.stored

@@ -9,35 +9,43 @@ A stacked parameter that a scan slices has a scale and a scaling state for each 
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
+# What a trace depends on besides its inputs (meshes, precisions, promotion) has no public name.
+from jax._src.config import trace_context
+
 from fp8jax import backends, formats, loss_scale
-from fp8jax.dot import init_ragged_state, init_state
+from fp8jax.dot import init_ragged_state, init_state, quantized_kernel
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.call import call
+from fp8jax.rewrite.choose import Kernel
+from fp8jax.rewrite.lora import adapters_at
 from fp8jax.rewrite.plan import Chosen
-from fp8jax.rewrite.program import Program, aval_of, is_array, is_kernel, trace
+from fp8jax.rewrite.program import (
+    Annotations,
+    Program,
+    Settings,
+    aval_of,
+    is_array,
+    is_followed,
+    names_of,
+    trace,
+)
 from fp8jax.rewrite.report import Report
-from fp8jax.rewrite.rules import Rule, Rules
+from fp8jax.rewrite.rules import layer_names, layer_path
 from fp8jax.scaled import format_of, is_scaled, quantize, value
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
+
+# Programs of one model, for inputs of other shapes.
+_KEPT = 128
 
 # A smaller share of the FLOPs in FP8 is worth a warning.
 LOW_SHARE = 0.5
-
-
-def transform(
-    fn: Callable[..., Any], recipe: Recipe, rules: tuple[Rule, ...], backend: str
-) -> "FunctionModel":
-    """See `fp8jax.transform`."""
-    backends.choose(backend)
-    Rules(recipe, rules)
-    return FunctionModel(fn, recipe, rules, backend)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,16 +54,31 @@ class FunctionModel:
 
     Attributes:
         fn: `fn(params, *args, **kwargs)`.
-        recipe: the formats.
-        rules: what some dot products do instead.
-        backend: the GEMM backend.
+        settings: the recipe, rules, GEMM backend and adapters.
+        annotations: filled by `fn` while it is traced.
+        own: how many of the first arguments after `params` are the model's own, as statistics: no inputs.
+        context: gives what else a trace of `fn` depends on.
+
+    Raises:
+        ValueError: the backend is unknown, or a rule changes a column of the whole model.
+        TypeError: a rule is none.
     """
 
     fn: Callable[..., Any]
-    recipe: Recipe
-    rules: tuple[Rule, ...] = ()
-    backend: str = "auto"
+    settings: Settings
+    annotations: Annotations = dataclasses.field(default_factory=Annotations, repr=False)
+    own: int = 0
+    context: Callable[[], Any] = lambda: None
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        backends.choose(self.settings.backend)
+        self.settings.chosen()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The formats."""
+        return self.settings.recipe
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables: the parameters, with kernels in the recipe's weight format, and their scaling states.
@@ -68,32 +91,56 @@ class FunctionModel:
             `{"params": ..., "_overwrite_with_gradient": ...}`: the parameters in their tree, with a
             `ScaledArray` for each kernel that the recipe scales, and nested dicts of scaling states, named as
             the parameters. A parameter that several dot products take has a state for each: "kernel",
-            "kernel#1" and so on.
+            "kernel#1" and so on. With adapters see `adapt`.
 
         Raises:
             ValueError: nothing would run in FP8, or a rule or a pattern matches no dot product.
         """
+        lora = self.settings.lora
+        if lora is not None:
+            return self.adapt(jax.random.key(lora.seed), params, *args, **kwargs)
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
             _check_share(program.report)
-        kernels: dict[tuple[str, ...], Chosen] = {}
-        states: dict[str, Any] = {}
+        kernels = _kernels(program)
+        return {PARAMS: _changed(params, program, kernels, _in_format), **self._states(program)}
+
+    def adapt(self, key: jax.Array, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Variables of a model with adapters.
+
+        Args:
+            key: random key, for A.
+            params, args, kwargs: as for `init`.
+
+        Returns:
+            `{"params": adapters, "frozen": params, ...}`: `lora_a` and `lora_b` of each layer that
+            `LoRA.targets` name, float32, at the layer's path, and the function's parameters, kernels in the
+            format of `LoRA.weight`.
+
+        Raises:
+            ValueError: a target matches no layer, or one that can have no adapters.
+        """
+        lora = self.settings.lora
+        assert lora is not None
+        program, _ = self._program(params, args, kwargs)
+        kernels, adapters = _kernels(program), {}
+        for path, chosen in kernels.items():
+            layer = layer_path(path)
+            if chosen.dot.is_matrix and lora.chooses(layer, self.recipe):
+                _put(adapters, layer_names(path), lora.new(key, layer, _layers(chosen), chosen.dot.gemm))
+
+        def narrow(leaf: Any, chosen: Chosen) -> Any:
+            return leaf if chosen.dot.is_computed else lora.narrow(leaf, chosen.recipe, _rank(leaf, chosen))
+
+        frozen = _changed(params, program, kernels, narrow)
+        return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
+
+    def _states(self, program: Program) -> dict[str, Any]:
+        """The collections beside the parameters."""
+        variables, states = {}, {}
         for chosen in program.context.plan.chosen.values():
-            path = chosen.dot.path or ()
-            # The use that slices a kernel most often decides how many scales it has.
-            if path not in kernels or kernels[path].dot.depth < chosen.dot.depth:
-                kernels[path] = chosen
-            state = _first_state(chosen)
-            if state:
-                *parents, name = chosen.key
-                below = states
-                for parent in parents:
-                    below = below.setdefault(parent, {})
-                below[name] = state
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-        pairs = zip(leaves, program.paths, strict=True)
-        leaves = [_in_format(leaf, kernels[path]) if path in kernels else leaf for leaf, path in pairs]
-        variables = {PARAMS: jax.tree.unflatten(treedef, leaves)}
+            if state := _first_state(chosen):
+                _put(states, chosen.key, state)
         if states:
             variables[SCALING] = states
         if self.recipe.gemm == "FP16":
@@ -110,13 +157,16 @@ class FunctionModel:
         Raises:
             ValueError: `variables` lack the scaling state of a dot product.
         """
-        params = variables[PARAMS] if has_params(variables) else variables
+        params, adapters = self._split(variables)
         kept = variables.get(SCALING, {}) if has_params(variables) else {}
         program, consts = self._program(params, args, kwargs)
-        states = {each.key: _state_of(kept, each) for each in program.context.plan.chosen.values()}
-        leaves = jax.tree.leaves(params, is_leaf=is_kernel)
+        states = {
+            each.key: {**_state_of(kept, each), **adapters_at(adapters, each.dot.path or ())}
+            for each in program.context.plan.chosen.values()
+        }
+        leaves = jax.tree.leaves(params, is_leaf=is_scaled)
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
-        return jax.tree.unflatten(program.out, call(program, leaves, states, arrays, consts))
+        return program.out.filled(call(program, leaves, states, arrays, consts))
 
     __call__ = apply
 
@@ -125,8 +175,21 @@ class FunctionModel:
 
         Args: those of `init` or `apply`; arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
         """
-        params = variables[PARAMS] if has_params(variables) else variables
+        has_adapters = has_params(variables) and FROZEN in variables
+        params = variables[FROZEN if has_adapters else PARAMS] if has_params(variables) else variables
         return self._program(params, args, kwargs)[0].report
+
+    def kernels(self, params: Any, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
+        """The parameters that dot products take for these inputs, by path."""
+        params = params[PARAMS] if has_params(params) else params
+        program, _ = self._program(params, args, kwargs)
+        if self.recipe.gemm == "FP8":
+            _check_share(program.report)
+        leaves = dict(zip(program.paths, jax.tree.leaves(params, is_leaf=is_scaled), strict=True))
+        return {
+            path: Kernel(chosen.recipe, _rank(leaves[path], chosen), chosen.dot.groups)
+            for path, chosen in _kernels(program).items()
+        }
 
     def quantize(self, params: Any, like: Mapping[str, Any]) -> dict[str, Any]:
         """The function's own parameters, such as a checkpoint's, in the formats of the variables `like`."""
@@ -136,29 +199,74 @@ class FunctionModel:
                 return source
             return quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
 
-        return {**like, PARAMS: jax.tree.map(convert, like[PARAMS], params, is_leaf=is_scaled)}
+        name = PARAMS if self.settings.lora is None else FROZEN
+        return {**like, name: jax.tree.map(convert, like[name], params, is_leaf=is_scaled)}
 
     def dequantize(self, variables: Mapping[str, Any]) -> Any:
-        """The function's own parameters: float32 arrays for scaled ones."""
-        return jax.tree.map(value, variables[PARAMS], is_leaf=is_scaled)
+        """The function's own parameters: float32 arrays for scaled ones, adapters merged into them."""
+        params, adapters = self._split(variables)
+        return self.with_adapters(jax.tree.map(value, params, is_leaf=is_scaled), adapters)
+
+    def with_adapters(self, params: Any, adapters: Any, times: float = 1.0) -> Any:
+        """The function's own parameters, W + times (alpha / rank) A B for each kernel that has adapters."""
+        lora = self.settings.lora
+        if lora is None:
+            return params
+
+        def merge(path: Any, leaf: Any) -> Any:
+            own = adapters_at(adapters, names_of(path)) if is_followed(leaf) else {}
+            return lora.added(leaf, own, times) if own else leaf
+
+        return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
+
+    def _split(self, variables: Any) -> tuple[Any, Any]:
+        """The function's parameters, and the adapters."""
+        if self.settings.lora is None:
+            return (variables[PARAMS] if has_params(variables) else variables), {}
+        if not isinstance(variables, Mapping) or FROZEN not in variables:
+            got = ", ".join(sorted(variables)) if isinstance(variables, Mapping) else type(variables).__name__
+            raise ValueError(
+                f"`variables`: expected the collection 'frozen'; got {got}. `model.adapt` makes them of a "
+                "plain model's."
+            )
+        return variables[FROZEN], variables[PARAMS]
+
+    def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Variables for repeated inference: each kernel as its GEMM takes it, in FP8.
+
+        `apply` gives the same with them, and casts no kernel. They are not to be trained.
+
+        Args: those of `apply`; arrays or `jax.ShapeDtypeStruct`s beside the variables.
+        """
+        program, _ = self._program(variables[PARAMS], args, kwargs)
+
+        def frozen(leaf: Any, chosen: Chosen) -> Any:
+            if chosen.dot.is_computed or chosen.recipe.gemm != "FP8":
+                return leaf
+            state = _state_of(variables.get(SCALING, {}), chosen)
+            return quantized_kernel(leaf, chosen.recipe, state, _rank(leaf, chosen))
+
+        return {**variables, PARAMS: _changed(variables[PARAMS], program, _kernels(program), frozen)}
 
     def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
         """The function as traced for such inputs, and the constants of its jaxpr."""
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_kernel)
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         others, others_treedef = jax.tree.flatten((args, kwargs))
         constants = tuple((type(x), x) for x in others if not is_array(x))  # 1 is equal to True, and another
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *others) if is_array(x))
-        key = treedef, others_treedef, avals, constants, jax.sharding.get_abstract_mesh()
+        key = treedef, others_treedef, avals, constants, trace_context(), self.context()
         try:
             if key in self._programs:
                 return self._programs[key]
             is_hashable = True
         except TypeError:
             is_hashable = False
-        rules = Rules(self.recipe, self.rules)
-        pair = trace(self.fn, self.recipe, rules, self.backend, params, args, kwargs)
+        own = sum(map(is_array, jax.tree.leaves(args[: self.own])))
+        pair = trace(self.fn, self.settings, self.annotations, params, args, kwargs, own)
         # A function may close over values of a trace that will have ended.
         if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
+            while len(self._programs) >= _KEPT:
+                del self._programs[next(iter(self._programs))]
             self._programs[key] = pair
         return pair
 
@@ -167,7 +275,7 @@ def _key_of(x: Any) -> Any:
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     return (
         tuple(x.shape),
-        jnp.dtype(x.dtype),
+        x.dtype,
         getattr(aval, "weak_type", False),
         getattr(aval, "sharding", None),
     )
@@ -204,14 +312,56 @@ def _first_state(chosen: Chosen) -> Any:
     return {name: jnp.broadcast_to(x, (*layers, *x.shape)) for name, x in state.items()}
 
 
+def _kernels(program: Program) -> dict[tuple[str, ...], Chosen]:
+    """The parameters that chosen dot products take; how often a kernel is sliced says how many scales it
+    has."""
+    kernels: dict[tuple[str, ...], Chosen] = {}
+    for chosen in program.context.plan.chosen.values():
+        path = chosen.dot.path or ()
+        if path not in kernels or kernels[path].dot.depth < chosen.dot.depth:
+            kernels[path] = chosen
+    return kernels
+
+
+def _changed(
+    params: Any,
+    program: Program,
+    kernels: Mapping[tuple[str, ...], Chosen],
+    change: Callable[[Any, Chosen], Any],
+) -> Any:
+    """The parameters with `change(leaf, chosen)` for each kernel."""
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+    pairs = zip(leaves, program.paths, strict=True)
+    return treedef.unflatten([change(leaf, kernels[p]) if p in kernels else leaf for leaf, p in pairs])
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], new: Any) -> None:
+    """Puts something into nested dicts."""
+    if not path:
+        tree.update(new)
+        return
+    *parents, name = path
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[name] = new
+
+
+def _layers(chosen: Chosen) -> tuple[int, ...]:
+    """The leading axes of a kernel that have a scale for each index."""
+    layers = tuple(length for _, length in chosen.dot.loops)
+    return (*layers, chosen.dot.groups) if chosen.dot.groups else layers
+
+
+def _rank(leaf: Any, chosen: Chosen) -> int:
+    """The rank of what has one scale."""
+    return len(leaf.shape) - len(_layers(chosen))
+
+
 def _in_format(leaf: Any, chosen: Chosen) -> Any:
     """A kernel in the format that its recipe stores."""
     if is_scaled(leaf) or chosen.recipe.weight == "FP32":
         return leaf
-    layers = tuple(length for _, length in chosen.dot.loops)
-    if chosen.dot.groups:
-        layers = (*layers, chosen.dot.groups)
-    blocks = (*layers, *(1,) * (len(leaf.shape) - len(layers)))
+    blocks = (*_layers(chosen), *(1,) * _rank(leaf, chosen))
     return quantize(leaf, formats.get(chosen.recipe.weight), power_of_two=True, blocks=blocks)
 
 

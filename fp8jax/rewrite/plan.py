@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex
+from jax import lax
 
+from fp8jax.dot.ragged_wide import RAGGED
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.follow import Way, follow, sliced
 
@@ -22,10 +24,13 @@ Site = tuple[int, ...]
 INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMATS = {"checkpoint": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr"}
 
+# The dimensions of `lax.ragged_dot`.
+_PLAIN_RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+
 # A call of a transformed function.
 PROGRAM = "fp8_program"
 
-DOTS = ("dot_general", "ragged_dot_general")
+DOTS = ("dot_general", "ragged_dot_general", RAGGED)
 
 
 class Lost(NamedTuple):
@@ -50,6 +55,7 @@ class Dot(NamedTuple):
     loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
     is_computed: bool  # whether the operand is computed from the parameter
     groups: int  # of a ragged dot; 0: not ragged
+    is_matrix: bool  # whether the parameter, as it is stored, is a matrix of inputs and outputs
     reason: str | None  # why it cannot run in FP8; None: it can
 
     @property
@@ -75,22 +81,26 @@ class Plan:
         chosen: by site.
         below: sites of all calls that have one of them, or a transformed function's call, inside.
         sliced: by the site of a scan, the keys of the states that it slices.
+        named: the parameters of dot products that are named in the program, by site.
     """
 
     chosen: dict[Site, Chosen]
     below: frozenset[Site]
     sliced: dict[Site, frozenset[tuple[str, ...]]]
+    named: dict[Site, tuple[str, ...]]
 
     @classmethod
-    def of(cls, chosen: Iterable[Chosen], programs: Iterable[Site] = ()) -> "Plan":
-        """A plan of these, and of calls of transformed functions, which have plans of their own."""
+    def of(cls, chosen: Iterable[Chosen], programs: Iterable[Site] = (), named: Iterable[Dot] = ()) -> "Plan":
+        """A plan of these, of calls of transformed functions, which have plans of their own, and of dot
+        products that are only named."""
         by_site = {each.dot.site: each for each in chosen}
-        below = {site[:n] for site in (*by_site, *programs) for n in range(1, len(site))}
+        names = {dot.site: dot.path for dot in named if dot.path is not None}
+        below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
         scans: dict[Site, set[tuple[str, ...]]] = {}
         for each in by_site.values():
             for site, _ in each.dot.loops:
                 scans.setdefault(site, set()).add(each.key)
-        return cls(by_site, frozenset(below), {site: frozenset(keys) for site, keys in scans.items()})
+        return cls(by_site, frozenset(below), {site: frozenset(keys) for site, keys in scans.items()}, names)
 
 
 @dataclasses.dataclass
@@ -117,10 +127,12 @@ def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
 
     Args:
         jaxpr: without the constants' values.
-        ways: of its inputs: those of parameters; None for all others.
+        ways: of its first inputs, the model's own: those of parameters; None for what is no kernel. The other
+            inputs are activations.
     """
     walk = _Walk(Found([], set(), {}, {}, []))
-    outs = walk.through(jaxpr, [_ACTIVATION if way is None else way for way in ways], (), "", 1)
+    others = [_ACTIVATION] * (len(jaxpr.invars) - len(ways))
+    outs = walk.through(jaxpr, [*ways, *others], (), "", 1)
     for out in outs:
         walk.note_value(out)
     return walk.found
@@ -148,7 +160,7 @@ class _Walk:
     """Follows the inputs of a jaxpr to its outputs.
 
     A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `_Activation`, or None (a
-    constant).
+    constant, or a parameter that is no kernel).
     """
 
     found: Found
@@ -248,7 +260,9 @@ class _Walk:
         reason = f"it is inside of a {eqn.primitive.name}"
         lost = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
         parameters = [x for x in lost if isinstance(x, Lost)]
-        for number, inner in enumerate(jex.jaxprs_in_params(eqn.params)):
+        is_choice = eqn.primitive.name == "by_platform"  # one of two programs
+        inners = [eqn.params["default"].jaxpr] if is_choice else jex.jaxprs_in_params(eqn.params)
+        for number, inner in enumerate(inners):
             # Which input is which is known only where their numbers are equal.
             given = lost if len(inner.invars) == len(ins) else lost[max(len(ins) - len(inner.invars), 0) :]
             given = [*given, *([parameters[0] if parameters else None] * (len(inner.invars) - len(given)))]
@@ -277,6 +291,17 @@ def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
     return eqn.primitive.name in moves and ins[0] is _ONE_HOT
 
 
+def inner_jaxprs(eqn: Any) -> list[tuple[Site, Any]]:
+    """The jaxprs of an equation that can be evaluated in another way, and what their sites have more."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return [((), params["jaxpr"].jaxpr)]
+    if name == "cond":
+        return [((number,), closed.jaxpr) for number, closed in enumerate(params["branches"])]
+    inner = params.get({**INNER, **REMATS}.get(name, ""))
+    return [] if inner is None else [((), getattr(inner, "jaxpr", inner))]
+
+
 def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Constants, carry and scanned inputs of a scan."""
     consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -284,8 +309,9 @@ def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[
 
 
 def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
-    is_ragged = eqn.primitive.name != "dot_general"
-    numbers = eqn.params["ragged_dot_dimension_numbers"] if is_ragged else None
+    numbers = _PLAIN_RAGGED if eqn.primitive.name == RAGGED else None
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
     dims = numbers.dot_dimension_numbers if numbers is not None else eqn.params["dimension_numbers"]
     (contracted, batched), shapes = dims, [tuple(x.aval.shape) for x in eqn.invars[:2]]
     free = [
@@ -298,7 +324,7 @@ def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
     kernel = kernels[0] if len(kernels) == 1 else 1
     groups = 0
     if numbers is not None:
-        groups = shapes[1][0]
+        groups = eqn.invars[2].aval.shape[-1]
         free[1] //= max(groups, 1)
         if set(numbers.lhs_ragged_dimensions) <= set(contracted[0]):
             flops //= max(groups, 1)
@@ -307,7 +333,14 @@ def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
     path = x.path if _is_parameter(x) else None
     reason = _why_not(eqn, ins, kernels, gemm, len(shapes[1 - kernel]), numbers)
     loops, is_computed = (x.loops, isinstance(x, Lost)) if _is_parameter(x) else ((), False)
-    return Dot(at, path, kernel, shapes[kernel], gemm, flops, scope, loops, is_computed, groups, reason)
+    # The contracted axes are the first ones as they are stored, and there is no batch.
+    is_matrix = isinstance(x, Way) and not (x.is_shared or groups or batched[kernel])
+    is_matrix = is_matrix and {x.perm[axis] for axis in contracted[kernel]} == {
+        *range(len(contracted[kernel]))
+    }
+    return Dot(
+        at, path, kernel, shapes[kernel], gemm, flops, scope, loops, is_computed, groups, is_matrix, reason
+    )
 
 
 def _why_not(
@@ -323,6 +356,8 @@ def _why_not(
         return x.reason
     if ins[1 - kernel] is _ONE_HOT:
         return "it looks up rows of a table"
+    if ins[1 - kernel] is None:
+        return "it multiplies no input of the model"
     if rank == 1:
         return "it multiplies a single vector"
     if numbers is not None and (kernel != 1 or isinstance(x, Lost) or not _is_plain_ragged(numbers)):
@@ -332,9 +367,12 @@ def _why_not(
 
 def _is_plain_ragged(numbers: Any) -> bool:
     """Whether it is what `lax.ragged_dot` computes."""
+    return _parts(numbers) == _parts(_PLAIN_RAGGED)
+
+
+def _parts(numbers: Any) -> list[tuple[int, ...]]:
     parts = [*(tuple(part) for pair in numbers.dot_dimension_numbers for part in pair)]
-    ragged, grouped = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
-    return [*parts, ragged, grouped] == [(1,), (1,), (), (), (0,), (0,)]
+    return [*parts, tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)]
 
 
 def _flops_of_convolution(eqn: Any) -> int:

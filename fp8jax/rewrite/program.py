@@ -1,21 +1,24 @@
 """A function of parameters, traced for inputs of some shapes, with the plan of its FP8 dot products."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax import backends
-from fp8jax.dot import Weight
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.choose import choose, layer_path, report
+from fp8jax.rewrite.blocks import Calls, Checkpointing, lines, remat_of
+from fp8jax.rewrite.choose import Kernel, choose, report
 from fp8jax.rewrite.evaluate import Context, evaluate
 from fp8jax.rewrite.follow import Tracked, Way
-from fp8jax.rewrite.plan import Plan, find
+from fp8jax.rewrite.lora import LoRA, frozen_rules, without_adapters
+from fp8jax.rewrite.plan import Chosen, Plan, find
 from fp8jax.rewrite.report import Report
-from fp8jax.rewrite.rules import Rules
+from fp8jax.rewrite.rules import Rule, Rules, layer_path
 from fp8jax.scaled import is_scaled
 from fp8jax.scaling.merge import to_max
 
@@ -25,7 +28,7 @@ class Program:
     """A traced function."""
 
     jaxpr: Any
-    out: Any  # tree of the outputs
+    out: "Output"
     paths: list[tuple[str, ...]]  # of the parameters
     context: Context
     report: Report
@@ -45,44 +48,141 @@ class Program:
             consts: of the jaxpr.
         """
         pairs = zip(leaves, self.paths, strict=True)
-        ins = [Tracked.of(x, path, aval_of(x).dtype) if is_followed(x) else x for x, path in pairs]
-        return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], to_max(states))
+        ins = [Tracked(x, None, _way(path, x)) if is_followed(x) else x for x, path in pairs]
+        states = {key: {**kept, **to_max(without_adapters(kept))} for key, kept in states.items()}
+        return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], states)
+
+
+@dataclasses.dataclass
+class Annotations:
+    """What a function tells of itself while it is traced."""
+
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)  # by path; for rules and reports
+    notes: list[str] = dataclasses.field(default_factory=list)  # lines of the report
+    calls: Calls | None = None  # where blocks are rematerialized
+    paths: list[str] = dataclasses.field(default_factory=list)  # of the modules that are being called
+
+    def clear(self, calls: Calls | None = None) -> None:
+        """Forgets the last trace."""
+        self.modules.clear()
+        self.notes.clear()
+        self.calls = calls
+
+    @contextlib.contextmanager
+    def call(self, path: str, module: Any) -> Iterator[None]:
+        """While it lasts, a call of a module is traced."""
+        self.modules.setdefault(path, module)
+        self.paths.append(path)
+        try:
+            kind = type(module).__name__
+            with contextlib.nullcontext() if self.calls is None else self.calls.recorded(path, kind):
+                yield
+        finally:
+            self.paths.pop()
+
+
+class Settings(NamedTuple):
+    """How a function is rewritten."""
+
+    recipe: Recipe
+    rules: tuple[Rule, ...] = ()
+    backend: str = "auto"
+    lora: LoRA | None = None
+    checkpointing: Checkpointing | None = None
+    kernels: Mapping[tuple[str, ...], Kernel] | None = (
+        None  # the parameters that have scaling states, if known
+    )
+
+    def chosen(self) -> Rules:
+        """The rules, of which none has fitted yet."""
+        return (Rules if self.lora is None else frozen_rules)(self.recipe, self.rules)
+
+
+class Output(NamedTuple):
+    """What a function returns: a tree whose arrays the program computes."""
+
+    treedef: Any
+    leaves: list[Any]  # what is no array, and None for each array
+
+    @classmethod
+    def of(cls, out: Any) -> tuple["Output", list[Any]]:
+        """The output without its arrays, and these."""
+        leaves, treedef = jax.tree.flatten(out)
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        return cls(treedef, [None if is_array(leaf) else leaf for leaf in leaves]), arrays
+
+    def filled(self, arrays: Iterable[Any]) -> Any:
+        """The output with arrays."""
+        rest = iter(arrays)
+        return self.treedef.unflatten([next(rest) if leaf is None else leaf for leaf in self.leaves])
 
 
 def trace(
-    fn: Callable[..., Any], recipe: Recipe, rules: Rules, backend: str, params: Any, args: Any, kwargs: Any
+    fn: Callable[..., Any],
+    settings: Settings,
+    annotations: Annotations,
+    params: Any,
+    args: Any,
+    kwargs: Any,
+    own: int = 0,
 ) -> tuple[Program, list[Any]]:
     """`fn(params, *args, **kwargs)` as a program, and the constants of its jaxpr.
 
-    What is no array among the arguments is part of the program.
+    What is no array among the arguments is part of the program. `fn` may fill `annotations`. The first `own`
+    arrays are no inputs, but the model's own.
     """
-    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_kernel)
+    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     paths, leaves = [names_of(path) for path, _ in flat], [aval_of(leaf) for _, leaf in flat]
     others, others_treedef = jax.tree.flatten((args, kwargs))
 
-    def call(leaves: list[Any], arrays: list[Any]) -> Any:
+    outputs: list[Output] = []
+
+    def call(leaves: list[Any], arrays: list[Any]) -> list[Any]:
         rest = iter(arrays)
         filled = [next(rest) if is_array(x) else x for x in others]
         args, kwargs = jax.tree.unflatten(others_treedef, filled)
-        return fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+        output, arrays = Output.of(fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs))
+        outputs[:] = [output]
+        return arrays
 
+    annotations.clear(None if settings.checkpointing is None else Calls())
     arrays = [x for x in others if is_array(x)]
-    closed, out = jax.make_jaxpr(call, return_shape=True)(leaves, arrays)
-    ways = [
-        Way.of(path, leaf.shape, leaf.dtype) if is_followed(leaf) else None
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-    found = find(closed.jaxpr, [*ways, *[None] * len(arrays)])
-    chosen, choices = choose(found, rules)
-    rules.check([layer_path(dot.path) for dot, _ in choices if dot.path])
-    of_all = report(recipe, found, choices, backends.note(backend) or "")
-    context = Context(Plan.of(chosen), backend)
-    return Program(closed.jaxpr, jax.tree.structure(out), paths, context, of_all), closed.consts
+    closed = jax.make_jaxpr(call)(leaves, arrays)
+    # Without what nothing needs: a scan gives back the parameters that it takes.
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    ways = [_way(path, x) if is_followed(x) else None for path, x in zip(paths, leaves, strict=True)]
+    found = find(jaxpr, [*ways, *[None] * own])
+    rules, lora = settings.chosen(), settings.lora
+    chosen, choices = choose(found, rules, annotations.modules, settings.kernels)
+    if settings.kernels is None:
+        rules.check([layer_path(dot.path) for dot, _ in choices if dot.path is not None])
+    remat, blocks = None, []
+    if settings.checkpointing is not None and annotations.calls is not None:
+        remat, blocks = remat_of(settings.checkpointing, annotations.calls, jaxpr, found)
+    notes = [backends.note(settings.backend), *lines(settings.checkpointing, blocks), *annotations.notes]
+    note = "\n".join(filter(None, notes))
+    of_all = report(rules.recipe, found, choices, annotations.modules, note)
+    if lora is not None:
+        of_all = _with_adapters(of_all, lora, settings.recipe, chosen)
+    annotations.clear()
+    named = [dot for dot, _ in choices]
+    context = Context(
+        Plan.of(chosen, named=named), settings.backend, 1.0 if lora is None else lora.scale, remat
+    )
+    return Program(jaxpr, outputs[0], paths, context, of_all), closed.consts
 
 
-def is_kernel(x: Any) -> bool:
-    """Whether a leaf of the parameters is one that is stored in a format of its own."""
-    return is_scaled(x) or isinstance(x, Weight)
+def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, chosen: list[Chosen]) -> Report:
+    """The report, which names the layers that have adapters."""
+    able = {layer_path(each.key) for each in chosen if each.dot.is_matrix}
+    lora.check(sorted(able), [row.path for row in report.rows if row.path not in able and row.kernel_shape])
+    adapted = {path for path in able if lora.chooses(path, recipe)}
+    rows = [row._replace(lora=lora.rank) if row.path in adapted else row for row in report.rows]
+    return report._replace(rows=tuple(rows))
+
+
+def _way(path: tuple[str, ...], leaf: Any) -> Way:
+    return Way.of(path, leaf.shape, aval_of(leaf).dtype)
 
 
 def is_array(x: Any) -> bool:
@@ -94,16 +194,12 @@ def is_followed(x: Any) -> bool:
     """Whether a leaf of the parameters can be the kernel of a dot product, and is not yet on its way."""
     if isinstance(x, Tracked):
         return False
-    return is_kernel(x) or (is_array(x) and len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating))
+    return is_scaled(x) or (is_array(x) and len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def aval_of(leaf: Any) -> Any:
     """Shape and dtype that the function sees."""
-    if not is_kernel(leaf):
-        return leaf
-    stored = leaf.value if isinstance(leaf, Weight) else leaf
-    dtype = jnp.float32 if is_scaled(stored) else stored.dtype
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_scaled(leaf) else leaf
 
 
 def names_of(path: Any) -> tuple[str, ...]:

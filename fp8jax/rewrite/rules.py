@@ -10,6 +10,19 @@ from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
 
+# Names of a layer's own weight: the layer has the name before it.
+WEIGHTS = ("kernel", "embedding", "weight", "w")
+
+
+def layer_names(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The names on the path of the layer that a parameter belongs to."""
+    return path[:-1] if len(path) > 1 and path[-1] in WEIGHTS else path
+
+
+def layer_path(path: tuple[str, ...]) -> str:
+    """The path of the layer that a parameter belongs to."""
+    return "/".join(layer_names(path))
+
 
 class Layer(NamedTuple):
     """What a rule may look at."""
@@ -17,6 +30,11 @@ class Layer(NamedTuple):
     path: str  # as in "params", joined by "/"
     module: Any  # the layer itself
     kernel_shape: tuple[int, ...]  # within one layer of a scan
+
+    @classmethod
+    def of(cls, path: tuple[str, ...], module: Any, shape: tuple[int, ...]) -> "Layer":
+        """The layer that a parameter belongs to."""
+        return cls(layer_path(path), module, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,23 +130,14 @@ class Rules:
             return Choice(self.recipe, f"gemm={self.recipe.gemm}")
         return Choice(self.recipe, _why_not_chosen(self.recipe, layer.path))
 
-    def has_rule(self, layer: Layer) -> bool:
-        """Whether a rule, not the recipe alone, decides."""
-        return any(rule.fits(layer) for rule in self.rules)
-
-    def choose_attend(self, layer: Layer) -> Choice | None:
-        """What an embedding's `attend` does, if a rule or a pattern that ends with "attend" asks for it."""
-        for number, rule in enumerate(self.rules):
-            if rule.path.endswith("attend") and rule.fits(layer):
-                self.fitted.add(number)
-                return _of_table(self.recipes[number])
-        if any(p.endswith("attend") and matches(p, layer.path) for p in self.recipe.include):
-            return _of_table(self.recipe)
-        return None
+    def names(self, layer: Layer) -> bool:
+        """Whether a rule, or a pattern of the recipe's other than "*", asks for the layer."""
+        patterns = (pattern for pattern in self.recipe.include if pattern != "*")
+        return any(rule.fits(layer) for rule in self.rules) or any(matches(p, layer.path) for p in patterns)
 
     def check(self, paths: Sequence[str]) -> None:
         """Raises ValueError if a rule, or a pattern of the recipe's that the user gave, fits no layer."""
-        given = [("include pattern", p) for p in self.recipe.include]
+        given = [("include pattern", p) for p in self.recipe.include if p != "*"]
         if self.recipe.exclude != DEFAULT_EXCLUDE:
             given += [("exclude pattern", p) for p in self.recipe.exclude]
         unfit = [
@@ -141,13 +150,6 @@ class Rules:
             raise ValueError(
                 f"recipe: the {name} {what} matches no layer; the layers are {', '.join(paths) or 'none'}."
             )
-
-
-def _of_table(recipe: Recipe) -> Choice | None:
-    """A table that is looked up as well stays as it is, and so does its gradient."""
-    if recipe.gemm != "FP8":
-        return None
-    return Choice(dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-"), None)
 
 
 def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:

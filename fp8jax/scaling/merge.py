@@ -3,12 +3,10 @@
 JAX adds the cotangents of a layer that is used twice, or broadcast in a scan. The new scaling
 state leaves a step as the cotangent of the old one, and the sum of two amaxes is wrong; an
 FP8 weight gradient is codes on a scale of their own, and the sum of two codes is nonsense.
-Both travel as arrays of extended dtypes, in which addition means something else, or shows:
+Both travel as arrays of extended dtypes, in which addition means something else, or is not there:
 
     state = jax.grad(loss)(state)                            # the next one, if all uses take to_max(state)
     state = from_max(jax.grad(loss)(to_max(state)))          # the same, but -inf where unused
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(no_codes(jnp.zeros(shape)))
-    adds_codes(jaxpr.jaxpr)                                  # whether codes meet in it
 
 The maximum of scales is the scale of the largest amax, but for a use without an amax (zeros, or
 numbers that are not finite): its scale is the old one, or that of a window of the past. While states
@@ -35,10 +33,6 @@ from jax.interpreters import ad, batching, mlir
 
 from fp8jax.formats import E4M3
 from fp8jax.scaled import select, to_bytes
-
-
-class NeedsWideGradient(Exception):
-    """A kernel is used in a way that its gradient cannot leave as FP8 codes."""
 
 
 class _CodesRules(Fp8MetaTyRules):
@@ -144,8 +138,8 @@ def along(tree: Any, *operands: Any) -> Any:
     """`tree` as it is; where a vmap maps the operands alone, one copy for each example.
 
     JAX would sum the cotangents of an array that the examples share, by an addition that the
-    dtypes here do not have: those of the copies of an `fm32` leaf merge by max, and those of codes
-    raise `NeedsWideGradient`. Per-example gradients, a vmap of the gradient, are not summed.
+    dtypes here do not have: those of the copies of an `fm32` leaf merge by max. Per-example gradients, a vmap
+    of the gradient, are not summed.
     """
     return jax.tree.map(lambda leaf: _along_p.bind(leaf, *operands), tree)
 
@@ -179,42 +173,8 @@ def _copies(leaf: jax.Array, count: int) -> jax.Array:
 
 
 def _merge_copies(count: int, kept: None, cotangents: jax.Array) -> tuple[jax.Array]:
-    if cotangents.dtype == CODES:
-        raise NeedsWideGradient
+    assert cotangents.dtype == fm32
     return (_to_fm32(jnp.max(_to_float32(cotangents), axis=0)),)
 
 
 _copies.defvjp(lambda leaf, count: (_copies(leaf, count), None), _merge_copies)
-
-
-def while_live(codes: jax.Array, live: jax.Array) -> jax.Array:
-    """`codes` as they are; they have no gradient where `live`, a float array, has none.
-
-    `jax.lax.stop_gradient` stops arrays of floats alone.
-    """
-    return _while_live_p.bind(codes, live)
-
-
-_while_live_p = jex.Primitive("while_live")
-_while_live_p.def_impl(lambda codes, live: codes)
-_while_live_p.def_abstract_eval(lambda codes, live: codes)
-mlir.register_lowering(_while_live_p, lambda ctx, codes, live: [codes])
-batching.primitive_batchers[_while_live_p] = lambda args, dims: (_while_live_p.bind(*args), dims[0])
-
-
-def _differentiate(primals: Any, tangents: Any) -> Any:
-    (of_codes, of_live), out = tangents, _while_live_p.bind(*primals)
-    return out, ad.Zero(jax.typeof(out).to_tangent_aval()) if type(of_live) is ad.Zero else of_codes
-
-
-ad.primitive_jvps[_while_live_p] = _differentiate
-
-
-def adds_codes(jaxpr: Any) -> bool:
-    """Whether a jaxpr adds arrays of codes anywhere: a kernel's gradient is a sum in it."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("add_any", "reduce_sum") and eqn.outvars[0].aval.dtype == CODES:
-            return True
-        if any(adds_codes(inner) for inner in jex.jaxprs_in_params(eqn.params)):
-            return True
-    return False

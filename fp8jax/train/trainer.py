@@ -25,7 +25,7 @@ import numpy as np
 from fp8jax import memory, models, optim, targets
 from fp8jax import program as compiled_program
 from fp8jax.models.learning import Learner, Loss, State, learner_of
-from fp8jax.models.lora import LoRA
+from fp8jax.rewrite.lora import LoRA
 from fp8jax.train import observe, processes
 from fp8jax.train.batch import Found, budget_of_device, largest_batch
 from fp8jax.train.loader import Loader

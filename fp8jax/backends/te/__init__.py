@@ -20,7 +20,7 @@ For users of TransformerEngine's own modules:
     to_te(state), from_te(state, "te")        # scaling state of its modules and of ours
 
 Its modules add the state of a layer that is used twice, which makes the scale twice too large;
-`fp8jax.dot_general_cls("te", backend="te")` takes their place and merges by max.
+`fp8jax.transform(module, "te", backend="te")` gives each use a state of its own.
 
 Limits. TransformerEngine is told of many devices by its own `MeshResource`: "auto" takes this
 backend where there is one device. A product under `vmap` is one GEMM after the other.

@@ -82,8 +82,7 @@ def from_te(state: Mapping[str, Any], recipe: Recipe | str, *, name: str = "kern
         state: that of one product, or a tree of them: TransformerEngine's collection
             "_overwrite_with_gradient" or "fp8_metas".
         recipe: the recipe that the state is for, or the text of one.
-        name: what holds a product's state within a layer: "kernel" in a model of `fp8jax.transform`,
-            "DotGeneral_0" where a layer has `fp8jax.dot_general_cls`.
+        name: what holds a product's state within a layer: "kernel" in a model of `fp8jax.transform`.
 
     Returns:
         For each product `scale`, shape=(..., 3), `amax_history`, shape=(..., 3, history), and what

@@ -71,7 +71,7 @@ def bring_back(y: jax.Array, gates: jax.Array, way: Way, over: Over | None = Non
 
 def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, over: Over | None = None) -> jax.Array:
     """`lax.ragged_dot` of floats, of each device's rows and experts; see `fp8jax.dot.wide_ragged_dot`."""
-    return _on_each(wide_ragged_dot, over)(lhs, rhs, group_sizes)
+    return wide_ragged_dot(lhs, rhs, group_sizes, over)
 
 
 def _on_each(function: Any, over: Over | None) -> Any:

@@ -5,8 +5,7 @@
     model = fp8jax.transform(module, "O2", lora=fp8jax.LoRA(rank=8, alpha=16.0))
 
 "Inputs" and "outputs" are the kernel's contracted axes, which must be its first, and its other axes, each
-taken as one. A stack of scanned layers has a stack of A and B. `linen_lora` and `nnx_lora` put them into
-models; here is what they share.
+taken as one. A stack of scanned layers has a stack of A and B.
 
 References:
     LoRA: Low-Rank Adaptation of Large Language Models, arXiv 2106.09685, section 4.1.
@@ -16,17 +15,16 @@ import dataclasses
 import math
 import numbers
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fp8jax import contraction, formats
+from fp8jax import formats
 from fp8jax.layout import Layout
-from fp8jax.models.multiply import FP8Dot, WideDot
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.rules import Rule, Rules, matches
+from fp8jax.rewrite.rules import Rule, Rules, layer_names, matches
 from fp8jax.scaled import quantize, value
 
 # The names of a layer's adapters, beside its kernel.
@@ -104,17 +102,16 @@ class LoRA:
         if not able:
             raise ValueError("`lora`: the model has no layer that can have adapters.")
 
-    def new(self, key: jax.Array, path: str, kernel: Any, layout: Layout) -> dict[str, jax.Array]:
+    def new(self, key: jax.Array, path: str, stack: tuple[int, ...], gemm: tuple[int, int, int]) -> Any:
         """The adapters of a layer: A normal with variance 1 / inputs, B zero; float32.
 
         Args:
             key: random key of the model; the layer's path is folded in.
             path: of the layer.
-            kernel: what has its shape, perhaps of a stack.
-            layout: of one layer's product.
+            stack: the leading axes of a stack of layers.
+            gemm: rows, inputs and outputs of one layer's matrices.
         """
-        stack = kernel.shape[: len(kernel.shape) - len(layout.rhs.shape)]
-        inputs, outputs = layout.rhs.matrix
+        _, inputs, outputs = gemm
         key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
         a = jax.random.normal(key, (*stack, inputs, self.rank)) * inputs**-0.5
         return {A: a, B: jnp.zeros((*stack, self.rank, outputs))}
@@ -139,60 +136,32 @@ class LoRA:
         return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
 
 
-def is_able(layout: Layout) -> bool:
-    """Whether a kernel is a matrix of inputs and outputs as it lies in memory."""
-    return not layout.is_batched and layout.rhs.order == tuple(range(len(layout.rhs.shape)))
-
-
 def frozen_rules(recipe: Recipe, rules: tuple[Rule, ...]) -> Rules:
     """A model's rules where kernels are kept by `LoRA.narrow`, and have no gradient."""
 
-    def frozen(recipe: Recipe) -> Recipe:
-        return dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
-
     chosen = Rules(recipe, rules)
-    chosen.recipe, chosen.recipes = frozen(chosen.recipe), [frozen(each) for each in chosen.recipes]
+    chosen.recipe = chosen.recipe.with_plain_weights()
+    chosen.recipes = [each.with_plain_weights() for each in chosen.recipes]
     return chosen
 
 
-class AdaptedDot:
-    """A layer's product with that of its adapters added: stands in the place of either.
+def product(scale: float, layout: Layout, lhs: Any, adapters: Mapping[str, Any], dtype: Any) -> jax.Array:
+    """What the adapters of one kernel add to its dot product: `scale * (x A) B`, in `dtype`."""
+    a, b = (adapters[name].astype(dtype) for name in (A, B))
+    thin = (layout.lhs_matrix(lhs.astype(dtype)) @ a) @ b
+    return (scale * thin).reshape(layout.out_shape)
 
-    Args:
-        product: of the frozen kernel.
-        adapters: A and B, or None.
-        scale: of their product.
-        seen: called with the layout of each product.
-    """
 
-    def __init__(
-        self,
-        product: FP8Dot | WideDot,
-        adapters: tuple[Any, Any] | None,
-        scale: float,
-        seen: Callable[[Layout], None] = lambda layout: None,
-    ):
-        self.product, self.adapters, self.scale, self.seen = product, adapters, scale, seen
-        self.operands = product.operands
+def without_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A kernel's scaling state, without the adapters beside it."""
+    return {name: x for name, x in state.items() if name not in (A, B)}
 
-    def dot_general(self, lhs: Any, rhs: Any, dimension_numbers: Any, **options: Any) -> Any:
-        """Both products, the adapters' in the dtype of a wide GEMM or of the layer's output."""
-        out = self.product.dot_general(lhs, rhs, dimension_numbers, **options)
-        layout = Layout.of(lhs.shape, rhs.shape, dimension_numbers)
-        self.seen(layout)
-        if self.adapters is None:
-            return out
-        dtype = lhs.dtype if isinstance(self.product, WideDot) else out.dtype
-        a, b = (x.astype(dtype) for x in self.adapters)
-        thin = (layout.lhs_matrix(lhs.astype(dtype)) @ a) @ b
-        return out + (self.scale * thin).reshape(layout.out_shape).astype(out.dtype)
 
-    def ragged_dot(self, *args: Any, **kwargs: Any) -> Any:
-        """The frozen experts' products: they have no adapters."""
-        return self.product.ragged_dot(*args, **kwargs)
-
-    def einsum(self, subscripts: str, lhs: Any, rhs: Any, out_sharding: Any = None) -> Any:
-        """As `FP8Dot.einsum`; without adapters where the einsum is no single dot."""
-        if not contraction.is_dot(subscripts):
-            return self.product.einsum(subscripts, lhs, rhs, out_sharding)
-        return contraction.einsum(subscripts, lhs, rhs, self.dot_general, out_sharding)
+def adapters_at(adapters: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
+    """The adapters of the kernel at a path; {} if it has none."""
+    found = adapters
+    for name in layer_names(path):
+        if not (isinstance(found, Mapping) and name in found):
+            return {}
+        found = found[name]
+    return found if isinstance(found, Mapping) and A in found else {}

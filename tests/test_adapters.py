@@ -1,0 +1,167 @@
+"""Linen and NNX modules as functions of their parameters: whatever they multiply with, and however called."""
+
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.nnx import bridge
+
+import fp8jax
+from fp8jax.scaled import is_scaled
+
+WIDTH = 32
+X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+class Own(nn.Module):
+    """Multiplies by itself: a raw matmul, an einsum, and a method beside `__call__`."""
+
+    def setup(self):
+        init = nn.initializers.lecun_normal()
+        self.up = self.param("up", init, (WIDTH, 2 * WIDTH))
+        self.down = self.param("down", init, (2 * WIDTH, WIDTH))
+
+    def encode(self, x):
+        return nn.gelu(x @ self.up)
+
+    def __call__(self, x):
+        return jnp.einsum("bf,fd->bd", self.encode(x), self.down)
+
+
+class OwnNNX(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (WIDTH, 2 * WIDTH)))
+        self.down = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (2 * WIDTH, WIDTH)))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def encode(self, x):
+        return nnx.gelu(x @ self.up)
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return jnp.einsum("bf,fd->bd", self.encode(x), self.down[...])
+
+
+def relative(got, want):
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+def test_bound_model():
+    """A model with its variables has the module's methods, in FP8."""
+    model = fp8jax.transform(Own(), "O2")
+    variables = model.init(jax.random.key(0), X)
+    bound, plain = model.bind(variables), Own().bind(model.dequantize(variables))
+    np.testing.assert_array_equal(bound(X), model.apply(variables, X))
+    np.testing.assert_array_equal(bound.encode(X), model.apply(variables, X, method="encode"))
+    assert 0 < relative(bound.encode(X), plain.encode(X)) < 0.06
+
+
+def test_report_of_method():
+    """A report of another method than `__call__` names what that one multiplies with."""
+    model, module = fp8jax.transform(Own(), "te"), fp8jax.transform(OwnNNX(nnx.Rngs(0)), "te")
+    for report in (fp8jax.report(model, X, method="encode"), fp8jax.report(module, X, method="encode")):
+        assert [row.path for row in report.rows if row.fp8] == ["up"]
+    assert [row.path for row in model.report(X).rows] == ["up", "down"]
+
+
+def test_interceptors_are_part_of_a_program():
+    """An eager call under a user's interceptor is not one without."""
+    model = fp8jax.transform(nn.Dense(WIDTH), "te")
+    variables = model.init(jax.random.key(0), X)
+    once = model.apply(variables, X)
+    with nn.intercept_methods(lambda call, args, kwargs, context: 2 * call(*args, **kwargs)):
+        np.testing.assert_array_equal(model.apply(variables, X), 2 * once)
+    np.testing.assert_array_equal(model.apply(variables, X), once)
+
+
+def test_precision_is_part_of_a_program():
+    """What a trace depends on besides its inputs makes another program."""
+    model = fp8jax.transform(lambda params, x: (x @ params["w"], x @ x.T), "te")
+    variables = model.init({"w": X[:, :].T @ X}, X)
+    traced = []
+    for precision in ("default", "highest"):
+        with jax.default_matmul_precision(precision):
+            model.apply(variables, X)
+            traced.append(len(model._programs))
+    assert traced[1] == traced[0] + 1
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+def test_nnx_module_with_matmuls_of_its_own(recipe):
+    """With example inputs its kernels have the recipe's format, without they stay float32."""
+    plain = OwnNNX(nnx.Rngs(0))
+    given, guessed = fp8jax.transform(plain, recipe, inputs=[X]), fp8jax.transform(plain, recipe)
+    assert is_scaled(given.up.get_value()) == (recipe != "te") and not is_scaled(guessed.up.get_value())
+    for model in (given, guessed):
+        assert fp8jax.report(model, X).fp8_share == 1
+        assert relative(model(X), plain(X)) < 0.1
+        before = int(model.calls[...])
+        _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
+        assert int(model.calls[...]) == before + 1
+        assert is_scaled(grads["up"].get_value()) == (recipe != "te" and model is given)
+        assert float(model.up__fp8_amax_history[0, 0]) == np.abs(X).max()
+    np.testing.assert_array_equal(fp8jax.dequantize(guessed).up[...], plain.up[...])
+    assert vars(fp8jax.dequantize(given)).keys() == vars(plain).keys()
+
+
+def test_inputs_are_for_nnx():
+    with pytest.raises(ValueError, match="`inputs`: expected none but for an NNX module"):
+        fp8jax.transform(Own(), "te", inputs=[X])
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_bridged_modules(recipe):
+    """A Linen module as an NNX one, and an NNX module as a Linen one."""
+    as_nnx = bridge.ToNNX(Own(), rngs=nnx.Rngs(0)).lazy_init(X)
+    model = fp8jax.transform(as_nnx, recipe, inputs=[X])
+    assert fp8jax.report(model, X).fp8_share == 1 and 0 < relative(model(X), as_nnx(X)) < 0.1
+    _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
+    assert all(map(is_scaled, jax.tree.leaves(nnx.as_pure(grads), is_leaf=is_scaled))) == (recipe == "O2")
+
+    as_linen = bridge.ToLinen(nnx.Linear, args=(WIDTH, WIDTH))
+    model = fp8jax.transform(as_linen, recipe)
+    variables = model.init(jax.random.key(0), X)
+    assert is_scaled(jax.tree.leaves(variables["params"], is_leaf=is_scaled)[-1]) == (recipe == "O2")
+    assert model.report(X).fp8_share == 1
+    assert 0 < relative(model.apply(variables, X), as_linen.apply(model.dequantize(variables), X)) < 0.1
+    loss, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
+    assert jnp.isfinite(loss) and any(jax.tree.leaves(jax.tree.map(jnp.any, grads["params"])))
+
+
+def test_wrapper_of_module():
+    """Something that holds a module is told from a function."""
+
+    class Pretrained(types.SimpleNamespace):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(
+        TypeError, match=r"got a Pretrained, which holds a Flax module: transform its `.module`"
+    ):
+        fp8jax.transform(Pretrained(module=Own()), "te")
+
+
+def test_nnx_call_that_makes_variables():
+    """What a call sows or changes is in the module, at the first call and at the second."""
+
+    class Sowing(nnx.Module):
+        def __init__(self, rngs):
+            self.fc, self.drop = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, *, twice=False):
+            y = self.fc(x)
+            self.sow(nnx.Intermediate, "mean", jnp.mean(y))
+            return (self.drop(y), "text") if twice else self.drop(y)
+
+    model = fp8jax.transform(Sowing(nnx.Rngs(0)), "te")
+    first, (second, text) = model(X), model(X, twice=True)
+    assert text == "text" and len(model.mean.get_value()) == 2
+    assert int(model.drop.rngs.count[...]) == 2 and (np.asarray(first == 0) != np.asarray(second == 0)).any()
+    jitted = jax.jit(lambda x: nnx.clone(model).fc(x))  # a call that changes nothing, of a module outside
+    np.testing.assert_array_equal(jitted(X), model.fc(X))
