@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 import fp8jax
-from fp8jax.scaled import is_scaled
+from fp8jax.scaled import is_scaled, value
 
 WIDTH = 32
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
@@ -145,6 +145,46 @@ def test_wrapper_of_module():
         TypeError, match=r"got a Pretrained, which holds a Flax module: transform its `.module`"
     ):
         fp8jax.transform(Pretrained(module=Own()), "te")
+
+
+def test_nnx_call_that_looks_at_values():
+    """A loop that asks for numbers runs as it is; what it calls is in FP8."""
+
+    class Sampler(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            while float(jnp.abs(x).max()) < 4:
+                x = 2 * self.fc(x)
+            return x
+
+    plain = Sampler(nnx.Rngs(0))
+    model = fp8jax.transform(plain, "O2")
+    with pytest.warns(UserWarning, match="Sampler.__call__ looks at values of arrays"):
+        got = model(0.1 * X)
+    assert 0 < relative(got, plain(0.1 * X)) < 0.2
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(lambda x: model(x))(X)
+
+
+def test_nnx_shared_kernel():
+    """Two layers that share a kernel have one scaling state, and its gradient is the sum."""
+
+    class Shared(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.b.kernel = self.a.kernel
+
+        def __call__(self, x):
+            return self.b(jnp.tanh(self.a(x)))
+
+    plain = Shared(nnx.Rngs(0))
+    model, loss = fp8jax.transform(plain, "O2"), lambda model: jnp.mean(model(X) ** 2)
+    assert not hasattr(model.b, "kernel__fp8_scale") and is_scaled(model.b.kernel.get_value())
+    (got, grads), (want, exact) = fp8jax.value_and_grad(loss)(model), nnx.value_and_grad(loss)(plain)
+    assert abs(got / want - 1) < 0.05
+    assert relative(value(grads["a"]["kernel"].get_value()), exact["a"]["kernel"][...]) < 0.15
 
 
 def test_nnx_call_that_makes_variables():

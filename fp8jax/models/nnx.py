@@ -17,10 +17,12 @@ import dataclasses
 import functools
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import bridge
@@ -85,6 +87,13 @@ class _Call:
 
 
 _NODE = "a module"
+# What a function cannot do while it is traced.
+_LOOKS_AT_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
 _is_traced: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8jax_nnx_call", default=None)
 
 
@@ -151,11 +160,12 @@ def _kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, ...], Ker
     No inputs are known here: what Flax's own layers multiply with is stored in the recipe's weight format; of
     other modules each parameter of two or more axes has a scaling state, and stays float32.
     """
-    rules, found, paths = settings.chosen(), {}, []
+    rules, found, paths, seen = settings.chosen(), {}, [], set()
     for parts, module in modules_of(model):
         for name, param in list(vars(module).items()):
-            if not isinstance(param, nnx.Param) or not _may_multiply(module):
+            if not isinstance(param, nnx.Param) or not _may_multiply(module) or id(param) in seen:
                 continue
+            seen.add(id(param))  # a shared one is found at its first path
             leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
             if not is_array(leaf) or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 continue
@@ -261,7 +271,18 @@ def _multiplies(module: Any) -> bool:
 
 def _rewritten_call(rewritten: _Rewritten, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
     nodes, operands = _operands(rewritten, method, module, args, kwargs)
-    result, changes = rewritten.function.apply(*operands)
+    try:
+        result, changes = rewritten.function.apply(*operands)
+    except _LOOKS_AT_VALUES:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise
+        name = f"{type(module).__name__}.{method.__name__}"
+        warnings.warn(
+            f"{name} looks at values of arrays, as `if` or `int(...)` do, and cannot be traced: it runs as "
+            "it is, and only the modules that it calls in FP8.",
+            stacklevel=3,
+        )
+        return method(module, *args, **kwargs)
     for (path, variable), is_new in changes:
         if is_new:
             *parents, name = path
