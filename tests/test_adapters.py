@@ -205,3 +205,57 @@ def test_nnx_call_that_makes_variables():
     assert int(model.drop.rngs.count[...]) == 2 and (np.asarray(first == 0) != np.asarray(second == 0)).any()
     jitted = jax.jit(lambda x: nnx.clone(model).fc(x))  # a call that changes nothing, of a module outside
     np.testing.assert_array_equal(jitted(X), model.fc(X))
+
+
+def llama(params, tokens):
+    """A decoder of bfloat16 parameters, as Llama's checkpoints have them."""
+
+    def norm(x, weight):
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+        return wide.astype(x.dtype) * weight[None, None]
+
+    def layer(x, p):
+        assert p["gate"].dtype == p["norm"].dtype == x.dtype == jnp.bfloat16
+        y = norm(x, p["norm"])
+        y = jax.nn.silu(jnp.einsum("btd,df->btf", y, p["gate"])) * jnp.einsum("btd,df->btf", y, p["up"])
+        return x + jnp.einsum("btf,fd->btd", y, p["down"]), None
+
+    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    return jnp.einsum("btd,vd->btv", x, params["embed"]).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O1", "O2", "O3"])
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_bfloat16_parameters(recipe, jitted):
+    """Scaled kernels are bfloat16 to the model and when they are dequantized, also after steps."""
+    shapes = {"gate": (2, WIDTH, 64), "up": (2, WIDTH, 64), "down": (2, 64, WIDTH)}
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    layers = {name: 0.1 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
+    layers["norm"] = jnp.ones((2, WIDTH))
+    params = {"embed": 0.1 * jax.random.normal(next(keys), (50, WIDTH)), "layers": layers}
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    tokens = jax.random.randint(next(keys), (2, 17), 0, 50)
+    model, tx = fp8jax.transform(llama, recipe), fp8jax.optim.adamw(3e-3)
+    variables = model.init(params, tokens)
+
+    def step(variables, state):
+        def loss(variables):
+            logits = jax.nn.log_softmax(model.apply(variables, tokens[:, :-1]))
+            return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1))
+
+        loss, grads = fp8jax.value_and_grad(loss)(variables)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, loss
+
+    before, state, losses = variables, tx.init(variables), []
+    for _ in range(8 if jitted else 2):
+        variables, state, loss = (jax.jit(step) if jitted else step)(variables, state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    same = jax.tree.map(lambda a, b: a.dtype == b.dtype, before, variables)
+    assert all(jax.tree.leaves(same)) and is_scaled(variables["params"]["layers"]["up"]) == (recipe != "te")
+    assert {x.dtype for x in jax.tree.leaves(model.dequantize(variables))} == {jnp.dtype(jnp.bfloat16)}
+    again = model.quantize(model.dequantize(variables), like=variables)
+    pairs = zip(*map(jax.tree.leaves, (again, variables)), strict=True)
+    assert all(new.dtype == old.dtype for new, old in pairs)

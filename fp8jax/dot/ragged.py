@@ -265,7 +265,7 @@ def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Arra
     """The same of the kernels; they stay as they are if they are FP8 on a scale for each group."""
     format, groups = static.formats[1], rhs.shape[0]
     if isinstance(rhs, ScaledArray) and rhs.data.dtype == format.dtype and rhs.scale.size == groups:
-        scale = rhs.scale.reshape(-1)
+        scale = rhs.scale.reshape(-1).astype(jnp.float32)
         return scale * format.max, Operand(packed(rhs).data, scale)  # the largest that it could be
     seen = amax(rhs, (groups, 1, 1)).reshape(-1)
     if static.spread and static.spread.is_part:

@@ -198,7 +198,7 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
     """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses; or as it is, if it is FP8."""
     format = static.formats[operand]
     if isinstance(x, ScaledArray) and x.data.dtype == format.dtype and x.scale.size == 1:
-        scale = x.scale.reshape(())
+        scale = x.scale.reshape(()).astype(jnp.float32)
         return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
     seen = amax(x)
     if operand == 1 and static.spread and static.spread.is_part:

@@ -115,4 +115,5 @@ def _step(leaf: Any, update: Any) -> Any:
         return (leaf + update).astype(leaf.dtype)
     new = value(leaf) + jnp.asarray(update, jnp.float32)
     format = format_of(leaf)
-    return quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
+    q = quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
+    return q.with_own_dtype(leaf.own_dtype)

@@ -24,7 +24,7 @@ from fp8jax.models import attention_layers
 from fp8jax.models.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, Report, Rule, Settings
-from fp8jax.scaled import format_of, is_scaled, quantize, value
+from fp8jax.scaled import format_of, is_scaled, own_value, quantize, value
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -151,7 +151,8 @@ class LinenModel:
         def convert(target: Any, source: Any) -> Any:
             if not is_scaled(target):
                 return value(source)
-            return quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
+            q = quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
+            return q.with_own_dtype(target.own_dtype)
 
         # Without the boxes of axis names, which are of different classes, and back into like's.
         sources, targets = by_path(collection("plain", plain)), by_path(collection("like", like))
@@ -165,7 +166,7 @@ class LinenModel:
         scaled ones, no scaling state, no loss scale."""
         params = collection("variables", variables)
         plain = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-        plain[PARAMS] = with_plain_boxes(jax.tree.map(value, params, is_leaf=is_scaled))
+        plain[PARAMS] = with_plain_boxes(jax.tree.map(own_value, params, is_leaf=is_scaled))
         return plain
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

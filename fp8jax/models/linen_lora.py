@@ -17,7 +17,7 @@ import jax
 
 from fp8jax.models.boxes import with_own_boxes, with_plain_boxes
 from fp8jax.models.linen import LinenModel, by_path, check_same, collection, shapes_of, shapes_of_call
-from fp8jax.scaled import is_scaled, value
+from fp8jax.scaled import is_scaled, own_value
 from fp8jax.variables import FROZEN, OURS, PARAMS
 
 
@@ -100,5 +100,5 @@ class LoRAModel(LinenModel):
     def _base(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         plain = {name: tree for name, tree in variables.items() if name not in OURS}
         frozen = collection("variables", variables, FROZEN)
-        values = jax.tree.map(value, frozen, is_leaf=is_scaled)
+        values = jax.tree.map(own_value, frozen, is_leaf=is_scaled)
         return {**plain, PARAMS: with_plain_boxes(values)}

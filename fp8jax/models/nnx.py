@@ -33,7 +33,7 @@ from fp8jax.models import attention_layers
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array, is_wide
-from fp8jax.scaled import quantize, value
+from fp8jax.scaled import own_value, quantize
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
@@ -131,7 +131,8 @@ def transform(
         if kernel.recipe.weight != "FP32":
             format = formats.get(kernel.recipe.weight)
             blocks = kernel.blocks(param.shape)
-            param.set_value(quantize(param.get_value(), format, power_of_two=True, blocks=blocks))
+            q = quantize(param.get_value(), format, power_of_two=True, blocks=blocks)
+            param.set_value(q.with_own_dtype(param.dtype))
     if settings.recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
     _rewrite(copy, FunctionModel(_run, settings._replace(kernels=kernels), own=2), attention)
@@ -442,7 +443,7 @@ def dequantize(model: nnx.Module) -> nnx.Module:
     attention_layers.restore(copy)
     for path, _, owner in owners(copy):
         param = getattr(owner, path[-1])
-        param.set_value(value(param.get_value()))
+        param.set_value(own_value(param.get_value()))
     return _restored(copy)
 
 

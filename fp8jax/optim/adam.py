@@ -39,7 +39,7 @@ from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
 from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.platforms import with_auto_axes
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, plain, quantize, value
+from fp8jax.scaled import ScaledArray, format_of, is_scaled, plain, quantize, value, with_float32_scales
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
@@ -262,7 +262,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         # Of an NNX model's states in whole each leaf stands in a variable.
         boxes = updates, state.adam.mu, state.adam.nu, state.master
         updates, *kept = map(without_variables, boxes)
-        params = without_variables(params)
+        params = with_float32_scales(without_variables(params))
         grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
         count = optax.safe_increment(state.adam.count)
         numbers = Numbers(

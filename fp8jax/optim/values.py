@@ -20,7 +20,7 @@ from fp8jax.optim.overwrite import Overwrite
 from fp8jax.optim.state import ValuesState
 from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import amax, format_of, is_scaled, quantize, value
+from fp8jax.scaled import amax, format_of, is_scaled, quantize, value, with_float32_scales
 
 
 def adafactor(
@@ -108,6 +108,7 @@ def _on_values(
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
+        params = with_float32_scales(params)
         new, inner = tx.update(_values(updates), state.inner, _values(params), **extra)
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         weights = [

@@ -38,7 +38,7 @@ from fp8jax.rewrite.program import (
 )
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import layer_names, layer_path
-from fp8jax.scaled import format_of, is_scaled, quantize, value
+from fp8jax.scaled import format_of, is_scaled, own_value, quantize
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Programs of one model, for inputs of other shapes.
@@ -197,7 +197,8 @@ class FunctionModel:
         def convert(target: Any, source: Any) -> Any:
             if not is_scaled(target):
                 return source
-            return quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
+            q = quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
+            return q.with_own_dtype(target.own_dtype)
 
         name = PARAMS if self.settings.lora is None else FROZEN
         return {**like, name: jax.tree.map(convert, like[name], params, is_leaf=is_scaled)}
@@ -205,7 +206,7 @@ class FunctionModel:
     def dequantize(self, variables: Mapping[str, Any]) -> Any:
         """The function's own parameters: float32 arrays for scaled ones, adapters merged into them."""
         params, adapters = self._split(variables)
-        return self.with_adapters(jax.tree.map(value, params, is_leaf=is_scaled), adapters)
+        return self.with_adapters(jax.tree.map(own_value, params, is_leaf=is_scaled), adapters)
 
     def with_adapters(self, params: Any, adapters: Any, times: float = 1.0) -> Any:
         """The function's own parameters, W + times (alpha / rank) A B for each kernel that has adapters."""
@@ -362,7 +363,8 @@ def _in_format(leaf: Any, chosen: Chosen) -> Any:
     if is_scaled(leaf) or chosen.recipe.weight == "FP32":
         return leaf
     blocks = (*_layers(chosen), *(1,) * _rank(leaf, chosen))
-    return quantize(leaf, formats.get(chosen.recipe.weight), power_of_two=True, blocks=blocks)
+    q = quantize(leaf, formats.get(chosen.recipe.weight), power_of_two=True, blocks=blocks)
+    return q.with_own_dtype(leaf.dtype)
 
 
 def _state_of(states: Mapping[str, Any], chosen: Chosen) -> Any:

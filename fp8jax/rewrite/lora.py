@@ -128,7 +128,8 @@ class LoRA:
         if name in ("FP32", "BF16"):
             return kernel if name == "FP32" else kernel.astype(jnp.bfloat16)
         blocks = (*kernel.shape[: kernel.ndim - rank], *(1,) * rank)
-        return quantize(kernel, formats.get(name), power_of_two=True, blocks=blocks)
+        q = quantize(kernel, formats.get(name), power_of_two=True, blocks=blocks)
+        return q.with_own_dtype(kernel.dtype)
 
     def added(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> jax.Array:
         """A kernel with its adapters in it, `kernel + times (alpha / rank) A B`, float32."""

@@ -199,7 +199,7 @@ def is_followed(x: Any) -> bool:
 
 def aval_of(leaf: Any) -> Any:
     """Shape and dtype that the function sees."""
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_scaled(leaf) else leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.own_dtype) if is_scaled(leaf) else leaf
 
 
 def names_of(path: Any) -> tuple[str, ...]:

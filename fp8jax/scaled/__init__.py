@@ -27,9 +27,11 @@ from fp8jax.scaled.array import amax_from_bits as amax_from_bits
 from fp8jax.scaled.array import expand as expand
 from fp8jax.scaled.array import format_of as format_of
 from fp8jax.scaled.array import is_scaled as is_scaled
+from fp8jax.scaled.array import own_value as own_value
 from fp8jax.scaled.array import quantize as quantize
 from fp8jax.scaled.array import quantize_gradient as quantize_gradient
 from fp8jax.scaled.array import value as value
+from fp8jax.scaled.array import with_float32_scales as with_float32_scales
 from fp8jax.scaled.array import without_infinities as without_infinities
 from fp8jax.scaled.casts import bits_of as bits_of
 from fp8jax.scaled.casts import cast as cast

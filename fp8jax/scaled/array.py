@@ -26,7 +26,8 @@ class ScaledArray:
     Invariants (checked by `validate`):
         `data` holds codes of a floating dtype, any shape;
         `scale` is float32, a scalar or of `data`'s rank, each of its dims dividing
-        `data`'s: one entry scales a whole block.
+        `data`'s: one entry scales a whole block. Powers of two may be bfloat16: then the array is one of
+        bfloat16, as its model has it.
 
     Arithmetic with it (+ - * / ** @ negation), reductions, reshapes and indexing act on the dequantized
     value and return a plain float32 array.
@@ -55,6 +56,17 @@ class ScaledArray:
         """Bytes of the codes and of the scales."""
         return int(self.data.nbytes + self.scale.nbytes)
 
+    @property
+    def own_dtype(self) -> Any:
+        """The dtype that the array has in its model: the scale's."""
+        return self.scale.dtype
+
+    def with_own_dtype(self, dtype: Any) -> "ScaledArray":
+        """The same codes, of an array of bfloat16 if `dtype` is that, else of float32; scales are powers of
+        two."""
+        own = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+        return dataclasses.replace(self, scale=self.scale.astype(own))
+
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """The value, `data * scale`, computed in float32 and cast to `dtype`."""
         return (self.data.astype(jnp.float32) * expand(self.scale, self.shape)).astype(dtype)
@@ -66,7 +78,8 @@ class ScaledArray:
             len(blocks) == len(shape)
             and all(b == d or (b and d % b == 0) for d, b in zip(shape, blocks, strict=True))
         )
-        is_float = jnp.issubdtype(self.data.dtype, jnp.floating) and self.scale.dtype == jnp.float32
+        is_float = jnp.issubdtype(self.data.dtype, jnp.floating)
+        is_float = is_float and self.scale.dtype in (jnp.float32, jnp.bfloat16)
         if not (fits and is_float):
             raise ValueError(
                 "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank "
@@ -166,9 +179,23 @@ def value(x: Any) -> Any:
     return x.dequantize() if isinstance(x, ScaledArray) else x
 
 
+def own_value(x: Any) -> Any:
+    """`x` dequantized, in the dtype that it has in its model, if it is a `ScaledArray`, else `x` itself."""
+    return x.dequantize(x.own_dtype) if isinstance(x, ScaledArray) else x
+
+
+def with_float32_scales(tree: Any) -> Any:
+    """The tree, its `ScaledArray`s as those of float32."""
+
+    def widened(x: Any) -> Any:
+        return x.with_own_dtype(jnp.float32) if isinstance(x, ScaledArray) else x
+
+    return jax.tree.map(widened, tree, is_leaf=lambda x: isinstance(x, ScaledArray))
+
+
 def expand(scale: Any, shape: tuple[int, ...]) -> jax.Array:
     """`scale` with one entry per block, made to broadcast against `shape`."""
-    scale = jnp.asarray(scale)
+    scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim:
         for axis, (blocks, dim) in enumerate(zip(scale.shape, shape, strict=True)):
             if blocks not in (1, dim):
