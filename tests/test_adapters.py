@@ -259,3 +259,30 @@ def test_bfloat16_parameters(recipe, jitted):
     again = model.quantize(model.dequantize(variables), like=variables)
     pairs = zip(*map(jax.tree.leaves, (again, variables)), strict=True)
     assert all(new.dtype == old.dtype for new, old in pairs)
+
+
+def test_explicit_mesh_is_one_program():
+    """On a mesh of explicit axes the first step's variables have the types of the second's."""
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    with jax.sharding.set_mesh(mesh):
+        spec = jax.sharding.PartitionSpec(None, "x")
+        params = {"w": jax.reshard(jnp.ones((WIDTH, 64)), spec)}
+        model, tx = fp8jax.transform(lambda params, x: x @ params["w"], "O2"), fp8jax.optim.adamw(1e-3)
+        variables = model.init(params, jnp.asarray(X))
+
+        @jax.jit
+        def step(variables, state):
+            loss, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, jnp.asarray(X)) ** 2))(
+                variables
+            )
+            updates, state = tx.update(grads, state, variables)
+            return fp8jax.apply_updates(variables, updates), state, loss
+
+        state, losses = tx.init(variables), []
+        for _ in range(3):
+            variables, state, loss = step(variables, state)
+            losses.append(float(loss))
+    assert step._cache_size() == 1 and losses[-1] < losses[0]
+    assert jax.typeof(variables["params"]["w"].data).sharding.spec == spec

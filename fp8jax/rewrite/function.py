@@ -310,7 +310,8 @@ def _first_state(chosen: Chosen) -> Any:
     if chosen.key != dot.path:
         state.pop("wgrad_scale", None)  # the parameter has one gradient
     layers = tuple(length for _, length in dot.loops)
-    return {name: jnp.broadcast_to(x, (*layers, *x.shape)) for name, x in state.items()}
+    # A copy has the type that a step's results have, on a mesh of explicit axes too.
+    return {name: jnp.copy(jnp.broadcast_to(x, (*layers, *x.shape))) for name, x in state.items()}
 
 
 def _kernels(program: Program) -> dict[tuple[str, ...], Chosen]:
