@@ -86,8 +86,8 @@ def gradient(
 
     ways = [way(*row) for row in rows]
     avals = [
-        aval_of(leaf) if way is None else jax.ShapeDtypeStruct(way.shape, way.dtypes[0])
-        for (_, leaf, _), way in zip(rows, ways, strict=True)
+        aval_of(leaf) if spread is None or way is None else jax.ShapeDtypeStruct(way.shape, way.dtypes[0])
+        for (_, leaf, spread), way in zip(rows, ways, strict=True)
     ]
     with plain_parameters():
         closed, shapes = jax.make_jaxpr(call, return_shape=True)(avals, state, arrays)

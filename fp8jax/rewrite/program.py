@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax import backends
+from fp8jax.platforms import explicit_mesh
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.blocks import Calls, Checkpointing, lines, remat_of
 from fp8jax.rewrite.choose import Kernel, choose, report
@@ -199,7 +200,12 @@ def is_followed(x: Any) -> bool:
 
 def aval_of(leaf: Any) -> Any:
     """Shape and dtype that the function sees."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.own_dtype) if is_scaled(leaf) else leaf
+    if not is_scaled(leaf):
+        return leaf
+    # On a mesh of explicit axes the sharding is a part of the type.
+    is_typed = isinstance(leaf.data, jax.Array) and explicit_mesh(leaf.data)
+    sharding = jax.typeof(leaf.data).sharding if is_typed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.own_dtype, sharding=sharding)
 
 
 def names_of(path: Any) -> tuple[str, ...]:
