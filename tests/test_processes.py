@@ -206,15 +206,15 @@ from fp8jax import train
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(8)(nn.gelu(nn.Dense(64)(x)))
+        return nn.Dense(32)(nn.gelu(nn.Dense(64)(x)))
 
 def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 config = train.TrainConfig(**train.config.read(train.TrainConfig, None))
 train.processes.join(config, "fitting")
-numbers = np.random.default_rng(0).normal(size=(256, 24)).astype(np.float32)
-rows = [{"x": row[:16], "y": row[16:]} for row in numbers]
+numbers = np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32)
+rows = [{"x": row[:32], "y": row[32:]} for row in numbers]
 trainer = train.Trainer(Net(), loss, config, {name: x[None] for name, x in rows[0].items()})
 train.fit(trainer, rows[32:], validation=rows[:32], validation_loss=loss)
 """

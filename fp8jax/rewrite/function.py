@@ -286,7 +286,8 @@ def _check_share(report: Report) -> None:
     """Raises ValueError if nothing runs in FP8, and warns if little does."""
     if report.flops == 0 or not any(row.fp8 for row in report.rows):
         reasons = (
-            "; ".join(f"{row.path}: {row.reason}" for row in report.largest(3)) or "it has no dot product"
+            "; ".join(f"{row.path}: {row.reason}" for row in report.largest(3))
+            or "it has no dot product of a parameter"
         )
         raise ValueError(
             f"`model`: expected a dot product that can run in FP8; got none ({reasons}). Give a rule for "
