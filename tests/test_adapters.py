@@ -124,6 +124,19 @@ def test_bridged_modules(recipe):
     _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
     assert all(map(is_scaled, jax.tree.leaves(nnx.as_pure(grads), is_leaf=is_scaled))) == (recipe == "O2")
 
+    class Nested(nn.Module):  # its parameters are in dicts of the NNX module
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH)(nn.gelu(nn.Dense(2 * WIDTH)(x)))
+
+    nested = bridge.ToNNX(Nested(), rngs=nnx.Rngs(0)).lazy_init(X)
+    for model in (fp8jax.transform(nested, recipe, inputs=[X]), fp8jax.transform(nested, recipe)):
+        assert fp8jax.report(model, X).fp8_share == 1
+        _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
+        assert jnp.any(jnp.asarray(value(grads["Dense_0"]["kernel"].get_value())) != 0)
+        plain = fp8jax.dequantize(model)
+        assert 0 < relative(model(X), plain(X)) < 0.1 and vars(plain).keys() == vars(nested).keys()
+
     as_linen = bridge.ToLinen(nnx.Linear, args=(WIDTH, WIDTH))
     model = fp8jax.transform(as_linen, recipe)
     variables = model.init(jax.random.key(0), X)

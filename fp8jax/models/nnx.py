@@ -19,7 +19,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -86,7 +86,7 @@ class _Call:
     treedef: Any
 
 
-_NODE = "a module"
+_NODE = object()
 # What a function cannot do while it is traced.
 _LOOKS_AT_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -123,9 +123,9 @@ def transform(
         _, operands = _operands(rewritten, _plain_method(copy, "__call__"), copy, inputs, {})
         kernels = rewritten.function.kernels(*operands)
         copy = _restored(copy)
+    places = places_of(copy)
     for path, kernel in kernels.items():
-        owner, name = _owner(copy, path), path[-1]
-        param = getattr(owner, name)
+        owner, name, param = places[path]
         for part, state in kernel.first_state(param.shape).items():
             setattr(owner, f"{name}{STATE}{part}", FP8State(state))
         if kernel.recipe.weight != "FP32":
@@ -161,31 +161,26 @@ def _kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, ...], Ker
     No inputs are known here: what Flax's own layers multiply with is stored in the recipe's weight format; of
     other modules each parameter of two or more axes has a scaling state, and stays float32.
     """
-    rules, found, paths, seen = settings.chosen(), {}, [], set()
-    for parts, module in modules_of(model):
-        for name, param in list(vars(module).items()):
-            if not isinstance(param, nnx.Param) or not _may_multiply(module) or id(param) in seen:
-                continue
-            seen.add(id(param))  # a shared one is found at its first path
-            leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
-            if not is_array(leaf) or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                continue
-            if is_known and name != "kernel":
-                continue
-            path = tuple(map(str, (*parts, name)))
-            rank = _rank(module) if is_known else leaf.ndim
-            groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
-            shape = tuple(leaf.shape[leaf.ndim - rank - bool(groups) :])
-            layer = Layer.of(path, module, shape)
-            choice = rules.choose(layer)
-            paths.append(layer.path)
-            is_table = isinstance(module, nnx.Embed)
-            is_small = is_known and min(_sides(module, shape)) < SMALLEST
-            is_left = (is_table or is_small) and choice.reason is None and not rules.names(layer)
-            if is_left or (choice.reason is not None and not is_wide(choice)):
-                continue
-            recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
-            found[path] = Kernel(recipe, rank, groups)
+    rules, found, paths = settings.chosen(), {}, []
+    for path, (module, name, param) in places_of(model).items():
+        leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
+        if not _may_multiply(module) or (is_known and name != "kernel"):
+            continue
+        if not is_array(leaf) or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        rank = _rank(module) if is_known else leaf.ndim
+        groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
+        shape = tuple(leaf.shape[leaf.ndim - rank - bool(groups) :])
+        layer = Layer.of(path, module, shape)
+        choice = rules.choose(layer)
+        paths.append(layer.path)
+        is_table = isinstance(module, nnx.Embed)
+        is_small = is_known and min(_sides(module, shape)) < SMALLEST
+        is_left = (is_table or is_small) and choice.reason is None and not rules.names(layer)
+        if is_left or (choice.reason is not None and not is_wide(choice)):
+            continue
+        recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
+        found[path] = Kernel(recipe, rank, groups)
     rules.check(paths)
     if settings.recipe.gemm == "FP8" and not found:
         raise ValueError(
@@ -228,9 +223,23 @@ def modules_of(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     return list(nnx.iter_modules(model))
 
 
-def _owner(model: Any, path: tuple[str, ...]) -> Any:
-    """The module that has a parameter."""
-    return next(module for parts, module in modules_of(model) if tuple(map(str, parts)) == path[:-1])
+class Place(NamedTuple):
+    """Where a parameter is."""
+
+    owner: Any  # the module that has it
+    name: str  # of its attribute; "a/b" within one that is a dict or a list
+    param: Any
+
+
+def places_of(model: nnx.Module) -> dict[tuple[str, ...], Place]:
+    """The parameters of a module by path; a shared one is at its first."""
+    modules, places = dict(modules_of(model)), {}
+    for parts, param in nnx.iter_graph(model):
+        if isinstance(param, nnx.Param | Frozen):
+            at = next(n for n in range(len(parts) - 1, -1, -1) if parts[:n] in modules)
+            place = Place(modules[parts[:at]], "/".join(map(str, parts[at:])), param)
+            places[tuple(map(str, parts))] = place
+    return places
 
 
 # Calls ###########################################################################################
@@ -311,7 +320,7 @@ def _operands(rewritten: _Rewritten, method: Any, module: Any, args: Any, kwargs
     for path, variable in nnx.to_flat_state(rest):
         names = [*map(str, rewritten.path), *map(str, path[1:])]
         if path[0] == 0 and isinstance(variable, FP8State):
-            _put(states, [*names[:-1], *names[-1].split(STATE)], variable.get_value())
+            _put(states, state_path(names), variable.get_value())
         elif path[0] == 0 and isinstance(variable, nnx.LoRAParam):
             _put(adapters, names, variable.get_value())
     own, others = ({k: v for k, v in params.items() if (k == 0) == is_own} for is_own in (True, False))
@@ -323,6 +332,15 @@ def _operands(rewritten: _Rewritten, method: Any, module: Any, args: Any, kwargs
         variables = {PARAMS: adapters, FROZEN: tree, SCALING: states}
     call = _Call(graph, method, rewritten.path, static, treedef)
     return nodes, (variables, others, rest, arrays, call)
+
+
+def state_path(path: Any) -> list[Any]:
+    """The path of a scaling state's array in the tree of states: that of its parameter, and its own name."""
+    *parents, name = path
+    if not (isinstance(name, str) and STATE in name):
+        return [*parents, name]
+    param, part = name.split(STATE)
+    return [*parents, *param.split("/"), part]
 
 
 def _put(tree: dict[str, Any], path: list[str], new: Any) -> None:
@@ -431,18 +449,18 @@ def kernels_of(model: nnx.Module) -> dict[tuple[str, ...], Kernel]:
     return {} if rewritten is None else dict(rewritten.function.settings.kernels or {})
 
 
-def owners(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel, Any]]:
-    """The kernels of a transformed module, each with its path and the module that has it."""
+def placed_kernels(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel, Place]]:
+    """The kernels of a transformed module, each with its path and its place."""
+    places = places_of(model)
     for path, kernel in kernels_of(model).items():
-        yield path, kernel, _owner(model, path)
+        yield path, kernel, places[path]
 
 
 def dequantize(model: nnx.Module) -> nnx.Module:
     """See `fp8jax.dequantize`."""
     copy: Any = nnx.clone(model)
     attention_layers.restore(copy)
-    for path, _, owner in owners(copy):
-        param = getattr(owner, path[-1])
+    for _, _, (_, _, param) in placed_kernels(copy):
         param.set_value(own_value(param.get_value()))
     return _restored(copy)
 
@@ -450,10 +468,9 @@ def dequantize(model: nnx.Module) -> nnx.Module:
 def freeze(model: nnx.Module) -> nnx.Module:
     """See `fp8jax.freeze`."""
     copy: Any = nnx.clone(model)
-    for path, kernel, owner in owners(copy):
-        param = getattr(owner, path[-1])
+    for _, kernel, (owner, name, param) in placed_kernels(copy):
         if kernel.recipe.gemm == "FP8" and isinstance(owner, _KNOWN):
-            state = {part: getattr(owner, f"{path[-1]}{STATE}{part}").get_value() for part in kernel.parts}
+            state = {part: getattr(owner, f"{name}{STATE}{part}").get_value() for part in kernel.parts}
             leaf = quantized_kernel(param.get_value(), kernel.recipe, state, kernel.rank)
             param.set_value(leaf)
     return copy

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from fp8jax.gradients.keys import fold_in
-from fp8jax.models.nnx import STATE, FP8State, Frozen, LossScale
+from fp8jax.models.nnx import FP8State, Frozen, LossScale, state_path
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # What of a model is trained, what is scaled with, what does not change, and the rest.
@@ -145,7 +145,7 @@ def tree_of(state: Any) -> dict[Any, Any]:
     kernel's place."""
     tree: dict[Any, Any] = {}
     for path, variable in nnx.to_flat_state(state):
-        *parents, name = _path(path)
+        *parents, name = state_path(path)
         below = tree
         for part in parents:
             below = below.setdefault(part, {})
@@ -157,15 +157,10 @@ def put_in(state: Any, tree: Any) -> Any:
     """The state with the values of such a tree."""
 
     def found(path: Any) -> Any:
-        return functools.reduce(lambda below, part: below[part], _path(path), tree)
+        return functools.reduce(lambda below, part: below[part], state_path(path), tree)
 
     def replaced(variable: Any, new: Any) -> Any:
         return variable.replace(new) if isinstance(variable, nnx.Variable) else new
 
     flat = nnx.to_flat_state(state)
     return nnx.from_flat_state([(path, replaced(variable, found(path))) for path, variable in flat])
-
-
-def _path(path: Any) -> list[Any]:
-    *parents, name = path
-    return [*parents, *(name.split(STATE) if isinstance(name, str) else [name])]

@@ -15,7 +15,17 @@ import jax
 from flax import nnx
 
 from fp8jax import contraction
-from fp8jax.models.nnx import CLASS, Frozen, dequantize, kernels_of, modules_of, owners, settings_of, thaw
+from fp8jax.models.nnx import (
+    CLASS,
+    Frozen,
+    dequantize,
+    kernels_of,
+    modules_of,
+    placed_kernels,
+    places_of,
+    settings_of,
+    thaw,
+)
 from fp8jax.models.nnx import transform as transform_alone
 from fp8jax.rewrite import LoRA, Settings
 from fp8jax.rewrite.lora import A, B
@@ -34,8 +44,8 @@ def transform(
                 variable.set_metadata(CLASS, type(variable))
             object.__setattr__(variable, "__class__", Frozen)
     able, key = [], jax.random.key(lora.seed)
-    for path, kernel, owner in owners(copy):
-        param, layer = getattr(owner, path[-1]), "/".join(path[:-1])
+    for path, kernel, (owner, _, param) in placed_kernels(copy):
+        layer = "/".join(path[:-1])
         shape = param.shape[len(param.shape) - kernel.rank :]
         sides = None if kernel.groups else _sides(owner, shape)
         if sides is not None:
@@ -90,12 +100,7 @@ def _checked(argument: str, plain: Any, adapters: Any, model: nnx.Module) -> nnx
 
 
 def _shapes(model: nnx.Module) -> dict[tuple[str, ...], tuple[int, ...]]:
-    return {
-        tuple(map(str, (*parts, name))): x.shape
-        for parts, module in modules_of(model)
-        for name, x in vars(module).items()
-        if isinstance(x, nnx.Param | Frozen)
-    }
+    return {path: place.param.shape for path, place in places_of(model).items()}
 
 
 def _adapters(model: nnx.Module) -> tuple[LoRA, dict[tuple[str, ...], dict[str, jax.Array]]]:
@@ -109,7 +114,7 @@ def _adapters(model: nnx.Module) -> tuple[LoRA, dict[tuple[str, ...], dict[str, 
     assert lora is not None
     return lora, {
         path: {name: getattr(owner, name).get_value() for name in (A, B)}
-        for path, _, owner in owners(model)
+        for path, _, (owner, _, _) in placed_kernels(model)
         if isinstance(vars(owner).get(A), nnx.LoRAParam)
     }
 
@@ -117,11 +122,10 @@ def _adapters(model: nnx.Module) -> tuple[LoRA, dict[tuple[str, ...], dict[str, 
 def _with_adapters(plain: nnx.Module, lora: LoRA, adapters: Any, times: float) -> nnx.Module:
     """A copy of a plain module with adapters added to its kernels."""
     copy: Any = nnx.clone(plain)
-    for parts, module in modules_of(copy):
-        for path, own in adapters.items():
-            if path[:-1] == tuple(map(str, parts)):
-                param = getattr(module, path[-1])
-                param.set_value(lora.added(param.get_value(), own, times))
+    places = places_of(copy)
+    for path, own in adapters.items():
+        param = places[path].param
+        param.set_value(lora.added(param.get_value(), own, times))
     return copy
 
 
