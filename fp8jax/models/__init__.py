@@ -78,7 +78,11 @@ def transform(
         given = None if inputs is None else tuple(inputs)
         return (nnx if lora is None else nnx_lora).transform(model, settings, attention, given)
     if callable(model) and not isinstance(model, type | LinenModel | FunctionModel) and not _wraps(model):
-        _refuse_layers_settings(attention=attention)
+        if attention is not None:
+            raise ValueError(
+                "`attention`: expected none for a function of parameters, only Flax modules have it; got "
+                f"{attention!r}. In its code call `fp8jax.attention.dot_product_attention`."
+            )
         return FunctionModel(model, settings)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
@@ -107,16 +111,6 @@ def _described(model: Any) -> str:
     if isinstance(model, type):
         return f"the class {model.__name__}, not an object of it"
     return type(model).__name__
-
-
-def _refuse_layers_settings(**settings: Any) -> None:
-    """Raises ValueError for a setting that only Flax modules have."""
-    for name, setting in settings.items():
-        if setting is not None:
-            raise ValueError(
-                f"`{name}`: expected none for a function of parameters, only Flax modules have it; got "
-                f"{setting!r}. In a function use jax.checkpoint, adapters and attention of its own."
-            )
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> Report:
