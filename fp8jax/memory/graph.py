@@ -35,7 +35,7 @@ _KINDS = {
     **dict.fromkeys(("argmax", "argmin"), "reduce"),
     **dict.fromkeys(
         "along copy differentiable_once expand_dims from_edtype name pcast pvary reshape reshard "
-        "sharding_constraint squeeze stop_gradient to_edtype while_live".split(),
+        "sharding_constraint squeeze stop_gradient to_edtype".split(),
         "view",
     ),
     **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"), "update"),

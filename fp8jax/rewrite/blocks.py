@@ -122,11 +122,6 @@ class Call:
     below: list["Call"] = dataclasses.field(default_factory=list)
 
     @property
-    def is_layer(self) -> bool:
-        """Whether all it makes is one dot product."""
-        return self.dots == 1 and not any(call.dots for call in self.all_below())
-
-    @property
     def holds_layers(self) -> bool:
         """Whether there are layers within it, or several dot products of its own."""
         return self.dots > 1 or any(call.dots for call in self.all_below())
