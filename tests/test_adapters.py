@@ -181,6 +181,24 @@ def test_nnx_call_that_looks_at_values():
         jax.jit(lambda x: model(x))(X)
 
 
+def test_nnx_call_that_changes_a_constant():
+    """A number that a traced call counts up would be lost."""
+
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.fc, self.calls = nnx.Linear(WIDTH, WIDTH, rngs=rngs), 0
+
+        def __call__(self, x):
+            self.calls += 1
+            return self.fc(x)
+
+    model = fp8jax.transform(Counting(nnx.Rngs(0)), "te")
+    with pytest.raises(
+        ValueError, match="changed the attribute 'calls' from 0 to 1. Make it an nnx.Variable"
+    ):
+        model(X)
+
+
 def test_nnx_shared_kernel():
     """Two layers that share a kernel have one scaling state, and its gradient is the sum."""
 

@@ -359,6 +359,7 @@ def _run(params: Any, others: Any, rest: Any, arrays: Any, call: _Call) -> Any:
     annotations = rewritten.function.annotations
     thaw((module, *nodes))
     before = {path: variable.get_value() for path, variable in _variables((module, *nodes))}
+    constants = _constants((module, *nodes))
     given, of_nodes = iter(arrays), iter(nodes)
     leaves = [
         next(of_nodes) if leaf is _NODE else next(given) if leaf is None else leaf for leaf in call.leaves
@@ -372,6 +373,7 @@ def _run(params: Any, others: Any, rest: Any, arrays: Any, call: _Call) -> Any:
     finally:
         _is_traced.reset(token)
     annotations.notes += attention_layers.lines(rewritten.attention, found)
+    _refuse_changed(constants, _constants((module, *nodes)))
     changes = []
     for path, variable in _variables((module, *nodes)):
         is_new = path not in before
@@ -380,6 +382,23 @@ def _run(params: Any, others: Any, rest: Any, arrays: Any, call: _Call) -> Any:
         ):
             changes.append(((path, variable), is_new))
     return result, changes
+
+
+def _constants(nodes: Any) -> dict[Any, Any]:
+    """The numbers and texts among the attributes, by path."""
+    found = nnx.iter_graph(nodes)
+    return {path: x for path, x in found if x is None or isinstance(x, bool | int | float | str)}
+
+
+def _refuse_changed(before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Raises ValueError if a call changed an attribute that is no variable: the module would not have it."""
+    for path, old in before.items():
+        new = after.get(path, old)
+        if type(new) is not type(old) or new != old:
+            raise ValueError(
+                f"`model`: expected a call that changes variables alone; it changed the attribute "
+                f"{'/'.join(map(str, path[1:]))!r} from {old!r} to {new!r}. Make it an nnx.Variable."
+            )
 
 
 def thaw(nodes: Any) -> None:
