@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.attention import IMPLEMENTATIONS, dot_product_attention
-
 INIT = nn.initializers.normal(0.02)
 PRODUCT = "product"  # the name under which `nn.remat` knows the outputs of the linear layers
 
@@ -35,12 +33,11 @@ class GPTConfig:
     dtype: str = "float32"  # of activations between the matrix products
     remat: bool = True  # keep only the products for the backward, and recompute what lies between them
     policy: Any = None  # of rematerialization, in the place of "only the products"
-    attention: str = "plain"  # written out here, or an implementation of `fp8jax.attention`
+    attention: str = "plain"  # written out here, or `jax.nn.dot_product_attention`'s "xla" or "cudnn"
 
     def __post_init__(self) -> None:
-        if self.attention not in ("plain", *IMPLEMENTATIONS):
-            names = ", ".join(("plain", *IMPLEMENTATIONS))
-            raise ValueError(f"`attention`: expected one of {names}; got {self.attention!r}")
+        if self.attention not in ("plain", "xla", "cudnn"):
+            raise ValueError(f"`attention`: expected one of plain, xla, cudnn; got {self.attention!r}")
         if self.width % self.heads:
             raise ValueError(f"--width {self.width} is no multiple of --heads {self.heads}; change one")
 
@@ -62,10 +59,10 @@ class Attention(nn.Module):
         return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
 
     def attend_by_name(self, qkv: jax.Array) -> jax.Array:
-        """As `attend`, by an implementation that holds fewer scores or has fast kernels."""
+        """As `attend`, by an implementation of JAX's."""
         query, key, value = (qkv[:, :, i] for i in range(3))
-        chosen = self.config.attention
-        return dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
+        chosen: Any = self.config.attention
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
 
 
 def attend(qkv: jax.Array) -> jax.Array:

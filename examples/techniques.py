@@ -2,7 +2,7 @@
 
     python examples/techniques.py                       # on this machine; minutes
     python examples/techniques.py --target h200         # and the bytes of the programs compiled for an H200
-    python examples/techniques.py --only LoRA attention --record examples/records
+    python examples/techniques.py --only LoRA adafactor --record examples/records
 
 A decoder of plain Flax layers, which knows nothing of any technique, and a `TrainConfig` that is changed in
 one setting at a time. Tokens per second are medians of steps that take turns, so that a machine that slows
@@ -52,7 +52,6 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"recipe": "te"},
         {"recipe": "te", "gradient_checkpointing": "fp8"},
     ),
-    "attention: chunked": (BASE, {**BASE, "attn_implementation": "chunked"}),
     # What is kept for each weight shows beside few activations.
     "optimizer: adamw_8bit, 2 rows": (SMALL, {**SMALL, "optim": "adamw_8bit"}),
     "optimizer: adafactor, 2 rows": (SMALL, {**SMALL, "optim": "adafactor"}),

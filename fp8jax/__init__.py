@@ -7,7 +7,6 @@ tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fp8jax import attention as attention
 from fp8jax import comm as comm
 from fp8jax import formats as formats
 from fp8jax import optim as optim

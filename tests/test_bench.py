@@ -83,10 +83,9 @@ def test_compile_measures_both_programs():
 @pytest.mark.long
 def test_blocks_need_less(bench):
     sections = json.loads(bench("blocks", "--tiny", "--json", "--target", "cpu", "--recipes", "te"))
-    blocks, attention = sections.values()
+    [blocks] = sections.values()
     assert [row["gradient_checkpointing"] for row in blocks] == ["none", "dots", "fp8", "full"]
     assert blocks[0]["/ none"] == 1.0 and all(row["/ none"] < 0.8 for row in blocks[1:])
-    assert all(row["chunked MB"] > 0 for row in attention)
 
 
 @needs_plugin

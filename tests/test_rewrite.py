@@ -158,12 +158,6 @@ def test_wide_gemms(level):
     assert grads["params"]["w"].dtype == jnp.float32 and 0.01 < jnp.linalg.norm(grads["params"]["w"]) < 1
 
 
-def test_setting_of_layers_is_refused():
-    """What only Flax's layers have is not silently ignored."""
-    with pytest.raises(ValueError, match="`attention`: expected none for a function of parameters"):
-        fp8jax.transform(lambda params, x: x @ params, "te", attention="chunked")
-
-
 def test_adapters_of_function():
     """Adapters beside the kernels of a function, one for each layer of a scan."""
     params, tokens = decoder_inputs()

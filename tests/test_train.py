@@ -188,13 +188,10 @@ def test_only_matrices_decay(program, is_plain):
     [
         ("xla", "float32", 1e-6),
         ("xla", "bfloat16", 2**-7),
-        pytest.param("chunked", "float32", 1e-6, marks=pytest.mark.long),
-        ("chunked", "bfloat16", 1.5 * 2**-7),
     ],
 )
 def test_attention_by_name_is_the_one_written_out(load_program, name, dtype, bound):
-    """In bfloat16 both round their weights and their sums: half an ulp each, relative to the largest; chunks
-    round their weights before they are divided, and what they weigh after."""
+    """In bfloat16 both round their weights and their sums: half an ulp each, relative to the largest."""
     model = load_program("examples/gpt_model.py")
     config = model.GPTConfig(17, heads=2, width=16, dtype=dtype)
     plain, by_name = (model.Attention(dataclasses.replace(config, attention=of)) for of in ("plain", name))
@@ -216,7 +213,7 @@ def test_attention_by_name_is_the_one_written_out(load_program, name, dtype, bou
 
 
 def test_an_attention_that_there_is_not_is_refused(program):
-    with pytest.raises(ValueError, match="plain, auto, eager, xla, cudnn, chunked; got 'flash'"):
+    with pytest.raises(ValueError, match="plain, xla, cudnn; got 'flash'"):
         program.GPTConfig(17, attention="flash")
 
 

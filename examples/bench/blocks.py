@@ -1,13 +1,12 @@
-"""Bytes of a step with and without gradient checkpointing, and of attention, compiled for a GPU or this CPU.
+"""Bytes of a step with and without gradient checkpointing, compiled for a GPU or this CPU.
 
     python examples/bench/blocks.py                  # for an H200 that need not be here
     python examples/bench/blocks.py --target cpu
     python examples/bench/blocks.py --json
 
 A training step of a GPT (8 scanned layers of 512, 4 sequences of 512 tokens, bfloat16) that has no
-rematerialization of its own, under each `gradient_checkpointing` of `fp8jax.transform`; and loss and
-gradients of causal attention alone (4 heads of 64 channels, float32), by `fp8jax.attention`. Temporaries are
-what the program needs besides its arguments and results.
+rematerialization of its own, under each `gradient_checkpointing` of `fp8jax.transform`. Temporaries are what
+the program needs besides its arguments and results.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import output
 
 import fp8jax
-from fp8jax import attention, memory, program, targets
+from fp8jax import memory, program, targets
 from fp8jax.memory import subject
 
 SIZES = {"layers": 8, "heads": 8, "width": 512, "context": 512, "vocabulary": 8192, "batch": 4}
@@ -65,24 +64,6 @@ def step_of(of: subject.Subject, model: Any, recipe: str) -> tuple[Any, tuple[An
     return step, (*jax.eval_shape(init, jax.random.key(0)), tokens)
 
 
-def of_attention(times: list[int], target: str | None) -> list[dict[str, Any]]:
-    """One row per length."""
-    rows = []
-    for time in times:
-        row: dict[str, Any] = {"time": time}
-        x = jax.ShapeDtypeStruct((1, time, 4, 64), jnp.float32)
-        for name in ("xla", "chunked"):
-
-            def loss(query: Any, key: Any, value: Any, name: str = name) -> Any:
-                out = attention.dot_product_attention(query, key, value, is_causal=True, implementation=name)
-                return jnp.sum(out**2)
-
-            found = compiled(jax.value_and_grad(loss, argnums=(0, 1, 2)), (x, x, x), target)
-            row[f"{name} MB"] = found.temporaries / 1e6
-        rows.append({**row, "chunked / xla": row["chunked MB"] / row["xla MB"]})
-    return rows
-
-
 def main() -> None:
     """Compiles, prints."""
     parser = argparse.ArgumentParser(
@@ -95,9 +76,9 @@ def main() -> None:
     target = None if args.target == "cpu" else args.target
     if target is not None and (reason := targets.why_not()):
         parser.error(reason)
-    sizes, times = (TINY, [64]) if args.tiny else (SIZES, [1024, 4096, 8192])
+    sizes = TINY if args.tiny else SIZES
     rows = [row for recipe in args.recipes for row in of_blocks(recipe, sizes, target)]
-    sections = {"training step of a GPT": rows, "attention, loss and gradients": of_attention(times, target)}
+    sections = {"training step of a GPT": rows}
     output.finish("blocks", output.cpu_name() if target is None else args.target, sections, args)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from fp8jax.attention import dot_product_attention
-
 # hidden 4096, ffn 16384, 15872 tokens
 WIDTH, HEADS, SEQUENCES, TIME = 4096, 32, 31, 512
 
@@ -24,7 +22,7 @@ class Layer(nn.Module):
     dense: Callable[..., nn.Module]
     dtype: Any
     heads: int = HEADS
-    attention: str = "xla"  # an implementation of `fp8jax.attention`
+    attention: Any = "xla"  # an implementation of `jax.nn.dot_product_attention`
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -35,7 +33,7 @@ class Layer(nn.Module):
         qkv = qkv.reshape(sequences, time, 3, self.heads, width // self.heads)
         query, key, value = (qkv[:, :, i] for i in range(3))
         with jax.named_scope("attention"):
-            y = dot_product_attention(query, key, value, is_causal=True, implementation=self.attention)
+            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=self.attention)
         x = x + self.dense(width, name="out")(y.reshape(x.shape))
         y = nn.LayerNorm(dtype=self.dtype, name="norm_2")(x)
         y = nn.gelu(self.dense(4 * width, name="up")(y))

@@ -8,7 +8,7 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.comm import Zero
-from fp8jax.models import attention_layers, linen, nnx, nnx_lora
+from fp8jax.models import linen, nnx, nnx_lora
 from fp8jax.models.linen import LinenModel
 from fp8jax.models.linen_lora import LoRAModel
 from fp8jax.models.nnx_gradient import gradient_of_module, gradient_of_states, is_split, of_devices
@@ -25,7 +25,6 @@ def transform(
     lora: LoRA | None = None,
     gradient_checkpointing: str = "none",
     checkpoint_blocks: Iterable[str] | str | None = None,
-    attention: str | None = None,
     inputs: Sequence[Any] | None = None,
 ) -> Any:
     """The same model with the recipe's formats: same code, same parameter names.
@@ -43,8 +42,6 @@ def transform(
             products; "full": only its inputs.
         checkpoint_blocks: the blocks' classes, by name, or patterns of their paths as a `Rule` has them;
             None: the outermost modules that repeat, as siblings of one class or under a scan.
-        attention: who computes Flax's attention layers, one of `fp8jax.attention.IMPLEMENTATIONS`; None:
-            Flax, as the model says.
         inputs: example inputs of an NNX module, arrays or `jax.ShapeDtypeStruct`s: what it multiplies with
             is then known. Without, kernels of Flax's own layers are stored in the recipe's weight format,
             and parameters of other modules stay as they are, their GEMMs in FP8 all the same.
@@ -68,21 +65,15 @@ def transform(
         raise TypeError(f"`lora`: expected a fp8jax.LoRA, as LoRA(rank=8), or None; got {lora!r}.")
     recipe, rules = Recipe.parse(recipe), tuple(rules)
     kept = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
-    attention_layers.check(attention)
     if inputs is not None and not nnx.is_module(model):
         raise ValueError("`inputs`: expected none but for an NNX module; others get them in `init`.")
     settings = Settings(recipe, rules, backend, lora, kept)
     if linen.is_module(model):
-        return (LinenModel if lora is None else LoRAModel)(model, settings, attention)
+        return (LinenModel if lora is None else LoRAModel)(model, settings)
     if nnx.is_module(model):
         given = None if inputs is None else tuple(inputs)
-        return (nnx if lora is None else nnx_lora).transform(model, settings, attention, given)
+        return (nnx if lora is None else nnx_lora).transform(model, settings, given)
     if callable(model) and not isinstance(model, type | LinenModel | FunctionModel) and not _wraps(model):
-        if attention is not None:
-            raise ValueError(
-                "`attention`: expected none for a function of parameters, only Flax modules have it; got "
-                f"{attention!r}. In its code call `fp8jax.attention.dot_product_attention`."
-            )
         return FunctionModel(model, settings)
     raise TypeError(
         "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import DenyList, in_filter
 
-from fp8jax.models import attention_layers
 from fp8jax.models.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, Report, Rule, Settings
@@ -40,12 +39,10 @@ class LinenModel:
     Attributes:
         module: the user's module.
         settings: the recipe, rules, GEMM backend and adapters.
-        attention: who computes Flax's attention layers, or None for Flax.
     """
 
     module: nn.Module
     settings: Settings
-    attention: str | None = None
     _function: FunctionModel = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -216,12 +213,8 @@ class LinenModel:
             with annotations.call(path, context.module):
                 return call(*args, **kwargs)
 
-        with nn.intercept_methods(note), attention_layers.intercepted(self.attention) as found:
-            out = self.module.apply(variables, *args, **kwargs)
-        if not kwargs.get("method"):
-            attention_layers.raise_if_none(self.attention, found)
-        annotations.notes += attention_layers.lines(self.attention, found)
-        return out
+        with nn.intercept_methods(note):
+            return self.module.apply(variables, *args, **kwargs)
 
 
 def _interceptors() -> tuple[Any, ...]:

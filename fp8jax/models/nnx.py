@@ -29,7 +29,6 @@ from flax.nnx import bridge
 
 from fp8jax import formats, loss_scale
 from fp8jax.dot import quantized_kernel
-from fp8jax.models import attention_layers
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array, is_wide
@@ -72,7 +71,6 @@ class _Rewritten:
 
     function: FunctionModel  # one for all modules of a model
     path: tuple[Any, ...]
-    attention: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +100,7 @@ def is_module(model: Any) -> bool:
     return isinstance(model, nnx.Module)
 
 
-def transform(
-    model: nnx.Module, settings: Settings, attention: str | None = None, inputs: tuple[Any, ...] | None = None
-) -> nnx.Module:
+def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
     """See `fp8jax.transform`."""
     settings.chosen()
     copy: Any = nnx.clone(model)
@@ -114,11 +110,10 @@ def transform(
                 f"`model`: expected a plain module; got one whose layer {'/'.join(map(str, path))!r} is "
                 "transformed already. Transform the original module, or `fp8jax.dequantize(model)`."
             )
-    attention_layers.replace(copy, attention)
     if inputs is None:
         kernels = _kernels(copy, settings)
     else:
-        _rewrite(copy, FunctionModel(_run, settings, own=2), attention)
+        _rewrite(copy, FunctionModel(_run, settings, own=2))
         rewritten: _Rewritten = getattr(type(copy), _REWRITTEN)
         _, operands = _operands(rewritten, _plain_method(copy, "__call__"), copy, inputs, {})
         kernels = rewritten.function.kernels(*operands)
@@ -135,14 +130,14 @@ def transform(
             param.set_value(q.with_own_dtype(param.dtype))
     if settings.recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
-    _rewrite(copy, FunctionModel(_run, settings._replace(kernels=kernels), own=2), attention)
+    _rewrite(copy, FunctionModel(_run, settings._replace(kernels=kernels), own=2))
     return copy
 
 
-def _rewrite(model: nnx.Module, function: FunctionModel, attention: str | None) -> None:
+def _rewrite(model: nnx.Module, function: FunctionModel) -> None:
     """Makes the calls of a module, and of those within it, rewritten ones."""
     for path, module in modules_of(model):
-        _change_class(module, functools.partial(_subclass, rewritten=_Rewritten(function, path, attention)))
+        _change_class(module, functools.partial(_subclass, rewritten=_Rewritten(function, path)))
 
 
 def _restored(model: Any) -> Any:
@@ -366,13 +361,11 @@ def _run(params: Any, others: Any, rest: Any, arrays: Any, call: _Call) -> Any:
     ]
     args, kwargs = call.treedef.unflatten(leaves)
     token = _is_traced.set(rewritten.function)
-    noted = attention_layers.noted(module, lambda: annotations.paths[-1])
     try:
-        with noted as found, annotations.call("/".join(map(str, call.path)), module):
+        with annotations.call("/".join(map(str, call.path)), module):
             result = call.method(module, *args, **kwargs)
     finally:
         _is_traced.reset(token)
-    annotations.notes += attention_layers.lines(rewritten.attention, found)
     _refuse_changed(constants, _constants((module, *nodes)))
     changes = []
     for path, variable in _variables((module, *nodes)):
@@ -478,7 +471,6 @@ def placed_kernels(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel,
 def dequantize(model: nnx.Module) -> nnx.Module:
     """See `fp8jax.dequantize`."""
     copy: Any = nnx.clone(model)
-    attention_layers.restore(copy)
     for _, _, (_, _, param) in placed_kernels(copy):
         param.set_value(own_value(param.get_value()))
     return _restored(copy)

@@ -31,13 +31,11 @@ from fp8jax.rewrite import LoRA, Settings
 from fp8jax.rewrite.lora import A, B
 
 
-def transform(
-    model: nnx.Module, settings: Settings, attention: str | None = None, inputs: tuple[Any, ...] | None = None
-) -> nnx.Module:
+def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
     """See `fp8jax.transform`."""
     lora = settings.lora
     assert lora is not None
-    copy: Any = transform_alone(model, settings, attention, inputs)
+    copy: Any = transform_alone(model, settings, inputs)
     for _, variable in list(nnx.iter_graph(copy)):
         if isinstance(variable, nnx.Param):
             if type(variable) is not nnx.Param:

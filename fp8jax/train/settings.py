@@ -17,7 +17,6 @@ from fp8jax.train.launch import Launch
 AUTO = "auto"
 
 CHECKPOINTING = ("none", "full", "dots", "fp8")
-ATTENTION = ("", "auto", "eager", "xla", "cudnn", "chunked")
 SCHEDULES = ("constant", "linear", "cosine")
 
 # By each name that is taken, the optimizer: those of Transformers say which kernels run it, too.
@@ -55,7 +54,6 @@ class TrainConfig(Launch):
         "none", "what blocks keep for the backward: none (all of it), full (nothing), dots, fp8 (operands)"
     )
     checkpoint_blocks: str = knob("", "classes or paths of those blocks; by default they are found")
-    attn_implementation: str = knob("", "eager, xla, cudnn, chunked or auto; by default the model's own")
     # optimizer
     optim: str = knob("adamw", "adamw (moments as the recipe says), adamw_8bit or adafactor")
     learning_rate: float = knob(5e-5, "after the warm-up", least=0)
@@ -88,7 +86,6 @@ class TrainConfig(Launch):
         check_ranges(self)
         for name, legal in (
             ("gradient_checkpointing", CHECKPOINTING),
-            ("attn_implementation", ATTENTION),
             ("lr_scheduler_type", SCHEDULES),
             ("optim", tuple(OPTIMIZERS)),
         ):

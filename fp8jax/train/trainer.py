@@ -68,8 +68,6 @@ class Trainer:
         if config.gradient_checkpointing != "none":
             options["gradient_checkpointing"] = config.gradient_checkpointing
             options["checkpoint_blocks"] = tuple(config.checkpoint_blocks.split()) or None
-        if config.attn_implementation:
-            options["attention"] = config.attn_implementation
         if config.lora_rank:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
         self.model = models.transform(model, config.precision, **options)
