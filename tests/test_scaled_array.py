@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def test_every_field_survives_the_way_through_a_tree(format, blocks):
     leaves, treedef = jax.tree.flatten(q)
     assert [leaf.dtype for leaf in leaves] == [
         format.dtype,
-        jnp.float32,
+        jnp.uint32,
     ]  # data first: Linen compares its shape
     assert_same(jax.tree.unflatten(treedef, leaves), q)
     assert_same(jax.tree.map(lambda leaf: leaf, {"w": q})["w"], q)
@@ -215,3 +216,23 @@ def test_it_has_the_surface_of_an_array(name):
     got, expected = SURFACE[name](x), SURFACE[name](value(x))
     assert got.dtype == expected.dtype and not is_scaled(got)
     np.testing.assert_array_equal(got, expected)
+
+
+MAPS = {
+    "half": lambda a, b: 0.5 * a,
+    "average": lambda a, b: 0.9 * a + 0.1 * b,
+    "noise": lambda a, b: a + 1e-3,
+    "cast": lambda a, b: a.astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("format", ["FP16", "E4M3"])
+@pytest.mark.parametrize("name", MAPS)
+def test_arithmetic_on_leaves(name, format):
+    """What acts on codes and scales apart is refused, in compiled code too."""
+    a, b = (quantize(w, format, power_of_two=True) for w in (jnp.ones((4, 6)), jnp.full((4, 6), 20.0)))
+    for run in (lambda a, b: jax.tree.map(MAPS[name], a, b), jax.jit(partial(jax.tree.map, MAPS[name]))):
+        with pytest.raises(TypeError, match="codes and scales apart of a scaled array.*`model.dequantize`"):
+            run(a, b).dequantize()
+    halved = jax.tree.map(lambda w: 0.5 * w, {"w": b}, is_leaf=is_scaled)
+    np.testing.assert_array_equal(halved["w"], 10.0)

@@ -114,7 +114,9 @@ def scrambled(tree):
     """The same tree with other bits in every float array, scales among them."""
     leaves, treedef = jax.tree.flatten(tree)
     new = [
-        jnp.asarray(noise(x.shape, x.dtype, i)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        jnp.asarray(noise(x.shape, x.dtype, i))
+        if jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.uint32
+        else x
         for i, x in enumerate(leaves)
     ]
     return jax.tree.unflatten(treedef, new)

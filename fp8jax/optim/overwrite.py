@@ -53,8 +53,8 @@ class Overwrite(metaclass=ShowsRemedy):
             TypeError: the array has not the new value's width, or something did arithmetic with this.
         """
         old = jnp.asarray(old)
-        if old.dtype == jnp.bfloat16 and self.bits.dtype == jnp.uint32:  # a scale, a power of two
-            return self.__radd__(old.astype(jnp.float32)).astype(jnp.bfloat16)
+        if old.dtype == jnp.uint16 and self.bits.dtype == jnp.uint32:  # a bfloat16 scale, a power of two
+            return jnp.where(self.is_new, (self.bits >> 16).astype(jnp.uint16), old)
         if self.bits.dtype != bits_of(old.dtype):
             raise TypeError(
                 f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {old.dtype}. "

@@ -29,6 +29,7 @@ from fp8jax.rewrite.lora import A, without_adapters
 from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, Site, scan_parts
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
+from fp8jax.scaled import ScaledArray
 
 States = Mapping[tuple[str, ...], Any]
 
@@ -307,7 +308,7 @@ def _stacked(x: Tracked, site: Site, length: int) -> Any:
     stored = x.stored
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
-        stored = dataclasses.replace(stored, scale=scale)
+        stored = ScaledArray(stored.data, scale)
     return Tracked(stored, x.slot, way, x.spread)
 
 

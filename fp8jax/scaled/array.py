@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,48 @@ from fp8jax.scaled.scales import largest_scale, scale_of
 _INFINITY = np.array(np.inf, np.float32).view(np.int32)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("data", "scale"), meta_fields=())
+_BITS = {jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32), jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16)}
+_FLOATS = {bits: float for float, bits in _BITS.items()}
+
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+
+
+def _bitcast(x: Any, dtypes: Any) -> Any:
+    """An array in another dtype of its width; what is no array, a sharding say, as it is."""
+    if not isinstance(x, _ARRAYS) or x.dtype not in dtypes:
+        return x
+    dtype = dtypes[x.dtype]
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return lax.bitcast_convert_type(x, dtype) if isinstance(x, jax.Array) else x.view(dtype)
+
+
+class _Scale:
+    """The attribute `scale` of a `ScaledArray`, which keeps it as bits."""
+
+    def __get__(self, array: Any, cls: Any = None) -> Any:
+        if array is None:
+            raise AttributeError("scale")  # so it has no default
+        if isinstance(array.bits, _ARRAYS) and array.bits.dtype not in _FLOATS:
+            raise TypeError(f"something changed codes and scales apart of {array.remedy}.")
+        return _bitcast(array.bits, _FLOATS)
+
+    def __set__(self, array: Any, scale: Any) -> None:
+        scale = jnp.float32(scale) if isinstance(scale, float) else scale
+        vars(array)["bits"] = _bitcast(scale, _BITS)
+
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledArray:
     """Codes and the scale that gives them their meaning: `value = data * scale`.
+
+        ScaledArray(data, scale)
+
+    A tree function sees two leaves: the codes, and the bits of the scale as an unsigned integer. Arithmetic
+    on leaves, as in `jax.tree.map(lambda w: 0.5 * w, params)`, would halve both and quarter the value. It
+    makes floats of the bits, which are refused where the scale is read.
 
     Invariants (checked by `validate`):
         `data` holds codes of a floating dtype, any shape;
@@ -34,7 +72,34 @@ class ScaledArray:
     """
 
     data: Any
-    scale: Any
+    scale: Any = _Scale()
+
+    remedy: ClassVar[str] = (
+        "a scaled array: its leaves take no arithmetic. Do it with the plain parameters that "
+        "`model.dequantize` gives, or with `is_leaf=fp8jax.scaled.is_scaled`, for which the array is a leaf"
+    )
+
+    def tree_flatten_with_keys(self) -> Any:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        data, scale = map(jax.tree_util.GetAttrKey, ("data", "scale"))
+        return ((data, self.data), (scale, self.bits)), None
+
+    def tree_flatten(self) -> Any:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        return (self.data, self.bits), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> Any:
+        """See `jax.tree_util.register_pytree_with_keys_class`."""
+        del aux
+        new = object.__new__(cls)
+        vars(new)["data"], vars(new)["bits"] = children
+        return new
+
+    @property
+    def bits(self) -> Any:
+        """The leaf that stands for the scale: its bits, as an unsigned integer."""
+        return self.__dict__["bits"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +119,7 @@ class ScaledArray:
     @property
     def nbytes(self) -> int:
         """Bytes of the codes and of the scales."""
-        return int(self.data.nbytes + self.scale.nbytes)
+        return int(self.data.nbytes + self.bits.nbytes)
 
     @property
     def own_dtype(self) -> Any:
@@ -65,7 +130,7 @@ class ScaledArray:
         """The same codes, of an array of bfloat16 if `dtype` is that, else of float32; scales are powers of
         two."""
         own = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        return dataclasses.replace(self, scale=self.scale.astype(own))
+        return ScaledArray(self.data, self.scale.astype(own))
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """The value, `data * scale`, computed in float32 and cast to `dtype`."""
@@ -73,18 +138,18 @@ class ScaledArray:
 
     def validate(self) -> "ScaledArray":
         """Returns itself; raises ValueError naming both shapes if an invariant is broken."""
-        shape, blocks = self.shape, tuple(self.scale.shape)
+        shape, blocks = self.shape, tuple(self.bits.shape)
         fits = not blocks or (
             len(blocks) == len(shape)
             and all(b == d or (b and d % b == 0) for d, b in zip(shape, blocks, strict=True))
         )
         is_float = jnp.issubdtype(self.data.dtype, jnp.floating)
-        is_float = is_float and self.scale.dtype in (jnp.float32, jnp.bfloat16)
+        is_float = is_float and self.bits.dtype in _FLOATS
         if not (fits and is_float):
             raise ValueError(
                 "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank "
                 f"with dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
-                f"scale {self.scale.dtype}{list(blocks)}."
+                f"scale {_FLOATS.get(self.bits.dtype, self.bits.dtype)}{list(blocks)}."
             )
         return self
 

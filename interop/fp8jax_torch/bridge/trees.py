@@ -83,7 +83,7 @@ def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
 def codes_and_scale(leaf: Any) -> tuple[Any, Any]:
     """The arrays of a leaf, without boxes; the scale is None if it has none."""
     arrays = jax.tree.leaves(leaf)
-    return (arrays[0], arrays[1]) if is_scaled(leaf) else (arrays[0], None)
+    return (arrays[0], ScaledArray.tree_unflatten(None, arrays).scale if is_scaled(leaf) else None)
 
 
 def boxed_as(old: Any, new: Any) -> Any:
