@@ -491,7 +491,9 @@ def test_attend_is_in_fp8_where_it_is_asked_for(recipe, rules):
     assert set(rows) == {"embed", "fc"}  # the table and the head are one row
     is_asked = bool(rules) or "embed" in recipe
     assert rows["embed"].fp8 == is_asked and rows["embed"].flops == 2 * 12 * WIDTH * VOCAB
-    assert rows["embed"].reason == ("" if is_asked else "embeddings stay as they are")
+    assert rows["embed"].reason == (
+        "" if is_asked else "embeddings stay as they are, unless a rule names them"
+    )
     assert ("embed" in variables["_overwrite_with_gradient"]) == is_asked
     assert not is_scaled(variables["params"]["embed"]["embedding"])
     loss_fn = lambda v, apply=model.apply: jnp.mean(apply(v, tokens) ** 2)  # noqa: E731

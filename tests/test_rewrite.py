@@ -98,7 +98,7 @@ def test_report_of_decoder():
         ("layers/up", True, ""),
         ("layers/down", True, ""),
         ("mid", True, ""),
-        ("embedding", False, "embeddings stay as they are"),
+        ("embedding", False, "embeddings stay as they are, unless a rule names them"),
     ]
     tokens = 4 * 17
     assert report.rows[0].flops == LAYERS * 2 * tokens * WIDTH * HIDDEN
@@ -551,3 +551,62 @@ def test_gradient_of_each_example():
     together = jax.vmap(grad, (None, 0))(variables, x)[1]["params"]["w"]
     each = jnp.stack([value(grad(variables, part)[1]["params"]["w"]) for part in x])
     np.testing.assert_allclose(value(together), each, rtol=1e-6, atol=1e-6 * jnp.abs(each).max())
+
+
+def convolved(x, kernel):
+    numbers = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(x[None], kernel, (1,), "SAME", dimension_numbers=numbers)[0]
+
+
+def test_report_names_what_is_left():
+    """Convolutions each by its kernel, a dot product without contraction, a weight that is no parameter."""
+    constant = jnp.ones((64, 64))
+
+    def fn(params, x):
+        x = convolved(convolved(x, params["c0"]), params["c1"])
+        x = jnp.einsum("ld,dn->ldn", x, params["outer"]).sum(-1)
+        return x @ params["w"] @ constant
+
+    params = {"c0": jnp.ones((3, 64, 64)), "c1": jnp.ones((3, 64, 64)), "outer": jnp.ones((64, 64))}
+    params["w"] = jnp.ones((64, 64))
+    report = fp8jax.transform(fn, "te").report(params, jnp.ones((8, 64)))
+    one = 2 * 8 * 64 * 64
+    assert {row.path: (row.fp8, row.flops, row.reason) for row in report.rows} == {
+        "c0": (False, 3 * one, "convolutions stay as they are"),
+        "c1": (False, 3 * one, "convolutions stay as they are"),
+        "outer": (False, one, "it sums over no axis"),
+        "w": (True, one, ""),
+        "(constants)": (False, one, "its kernel is a constant of the function: make it a parameter"),
+    }
+    assert report.flops == 9 * one
+
+
+def test_flops_inside_of_shard_map():
+    """Those of all devices, as everywhere else."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P(None, "x")
+
+    def fn(params, x):
+        y = x @ params["a"]
+        return jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(jax.P(), spec), out_specs=spec)(y, params["b"])
+
+    params = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64))}
+    rows = fp8jax.transform(fn, "te").report(params, jnp.ones((8, 64))).rows
+    assert {row.path: (row.fp8, row.flops) for row in rows} == {"a": (True, 65536), "b": (False, 65536)}
+
+
+def test_functions_among_the_parameters():
+    """An Equinox module has activations among its leaves."""
+    params = {"w": jnp.ones((64, 64)), "activation": jax.nn.relu}
+    with pytest.raises(TypeError, match=r"got .* at \['activation'\].*eqx.partition"):
+        fp8jax.transform(lambda params, x: x @ params["w"], "te").init(params, jnp.ones((8, 64)))
+
+
+def test_quantize_like_shapes():
+    """Shapes alone hold no scaling state."""
+    model, params = fp8jax.transform(lambda params, x: x @ params["w"], "te"), {"w": jnp.ones((64, 64))}
+    like = jax.eval_shape(model.init, params, jnp.ones((8, 64)))
+    with pytest.raises(
+        ValueError, match="`like`: expected the variables that `model.init` gives; got shapes"
+    ):
+        model.quantize(params, like)

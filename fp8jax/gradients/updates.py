@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 
 from fp8jax.optim.overwrite import overwrites
-from fp8jax.scaled import ScaledGradient, format_of, is_scaled, plain, quantize, value
+from fp8jax.scaled import ScaledGradient, is_scaled, plain, quantize_like, value
 from fp8jax.variables import PARAMS, check_gradients, has_params
 
 
@@ -113,7 +113,4 @@ def _step(leaf: Any, update: Any) -> Any:
         )
     if not is_scaled(leaf):
         return (leaf + update).astype(leaf.dtype)
-    new = value(leaf) + jnp.asarray(update, jnp.float32)
-    format = format_of(leaf)
-    q = quantize(new, format, power_of_two=True, blocks=leaf.scale.shape)
-    return q.with_own_dtype(leaf.own_dtype)
+    return quantize_like(value(leaf) + jnp.asarray(update, jnp.float32), leaf)

@@ -22,8 +22,8 @@ from flax.core.scope import DenyList, in_filter
 
 from fp8jax.models.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Report, Rule, Settings
-from fp8jax.scaled import format_of, is_scaled, own_value, quantize, value
+from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, check_like
+from fp8jax.scaled import is_scaled, own_value, quantize_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -142,20 +142,14 @@ class LinenModel:
             Variables with plain's values, rounded where `like` has a `ScaledArray`.
 
         Raises:
-            ValueError: they are not those of one module.
+            ValueError: they are not those of one module, or `like` has shapes alone.
         """
-
-        def convert(target: Any, source: Any) -> Any:
-            if not is_scaled(target):
-                return value(source)
-            q = quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
-            return q.with_own_dtype(target.own_dtype)
-
+        check_like(like)
         # Without the boxes of axis names, which are of different classes, and back into like's.
         sources, targets = by_path(collection("plain", plain)), by_path(collection("like", like))
         check_same("plain", shapes_of(sources), shapes_of(targets), "`like`")
         boxes = jax.tree.structure(like[PARAMS], is_leaf=is_scaled)
-        params = boxes.unflatten([convert(target, sources[path]) for path, target in targets.items()])
+        params = boxes.unflatten([quantize_like(sources[path], target) for path, target in targets.items()])
         return {**like, **plain, PARAMS: params}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:

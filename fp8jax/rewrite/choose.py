@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fp8jax.dot import init_ragged_state, init_state
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import Chosen, Dot, Found
+from fp8jax.rewrite.plan import OF_CONSTANTS, Chosen, Dot, Found
 from fp8jax.rewrite.report import Report, Row
 from fp8jax.rewrite.rules import Choice, Layer, Rules, layer_path
 
@@ -88,7 +88,7 @@ def _choose(dot: Dot, found: Found, rules: Rules, modules: Mapping[str, Any]) ->
         return Choice(dataclasses.replace(rules.recipe, gemm="FP8"), dot.reason)
     if choice.reason is None and not rules.names(layer):
         if dot.path in found.tables or dot.path[-1:] == ("embedding",):
-            return Choice(choice.recipe, "embeddings stay as they are")
+            return Choice(choice.recipe, "embeddings stay as they are, unless a rule names them")
         _, *sides = dot.gemm
         if min(sides) < SMALLEST:
             return Choice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
@@ -123,11 +123,14 @@ def report(
         row = rows.get(key) or Row(layer_path(dot.path), kind, dot.shape, key[1], key[2], gemm=dot.gemm)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots)
-    for scope, (path, flops) in found.convolutions.items():
+    for (scope, path), flops in found.convolutions.items():
         name = scope if path is None else layer_path(path)
         kind = _kind(path, modules) if path is not None else ""
-        rows[scope, False, ""] = Row(name, kind or "conv", (), False, "convolutions stay as they are", flops)
+        row = Row(name, kind or "conv", (), False, "convolutions stay as they are", flops)
+        rows[f"{scope} {name}", False, ""] = row
         total += flops
+    if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
+        rows["", False, ""] = Row("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
     return Report(str(recipe), tuple(rows.values()), total, note)
 
 

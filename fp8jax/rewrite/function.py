@@ -38,7 +38,7 @@ from fp8jax.rewrite.program import (
 )
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import layer_names, layer_path
-from fp8jax.scaled import format_of, is_scaled, own_value, quantize
+from fp8jax.scaled import is_scaled, own_value, quantize, quantize_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Programs of one model, for inputs of other shapes.
@@ -193,15 +193,11 @@ class FunctionModel:
 
     def quantize(self, params: Any, like: Mapping[str, Any]) -> dict[str, Any]:
         """The function's own parameters, such as a checkpoint's, in the formats of the variables `like`."""
-
-        def convert(target: Any, source: Any) -> Any:
-            if not is_scaled(target):
-                return source
-            q = quantize(source, format_of(target), power_of_two=True, blocks=target.scale.shape)
-            return q.with_own_dtype(target.own_dtype)
-
+        check_like(like)
         name = PARAMS if self.settings.lora is None else FROZEN
-        return {**like, name: jax.tree.map(convert, like[name], params, is_leaf=is_scaled)}
+        targets, treedef = jax.tree.flatten(like[name], is_leaf=is_scaled)
+        sources = treedef.flatten_up_to(params)
+        return {**like, name: treedef.unflatten(map(quantize_like, sources, targets))}
 
     def dequantize(self, variables: Mapping[str, Any]) -> Any:
         """The function's own parameters: float32 arrays for scaled ones, adapters merged into them."""
@@ -252,6 +248,8 @@ class FunctionModel:
     def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
         """The function as traced for such inputs, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+        if any(callable(leaf) for leaf in leaves):
+            raise _no_array(params)
         others, others_treedef = jax.tree.flatten((args, kwargs))
         constants = tuple((type(x), x) for x in others if not is_array(x))  # 1 is equal to True, and another
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *others) if is_array(x))
@@ -280,6 +278,25 @@ def _key_of(x: Any) -> Any:
         getattr(aval, "weak_type", False),
         getattr(aval, "sharding", None),
     )
+
+
+def _no_array(params: Any) -> TypeError:
+    """The error of a tree of parameters that has functions among them, as an Equinox module does."""
+    pairs, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    kind, at = next((type(x).__name__, jax.tree_util.keystr(path)) for path, x in pairs if callable(x))
+    return TypeError(
+        f"`params`: expected a tree of arrays; got a {kind} at {at}. Give the arrays alone, of an Equinox "
+        "module `params, static = eqx.partition(module, eqx.is_array)`, and combine them in the function."
+    )
+
+
+def check_like(like: Any) -> None:
+    """Raises ValueError if variables, whose scaling state is to be taken over, are shapes alone."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like)):
+        raise ValueError(
+            "`like`: expected the variables that `model.init` gives; got shapes of them. Their first scaling "
+            "state is taken over, so call `model.init` itself."
+        )
 
 
 def _check_share(report: Report) -> None:

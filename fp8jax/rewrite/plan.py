@@ -30,6 +30,9 @@ _PLAIN_RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0
 # A call of a transformed function.
 PROGRAM = "fp8_program"
 
+# Why a dot product of a matrix that the function closes over stays as it is.
+OF_CONSTANTS = "its kernel is a constant of the function: make it a parameter"
+
 DOTS = ("dot_general", "ragged_dot_general", RAGGED)
 
 
@@ -117,7 +120,7 @@ class Found(NamedTuple):
 
     dots: list[Dot]
     tables: set[tuple[str, ...]]  # parameters that a gather reads, such as embeddings
-    convolutions: dict[str, tuple[tuple[str, ...] | None, int]]  # by name scope: parameter and FLOPs
+    convolutions: dict[tuple[str, tuple[str, ...] | None], int]  # FLOPs by name scope and parameter
     uses: dict[tuple[str, ...], Uses]
     programs: list[Site]  # of calls of transformed functions
 
@@ -144,6 +147,8 @@ class _Activation:
 
 _ACTIVATION, _ONE_HOT = _Activation(), _Activation()  # the second is made of booleans, which look up a table
 
+_CONSTANT = object()  # a matrix that the function closes over, or what is computed from one
+
 
 def _is_parameter(x: Any) -> bool:
     return isinstance(x, Way | Lost)
@@ -159,8 +164,8 @@ def _lost(x: Way | Lost, reason: str, is_opaque: bool = False) -> Lost:
 class _Walk:
     """Follows the inputs of a jaxpr to its outputs.
 
-    A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `_Activation`, or None (a
-    constant, or a parameter that is no kernel).
+    A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `_Activation`, a `_CONSTANT`, or
+    None (another constant, or a parameter that is no kernel).
     """
 
     found: Found
@@ -170,6 +175,7 @@ class _Walk:
     def through(self, jaxpr: Any, ins: Sequence[Any], site: Site, scope: str, times: int) -> list[Any]:
         """The outputs of a jaxpr."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+        env.update((var, _CONSTANT) for var in jaxpr.constvars if len(var.aval.shape) > 1)
 
         def read(var: Any) -> Any:
             return None if isinstance(var, jex.Literal) else env.get(var)
@@ -212,9 +218,9 @@ class _Walk:
         elif name == "gather" and isinstance(ins[0], Way):
             self.found.tables.add(ins[0].path)
         elif name == "conv_general_dilated":
-            path = ins[1].path if _is_parameter(ins[1]) else None
-            before = self.found.convolutions.get(scope, (path, 0))[1]
-            self.found.convolutions[scope] = path, before + times * _flops_of_convolution(eqn)
+            key = scope, ins[1].path if _is_parameter(ins[1]) else None
+            before = self.found.convolutions.get(key, 0)
+            self.found.convolutions[key] = before + times * _flops_of_convolution(eqn)
         elif _makes_one_hot(eqn, ins):
             return [_ONE_HOT]
         elif ins and isinstance(ins[0], Way):
@@ -230,7 +236,9 @@ class _Walk:
         if any(isinstance(x, _Activation) for x in ins):
             return _ACTIVATION
         parameters = [x for x in ins if _is_parameter(x)]
-        return _lost(parameters[0], f"its kernel is computed ({name})") if parameters else None
+        if not parameters:
+            return _CONSTANT if _CONSTANT in ins else None
+        return _lost(parameters[0], f"its kernel is computed ({name})")
 
     def scan(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> list[Any]:
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
@@ -258,6 +266,10 @@ class _Walk:
     def opaque(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> None:
         """Finds the dot products inside of a call that is left as it is."""
         reason = f"it is inside of a {eqn.primitive.name}"
+        if eqn.primitive.name == "shard_map":
+            mesh = eqn.params["mesh"]
+            axes = eqn.params.get("newly_manual_axes", mesh.axis_names)
+            times *= math.prod(mesh.shape[axis] for axis in axes)  # its shapes are those on one device
         lost = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
         parameters = [x for x in lost if isinstance(x, Lost)]
         is_choice = eqn.primitive.name == "by_platform"  # one of two programs
@@ -332,6 +344,8 @@ def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
     x = ins[kernel]
     path = x.path if _is_parameter(x) else None
     reason = _why_not(eqn, ins, kernels, gemm, len(shapes[1 - kernel]), numbers)
+    if reason is None and not contracted[0]:
+        reason = "it sums over no axis"
     loops, is_computed = (x.loops, isinstance(x, Lost)) if _is_parameter(x) else ((), False)
     # The contracted axes are the first ones as they are stored, and there is no batch.
     is_matrix = isinstance(x, Way) and not (x.is_shared or groups or batched[kernel])
@@ -347,7 +361,7 @@ def _why_not(
     eqn: Any, ins: list[Any], kernels: list[int], gemm: tuple[int, int, int], rank: int, numbers: Any
 ) -> str | None:
     if not kernels:
-        return "both operands are activations"
+        return OF_CONSTANTS if _CONSTANT in ins else "both operands are activations"
     if len(kernels) == 2:
         return "both operands are parameters"
     [kernel] = kernels
@@ -356,7 +370,7 @@ def _why_not(
         return x.reason
     if ins[1 - kernel] is _ONE_HOT:
         return "it looks up rows of a table"
-    if ins[1 - kernel] is None:
+    if ins[1 - kernel] in (None, _CONSTANT):
         return "it multiplies no input of the model"
     if rank == 1:
         return "it multiplies a single vector"

@@ -30,6 +30,7 @@ from fp8jax.scaled.array import is_scaled as is_scaled
 from fp8jax.scaled.array import own_value as own_value
 from fp8jax.scaled.array import quantize as quantize
 from fp8jax.scaled.array import quantize_gradient as quantize_gradient
+from fp8jax.scaled.array import quantize_like as quantize_like
 from fp8jax.scaled.array import value as value
 from fp8jax.scaled.array import with_float32_scales as with_float32_scales
 from fp8jax.scaled.array import without_infinities as without_infinities

@@ -163,6 +163,11 @@ class ScaledArray:
         """Itself for `...`, else a part of the dequantized value."""
         return self if index is ... else self.dequantize()[index]
 
+    def __setitem__(self, index: Any, new: Any) -> None:
+        raise TypeError(
+            "a ScaledArray cannot be changed in place; of an NNX parameter, call `param.set_value(array)`."
+        )
+
     @property
     def T(self) -> jax.Array:
         """The value, transposed."""
@@ -317,6 +322,15 @@ def quantize(
     scale = jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
     return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)
+
+
+def quantize_like(x: Any, like: Any) -> Any:
+    """The value of `x`, quantized where `like` is a `ScaledArray`: to its format and its own dtype, on fresh
+    power-of-two scales of its blocks."""
+    if not is_scaled(like):
+        return value(x)
+    q = quantize(x, format_of(like), power_of_two=True, blocks=like.bits.shape)
+    return q.with_own_dtype(like.own_dtype)
 
 
 def quantize_gradient(x: Any, blocks: tuple[int, ...] = ()) -> ScaledArray:
