@@ -30,24 +30,29 @@ _choose_p = jex.Primitive("by_platform")
 _choose_p.multiple_results = True
 
 
-def by_platform(
-    *args: Any, cpu: Callable[..., Any], default: Callable[..., Any], whole: bool = False, **static: Any
-) -> Any:
+def by_platform(*args: Any, cpu: Callable[..., Any], default: Callable[..., Any], **static: Any) -> Any:
     """`cpu(*args, **static)` on a CPU, `default(*args, **static)` elsewhere.
 
     Args:
         args: trees of arrays.
         cpu: a module-level function that gives a tree of arrays.
         default: the same for other platforms, with a result of the same structure.
-        whole: whether `cpu` is only for arrays that are whole on one device, because it cuts
-            them where a partitioner would have to gather them.
         static: hashable keyword arguments of both.
     """
     leaves, treedef = jax.tree.flatten(args)
     leaves = [jax.numpy.asarray(leaf) for leaf in leaves]
     avals = tuple(jax.typeof(leaf) for leaf in leaves)
     on_cpu, elsewhere, out = _trace(cpu, default, tuple(sorted(static.items())), treedef, avals)
-    return jax.tree.unflatten(out, _choose_p.bind(*leaves, cpu=on_cpu, default=elsewhere, whole=whole))
+    return jax.tree.unflatten(out, _choose_p.bind(*leaves, cpu=on_cpu, default=elsewhere))
+
+
+def gpu_barrier(tree: Any) -> Any:
+    """`jax.lax.optimization_barrier`; on a CPU the tree as it is, where a barrier only costs time."""
+    return by_platform(tree, cpu=_as_it_is, default=lax.optimization_barrier)
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,8 +66,8 @@ def _trace(cpu: Any, default: Any, static: Any, treedef: Any, avals: Any) -> tup
 
 
 @_choose_p.def_abstract_eval
-def _abstract(*avals: Any, cpu: Any, default: Any, whole: bool) -> Any:
-    del avals, cpu, whole
+def _abstract(*avals: Any, cpu: Any, default: Any) -> Any:
+    del avals, cpu
     return default.out_avals
 
 
@@ -72,10 +77,10 @@ def _compiled(branch: Any) -> Callable[..., Any]:
 
 
 @_choose_p.def_impl
-def _run(*args: jax.Array, cpu: Any, default: Any, whole: bool) -> Any:
+def _run(*args: jax.Array, cpu: Any, default: Any) -> Any:
     devices = {device for arg in args for device in arg.devices()}
     on_cpu = {device.platform for device in devices} == {"cpu"}
-    return _compiled(cpu if on_cpu and not (whole and len(devices) > 1) else default)(*args)
+    return _compiled(cpu if on_cpu else default)(*args)
 
 
 def differentiable_once(out: Any, of: Any, message: str) -> Any:
@@ -176,32 +181,25 @@ def over_axis(function: Callable[..., Any], mesh: Mesh, axis_name: str, spec: An
     return jax.shard_map(function, mesh=chosen, in_specs=spec, out_specs=spec, **options)
 
 
-def _batch(args: Any, dims: Any, *, cpu: Any, default: Any, whole: bool) -> Any:
+def _batch(args: Any, dims: Any, *, cpu: Any, default: Any) -> Any:
     def batched(branch: Any) -> Any:
         return jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(branch), in_axes=dims))(*args)
 
-    out = _choose_p.bind(*args, cpu=batched(cpu), default=batched(default), whole=whole)
+    out = _choose_p.bind(*args, cpu=batched(cpu), default=batched(default))
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[_choose_p] = _batch
 
 
-def _lower(ctx: Any, *args: Any, cpu: Any, default: Any, whole: bool) -> Any:
-    del cpu, whole
+def _lower(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:
+    del cpu
     return mlir.lower_fun(jex.jaxpr_as_fun(default), multiple_results=True)(ctx, *args)
 
 
-def _lower_on_cpu(ctx: Any, *args: Any, cpu: Any, default: Any, whole: bool) -> Any:
-    branch = default if whole and _is_partitioned(ctx.module_context.axis_context) else cpu
-    return mlir.lower_fun(jex.jaxpr_as_fun(branch), multiple_results=True)(ctx, *args)
-
-
-def _is_partitioned(axes: Any) -> bool:
-    """Whether arrays may be parts of larger ones: in a program for several devices, outside `shard_map`."""
-    if hasattr(axes, "mesh"):
-        return set(axes.mesh.axis_names) != set(axes.manual_axes)
-    return axes.num_devices > 1
+def _lower_on_cpu(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:
+    del default
+    return mlir.lower_fun(jex.jaxpr_as_fun(cpu), multiple_results=True)(ctx, *args)
 
 
 mlir.register_lowering(_choose_p, _lower_on_cpu, platform="cpu")

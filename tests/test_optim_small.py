@@ -10,16 +10,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import lax
 
 import fp8jax
-from fp8jax import formats, platforms, quantize
+from fp8jax import formats, quantize
 from fp8jax.optim import (
     Blockwise,
     adafactor,
     adamw,
     adamw_8bit,
-    eight_bit_pieces,
     moments,
     on_values,
     skipped,
@@ -116,48 +114,6 @@ def test_bytes_of_state_a_parameter():
     small, large = jnp.ones(4095), jnp.ones(4096)
     mu, _ = moments(adamw_8bit(1e-3, "te").init({"small": small, "large": large}))
     assert mu["small"].dtype == jnp.float32 and isinstance(mu["large"], Blockwise)
-
-
-@pytest.mark.parametrize("format", [None, pytest.param(formats.E4M3, marks=pytest.mark.long)], ids=str)
-def test_in_pieces_a_step_is_the_same_and_keeps_no_copies(monkeypatch, format):
-    """A stack of two kernels, cut in pieces and whole: up to contractions, and without float32 arrays."""
-    stack = jax.random.normal(jax.random.key(0), (2, 256, 384))
-    blocks = None if format is None else (2, 1, 1)
-    params = {"w": stack if format is None else quantize(stack, format, power_of_two=True, blocks=blocks)}
-    tx = adamw_8bit(1e-2, "te" if format is None else "O3", weight_decay=0.1)
-
-    def two_steps():
-        jax.clear_caches()
-        platforms._trace.cache_clear()
-
-        def step(params, state, seed):
-            numbers = lax.broadcasted_iota(jnp.float32, stack.shape, 2)
-            return step_of(tx, params, state, {"w": jnp.sin(numbers * numbers + seed)})
-
-        at = jax.tree.map(jnp.array, params), tx.init(params)
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*at, 1).compile()
-        for seed in (1, 2):
-            at = compiled(*at, seed)
-        return at, compiled.memory_analysis().temp_size_in_bytes
-
-    (got, state), pieces_need = two_steps()
-    before = jax.tree.map(np.asarray, (got, moments(state)))
-    bad = {"w": jnp.full(stack.shape, 0.5).at[1, 200, 300].set(jnp.nan)}
-    got, after = jax.jit(functools.partial(step_of, tx))(got, state, bad)
-    jax.tree.map(np.testing.assert_array_equal, (got, moments(after)), before)
-    assert int(skipped(after)) == 1
-    monkeypatch.setattr(eight_bit_pieces, "_FEWEST", 10**9)
-    (expected, whole), whole_needs = two_steps()
-    # Sums are contracted in other ways, so a code may be the next one where it was near the middle.
-    few = 1e-4 * stack.size
-    close = np.isclose(value(got["w"]), value(expected["w"]), rtol=3e-7, atol=1e-8)
-    assert (~close).sum() <= few
-    for mine, theirs in zip(moments(state), moments(whole), strict=True):
-        off = np.abs(mine["w"].codes.astype(np.int32) - theirs["w"].codes)
-        assert off.max() <= 1 and (off != 0).sum() <= few
-        np.testing.assert_allclose(mine["w"].absmax, theirs["w"].absmax, rtol=1e-6)
-    # One float32 array is the gradient, over which the update is written; whole, both moments are added.
-    assert pieces_need < 2 * stack.nbytes < 3 * stack.nbytes < whole_needs
 
 
 # Every level ######################################################################################

@@ -15,7 +15,7 @@ from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.layout import Layout
-from fp8jax.platforms import by_platform, differentiable_once
+from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
@@ -210,14 +210,9 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
 
 
 def stored(q: ScaledArray, format: formats.Format) -> ScaledArray:
-    """`q` as it is, but that XLA on a GPU stores its codes."""
-    return unpacked(by_platform(packed(q), cpu=_as_it_is, default=lax.optimization_barrier), format)
-
-
-def _as_it_is(x: Any) -> Any:
-    """In the place of the barrier without which XLA on a GPU keeps the wide tensor for the backward, and
-    casts it again. On a CPU it only makes compiling slower."""
-    return x
+    """`q` as it is, but that XLA on a GPU stores its codes: else it keeps the wide tensor for the backward,
+    and casts it again."""
+    return unpacked(gpu_barrier(packed(q)), format)
 
 
 def packed(q: ScaledArray) -> ScaledArray:

@@ -9,7 +9,7 @@ Each step, in float32, per tensor:
 with the new m and v not yet rounded; then they are rounded to their formats, each tensor on
 a fresh power-of-two scale. E4M3 + FP16 costs 3 bytes per parameter instead of 8.
 
-A step is computed twice (`passes`), so that no float32 copy of a tensor is stored.
+A step is computed twice (`fused`), so that a GPU stores no float32 copy of a tensor.
 
 A step that would make any weight or moment infinite or NaN changes none, and is counted.
 
@@ -29,17 +29,17 @@ import optax
 
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.optim import eight_bit
+from fp8jax.optim.arithmetic import DECOUPLED, L2, NO_DECAY, AdamScalars, ParamState
+from fp8jax.optim.codecs import blockwise_zeros, zeros
 from fp8jax.optim.devices import advance_over_devices
+from fp8jax.optim.fused import as_written, fused_adam
 from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
-from fp8jax.optim.passes import advance, as_written
 from fp8jax.optim.state import AdamState, is_adam_state
-from fp8jax.optim.step import DECOUPLED, L2, NO_DECAY, Leaf, Numbers
 from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.platforms import with_auto_axes
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, plain, quantize, value, with_float32_scales
+from fp8jax.scaled import format_of, is_scaled, plain, quantize, value, with_float32_scales
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
@@ -181,7 +181,7 @@ def adamw_8bit(
         ValueError: `zero` is given; otherwise as `adam`.
 
     References:
-        8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise` and `eight_bit`.
+        8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise`.
     """
     refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
     check_rate(learning_rate)
@@ -240,9 +240,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             format = formats.get(recipe.moments[number])
 
             def of_one(param: Any) -> Any:
-                if rule.in_8_bits:
-                    return eight_bit.first_moments(param)[number]
-                return _zeros(param, format)
+                return blockwise_zeros(param, signed=number == 0) if rule.in_8_bits else zeros(param, format)
 
             return jax.tree.map(of_one, params, is_leaf=is_scaled)
 
@@ -265,7 +263,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         params = with_float32_scales(without_variables(params))
         grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
         count = optax.safe_increment(state.adam.count)
-        numbers = Numbers(
+        scalars = AdamScalars(
             (rule.b1, rule.b2),
             (1 - rule.b1, 1 - rule.b2),
             (1 - jnp.float32(rule.b1) ** count, 1 - jnp.float32(rule.b2) ** count),
@@ -273,19 +271,18 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate,
             rule.weight_decay,
         )
-        numbers = jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), numbers)
+        scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
         kept = [treedef.flatten_up_to(tree) for tree in kept]
         olds = [None] * len(grads) if rule.learning_rate is None else treedef.flatten_up_to(params)
         mu, nu, master = kept
-        leaves = [Leaf(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
+        leaves = [ParamState(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
         _check_shapes(leaves)
         decays = _decays(rule, treedef, params)
         if rule.zero is None:
-            way = eight_bit.advance if rule.in_8_bits else advance
-            step = functools.partial(way, decays=decays)
-            new, ok = with_auto_axes(step, as_written, leaves, numbers)
+            step = functools.partial(fused_adam, decays=decays)
+            new, ok = with_auto_axes(step, as_written, leaves, scalars)
         else:
-            new, ok = advance_over_devices(rule.zero, leaves, numbers, decays)
+            new, ok = advance_over_devices(rule.zero, leaves, scalars, decays)
         directions, mu, nu, master = (
             in_variables(boxes[i], treedef.unflatten([leaf[i] for leaf in new])) for i in range(4)
         )
@@ -295,7 +292,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
     return on_params(optax.GradientTransformation(init, update))
 
 
-def _check_shapes(leaves: list[Leaf]) -> None:
+def _check_shapes(leaves: list[ParamState]) -> None:
     for leaf in leaves:
         if leaf.grad.shape != leaf.mu.shape:
             raise ValueError(
@@ -322,11 +319,3 @@ def _master_of(param: Any, recipe: Recipe) -> Any:
     if format == formats.FP32:
         return value(param)
     return quantize(value(param), format, power_of_two=True, blocks=param.scale.shape)
-
-
-def _zeros(param: Any, format: formats.Format) -> Any:
-    zeros = jnp.zeros_like(param.data if is_scaled(param) else param, format.dtype)  # sharded as it is
-    if format == formats.FP32:
-        return zeros
-    scale_shape = param.scale.shape if is_scaled(param) else ()
-    return ScaledArray(zeros, jnp.ones(scale_shape, jnp.float32))

@@ -8,16 +8,16 @@ from jax.sharding import PartitionSpec as P
 from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.zero import own_part
+from fp8jax.optim.arithmetic import AdamScalars, ParamState
+from fp8jax.optim.fused import Written, fused_adam
 from fp8jax.optim.overwrite import Overwrite, overwrites
-from fp8jax.optim.passes import Written, advance
-from fp8jax.optim.step import Leaf, Numbers
 from fp8jax.scaled import ScaledArray, is_scaled
 
 
 def advance_over_devices(
-    zero: Zero, leaves: list[Leaf], numbers: Numbers, decays: tuple[str, ...]
+    zero: Zero, leaves: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[list[Written], jax.Array]:
-    """`passes.advance` of global arrays: every device takes the same scales, and the step or none does.
+    """`fused_adam` of global arrays: every device takes the same scales, and the step or none does.
 
     Moments and masters are parts, from stage 1 on, as gradients are. Of a weight that is whole every
     device writes its part, and they are put together as they are kept: codes, not float32.
@@ -26,28 +26,28 @@ def advance_over_devices(
     stays = zero.stage == 3  # weights are parts before and after
     axes = [zero.split_of(_param(leaf)) if parts else None for leaf in leaves]
 
-    def specs(leaf: Leaf, axis: int | None) -> Leaf:
+    def specs(leaf: ParamState, axis: int | None) -> ParamState:
         split: Any = zero.specs(leaf, split=axis is not None)
         if stays or leaf.param is None:
             return split
         return split._replace(param=zero.spec(leaf.param, split=False))
 
-    def written_specs(leaf: Leaf, axis: int | None) -> Written:
+    def written_specs(leaf: ParamState, axis: int | None) -> Written:
         split, update = specs(leaf, axis), zero.spec(leaf.grad, split=axis is not None and stays)
         update = update.data if is_scaled(update) else update
         if is_scaled(leaf.param):
             update = ScaledArray(Overwrite(update, P()), Overwrite(P(), P()))
         return update, split.mu, split.nu, split.master
 
-    def on_device(leaves: list[Leaf], numbers: Numbers) -> tuple[list[Written], jax.Array]:
+    def on_device(leaves: list[ParamState], scalars: AdamScalars) -> tuple[list[Written], jax.Array]:
         mine = [_own(leaf, axis, zero) for leaf, axis in zip(leaves, axes, strict=True)]
-        new, ok = advance(mine, numbers, decays, zero.axis)
+        new, ok = fused_adam(mine, scalars, decays, zero.axis)
         return new if stays else _whole(new, axes, zero), ok
 
     leaves = [_fetched(leaf, zero) for leaf in leaves]
     in_specs = [specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     out_specs = [written_specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
-    new, ok = zero.on_each(on_device, (in_specs, P()), (out_specs, P()), leaves, numbers)
+    new, ok = zero.on_each(on_device, (in_specs, P()), (out_specs, P()), leaves, scalars)
     if zero.offload:
         new = [
             (update, *zero.place_state(list(kept), [_param(leaf)] * 3))
@@ -56,11 +56,11 @@ def advance_over_devices(
     return new, ok
 
 
-def _param(leaf: Leaf) -> Any:
+def _param(leaf: ParamState) -> Any:
     return leaf.grad if leaf.param is None else leaf.param
 
 
-def _fetched(leaf: Leaf, zero: Zero) -> Leaf:
+def _fetched(leaf: ParamState, zero: Zero) -> ParamState:
     """The leaf with all that is kept in the host's memory on the device."""
     if not zero.offload:
         return leaf
@@ -69,7 +69,7 @@ def _fetched(leaf: Leaf, zero: Zero) -> Leaf:
     return leaf._replace(mu=mu, nu=nu, master=master)
 
 
-def _own(leaf: Leaf, axis: int | None, zero: Zero) -> Leaf:
+def _own(leaf: ParamState, axis: int | None, zero: Zero) -> ParamState:
     if zero.stage == 3 or leaf.param is None:
         return leaf
     if is_scaled(leaf.param):

@@ -1,0 +1,71 @@
+"""Adam's arithmetic for one parameter, in float32."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.optim.codecs import decode
+
+
+class ParamState(NamedTuple):
+    """What a step reads of one parameter, as it is stored."""
+
+    grad: Any
+    mu: Any
+    nu: Any
+    param: Any  # None if the step moves no weights
+    master: Any  # None if there is none
+
+
+class AdamScalars(NamedTuple):
+    """Scalars of one step, float32."""
+
+    decays: tuple[Any, Any]  # b1, b2
+    shares: tuple[Any, Any]  # 1 - b1, 1 - b2, computed in Python: no rounding in between
+    corrections: tuple[Any, Any]  # 1 - b1**t, 1 - b2**t
+    eps: Any
+    rate: Any  # None if the step moves no weights
+    weight_decay: Any
+
+
+class AdamStep(NamedTuple):
+    """The step of one parameter, float32 of its shape, nothing rounded yet."""
+
+    mu: jax.Array
+    nu: jax.Array
+    update: jax.Array  # to add to the weight; the direction if the step moves no weights
+    weight: Any  # the new weight, or None
+
+
+# Where weight decay goes: nowhere, into the gradient (L2) or into the update (AdamW).
+NO_DECAY, L2, DECOUPLED = "no", "L2", "decoupled"
+
+
+def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
+    """The new moments, the update and the new weight of one parameter.
+
+    Args:
+        state: of the parameter, in any formats.
+        scalars: of the step.
+        decay: `NO_DECAY`, `L2` or `DECOUPLED`.
+
+    References:
+        Adam, arXiv 1412.6980, algorithm 1; AdamW, arXiv 1711.05101, algorithm 2.
+    """
+    weight = None
+    if state.param is not None:
+        weight = decode(state.param if state.master is None else state.master)
+    g = decode(state.grad)
+    if decay == L2:
+        g = g + scalars.weight_decay * weight
+    m = scalars.decays[0] * decode(state.mu) + scalars.shares[0] * g
+    v = scalars.decays[1] * decode(state.nu) + scalars.shares[1] * jnp.square(g)
+    root = jnp.sqrt(v) / jnp.sqrt(scalars.corrections[1])
+    direction = m / scalars.corrections[0] / (root + scalars.eps)
+    if weight is None:
+        return AdamStep(m, v, direction, None)
+    if decay == DECOUPLED:
+        direction = direction + scalars.weight_decay * weight
+    update = -scalars.rate * direction
+    return AdamStep(m, v, update, weight + update)

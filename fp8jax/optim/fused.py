@@ -1,0 +1,242 @@
+"""One Adam step of all parameters, as few fused kernels.
+
+    new, ok = fused_adam(states, scalars, decays)
+
+The step is computed twice. The first pass reduces it to the amaxes of the tensors that are quantized; all
+amaxes go into one array, from which all scales come. The second pass computes the step again and writes the
+codes. A barrier between the passes keeps a GPU's compiler from storing in float32 what it can recompute. On a
+CPU there is no barrier: XLA stores there whatever it reduces, and computing it once is faster.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8jax.optim import codecs
+from fp8jax.optim.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
+from fp8jax.optim.codecs import decode
+from fp8jax.optim.overwrite import Overwrite
+from fp8jax.platforms import gpu_barrier
+from fp8jax.scaled import ScaledArray, amax_bits, amax_from_bits, format_of, is_scaled, scale_of, value
+
+# Update, mu, nu and master of a parameter.
+Written = tuple[Any, Any, Any, Any]
+
+# How partial amaxes are taken: at most so many, each of at least so many numbers.
+_MOST_PARTS, _FEW = 16384, 64
+
+
+def fused_adam(
+    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...], axis_name: str | None = None
+) -> tuple[list[Written], jax.Array]:
+    """The new state of each parameter, and whether the step was taken.
+
+    Args:
+        states: of the parameters.
+        scalars: of the step.
+        decays: the kind of weight decay of each parameter, see `adam_step`.
+        axis_name: of a mesh, over which the tensors are split into parts that share a scale; or they are
+            whole and the same on all devices.
+
+    Returns:
+        For each parameter its update (an `Overwrite` for a `ScaledArray`), mu, nu and master; and a bool of
+        shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
+    """
+    packed, layout = _packed(states)
+    amaxes, maxima = _first_pass(_unpacked(packed, layout), scalars, decays)
+    if axis_name is not None:
+        # Not all that reduces over devices keeps a NaN.
+        amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), axis_name)
+    ok = jnp.all(amaxes < jnp.inf)
+    nodes = [stored for state in states for stored in _quantized(state)]
+    limits = [
+        np.full(_scale_size(stored), 1.0 if stored is None else format_of(stored).max) for stored in nodes
+    ]
+    new = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
+    old = packed[0][_places_of_old(states)] if packed[0].size else jnp.ones_like(new)
+    packed, scalars, new, old, maxima, ok = gpu_barrier((packed, scalars, new, old, maxima, ok))
+    sizes = [sum(map(_scale_size, _quantized(state))) for state in states]
+    rows = zip(
+        _unpacked(packed, layout),
+        decays,
+        _parts(new, sizes),
+        _parts(jnp.where(ok, new, old), sizes),
+        maxima,
+        strict=True,
+    )
+    written = []
+    for state, decay, scales, kept_scales, own in rows:
+        both = _shaped(state, scales), _shaped(state, kept_scales)
+        written.append(_second_pass(state, adam_step(state, scalars, decay), *both, own, ok))
+    return written, ok
+
+
+def as_written(states: list[ParamState], scalars: AdamScalars) -> tuple[list[Written], jax.Array]:
+    """What `fused_adam` gives of these states, in its shapes and in the shardings of the states."""
+    del scalars
+    new = []
+    for state in states:
+        moves = state.grad if state.param is None else state.param
+        update = Overwrite.by(moves) if is_scaled(state.param) else value(moves)
+        new.append((update, state.mu, state.nu, state.master))
+    return new, jnp.array(True)
+
+
+def _first_pass(
+    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
+) -> tuple[jax.Array, list[Any]]:
+    """The amaxes of `_quantized` for all states, one after the other; and the maxima of 8-bit blocks."""
+    partials, maxima = [], []
+    for state, decay in zip(states, decays, strict=True):
+        step = adam_step(state, scalars, decay)
+        for tensor, stored in zip(_before_rounding(step, state), _quantized(state), strict=True):
+            partials.append(_partial_amax(tensor, () if stored is None else stored.scale.shape))
+        pairs = (step.mu, state.mu), (step.nu, state.nu)
+        maxima.append([codecs.block_maxima(x, stored) for x, stored in pairs])
+    return amax_from_bits(_maxima(partials)), maxima
+
+
+def _second_pass(
+    state: ParamState,
+    step: AdamStep,
+    scales: list[jax.Array],
+    kept_scales: list[jax.Array],
+    maxima: list[Any],
+    ok: jax.Array,
+) -> Written:
+    """What is written of one parameter.
+
+    Args:
+        state: of the parameter.
+        step: of the parameter.
+        scales: new ones of `_quantized`.
+        kept_scales: the same, or the old ones if not `ok`.
+        maxima: of the moments' 8-bit blocks.
+        ok: whether the step is taken.
+    """
+    names = [name for name in state._fields[1:] if is_scaled(getattr(state, name))]
+    new, kept = (dict(zip(names, all_of, strict=False)) for all_of in (scales, kept_scales))
+
+    def write(name: str, x: jax.Array, blocks: Any = None) -> Any:
+        stored = getattr(state, name)
+        encoded = codecs.encode(x, stored, new.get(name, blocks))
+        if name not in names:
+            return codecs.select(ok, encoded, stored)
+        return ScaledArray(codecs.select(ok, encoded.data, stored.data), kept[name])
+
+    mu, nu = write("mu", step.mu, maxima[0]), write("nu", step.nu, maxima[1])
+    if not is_scaled(state.param):
+        # -0: XLA makes one array of zeros and of those that a scan's gradients start from, and keeps it.
+        return jnp.where(ok, step.update, -0.0), mu, nu, None
+    if state.master is None:
+        return Overwrite.by(write("param", step.weight)), mu, nu, None
+    # The weight comes from the master as it is stored, so that it can be recomputed from it.
+    weight = decode(codecs.encode(step.weight, state.master, new.get("master")))
+    return Overwrite.by(write("param", weight)), mu, nu, write("master", step.weight)
+
+
+def _quantized(state: ParamState) -> list[Any]:
+    """What of a state is a `ScaledArray`, in the order of its scales; None where only finiteness is asked."""
+    found = [stored for stored in (state.mu, state.nu, state.param, state.master) if is_scaled(stored)]
+    # A step is finite if the second moment and the weight are.
+    return found if is_scaled(state.nu) and is_scaled(state.param) else [*found, None]
+
+
+def _before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
+    """The float32 tensors of `_quantized`."""
+    pairs = (
+        (step.mu, state.mu),
+        (step.nu, state.nu),
+        (step.weight, state.param),
+        (step.weight, state.master),
+    )
+    found = [tensor for tensor, stored in pairs if is_scaled(stored)]
+    return found if len(found) == len(_quantized(state)) else [*found, step.nu + jnp.abs(step.update)]
+
+
+# Scales ##########################################################################################
+
+
+def _packed(states: list[ParamState]) -> tuple[Any, Any]:
+    """The states with all scales in one array, and what `_unpacked` needs to undo it.
+
+    Hundreds of scalars that are read, and written in place, are copied by a GPU one by one.
+    """
+    nodes, treedef = jax.tree.flatten(states, is_leaf=is_scaled)
+    shapes = tuple(node.scale.shape if is_scaled(node) else None for node in nodes)
+    scales = [node.scale.reshape(-1) for node in nodes if is_scaled(node)]
+    # The barrier, or the compiler would see the scalars behind their slices.
+    packed = lax.optimization_barrier(jnp.concatenate([jnp.zeros(0, jnp.float32), *scales]))
+    return (packed, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
+
+
+def _unpacked(packed: Any, layout: Any) -> list[ParamState]:
+    (scales, data), (treedef, shapes) = packed, layout
+    parts = iter(_parts(scales, [math.prod(shape) for shape in shapes if shape is not None]))
+    nodes = [
+        node if shape is None else ScaledArray(node, next(parts).reshape(shape))
+        for node, shape in zip(data, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, nodes)
+
+
+def _parts(array: jax.Array, sizes: list[int]) -> list[jax.Array]:
+    """Consecutive parts of these sizes."""
+    return jnp.split(array, np.cumsum(sizes, dtype=int)[:-1]) if sizes else []
+
+
+def _scale_size(stored: Any) -> int:
+    return 1 if stored is None else stored.scale.size
+
+
+def _shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
+    """The scales of one state, each of its shape."""
+    stored = _quantized(state)
+    shapes: Iterator[Any] = (() if node is None else node.scale.shape for node in stored)
+    return [x.reshape(s) for x, s in zip(_parts(scales, [*map(_scale_size, stored)]), shapes, strict=True)]
+
+
+def _places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
+    """Where the scale of each of `_quantized` is among all of the states'; anywhere if it has none."""
+    places, seen = [], 0
+    for state in states:
+        of_node = {}
+        for node in filter(is_scaled, state):
+            of_node[id(node)] = np.arange(seen, seen + node.scale.size)
+            seen += node.scale.size
+        places += [of_node.get(id(stored), np.zeros(1, int)) for stored in _quantized(state)]
+    return np.concatenate([np.zeros(0, int), *places])
+
+
+def _partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
+    """The `amax_bits` of parts of each block, shape=(blocks, parts): a GPU needs a second kernel to reduce
+    these, and `_maxima` lets all tensors share it."""
+    blocks = blocks or (1,) * x.ndim
+    inner = [dim // count for dim, count in zip(x.shape, blocks, strict=True)]
+    kept = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
+    if kept is None or math.prod(inner) < _FEW * inner[kept]:
+        return amax_bits(x, blocks).reshape(-1, 1)
+    parts = tuple(
+        dim if axis == kept else b for axis, (dim, b) in enumerate(zip(x.shape, blocks, strict=True))
+    )
+    split = (*blocks[: kept + 1], inner[kept], *blocks[kept + 1 :])
+    return jnp.moveaxis(amax_bits(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
+
+
+def _maxima(partials: list[jax.Array]) -> jax.Array:
+    """The largest of each row of these arrays, one after the other; a reduction per width."""
+    groups: dict[int, list[jax.Array]] = {}
+    for partial in partials:
+        groups.setdefault(partial.shape[1], []).append(partial)
+    found = {}
+    for width, group in groups.items():
+        ends = np.cumsum([len(partial) for partial in group])
+        found[width] = iter(jnp.split(jnp.max(jnp.concatenate(group), axis=1), ends))
+    return jnp.concatenate(
+        [jnp.zeros(0, jnp.int32), *(next(found[partial.shape[1]]) for partial in partials)]
+    )
