@@ -317,3 +317,22 @@ def test_explicit_mesh_is_one_program():
             losses.append(float(loss))
     assert step._cache_size() == 1 and losses[-1] < losses[0]
     assert jax.typeof(variables["params"]["w"].data).sharding.spec == spec
+
+
+class Shrinks(nnx.Module):
+    """A call that changes a parameter."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        self.dense.kernel.set_value(0.9 * self.dense.kernel[...])
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_nnx_call_that_changes_a_parameter(recipe):
+    """The module would not keep it."""
+    model = fp8jax.transform(Shrinks(nnx.Rngs(0)), recipe)
+    with pytest.raises(ValueError, match=r"changes no parameter; it assigns to a Param of shape \(64, 64\)"):
+        model(jnp.ones((4, 64)))

@@ -353,6 +353,7 @@ def _run(params: Any, others: Any, rest: Any, arrays: Any, call: _Call) -> Any:
     rewritten: _Rewritten = getattr(type(module), _REWRITTEN)
     annotations = rewritten.function.annotations
     thaw((module, *nodes))
+    _refuse_changes((module, *nodes))
     before = {path: variable.get_value() for path, variable in _variables((module, *nodes))}
     constants = _constants((module, *nodes))
     given, of_nodes = iter(arrays), iter(nodes)
@@ -392,6 +393,21 @@ def _refuse_changed(before: dict[Any, Any], after: dict[Any, Any]) -> None:
                 f"`model`: expected a call that changes variables alone; it changed the attribute "
                 f"{'/'.join(map(str, path[1:]))!r} from {old!r} to {new!r}. Make it an nnx.Variable."
             )
+
+
+def _refuse_changes(nodes: Any) -> None:
+    """Makes an assignment to a parameter raise: the module would not have it."""
+
+    def refuse(param: Any, new: Any) -> Any:
+        del new
+        raise ValueError(
+            f"`model`: expected a call that changes no parameter; it assigns to a {type(param).__name__} of "
+            f"shape {param.shape}. Assign outside of the call, or make it an nnx.Variable of another kind."
+        )
+
+    for _, variable in nnx.iter_graph(nodes):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(on_set_value=refuse)
 
 
 def thaw(nodes: Any) -> None:
