@@ -17,14 +17,14 @@ What the backward needs is kept in FP8. The new scaling state leaves as the cota
 `state`, since only the backward sees the amax of `dy`: "overwrite with gradient".
 """
 
-from fp8jax.dot.product import dot_general as dot_general
-from fp8jax.dot.product import einsum as einsum
-from fp8jax.dot.product import init_state as init_state
-from fp8jax.dot.product import quantized_kernel as quantized_kernel
-from fp8jax.dot.product import save_fp8_operands as save_fp8_operands
+from fp8jax.dot.dot_general import dot_general as dot_general
+from fp8jax.dot.dot_general import einsum as einsum
+from fp8jax.dot.dot_general import init_state as init_state
+from fp8jax.dot.dot_general import quantized_kernel as quantized_kernel
+from fp8jax.dot.dot_general import save_fp8_operands as save_fp8_operands
 from fp8jax.dot.ragged import Over as Over
 from fp8jax.dot.ragged import init_ragged_state as init_ragged_state
 from fp8jax.dot.ragged import ragged_dot as ragged_dot
 from fp8jax.dot.ragged_wide import wide_ragged_dot as wide_ragged_dot
-from fp8jax.dot.rule import GEMMS as GEMMS
+from fp8jax.dot.vjp import GEMMS as GEMMS
 from fp8jax.dot.weight import Weight as Weight

@@ -31,8 +31,8 @@ from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
 from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
-from fp8jax.dot.product import init_state
-from fp8jax.dot.rule import (
+from fp8jax.dot.dot_general import init_state
+from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,
     FPROP,

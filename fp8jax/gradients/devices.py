@@ -23,7 +23,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.zero import Spread
-from fp8jax.dot.product import OPERANDS
+from fp8jax.dot.dot_general import OPERANDS
 from fp8jax.gradients.keys import refuse_whole
 from fp8jax.gradients.states import state_at
 from fp8jax.recipe import Recipe

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fp8jax import contraction
+from fp8jax.dot.einsum import is_single_dot
 from fp8jax.models.nnx import (
     CLASS,
     Frozen,
@@ -136,7 +136,7 @@ def _sides(layer: Any, shape: tuple[int, ...]) -> tuple[int, int] | None:
     if not isinstance(layer, nnx.Einsum) or not layer.einsum_str:
         return None
     subscripts = layer.einsum_str.replace(" ", "")
-    if not contraction.is_dot(subscripts):
+    if not is_single_dot(subscripts):
         return None
     (left, right), out = subscripts.partition("->")[0].split(","), subscripts.partition("->")[2]
     inputs = [c for c in right if c not in out]

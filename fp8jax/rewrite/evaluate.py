@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import formats
 from fp8jax.dot import dot_general, ragged_dot
-from fp8jax.layout import Layout
+from fp8jax.dot.layout import Layout
 from fp8jax.platforms import explicit_mesh
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora

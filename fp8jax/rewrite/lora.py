@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.layout import Layout
+from fp8jax.dot.layout import Layout
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.rules import Rule, Rules, layer_names, matches
 from fp8jax.scaled import quantize, value

@@ -1,7 +1,7 @@
 """An einsum of two operands as one dot product.
 
->>> from fp8jax.contraction import is_dot
->>> is_dot("bthd,hdm->btm"), is_dot("bt,tm->b")     # the second sums `m` away
+>>> from fp8jax.dot.einsum import is_single_dot
+>>> is_single_dot("bthd,hdm->btm"), is_single_dot("bt,tm->b")     # the second sums `m` away
 (True, False)
 """
 
@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def is_dot(subscripts: str) -> bool:
+def is_single_dot(subscripts: str) -> bool:
     """Whether `subscripts` is two operands, "->", and a product that one `dot_general` and a
     transpose make: no repeated letter within an operand, none summed in one operand alone."""
     operands, arrow, out = subscripts.partition("->")
@@ -26,13 +26,13 @@ def is_dot(subscripts: str) -> bool:
     return not is_repeated and alone <= set(out) <= set(lhs) | set(rhs) and "..." not in rhs
 
 
-def einsum(
+def einsum_by(
     subscripts: str, lhs: Any, rhs: Any, dot_general: Callable[..., Any], out_sharding: Any = None
 ) -> Any:
     """`jnp.einsum(subscripts, lhs, rhs)` by `dot_general(lhs, rhs, dimension_numbers)`.
 
     Args:
-        subscripts: with "->", and such that `is_dot`; lhs may have "...", rhs may not.
+        subscripts: with "->", and such that `is_single_dot`; lhs may have "...", rhs may not.
         lhs, rhs: what `dot_general` takes; only their `ndim` is used here.
         dot_general: called once; with `out_sharding` if that is given.
         out_sharding: of the output, a `PartitionSpec` or a sharding.

@@ -14,7 +14,7 @@ from fp8jax import backends, formats, scaling
 from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
 from fp8jax.comm.zero import Spread
-from fp8jax.layout import Layout
+from fp8jax.dot.layout import Layout
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax import backends, contraction, formats, scaling
-from fp8jax.dot.rule import KEPT, State, Static, jitted_dot
+from fp8jax import backends, formats, scaling
+from fp8jax.dot.einsum import einsum_by, is_single_dot
+from fp8jax.dot.layout import Layout
+from fp8jax.dot.vjp import KEPT, State, Static, jitted_dot
 from fp8jax.dot.weight import Weight
-from fp8jax.layout import Layout
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, value
@@ -123,13 +124,13 @@ def einsum(
         ValueError: the einsum is no single dot product.
     """
     subscripts = subscripts.replace(" ", "")
-    if not contraction.is_dot(subscripts):
+    if not is_single_dot(subscripts):
         raise ValueError(
             f"`subscripts`: expected an einsum that is one dot product of two operands, with '->'; got "
             f"{subscripts!r}. Sum or take diagonals before it."
         )
     options = {"recipe": recipe, "state": state, "out_dtype": out_dtype, "backend": backend}
-    return contraction.einsum(subscripts, lhs, rhs, functools.partial(dot_general, **options), out_sharding)
+    return einsum_by(subscripts, lhs, rhs, functools.partial(dot_general, **options), out_sharding)
 
 
 def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
