@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax import Recipe, ScaledArray, formats, quantize
 from fp8jax.dot import Weight, dot_general, init_state, save_fp8_operands
-from fp8jax.scaling.merge import from_codes, no_codes
+from fp8jax.scaling.merge import from_fp8_grad, zero_fp8_grad
 
 TE = Recipe.te(amax_history_len=4)
 CURRENT = Recipe.parse("te,scaling=current")
@@ -273,9 +273,9 @@ def test_a_scaled_kernel_multiplies_as_its_value_and_its_gradient_leaves_through
 
     @jax.jit
     def narrow_gradient(grad):
-        _, pull = jax.vjp(product, lhs, no_codes(kernel.data), state)
+        _, pull = jax.vjp(product, lhs, zero_fp8_grad(kernel.data), state)
         _, slot, new_state = pull(grad)
-        return from_codes(slot), new_state["wgrad_scale"]
+        return from_fp8_grad(slot), new_state["wgrad_scale"]
 
     codes, scale = narrow_gradient(grad)
     expected = quantize(gradient, formats.E4M3, power_of_two=True)

@@ -12,13 +12,13 @@ from jaxprs import fp8_dots
 
 import fp8jax
 from fp8jax import formats
-from fp8jax.dot import Over, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
+from fp8jax.dot import ExpertSharding, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
 from fp8jax.dot.blocks import blocks_of
 from fp8jax.models import moe
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.exchange import Way
 from fp8jax.models.moe.linen import ExpertDense
-from fp8jax.scaling.merge import from_max, to_max
+from fp8jax.scaling.merge import from_fm32, to_fm32
 
 MATRICES = (((1,), (0,)), ((), ()))
 WIDTH, HIDDEN, EXPERTS = 32, 48, 4
@@ -134,9 +134,9 @@ def of_groups(recipe):
         def product(x, w, state):
             return ragged_dot(x, w, jnp.array(SIZES), recipe=recipe, state=state)
 
-        y, vjp = jax.vjp(product, x, w, to_max(state))
+        y, vjp = jax.vjp(product, x, w, to_fm32(state))
         dx, dw, new = vjp(g)
-        return {"y": y, "dx": dx, "dw": dw, "state": from_max(new)}
+        return {"y": y, "dx": dx, "dw": dw, "state": from_fm32(new)}
 
     return (x, w, g), jax.jit(run)(x, w, init_ragged_state(recipe, 4))
 
@@ -146,9 +146,9 @@ def of_each(recipe, x, w, g):
 
     def run(x, w, state):
         product = lambda x, w, state: dot_general(x, w, MATRICES, recipe=recipe, state=state)  # noqa: E731
-        y, vjp = jax.vjp(product, x, w, to_max(state))
+        y, vjp = jax.vjp(product, x, w, to_fm32(state))
         dx, dw, new = vjp(g)
-        return {"y": y, "dx": dx, "dw": dw, "state": from_max(new)}
+        return {"y": y, "dx": dx, "dw": dw, "state": from_fm32(new)}
 
     return jax.jit(run)(x, w, init_state(recipe))
 
@@ -201,8 +201,8 @@ def test_a_group_without_rows_and_one_with_nan_disturb_no_other():
     @jax.jit
     def step(w, state):
         loss = lambda w, state: jnp.sum(ragged_dot(x, w, sizes, recipe=recipe, state=state) ** 2)  # noqa: E731
-        dw, new = jax.grad(loss, argnums=(0, 1), allow_int=True)(w, to_max(state))
-        return dw, from_max(new)
+        dw, new = jax.grad(loss, argnums=(0, 1), allow_int=True)(w, to_fm32(state))
+        return dw, from_fm32(new)
 
     state = init_ragged_state(recipe, 3)
     for _ in range(3):
@@ -427,7 +427,7 @@ def test_choices_without_a_row_here_get_and_give_nothing():
 
 def test_devices_keep_their_own_experts():
     mesh = mesh_of(2)
-    over = Over(mesh, "expert")
+    over = ExpertSharding(mesh, "expert")
     shard = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
     x, w = normal(0, 32, 16), jax.device_put(normal(1, 4, 16, 16), shard)
     state = init_ragged_state("te", 4)

@@ -15,15 +15,15 @@ from fp8jax import Recipe, scaling
 from fp8jax.dot import dot_general, init_state
 from fp8jax.scaled import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.scaling.merge import (
-    CODES,
-    along,
-    from_codes,
-    from_max,
+    FP8_GRAD,
+    broadcast_under_vmap,
+    from_fm32,
+    from_fp8_grad,
     marked,
-    no_codes,
     settled,
-    to_codes,
-    to_max,
+    to_fm32,
+    to_fp8_grad,
+    zero_fp8_grad,
 )
 
 LIMITS = np.float32([448, 448, 57344])  # lhs, rhs, grad
@@ -193,13 +193,13 @@ def use(x, state, seen):
 
 
 use.defvjp(
-    lambda x, state, seen: (x * 2, (from_max(state), seen)),
-    lambda kept, g: (g * 2, to_max(kept[0] * 0 + kept[1]), jnp.zeros_like(kept[1])),
+    lambda x, state, seen: (x * 2, (from_fm32(state), seen)),
+    lambda kept, g: (g * 2, to_fm32(kept[0] * 0 + kept[1]), jnp.zeros_like(kept[1])),
 )
 
 
 def new_state(loss, state):
-    return from_max(jax.jit(jax.grad(loss, allow_int=True))(to_max(state)))
+    return from_fm32(jax.jit(jax.grad(loss, allow_int=True))(to_fm32(state)))
 
 
 STATE = jnp.float32([3.0, 5.0])
@@ -244,7 +244,7 @@ def test_the_gradient_of_a_state_is_the_next_one_with_jaxs_own_too():
     @jax.jit
     @jax.grad
     def next_state(state, factor):
-        state = to_max(state)
+        state = to_fm32(state)
         uses = [
             dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state) for _ in range(2)
         ]
@@ -272,7 +272,9 @@ def test_a_state_shared_by_the_examples_of_a_vmap_merges_by_max():
     seen = jnp.float32([[1, 9], [8, 2], [3, 3]])
 
     def loss(state):
-        return jnp.sum(jax.vmap(lambda x, seen: use(x, along(state, x), seen))(jnp.ones(3), seen))
+        return jnp.sum(
+            jax.vmap(lambda x, seen: use(x, broadcast_under_vmap(state, x), seen))(jnp.ones(3), seen)
+        )
 
     np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
 
@@ -287,13 +289,13 @@ def test_a_state_scanned_over_stays_one_per_layer_through_checkpoint():
 
 
 def test_to_max_and_from_max_keep_values_and_other_leaves():
-    tree = {"a": STATE, "b": to_max(STATE)}
-    wide = to_max(tree)
+    tree = {"a": STATE, "b": to_fm32(STATE)}
+    wide = to_fm32(tree)
     assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {fm32}
-    for leaf in jax.tree.leaves(from_max(wide)):
+    for leaf in jax.tree.leaves(from_fm32(wide)):
         assert leaf.dtype == jnp.float32
         np.testing.assert_array_equal(leaf, STATE)
-    np.testing.assert_array_equal(from_max({"a": STATE})["a"], STATE)
+    np.testing.assert_array_equal(from_fm32({"a": STATE})["a"], STATE)
 
 
 DATA = jnp.arange(-8.0, 8.0).reshape(4, 4)
@@ -305,7 +307,7 @@ def once(x, slot):
     return x
 
 
-once.defvjp(lambda x, slot: (x, None), lambda kept, g: (g, to_codes((DATA * g).astype(jnp.float8_e4m3fn))))
+once.defvjp(lambda x, slot: (x, None), lambda kept, g: (g, to_fp8_grad((DATA * g).astype(jnp.float8_e4m3fn))))
 
 
 def scanned_over(slots):
@@ -323,22 +325,24 @@ def scanned_over(slots):
 )
 def test_codes_are_cotangents(loss, shape):
     grad = jax.grad(loss, allow_int=True)
-    codes = jax.jit(lambda: from_codes(grad(no_codes(jnp.zeros(shape)))))()
+    codes = jax.jit(lambda: from_fp8_grad(grad(zero_fp8_grad(jnp.zeros(shape)))))()
     assert codes.dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(codes.astype(jnp.float32), jnp.broadcast_to(DATA, shape))
 
 
 def test_along_is_nothing_outside_vmap_and_where_the_state_is_mapped_too():
-    np.testing.assert_array_equal(along(STATE, 1.0), STATE)
+    np.testing.assert_array_equal(broadcast_under_vmap(STATE, 1.0), STATE)
     states, seen = jnp.stack(SEEN), jnp.stack(SEEN[::-1])
 
     def loss(states):
-        return jnp.sum(jax.vmap(lambda x, s, seen: use(x, along(s, x), seen))(jnp.ones(2), states, seen))
+        return jnp.sum(
+            jax.vmap(lambda x, s, seen: use(x, broadcast_under_vmap(s, x), seen))(jnp.ones(2), states, seen)
+        )
 
     np.testing.assert_array_equal(new_state(loss, states), seen)
 
 
 def test_codes_are_of_their_own_dtype_and_start_at_zero():
-    start = jax.eval_shape(lambda: no_codes(jnp.zeros((2, 3))))
-    assert start.dtype == CODES and start.shape == (2, 3)
-    np.testing.assert_array_equal(from_codes(no_codes(jnp.zeros((2, 3)))), np.zeros((2, 3)))
+    start = jax.eval_shape(lambda: zero_fp8_grad(jnp.zeros((2, 3))))
+    assert start.dtype == FP8_GRAD and start.shape == (2, 3)
+    np.testing.assert_array_equal(from_fp8_grad(zero_fp8_grad(jnp.zeros((2, 3)))), np.zeros((2, 3)))

@@ -25,7 +25,7 @@ from jax import lax
 from fp8jax import program, targets
 from fp8jax.dot import init_ragged_state, ragged_dot, wide_ragged_dot
 from fp8jax.rewrite import find
-from fp8jax.scaling.merge import from_max, to_max
+from fp8jax.scaling.merge import from_fm32, to_fm32
 
 
 class Sizes(NamedTuple):
@@ -78,9 +78,9 @@ def step_of(product: Callable[..., Any]) -> Callable[..., Any]:
         def of(rows: Any, kernels: Any, state: Any) -> Any:
             return product(rows, kernels, sizes, state)
 
-        out, vjp = jax.vjp(of, rows, kernels, to_max(state))
+        out, vjp = jax.vjp(of, rows, kernels, to_fm32(state))
         *grads, new = vjp(grad)
-        return out, grads, from_max(new)
+        return out, grads, from_fm32(new)
 
     return step
 

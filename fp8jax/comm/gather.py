@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.comm import wire
-from fp8jax.comm.zero import Spread
+from fp8jax.comm.zero import ShardSpec
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, to_bits
 
 
@@ -62,10 +62,10 @@ def whole_from_parts(parts: list[jax.Array], axes: list[int], axis_name: str) ->
     return whole
 
 
-def whole_of(part: Any, spread: Spread) -> Any:
+def whole_of(part: Any, shard: ShardSpec) -> Any:
     """One tensor, array or `ScaledArray` whose parts share a scale, whole on every device."""
     data = part.data if is_scaled(part) else part
-    [bits] = whole_from_parts([to_bits(data)], [spread.axis], spread.axis_name)
+    [bits] = whole_from_parts([to_bits(data)], [shard.axis], shard.axis_name)
     data = lax.bitcast_convert_type(bits, data.dtype)
     return ScaledArray(data, part.scale) if is_scaled(part) else data
 

@@ -23,7 +23,7 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.mu import renewed
-from fp8jax.comm.zero import Spread, own_part
+from fp8jax.comm.zero import ShardSpec, own_part
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
@@ -184,7 +184,7 @@ def reduced(
     return new, mu
 
 
-def part_of_sum(grad: jax.Array, spread: Spread, *, as_codes: bool) -> Any:
+def part_of_sum(grad: jax.Array, shard: ShardSpec, *, as_codes: bool) -> Any:
     """This device's part of the sum of one weight gradient, as soon as there is one.
 
     Args:
@@ -193,15 +193,15 @@ def part_of_sum(grad: jax.Array, spread: Spread, *, as_codes: bool) -> Any:
         as_codes: whether it becomes an E4M3 `ScaledArray`, on one scale for the whole tensor, or a
             float32 array.
     """
-    axis, name = spread.axis, spread.axis_name
-    if spread.comm != "FP8":
-        dtype = formats.get(spread.comm).dtype
+    axis, name = shard.axis, shard.axis_name
+    if shard.comm != "FP8":
+        dtype = formats.get(shard.comm).dtype
         part = _wide_part(grad.astype(jnp.float32), name, dtype, "sum", axis)
         return on_shared_scale(part, (), name) if as_codes else part
     [q] = wire.narrowed([grad], name)
-    [mean] = wire.means_of_parts([_rows(q, axis, spread.devices)], name)
-    mean = _from_row(mean, q.shape, axis, spread.devices)
-    part = ScaledArray(wire.from_bytes(mean), q.scale * spread.devices)
+    [mean] = wire.means_of_parts([_rows(q, axis, shard.devices)], name)
+    mean = _from_row(mean, q.shape, axis, shard.devices)
+    part = ScaledArray(wire.from_bytes(mean), q.scale * shard.devices)
     return part if as_codes else part.dequantize()
 
 

@@ -39,7 +39,7 @@ HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class ShardSpec:
     """How one tensor is split over devices."""
 
     axis_name: str

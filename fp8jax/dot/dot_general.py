@@ -10,12 +10,12 @@ from jax import lax
 from fp8jax import backends, formats, scaling
 from fp8jax.dot.einsum import einsum_by, is_single_dot
 from fp8jax.dot.layout import Layout
-from fp8jax.dot.vjp import KEPT, State, Static, jitted_dot
+from fp8jax.dot.vjp import FP8_OPERANDS, State, Static, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, value
-from fp8jax.scaling.merge import along, to_max
+from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
 OPERANDS = ("lhs", "rhs", "grad")
 
@@ -75,27 +75,27 @@ def dot_general(
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
     weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
-    kernel, slot = weight.value, weight.slot
+    kernel, grad_slot = weight.value, weight.grad_slot
     rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
     if out_dtype is None:
         out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
-    slot_dtype = None if slot is None else slot.dtype
-    dtypes = (lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
+    grad_slot_dtype = None if grad_slot is None else grad_slot.dtype
+    dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
     chosen = backends.choose(backend, is_batched=layout.is_batched).name
-    static = Static(recipe, chosen, layout, *dtypes, weight.spread)
-    state, slot = along((to_max(state), slot), lhs, *jax.tree.leaves(kernel))
+    static = Static(recipe, chosen, layout, *dtypes, weight.shard)
+    state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
-    def multiplied(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
-        out: Any = jitted_dot(static, lhs, kernel, slot, state)
+    def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
+        out: Any = jitted_dot(static, lhs, kernel, grad_slot, state)
         return out.reshape(layout.out_shape)
 
-    def like(lhs: Any, kernel: Any, slot: Any, state: Any) -> jax.Array:
-        del slot, state
+    def like(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
+        del grad_slot, state
         a, b = (x.astype(jnp.float32) for x in (lhs, kernel.data if is_scaled(kernel) else kernel))
         return lax.dot_general(a, b, dimension_numbers)
 
-    operands = (lhs, kernel, slot, state)
+    operands = (lhs, kernel, grad_slot, state)
     out = with_auto_axes(multiplied, like if out_sharding is None else out_sharding, *operands)
     if out_sharding is None or explicit_mesh(operands):
         return out
@@ -146,7 +146,7 @@ def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
     return _save_operands(primitive, *avals, **params)
 
 
-_save_operands = jax.checkpoint_policies.save_only_these_names(KEPT)
+_save_operands = jax.checkpoint_policies.save_only_these_names(FP8_OPERANDS)
 
 
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:

@@ -29,14 +29,14 @@ from jax.sharding import PartitionSpec as P
 from fp8jax import backends, formats, scaling
 from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
-from fp8jax.comm.zero import Spread
+from fp8jax.comm.zero import ShardSpec
 from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
 from fp8jax.dot.dot_general import init_state
 from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,
+    FP8_OPERANDS,
     FPROP,
-    KEPT,
     ONCE,
     WGRAD,
     State,
@@ -49,10 +49,17 @@ from fp8jax.dot.weight import Weight
 from fp8jax.platforms import differentiable_once, over_axis
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, value
-from fp8jax.scaling.merge import CODES, along, from_max, to_codes, to_cotangents, to_max
+from fp8jax.scaling.merge import (
+    FP8_GRAD,
+    broadcast_under_vmap,
+    from_fm32,
+    to_cotangents,
+    to_fm32,
+    to_fp8_grad,
+)
 
 
-class Over(NamedTuple):
+class ExpertSharding(NamedTuple):
     """A mesh axis over whose devices the groups are split."""
 
     mesh: Mesh
@@ -66,10 +73,10 @@ class _Static(NamedTuple):
     backend: str
     lhs_dtype: Any
     rhs_dtype: Any  # None: no float array
-    slot_dtype: Any  # None: the gradient is that of rhs itself
+    grad_slot_dtype: Any  # None: the gradient is that of rhs itself
     out_dtype: Any
-    spread: Spread | None  # of the kernels over the devices of ZeRO
-    over: Over | None
+    shard: ShardSpec | None  # of the kernels over the devices of ZeRO
+    over: ExpertSharding | None
 
     @property
     def formats(self) -> list[formats.Format]:
@@ -98,7 +105,7 @@ def ragged_dot(
     state: State,
     out_dtype: Any = None,
     backend: str = "auto",
-    over: Over | None = None,
+    over: ExpertSharding | None = None,
 ) -> jax.Array:
     """`lax.ragged_dot` whose GEMMs run in FP8 as the recipe's `gemm` column says.
 
@@ -123,16 +130,18 @@ def ragged_dot(
     if recipe.gemm != "FP8":
         raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
     weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
-    kernel, slot = weight.value, weight.slot
+    kernel, grad_slot = weight.value, weight.grad_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
     rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
     if out_dtype is None:
         out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
-    slot_dtype = None if slot is None else slot.dtype
-    dtypes = (lhs.dtype, rhs_dtype, slot_dtype, jnp.dtype(out_dtype))
-    static = _Static(recipe, backends.choose(backend).name, *dtypes, weight.spread, over)
-    state, slot = along((to_max(state), slot), lhs, group_sizes, *jax.tree.leaves(kernel))
-    return _jitted(static, lhs, kernel, slot, state, group_sizes)
+    grad_slot_dtype = None if grad_slot is None else grad_slot.dtype
+    dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
+    static = _Static(recipe, backends.choose(backend).name, *dtypes, weight.shard, over)
+    state, grad_slot = broadcast_under_vmap(
+        (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
+    )
+    return _jitted(static, lhs, kernel, grad_slot, state, group_sizes)
 
 
 def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
@@ -144,16 +153,18 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(static: _Static, lhs: Any, rhs: Any, slot: Any, state: State, sizes: Any) -> jax.Array:
-    return _forward(static, lhs, rhs, slot, state, sizes)[0]
+def _ragged(static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any) -> jax.Array:
+    return _forward(static, lhs, rhs, grad_slot, state, sizes)[0]
 
 
-def _forward(static: _Static, lhs: Any, rhs: Any, slot: Any, state: State, sizes: Any) -> tuple[Any, Any]:
+def _forward(
+    static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
+) -> tuple[Any, Any]:
     """The output, and what the backward needs."""
     on_each = _on_each(static, functools.partial(_forward_of_device, static))
-    out, (kept, seen, *others) = on_each(lhs, rhs, lax.stop_gradient(from_max(state)), sizes)
-    seen = differentiable_once(seen, (lhs, rhs, slot), ONCE)
-    kept, seen, *others = checkpoint_name((kept, seen, *others), KEPT)
+    out, (kept, seen, *others) = on_each(lhs, rhs, lax.stop_gradient(from_fm32(state)), sizes)
+    seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
+    kept, seen, *others = checkpoint_name((kept, seen, *others), FP8_OPERANDS)
     return differentiable_once(out, seen, ONCE), (kept, seen, *others)
 
 
@@ -184,21 +195,21 @@ def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
         grad = jnp.zeros(grad.shape, static.out_dtype)
     on_each = _on_each(static, functools.partial(_backward_of_device, static))
     dlhs, drhs, state = on_each(kept, grad)
-    in_rhs, in_slot = None, None
-    if static.slot_dtype == CODES:
-        in_slot = to_codes(drhs)
-    elif static.slot_dtype is not None:
-        in_slot = drhs
+    in_rhs, in_grad_slot = None, None
+    if static.grad_slot_dtype == FP8_GRAD:
+        in_grad_slot = to_fp8_grad(drhs)
+    elif static.grad_slot_dtype is not None:
+        in_grad_slot = drhs
     elif static.rhs_dtype is not None:
         in_rhs = drhs
-    grads = (dlhs, in_rhs, in_slot, to_cotangents(state), None)
+    grads = (dlhs, in_rhs, in_grad_slot, to_cotangents(state), None)
     return differentiable_once(grads, (grad, kept[1]), ONCE)
 
 
 def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
     """The gradients of rows and kernels, and the new state."""
     (lhs, rhs), seen, state, sizes = kept
-    if static.spread and static.spread.is_part:
+    if static.shard and static.shard.is_part:
         # Not before there is a gradient to multiply with: the kernels are not to wait in memory.
         (lhs, rhs), grad = lax.optimization_barrier(((lhs, rhs), grad))
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
@@ -226,14 +237,14 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
 
 def _as_it_leaves(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the kernels in its dtype; E4M3 codes with a scale for each group."""
-    as_codes = static.slot_dtype == CODES
-    if static.slot_dtype is not None and static.spread:
-        part = functools.partial(part_of_sum, spread=static.spread, as_codes=as_codes)
+    as_codes = static.grad_slot_dtype == FP8_GRAD
+    if static.grad_slot_dtype is not None and static.shard:
+        part = functools.partial(part_of_sum, shard=static.shard, as_codes=as_codes)
         drhs = jax.vmap(part)(drhs)
     if as_codes:
         q = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, (drhs.shape[0], 1, 1))
         return q.data, q.scale.reshape(-1)
-    dtype = static.rhs_dtype if static.slot_dtype is None else static.slot_dtype
+    dtype = static.rhs_dtype if static.grad_slot_dtype is None else static.grad_slot_dtype
     return drhs.astype(dtype or jnp.float32), None
 
 
@@ -268,8 +279,8 @@ def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Arra
         scale = rhs.scale.reshape(-1).astype(jnp.float32)
         return scale * format.max, Operand(packed(rhs).data, scale)  # the largest that it could be
     seen = amax(rhs, (groups, 1, 1)).reshape(-1)
-    if static.spread and static.spread.is_part:
-        seen = lax.pmax(seen, static.spread.axis_name)  # parts are to be put together
+    if static.shard and static.shard.is_part:
+        seen = lax.pmax(seen, static.shard.axis_name)  # parts are to be put together
     scale = _scales(static, 1, seen, state)
     with jax.named_scope(CASTS[1]):
         q = stored(quantize(rhs, format, scale[:, None, None]), format)
@@ -285,9 +296,9 @@ def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax
 
 def _whole(static: _Static, kernels: Operand) -> Operand:
     """The whole kernels, of which a device of ZeRO may have a part."""
-    if not (static.spread and static.spread.is_part):
+    if not (static.shard and static.shard.is_part):
         return kernels
-    return kernels._replace(data=whole_of(kernels.data, static.spread))
+    return kernels._replace(data=whole_of(kernels.data, static.shard))
 
 
 def _multiply(

@@ -20,7 +20,7 @@ from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 from fp8jax.dot.blocks import Multiply, Operand, rows_times_matrices, rows_times_rows
-from fp8jax.dot.ragged import Over
+from fp8jax.dot.ragged import ExpertSharding
 from fp8jax.platforms import over_axis
 
 # One equation of a jaxpr, so that it can be found there.
@@ -29,7 +29,7 @@ _ragged_p = jex.Primitive(RAGGED)
 
 
 def wide_ragged_dot(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, over: Over | None = None
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, over: ExpertSharding | None = None
 ) -> jax.Array:
     """`lax.ragged_dot(lhs, rhs, group_sizes)`, accumulated in float32.
 
@@ -46,19 +46,19 @@ def wide_ragged_dot(
 
 
 @_ragged_p.def_impl
-def _ragged(lhs: Any, rhs: Any, group_sizes: Any, *, over: Over | None) -> jax.Array:
+def _ragged(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | None) -> jax.Array:
     if over is None:
         return _of_device(lhs, rhs, group_sizes)
     return over_axis(_of_device, over.mesh, over.axis_name, P(over.axis_name))(lhs, rhs, group_sizes)
 
 
 @_ragged_p.def_abstract_eval
-def _abstract(lhs: Any, rhs: Any, group_sizes: Any, *, over: Over | None) -> Any:
+def _abstract(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | None) -> Any:
     del group_sizes, over
     return jax.core.ShapedArray((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
 
 
-def _jvp(primals: Any, tangents: Any, *, over: Over | None) -> Any:
+def _jvp(primals: Any, tangents: Any, *, over: ExpertSharding | None) -> Any:
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_moving(*values: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from fp8jax import backends, formats, scaling
 from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
-from fp8jax.comm.zero import Spread
+from fp8jax.comm.zero import ShardSpec
 from fp8jax.dot.layout import Layout
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.recipe import Recipe
@@ -25,12 +25,12 @@ from fp8jax.scaled import (
     to_bytes,
     value,
 )
-from fp8jax.scaling.merge import CODES, from_max, to_codes, to_cotangents
+from fp8jax.scaling.merge import FP8_GRAD, from_fm32, to_cotangents, to_fp8_grad
 
 State = dict[str, jax.Array]
 
 # What the backward needs of the forward, as `jax.checkpoint` knows it.
-KEPT = "fp8_operands"
+FP8_OPERANDS = "fp8_operands"
 
 # The names that the casts of lhs, rhs and the output gradient have in a program.
 CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
@@ -54,21 +54,23 @@ class Static(NamedTuple):
     layout: Layout
     lhs_dtype: Any
     rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
-    slot_dtype: Any  # None: the gradient is that of rhs itself
+    grad_slot_dtype: Any  # None: the gradient is that of rhs itself
     out_dtype: Any
-    spread: Spread | None  # of the kernel over devices
+    shard: ShardSpec | None  # of the kernel over devices
 
     @property
     def wgrad_dtype(self) -> Any:
         """In which the weight gradient leaves its GEMM: what it is kept in, without a rounding between."""
-        if self.slot_dtype is not None and self.slot_dtype != CODES:
-            return self.slot_dtype
-        return self.out_dtype if self.rhs_dtype is None or self.slot_dtype == CODES else self.rhs_dtype
+        if self.grad_slot_dtype is not None and self.grad_slot_dtype != FP8_GRAD:
+            return self.grad_slot_dtype
+        return (
+            self.out_dtype if self.rhs_dtype is None or self.grad_slot_dtype == FP8_GRAD else self.rhs_dtype
+        )
 
     @property
     def has_wgrad(self) -> bool:
         """Whether the weight's gradient is asked for: of a scaled weight only through a slot."""
-        return self.slot_dtype is not None or self.rhs_dtype is not None
+        return self.grad_slot_dtype is not None or self.rhs_dtype is not None
 
     @property
     def formats(self) -> list[formats.Format]:
@@ -78,22 +80,22 @@ class Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> jax.Array:
-    return _forward(static, lhs, rhs, slot, state)[0]
+def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> jax.Array:
+    return _forward(static, lhs, rhs, grad_slot, state)[0]
 
 
-def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) -> tuple[jax.Array, Any]:
+def _forward(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> tuple[jax.Array, Any]:
     """The output, and what the backward needs."""
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    state = lax.stop_gradient(from_max(state))  # no derivative of a derivative comes by way of it
+    state = lax.stop_gradient(from_fm32(state))  # no derivative of a derivative comes by way of it
     lhs = static.layout.lhs_matrix(lhs)  # before the cast: so its codes are laid out as a GEMM takes them
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
     # Codes have no derivative, and a scaled kernel's is that of its slot: all that is made of them has the
     # amaxes' derivative, which is refused.
-    seen = differentiable_once((lhs_seen, rhs_seen), (lhs, rhs, slot), ONCE)
+    seen = differentiable_once((lhs_seen, rhs_seen), (lhs, rhs, grad_slot), ONCE)
     # Of a kernel that is spread over devices the part is kept, and put together again.
-    narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), seen), KEPT)
+    narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), seen), FP8_OPERANDS)
     wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
     operands = wide if fprop_is_high else [unpacked(x, static.formats[0]) for x in narrow]
     with jax.named_scope(FPROP):
@@ -106,8 +108,8 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, slot: Any, state: State) 
 
 def _kernel_matrix(static: Static, rhs: Any) -> Any:
     """The whole kernel as a matrix."""
-    if static.spread and static.spread.is_part:
-        rhs = whole_of(rhs, static.spread)
+    if static.shard and static.shard.is_part:
+        rhs = whole_of(rhs, static.shard)
     return static.layout.rhs_matrix(rhs)
 
 
@@ -115,7 +117,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     operands, seen, state = kept
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
-    if static.spread and static.spread.is_part:
+    if static.shard and static.shard.is_part:
         # Not before there is a gradient to multiply with: the kernel is not to wait in memory.
         operands, grad = lax.optimization_barrier((operands, grad))
     lhs, rhs = (unpacked(operand, static.formats[0]) for operand in operands)
@@ -136,19 +138,19 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     limits = jnp.array([format.max for format in static.formats], jnp.float32)
     update = scaling.of_recipe(static.recipe).update
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
-    in_rhs, in_slot = None, None
-    if static.slot_dtype is not None and static.spread:
-        drhs = part_of_sum(drhs, static.spread, as_codes=static.slot_dtype == CODES)
-    if static.slot_dtype == CODES:
+    in_rhs, in_grad_slot = None, None
+    if static.grad_slot_dtype is not None and static.shard:
+        drhs = part_of_sum(drhs, static.shard, as_codes=static.grad_slot_dtype == FP8_GRAD)
+    if static.grad_slot_dtype == FP8_GRAD:
         q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
-        in_slot, new_state["wgrad_scale"] = to_codes(q_drhs.data), q_drhs.scale
+        in_grad_slot, new_state["wgrad_scale"] = to_fp8_grad(q_drhs.data), q_drhs.scale
     else:
         new_state = without_wgrad_scale(new_state)
-    if static.slot_dtype is not None and static.slot_dtype != CODES:
-        in_slot = drhs.astype(static.slot_dtype)
-    elif static.slot_dtype is None and static.rhs_dtype is not None:
+    if static.grad_slot_dtype is not None and static.grad_slot_dtype != FP8_GRAD:
+        in_grad_slot = drhs.astype(static.grad_slot_dtype)
+    elif static.grad_slot_dtype is None and static.rhs_dtype is not None:
         in_rhs = drhs.astype(static.rhs_dtype)
-    grads = (dlhs, in_rhs, in_slot, to_cotangents(new_state))
+    grads = (dlhs, in_rhs, in_grad_slot, to_cotangents(new_state))
     return differentiable_once(grads, (grad, seen), ONCE)
 
 
@@ -158,21 +160,21 @@ def checked(*operands: Any) -> tuple[Any, ...]:
     def is_perturbed(tree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
 
-    _, of_rhs, of_slot, of_state = map(is_perturbed, operands[:4])
+    _, of_rhs, of_grad_slot, of_state = map(is_perturbed, operands[:4])
     values = tuple(jax.tree.map(lambda leaf: leaf.value, operands))
-    lhs, rhs, slot, state = values[:4]
+    lhs, rhs, grad_slot, state = values[:4]
     if of_rhs and isinstance(rhs, ScaledArray):
         raise TypeError(
             f"a scaled weight, {rhs.data.dtype}{list(rhs.shape)}, has no gradient of its own: expected "
             "`fp8jax.value_and_grad` (which takes Flax variables and NNX modules); got JAX's or NNX's own."
         )
-    if state and (of_rhs or of_slot) and not of_state:
+    if state and (of_rhs or of_grad_slot) and not of_state:
         warnings.warn(
             "a gradient is taken with respect to weights but not to the FP8 scaling state: its new amaxes "
             "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
             stacklevel=3,
         )
-    return (lhs, rhs, slot, state, *values[4:])
+    return (lhs, rhs, grad_slot, state, *values[4:])
 
 
 def without_wgrad_scale(state: State) -> State:
@@ -184,8 +186,8 @@ def without_wgrad_scale(state: State) -> State:
 
 def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
     """`_forward` of what is differentiated, which says so for each array."""
-    lhs, rhs, slot, state = checked(*operands)
-    return _forward(static, lhs, rhs, slot, state)
+    lhs, rhs, grad_slot, state = checked(*operands)
+    return _forward(static, lhs, rhs, grad_slot, state)
 
 
 _dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
@@ -201,8 +203,8 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
         scale = x.scale.reshape(()).astype(jnp.float32)
         return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
     seen = amax(x)
-    if operand == 1 and static.spread and static.spread.is_part:
-        seen = lax.pmax(seen, static.spread.axis_name)  # parts are to be put together
+    if operand == 1 and static.shard and static.shard.is_part:
+        seen = lax.pmax(seen, static.shard.axis_name)  # parts are to be put together
     scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
     with jax.named_scope(CASTS[operand]):
         q = quantize(x, format, scale)

@@ -10,30 +10,32 @@ from jax import lax
 
 from fp8jax.comm.gather import whole_of
 from fp8jax.comm.reduce import part_of_sum
-from fp8jax.comm.zero import Spread
+from fp8jax.comm.zero import ShardSpec
 from fp8jax.scaled import value
-from fp8jax.scaling.merge import CODES
+from fp8jax.scaling.merge import FP8_GRAD
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("value", "slot"), meta_fields=("spread",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("value", "grad_slot"), meta_fields=("shard",)
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
     """A kernel on its way through a loss, with the place its gradient comes out of.
 
     A narrow kernel has no cotangent of its own worth having: that of a float16 array is
-    float16. `slot` is a zero array of the kernel's shape, never read by `dot_general`; its
+    float16. `grad_slot` is a zero array of the kernel's shape, never read by `dot_general`; its
     cotangent is the gradient with respect to the kernel's value, as float32 or as E4M3 codes
     whose scale leaves through the dot's state.
     """
 
     value: Any  # ScaledArray or float array
-    slot: Any  # shape=kernel's, float32 or merge.CODES
-    spread: Spread | None = None  # over devices; then the slot is this device's part
+    grad_slot: Any  # shape=kernel's, float32 or merge.CODES
+    shard: ShardSpec | None = None  # over devices; then the slot is this device's part
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""
-        return self.spread.whole(self.value.shape) if self.spread else self.value.shape
+        return self.shard.whole(self.value.shape) if self.shard else self.value.shape
 
     @property
     def ndim(self) -> int:
@@ -42,20 +44,23 @@ class Weight:
 
     def dequantize(self) -> jax.Array:
         """The value as a float32 array that gradients flow through."""
-        assert self.slot.dtype != CODES
-        if self.spread:
-            return _spread_value(self.spread, value(self.value).astype(jnp.float32), self.slot)
-        return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.slot
+        assert self.grad_slot.dtype != FP8_GRAD
+        if self.shard:
+            return _shard_value(self.shard, value(self.value).astype(jnp.float32), self.grad_slot)
+        return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.grad_slot
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread_value(spread: Spread, kernel: jax.Array, slot: jax.Array) -> jax.Array:
+def _shard_value(shard: ShardSpec, kernel: jax.Array, grad_slot: jax.Array) -> jax.Array:
     """A kernel whole, whose gradient leaves through the slot as this device's part."""
-    del slot
-    return whole_of(kernel, spread) if spread.is_part else kernel
+    del grad_slot
+    return whole_of(kernel, shard) if shard.is_part else kernel
 
 
-_spread_value.defvjp(
-    lambda spread, kernel, slot: (_spread_value(spread, kernel, slot), jnp.zeros_like(kernel, kernel.dtype)),
-    lambda spread, zeros, grad: (zeros, part_of_sum(grad, spread, as_codes=False)),
+_shard_value.defvjp(
+    lambda shard, kernel, grad_slot: (
+        _shard_value(shard, kernel, grad_slot),
+        jnp.zeros_like(kernel, kernel.dtype),
+    ),
+    lambda shard, zeros, grad: (zeros, part_of_sum(grad, shard, as_codes=False)),
 )

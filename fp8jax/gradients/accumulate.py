@@ -11,7 +11,7 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
-from fp8jax.gradients.devices import Local, Share, over_devices
+from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
 from fp8jax.gradients.loss import check_arguments, for_optimizers, narrowed, on_one_device
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
@@ -82,7 +82,7 @@ def _on_one_device(
     has_aux: bool,
     format: str,
     names: tuple[str, ...],
-    local: Local | None,
+    local: ShardContext | None,
 ) -> Callable[..., Any]:
     grad_fn = on_one_device(loss_fn, has_aux, local)
 
@@ -164,22 +164,28 @@ def _add(sums: Any, grads: Any, parts: int) -> Any:
     return {PARAMS: jax.tree.map(add, sums[PARAMS], grads[PARAMS], is_leaf=is_scaled), **others}
 
 
-def _finished(sums: Any, shapes: Any, variables: Any, local: Local | None) -> Any:
+def _finished(sums: Any, shapes: Any, variables: Any, local: ShardContext | None) -> Any:
     """The sums in the formats of gradients of these shapes."""
     params = shapes[PARAMS] if has_params(shapes) else shapes
-    shares = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled) if local is None else local.shares
+    shardings = (
+        jax.tree.map(lambda leaf: GradSharding(), params, is_leaf=is_scaled)
+        if local is None
+        else local.shardings
+    )
 
-    def narrow(like: Any, total: Any, share: Share) -> Any:
+    def narrow(like: Any, total: Any, sharding: GradSharding) -> Any:
         if not is_scaled(like):
             return total.astype(like.dtype)
-        if share.spread is not None:
-            return on_shared_scale(value(total), like.scale.shape, share.spread.axis_name)
+        if sharding.shard is not None:
+            return on_shared_scale(value(total), like.scale.shape, sharding.shard.axis_name)
         return quantize_gradient(total, like.scale.shape)
 
     if not has_params(sums):
-        return jax.tree.map(narrow, shapes, sums, shares, is_leaf=is_scaled)
-    grads = {**sums, PARAMS: jax.tree.map(narrow, params, sums[PARAMS], shares, is_leaf=is_scaled)}
+        return jax.tree.map(narrow, shapes, sums, shardings, is_leaf=is_scaled)
+    grads = {**sums, PARAMS: jax.tree.map(narrow, params, sums[PARAMS], shardings, is_leaf=is_scaled)}
     if SCALING in sums:
         old = variables[SCALING]
-        grads[PARAMS], grads[SCALING] = narrowed(grads[PARAMS], variables[PARAMS], sums[SCALING], old, shares)
+        grads[PARAMS], grads[SCALING] = narrowed(
+            grads[PARAMS], variables[PARAMS], sums[SCALING], old, shardings
+        )
     return grads

@@ -3,7 +3,7 @@
     over_devices(make, zero, has_aux)(variables, batch)
 
 The variables are global arrays. What one device does is a function of its parts of them, which
-`make` builds from the `Share` of each parameter: whether its gradient is reduced within the
+`make` builds from the `GradSharding` of each parameter: whether its gradient is reduced within the
 backward, and when a parameter that is split is put together.
 
 Each device takes the gradient of its share of the mean, and shares are added: output gradients, and
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
-from fp8jax.comm.zero import Spread
+from fp8jax.comm.zero import ShardSpec
 from fp8jax.dot.dot_general import OPERANDS
 from fp8jax.gradients.keys import refuse_whole
 from fp8jax.gradients.states import state_at
@@ -32,26 +32,26 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class GradSharding:
     """How one parameter, and its gradient, are spread over devices; a leaf of a tree like the parameters."""
 
     axis: int | None = None  # along which the gradient is split in the end, counted from the end
-    spread: Spread | None = None  # given if a product reduces the gradient
+    shard: ShardSpec | None = None  # given if a product reduces the gradient
     comes_whole: bool = True  # False: a part, which is put together where the loss begins
 
 
-class Local(NamedTuple):
+class ShardContext(NamedTuple):
     """What one device has to know."""
 
     zero: Zero
-    shares: Any  # tree like the parameters
+    shardings: Any  # tree like the parameters
 
     def whole(self, params: Any) -> Any:
         """The parameters, with all parts put together that no product puts together."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-        shares = jax.tree.leaves(self.shares)
-        parts = [i for i, share in enumerate(shares) if not share.comes_whole]
-        axes = [shares[i].axis for i in parts]
+        shardings = jax.tree.leaves(self.shardings)
+        parts = [i for i, sharding in enumerate(shardings) if not sharding.comes_whole]
+        axes = [shardings[i].axis for i in parts]
         arrays = [leaves[i].data if is_scaled(leaves[i]) else leaves[i] for i in parts]
         for i, array in zip(parts, whole_from_parts(arrays, axes, self.zero.axis), strict=True):
             leaves[i] = ScaledArray(array, leaves[i].scale) if is_scaled(leaves[i]) else array
@@ -61,10 +61,10 @@ class Local(NamedTuple):
         """This device's gradients, of which those that no product reduced are reduced here."""
         params, rest = (grads[PARAMS], grads) if has_params(grads) else (grads, None)
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-        shares = jax.tree.leaves(self.shares)
-        left = [i for i, share in enumerate(shares) if share.spread is None]
+        shardings = jax.tree.leaves(self.shardings)
+        left = [i for i, sharding in enumerate(shardings) if sharding.shard is None]
         floats = "FP32" if any(map(is_scaled, leaves)) else None
-        axes = [shares[i].axis for i in left]
+        axes = [shardings[i].axis for i in left]
         row = Recipe.parse(self.zero.recipe)
         new, _ = reduced([leaves[i] for i in left], axes, self.zero.axis, row, op="sum", floats=floats)
         for i, leaf in zip(left, new, strict=True):
@@ -74,7 +74,7 @@ class Local(NamedTuple):
 
 
 def over_devices(
-    make: Callable[[Local], Callable[..., Any]], zero: Zero, has_aux: bool
+    make: Callable[[ShardContext], Callable[..., Any]], zero: Zero, has_aux: bool
 ) -> Callable[..., Any]:
     """The gradient on all devices of a mesh.
 
@@ -89,8 +89,8 @@ def over_devices(
         is_flax = has_params(variables)
         params = variables[PARAMS] if is_flax else variables
         states = state_of_each(params, variables.get(SCALING, {}) if is_flax else {})
-        shares = _shares(params, states, zero)
-        local = Local(zero, shares)
+        shardings = _shardings(params, states, zero)
+        local = ShardContext(zero, shardings)
 
         options, treedef = jax.tree.flatten(kwargs)
         arrays = {i: x for i, x in enumerate(options) if hasattr(x, "dtype")}
@@ -103,13 +103,13 @@ def over_devices(
             aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
             return lax.psum(loss, zero.axis), aux, local.reduced(grads)
 
-        def spec_of_grad(leaf: Any, share: Share, state: Any) -> Any:
-            names = zero.spec(leaf, split=share.axis is not None)
+        def spec_of_grad(leaf: Any, sharding: GradSharding, state: Any) -> Any:
+            names = zero.spec(leaf, split=sharding.axis is not None)
             names = names.data if is_scaled(leaf) else names
             return ScaledArray(names, P()) if state.is_marked else names
 
         everywhere = {name: P() for name in (SCALING, LOSS_SCALE) if is_flax and name in variables}
-        of_grads = jax.tree.map(spec_of_grad, params, shares, states, is_leaf=is_scaled)
+        of_grads = jax.tree.map(spec_of_grad, params, shardings, states, is_leaf=is_scaled)
         of_params = zero.specs(params, split=zero.stage == 3)
         of_variables = {name: P() for name in variables} if is_flax else of_params
         in_specs = ({**of_variables, PARAMS: of_params} if is_flax else of_params, P(zero.axis), P())
@@ -139,21 +139,21 @@ def state_of_each(params: Any, state: Any) -> Any:
     )
 
 
-def _shares(params: Any, states: Any, zero: Zero) -> Any:
-    def share(path: Any, leaf: Any, state: State) -> Share:
+def _shardings(params: Any, states: Any, zero: Zero) -> Any:
+    def sharding(path: Any, leaf: Any, state: State) -> GradSharding:
         axis = zero.split_of(leaf) if zero.stage else None
         if axis is None:
-            return Share()
+            return GradSharding()
         if zero.stage == 1 or not (is_scaled(leaf) or state.arrays) or not _is_stacked_in_front(leaf, state):
-            return Share(axis, None, zero.stage < 3)
+            return GradSharding(axis, None, zero.stage < 3)
         # A layer looks for its kernel and leaves it to its product; what is called otherwise may be used
         # in other ways too.
         names = [part.key for part in path if hasattr(part, "key")]
         waits = zero.stage == 3 and names[-1:] == ["kernel"]
-        spread = Spread(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits)
-        return Share(axis, spread, zero.stage < 3 or waits)
+        shard = ShardSpec(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits)
+        return GradSharding(axis, shard, zero.stage < 3 or waits)
 
-    return jax.tree_util.tree_map_with_path(share, params, states, is_leaf=is_scaled)
+    return jax.tree_util.tree_map_with_path(sharding, params, states, is_leaf=is_scaled)
 
 
 def _is_stacked_in_front(leaf: Any, state: State) -> bool:

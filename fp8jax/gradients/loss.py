@@ -11,14 +11,14 @@ import jax.extend.core
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
-from fp8jax.gradients.devices import Local, Share, over_devices
+from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
 from fp8jax.gradients.states import state_at, with_state_at
 from fp8jax.gradients.traced import gradient
 from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient
 from fp8jax.scaling.merge import (
-    CODES,
-    from_codes,
+    FP8_GRAD,
     from_cotangents,
+    from_fp8_grad,
     settled,
 )
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
@@ -83,12 +83,14 @@ def check_arguments(loss_fn: Any, zero: Any) -> None:
         raise TypeError(f"`zero`: expected a fp8jax.comm.Zero or None; got {zero!r}.")
 
 
-def on_one_device(loss_fn: Callable[..., Any], has_aux: bool, local: Local | None) -> Callable[..., Any]:
+def on_one_device(
+    loss_fn: Callable[..., Any], has_aux: bool, local: ShardContext | None
+) -> Callable[..., Any]:
     """`value_and_grad` on one device; with `local`, of its parts of the variables, one of many.
 
-    The loss is then divided by their number, and of the gradients those are summed over devices that
-    products sum; the others are to be, see `Local`. Scaling states can be merged with those of other parts
-    of the batch, and are then to be settled.
+    The loss is then divided by the number of devices. Gradients that dot products sum over devices are whole;
+    `ShardContext` sums the others. Scaling states can still be merged with those of other parts of the batch;
+    then they are settled.
     """
 
     @functools.wraps(loss_fn)
@@ -110,24 +112,34 @@ _jitted_settled = jax.jit(settled)
 
 
 def _value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool, local: Local | None, variables: Any, args: Any, kwargs: Any
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    local: ShardContext | None,
+    variables: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     is_flax = has_params(variables)
     params, old = (variables[PARAMS], variables.get(SCALING, {})) if is_flax else (variables, {})
     if local is None:
-        shares, divisor = jax.tree.map(lambda leaf: Share(), params, is_leaf=is_scaled), 1
+        shardings, divisor = jax.tree.map(lambda leaf: GradSharding(), params, is_leaf=is_scaled), 1
     else:
-        params, shares, divisor = local.whole(params), local.shares, local.zero.devices
+        params, shardings, divisor = local.whole(params), local.shardings, local.zero.devices
     inside = {**variables, PARAMS: params} if is_flax else params
-    found = gradient(loss_fn, has_aux, inside, args, kwargs, shares, divisor)
+    found = gradient(loss_fn, has_aux, inside, args, kwargs, shardings, divisor)
     if not is_flax:
         return found.out, found.grads
-    grads, state = narrowed(found.grads, params, from_cotangents(found.state), old, shares)
+    grads, state = narrowed(found.grads, params, from_cotangents(found.state), old, shardings)
     return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
 
 
 def _with_loss_scale(
-    loss_fn: Callable[..., Any], has_aux: bool, local: Local | None, variables: Any, args: Any, kwargs: Any
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    local: ShardContext | None,
+    variables: Any,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Any]:
     """`value_and_grad` of the scaled loss, made that of the loss."""
     state = variables[LOSS_SCALE]
@@ -145,17 +157,17 @@ def _with_loss_scale(
     return out, {**grads, LOSS_SCALE: new_state}
 
 
-def narrowed(grads: Any, params: Any, state: Any, old: Any, shares: Any) -> tuple[Any, Any]:
+def narrowed(grads: Any, params: Any, state: Any, old: Any, shardings: Any) -> tuple[Any, Any]:
     """The marked gradients as `ScaledArray`s, the others of products in their parameters' dtypes, and the
     state with their scales, which are the `old` state's where there is no gradient."""
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    rows = zip(flat, *map(treedef.flatten_up_to, (grads, shares)), strict=True)
+    rows = zip(flat, *map(treedef.flatten_up_to, (grads, shardings)), strict=True)
     new = []
-    for (path, param), grad, share in rows:
+    for (path, param), grad, sharding in rows:
         kept = state_at(state, path)
         if "wgrad_scale" in kept:
             scale = settled(kept["wgrad_scale"], state_at(old, path)["wgrad_scale"])
-            grad, scale = _narrow_leaf(grad, param, scale, share)
+            grad, scale = _narrow_leaf(grad, param, scale, sharding)
             state = with_state_at(state, path, {**kept, "wgrad_scale": scale})
         elif kept and not is_scaled(param):
             grad = grad.astype(param.dtype)
@@ -163,17 +175,19 @@ def narrowed(grads: Any, params: Any, state: Any, old: Any, shares: Any) -> tupl
     return treedef.unflatten(new), state
 
 
-def _narrow_leaf(grad: Any, param: Any, scale: jax.Array, share: Share) -> tuple[ScaledArray, jax.Array]:
+def _narrow_leaf(
+    grad: Any, param: Any, scale: jax.Array, sharding: GradSharding
+) -> tuple[ScaledArray, jax.Array]:
     """One gradient, as codes on `scale`, wide or done, as a `ScaledArray`; and its scale in scale's shape."""
     blocks = scale.shape + (1,) * (param.ndim - scale.ndim) if scale.ndim else ()
     if is_scaled(param):
         blocks = param.scale.shape
     if is_scaled(grad):
         return grad, grad.scale.reshape(scale.shape)
-    if grad.dtype == CODES:
-        return ScaledArray(from_codes(grad), scale.reshape(blocks)), scale
-    if share.spread is not None:
-        q = on_shared_scale(grad, blocks, share.spread.axis_name)
+    if grad.dtype == FP8_GRAD:
+        return ScaledArray(from_fp8_grad(grad), scale.reshape(blocks)), scale
+    if sharding.shard is not None:
+        q = on_shared_scale(grad, blocks, sharding.shard.axis_name)
     else:
         q = quantize_gradient(grad, blocks)
     return q, q.scale.reshape(scale.shape)

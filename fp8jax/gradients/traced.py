@@ -28,7 +28,7 @@ from fp8jax.rewrite import (
     plain_parameters,
 )
 from fp8jax.scaled import is_scaled
-from fp8jax.scaling.merge import no_codes, to_max
+from fp8jax.scaling.merge import to_fm32, zero_fp8_grad
 from fp8jax.variables import PARAMS, SCALING, has_params
 
 
@@ -36,7 +36,7 @@ class Gradient(NamedTuple):
     """A loss and its gradients, not yet narrowed."""
 
     out: Any  # the loss, or the loss and auxiliary outputs
-    grads: Any  # tree like the parameters: float arrays, or `CODES` on the scale in the state
+    grads: Any  # tree like the parameters: float arrays, or `FP8_GRAD` on the scale in the state
     state: Any  # as it left the backward, in float32's dtype of maxima
 
 
@@ -46,7 +46,7 @@ def gradient(
     variables: Any,
     args: Any,
     kwargs: Any,
-    shares: Any,
+    shardings: Any,
     divisor: int = 1,
 ) -> Gradient:
     """`jax.value_and_grad(loss_fn)(variables, *args, **kwargs)`.
@@ -59,10 +59,10 @@ def gradient(
     """
     is_flax = has_params(variables)
     params = variables[PARAMS] if is_flax else variables
-    state = to_max(variables.get(SCALING, {}) if is_flax else {})
+    state = to_fm32(variables.get(SCALING, {}) if is_flax else {})
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    spreads = [share.spread for share in treedef.flatten_up_to(shares)]
-    rows = [(path, leaf, spread) for (path, leaf), spread in zip(flat, spreads, strict=True)]
+    shards = [sharding.shard for sharding in treedef.flatten_up_to(shardings)]
+    rows = [(path, leaf, shard) for (path, leaf), shard in zip(flat, shards, strict=True)]
     others = {}
     if is_flax:
         others = {name: tree for name, tree in variables.items() if name not in (PARAMS, SCALING)}
@@ -79,15 +79,15 @@ def gradient(
         value, aux = out if has_aux else (out, None)
         return (value / divisor if divisor > 1 else value), aux
 
-    def way(path: Any, leaf: Any, spread: Any) -> Way | None:
-        shape = leaf.shape if spread is None else spread.whole(leaf.shape)
-        is_kernel = is_followed(leaf) or spread is not None
+    def way(path: Any, leaf: Any, shard: Any) -> Way | None:
+        shape = leaf.shape if shard is None else shard.whole(leaf.shape)
+        is_kernel = is_followed(leaf) or shard is not None
         return Way.of(names_of(path), shape, aval_of(leaf).dtype) if is_kernel else None
 
     ways = [way(*row) for row in rows]
     avals = [
-        aval_of(leaf) if spread is None or way is None else jax.ShapeDtypeStruct(way.shape, way.dtypes[0])
-        for (_, leaf, spread), way in zip(rows, ways, strict=True)
+        aval_of(leaf) if shard is None or way is None else jax.ShapeDtypeStruct(way.shape, way.dtypes[0])
+        for (_, leaf, shard), way in zip(rows, ways, strict=True)
     ]
     with plain_parameters():
         closed, shapes = jax.make_jaxpr(call, return_shape=True)(avals, state, arrays)
@@ -95,29 +95,29 @@ def gradient(
     found = find(jaxpr, ways)
     context = Context(Plan.of((), found.programs), "auto")
 
-    def slot(path: Any, leaf: Any, spread: Any) -> Any:
+    def grad_slot(path: Any, leaf: Any, shard: Any) -> Any:
         is_marked = "wgrad_scale" in state_at(state, path)
-        if not (is_marked or is_scaled(leaf) or spread is not None):
+        if not (is_marked or is_scaled(leaf) or shard is not None):
             return leaf
         like, uses = leaf.data if is_scaled(leaf) else leaf, found.uses.get(names_of(path))
-        if spread is not None and not spread.is_part:
-            like = own_part(like, spread.axis, spread.axis_name)
+        if shard is not None and not shard.is_part:
+            like = own_part(like, shard.axis, shard.axis_name)
         is_alone = uses is not None and uses.dots == 1 and not uses.others and not uses.is_shared
-        return no_codes(like) if is_marked and is_alone else jnp.zeros_like(like, jnp.float32)
+        return zero_fp8_grad(like) if is_marked and is_alone else jnp.zeros_like(like, jnp.float32)
 
-    def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
-        def enter(row: Any, slot: Any, way: Way | None, is_own: bool) -> Any:
+    def loss(grad_slots: list[Any], state: Any) -> tuple[Any, Any]:
+        def enter(row: Any, grad_slot: Any, way: Way | None, is_own: bool) -> Any:
             if way is None:
-                return slot
-            return Tracked(slot, None, way) if is_own else Tracked(row[1], slot, way, row[2])
+                return grad_slot
+            return Tracked(grad_slot, None, way) if is_own else Tracked(row[1], grad_slot, way, row[2])
 
-        ins = [enter(*each) for each in zip(rows, slots, ways, is_own, strict=True)]
+        ins = [enter(*each) for each in zip(rows, grad_slots, ways, is_own, strict=True)]
         outs = evaluate(context, jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    slots = [slot(*row) for row in rows]
-    is_own = [row[1] is slot for row, slot in zip(rows, slots, strict=True)]
+    grad_slots = [grad_slot(*row) for row in rows]
+    is_own = [row[1] is grad_slot for row, grad_slot in zip(rows, grad_slots, strict=True)]
     # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
     grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
-    (value, aux), (grads, new_state) = grad_fn(slots, state)
+    (value, aux), (grads, new_state) = grad_fn(grad_slots, state)
     return Gradient((value, aux) if has_aux else value, treedef.unflatten(grads), new_state)

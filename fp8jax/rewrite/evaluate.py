@@ -309,7 +309,7 @@ def _stacked(x: Tracked, site: Site, length: int) -> Any:
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
         stored = ScaledArray(stored.data, scale)
-    return Tracked(stored, x.slot, way, x.spread)
+    return Tracked(stored, x.grad_slot, way, x.shard)
 
 
 def _cond(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:

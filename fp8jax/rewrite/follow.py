@@ -18,7 +18,7 @@ from jax import lax
 
 from fp8jax.dot import Weight
 from fp8jax.scaled import ScaledArray, is_scaled, value
-from fp8jax.scaling.merge import CODES
+from fp8jax.scaling.merge import FP8_GRAD
 
 # Equations whose output is their input, on other devices or under another name.
 _IDENTITIES = ("copy", "copy_p", "name", "reshard", "sharding_constraint")
@@ -55,23 +55,23 @@ class Way:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("stored", "slot"), meta_fields=("way", "spread")
+    jax.tree_util.register_dataclass, data_fields=("stored", "grad_slot"), meta_fields=("way", "shard")
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tracked:
     """A parameter on its way, as it is stored."""
 
     stored: Any  # float array or ScaledArray, whose axes are `way.perm` of the value's
-    slot: Any  # where its gradient leaves, see `fp8jax.dot.Weight`; None: through `stored` itself
+    grad_slot: Any  # where its gradient leaves, see `fp8jax.dot.Weight`; None: through `stored` itself
     way: Way
-    spread: Any = None  # over the devices of ZeRO
+    shard: Any = None  # over the devices of ZeRO
 
     @property
     def kernel(self) -> Any:
         """The parameter as `fp8jax.dot.dot_general` takes it."""
         if self.way.is_frozen:
-            return jax.tree.map(lax.stop_gradient, self.stored) if self.spread is None else self._value()
-        return self.stored if self.slot is None else Weight(self.stored, self.slot, self.spread)
+            return jax.tree.map(lax.stop_gradient, self.stored) if self.shard is None else self._value()
+        return self.stored if self.grad_slot is None else Weight(self.stored, self.grad_slot, self.shard)
 
     def value(self) -> jax.Array:
         """The value that the function sees, through which gradients flow."""
@@ -79,11 +79,11 @@ class Tracked:
         return x.transpose(self.way.perm)
 
     def _value(self) -> jax.Array:
-        x = value(self.stored) if self.slot is None else self._weight().dequantize()
+        x = value(self.stored) if self.grad_slot is None else self._weight().dequantize()
         return lax.stop_gradient(x) if self.way.is_frozen else x
 
     def _weight(self) -> Weight:
-        return Weight(self.stored, self.slot, self.spread)
+        return Weight(self.stored, self.grad_slot, self.shard)
 
 
 def plain(x: Any) -> Any:
@@ -127,22 +127,22 @@ def moved(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
     followed = [follow(tracked.way, eqn, number) for number in range(len(eqn.outvars))]
     ways = [way for way in followed if way is not None]
     if name in _RESHAPES + _SLICES:
-        if tracked.spread is not None:
+        if tracked.shard is not None:
             return None
-        stored, slot = (_transposed(x, tracked.way.perm) for x in (tracked.stored, tracked.slot))
+        stored, grad_slot = (_transposed(x, tracked.way.perm) for x in (tracked.stored, tracked.grad_slot))
         parts = _moved_stored(stored, eqn, rest)
         if parts is None:
             return None
         # Gradients of parts have scales of their own.
-        assert slot is None or slot.dtype != CODES or name not in _SLICES
-        slots = [None] * len(ways) if slot is None else _bind(eqn, slot, rest)
-        return [Tracked(x, s, way) for x, s, way in zip(parts, slots, ways, strict=True)]
+        assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
+        grad_slots = [None] * len(ways) if grad_slot is None else _bind(eqn, grad_slot, rest)
+        return [Tracked(x, s, way) for x, s, way in zip(parts, grad_slots, ways, strict=True)]
     stored = tracked.stored
-    is_whole = tracked.way.perm == tuple(range(len(tracked.way.perm))) and tracked.spread is None
+    is_whole = tracked.way.perm == tuple(range(len(tracked.way.perm))) and tracked.shard is None
     if name in ("reshard", "sharding_constraint") and is_whole:
         constrained = _bind(eqn, stored.data if is_scaled(stored) else stored, rest)[0]
         stored = ScaledArray(constrained, stored.scale) if is_scaled(stored) else constrained
-    return [Tracked(stored, tracked.slot, ways[0], tracked.spread)]
+    return [Tracked(stored, tracked.grad_slot, ways[0], tracked.shard)]
 
 
 def _transposed(x: Any, perm: tuple[int, ...]) -> Any:

@@ -21,7 +21,7 @@ from fp8jax.rewrite.plan import Chosen, Plan, find
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import Rule, Rules, layer_path
 from fp8jax.scaled import is_scaled
-from fp8jax.scaling.merge import to_max
+from fp8jax.scaling.merge import to_fm32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Program:
         """
         pairs = zip(leaves, self.paths, strict=True)
         ins = [Tracked(x, None, _way(path, x)) if is_followed(x) else x for x, path in pairs]
-        states = {key: {**kept, **to_max(without_adapters(kept))} for key, kept in states.items()}
+        states = {key: {**kept, **to_fm32(without_adapters(kept))} for key, kept in states.items()}
         return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], states)
 
 

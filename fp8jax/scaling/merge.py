@@ -47,27 +47,27 @@ class _CodesDType(fp8_meta_dtype_wrapper):
 
 
 # Bytes: XLA on CPU would stack a scan's float8 arrays by way of float16, all of them at each step.
-CODES = _CodesDType(jnp.dtype(jnp.uint8))
+FP8_GRAD = _CodesDType(jnp.dtype(jnp.uint8))
 
 
-def to_max(tree: Any) -> Any:
+def to_fm32(tree: Any) -> Any:
     """float32 leaves become `fm32`; leaves that are already stay.
 
     The gradient with respect to the float32 leaves is their next value.
     """
     leaves, treedef = jax.tree.flatten(tree)
     others = [i for i, leaf in enumerate(leaves) if leaf.dtype != fm32]
-    for i, leaf in zip(others, _to_max([leaves[i] for i in others]) if others else (), strict=True):
+    for i, leaf in zip(others, _to_fm32([leaves[i] for i in others]) if others else (), strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
 
 
-def from_max(tree: Any) -> Any:
+def from_fm32(tree: Any) -> Any:
     """`fm32` leaves become float32 again, without marks; other leaves stay."""
     return jax.tree.map(lambda x: _unmarked(_to_float32(x)) if x.dtype == fm32 else x, tree)
 
 
-def _to_fm32(tree: Any) -> Any:
+def _as_fm32(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.convert_element_type(x, fm32), tree)
 
 
@@ -75,13 +75,13 @@ def _to_float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
 
 
-_to_max = jax.custom_vjp(_to_fm32)
-_to_max.defvjp(lambda old: (_to_fm32(old), old), lambda old, new: (settled(from_cotangents(new), old),))
+_to_fm32 = jax.custom_vjp(_as_fm32)
+_to_fm32.defvjp(lambda old: (_as_fm32(old), old), lambda old, new: (settled(from_cotangents(new), old),))
 
 
 def to_cotangents(state: Any) -> Any:
     """The next state of a dot as the cotangents of its state."""
-    return _to_fm32(marked(state))
+    return _as_fm32(marked(state))
 
 
 def from_cotangents(tree: Any) -> Any:
@@ -119,22 +119,22 @@ def _unmarked(x: jax.Array) -> jax.Array:
     return select(x == -jnp.inf, x, lax.abs(x))
 
 
-def no_codes(like: jax.Array) -> jax.Array:
+def zero_fp8_grad(like: jax.Array) -> jax.Array:
     """Zero E4M3 codes that cannot be added, of an array's shape."""
-    return to_codes(jnp.zeros_like(like, E4M3.dtype))
+    return to_fp8_grad(jnp.zeros_like(like, E4M3.dtype))
 
 
-def to_codes(data: jax.Array) -> jax.Array:
+def to_fp8_grad(data: jax.Array) -> jax.Array:
     """E4M3 codes as an array that cannot be added."""
-    return lax.convert_element_type(to_bytes(data), CODES)
+    return lax.convert_element_type(to_bytes(data), FP8_GRAD)
 
 
-def from_codes(codes: jax.Array) -> jax.Array:
+def from_fp8_grad(codes: jax.Array) -> jax.Array:
     """The E4M3 codes again."""
     return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
 
 
-def along(tree: Any, *operands: Any) -> Any:
+def broadcast_under_vmap(tree: Any, *operands: Any) -> Any:
     """`tree` as it is; where a vmap maps the operands alone, one copy for each example.
 
     JAX would sum the cotangents of an array that the examples share, by an addition that the
@@ -144,7 +144,7 @@ def along(tree: Any, *operands: Any) -> Any:
     return jax.tree.map(lambda leaf: _along_p.bind(leaf, *operands), tree)
 
 
-_along_p = jex.Primitive("along")
+_along_p = jex.Primitive("broadcast_under_vmap")
 _along_p.def_impl(lambda leaf, *operands: leaf)
 _along_p.def_abstract_eval(lambda leaf, *operands: leaf)
 mlir.register_lowering(_along_p, lambda ctx, leaf, *operands: [leaf])
@@ -156,7 +156,7 @@ def _batch(args: Any, dims: Any) -> Any:
     mapped = [(x, d) for x, d in zip(operands, theirs, strict=True) if d is not None]
     if dim is not None or not mapped:
         return _along_p.bind(*args), dim
-    if leaf.dtype not in (CODES, fm32):
+    if leaf.dtype not in (FP8_GRAD, fm32):
         return leaf, None
     x, d = mapped[0]
     return _copies(leaf, x.shape[d]), 0
@@ -174,7 +174,7 @@ def _copies(leaf: jax.Array, count: int) -> jax.Array:
 
 def _merge_copies(count: int, kept: None, cotangents: jax.Array) -> tuple[jax.Array]:
     assert cotangents.dtype == fm32
-    return (_to_fm32(jnp.max(_to_float32(cotangents), axis=0)),)
+    return (_as_fm32(jnp.max(_to_float32(cotangents), axis=0)),)
 
 
 _copies.defvjp(lambda leaf, count: (_copies(leaf, count), None), _merge_copies)

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.dot import Over, wide_ragged_dot
+from fp8jax.dot import ExpertSharding, wide_ragged_dot
 from fp8jax.platforms import over_axis
 
 
@@ -36,7 +36,7 @@ class Way(NamedTuple):
     place: jax.Array  # shape=(tokens, top_k), int32: the row of each choice; `rows` if it is not here
 
 
-def send(x: jax.Array, experts: jax.Array, num_experts: int, over: Over | None = None) -> Any:
+def send(x: jax.Array, experts: jax.Array, num_experts: int, over: ExpertSharding | None = None) -> Any:
     """The rows of all experts.
 
     Args:
@@ -54,7 +54,7 @@ def send(x: jax.Array, experts: jax.Array, num_experts: int, over: Over | None =
     return _on_each(functools.partial(_send, here, over), over)(x, experts)
 
 
-def bring_back(y: jax.Array, gates: jax.Array, way: Way, over: Over | None = None) -> jax.Array:
+def bring_back(y: jax.Array, gates: jax.Array, way: Way, over: ExpertSharding | None = None) -> jax.Array:
     """The sum of each token's rows, times their gates, in float32.
 
     Args:
@@ -69,18 +69,18 @@ def bring_back(y: jax.Array, gates: jax.Array, way: Way, over: Over | None = Non
     return _on_each(functools.partial(_bring_back, over), over)(y, gates, way)
 
 
-def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, over: Over | None = None) -> jax.Array:
+def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, over: ExpertSharding | None = None) -> jax.Array:
     """`lax.ragged_dot` of floats, of each device's rows and experts; see `fp8jax.dot.wide_ragged_dot`."""
     return wide_ragged_dot(lhs, rhs, group_sizes, over)
 
 
-def _on_each(function: Any, over: Over | None) -> Any:
+def _on_each(function: Any, over: ExpertSharding | None) -> Any:
     if over is None:
         return function
     return over_axis(function, over.mesh, over.axis_name, P(over.axis_name))
 
 
-def _parts(experts: int, tokens: int, over: Over | None) -> int:
+def _parts(experts: int, tokens: int, over: ExpertSharding | None) -> int:
     """The experts of one device; raises ValueError if the devices cannot have equal parts."""
     if over is None:
         return experts
@@ -103,7 +103,7 @@ def _parts(experts: int, tokens: int, over: Over | None) -> int:
     return experts // devices
 
 
-def _send(experts_here: int, over: Over | None, x: jax.Array, experts: jax.Array) -> Any:
+def _send(experts_here: int, over: ExpertSharding | None, x: jax.Array, experts: jax.Array) -> Any:
     first = 0
     if over is not None:
         x, experts = (lax.all_gather(part, over.axis_name, tiled=True) for part in (x, experts))
@@ -122,7 +122,7 @@ def _send(experts_here: int, over: Over | None, x: jax.Array, experts: jax.Array
     return _to_rows(x, way), sizes, way
 
 
-def _bring_back(over: Over | None, y: jax.Array, gates: jax.Array, way: Way) -> jax.Array:
+def _bring_back(over: ExpertSharding | None, y: jax.Array, gates: jax.Array, way: Way) -> jax.Array:
     if over is not None:
         gates = lax.all_gather(gates, over.axis_name, tiled=True)
     sums = jnp.sum(_to_choices(y, way).astype(jnp.float32) * gates[:, :, None], axis=1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh
 
-from fp8jax.dot import Over
+from fp8jax.dot import ExpertSharding
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.routing import LOSSES, check, route
 
@@ -42,7 +42,7 @@ class ExpertDense(nn.Module):
     kernel_init: Callable[..., Any] = EXPERTS_INIT
     promote_dtype: Callable[..., Any] = promote_dtype
     ragged_dot: Callable[..., Any] = exchange.ragged_dot
-    over: Over | None = None
+    over: ExpertSharding | None = None
 
     @nn.compact
     def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ class MoE(nn.Module):
                 devices.
         """
         check(self.num_experts, self.top_k)
-        over = None if self.mesh is None else Over(self.mesh, self.expert_axis)
+        over = None if self.mesh is None else ExpertSharding(self.mesh, self.expert_axis)
         tokens = x.reshape(-1, x.shape[-1])
         logits = ExpertRouter(self.num_experts, self.router_init, name="router")(tokens)
         chosen = route(logits, self.top_k)

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import Mesh
 
-from fp8jax.dot import Over
+from fp8jax.dot import ExpertSharding
 from fp8jax.models.moe import exchange
 from fp8jax.models.moe.linen import EXPERTS_INIT, ROUTER_INIT
 from fp8jax.models.moe.routing import LOSSES, check, route
@@ -39,7 +39,7 @@ class ExpertDense(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Callable[..., Any] = EXPERTS_INIT,
-        over: Over | None = None,
+        over: ExpertSharding | None = None,
         rngs: nnx.Rngs,
     ):
         shape = (num_experts, in_features, out_features)
@@ -102,7 +102,7 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check(num_experts, top_k)
-        over = None if mesh is None else Over(mesh, expert_axis)
+        over = None if mesh is None else ExpertSharding(mesh, expert_axis)
 
         def dense(in_features: int, out_features: int) -> ExpertDense:
             numbers = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init}
