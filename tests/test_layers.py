@@ -25,7 +25,7 @@ RANKS = {
     "loss_scale": 2,
     "scaling": 2,
     "backends": 2,
-    "comm": 2,
+    "comm": 3,
     "dot": 3,
     "optim": 3,
     "models": 4,
@@ -45,7 +45,7 @@ RANKS = {
 SIDEWAYS = {
     ("models", "rewrite"): "layers are chosen and reported as dot products of functions are",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
-    ("comm", "scaling"): "states of devices merge as those of uses do",
+    ("optim", "comm"): "the step of a Zero is taken in parts",
     ("models", "gradients"): "a Flax TrainState applies updates",
     ("chart", "targets"): "the chart is read from a program compiled for a target",
     ("doctor", "memory"): "a model is named as for a plan",

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.comm import wire
-from fp8jax.comm.zero import ShardSpec
 from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, to_bits
 
 
@@ -60,14 +59,6 @@ def whole_from_parts(parts: list[jax.Array], axes: list[int], axis_name: str) ->
         shape = (*part.shape[:axis], part.shape[axis] * devices, *part.shape[axis + 1 :])
         whole.append(jnp.moveaxis(row.reshape(devices, *part.shape), 0, axis).reshape(shape))
     return whole
-
-
-def whole_of(part: Any, shard: ShardSpec) -> Any:
-    """One tensor, array or `ScaledArray` whose parts share a scale, whole on every device."""
-    data = part.data if is_scaled(part) else part
-    [bits] = whole_from_parts([to_bits(data)], [shard.axis], shard.axis_name)
-    data = lax.bitcast_convert_type(bits, data.dtype)
-    return ScaledArray(data, part.scale) if is_scaled(part) else data
 
 
 def _on_common_scales(leaves: list[Any], axis: int, axis_name: str) -> list[ScaledArray]:

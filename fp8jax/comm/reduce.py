@@ -23,7 +23,7 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.mu import renewed
-from fp8jax.comm.zero import ShardSpec, own_part
+from fp8jax.comm.zero import own_part
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
     ScaledArray,
@@ -156,7 +156,7 @@ def reduced(
             new[whole[i]] = quantize_gradient(mean, leaf.scale.shape) if as_codes else mean.astype(leaf.dtype)
     for i in wide:
         if i not in whole:
-            new[i] = _wide_part(leaves[i], axis_name, dtype, op, axes[i])
+            new[i] = wide_part(leaves[i], axis_name, dtype, op, axes[i])
     chosen = [leaves[i] for i in narrow]
     if not chosen:
         return new, mu
@@ -167,7 +167,7 @@ def reduced(
         for i, factor in zip(narrow, renewed(factors, chosen, codes, axis_name), strict=True):
             mu[i] = factor
     means = wire.means_of_parts(
-        [_rows(q, axes[i], devices) for i, q in zip(narrow, codes, strict=True)], axis_name
+        [rows_for_devices(q, axes[i], devices) for i, q in zip(narrow, codes, strict=True)], axis_name
     )
     is_whole = [axes[i] is None for i in narrow]
     gathered = iter(
@@ -178,31 +178,10 @@ def reduced(
         if axis is None:
             mean = next(gathered).reshape(-1)[: q.size].reshape(q.shape)
         else:
-            mean = _from_row(mean, q.shape, axis, devices)
+            mean = from_row(mean, q.shape, axis, devices)
             scale = _own(scale, axis, axis_name)
         new[i] = _back(mean, scale, leaves[i], op, devices)
     return new, mu
-
-
-def part_of_sum(grad: jax.Array, shard: ShardSpec, *, as_codes: bool) -> Any:
-    """This device's part of the sum of one weight gradient, as soon as there is one.
-
-    Args:
-        grad: float array, whole.
-        spread: how it is split, and what it crosses in.
-        as_codes: whether it becomes an E4M3 `ScaledArray`, on one scale for the whole tensor, or a
-            float32 array.
-    """
-    axis, name = shard.axis, shard.axis_name
-    if shard.comm != "FP8":
-        dtype = formats.get(shard.comm).dtype
-        part = _wide_part(grad.astype(jnp.float32), name, dtype, "sum", axis)
-        return on_shared_scale(part, (), name) if as_codes else part
-    [q] = wire.narrowed([grad], name)
-    [mean] = wire.means_of_parts([_rows(q, axis, shard.devices)], name)
-    mean = _from_row(mean, q.shape, axis, shard.devices)
-    part = ScaledArray(wire.from_bytes(mean), q.scale * shard.devices)
-    return part if as_codes else part.dequantize()
 
 
 def on_shared_scale(part: jax.Array, blocks: tuple[int, ...], axis_name: str) -> ScaledArray:
@@ -212,7 +191,7 @@ def on_shared_scale(part: jax.Array, blocks: tuple[int, ...], axis_name: str) ->
     return quantize(part, formats.E4M3, scale)
 
 
-def _rows(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
+def rows_for_devices(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
     """A tensor's bytes, shape=(devices, n): row i is for device i."""
     if axis is not None:
         return jnp.moveaxis(to_bytes(q.data), axis, 0).reshape(devices, -1)
@@ -220,8 +199,8 @@ def _rows(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
 
 
-def _from_row(row: jax.Array, shape: tuple[int, ...], axis: int, devices: int) -> jax.Array:
-    """The part along `axis` of a tensor of `shape` that one row of `_rows` has."""
+def from_row(row: jax.Array, shape: tuple[int, ...], axis: int, devices: int) -> jax.Array:
+    """The part along `axis` of a tensor of `shape` that one row of `rows_for_devices` has."""
     axis %= len(shape)
     rest = (*shape[:axis], *shape[axis + 1 :])
     return jnp.moveaxis(row.reshape(shape[axis] // devices, *rest), 0, axis)
@@ -249,7 +228,8 @@ def _back(codes: jax.Array, scale: jax.Array, like: Any, op: str, devices: int) 
     return q if is_scaled(like) else q.dequantize(like.dtype)
 
 
-def _wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any:
+def wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any:
+    """This device's part of the reduced tensor, which crosses in `dtype`; float32."""
     new = lax.psum_scatter(
         value(leaf).astype(dtype), axis_name, scatter_dimension=axis % leaf.ndim, tiled=True
     )

@@ -39,24 +39,6 @@ HOST = "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardSpec:
-    """How one tensor is split over devices."""
-
-    axis_name: str
-    axis: int  # from the end, so that it is the same for one layer of a stack
-    devices: int
-    comm: str  # format of gradients on the wire
-    is_part: bool  # whether the tensor itself is this device's part, or only its gradient will be
-
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole tensor, of which a device has `shape`."""
-        if not self.is_part:
-            return shape
-        axis = self.axis % len(shape)
-        return (*shape[:axis], shape[axis] * self.devices, *shape[axis + 1 :])
-
-
-@dataclasses.dataclass(frozen=True)
 class Zero:
     """A stage of ZeRO on the devices of a mesh.
 

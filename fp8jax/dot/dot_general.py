@@ -10,6 +10,7 @@ from jax import lax
 from fp8jax import backends, formats, scaling
 from fp8jax.dot.einsum import einsum_by, is_single_dot
 from fp8jax.dot.layout import Layout
+from fp8jax.dot.placement import WHOLE
 from fp8jax.dot.vjp import FP8_OPERANDS, State, Static, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
@@ -83,7 +84,7 @@ def dot_general(
     grad_slot_dtype = None if grad_slot is None else grad_slot.dtype
     dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
     chosen = backends.choose(backend, is_batched=layout.is_batched).name
-    static = Static(recipe, chosen, layout, *dtypes, weight.shard)
+    static = Static(recipe, chosen, layout, *dtypes, weight.shard or WHOLE)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:

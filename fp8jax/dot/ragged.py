@@ -27,11 +27,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import backends, formats, scaling
-from fp8jax.comm.gather import whole_of
-from fp8jax.comm.reduce import part_of_sum
-from fp8jax.comm.zero import ShardSpec
 from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
 from fp8jax.dot.dot_general import init_state
+from fp8jax.dot.placement import WHOLE, KernelPlacement
 from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,
@@ -75,7 +73,7 @@ class _Static(NamedTuple):
     rhs_dtype: Any  # None: no float array
     grad_slot_dtype: Any  # None: the gradient is that of rhs itself
     out_dtype: Any
-    shard: ShardSpec | None  # of the kernels over the devices of ZeRO
+    placement: KernelPlacement  # of the kernels
     over: ExpertSharding | None
 
     @property
@@ -137,7 +135,7 @@ def ragged_dot(
         out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
     grad_slot_dtype = None if grad_slot is None else grad_slot.dtype
     dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
-    static = _Static(recipe, backends.choose(backend).name, *dtypes, weight.shard, over)
+    static = _Static(recipe, backends.choose(backend).name, *dtypes, weight.shard or WHOLE, over)
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
@@ -209,9 +207,7 @@ def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
 def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
     """The gradients of rows and kernels, and the new state."""
     (lhs, rhs), seen, state, sizes = kept
-    if static.shard and static.shard.is_part:
-        # Not before there is a gradient to multiply with: the kernels are not to wait in memory.
-        (lhs, rhs), grad = lax.optimization_barrier(((lhs, rhs), grad))
+    (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad_seen, q_grad = _quantize_rows(static, 2, grad, state, sizes)
     assert q_grad.scale is not None
@@ -238,9 +234,8 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
 def _as_it_leaves(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the kernels in its dtype; E4M3 codes with a scale for each group."""
     as_codes = static.grad_slot_dtype == FP8_GRAD
-    if static.grad_slot_dtype is not None and static.shard:
-        part = functools.partial(part_of_sum, shard=static.shard, as_codes=as_codes)
-        drhs = jax.vmap(part)(drhs)
+    if static.grad_slot_dtype is not None:
+        drhs = jax.vmap(functools.partial(static.placement.scattered, as_codes=as_codes))(drhs)
     if as_codes:
         q = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, (drhs.shape[0], 1, 1))
         return q.data, q.scale.reshape(-1)
@@ -279,8 +274,7 @@ def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Arra
         scale = rhs.scale.reshape(-1).astype(jnp.float32)
         return scale * format.max, Operand(packed(rhs).data, scale)  # the largest that it could be
     seen = amax(rhs, (groups, 1, 1)).reshape(-1)
-    if static.shard and static.shard.is_part:
-        seen = lax.pmax(seen, static.shard.axis_name)  # parts are to be put together
+    seen = static.placement.common_amax(seen)
     scale = _scales(static, 1, seen, state)
     with jax.named_scope(CASTS[1]):
         q = stored(quantize(rhs, format, scale[:, None, None]), format)
@@ -295,10 +289,8 @@ def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax
 
 
 def _whole(static: _Static, kernels: Operand) -> Operand:
-    """The whole kernels, of which a device of ZeRO may have a part."""
-    if not (static.shard and static.shard.is_part):
-        return kernels
-    return kernels._replace(data=whole_of(kernels.data, static.shard))
+    """The whole kernels."""
+    return kernels._replace(data=static.placement.gathered(kernels.data))
 
 
 def _multiply(

@@ -11,10 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, formats, scaling
-from fp8jax.comm.gather import whole_of
-from fp8jax.comm.reduce import part_of_sum
-from fp8jax.comm.zero import ShardSpec
 from fp8jax.dot.layout import Layout
+from fp8jax.dot.placement import KernelPlacement
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import (
@@ -56,7 +54,7 @@ class Static(NamedTuple):
     rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
     grad_slot_dtype: Any  # None: the gradient is that of rhs itself
     out_dtype: Any
-    shard: ShardSpec | None  # of the kernel over devices
+    placement: KernelPlacement  # of the kernel
 
     @property
     def wgrad_dtype(self) -> Any:
@@ -108,18 +106,14 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: St
 
 def _kernel_matrix(static: Static, rhs: Any) -> Any:
     """The whole kernel as a matrix."""
-    if static.shard and static.shard.is_part:
-        rhs = whole_of(rhs, static.shard)
-    return static.layout.rhs_matrix(rhs)
+    return static.layout.rhs_matrix(static.placement.gathered(rhs))
 
 
 def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     operands, seen, state = kept
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
-    if static.shard and static.shard.is_part:
-        # Not before there is a gradient to multiply with: the kernel is not to wait in memory.
-        operands, grad = lax.optimization_barrier((operands, grad))
+    operands, grad = static.placement.after(operands, grad)
     lhs, rhs = (unpacked(operand, static.formats[0]) for operand in operands)
     rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
@@ -139,8 +133,8 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     update = scaling.of_recipe(static.recipe).update
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
     in_rhs, in_grad_slot = None, None
-    if static.grad_slot_dtype is not None and static.shard:
-        drhs = part_of_sum(drhs, static.shard, as_codes=static.grad_slot_dtype == FP8_GRAD)
+    if static.grad_slot_dtype is not None:
+        drhs = static.placement.scattered(drhs, as_codes=static.grad_slot_dtype == FP8_GRAD)
     if static.grad_slot_dtype == FP8_GRAD:
         q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
         in_grad_slot, new_state["wgrad_scale"] = to_fp8_grad(q_drhs.data), q_drhs.scale
@@ -203,8 +197,7 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
         scale = x.scale.reshape(()).astype(jnp.float32)
         return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
     seen = amax(x)
-    if operand == 1 and static.shard and static.shard.is_part:
-        seen = lax.pmax(seen, static.shard.axis_name)  # parts are to be put together
+    seen = static.placement.common_amax(seen) if operand == 1 else seen
     scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
     with jax.named_scope(CASTS[operand]):
         q = quantize(x, format, scale)

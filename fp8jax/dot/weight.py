@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.comm.gather import whole_of
-from fp8jax.comm.reduce import part_of_sum
-from fp8jax.comm.zero import ShardSpec
+from fp8jax.dot.placement import WHOLE, KernelPlacement
 from fp8jax.scaled import value
 from fp8jax.scaling.merge import FP8_GRAD
 
@@ -30,12 +28,12 @@ class Weight:
 
     value: Any  # ScaledArray or float array
     grad_slot: Any  # shape=kernel's, float32 or merge.CODES
-    shard: ShardSpec | None = None  # over devices; then the slot is this device's part
+    shard: KernelPlacement | None = None  # over devices; then the slot is this device's part
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""
-        return self.shard.whole(self.value.shape) if self.shard else self.value.shape
+        return (self.shard or WHOLE).whole_shape(self.value.shape)
 
     @property
     def ndim(self) -> int:
@@ -51,10 +49,10 @@ class Weight:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shard_value(shard: ShardSpec, kernel: jax.Array, grad_slot: jax.Array) -> jax.Array:
+def _shard_value(shard: KernelPlacement, kernel: jax.Array, grad_slot: jax.Array) -> jax.Array:
     """A kernel whole, whose gradient leaves through the slot as this device's part."""
     del grad_slot
-    return whole_of(kernel, shard) if shard.is_part else kernel
+    return shard.gathered(kernel)
 
 
 _shard_value.defvjp(
@@ -62,5 +60,5 @@ _shard_value.defvjp(
         _shard_value(shard, kernel, grad_slot),
         jnp.zeros_like(kernel, kernel.dtype),
     ),
-    lambda shard, zeros, grad: (zeros, part_of_sum(grad, shard, as_codes=False)),
+    lambda shard, zeros, grad: (zeros, shard.scattered(grad, as_codes=False)),
 )

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
-from fp8jax.comm.zero import ShardSpec
+from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot.dot_general import OPERANDS
 from fp8jax.gradients.keys import refuse_whole
 from fp8jax.gradients.states import state_at

@@ -80,7 +80,7 @@ def gradient(
         return (value / divisor if divisor > 1 else value), aux
 
     def way(path: Any, leaf: Any, shard: Any) -> Way | None:
-        shape = leaf.shape if shard is None else shard.whole(leaf.shape)
+        shape = leaf.shape if shard is None else shard.whole_shape(leaf.shape)
         is_kernel = is_followed(leaf) or shard is not None
         return Way.of(names_of(path), shape, aval_of(leaf).dtype) if is_kernel else None
 
