@@ -23,8 +23,8 @@ from fp8jax.models import report as report
 from fp8jax.models import transform as transform
 from fp8jax.models import unmerge as unmerge
 from fp8jax.models import value_and_grad as value_and_grad
-from fp8jax.models.nnx import FP8State as FP8State
-from fp8jax.models.nnx import Frozen as Frozen
+from fp8jax.models.nnx_variables import FP8State as FP8State
+from fp8jax.models.nnx_variables import Frozen as Frozen
 from fp8jax.models.train_state import TrainState as TrainState
 from fp8jax.recipe import Recipe as Recipe
 from fp8jax.rewrite.lora import LoRA as LoRA

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from fp8jax.gradients.keys import fold_in
-from fp8jax.models.nnx import FP8State, Frozen, LossScale, state_path
+from fp8jax.models.nnx_variables import FP8State, Frozen, LossScale, state_path
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # What of a model is trained, what is scaled with, what does not change, and the rest.

@@ -15,18 +15,9 @@ import jax
 from flax import nnx
 
 from fp8jax.dot.einsum import is_single_dot
-from fp8jax.models.nnx import (
-    CLASS,
-    Frozen,
-    dequantize,
-    kernels_of,
-    modules_of,
-    placed_kernels,
-    places_of,
-    settings_of,
-    thaw,
-)
+from fp8jax.models.nnx import dequantize, kernels_of, placed_kernels, settings_of
 from fp8jax.models.nnx import transform as transform_alone
+from fp8jax.models.nnx_variables import CLASS, Frozen, modules_of, places_of, thaw
 from fp8jax.rewrite import LoRA, Settings
 from fp8jax.rewrite.lora import A, B
 
