@@ -27,7 +27,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fp8jax import vocabulary
+from fp8jax import accelerate
 
 # Layers that stay out of FP8 unless asked for: the output head, as TransformerEngine's
 # and torchao's users do by hand. A pattern without "/" is matched with the layer's own
@@ -175,7 +175,7 @@ class Recipe:
         References:
             Accelerate 1.15.0, utils/dataclasses.py and commands/launch.py.
         """
-        preset, changes = vocabulary.read(source, environ)
+        preset, changes = accelerate.read(source, environ)
         return dataclasses.replace(PRESETS[preset], **changes)
 
     def with_plain_weights(self) -> "Recipe":

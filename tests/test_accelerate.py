@@ -19,7 +19,7 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe
-from fp8jax.vocabulary.settings import DEFAULTS
+from fp8jax.accelerate.settings import DEFAULTS
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ import pytest
 RANKS = {
     "formats": 0,
     "remedy": 0,
-    "vocabulary": 0,
+    "accelerate": 0,
     "recipe": 1,
     "platforms": 0,
     "scaled": 1,
@@ -68,7 +68,7 @@ LIBRARIES = {
     "rich": {"train": "eager"},
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
     "matplotlib": {"train": "eager", "chart": "lazy"},
-    "yaml": {"train": "eager", "vocabulary": "lazy"},
+    "yaml": {"train": "eager", "accelerate": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
     "jax_cuda13_plugin": {"doctor.machine": "lazy"},
     "jax_plugins": {"targets": "lazy"},
@@ -239,7 +239,7 @@ def test_no_file_is_named_as_an_export(root):
             "import optax",
             "optax is imported by models.linen; it belongs to gradients, optim",
         ),
-        ("vocabulary.py", "import yaml", "yaml is imported by vocabulary when it loads"),
+        ("accelerate.py", "import yaml", "yaml is imported by accelerate when it loads"),
         ("chart.py", "from rich import table", "rich is imported by chart; it belongs to train"),
         ("scaled.py", "import importlib\nimportlib.import_module('torch')", "torch is imported by scaled"),
         (
@@ -265,8 +265,8 @@ def test_planted_violation_is_found(tmp_path, path, source, says):
 def test_what_the_design_allows_passes(tmp_path):
     files = {
         "__init__.py": "from fp8jax.models import transform as transform\nfrom fp8jax import optim as optim",
-        "vocabulary/__init__.py": "def load():\n    import yaml",
-        "recipe.py": "from fp8jax.formats import E4M3\nfrom fp8jax import vocabulary",
+        "accelerate/__init__.py": "def load():\n    import yaml",
+        "recipe.py": "from fp8jax.formats import E4M3\nfrom fp8jax import accelerate",
         "scaling/__init__.py": "from . import delayed\nfrom .merge import to_max",
         "scaling/delayed.py": "import jax\nfrom fp8jax.scaled import amax",
         "scaling/merge.py": "from flax.linen.fp8_ops import fm32",

@@ -5,9 +5,9 @@
     read("config.yaml")                                 # its mixed_precision and its fp8_config
     read(None, {"ACCELERATE_MIXED_PRECISION": "bf16"})  # ("bf16", {})
 
-Accelerate itself is not imported: objects are read by their attributes. What the words mean is in
-`Recipe.from_accelerate`; this file is where they stand, `settings` which there are, `values` how each is
-written.
+Accelerate itself is not imported: objects are read by their attributes. `Recipe.from_accelerate` documents
+the settings. This module finds them in objects, dicts, files and environment variables; `settings` names them
+and `values` parses each.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.vocabulary.settings import PREFIX, Setting, gather, name_of, plain, preset_of
-from fp8jax.vocabulary.values import complaint, read_word
+from fp8jax.accelerate.settings import PREFIX, Setting, gather, name_of, plain, preset_of
+from fp8jax.accelerate.values import complaint, read_word
 
 _CLASSES = {
     "FP8RecipeKwargs": None,  # has a `backend`

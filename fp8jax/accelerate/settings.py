@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fp8jax.vocabulary.values import complaint, illegal, read_boolean, read_value
+from fp8jax.accelerate.values import complaint, illegal, read_boolean, read_value
 
 # Each backend's settings and their defaults, of accelerate 1.15.0 (utils/dataclasses.py). TransformerEngine's
 # own amax_compute_algo is "max", MS-AMP's own opt_level O1.

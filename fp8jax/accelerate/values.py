@@ -48,7 +48,7 @@ def read_word(key: str, raw: Any, legal: Iterable[str]) -> str:
 
 
 def complaint(text: str) -> ValueError:
-    """The error of this vocabulary."""
+    """The error of a setting that cannot be read."""
     return ValueError(f"from_accelerate: {text}.")
 
 
