@@ -1,12 +1,12 @@
-"""What does the optimizer keep? Adam with narrow moments, and any optimizer of optax, as links for chains.
+"""Optimizers: Adam with low-precision moments, and any optax optimizer on quantized weights and gradients.
 
     tx = optax.chain(
         fp8jax.optim.clip_by_global_norm(1.0),
         fp8jax.optim.adamw(3e-4, recipe),
     )
 
-Every link takes either parameters or whole Flax variables, of which it sees "params" only:
-the scaling state passes through untouched.
+Each gradient transformation takes parameters or whole Flax variables. Of variables it updates the "params"
+collection; the scaling state passes through unchanged.
 """
 
 from fp8jax.optim.accumulate import multi_steps as multi_steps

@@ -1,4 +1,4 @@
-"""Several gradients, one step: `optax.MultiSteps` for scaled gradients and whole variables."""
+"""Gradient accumulation: `optax.MultiSteps` for quantized gradients and whole variables."""
 
 from typing import Any, NamedTuple
 
@@ -15,24 +15,23 @@ from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_para
 class MultiStepsState(NamedTuple):
     """State of `multi_steps`."""
 
-    inner: optax.MultiStepsState  # its gradients are float32
-    scaling: Any  # the scaling states seen since the last step, merged as `marked`; -inf where none was
+    inner: optax.MultiStepsState  # its accumulated gradients are float32
+    scaling: Any  # max of the `marked` scaling states since the last step; -inf before the first
 
 
 def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.GradientTransformationExtraArgs:
-    """`optax.MultiSteps(tx, every_k)` that averages scaled gradients by value, in float32.
+    """`optax.MultiSteps(tx, every_k)` that dequantizes gradients and averages them in float32.
 
-    Codes cannot be averaged, so the gradients are dequantized as they come in; parameters and
-    the rest of `tx`'s state keep their formats. The scaling state changes once per step of
-    `tx`: until then the amaxes of the gradients seen are merged by max. `optax.MultiSteps`
-    itself raises on FP8 gradients.
+    FP8 codes cannot be averaged, and `optax.MultiSteps` raises on FP8 gradients. Parameters and the state of
+    `tx` keep their formats. The scaling state changes once per step of `tx`: between steps the amaxes are
+    merged by max.
 
     Args:
-        tx: what makes the steps, e.g. an `optax.chain` that ends in `fp8jax.optim.adamw`.
-        every_k: gradients per step, a number or a schedule of them.
+        tx: the optimizer, e.g. an `optax.chain` that ends in `fp8jax.optim.adamw`.
+        every_k: gradients per step, a number or a schedule.
 
     Returns:
-        An optimizer for parameters or whole variables, whose updates are zero in between.
+        An optimizer for parameters or whole variables. Its updates are zero between steps of `tx`.
     """
     tx = optax.with_extra_args_support(tx)
 

@@ -1,17 +1,17 @@
-"""Adam whose moments are kept in the formats of the recipe's `moments` column.
+"""Adam with moments in the formats of the recipe's `moments` column.
 
-Each step, in float32, per tensor:
+A step computes in float32, for each tensor:
 
     m = b1 m + (1 - b1) g
     v = b2 v + (1 - b2) g^2
     direction = m / (1 - b1^t) / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-with the new m and v not yet rounded; then they are rounded to their formats, each tensor on
-a fresh power-of-two scale. E4M3 + FP16 costs 3 bytes per parameter instead of 8.
+The direction uses m and v before they are rounded. Then m and v are rounded to their formats, each tensor on
+a new power-of-two scale. E4M3 + FP16 moments take 3 bytes per parameter instead of 8.
 
 A step is computed twice (`fused`), so that a GPU stores no float32 copy of a tensor.
 
-A step that would make any weight or moment infinite or NaN changes none, and is counted.
+A step that would make any weight or moment infinite or NaN is skipped and counted.
 
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.
@@ -47,7 +47,7 @@ Schedule = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The hyperparameters; without a learning rate a step moves no weights."""
+    """The hyperparameters. Without a learning rate the updates are Adam directions."""
 
     recipe: Recipe | None
     b1: Any
@@ -71,19 +71,19 @@ def scale_by_adam(
     """`optax.scale_by_adam` with the recipe's moments.
 
     Args:
-        recipe: its `moments` column is read: FP32+FP32, or E4M3+FP16; None is E4M3+FP16, see `adam`.
+        recipe: sets the formats of the moments: FP32+FP32 or E4M3+FP16. None means E4M3+FP16, see `adam`.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         zero: see `adam`.
 
     Returns:
-        A link whose state is an `AdamState` without masters. Updates are float32, and zero
-        where a step is skipped.
+        A gradient transformation with an `AdamState` without master weights. Updates are float32, and zero
+        in a skipped step.
 
     Raises:
-        ValueError: the recipe keeps master weights, which only `adam` and `adamw` can; from `init`, weights
-            that need them, or other weights than the recipe's.
+        ValueError: the recipe has master weights, which only `adam` and `adamw` support; from `init`, the
+            parameters need master weights, or their format is not the recipe's.
     """
     row = recipe_of(recipe)
     if row is not None and row.master_weight != "-":
@@ -103,31 +103,30 @@ def adam(
     mask: Any = None,
     zero: Zero | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam; weight decay, if any, is added to the gradient (L2), as in MS-AMP's `LBAdam`.
+    """Adam. Weight decay, if any, is added to the gradient (L2), as in MS-AMP's `LBAdam`.
 
     Args:
         learning_rate: number or schedule.
-        recipe: that of the model, or None: the weights' formats are then read from the parameters. FP8
-            weights get FP16 masters, others none, and moments are E4M3 + FP16 as O2 and O3 have them: a
-            column of the optimizer alone, which no array tells (weights are the same in O1, with float32
-            moments, and O2). Say "O1" with FP16 weights, or "te" with plain ones, for float32 moments.
+        recipe: the model's recipe. With None the parameters' dtypes decide about master weights: FP8 weights
+            get FP16 master weights, other weights none. The moments are then E4M3 + FP16, as in O2 and O3;
+            dtypes cannot tell, because O1 and O2 have the same weights. For float32 moments pass "O1" with
+            FP16 weights, or "te" with plain arrays.
         b1, b2, eps: as in `scale_by_adam`.
         weight_decay: strength of the L2 term.
-        mask: which parameters decay: a tree of booleans, or a function that gives one from
-            the parameters (a `ScaledArray` counts as one leaf of its value's shape).
-        zero: over which devices, and how, gradients, moments and masters are spread, as was said to
-            `value_and_grad`; the state is placed so by `init`, and the step is taken in parts. (Without
-            it arrays may be sharded in any way, and the step is what XLA makes of it.)
+        mask: which parameters decay: a tree of booleans, or a function from the parameters to such a tree
+            (a `ScaledArray` counts as one leaf with the shape of its value).
+        zero: the same `Zero` as in `value_and_grad`: how gradients, moments and master weights are sharded.
+            `init` places the state with that sharding, and each device updates its shards. Without it any
+            sharding works, and XLA partitions the step.
 
     Returns:
-        An optimizer whose state is an `AdamState`; `update` needs the parameters. Updates of
-        plain parameters are float32 arrays to add; those of `ScaledArray`s are their new
-        values (`Overwrite`), which `fp8jax.apply_updates` puts in place. Links that change
-        updates therefore come before it.
+        An optimizer with an `AdamState`; `update` needs the parameters. The updates of plain parameters are
+        float32 arrays to add. The updates of `ScaledArray`s are their new values (`Overwrite`), which
+        `fp8jax.apply_updates` writes. So transformations that change updates come before this optimizer.
 
     Raises:
         TypeError: `learning_rate` is a recipe.
-        ValueError: from `init`, the recipe has weights in another format than the parameters' scaled ones.
+        ValueError: from `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
     """
     check_rate(learning_rate)
     row = recipe_of(recipe)
@@ -146,10 +145,10 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW: `optax.adamw` with the recipe's moments.
 
-    Args: as in `adam`; the weight decay is decoupled: `learning_rate * weight_decay * w` is
-        subtracted from the weight.
+    Args: as in `adam`, but weight decay is decoupled: `learning_rate * weight_decay * w` is subtracted from
+        the weight.
 
-    Returns, raises: as `adam`.
+    Returns, raises: as in `adam`.
     """
     check_rate(learning_rate)
     row = recipe_of(recipe)
@@ -166,19 +165,19 @@ def adamw_8bit(
     mask: Any = None,
     zero: Zero | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW whose moments are codes of 8 bits with an absmax for each block of 256: bitsandbytes' AdamW8bit.
+    """AdamW with 8-bit moments and an absmax for each block of 256 entries: bitsandbytes' AdamW8bit.
 
-    2.03 bytes per parameter. Moments of arrays with fewer than 4096 numbers stay float32; a stack of scanned
-    layers is one array. What differs from bitsandbytes' CUDA kernels: a code is the nearest one, also where
-    its sign is then another than the moment's, and a step with a bad number is skipped, as in `adam`.
+    The moments take 2.03 bytes per parameter. Moments of arrays with fewer than 4096 entries stay float32; a
+    stack of scanned layers is one array. Two differences from bitsandbytes' CUDA kernels: rounding is to the
+    nearest code even if this changes the sign, and a step with inf or NaN is skipped, as in `adam`.
 
-    Args: as in `adamw`; of the recipe's moments nothing is read.
-        zero: None; blocks are not those of a tensor's parts.
+    Args: as in `adamw`; the recipe's `moments` column is ignored.
+        zero: None; a tensor's shards would have other blocks of 256 than the tensor.
 
-    Returns: as `adam`; `moments` gives trees of `Blockwise` moments, and of float32 arrays.
+    Returns: as in `adam`; `moments` returns trees of `Blockwise` moments and float32 arrays.
 
     Raises:
-        ValueError: `zero` is given; otherwise as `adam`.
+        ValueError: `zero` is given; otherwise as in `adam`.
 
     References:
         8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise`.
@@ -190,7 +189,7 @@ def adamw_8bit(
 
 
 def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
-    """Raises ValueError if `zero` is given to the optimizer of this name."""
+    """Raises ValueError if `zero` is given to the optimizer `name`."""
     if zero is not None:
         raise ValueError(
             f"`zero`: expected None, for {name} spreads no state over devices: {reason}; got a Zero. Use "
@@ -199,14 +198,13 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
 
 
 def with_masters(state: Any, params: Any) -> Any:
-    """An optimizer state whose master weights are those of a wider model.
+    """The optimizer state with master weights from a high-precision checkpoint.
 
-    `init` can only give them the values of the FP8 weights; this gives them a checkpoint's.
+    `init` sets master weights to the values of the FP8 weights, which are already rounded.
 
     Args:
-        state: an optimizer state, with one `adam` or `adamw` in it.
-        params: parameters of the same structure, plain arrays or `ScaledArray`s, or whole
-            variables.
+        state: an optimizer state that contains one `adam` or `adamw`.
+        params: parameters of the same structure, plain arrays or `ScaledArray`s, or whole variables.
     """
 
     def rebuild(node: Any) -> Any:
@@ -222,14 +220,14 @@ def with_masters(state: Any, params: Any) -> Any:
 
 
 def _like(kept: Any, new: jax.Array) -> Any:
-    """A float32 array in the format of what is kept in its place."""
+    """`new`, a float32 array, in the format of `kept`."""
     if not is_scaled(kept):
         return new.astype(jnp.float32)
     return quantize(new, format_of(kept), power_of_two=True, blocks=kept.scale.shape)
 
 
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
-    recipe = rule.recipe or Recipe.O3  # its masters are for 8-bit weights alone
+    recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
 
     def init(params: Any) -> AdamState:
         check_weights(rule.recipe, params)
@@ -257,7 +255,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
-        # Of an NNX model's states in whole each leaf stands in a variable.
+        # An `nnx.State` has an `nnx.Variable` around each leaf.
         boxes = updates, state.adam.mu, state.adam.nu, state.master
         updates, *kept = map(without_variables, boxes)
         params = with_float32_scales(without_variables(params))
@@ -302,7 +300,7 @@ def _check_shapes(leaves: list[ParamState]) -> None:
 
 
 def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
-    """The kind of decay of each leaf."""
+    """The kind of weight decay of each leaf."""
     if rule.learning_rate is None or rule.mask is None:
         return (rule.decay,) * treedef.num_leaves
     mask: Any = plain_mask(rule.mask)
@@ -312,7 +310,7 @@ def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
 
 
 def _master_of(param: Any, recipe: Recipe) -> Any:
-    """The master of a parameter that is kept in the recipe's weight format, where it has one."""
+    """The master weight of a parameter in the recipe's weight format; None for other parameters."""
     if recipe.master_weight == "-" or not is_scaled(param) or format_of(param).name != recipe.weight:
         return None
     format = formats.get(recipe.master_weight)

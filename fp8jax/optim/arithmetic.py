@@ -9,36 +9,36 @@ from fp8jax.optim.codecs import decode
 
 
 class ParamState(NamedTuple):
-    """What a step reads of one parameter, as it is stored."""
+    """The inputs of one parameter's step, in their storage formats."""
 
     grad: Any
     mu: Any
     nu: Any
-    param: Any  # None if the step moves no weights
-    master: Any  # None if there is none
+    param: Any  # None without a learning rate
+    master: Any  # None without a master weight
 
 
 class AdamScalars(NamedTuple):
     """Scalars of one step, float32."""
 
     decays: tuple[Any, Any]  # b1, b2
-    shares: tuple[Any, Any]  # 1 - b1, 1 - b2, computed in Python: no rounding in between
+    shares: tuple[Any, Any]  # 1 - b1, 1 - b2, computed in Python to round once
     corrections: tuple[Any, Any]  # 1 - b1**t, 1 - b2**t
     eps: Any
-    rate: Any  # None if the step moves no weights
+    rate: Any  # None without a learning rate
     weight_decay: Any
 
 
 class AdamStep(NamedTuple):
-    """The step of one parameter, float32 of its shape, nothing rounded yet."""
+    """The result of one parameter's step: float32 arrays of its shape, before rounding."""
 
     mu: jax.Array
     nu: jax.Array
-    update: jax.Array  # to add to the weight; the direction if the step moves no weights
-    weight: Any  # the new weight, or None
+    update: jax.Array  # to add to the weight; the Adam direction without a learning rate
+    weight: Any  # the new weight; None without a learning rate
 
 
-# Where weight decay goes: nowhere, into the gradient (L2) or into the update (AdamW).
+# Weight decay: none, added to the gradient (L2) or to the update (AdamW).
 NO_DECAY, L2, DECOUPLED = "no", "L2", "decoupled"
 
 
@@ -46,8 +46,8 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
     """The new moments, the update and the new weight of one parameter.
 
     Args:
-        state: of the parameter, in any formats.
-        scalars: of the step.
+        state: the parameter's state, in any formats.
+        scalars: the step's scalars.
         decay: `NO_DECAY`, `L2` or `DECOUPLED`.
 
     References:

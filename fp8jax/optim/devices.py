@@ -1,4 +1,4 @@
-"""An Adam step over many devices, each of which steps along its parts of the tensors, see `comm.Zero`."""
+"""The sharded Adam step: each device updates its shards of the tensors, see `comm.Zero`."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ from fp8jax.scaled import ScaledArray, is_scaled
 def advance_over_devices(
     zero: Zero, leaves: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[list[Written], jax.Array]:
-    """`fused_adam` of global arrays: every device takes the same scales, and the step or none does.
+    """`fused_adam` on sharded global arrays. All devices use the same scales, and all take or skip the step.
 
-    Moments and masters are parts, from stage 1 on, as gradients are. Of a weight that is whole every
-    device writes its part, and they are put together as they are kept: codes, not float32.
+    From stage 1 on, gradients, moments and master weights are sharded. In stages 1 and 2 each device computes
+    its shard of a replicated weight; the shards are all-gathered as FP8 codes, not as float32.
     """
     parts = zero.stage >= 1
-    stays = zero.stage == 3  # weights are parts before and after
+    stays = zero.stage == 3  # weights stay sharded
     axes = [zero.split_of(_param(leaf)) if parts else None for leaf in leaves]
 
     def specs(leaf: ParamState, axis: int | None) -> ParamState:
@@ -61,7 +61,7 @@ def _param(leaf: ParamState) -> Any:
 
 
 def _fetched(leaf: ParamState, zero: Zero) -> ParamState:
-    """The leaf with all that is kept in the host's memory on the device."""
+    """The leaf with offloaded state copied from host memory to the device."""
     if not zero.offload:
         return leaf
     kept = [leaf.mu, leaf.nu, leaf.master]
@@ -79,7 +79,7 @@ def _own(leaf: ParamState, axis: int | None, zero: Zero) -> ParamState:
 
 
 def _whole(new: list[Written], axes: list[int | None], zero: Zero) -> list[Written]:
-    """The updates put together."""
+    """All-gathers the updates."""
     split = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
     updates = [new[i][0] for i, _ in split]
     arrays = [update.data.bits if overwrites(update) else update for update in updates]

@@ -1,11 +1,11 @@
-"""One Adam step of all parameters, as few fused kernels.
+"""The fused Adam step of all parameters.
 
     new, ok = fused_adam(states, scalars, decays)
 
-The step is computed twice. The first pass reduces it to the amaxes of the tensors that are quantized; all
-amaxes go into one array, from which all scales come. The second pass computes the step again and writes the
-codes. A barrier between the passes keeps a GPU's compiler from storing in float32 what it can recompute. On a
-CPU there is no barrier: XLA stores there whatever it reduces, and computing it once is faster.
+The step is computed twice. The first pass computes the amaxes of all quantized tensors in one array, and from
+them all scales. The second pass recomputes the step and writes the FP8 codes. On a GPU a barrier between the
+passes stops XLA from storing the float32 results of the first pass. On a CPU there is no barrier: XLA stores
+the operand of a reduction anyway, so reusing it is faster.
 """
 
 import math
@@ -24,10 +24,10 @@ from fp8jax.optim.overwrite import Overwrite
 from fp8jax.platforms import gpu_barrier
 from fp8jax.scaled import ScaledArray, amax_bits, amax_from_bits, format_of, is_scaled, scale_of, value
 
-# Update, mu, nu and master of a parameter.
+# (update, mu, nu, master) of a parameter.
 Written = tuple[Any, Any, Any, Any]
 
-# How partial amaxes are taken: at most so many, each of at least so many numbers.
+# Limits on partial amaxes: the largest number of partials per block, and the fewest entries per partial.
 _MOST_PARTS, _FEW = 16384, 64
 
 
@@ -37,20 +37,20 @@ def fused_adam(
     """The new state of each parameter, and whether the step was taken.
 
     Args:
-        states: of the parameters.
-        scalars: of the step.
+        states: the parameters' states.
+        scalars: the step's scalars.
         decays: the kind of weight decay of each parameter, see `adam_step`.
-        axis_name: of a mesh, over which the tensors are split into parts that share a scale; or they are
-            whole and the same on all devices.
+        axis_name: the mesh axis over which the tensors are sharded; shards share a scale. None for
+            replicated tensors.
 
     Returns:
-        For each parameter its update (an `Overwrite` for a `ScaledArray`), mu, nu and master; and a bool of
-        shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
+        For each parameter (update, mu, nu, master), the update of a `ScaledArray` as an `Overwrite`; and a
+        bool, shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
     """
     packed, layout = _packed(states)
     amaxes, maxima = _first_pass(_unpacked(packed, layout), scalars, decays)
     if axis_name is not None:
-        # Not all that reduces over devices keeps a NaN.
+        # Not every all-reduce propagates NaN.
         amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), axis_name)
     ok = jnp.all(amaxes < jnp.inf)
     nodes = [stored for state in states for stored in _quantized(state)]
@@ -77,7 +77,7 @@ def fused_adam(
 
 
 def as_written(states: list[ParamState], scalars: AdamScalars) -> tuple[list[Written], jax.Array]:
-    """What `fused_adam` gives of these states, in its shapes and in the shardings of the states."""
+    """A result with the shapes of `fused_adam`'s and the shardings of the states."""
     del scalars
     new = []
     for state in states:
@@ -90,7 +90,7 @@ def as_written(states: list[ParamState], scalars: AdamScalars) -> tuple[list[Wri
 def _first_pass(
     states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[jax.Array, list[Any]]:
-    """The amaxes of `_quantized` for all states, one after the other; and the maxima of 8-bit blocks."""
+    """The concatenated amaxes of each state's `_quantized` tensors, and the absmax of 8-bit blocks."""
     partials, maxima = [], []
     for state, decay in zip(states, decays, strict=True):
         step = adam_step(state, scalars, decay)
@@ -109,14 +109,14 @@ def _second_pass(
     maxima: list[Any],
     ok: jax.Array,
 ) -> Written:
-    """What is written of one parameter.
+    """Encodes the new state of one parameter.
 
     Args:
-        state: of the parameter.
-        step: of the parameter.
-        scales: new ones of `_quantized`.
-        kept_scales: the same, or the old ones if not `ok`.
-        maxima: of the moments' 8-bit blocks.
+        state: the old state.
+        step: the result of `adam_step`.
+        scales: the new scales of the `_quantized` tensors.
+        kept_scales: the scales to store: `scales` if `ok`, else the old scales.
+        maxima: the absmax of the moments' 8-bit blocks.
         ok: whether the step is taken.
     """
     names = [name for name in state._fields[1:] if is_scaled(getattr(state, name))]
@@ -131,24 +131,25 @@ def _second_pass(
 
     mu, nu = write("mu", step.mu, maxima[0]), write("nu", step.nu, maxima[1])
     if not is_scaled(state.param):
-        # -0: XLA makes one array of zeros and of those that a scan's gradients start from, and keeps it.
+        # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
         return jnp.where(ok, step.update, -0.0), mu, nu, None
     if state.master is None:
         return Overwrite.by(write("param", step.weight)), mu, nu, None
-    # The weight comes from the master as it is stored, so that it can be recomputed from it.
+    # From the stored master weight, so that a checkpoint of master weights gives the same weight.
     weight = decode(codecs.encode(step.weight, state.master, new.get("master")))
     return Overwrite.by(write("param", weight)), mu, nu, write("master", step.weight)
 
 
 def _quantized(state: ParamState) -> list[Any]:
-    """What of a state is a `ScaledArray`, in the order of its scales; None where only finiteness is asked."""
+    """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN needs
+    another amax."""
     found = [stored for stored in (state.mu, state.nu, state.param, state.master) if is_scaled(stored)]
-    # A step is finite if the second moment and the weight are.
+    # The step is finite if the second moment and the weight are finite.
     return found if is_scaled(state.nu) and is_scaled(state.param) else [*found, None]
 
 
 def _before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
-    """The float32 tensors of `_quantized`."""
+    """The new float32 values of the `_quantized` tensors."""
     pairs = (
         (step.mu, state.mu),
         (step.nu, state.nu),
@@ -163,14 +164,14 @@ def _before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
 
 
 def _packed(states: list[ParamState]) -> tuple[Any, Any]:
-    """The states with all scales in one array, and what `_unpacked` needs to undo it.
+    """The states with all scales in one array, and the layout that `_unpacked` needs.
 
-    Hundreds of scalars that are read, and written in place, are copied by a GPU one by one.
+    A GPU would copy hundreds of scalar buffers, which are read and updated in place, one at a time.
     """
     nodes, treedef = jax.tree.flatten(states, is_leaf=is_scaled)
     shapes = tuple(node.scale.shape if is_scaled(node) else None for node in nodes)
     scales = [node.scale.reshape(-1) for node in nodes if is_scaled(node)]
-    # The barrier, or the compiler would see the scalars behind their slices.
+    # Without the barrier XLA simplifies the slices back to the scalars.
     packed = lax.optimization_barrier(jnp.concatenate([jnp.zeros(0, jnp.float32), *scales]))
     return (packed, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
 
@@ -186,7 +187,7 @@ def _unpacked(packed: Any, layout: Any) -> list[ParamState]:
 
 
 def _parts(array: jax.Array, sizes: list[int]) -> list[jax.Array]:
-    """Consecutive parts of these sizes."""
+    """`array` split into consecutive parts of these sizes."""
     return jnp.split(array, np.cumsum(sizes, dtype=int)[:-1]) if sizes else []
 
 
@@ -195,14 +196,14 @@ def _scale_size(stored: Any) -> int:
 
 
 def _shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
-    """The scales of one state, each of its shape."""
+    """The scales of one state, reshaped to the shapes in the state."""
     stored = _quantized(state)
     shapes: Iterator[Any] = (() if node is None else node.scale.shape for node in stored)
     return [x.reshape(s) for x, s in zip(_parts(scales, [*map(_scale_size, stored)]), shapes, strict=True)]
 
 
 def _places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
-    """Where the scale of each of `_quantized` is among all of the states'; anywhere if it has none."""
+    """Indices of the scales of the `_quantized` tensors in the packed scales; 0 for None."""
     places, seen = [], 0
     for state in states:
         of_node = {}
@@ -214,8 +215,8 @@ def _places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
 
 
 def _partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
-    """The `amax_bits` of parts of each block, shape=(blocks, parts): a GPU needs a second kernel to reduce
-    these, and `_maxima` lets all tensors share it."""
+    """Partial `amax_bits` of each scale block, shape=(blocks, parts). A GPU reduces partials in a second
+    kernel, which all tensors share in `_maxima`."""
     blocks = blocks or (1,) * x.ndim
     inner = [dim // count for dim, count in zip(x.shape, blocks, strict=True)]
     kept = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
@@ -229,7 +230,7 @@ def _partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
 
 
 def _maxima(partials: list[jax.Array]) -> jax.Array:
-    """The largest of each row of these arrays, one after the other; a reduction per width."""
+    """The concatenated row maxima of these arrays, with one reduction per width."""
     groups: dict[int, list[jax.Array]] = {}
     for partial in partials:
         groups.setdefault(partial.shape[1], []).append(partial)

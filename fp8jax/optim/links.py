@@ -1,7 +1,7 @@
-"""Links between `value_and_grad`'s gradients and optax.
+"""Gradient transformations between `value_and_grad` and optax.
 
-A gradient leaf is an array or an FP8 `ScaledArray`; raw optax links raise on the latter
-(JAX has no implicit promotion for float8), and after `dequantize` any of them works.
+A gradient leaf is an array or an FP8 `ScaledArray`. optax's transformations raise on a `ScaledArray`, because
+JAX has no implicit promotion for float8. They work after `dequantize`.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_para
 
 
 def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` for whole variables: it sees the "params" collection, the others pass through.
+    """`tx` on the "params" collection of whole variables; other collections pass through.
 
-    Trees without a "params" collection are given to `tx` as they are. The scaling state of a
-    step that `tx` skips is the old one, if `update` gets the variables.
+    A tree without a "params" collection goes to `tx` unchanged. If `tx` skips a step and `update` gets the
+    variables, the scaling state stays the old one.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -49,7 +49,7 @@ def unless_skipped(new: Any, old: Any, new_state: Any, old_state: Any) -> Any:
 
 
 def dequantize() -> optax.GradientTransformationExtraArgs:
-    """Turns FP8 gradients into float32 arrays, so that any optax link can follow."""
+    """Dequantizes FP8 gradients to float32, so that any optax transformation can follow."""
 
     def update(updates: Any, params: Any = None) -> Any:
         del params
@@ -59,9 +59,10 @@ def dequantize() -> optax.GradientTransformationExtraArgs:
 
 
 def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm` for scaled gradients: it clips by multiplying their scales.
+    """`optax.clip_by_global_norm` for quantized gradients.
 
-    The norm is that of the dequantized gradients, in float32; the codes stay as they are.
+    Clipping multiplies the scales and leaves the codes. The norm is computed in float32 from the dequantized
+    gradients.
 
     References:
         MS-AMP `clip_grad_norm_`.
@@ -85,7 +86,7 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def plain_mask(mask: Any | Callable[[Any], Any] | None) -> Any:
-    """A mask that is a function sees `ScaledArray`s as single leaves of the value's shape."""
+    """The mask; a function is wrapped so that it sees each `ScaledArray` as one leaf of the value's shape."""
     if not callable(mask):
         return mask
 

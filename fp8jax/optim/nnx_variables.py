@@ -1,4 +1,7 @@
-"""`nnx.Variable`s around the leaves of an optimizer's trees, known by their methods: flax is not imported."""
+"""Wrapping and unwrapping of `nnx.Variable`s in optimizer trees.
+
+A variable is recognized by its methods, because this package does not import flax.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,10 +13,10 @@ from fp8jax.scaled import ScaledArray, is_scaled
 
 
 def with_variables_inside(tree: Any) -> Any:
-    """`nnx.Variable`s of `ScaledArray`s and `Blockwise` moments turned inside out.
+    """Moves each `nnx.Variable` inside its `ScaledArray` or `Blockwise`, around the codes.
 
-    `nnx.Optimizer` gives `init` variables and `update` their values, whose arrays it then puts back
-    one by one: it must find a variable for each.
+    `nnx.Optimizer` calls `init` with variables and `update` with their values. It then writes the new state
+    back array by array, so each array needs a variable.
     """
 
     def turned(node: Any) -> Any:
@@ -32,7 +35,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def without_variables(tree: Any) -> Any:
-    """A tree with the values of `nnx.Variable`s in their places."""
+    """The tree with each `nnx.Variable` replaced by its value."""
 
     def opened(node: Any) -> Any:
         return node.get_raw_value() if _is_variable(node) else node
@@ -41,7 +44,7 @@ def without_variables(tree: Any) -> Any:
 
 
 def in_variables(boxes: Any, tree: Any) -> Any:
-    """The inverse of `without_variables`, with the variables of another tree."""
+    """The inverse of `without_variables`: `tree` with its leaves in the variables of `boxes`."""
 
     def is_place(node: Any) -> bool:
         return node is None or _is_variable(node) or (is_scaled(node) and not _is_variable(node.data))

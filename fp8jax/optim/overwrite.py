@@ -1,7 +1,7 @@
-"""A new value in the place of an update.
+"""Updates that replace the value of a quantized parameter.
 
-The rounding of a scaled parameter belongs to the optimizer, which knows the amax of its new
-value before it writes it; a float32 update would have to be written out for every weight.
+The optimizer rounds the new value, because it computes the amax in the same pass. A float32 update would
+cost a float32 copy of every weight.
 """
 
 import dataclasses
@@ -19,13 +19,12 @@ from fp8jax.scaled import ScaledArray, bits_of, to_bits
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overwrite(metaclass=ShowsRemedy):
-    """What replaces an array when it is added to it; `adam` and `adamw` make a pair of them, codes and scale,
-    for each `ScaledArray` parameter.
+    """An update that replaces an array: `array + update` is the new value.
 
-    Addition is the one thing that `optax.apply_updates` does, so that it, Flax's `TrainState` and
-    `nnx.Optimizer` put a new value in place. Its zeros mean "no update", so `optax.set_to_zero`
-    and the like may put zeros in its place. What multiplies it or adds to it makes floats of its
-    bits, which are refused.
+    For each `ScaledArray` parameter `adam` and `adamw` return a pair of these, for codes and scale.
+    `optax.apply_updates` only adds, so this works with it, Flax's `TrainState` and `nnx.Optimizer`. All zeros
+    mean "no update", so `optax.set_to_zero` works, too. Other arithmetic turns the bits into floats, which
+    raises.
     """
 
     remedy: ClassVar[str] = (
@@ -34,23 +33,23 @@ class Overwrite(metaclass=ShowsRemedy):
         "fp8jax.optim.multi_steps"
     )
 
-    bits: Any  # unsigned integers of the array's width
-    is_new: Any  # shape=(), bool: whether there is anything to replace
+    bits: Any  # unsigned integers with the array's bit width
+    is_new: Any  # shape=(), bool: whether to replace the old value
 
-    # NumPy and JAX arrays leave an addition to this.
+    # Makes NumPy arrays call `__radd__`.
     __array_ufunc__ = None
 
     @classmethod
     def by(cls, new: ScaledArray) -> ScaledArray:
-        """The pair that puts `new` in place."""
-        # A constant: the compiler need not keep the old value for the case that it is False.
+        """The pair of updates that replaces a parameter by `new`."""
+        # `is_new` is a constant, so that XLA need not keep the old value.
         return jax.tree.map(lambda array: cls(to_bits(array), jnp.ones((), bool)), new)
 
     def __radd__(self, old: Any) -> jax.Array:
-        """The new value of an array, or the old one.
+        """The new value, or `old` if `is_new` is False.
 
         Raises:
-            TypeError: the array has not the new value's width, or something did arithmetic with this.
+            TypeError: the bit widths differ, or another transformation did arithmetic on this update.
         """
         old = jnp.asarray(old)
         if old.dtype == jnp.uint16 and self.bits.dtype == jnp.uint32:  # a bfloat16 scale, a power of two
@@ -66,5 +65,5 @@ class Overwrite(metaclass=ShowsRemedy):
 
 
 def overwrites(update: Any) -> bool:
-    """Whether an update is a pair made by `Overwrite.by`."""
+    """Whether an update is a pair from `Overwrite.by`."""
     return isinstance(update, ScaledArray) and isinstance(update.data, Overwrite)

@@ -1,4 +1,4 @@
-"""The state of an Adam, and what can be asked of any optimizer state that has one in it."""
+"""Optimizer states, and access to the moments and skipped steps in a chain's state."""
 
 from typing import Any, NamedTuple
 
@@ -10,28 +10,27 @@ import optax
 class AdamState(NamedTuple):
     """State of `adam`, `adamw`, `adamw_8bit` and `scale_by_adam`.
 
-    The leaves of mu and nu are `ScaledArray`s with as many scales as the parameter has,
-    `Blockwise` (of `adamw_8bit`) or float32 arrays. A master leaf stands where the parameter itself is too
-    coarse to train.
+    The leaves of mu and nu are `ScaledArray`s with the parameter's scale blocks, `Blockwise` (`adamw_8bit`)
+    or float32 arrays. Parameters in the recipe's low-precision weight format have a master weight.
     """
 
-    adam: optax.ScaleByAdamState  # (count, mu, nu); count is that of the steps taken
-    master: Any  # tree like the parameters: ScaledArray or float32 array, None where there is none
-    skipped: jax.Array  # shape=(), int32: steps not taken because something in them was not finite
+    adam: optax.ScaleByAdamState  # (count, mu, nu); count is the number of steps taken
+    master: Any  # tree like the parameters: ScaledArray or float32 array, None without a master weight
+    skipped: jax.Array  # shape=(), int32: number of steps skipped because of inf or NaN
 
 
 class ValuesState(NamedTuple):
     """State of `on_values`."""
 
-    inner: Any  # of the optimizer within
+    inner: Any  # state of the wrapped optimizer
     skipped: jax.Array  # as in `AdamState`
 
 
 def moments(state: Any) -> tuple[Any, Any]:
-    """The trees of first and second moments in an optimizer state, however deep.
+    """The trees of first and second moments in an optimizer state, at any depth.
 
     Raises:
-        ValueError: the state holds no Adam moments, or more than one pair.
+        ValueError: the state has no Adam moments, or more than one pair.
     """
 
     def is_adam(node: Any) -> bool:
@@ -46,8 +45,7 @@ def moments(state: Any) -> tuple[Any, Any]:
 
 
 def skipped(state: Any) -> jax.Array:
-    """How many steps an optimizer state has skipped, summed over the optimizers in it that count them; int32,
-    shape ()."""
+    """The number of skipped steps, summed over all optimizers in the state; int32, shape ()."""
 
     def counts(node: Any) -> bool:
         return isinstance(node, AdamState | ValuesState)
@@ -57,5 +55,5 @@ def skipped(state: Any) -> jax.Array:
 
 
 def is_adam_state(node: Any) -> bool:
-    """Whether a node of a tree is an `AdamState`."""
+    """Whether a tree node is an `AdamState`."""
     return isinstance(node, AdamState)

@@ -1,7 +1,7 @@
-"""What an optimizer is told, and what the weights tell it.
+"""Checks of an optimizer's arguments.
 
-The formats of the weights are in their dtypes, so a recipe need not say them again; a recipe that says
-something else is one of another model.
+The parameters' dtypes show the weight format. A recipe with another weight format belongs to another model,
+and raises.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from fp8jax.scaled import format_of, is_scaled
 
 
 def recipe_of(recipe: Recipe | str | None) -> Recipe | None:
-    """The recipe that was told, if any."""
+    """The parsed `recipe`, or None."""
     return None if recipe is None else Recipe.parse(recipe)
 
 
 def check_rate(learning_rate: Any) -> None:
-    """Raises TypeError for a recipe in the place of a learning rate."""
+    """Raises TypeError if `learning_rate` is a recipe."""
     if isinstance(learning_rate, str | Recipe):
         raise TypeError(
             f"`learning_rate`: expected a number or a schedule; got {str(learning_rate)!r}. The rate comes "
@@ -28,14 +28,14 @@ def check_rate(learning_rate: Any) -> None:
 
 
 def check_weights(recipe: Recipe | None, params: Any) -> None:
-    """Raises ValueError if a recipe's weights are not those of the parameters, see `recipe.check_weights`."""
+    """Raises ValueError if the parameters' format is not the recipe's, see `recipe.check_weights`."""
     leaves = jax.tree.leaves(params, is_leaf=is_scaled)
     if recipe is not None:
         recipes.check_weights(recipe, {format_of(leaf).name for leaf in leaves if is_scaled(leaf)})
 
 
 def refuse_8_bits(params: Any) -> None:
-    """Raises ValueError for weights in 8 bits, by an optimizer that keeps no masters."""
+    """Raises ValueError for 8-bit weights. For optimizers without master weights."""
     for leaf in jax.tree.leaves(params, is_leaf=is_scaled):
         if is_scaled(leaf) and format_of(leaf).bits == 8:
             raise ValueError(

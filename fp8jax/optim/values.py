@@ -1,10 +1,10 @@
-"""Any optimizer of optax for models with scaled weights and gradients.
+"""Any optax optimizer for models with quantized weights and gradients.
 
     tx = fp8jax.optim.on_values(optax.lion(1e-4))
     tx = fp8jax.optim.adafactor(1e-3)
 
-It sees float32 arrays in the place of `ScaledArray`s, and what it makes of a scaled weight is rounded to
-the weight's format. Its state is its own.
+The optax optimizer gets dequantized float32 arrays. The new value of a quantized weight is rounded to the
+weight's format. The optimizer's state is not quantized.
 """
 
 from typing import Any
@@ -31,25 +31,25 @@ def adafactor(
     weight_decay_mask: Any = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.adafactor` for scaled weights and gradients.
+    """`optax.adafactor` for quantized weights and gradients.
 
-    It keeps a number for each row and each column of a matrix in the place of a second moment, where the
-    two largest axes have `min_dim_size_to_factor` (128) entries or more, and no first moment.
+    The second moment is factored into row and column statistics if the two largest axes have
+    `min_dim_size_to_factor` (128) entries or more. There is no first moment.
 
     Args:
-        learning_rate: number or schedule, or None for one from the root mean square of each weight alone.
-        recipe: that of the model, refused where it keeps master weights; or None.
-        zero: None.
-        weight_decay_mask: as in `adam`.
-        options: those of `optax.adafactor`.
+        learning_rate: number or schedule; None scales steps by each weight's root mean square only.
+        recipe: the model's recipe, without master weights; or None.
+        zero: None; a shard's rows and columns are not the tensor's.
+        weight_decay_mask: as `mask` in `adam`.
+        options: options of `optax.adafactor`.
 
     Returns:
-        An optimizer as `on_values` gives it.
+        An optimizer as from `on_values`.
 
     Raises:
         TypeError: `learning_rate` is a recipe.
-        ValueError: the recipe keeps master weights, or `zero` is given; from `init`, weights in 8 bits, or in
-            another format than the recipe's.
+        ValueError: the recipe has master weights, or `zero` is given; from `init`, 8-bit weights, or weights
+            in another format than the recipe's.
 
     References:
         Adafactor, arXiv 1804.04235.
@@ -64,7 +64,7 @@ def adafactor(
 
 
 def refuse_masters(recipe: Recipe | str) -> None:
-    """Raises ValueError for a recipe that keeps master weights, which adafactor does not have."""
+    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
     row = Recipe.parse(recipe)
     if row.master_weight != "-":
         raise ValueError(
@@ -74,21 +74,22 @@ def refuse_masters(recipe: Recipe | str) -> None:
 
 
 def on_values(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` for parameters and gradients of which some are scaled: it sees their values, in float32.
+    """Runs `tx` on the dequantized float32 values of parameters and gradients.
 
-    A step that would make any weight, or anything in tx's state, infinite or NaN changes nothing, and
+    A step that would make a weight or a float of tx's state infinite or NaN is skipped, and
     `fp8jax.optim.skipped` counts it.
 
     Args:
-        tx: an optimizer of plain arrays, that is all of a chain that comes after `clip_by_global_norm`.
+        tx: an optimizer of plain arrays; of a chain, everything after `clip_by_global_norm`.
 
     Returns:
-        An optimizer for parameters or whole variables; `update` needs them. Updates of plain parameters are
-        to be added; those of `ScaledArray`s are their new values (`Overwrite`) in their formats on fresh
-        power-of-two scales, rounded to nearest. So it comes last in a chain.
+        An optimizer for parameters or whole variables; `update` needs them. The updates of plain parameters
+        are arrays to add. The updates of `ScaledArray`s are their new values (`Overwrite`), in the same
+        format on new power-of-two scales, rounded to nearest. So this optimizer is the last in a chain.
 
     Raises:
-        ValueError: a weight is kept in 8 bits: small steps would be lost. `adam` and `adamw` keep masters.
+        ValueError: a weight has 8 bits, so that small steps would be lost. Use `adam` or `adamw`, which have
+            master weights.
     """
     return _on_values(tx, None)
 
@@ -136,7 +137,7 @@ def _floats(tree: Any) -> list[jax.Array]:
 
 
 def _written(leaf: Any, weight: jax.Array, update: jax.Array, ok: jax.Array) -> Any:
-    """The update of one parameter, which does nothing unless `ok`."""
+    """The update of one parameter; no change unless `ok`."""
     if not is_scaled(leaf):
         return jnp.where(ok, update, 0)
     new = quantize(weight, format_of(leaf), power_of_two=True, blocks=leaf.scale.shape)
