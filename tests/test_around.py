@@ -180,14 +180,13 @@ def test_an_average_of_weights_is_one_of_their_values():
     trained = level("O2")
     variables, opt_state, _ = trained.run(1)
     average = trained.model.dequantize(variables)[PARAMS]
-    expected = jax.tree.map(np.asarray, average)
     for _ in range(3):
         variables, opt_state, _ = trained.step(variables, opt_state)
-        new = trained.model.dequantize(variables)[PARAMS]
-        average = optax.incremental_update(new, average, 0.1)
-        expected = jax.tree.map(lambda e, n: 0.9 * e + 0.1 * np.asarray(n), expected, new)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), average, expected)
+        average = optax.incremental_update(trained.model.dequantize(variables)[PARAMS], average, 0.1)
     again = trained.model.quantize({PARAMS: average}, like=variables)
+    # FP16 weights keep 11 bits.
+    rounded = trained.model.dequantize(again)[PARAMS]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2.0**-11, atol=1e-7), rounded, average)
     assert float(jax.jit(trained.loss)(again)) < 2
 
 

@@ -379,7 +379,9 @@ def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
     optimizer.step()
     assert torch.equal(model.up.weight, before) and optimizer.skipped == 1
 
-    torch.testing.assert_close(prepared.model(TOKENS), expected)
+    # E4M3 keeps 4 bits: an operand is off by at most 6%, so it multiplies in FP8 and the result is near.
+    error = torch.linalg.norm(prepared.model(TOKENS) - expected) / torch.linalg.norm(expected)
+    assert 0.001 < error < 0.1
     [given] = entered
     newer = "autocast" in TE[version]
     assert given["by"] == ("autocast" if newer else "fp8_autocast") and given["enabled"] is True
