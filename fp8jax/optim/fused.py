@@ -141,8 +141,8 @@ def _second_pass(
 
 
 def _quantized(state: ParamState) -> list[Any]:
-    """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN needs
-    another amax."""
+    """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN
+    needs another amax."""
     found = [stored for stored in (state.mu, state.nu, state.param, state.master) if is_scaled(stored)]
     # The step is finite if the second moment and the weight are finite.
     return found if is_scaled(state.nu) and is_scaled(state.param) else [*found, None]
