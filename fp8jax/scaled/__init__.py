@@ -21,19 +21,12 @@ amax that is zero, subnormal, infinite or NaN says nothing and gives scale 1.
 """
 
 from fp8jax.scaled.array import ScaledArray as ScaledArray
-from fp8jax.scaled.array import amax as amax
-from fp8jax.scaled.array import amax_bits as amax_bits
-from fp8jax.scaled.array import amax_from_bits as amax_from_bits
 from fp8jax.scaled.array import expand as expand
 from fp8jax.scaled.array import format_of as format_of
 from fp8jax.scaled.array import is_scaled as is_scaled
 from fp8jax.scaled.array import own_value as own_value
-from fp8jax.scaled.array import quantize as quantize
-from fp8jax.scaled.array import quantize_gradient as quantize_gradient
-from fp8jax.scaled.array import quantize_like as quantize_like
 from fp8jax.scaled.array import value as value
 from fp8jax.scaled.array import with_float32_scales as with_float32_scales
-from fp8jax.scaled.array import without_infinities as without_infinities
 from fp8jax.scaled.casts import bits_of as bits_of
 from fp8jax.scaled.casts import cast as cast
 from fp8jax.scaled.casts import select as select
@@ -43,6 +36,13 @@ from fp8jax.scaled.gradient import ScaledGradient as ScaledGradient
 from fp8jax.scaled.gradient import as_gradients as as_gradients
 from fp8jax.scaled.gradient import like_gradient as like_gradient
 from fp8jax.scaled.gradient import plain as plain
+from fp8jax.scaled.quantize import amax as amax
+from fp8jax.scaled.quantize import amax_bits as amax_bits
+from fp8jax.scaled.quantize import amax_from_bits as amax_from_bits
+from fp8jax.scaled.quantize import quantize as quantize
+from fp8jax.scaled.quantize import quantize_gradient as quantize_gradient
+from fp8jax.scaled.quantize import quantize_like as quantize_like
+from fp8jax.scaled.quantize import without_infinities as without_infinities
 from fp8jax.scaled.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.scaled.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.scaled.scales import MIN_SCALE as MIN_SCALE
