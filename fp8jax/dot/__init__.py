@@ -1,4 +1,4 @@
-"""A dot product whose three GEMMs run in FP8, for JAX's autodiff.
+"""FP8 `dot_general`, `einsum` and `ragged_dot` with their gradients: all three GEMMs of a layer run in FP8.
 
     y  = lhs . rhs       E4M3 x E4M3, fast accumulation
     dx = dy  . rhs^T     E5M2 x E4M3, precise accumulation
@@ -13,8 +13,8 @@
     >>> float(y[0, 0])
     16.0
 
-What the backward needs is kept in FP8. The new scaling state leaves as the cotangent of
-`state`, since only the backward sees the amax of `dy`: "overwrite with gradient".
+The residuals for the backward are FP8. The new scaling state is the gradient with respect to `state`, because
+only the backward knows the amax of `dy` ("overwrite with gradient").
 """
 
 from fp8jax.dot.dot_general import dot_general as dot_general

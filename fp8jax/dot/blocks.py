@@ -1,22 +1,21 @@
-"""A product of groups of rows, each with a matrix of its own, as GEMMs of equal size.
+"""Grouped matmul as a scan of equal-sized GEMMs: each group of rows times its own matrix.
 
-The rows of a group stand together. They are taken a block at a time, and each block is a plain GEMM with
-its group's matrix:
+Rows are sorted by group. The scan takes a fixed-size block of rows from one group and multiplies it by the
+group's matrix:
 
     rows       0 0 0 0 0 1 1 2 2 2 2 2 2        of groups 0, 1, 2
     blocks    |0 0 0 0|
-                      |0 1 1 2|                 the last block of a group runs over its end,
-                        |1 1 2 2|               and is written over by the next one
+                      |0 1 1 2|                 the last block of a group reads past the group's end;
+                        |1 1 2 2|               the next block overwrites the extra rows
                             |2 2 2 2|
                                     |2 2 . .|
 
-How many blocks there are is known only when the program runs; that they are at most rows / size + groups
-is known before, so nothing is dropped, and with blocks of a quarter of a mean group a fifth of the work
-is padding. XLA has no such product in FP8, and its own `jax.lax.ragged_dot` multiplies every row with
-every group's matrix, except on a TPU.
+The number of blocks depends on the group sizes at run time, but rows / size + groups is an upper bound, so no
+row is dropped. With blocks of a quarter of the mean group, a fifth of the work is padding. XLA has no FP8
+grouped matmul, and except on TPU its `jax.lax.ragged_dot` multiplies every row by every group's matrix.
 
 References:
-    MegaBlocks, arXiv 2211.15841, section 4 (dropless experts as products of blocks).
+    MegaBlocks, arXiv 2211.15841, section 4 (dropless mixture of experts by block-sparse matmul).
 """
 
 from collections.abc import Callable
@@ -26,37 +25,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Rows of a block: a GEMM of FP8 wants multiples of 16, and larger ones than this are not faster.
+# Rows per block: FP8 GEMMs need multiples of 16, and blocks of more than 2048 rows are not faster.
 _SMALLEST, _LARGEST = 16, 2048
 
 
 class Blocks(NamedTuple):
-    """Which rows make a block, and whose they are."""
+    """The group and the rows of each block."""
 
     group: jax.Array  # shape=(blocks,), int32
-    start: jax.Array  # shape=(blocks,), int32: the first row; past all rows for a block of none
-    own: jax.Array  # shape=(blocks,), int32: rows of the group from there on
+    start: jax.Array  # shape=(blocks,), int32: the first row; the number of rows for an unused block
+    own: jax.Array  # shape=(blocks,), int32: the group's rows from `start` on; 0 for an unused block
 
 
 class Operand(NamedTuple):
-    """Rows, or a matrix for each group, and the scale of each group."""
+    """Rows, or a matrix per group, and the scale of each group."""
 
     data: jax.Array  # shape=(rows, n) or (groups, k, n): E4M3 or E5M2 codes as bytes, or floats
-    scale: jax.Array | None  # shape=(groups,), float32; None: the data is the value
+    scale: jax.Array | None  # shape=(groups,), float32; None for float data
 
 
-# (lhs, rhs), each a matrix and a scalar scale or None, to their product.
+# A GEMM of two matrices, each with a scalar scale or None.
 Multiply = Callable[[Operand, Operand], jax.Array]
 
 
 def size_of_block(rows: int, groups: int, parts: int) -> int:
-    """Rows of a block: a power of two, at most one of so many parts of a mean group unless that is small."""
+    """Rows per block: the mean group size / `parts`, rounded down to a power of two, between 16 and 2048."""
     wanted = max(rows // (parts * max(groups, 1)), 1)
     return min(max(2 ** (wanted.bit_length() - 1), _SMALLEST), _LARGEST)
 
 
 def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
-    """The blocks of `size` rows of groups of these sizes, shape=(groups,), among so many rows."""
+    """The blocks of `size` rows each, for group sizes of shape=(groups,) and `rows` rows in all."""
     groups = sizes.shape[0]
     needed = -(-sizes // size)
     last, ends = jnp.cumsum(needed), jnp.cumsum(sizes)
@@ -70,7 +69,7 @@ def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
 
 
 def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """The group of each row, int32; the number of groups for rows past the last group."""
+    """The group of each row, int32; the number of groups for rows past the last group's end."""
     row = jnp.arange(rows, dtype=sizes.dtype)
     return jnp.searchsorted(jnp.cumsum(sizes), row, side="right", method="compare_all").astype(jnp.int32)
 
@@ -78,14 +77,14 @@ def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 def rows_times_matrices(
     rows: Operand, matrices: Operand, sizes: jax.Array, multiply: Multiply, shape: Any
 ) -> jax.Array:
-    """Each row times its group's matrix; 0 for rows of no group.
+    """Each row times its group's matrix; 0 for rows past the last group.
 
     Args:
         rows: data shape=(rows, ...).
         matrices: data shape=(groups, ...).
-        sizes: shape=(groups,), integers: of consecutive groups of rows.
-        multiply: of a block and a matrix.
-        shape: `jax.ShapeDtypeStruct` of the product, (rows, n).
+        sizes: sizes of consecutive groups of rows, shape=(groups,), integers.
+        multiply: the GEMM of a block and a matrix.
+        shape: `jax.ShapeDtypeStruct` of the output, (rows, n).
     """
     count = rows.data.shape[0]
     size = size_of_block(count, sizes.shape[0], 4)
@@ -104,17 +103,17 @@ def rows_times_matrices(
 def rows_times_rows(
     lhs: Operand, rhs: Operand, sizes: jax.Array, multiply: Multiply, shape: tuple[int, ...]
 ) -> jax.Array:
-    """The product of the rows of lhs and rhs that each group has, float32 of `shape`, (groups, k, n).
+    """For each group, lhs^T rhs over the group's rows; float32 of `shape`, (groups, k, n).
 
-    Args: see `rows_times_matrices`; `multiply` sums over the rows of two blocks.
+    Args: see `rows_times_matrices`; `multiply` contracts the rows of two blocks.
     """
     count = lhs.data.shape[0]
-    # Larger ones than above: each reads and writes a whole float32 matrix.
+    # Larger blocks than above, because each GEMM reads and writes a whole float32 matrix.
     size = size_of_block(count, sizes.shape[0], 2)
     operands = [_padded(rows, size) for rows in (lhs, rhs)]
 
     def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
-        # Rows of another group, in both: a NaN there times 0 here would be NaN.
+        # Other groups' rows are zeroed in both operands, because NaN * 0 is NaN.
         is_own = jnp.arange(size)[:, None] < block.own
         own = [_rows(rows, block, size) for rows in operands]
         own = [rows._replace(data=jnp.where(is_own, rows.data, jnp.zeros_like(rows.data))) for rows in own]
@@ -125,7 +124,7 @@ def rows_times_rows(
 
 
 def _padded(rows: Operand, size: int) -> Operand:
-    """With a block of rows behind the last."""
+    """The rows, followed by one block of zeros."""
     return rows._replace(data=jnp.pad(rows.data, ((0, size), (0, 0))))
 
 

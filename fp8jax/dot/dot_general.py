@@ -1,4 +1,4 @@
-"""Products under a recipe, and the scaling state of one."""
+"""FP8 `dot_general` and `einsum`, their scaling state, and a remat policy for their residuals."""
 
 import functools
 from typing import Any
@@ -22,15 +22,14 @@ OPERANDS = ("lhs", "rhs", "grad")
 
 
 def init_state(recipe: Recipe | str) -> State:
-    """The scaling state of one dot, a dict of float32 arrays; empty if nothing is kept.
+    """The scaling state of one dot, a dict of float32 arrays; empty for stateless scaling.
 
     Args:
-        recipe: a `Recipe`, or the text of one.
+        recipe: a `Recipe`, or its text.
 
     Returns:
-        What the recipe's scaling keeps for the operands lhs, rhs and grad, in this order
-        (see `fp8jax.scaling.delayed`), and where the weight gradient is FP8 its last scale,
-        `wgrad_scale`, shape ().
+        The state of the recipe's scaling for the operands lhs, rhs and grad, in this order (see
+        `fp8jax.scaling.delayed`). With an FP8 weight gradient also its last scale, `wgrad_scale`, shape ().
     """
     recipe = Recipe.parse(recipe)
     state = scaling.of_recipe(recipe).init(len(OPERANDS))
@@ -50,27 +49,27 @@ def dot_general(
     backend: str = "auto",
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`lax.dot_general` whose GEMMs run in FP8 as the recipe's `gemm` column says.
+    """`lax.dot_general` with its forward and backward GEMMs in FP8.
 
     Args:
-        lhs: float array: the input.
-        rhs: the kernel: float array, `ScaledArray`, or `Weight`. One that is kept in the format
-            that the GEMM takes, on a single scale, goes to it as it is.
-        dimension_numbers: as in `jax.lax.dot_general`; batch dims allowed, any dim may be 0.
-        recipe: a `Recipe`, or the text of one; its `gemm` must be "FP8".
-        state: scaling state of this dot, see `init_state`. Without one of its own a product has
-            no memory: `jax.value_and_grad` with respect to it, or `fp8jax.value_and_grad` of Flax
-            variables that hold it in "_overwrite_with_gradient", gives the next one.
+        lhs: the activations, a float array.
+        rhs: the kernel: a float array, `ScaledArray` or `Weight`. A `ScaledArray` in the GEMM's format with a
+            single scale is used without another cast.
+        dimension_numbers: as in `jax.lax.dot_general`; batch dims are allowed, any dim may be 0.
+        recipe: a `Recipe`, or its text; its `gemm` must be "FP8".
+        state: scaling state of this dot, see `init_state`; each dot needs a state of its own. The gradient
+            with respect to it is the next state: by `jax.value_and_grad`, or by `fp8jax.value_and_grad` of
+            Flax variables with the state in "_overwrite_with_gradient".
         out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
         backend: see `fp8jax.backends`.
-        out_sharding: of the output, a `PartitionSpec` or a sharding.
+        out_sharding: sharding of the output, a `PartitionSpec` or a sharding.
 
     Returns:
-        Array of `lax.dot_general`'s shape. Its gradients: for `lhs` in lhs's dtype, for a
-        float `rhs` in rhs's dtype, for a `Weight` in its slot, and for `state` the new state.
+        Array of `lax.dot_general`'s shape. The gradient of `lhs` has lhs's dtype, of a float `rhs` rhs's
+        dtype; the gradient of a `Weight` is in its `grad_slot`, and the gradient of `state` is the new state.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8", or the backend cannot multiply this here.
+        ValueError: `recipe.gemm` is not "FP8", or the backend does not support this dot here.
     """
     recipe = Recipe.parse(recipe)
     if recipe.gemm != "FP8":
@@ -114,15 +113,15 @@ def einsum(
     backend: str = "auto",
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`jnp.einsum` of two operands whose GEMMs run in FP8.
+    """`jnp.einsum` of two operands with its GEMMs in FP8.
 
     Args:
-        subscripts: with "->", and such that one `dot_general` and a transpose make it: no letter
-            twice in an operand, none summed in one operand alone; lhs may have "...".
+        subscripts: with "->". One `dot_general` and a transpose must compute the einsum: no repeated letter
+            in an operand, no letter summed in one operand only. lhs may have "...".
         lhs, rhs, recipe, state, out_dtype, backend, out_sharding: see `dot_general`.
 
     Raises:
-        ValueError: the einsum is no single dot product.
+        ValueError: the einsum is not a single dot product.
     """
     subscripts = subscripts.replace(" ", "")
     if not is_single_dot(subscripts):
@@ -135,14 +134,14 @@ def einsum(
 
 
 def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """A policy for `jax.checkpoint` and `nn.remat` that keeps the FP8 operands of each product.
+    """A policy for `jax.checkpoint` and `nn.remat` that saves the FP8 operands of each dot.
 
-    What lies between the products is computed anew in the backward, and so is an output that something
-    else than the next product needs, by an FP8 GEMM of the kept operands: no tensor is cast twice, and a
-    byte is kept of each number that goes into a product, where a bf16 model keeps two. With
-    `jax.checkpoint_policies.save_from_both_policies` others can be kept too.
+    The backward recomputes everything between the dots. It recomputes a dot's output only if an operation
+    other than the next dot needs it, by an FP8 GEMM of the saved operands. No tensor is cast twice. A saved
+    activation takes 1 byte per entry, in a bf16 model 2. To save more, combine policies with
+    `jax.checkpoint_policies.save_from_both_policies`.
 
-    Args: as JAX calls a policy.
+    Args: those of a `jax.checkpoint` policy.
     """
     return _save_operands(primitive, *avals, **params)
 
@@ -151,17 +150,17 @@ _save_operands = jax.checkpoint_policies.save_only_these_names(FP8_OPERANDS)
 
 
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:
-    """A kernel as the forward GEMM takes it: its codes and scale, once for many products.
+    """A kernel quantized once for many forward GEMMs.
 
     Args:
         kernel: float array or `ScaledArray`, shape=(*stack, ...).
-        recipe: its `gemm` is "FP8".
-        state: its scaling state, whose arrays have the axes of `stack` in front; {} if there is none.
-        rank: that of one kernel of the stack.
+        recipe: its `gemm` must be "FP8".
+        state: the dot's scaling state, with the axes of `stack` in front; {} for stateless scaling.
+        rank: the rank of one kernel of the stack.
 
     Returns:
-        A `ScaledArray` in the GEMM's forward format, with one scale for each of the stack:
-        `dot_general` gives the same with it as with the kernel.
+        A `ScaledArray` in the GEMM's forward format, with a scale for each kernel of the stack.
+        `dot_general` computes the same output with it as with `kernel`.
     """
     format, depth = formats.get(recipe.gemm_formats[0]), kernel.ndim - rank
     if isinstance(kernel, ScaledArray) and kernel.data.dtype == format.dtype:

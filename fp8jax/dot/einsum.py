@@ -1,4 +1,4 @@
-"""An einsum of two operands as one dot product.
+"""Einsum of two operands by one `dot_general`.
 
 >>> from fp8jax.dot.einsum import is_single_dot
 >>> is_single_dot("bthd,hdm->btm"), is_single_dot("bt,tm->b")     # the second sums `m` away
@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def is_single_dot(subscripts: str) -> bool:
-    """Whether `subscripts` is two operands, "->", and a product that one `dot_general` and a
-    transpose make: no repeated letter within an operand, none summed in one operand alone."""
+    """Whether one `dot_general` and a transpose compute the einsum: `subscripts` has two operands and "->",
+    no repeated letter in an operand, and no letter summed in one operand only."""
     operands, arrow, out = subscripts.partition("->")
     if not arrow or operands.count(",") != 1:
         return False
@@ -32,10 +32,10 @@ def einsum_by(
     """`jnp.einsum(subscripts, lhs, rhs)` by `dot_general(lhs, rhs, dimension_numbers)`.
 
     Args:
-        subscripts: with "->", and such that `is_single_dot`; lhs may have "...", rhs may not.
-        lhs, rhs: what `dot_general` takes; only their `ndim` is used here.
-        dot_general: called once; with `out_sharding` if that is given.
-        out_sharding: of the output, a `PartitionSpec` or a sharding.
+        subscripts: `is_single_dot(subscripts)` must hold; lhs may have "...", rhs may not.
+        lhs, rhs: operands of `dot_general`; only their `ndim` is used here.
+        dot_general: called once; with `out_sharding` if it is given.
+        out_sharding: sharding of the output, a `PartitionSpec` or a sharding.
     """
     left, right, out = _spell_out(subscripts, lhs.ndim)
     shared = [letter for letter in left if letter in right]
@@ -62,7 +62,7 @@ def einsum_by(
 
 
 def _spell_out(subscripts: str, lhs_ndim: int) -> tuple[str, str, str]:
-    """The three terms with lhs's "..." replaced by letters that are not in use."""
+    """The three terms, with "..." replaced by unused letters."""
     operands, _, out = subscripts.partition("->")
     left, right = operands.split(",")
     unused = (c for c in map(chr, range(ord("A"), 0x250)) if c.isalpha() and c not in subscripts)

@@ -1,7 +1,7 @@
-"""A `dot_general` of any rank as one of matrices: (batch) x m x k times (batch) x k x n.
+"""Conversion of a `dot_general` of any rank to a (batched) matmul: ([batch,] m, k) times ([batch,] k, n).
 
-GEMM libraries take matrices: one contracted and one free dim per operand, at most one batch
-dim. A `Layout` says how an operand becomes one, and how a gradient becomes an operand again.
+GEMM libraries take matrices with one contracted dim, one free dim and at most one batch dim. A `Layout`
+transposes and reshapes operands to matrices, and gradients back to the operands' shapes.
 """
 
 import math
@@ -14,11 +14,11 @@ from fp8jax.scaled import ScaledArray
 
 
 class _Side(NamedTuple):
-    """One operand: its shape, and its dims by role, in matrix order."""
+    """The shape of one operand, and the order of its dims in the matrix."""
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]  # dims, batch first, then the matrix's rows, then its columns
-    matrix: tuple[int, ...]  # shape as a (batched) matrix
+    order: tuple[int, ...]  # dims: batch first, then rows, then columns
+    matrix: tuple[int, ...]  # shape of the (batched) matrix
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
         return x.transpose(self.order).reshape(self.matrix)
@@ -29,7 +29,7 @@ class _Side(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the operands of one `dot_general` become matrices, and its output a tensor."""
+    """The shapes and transposes that turn one `dot_general` into a matmul."""
 
     lhs: _Side
     rhs: _Side
@@ -43,9 +43,9 @@ class Layout(NamedTuple):
         rhs: tuple[int, ...],
         dimension_numbers: lax.DotDimensionNumbers,
     ) -> "Layout":
-        """The layout of the dot of arrays of shapes `lhs` and `rhs`."""
+        """The layout of the dot of arrays with shapes `lhs` and `rhs`."""
         (lhs_k, rhs_k), (lhs_batch, rhs_batch) = (tuple(map(tuple, pair)) for pair in dimension_numbers)
-        # The two operands must list the contracted dims in one order; rhs's own costs nothing.
+        # Both operands must order the contracted dims alike; rhs's order saves a transpose of the kernel.
         paired = sorted(zip(rhs_k, lhs_k, strict=True))
         lhs_k, rhs_k = tuple(k for _, k in paired), tuple(k for k, _ in paired)
         lhs_m = tuple(d for d in range(len(lhs)) if d not in lhs_k + lhs_batch)
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         )
 
     def lhs_matrix(self, x: Any) -> Any:
-        """lhs as ([batch,] m, k); a `ScaledArray` with a scalar scale stays one."""
+        """lhs as ([batch,] m, k); also for a `ScaledArray` with a scalar scale."""
         return _on_data(self.lhs.to_matrix, x)
 
     def rhs_matrix(self, x: Any) -> Any:
@@ -81,8 +81,7 @@ class Layout(NamedTuple):
         return self.rhs.to_tensor(x)
 
     def contract(self, spec: str) -> lax.DotDimensionNumbers:
-        """Dimension numbers of a matrix product written as "mk,kn": the letter shared by
-        both operands is contracted."""
+        """Dimension numbers of a matmul such as "mk,kn": the letter in both operands is contracted."""
         lhs, rhs = spec.split(",")
         (letter,) = set(lhs) & set(rhs)
         batch = (0,) if self.is_batched else ()

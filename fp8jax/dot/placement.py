@@ -1,4 +1,4 @@
-"""Where a kernel is, for a dot product that knows no mesh."""
+"""The interface to sharded kernels: `dot_general` knows no mesh and calls it to gather and scatter."""
 
 from typing import Any, Protocol
 
@@ -6,31 +6,32 @@ import jax
 
 
 class KernelPlacement(Protocol):
-    """What a dot product asks of a kernel that may be split over devices, see `fp8jax.comm.shard`."""
+    """Collectives for a kernel that may be sharded, see `fp8jax.comm.shard`."""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole kernel, of which this device stores `shape`."""
+        """The shape of the whole kernel; `shape` is the shape of this device's shard."""
         ...
 
     def common_amax(self, amax: jax.Array) -> jax.Array:
-        """The amax of the whole kernel, of that of this device's part."""
+        """The amax of the whole kernel; `amax` is the amax of this device's shard."""
         ...
 
     def gathered(self, part: Any) -> Any:
-        """The whole kernel, in the format of the part."""
+        """All-gathers the kernel, in the format of the shard."""
         ...
 
     def after(self, operands: Any, grad: jax.Array) -> tuple[Any, jax.Array]:
-        """What the backward GEMMs take, before a kernel is gathered for them."""
+        """`operands` and `grad`, with a dependency that delays the all-gather for the backward GEMMs until
+        `grad` is computed."""
         ...
 
     def scattered(self, grad: jax.Array, *, as_codes: bool) -> Any:
-        """This device's part of the summed gradient: float32, or with `as_codes` an E4M3 `ScaledArray`."""
+        """Reduce-scatters the gradient: float32, or with `as_codes` an E4M3 `ScaledArray`."""
         ...
 
 
 class Whole:
-    """A kernel that is whole on this device."""
+    """The placement of a kernel that is not sharded."""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """See `KernelPlacement`."""

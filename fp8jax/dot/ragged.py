@@ -1,10 +1,10 @@
-"""`jax.lax.ragged_dot` whose GEMMs run in FP8: rows sorted by group, and a kernel for each group.
+"""FP8 `jax.lax.ragged_dot`: rows sorted by group, and a kernel for each group.
 
-    y[rows of g]  = lhs[rows of g] . rhs[g]       and the gradients that follow
+    y[rows of g]  = lhs[rows of g] . rhs[g]
 
-It means what `dot_general` of each group's rows and kernel means: a group has a scaling state, and so
-scales, of its own for its kernel, its rows and their gradients. A group without rows adds nothing to the
-windows of these two, and the gradient of its kernel is zero. How it is computed: `fp8jax.dot.blocks`.
+The result and the gradients equal those of `dot_general` for each group. Each group has a scaling state, with
+scales for its kernel, its rows and their gradients. A group without rows adds no amax to the histories of
+rows and gradients, and the gradient of its kernel is zero. `fp8jax.dot.blocks` computes the GEMMs.
 
     >>> import jax.numpy as jnp
     >>> from fp8jax.dot import init_ragged_state, ragged_dot
@@ -58,37 +58,37 @@ from fp8jax.scaling.merge import (
 
 
 class ExpertSharding(NamedTuple):
-    """A mesh axis over whose devices the groups are split."""
+    """The mesh axis that shards the groups (experts)."""
 
     mesh: Mesh
     axis_name: str
 
 
 class _Static(NamedTuple):
-    """What is known when the product is traced."""
+    """The static arguments of the dot."""
 
     recipe: Recipe
     backend: str
     lhs_dtype: Any
-    rhs_dtype: Any  # None: no float array
-    grad_slot_dtype: Any  # None: the gradient is that of rhs itself
+    rhs_dtype: Any  # None for a `ScaledArray`
+    grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
     out_dtype: Any
     placement: KernelPlacement  # of the kernels
     over: ExpertSharding | None
 
     @property
     def formats(self) -> list[formats.Format]:
-        """Those of lhs, rhs and the output gradient."""
+        """The formats of lhs, rhs and the output gradient."""
         forward, backward = map(formats.get, self.recipe.gemm_formats)
         return [forward, forward, backward]
 
 
 def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
-    """The scaling state of one `ragged_dot`: that of a dot for each group, along a first axis.
+    """The scaling state of one `ragged_dot`: the state of a dot for each group, stacked along the first axis.
 
     Args:
-        recipe: a `Recipe`, or the text of one.
-        groups: how many kernels there are.
+        recipe: a `Recipe`, or its text.
+        groups: the number of kernels.
     """
     state = init_state(recipe)
     return {name: jnp.broadcast_to(kept, (groups, *kept.shape)) for name, kept in state.items()}
@@ -105,24 +105,24 @@ def ragged_dot(
     backend: str = "auto",
     over: ExpertSharding | None = None,
 ) -> jax.Array:
-    """`lax.ragged_dot` whose GEMMs run in FP8 as the recipe's `gemm` column says.
+    """`lax.ragged_dot` with its forward and backward GEMMs in FP8.
 
     Args:
-        lhs: float array, shape=(rows, k): the rows of group 0, then those of group 1, and so on.
+        lhs: float array, shape=(rows, k), with the rows sorted by group.
         rhs: the kernels, shape=(groups, k, n): float array, `ScaledArray` with a scale for each group,
             shape=(groups, 1, 1), or `Weight`.
-        group_sizes: int32, shape=(groups,). Rows past their sum have the product 0 and no gradient.
+        group_sizes: int32, shape=(groups,). Rows past their sum have output 0 and no gradient.
         recipe, out_dtype, backend: see `dot_general`.
         state: scaling state, see `init_ragged_state`.
-        over: given, each device of a mesh axis has its part of the groups, and the rows of its groups:
-            all arrays are split along their first axis, and rows past the sum are so on each device.
+        over: the mesh axis that shards the groups. Each device has its groups and their rows: all arrays are
+            sharded along their first axis, and each device may have rows past the sum of its group sizes.
 
     Returns:
-        Array of shape (rows, n). Its gradients: as `dot_general`'s, with a scale for each group where
-        that with respect to the kernels is FP8.
+        Array of shape (rows, n). The gradients are as in `dot_general`; an FP8 gradient of the kernels has a
+        scale for each group.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8", or the shapes do not fit each other.
+        ValueError: `recipe.gemm` is not "FP8", or the shapes do not match.
     """
     recipe = Recipe.parse(recipe)
     if recipe.gemm != "FP8":
@@ -158,7 +158,7 @@ def _ragged(static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, s
 def _forward(
     static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
 ) -> tuple[Any, Any]:
-    """The output, and what the backward needs."""
+    """The output and the residuals."""
     on_each = _on_each(static, functools.partial(_forward_of_device, static))
     out, (kept, seen, *others) = on_each(lhs, rhs, lax.stop_gradient(from_fm32(state)), sizes)
     seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
@@ -167,7 +167,7 @@ def _forward(
 
 
 def _on_each(static: _Static, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of each device's groups; everything in and out is split along its first axis."""
+    """`function` under `shard_map`, with all inputs and outputs sharded along their first axis."""
     if static.over is None:
         return function
     return over_axis(function, static.over.mesh, static.over.axis_name, P(static.over.axis_name))
@@ -205,13 +205,13 @@ def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
 
 
 def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
-    """The gradients of rows and kernels, and the new state."""
+    """The gradients of rows and kernels, and the new scaling state."""
     (lhs, rhs), seen, state, sizes = kept
     (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad_seen, q_grad = _quantize_rows(static, 2, grad, state, sizes)
     assert q_grad.scale is not None
-    # Saturated, an infinite gradient would look like a large one: then the products are NaN.
+    # The cast saturates, so an infinite gradient would become finite: a NaN scale makes the outputs NaN.
     q_grad = q_grad._replace(scale=jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
     wide = Operand(grad.astype(static.out_dtype), None)
     kernels = _whole(static, rhs)
@@ -226,13 +226,14 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
     limits = jnp.array([format.max for format in static.formats], jnp.float32)
     update = jax.vmap(scaling.of_recipe(static.recipe).update, (0, 0, None))
     new_state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), limits)}
-    drhs, scale = _as_it_leaves(static, drhs)
+    drhs, scale = _kernel_grad(static, drhs)
     new_state = without_wgrad_scale(new_state) if scale is None else {**new_state, "wgrad_scale": scale}
     return dlhs, drhs, new_state
 
 
-def _as_it_leaves(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient of the kernels in its dtype; E4M3 codes with a scale for each group."""
+def _kernel_grad(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of the kernels in the dtype of the slot or of rhs; for an FP8 slot E4M3 codes, and a scale
+    for each group."""
     as_codes = static.grad_slot_dtype == FP8_GRAD
     if static.grad_slot_dtype is not None:
         drhs = jax.vmap(functools.partial(static.placement.scattered, as_codes=as_codes))(drhs)
@@ -254,10 +255,10 @@ _jitted = jax.jit(_ragged, static_argnums=0)
 def _quantize_rows(
     static: _Static, operand: int, x: jax.Array, state: State, sizes: jax.Array
 ) -> tuple[jax.Array, Operand]:
-    """The amax of each group's rows, shape=(groups,), and the rows in FP8 on the scales of their groups."""
+    """The amax of each group's rows, shape=(groups,), and the rows quantized with their groups' scales."""
     groups, format = sizes.shape[0], static.formats[operand]
     group = groups_of_rows(sizes, x.shape[0])
-    # Rows of no group are dropped, and a group without rows has 0.
+    # Rows past the last group are dropped; a group without rows has amax 0.
     of_rows = amax(x, (x.shape[0], 1)).reshape(-1)
     seen = jnp.zeros(groups, jnp.float32).at[group].max(of_rows, mode="drop")
     scale = _scales(static, operand, seen, state)
@@ -268,11 +269,14 @@ def _quantize_rows(
 
 
 def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Array, Operand]:
-    """The same of the kernels; they stay as they are if they are FP8 on a scale for each group."""
+    """The amax of each kernel, shape=(groups,), and the quantized kernels.
+
+    A `ScaledArray` in the GEMM's format with a scale for each group is not quantized again.
+    """
     format, groups = static.formats[1], rhs.shape[0]
     if isinstance(rhs, ScaledArray) and rhs.data.dtype == format.dtype and rhs.scale.size == groups:
         scale = rhs.scale.reshape(-1).astype(jnp.float32)
-        return scale * format.max, Operand(packed(rhs).data, scale)  # the largest that it could be
+        return scale * format.max, Operand(packed(rhs).data, scale)  # an upper bound of the amax
     seen = amax(rhs, (groups, 1, 1)).reshape(-1)
     seen = static.placement.common_amax(seen)
     scale = _scales(static, 1, seen, state)
@@ -289,20 +293,21 @@ def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax
 
 
 def _whole(static: _Static, kernels: Operand) -> Operand:
-    """The whole kernels."""
+    """All-gathers the kernels."""
     return kernels._replace(data=static.placement.gathered(kernels.data))
 
 
 def _multiply(
     static: _Static, left: int, right: int, spec: str, dtype: Any, *, precise: bool
 ) -> Callable[[Operand, Operand], jax.Array]:
-    """One block's GEMM, of operands `left` and `right`: in FP8, or wide if one of them is."""
+    """The GEMM of one block, with operands number `left` and `right`: in FP8 if both are quantized, otherwise
+    in high precision."""
     first, second = spec.split(",")
     (letter,) = set(first) & set(second)
     numbers = (((first.index(letter),), (second.index(letter),)), ((), ()))
 
     def multiply(lhs: Operand, rhs: Operand) -> jax.Array:
-        if lhs.scale is None or rhs.scale is None:  # then both are wide
+        if lhs.scale is None or rhs.scale is None:  # then both are high precision
             out = lax.dot_general(lhs.data, rhs.data, numbers, preferred_element_type=jnp.float32)
             return out.astype(dtype)
         dot = backends.BACKENDS[static.backend].dot

@@ -1,12 +1,12 @@
-"""`jax.lax.ragged_dot` of floats, computed in blocks like its twin in FP8 (`fp8jax.dot.ragged`).
+"""High-precision `jax.lax.ragged_dot`, computed in blocks as the FP8 one (`fp8jax.dot.ragged`).
 
     >>> import jax.numpy as jnp
     >>> from fp8jax.dot import wide_ragged_dot
     >>> wide_ragged_dot(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.array([1, 2])).shape
     (3, 5)
 
-XLA makes of JAX's own, on CPUs and GPUs, a product of every row with every group's matrix: so many times
-the work and the memory as there are groups.
+On CPU and GPU, XLA computes `jax.lax.ragged_dot` as a matmul of every row with every group's matrix: work and
+memory grow with the number of groups.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from fp8jax.dot.blocks import Multiply, Operand, rows_times_matrices, rows_times
 from fp8jax.dot.ragged import ExpertSharding
 from fp8jax.platforms import over_axis
 
-# One equation of a jaxpr, so that it can be found there.
+# A primitive, so that `rewrite` finds it as one equation of a jaxpr.
 RAGGED = "fp8jax_ragged_dot"
 _ragged_p = jex.Primitive(RAGGED)
 
@@ -34,13 +34,13 @@ def wide_ragged_dot(
     """`lax.ragged_dot(lhs, rhs, group_sizes)`, accumulated in float32.
 
     Args:
-        lhs: float array, shape=(rows, k): the rows of group 0, then those of group 1, and so on.
+        lhs: float array, shape=(rows, k), with the rows sorted by group.
         rhs: float array, shape=(groups, k, n).
-        group_sizes: integers, shape=(groups,). Rows past their sum have the product 0 and no gradient.
-        over: the mesh axis over whose devices the groups are split, as in `ragged_dot`.
+        group_sizes: integers, shape=(groups,). Rows past their sum have output 0 and no gradient.
+        over: the mesh axis that shards the groups, as in `ragged_dot`.
 
     Returns:
-        Array of shape (rows, n), in the promoted dtype. It has gradients, but no forward-mode derivative.
+        Array of shape (rows, n), in the promoted dtype. It supports reverse mode, but not forward mode.
     """
     return _ragged_p.bind(lhs, rhs, group_sizes, over=over)
 
@@ -94,6 +94,6 @@ def _of(x: jax.Array) -> Operand:
 
 
 def _multiply(left: int, right: int) -> Multiply:
-    """A product in float32 that sums over these axes."""
+    """A GEMM with float32 output that contracts these axes."""
     numbers = (((left,), (right,)), ((), ()))
     return lambda lhs, rhs: lax.dot_general(lhs.data, rhs.data, numbers, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""What a product computes, and what its gradients: a custom derivative rule around the three GEMMs."""
+"""The custom VJP of the FP8 dot: quantization and the three GEMMs (fprop, dgrad, wgrad)."""
 
 import functools
 import warnings
@@ -27,38 +27,38 @@ from fp8jax.scaling.merge import FP8_GRAD, from_fm32, to_cotangents, to_fp8_grad
 
 State = dict[str, jax.Array]
 
-# What the backward needs of the forward, as `jax.checkpoint` knows it.
+# The `checkpoint_name` of the quantized residuals.
 FP8_OPERANDS = "fp8_operands"
 
-# The names that the casts of lhs, rhs and the output gradient have in a program.
+# Named scopes of the casts of lhs, rhs and the output gradient.
 CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
 
-# Of the error where a gradient is differentiated.
+# The error message for a second derivative.
 ONCE = (
     "an FP8 product is differentiable once: expected a loss that takes no gradient of a gradient; got one, "
     "such as a penalty on the gradient of an input. Compute that part of the loss without FP8, by the plain "
     "model of dequantized variables, or stop its gradient with `jax.lax.stop_gradient`."
 )
 
-# The names that the three GEMMs have in a program, in the order of `Recipe.override_linear_precision`.
+# Named scopes of the three GEMMs, in the order of `Recipe.override_linear_precision`.
 GEMMS = FPROP, DGRAD, WGRAD = ("fprop", "dgrad", "wgrad")
 
 
 class Static(NamedTuple):
-    """What is known when the dot is traced."""
+    """The static arguments of the dot."""
 
     recipe: Recipe
-    backend: str  # of backends.BACKENDS
+    backend: str  # a key of `backends.BACKENDS`
     layout: Layout
     lhs_dtype: Any
-    rhs_dtype: Any  # None: no float array, its gradient is float32 if it has one
-    grad_slot_dtype: Any  # None: the gradient is that of rhs itself
+    rhs_dtype: Any  # None for a `ScaledArray`
+    grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
     out_dtype: Any
     placement: KernelPlacement  # of the kernel
 
     @property
     def wgrad_dtype(self) -> Any:
-        """In which the weight gradient leaves its GEMM: what it is kept in, without a rounding between."""
+        """The output dtype of the wgrad GEMM: the dtype of the gradient, so that it is rounded once."""
         if self.grad_slot_dtype is not None and self.grad_slot_dtype != FP8_GRAD:
             return self.grad_slot_dtype
         return (
@@ -67,7 +67,7 @@ class Static(NamedTuple):
 
     @property
     def has_wgrad(self) -> bool:
-        """Whether the weight's gradient is asked for: of a scaled weight only through a slot."""
+        """Whether to compute the weight gradient; a `ScaledArray` has a gradient only with a slot."""
         return self.grad_slot_dtype is not None or self.rhs_dtype is not None
 
     @property
@@ -83,16 +83,16 @@ def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State)
 
 
 def _forward(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> tuple[jax.Array, Any]:
-    """The output, and what the backward needs."""
+    """The output and the residuals."""
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    state = lax.stop_gradient(from_fm32(state))  # no derivative of a derivative comes by way of it
-    lhs = static.layout.lhs_matrix(lhs)  # before the cast: so its codes are laid out as a GEMM takes them
+    state = lax.stop_gradient(from_fm32(state))  # the state has no second derivative
+    lhs = static.layout.lhs_matrix(lhs)  # before the cast, so that the codes have the GEMM's layout
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
-    # Codes have no derivative, and a scaled kernel's is that of its slot: all that is made of them has the
-    # amaxes' derivative, which is refused.
+    # Codes have no tangents, and a `ScaledArray`'s gradient is in its slot. The amaxes, which all results
+    # depend on, carry the tangents, so that a second derivative raises.
     seen = differentiable_once((lhs_seen, rhs_seen), (lhs, rhs, grad_slot), ONCE)
-    # Of a kernel that is spread over devices the part is kept, and put together again.
+    # The residual of a sharded kernel is the shard; the backward all-gathers it again.
     narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), seen), FP8_OPERANDS)
     wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
     operands = wide if fprop_is_high else [unpacked(x, static.formats[0]) for x in narrow]
@@ -105,7 +105,7 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: St
 
 
 def _kernel_matrix(static: Static, rhs: Any) -> Any:
-    """The whole kernel as a matrix."""
+    """The all-gathered kernel as a matrix."""
     return static.layout.rhs_matrix(static.placement.gathered(rhs))
 
 
@@ -118,7 +118,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad_seen, q_grad = _quantize(static, 2, grad, state)
-    # Saturated, an infinite gradient would look like a large one: then the products are NaN.
+    # The cast saturates, so an infinite gradient would become finite: a NaN scale makes the outputs NaN.
     q_grad = ScaledArray(q_grad.data, jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
     with jax.named_scope(DGRAD):
         dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
@@ -149,7 +149,14 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:
-    """The values of lhs, rhs, slot and state, and of what else is differentiated as they are."""
+    """The values of lhs, rhs, slot, state and further operands, from `custom_vjp`'s symbolic-zeros wrappers.
+
+    Raises:
+        TypeError: JAX's own `grad` is taken with respect to a `ScaledArray`.
+
+    Warns:
+        A gradient is taken with respect to the weights, but not to the scaling state.
+    """
 
     def is_perturbed(tree: Any) -> bool:
         return any(leaf.perturbed for leaf in jax.tree.leaves(tree))
@@ -172,30 +179,34 @@ def checked(*operands: Any) -> tuple[Any, ...]:
 
 
 def without_wgrad_scale(state: State) -> State:
-    """The new state where no gradient leaves as codes: its scale is left to other uses of the weight."""
+    """The new state of a dot without an FP8 gradient: its `wgrad_scale` is -inf, so that another use of the
+    weight can set it."""
     if "wgrad_scale" not in state:
         return state
     return {**state, "wgrad_scale": jnp.full_like(state["wgrad_scale"], -jnp.inf)}
 
 
 def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
-    """`_forward` of what is differentiated, which says so for each array."""
+    """`_forward` on `custom_vjp`'s symbolic-zeros wrappers."""
     lhs, rhs, grad_slot, state = checked(*operands)
     return _forward(static, lhs, rhs, grad_slot, state)
 
 
 _dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 
-# A model has many products of one kind: jitted, they are traced and differentiated once.
+# Jitted, so that dots of the same shapes are traced and differentiated once.
 jitted_dot = jax.jit(_dot, static_argnums=0)
 
 
 def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
-    """The amax of `x`, and `x` in FP8 on the scale that its scaling chooses; or as it is, if it is FP8."""
+    """The amax of `x`, and `x` quantized with the scale of the recipe's scaling.
+
+    A `ScaledArray` in the GEMM's format with one scale is not quantized again.
+    """
     format = static.formats[operand]
     if isinstance(x, ScaledArray) and x.data.dtype == format.dtype and x.scale.size == 1:
         scale = x.scale.reshape(()).astype(jnp.float32)
-        return scale * format.max, ScaledArray(x.data, scale)  # the largest that it could be
+        return scale * format.max, ScaledArray(x.data, scale)  # an upper bound of the amax
     seen = amax(x)
     seen = static.placement.common_amax(seen) if operand == 1 else seen
     scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
@@ -205,18 +216,18 @@ def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.A
 
 
 def stored(q: ScaledArray, format: formats.Format) -> ScaledArray:
-    """`q` as it is, but that XLA on a GPU stores its codes: else it keeps the wide tensor for the backward,
-    and casts it again."""
+    """`q` behind a barrier. Without it XLA on GPU stores the high-precision tensor for the backward and casts
+    it again."""
     return unpacked(gpu_barrier(packed(q)), format)
 
 
 def packed(q: ScaledArray) -> ScaledArray:
-    """As it is kept for the backward: bytes, see `to_bytes`."""
+    """`q` with its codes as bytes, the storage of residuals; see `to_bytes`."""
     return ScaledArray(to_bytes(q.data), q.scale)
 
 
 def unpacked(matrix: Any, format: formats.Format) -> Any:
-    """The inverse of `packed`; what was not packed stays as it is."""
+    """The inverse of `packed`; float arrays stay unchanged."""
     if not isinstance(matrix, ScaledArray):
         return matrix
     return ScaledArray(lax.bitcast_convert_type(matrix.data, format.dtype), matrix.scale)
@@ -225,7 +236,7 @@ def unpacked(matrix: Any, format: formats.Format) -> Any:
 def _multiply(
     static: Static, lhs: Any, rhs: Any, spec: str, *, precise: bool, dtype: Any = None
 ) -> jax.Array:
-    """One GEMM between matrices, in FP8 if the operands are; its output in `dtype`, or the layer's."""
+    """One GEMM of matrices, in FP8 for `ScaledArray`s; the output has `dtype`, by default the layer's."""
     dtype = static.out_dtype if dtype is None else dtype
     dimension_numbers = static.layout.contract(spec)
     if isinstance(lhs, ScaledArray):

@@ -1,4 +1,4 @@
-"""A kernel on its way through a loss."""
+"""`Weight`: a kernel with a separate gradient."""
 
 import dataclasses
 import functools
@@ -18,17 +18,16 @@ from fp8jax.scaling.merge import FP8_GRAD
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A kernel on its way through a loss, with the place its gradient comes out of.
+    """A kernel with a slot for its gradient, in another dtype than the kernel's.
 
-    A narrow kernel has no cotangent of its own worth having: that of a float16 array is
-    float16. `grad_slot` is a zero array of the kernel's shape, never read by `dot_general`; its
-    cotangent is the gradient with respect to the kernel's value, as float32 or as E4M3 codes
-    whose scale leaves through the dot's state.
+    JAX's cotangent of a float16 array is float16, too coarse for a gradient. So `grad_slot` is an array of
+    zeros with the kernel's shape, which `dot_general` never reads. Its cotangent is the gradient with respect
+    to the kernel's value, in float32 or as E4M3 codes. The scale of the codes is in the dot's new state.
     """
 
     value: Any  # ScaledArray or float array
-    grad_slot: Any  # shape=kernel's, float32 or merge.CODES
-    shard: KernelPlacement | None = None  # over devices; then the slot is this device's part
+    grad_slot: Any  # the kernel's shape, float32 or `FP8_GRAD`
+    shard: KernelPlacement | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +40,7 @@ class Weight:
         return self.value.ndim
 
     def dequantize(self) -> jax.Array:
-        """The value as a float32 array that gradients flow through."""
+        """The value as a float32 array; its gradient goes to `grad_slot`."""
         assert self.grad_slot.dtype != FP8_GRAD
         if self.shard:
             return _shard_value(self.shard, value(self.value).astype(jnp.float32), self.grad_slot)
@@ -50,7 +49,7 @@ class Weight:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _shard_value(shard: KernelPlacement, kernel: jax.Array, grad_slot: jax.Array) -> jax.Array:
-    """A kernel whole, whose gradient leaves through the slot as this device's part."""
+    """The all-gathered kernel; its gradient is reduce-scattered to `grad_slot`."""
     del grad_slot
     return shard.gathered(kernel)
 
