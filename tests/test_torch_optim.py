@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fp8jax_torch import casts
-from fp8jax_torch.optim import Adam, AdamW, sweep
+from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
 from torch import nn
 
@@ -211,42 +211,6 @@ def put(kept, pairs, parameter, w):
         parameter.data = torch.from_numpy(np.array(w))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_wrong_guess_of_a_scale_changes_no_bit(recipe, monkeypatch):
-    """The step on a CPU guesses; the one that passes twice, as on a GPU, does not."""
-    results = []
-    for guesses in (True, False):
-        (_, _), (parameter, own) = pair(recipe)
-        if not guesses:
-            monkeypatch.setattr(own, "_past", NoPast())
-        for step in range(10):
-            _, parameter.grad = gradient(step, parameter.shape, narrow=recipe[0] == "O")
-            own.step()
-        kept = own.state[parameter]
-        results.append([value(parameter.detach()), *(kept[name].float() for name in sorted(kept))])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-class NoPast:
-    def setdefault(self, parameter, default):
-        return []
-
-
-@pytest.mark.parametrize("recipe", ["O2", "O3", "te,moments=E4M3+FP16"])
-def test_chunks_change_no_bit(recipe, monkeypatch):
-    results = []
-    for chunk in (1 << 17, 333):
-        monkeypatch.setitem(sweep._CHUNK, "cpu", chunk)
-        (_, _), (parameter, own) = pair(recipe)
-        for step in range(6):
-            _, parameter.grad = gradient(step, parameter.shape, narrow=recipe[0] == "O")
-            own.step()
-        results.append([value(parameter.detach()), own.state[parameter]["exp_avg"].float()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 def snapshot(parameters, own):
     return copy.deepcopy([[p.detach() for p in parameters], [dict(own.state[p]) for p in parameters]])
 
@@ -368,29 +332,6 @@ def test_bytes_a_parameter_are_those_of_jax():
     assert abs(kept - jax_bytes) <= 16
     total = kept + parameter.detach().codes.nbytes + parameter.grad.codes.nbytes
     assert round(total / parameter.numel(), 2) == 6.0
-
-
-def test_memory_aside_is_bounded_by_the_largest_parameter():
-    """5 bytes a number of one parameter, in O2; 1.25 times its float32."""
-    shape, sizes = (256, 512), []
-    parameters = [
-        nn.Parameter(quantize(torch.ones(shape), formats.FP16, power_of_two=True)) for _ in range(3)
-    ]
-    own = AdamW(parameters, recipe="O2")
-    like = sweep.Workspace.like
-
-    def noted(self, name, codes):
-        out = like(self, name, codes)
-        sizes.append(sum(t.nbytes for t in self.kept.values()))
-        return out
-
-    for _ in range(2):
-        for p in parameters:
-            p.grad = quantize_gradient(torch.ones(shape))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sweep.Workspace, "like", noted)
-            own.step()
-    assert max(sizes) == 5 * 256 * 512
 
 
 def test_bad_arguments_are_named():

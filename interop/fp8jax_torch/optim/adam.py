@@ -27,7 +27,7 @@ from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
-from fp8jax_torch.optim.sweep import Kept, Leaf, Numbers, Workspace, amaxes_of_step, take_step
+from fp8jax_torch.optim.step import Kept, Leaf, Numbers, amaxes_of_step, take_step
 from fp8jax_torch.scaled import is_scaled, quantize, value
 
 # Gradients below it, squared, are far from float32's end.
@@ -81,7 +81,6 @@ class Adam(torch.optim.Optimizer):
                 raise ValueError(f"`{name}`: expected 0 or more (betas: below 1); got {number}.")
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         self.skipped, self.has_skipped = 0, False
-        self._past: dict[torch.Tensor, list[torch.Tensor]] = {}  # see `take_step`
         self._written: dict[torch.Tensor, Any] = {}  # the versions of parameters that their masters are of
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
@@ -123,9 +122,8 @@ class Adam(torch.optim.Optimizer):
         if self.has_skipped:
             self.skipped += 1
             return loss
-        workspace = Workspace()
         for leaf, numbers, parameter in leaves:
-            take_step(leaf, numbers, workspace, self._past.setdefault(parameter, []))
+            take_step(leaf, numbers)
             self.state[parameter]["step"].fill_(numbers.step)
             codes = _codes(parameter)
             if not codes.is_contiguous():
@@ -251,7 +249,7 @@ class Adam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.has_skipped, self._past = False, {}
+        self.has_skipped = False
         # Of a copy, weights and masters are of one time.
         self._written = {parameter: _versions(parameter) for parameter in self.state}
 
