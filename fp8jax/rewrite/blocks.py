@@ -1,17 +1,17 @@
-"""Which modules of a model are rematerialized, and what of them is kept for the backward.
+"""Gradient checkpointing (remat) of a model's blocks: the choice of blocks and of their saved residuals.
 
     transform(model, recipe, gradient_checkpointing="fp8")
     transform(model, recipe, gradient_checkpointing="full", checkpoint_blocks=["EncoderLayer", "decoder/*"])
 
-| setting | kept of a block, besides its inputs |
+| setting | saved per block, besides its inputs |
 |---|---|
 | `full` | nothing |
-| `fp8` | the FP8 operands of its products, see `fp8jax.save_fp8_operands` |
-| `dots` | the outputs of its layers' products |
+| `fp8` | the FP8 operands of its dots, see `fp8jax.save_fp8_operands` |
+| `dots` | the outputs of its layers' dots |
 
-A model is seen as a tree of calls. Blocks that nobody named are the outermost modules that repeat: siblings
-of one class that hold layers, or what a scan goes over; else a module that is called again. Of a function
-they are the bodies of its scans.
+Without `checkpoint_blocks` the blocks are the outermost repeated modules in the tree of the model's calls:
+siblings of one class with layers, or the module of a scan's body; otherwise a module that is called more than
+once. The blocks of a function without modules are the bodies of its scans.
 """
 
 import collections
@@ -28,17 +28,17 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import REMATS, Dot, Found, Site, inner_jaxprs
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
-# The name of a kernel's dot product to a policy of `jax.checkpoint`.
+# The `checkpoint_name` of the outputs of kernels' dot products.
 PRODUCT = "fp8jax_product"
 
-# Operations of a call have its number and time behind this in their names.
+# Named scope of a call, followed by the call's number and trace count.
 _CALL = "fp8jax_call:"
 
 _policies = jax.checkpoint_policies
 
 POLICIES: dict[str, Any] = {
     "full": _policies.nothing_saveable,
-    # By name, since a policy sees no `dot_general` in an FP8 product; those it sees are of layers left alone.
+    # FP8 dots by name, because a policy does not see their `dot_general`; high-precision dots by primitive.
     "dots": _policies.save_from_both_policies(
         _policies.save_only_these_names(PRODUCT), _policies.dots_with_no_batch_dims_saveable
     ),
@@ -48,11 +48,11 @@ POLICIES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """What is kept of which blocks.
+    """The remat policy and the blocks it applies to.
 
     Attributes:
         keep: one of `POLICIES`.
-        blocks: names of classes or patterns of paths, see `Rule`; None: found by itself.
+        blocks: class names or path patterns, see `Rule`; None to find the blocks.
     """
 
     keep: str
@@ -60,18 +60,18 @@ class Checkpointing:
 
     @property
     def policy(self) -> Any:
-        """As `jax.checkpoint` takes it."""
+        """The policy for `jax.checkpoint`."""
         return POLICIES[self.keep]
 
 
 def checkpointing(
     keep: str, blocks: Iterable[str] | str | None, recipe: Recipe, rules: tuple[Rule, ...]
 ) -> Checkpointing | None:
-    """The settings of `fp8jax.transform` as one value; None for "none".
+    """The remat arguments of `fp8jax.transform` as one value; None for "none".
 
     Raises:
-        ValueError: they are unknown or contradict each other.
-        TypeError: `blocks` are no strings.
+        ValueError: an argument is unknown, or the arguments contradict each other.
+        TypeError: `blocks` are not strings.
     """
     if keep != "none" and keep not in POLICIES:
         raise ValueError(f"`gradient_checkpointing`: expected none, {', '.join(POLICIES)}; got {keep!r}.")
@@ -96,18 +96,18 @@ def checkpointing(
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """The calls of one module from within one call.
+    """All calls of one module by one parent call.
 
     Attributes:
-        path, kind: of the module: its path, its class's name.
-        number: of the call, in the names of its operations.
-        nesting: how many calls around it have the same path, as a scan's body has its scan's.
-        dots: how many dot products of parameters its own code makes, each time.
-        in_scan: whether a scan stands between it and the call around it, and any around it.
-        in_loop: whether any scan stands around it.
-        times: how often it was traced.
-        rematerializes: whether dot products are in a `jax.checkpoint` of the model's own, within it or
-            around it.
+        path, kind: the module's path and class name.
+        number: the call's number in named scopes.
+        nesting: the number of enclosing calls with the same path, as a scan and its body have.
+        dots: the number of parameters' dot products outside submodules, per call.
+        in_scan: whether a scan is between the call and its parent call.
+        in_loop: whether the call is inside a scan.
+        times: how often the module was traced.
+        rematerializes: whether its dot products are in a `jax.checkpoint` of the model's code.
+        below: the calls of submodules.
     """
 
     path: str
@@ -123,11 +123,11 @@ class Call:
 
     @property
     def holds_layers(self) -> bool:
-        """Whether there are layers within it, or several dot products of its own."""
+        """Whether submodules have dot products, or the module itself has more than one."""
         return self.dots > 1 or any(call.dots for call in self.all_below())
 
     def all_below(self) -> Iterator["Call"]:
-        """Every call within it, the outer ones first."""
+        """All calls inside this call, outer calls first."""
         for call in self.below:
             yield call
             yield from call.all_below()
@@ -142,7 +142,7 @@ class Calls:
 
     @contextlib.contextmanager
     def recorded(self, path: str, kind: str) -> Iterator[None]:
-        """While it lasts, a call of the module at `path` is traced."""
+        """A context for tracing a call of the module at `path`."""
         nesting = sum(call.path == path for call in self._active[1:])
         # A scan's body is traced more than once.
         found = [call for call in self._active[-1].below if (call.path, call.nesting) == (path, nesting)]
@@ -160,10 +160,10 @@ class Calls:
             self._active.pop()
 
     def see(self, jaxpr: Any, dots: Iterable[Dot]) -> None:
-        """Notes of each call what is in it.
+        """Records the dot products, loops and checkpoints of each call.
 
         Args:
-            jaxpr: of the model.
+            jaxpr: the model's jaxpr.
             dots: the dot products of parameters.
         """
         counts = collections.Counter(calls[-1] for dot in dots if (calls := calls_in(dot.scope)))
@@ -172,13 +172,13 @@ class Calls:
         self._see_loops(jaxpr, {dot.site for dot in dots}, (), ())
 
     def _see_loops(self, jaxpr: Any, dots: set[Site], at: Site, around: tuple[Any, ...]) -> None:
-        """Notes of each call which loops and checkpoints its operations are in.
+        """Records for each call the loops and checkpoints around its operations.
 
         Args:
-            jaxpr: whose operations.
+            jaxpr: the jaxpr to walk.
             dots: sites of the dot products of parameters.
             at: site of the jaxpr.
-            around: numbers of the calls, and names of the primitives, that they are in, the outermost first.
+            around: numbers of the enclosing calls and names of the enclosing primitives, outermost first.
         """
         for position, eqn in enumerate(jaxpr.eqns):
             site = (*at, position)
@@ -199,15 +199,15 @@ class Calls:
 
 
 class Remat(NamedTuple):
-    """Which equations of a jaxpr are rematerialized together."""
+    """The groups of equations of a jaxpr to rematerialize."""
 
-    calls: dict[int, bool]  # numbers of calls, and whether a loop is around them
-    scans: frozenset[Site]  # whose bodies are
-    inside: frozenset[Site]  # of equations whose inner jaxprs have some
+    calls: dict[int, bool]  # number of each call to rematerialize -> whether it is inside a loop
+    scans: frozenset[Site]  # scans with a body to rematerialize
+    inside: frozenset[Site]  # equations with such a call or scan in their inner jaxprs
     policy: Any
 
     def call_of(self, eqn: Any) -> tuple[int, int] | None:
-        """The call that an equation is rematerialized with."""
+        """The call that an equation is rematerialized with, or None."""
         if not self.calls:
             return None
         found = (call for call in calls_in(str(eqn.source_info.name_stack)) if call[0] in self.calls)
@@ -215,7 +215,7 @@ class Remat(NamedTuple):
 
 
 def remat_of(setting: Checkpointing, calls: Calls, jaxpr: Any, found: Found) -> tuple[Remat, list[Call]]:
-    """What is rematerialized of a traced function, and its blocks that are calls of modules.
+    """The equations of a traced function to rematerialize, and the blocks that are calls of modules.
 
     Raises:
         ValueError: see `choose`.
@@ -242,7 +242,7 @@ def remat_of(setting: Checkpointing, calls: Calls, jaxpr: Any, found: Found) -> 
 
 
 def _add_sites(jaxpr: Any, remat: Remat, at: Site, inside: set[Site]) -> bool:
-    """Adds the sites of equations in whose inner jaxprs there is something to rematerialize."""
+    """Adds the sites of equations with inner jaxprs that have something to rematerialize."""
     is_found = False
     for number, eqn in enumerate(jaxpr.eqns):
         site = (*at, number)
@@ -255,8 +255,7 @@ def _add_sites(jaxpr: Any, remat: Remat, at: Site, inside: set[Site]) -> bool:
 
 
 def calls_in(scope: str) -> list[tuple[int, int]]:
-    """The calls that an operation with these name scopes is in, each by its number and how often it was
-    traced, the outermost first."""
+    """(number, trace count) of each call around an operation with these named scopes, outermost first."""
     return [(int(number), int(time)) for number, time in re.findall(rf"{_CALL}(\d+)\.(\d+)", scope)]
 
 
@@ -267,10 +266,10 @@ def _since_call(around: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def choose(root: Call, setting: Checkpointing) -> list[Call]:
-    """The calls that are checkpointed.
+    """The calls to checkpoint.
 
     Raises:
-        ValueError: there are none, a pattern matches none, or one is a layer or rematerializes already.
+        ValueError: there is none, a pattern matches none, or a call has a `jax.checkpoint` already.
     """
     blocks = list(_repeated(root) if setting.blocks is None else _named(root, setting.blocks))
     kinds = ", ".join(f"{call.path} ({call.kind})" for call in _modules(root)) or "none"
@@ -289,7 +288,7 @@ def choose(root: Call, setting: Checkpointing) -> list[Call]:
 
 
 def refuse_rematerialized(blocks: Iterable[Call]) -> None:
-    """Raises ValueError if the model's own code rematerializes one."""
+    """Raises ValueError if the model's code already rematerializes a block."""
     for call in blocks:
         if call.rematerializes:
             raise ValueError(
@@ -301,7 +300,7 @@ def refuse_rematerialized(blocks: Iterable[Call]) -> None:
 
 
 def lines(setting: Checkpointing | None, blocks: Iterable[Call]) -> list[str]:
-    """What a report says."""
+    """The lines of the report."""
     if setting is None:
         return []
     unique = {call.path: f"{call.path} ({call.kind}{', scanned' if call.in_loop else ''})" for call in blocks}

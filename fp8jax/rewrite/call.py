@@ -1,8 +1,8 @@
-"""A call of a transformed function as one equation, so that what is around it can look inside.
+"""A primitive for calls of transformed functions, so that a call is one equation of a loss's jaxpr.
 
-`fp8jax.value_and_grad` traces a loss with plain parameters and evaluates it with each kernel as it is stored:
-kernels reach the function's dot products through such an equation. What else meets the equation within the
-loss (`jax.grad`, `jax.vmap`) gets the evaluated program.
+`fp8jax.value_and_grad` traces a loss with plain parameters, then evaluates the jaxpr with the stored kernels,
+which reach the function's dot products through this equation. JAX's own transformations of this equation in
+the loss (`jax.grad`, `jax.vmap`) transform the evaluated program.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _are_plain = contextvars.ContextVar("fp8jax_plain_parameters", default=False)
 
 @contextlib.contextmanager
 def plain_parameters() -> Iterator[None]:
-    """While it lasts, a loss is traced with plain parameters."""
+    """A context for tracing a loss with plain parameters."""
     token = _are_plain.set(True)
     try:
         yield
@@ -37,7 +37,7 @@ def plain_parameters() -> Iterator[None]:
 
 
 def call(program: Program, *operands: Any) -> list[Any]:
-    """`program.run(*operands)`, one equation while parameters are plain; an eager call is compiled once."""
+    """`program.run(*operands)`; one equation under `plain_parameters`, and compiled once for eager calls."""
     flat, treedef = jax.tree.flatten(operands)
     if not _are_plain.get() and any(isinstance(x, jax.core.Tracer) for x in flat):
         return program.run(*operands)

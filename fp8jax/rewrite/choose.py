@@ -1,4 +1,4 @@
-"""Which dot products of a function a recipe is for, and the report of it."""
+"""The choice of a function's dot products that run in FP8, and its report."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from fp8jax.rewrite.rules import Choice, Layer, Rules, layer_path
 
 _NO_STATE = "`transform` knew no parameter of it"
 
-# A dot product with fewer inputs or outputs saves nothing, and is a router, a gate or a head.
+# Smaller dot products gain no speed, and are usually routers, gates or heads.
 SMALLEST = 32
 
 
 class Kernel(NamedTuple):
-    """A parameter of a model that was given scaling states before its dot products were known."""
+    """A kernel of a model with scaling states from `init`, before its dot products are traced."""
 
     recipe: Recipe
-    rank: int  # of what has one scale
-    groups: int  # how many experts; 0: it is no kernel of experts
+    rank: int  # rank of the array that one scale covers
+    groups: int  # number of experts; 0 without experts
 
     @property
     def parts(self) -> list[str]:
@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
         return list(init_state(self.recipe)) if self.recipe.gemm == "FP8" else []
 
     def first_state(self, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """Its scaling state, of a stack of layers if it is one."""
+        """The initial scaling state; `shape` may have leading axes of stacked layers."""
         if self.recipe.gemm != "FP8":
             return {}
         state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
         return {name: jnp.broadcast_to(x, (*stack, *x.shape)) for name, x in state.items()}
 
     def blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of its scale."""
+        """The shape of the kernel's scale."""
         return (*shape[: len(shape) - self.rank], *(1,) * self.rank)
 
 
@@ -50,13 +50,13 @@ def choose(
     modules: Mapping[str, Any],
     kernels: Mapping[tuple[str, ...], Kernel] | None = None,
 ) -> tuple[list[Chosen], list[tuple[Dot, Choice]]]:
-    """The dot products that run in FP8, and what each of them does that takes a parameter.
+    """The dot products that `evaluate` replaces, and the choice for every dot product of a parameter.
 
     Args:
         found: the dot products of the function.
-        rules: of the model.
+        rules: the model's rules.
         modules: the function's modules by path.
-        kernels: given, the parameters that have scaling states, and how.
+        kernels: the parameters with scaling states, if already initialized; others stay high precision.
     """
     chosen, choices, uses = [], [], {}
     for dot in found.dots:
@@ -76,7 +76,7 @@ def choose(
 
 
 def is_wide(choice: Choice) -> bool:
-    """Whether the recipe itself asks for a GEMM in a wider format."""
+    """Whether the layer's recipe has a high-precision GEMM."""
     return choice.recipe.gemm != "FP8"
 
 
@@ -93,13 +93,13 @@ def _choose(dot: Dot, found: Found, rules: Rules, modules: Mapping[str, Any]) ->
         if min(sides) < SMALLEST:
             return Choice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
     if dot.is_computed or dot.path in found.tables:
-        # The parameter itself is read by something else, too.
+        # Other operations read the parameter, too.
         return Choice(choice.recipe.with_plain_weights(), choice.reason)
     return choice
 
 
 def module_of(path: tuple[str, ...], modules: Mapping[str, Any]) -> Any:
-    """The module that a parameter belongs to, or None."""
+    """The module of a parameter, or None."""
     return modules.get("/".join(path[:-1]))
 
 
@@ -110,7 +110,7 @@ def report(
     modules: Mapping[str, Any],
     note: str = "",
 ) -> Report:
-    """A row for each parameter that a dot product, a gather or a convolution takes."""
+    """The report, with a row for each parameter of a dot product, gather or convolution."""
     rows: dict[tuple[str, bool, str], Row] = {}
     for path in sorted(found.tables - {dot.path for dot, _ in choices}):
         rows["/".join(path), False, ""] = Row(

@@ -1,6 +1,6 @@
-"""A jaxpr, evaluated with some of its dot products in FP8.
+"""Evaluation of a jaxpr with the planned dot products in FP8.
 
-All other equations are bound as they are, calls and loops without an FP8 dot product inside too.
+All other equations are bound unchanged, including calls and loops without an FP8 dot product.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 
-# There is no public way to give an equation that is bound again its old name and traceback.
+# No public API gives a rebound equation its original name stack and traceback.
 from jax._src import source_info_util
 from jax.ad_checkpoint import checkpoint_name
 
@@ -36,11 +36,11 @@ States = Mapping[tuple[str, ...], Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
-    """What does not change while a jaxpr is evaluated."""
+    """The settings of an evaluation."""
 
     plan: Plan
     backend: str
-    lora_scale: float = 1.0  # of the product of adapters
+    lora_scale: float = 1.0  # alpha / rank
     remat: Remat | None = None
 
 
@@ -50,9 +50,9 @@ def evaluate(
     """The outputs of a jaxpr.
 
     Args:
-        context: the plan, made for this jaxpr.
-        jaxpr: of the function.
-        consts: of the jaxpr.
+        context: settings, with the plan of this jaxpr.
+        jaxpr: the function's jaxpr.
+        consts: constants of the jaxpr.
         args: arrays, and a `Tracked` for each parameter.
         states: the scaling states of the plan's dot products, by key.
     """
@@ -66,7 +66,7 @@ def _run(
     args: Sequence[Any],
     states: States,
     site: Site,
-    first: int = 0,  # number of the first equation
+    first: int = 0,  # index of the first equation
 ) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -93,7 +93,7 @@ def _run(
 
 
 def _grouped(remat: Remat | None, eqns: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
-    """The numbers of equations: those that are rematerialized together with their call, others alone."""
+    """Groups of equation indices: a rematerialized call with all its equations, or None with one equation."""
     if remat is None:
         yield from ((None, [number]) for number in range(len(eqns)))
         return
@@ -103,7 +103,7 @@ def _grouped(remat: Remat | None, eqns: Sequence[Any]) -> Iterator[tuple[Any, li
 
 
 class _Block(NamedTuple):
-    """Some equations of a jaxpr."""
+    """A part of a jaxpr, with the attributes that `_run` reads."""
 
     constvars: list[Any]
     invars: list[Any]
@@ -120,7 +120,7 @@ def _run_block(
     site: Site,
     is_in_loop: bool,
 ) -> None:
-    """Adds the values of some equations to `env`, computed within a `jax.checkpoint`."""
+    """Evaluates some equations under `jax.checkpoint` and adds their outputs to `env`."""
     assert context.remat is not None
     eqns = [jaxpr.eqns[number] for number in numbers]
     made = {var for eqn in eqns for var in eqn.outvars}
@@ -141,7 +141,7 @@ def _run_block(
 
 
 def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
-    """The variables that no equation after one needs: an eager call is to free them."""
+    """For each equation, the variables that no later equation needs, so that an eager call frees them."""
     last: dict[Any, int] = {}
     for number, eqn in enumerate(jaxpr.eqns):
         last.update({var: number for var in eqn.invars if not isinstance(var, jex.Literal)})
@@ -181,12 +181,12 @@ def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: S
 
 
 def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: States) -> jax.Array:
-    """One dot product in FP8; its kernel is read as it is stored."""
+    """One dot product under its recipe. The kernel is used in its storage format and axis order."""
     which, options = chosen.dot.kernel, {"recipe": chosen.recipe, "backend": context.backend}
     kept, is_fp8 = states.get(chosen.key, {}), chosen.recipe.gemm == "FP8"
     out_dtype = eqn.outvars[0].aval.dtype
     for _ in range(_depth(kept, chosen)):
-        # A stack in one dot product, as under `nnx.vmap`, whose states were made for layers: the first one's.
+        # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
         kept = {name: lax.index_in_dim(x, 0, keepdims=False) for name, x in kept.items()}
     options |= {"state": without_adapters(kept), "out_dtype": out_dtype}
     other, kernel = plain(ins[1 - which]), ins[which]
@@ -207,7 +207,7 @@ def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: Sta
         (tuple(contracted[1 - which]), stored_contracted),
         (tuple(batched[1 - which]), stored_batched),
     )
-    # The output: batch dims, those of the other operand, then the kernel's as they are stored.
+    # Output axes: batch, free axes of the other operand, free axes of the kernel in storage order.
     free = [axis for axis in perm if axis not in (*stored_contracted, *stored_batched)]
     batch, rows = len(stored_batched), other.ndim - len(stored_batched) - len(stored_contracted)
     of_kernel = [batch + rows + sorted(free).index(axis) for axis in free]
@@ -230,7 +230,7 @@ def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: Sta
 
 
 def _wide_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
-    """A dot product in a wider format, forward and backward."""
+    """A high-precision dot product, forward and backward."""
     dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, ins
     params = dict(eqn.params)
     if "preferred_element_type" in params:
@@ -240,7 +240,7 @@ def _wide_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
 
 
 def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
-    """The sharding of an output before it is transposed to `order`."""
+    """The output sharding before the output is transposed to `order`."""
     if sharding is None or not explicit_mesh(operands):
         return sharding
     spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
@@ -249,7 +249,7 @@ def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
 
 
 def _used(context: Context, states: States, site: Site) -> dict[tuple[str, ...], Any]:
-    """The states of the dot products below a call."""
+    """The states of the dot products inside a call."""
     keys = {each.key for at, each in context.plan.chosen.items() if at[: len(site)] == site}
     return {key: states[key] for key in keys if key in states}
 
@@ -274,7 +274,7 @@ def _scan(context: Context, eqn: Any, ins: list[Any], states: States, site: Site
     xs = [_stacked(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     own = context.plan.sliced.get(site, frozenset())
     kinds = {each.key: each for each in context.plan.chosen.values()}
-    # The states of a kernel that was not known to be a stack are the same for all layers.
+    # A kernel without stacked states shares its state between the layers.
     of_layers = {key: states[key] for key in own if _depth(states.get(key, {}), kinds[key]) > 0}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -294,14 +294,14 @@ def _scan(context: Context, eqn: Any, ins: list[Any], states: States, site: Site
 
 
 def _depth(state: Mapping[str, Any], chosen: Chosen) -> int:
-    """How many axes of layers a scaling state has, or the adapters beside it."""
+    """The number of leading layer axes of a scaling state or of adapters."""
     groups = int(chosen.dot.groups > 0)
     ranks = {"scale": 1 + groups, "wgrad_scale": groups, A: 2}
     return next((state[name].ndim - rank for name, rank in ranks.items() if name in state), 0)
 
 
 def _stacked(x: Tracked, site: Site, length: int) -> Any:
-    """A parameter as the scan that slices it takes it."""
+    """A stacked parameter as the scanned input of a scan, with a scale for each layer."""
     way = sliced(x, site, length)
     if way is None:
         return x.value()

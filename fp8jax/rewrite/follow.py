@@ -1,10 +1,10 @@
-"""Following a parameter through the equations of a jaxpr that only move it.
+"""Tracking of a parameter through the casts, transposes, reshapes and slices of a jaxpr.
 
     way = Way.of(("layers", "up"), (3, 64, 128), dtype)
-    way = follow(way, eqn)          # None where the equation does more than move it
+    way = follow(way, eqn)          # None if the equation computes a new value
 
-A cast and a transpose are only noted: the dot product reads the kernel as it is stored. Other moves are
-done with the codes themselves (`moved`), so a kernel reaches its dot product without being dequantized.
+Casts and transposes are only recorded, because the dot product reads the stored kernel. Reshapes and slices
+are applied to the FP8 codes (`moved`), so a kernel reaches its dot product without being dequantized.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from fp8jax.dot import Weight
 from fp8jax.scaled import ScaledArray, is_scaled, value
 from fp8jax.scaling.merge import FP8_GRAD
 
-# Equations whose output is their input, on other devices or under another name.
+# Equations that return their input, perhaps with another sharding or name.
 _IDENTITIES = ("copy", "copy_p", "name", "reshard", "sharding_constraint")
 _RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
 _SLICES = ("dynamic_slice", "slice", "split")
@@ -28,16 +28,16 @@ _SLICES = ("dynamic_slice", "slice", "split")
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Where a parameter is on its way to a dot product.
+    """A parameter, with the moves applied to it so far.
 
     Attributes:
         path: names of the parameter in the tree of parameters.
-        perm: the axis of the stored array that each axis of the value is.
-        shape: of the value.
-        dtypes: that the function cast it to, one after the other; the first is the parameter's.
-        loops: sites of the scans that sliced it, outermost first, with their lengths.
+        perm: for each axis of the value, the axis of the stored array.
+        shape: shape of the value.
+        dtypes: the parameter's dtype and the dtypes of its casts, in order.
+        loops: sites and lengths of the scans that sliced it, outermost first.
         is_frozen: whether it passed a `stop_gradient`.
-        is_shared: whether it is a part of the parameter, or the same in each turn of a loop.
+        is_shared: whether it is a part of the parameter, or a loop constant.
     """
 
     path: tuple[str, ...]
@@ -50,7 +50,7 @@ class Way:
 
     @classmethod
     def of(cls, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> "Way":
-        """The way of a whole parameter, at its begin."""
+        """The way of a parameter without moves."""
         return cls(path, tuple(range(len(shape))), tuple(shape), (jnp.dtype(dtype),))
 
 
@@ -59,22 +59,22 @@ class Way:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tracked:
-    """A parameter on its way, as it is stored."""
+    """A stored parameter and its `Way`."""
 
-    stored: Any  # float array or ScaledArray, whose axes are `way.perm` of the value's
-    grad_slot: Any  # where its gradient leaves, see `fp8jax.dot.Weight`; None: through `stored` itself
+    stored: Any  # float array or ScaledArray; `way.perm` relates its axes to the value's
+    grad_slot: Any  # see `fp8jax.dot.Weight`; None if `stored` gets the gradient
     way: Way
-    shard: Any = None  # over the devices of ZeRO
+    shard: Any = None  # ZeRO's sharding of the parameter
 
     @property
     def kernel(self) -> Any:
-        """The parameter as `fp8jax.dot.dot_general` takes it."""
+        """The parameter as the rhs of `fp8jax.dot.dot_general`."""
         if self.way.is_frozen:
             return jax.tree.map(lax.stop_gradient, self.stored) if self.shard is None else self._value()
         return self.stored if self.grad_slot is None else Weight(self.stored, self.grad_slot, self.shard)
 
     def value(self) -> jax.Array:
-        """The value that the function sees, through which gradients flow."""
+        """The value that the function sees; differentiable."""
         x = functools.reduce(lambda x, dtype: x.astype(dtype), self.way.dtypes, self._value())
         return x.transpose(self.way.perm)
 
@@ -87,12 +87,12 @@ class Tracked:
 
 
 def plain(x: Any) -> Any:
-    """The array that the function sees in the place of `x`."""
+    """The array that the function sees for `x`."""
     return x.value() if isinstance(x, Tracked) else x
 
 
 def follow(way: Way, eqn: Any, number: int = 0) -> Way | None:
-    """The way of an equation's output, where its first input is on `way`; None if it cannot be followed."""
+    """The way of output `number` of an equation with first input `way`; None if it is a new value."""
     name, params = eqn.primitive.name, eqn.params
     shape = tuple(eqn.outvars[number].aval.shape)
     if name in _IDENTITIES:
@@ -119,9 +119,9 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def moved(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
-    """What an equation that `follow` follows makes of its first input, of which `rest` are the others.
+    """Applies an equation that `follow` follows to its first input, `tracked`; `rest` are the other inputs.
 
-    None where the scales of a `ScaledArray`, or a part on one of many devices, cannot be moved as the data.
+    Returns None if the equation cannot move the scales of a `ScaledArray`, or a shard.
     """
     name = eqn.primitive.name
     followed = [follow(tracked.way, eqn, number) for number in range(len(eqn.outvars))]
@@ -133,7 +133,7 @@ def moved(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
         parts = _moved_stored(stored, eqn, rest)
         if parts is None:
             return None
-        # Gradients of parts have scales of their own.
+        # FP8 gradients of several slices would have different scales.
         assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
         grad_slots = [None] * len(ways) if grad_slot is None else _bind(eqn, grad_slot, rest)
         return [Tracked(x, s, way) for x, s, way in zip(parts, grad_slots, ways, strict=True)]
@@ -159,7 +159,7 @@ def _moved_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
     data, scale = _bind(eqn, stored.data, rest), stored.scale
     if scale.size == 1:
         return [ScaledArray(x, scale.reshape(())) for x in data]
-    # One scale a layer of a stack, along its first axis.
+    # A scale for each layer of a stack, along the first axis.
     shape, name = tuple(stored.data.shape), eqn.primitive.name
     if name == "slice":
         begin, end, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
@@ -177,15 +177,15 @@ def _moved_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
 
 
 def _bind(eqn: Any, x: Any, rest: list[Any]) -> list[Any]:
-    """The equation applied to another array of its first input's shape, of any dtype."""
+    """Applies the equation to an array with the shape of its first input, of any dtype."""
     params = eqn.primitive.get_bind_params(eqn.params)
     out = eqn.primitive.bind(x, *rest, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def sliced(x: Any, site: tuple[int, ...], length: int) -> Any:
-    """A stacked parameter, or its way, as the body of a scan gets it; None if the scan is not along its first
-    stored axis."""
+    """The way of a stacked parameter in the body of a scan; None if the scan is not along the first stored
+    axis."""
     way = x.way if isinstance(x, Tracked) else x
     if not way.perm or way.perm[0] != 0:
         return None

@@ -1,4 +1,4 @@
-"""FP8 for a function of parameters.
+"""`FunctionModel`: a function of parameters under a recipe.
 
     model = fp8jax.transform(fn, "O2")         # fn(params, *args): raw pytrees, Equinox, Haiku's apply, ...
     variables = model.init(params, *args)      # {"params": ..., "_overwrite_with_gradient": ...}
@@ -16,7 +16,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-# What a trace depends on besides its inputs (meshes, precisions, promotion) has no public name.
+# The context of a trace (mesh, precision, dtype promotion) has no public API.
 from jax._src.config import trace_context
 
 from fp8jax import backends, formats, loss_scale
@@ -41,10 +41,10 @@ from fp8jax.rewrite.rules import layer_names, layer_path
 from fp8jax.scaled import is_scaled, own_value, quantize, quantize_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
-# Programs of one model, for inputs of other shapes.
+# Number of cached programs of one model, for different input shapes.
 _KEPT = 128
 
-# A smaller share of the FLOPs in FP8 is worth a warning.
+# Warn if a smaller share of the FLOPs is in FP8.
 LOW_SHARE = 0.5
 
 
@@ -56,12 +56,12 @@ class FunctionModel:
         fn: `fn(params, *args, **kwargs)`.
         settings: the recipe, rules, GEMM backend and adapters.
         annotations: filled by `fn` while it is traced.
-        own: how many of the first arguments after `params` are the model's own, as statistics: no inputs.
-        context: gives what else a trace of `fn` depends on.
+        own: number of arguments after `params` that are model state, such as batch statistics, not inputs.
+        context: returns a key of everything else that a trace of `fn` depends on.
 
     Raises:
         ValueError: the backend is unknown, or a rule changes a column of the whole model.
-        TypeError: a rule is none.
+        TypeError: a rule is not a `Rule`.
     """
 
     fn: Callable[..., Any]
@@ -77,21 +77,21 @@ class FunctionModel:
 
     @property
     def recipe(self) -> Recipe:
-        """The formats."""
+        """The model's recipe."""
         return self.settings.recipe
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Variables: the parameters, with kernels in the recipe's weight format, and their scaling states.
+        """Variables: the parameters, with kernels in the recipe's weight format, and the scaling states.
 
         Args:
             params: the function's parameters, any tree of arrays.
-            args, kwargs: its other arguments, or `jax.ShapeDtypeStruct`s: only shapes are read.
+            args, kwargs: the function's other arguments, or `jax.ShapeDtypeStruct`s: only shapes are read.
 
         Returns:
             `{"params": ..., "_overwrite_with_gradient": ...}`: the parameters in their tree, with a
-            `ScaledArray` for each kernel that the recipe scales, and nested dicts of scaling states, named as
-            the parameters. A parameter that several dot products take has a state for each: "kernel",
-            "kernel#1" and so on. With adapters see `adapt`.
+            `ScaledArray` for each quantized kernel, and nested dicts of scaling states, named as the
+            parameters. A parameter of several dot products has a state for each: "kernel", "kernel#1" and so
+            on. With adapters see `adapt`.
 
         Raises:
             ValueError: nothing would run in FP8, or a rule or a pattern matches no dot product.
@@ -109,16 +109,16 @@ class FunctionModel:
         """Variables of a model with adapters.
 
         Args:
-            key: random key, for A.
-            params, args, kwargs: as for `init`.
+            key: random key for A.
+            params, args, kwargs: as in `init`.
 
         Returns:
-            `{"params": adapters, "frozen": params, ...}`: `lora_a` and `lora_b` of each layer that
-            `LoRA.targets` name, float32, at the layer's path, and the function's parameters, kernels in the
-            format of `LoRA.weight`.
+            `{"params": adapters, "frozen": params, ...}`: `lora_a` and `lora_b`, float32, at the path of each
+            layer that `LoRA.targets` matches, and the function's parameters with kernels in the format of
+            `LoRA.weight`.
 
         Raises:
-            ValueError: a target matches no layer, or one that can have no adapters.
+            ValueError: a target matches no layer, or a layer that cannot have adapters.
         """
         lora = self.settings.lora
         assert lora is not None
@@ -136,7 +136,7 @@ class FunctionModel:
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
 
     def _states(self, program: Program) -> dict[str, Any]:
-        """The collections beside the parameters."""
+        """The initial scaling states and loss scale."""
         variables, states = {}, {}
         for chosen in program.context.plan.chosen.values():
             if state := _first_state(chosen):
@@ -151,8 +151,8 @@ class FunctionModel:
         """`fn(params, *args, **kwargs)` with the chosen dot products in FP8.
 
         Args:
-            variables: those of `init`.
-            args, kwargs: as `fn` takes them; what is no array is a constant of the program.
+            variables: variables from `init`.
+            args, kwargs: arguments of `fn`; arguments that are not arrays are constants of the program.
 
         Raises:
             ValueError: `variables` lack the scaling state of a dot product.
@@ -173,14 +173,14 @@ class FunctionModel:
     def report(self, variables: Any, *args: Any, **kwargs: Any) -> Report:
         """Which dot products run in FP8 for these inputs, and why the others do not.
 
-        Args: those of `init` or `apply`; arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        Args: as in `init` or `apply`, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
         """
         has_adapters = has_params(variables) and FROZEN in variables
         params = variables[FROZEN if has_adapters else PARAMS] if has_params(variables) else variables
         return self._program(params, args, kwargs)[0].report
 
     def kernels(self, params: Any, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
-        """The parameters that dot products take for these inputs, by path."""
+        """The kernels that the recipe or a rule applies to for these inputs, by path."""
         params = params[PARAMS] if has_params(params) else params
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
@@ -192,7 +192,7 @@ class FunctionModel:
         }
 
     def quantize(self, params: Any, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The function's own parameters, such as a checkpoint's, in the formats of the variables `like`."""
+        """Variables with the function's parameters, such as a checkpoint's, in the formats of `like`."""
         check_like(like)
         name = PARAMS if self.settings.lora is None else FROZEN
         targets, treedef = jax.tree.flatten(like[name], is_leaf=is_scaled)
@@ -200,12 +200,12 @@ class FunctionModel:
         return {**like, name: treedef.unflatten(map(quantize_like, sources, targets))}
 
     def dequantize(self, variables: Mapping[str, Any]) -> Any:
-        """The function's own parameters: float32 arrays for scaled ones, adapters merged into them."""
+        """The function's parameters: dequantized arrays, with merged adapters."""
         params, adapters = self._split(variables)
         return self.with_adapters(jax.tree.map(own_value, params, is_leaf=is_scaled), adapters)
 
     def with_adapters(self, params: Any, adapters: Any, times: float = 1.0) -> Any:
-        """The function's own parameters, W + times (alpha / rank) A B for each kernel that has adapters."""
+        """The function's parameters, with W + times (alpha / rank) A B for each kernel with adapters."""
         lora = self.settings.lora
         if lora is None:
             return params
@@ -229,11 +229,11 @@ class FunctionModel:
         return variables[FROZEN], variables[PARAMS]
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Variables for repeated inference: each kernel as its GEMM takes it, in FP8.
+        """Variables for repeated inference: each kernel quantized once to its GEMM's format.
 
-        `apply` gives the same with them, and casts no kernel. They are not to be trained.
+        `apply` returns the same outputs and casts no kernel. Do not train these variables.
 
-        Args: those of `apply`; arrays or `jax.ShapeDtypeStruct`s beside the variables.
+        Args: as in `apply`; args and kwargs may be `jax.ShapeDtypeStruct`s.
         """
         program, _ = self._program(variables[PARAMS], args, kwargs)
 
@@ -246,12 +246,12 @@ class FunctionModel:
         return {**variables, PARAMS: _changed(variables[PARAMS], program, _kernels(program), frozen)}
 
     def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
-        """The function as traced for such inputs, and the constants of its jaxpr."""
+        """The cached trace of the function for these inputs' types, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         if any(callable(leaf) for leaf in leaves):
             raise _no_array(params)
         others, others_treedef = jax.tree.flatten((args, kwargs))
-        constants = tuple((type(x), x) for x in others if not is_array(x))  # 1 is equal to True, and another
+        constants = tuple((type(x), x) for x in others if not is_array(x))  # with the type, because 1 == True
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *others) if is_array(x))
         key = treedef, others_treedef, avals, constants, trace_context(), self.context()
         try:
@@ -262,7 +262,7 @@ class FunctionModel:
             is_hashable = False
         own = sum(map(is_array, jax.tree.leaves(args[: self.own])))
         pair = trace(self.fn, self.settings, self.annotations, params, args, kwargs, own)
-        # A function may close over values of a trace that will have ended.
+        # Do not cache a function that closes over tracers, which are invalid after their trace.
         if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
             while len(self._programs) >= _KEPT:
                 del self._programs[next(iter(self._programs))]
@@ -281,7 +281,7 @@ def _key_of(x: Any) -> Any:
 
 
 def _no_array(params: Any) -> TypeError:
-    """The error of a tree of parameters that has functions among them, as an Equinox module does."""
+    """The error for a function in the tree of parameters, as in an Equinox module."""
     pairs, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     kind, at = next((type(x).__name__, jax.tree_util.keystr(path)) for path, x in pairs if callable(x))
     return TypeError(
@@ -291,7 +291,7 @@ def _no_array(params: Any) -> TypeError:
 
 
 def check_like(like: Any) -> None:
-    """Raises ValueError if variables, whose scaling state is to be taken over, are shapes alone."""
+    """Raises ValueError if `like` has shapes in place of arrays, because its scaling state is reused."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like)):
         raise ValueError(
             "`like`: expected the variables that `model.init` gives; got shapes of them. Their first scaling "
@@ -300,7 +300,7 @@ def check_like(like: Any) -> None:
 
 
 def _check_share(report: Report) -> None:
-    """Raises ValueError if nothing runs in FP8, and warns if little does."""
+    """Raises ValueError if nothing runs in FP8; warns if the share of FLOPs is below `LOW_SHARE`."""
     if report.flops == 0 or not any(row.fp8 for row in report.rows):
         reasons = (
             "; ".join(f"{row.path}: {row.reason}" for row in report.largest(3))
@@ -320,7 +320,7 @@ def _check_share(report: Report) -> None:
 
 
 def _first_state(chosen: Chosen) -> Any:
-    """A scaling state, with an axis for each scan that slices the kernel."""
+    """The initial scaling state, with a leading axis for each scan that slices the kernel."""
     dot, recipe = chosen.dot, chosen.recipe
     if recipe.gemm != "FP8":
         return {}
@@ -328,13 +328,13 @@ def _first_state(chosen: Chosen) -> Any:
     if chosen.key != dot.path:
         state.pop("wgrad_scale", None)  # the parameter has one gradient
     layers = tuple(length for _, length in dot.loops)
-    # A copy has the type that a step's results have, on a mesh of explicit axes too.
+    # On a mesh with explicit axes the copy has the same type as the states that a step returns.
     return {name: jnp.copy(jnp.broadcast_to(x, (*layers, *x.shape))) for name, x in state.items()}
 
 
 def _kernels(program: Program) -> dict[tuple[str, ...], Chosen]:
-    """The parameters that chosen dot products take; how often a kernel is sliced says how many scales it
-    has."""
+    """The kernels of the plan by path. If several dot products use a kernel, the use inside the most scans
+    decides its number of scales."""
     kernels: dict[tuple[str, ...], Chosen] = {}
     for chosen in program.context.plan.chosen.values():
         path = chosen.dot.path or ()
@@ -356,7 +356,7 @@ def _changed(
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], new: Any) -> None:
-    """Puts something into nested dicts."""
+    """Inserts `new` into nested dicts."""
     if not path:
         tree.update(new)
         return
@@ -367,18 +367,18 @@ def _put(tree: dict[str, Any], path: Sequence[str], new: Any) -> None:
 
 
 def _layers(chosen: Chosen) -> tuple[int, ...]:
-    """The leading axes of a kernel that have a scale for each index."""
+    """The leading axes of a kernel with a scale for each index: layers, then experts."""
     layers = tuple(length for _, length in chosen.dot.loops)
     return (*layers, chosen.dot.groups) if chosen.dot.groups else layers
 
 
 def _rank(leaf: Any, chosen: Chosen) -> int:
-    """The rank of what has one scale."""
+    """The rank of the array that one scale covers."""
     return len(leaf.shape) - len(_layers(chosen))
 
 
 def _in_format(leaf: Any, chosen: Chosen) -> Any:
-    """A kernel in the format that its recipe stores."""
+    """A kernel in its recipe's weight format."""
     if is_scaled(leaf) or chosen.recipe.weight == "FP32":
         return leaf
     blocks = (*_layers(chosen), *(1,) * _rank(leaf, chosen))

@@ -1,11 +1,11 @@
-"""Low-rank adapters: what of a layer is trained when its kernel is not.
+"""Low-rank adapters (LoRA) for layers with frozen kernels.
 
     y = x W + (alpha / rank) (x A) B        W frozen, A (inputs, rank) random, B (rank, outputs) zero
 
     model = fp8jax.transform(module, "O2", lora=fp8jax.LoRA(rank=8, alpha=16.0))
 
-"Inputs" and "outputs" are the kernel's contracted axes, which must be its first, and its other axes, each
-taken as one. A stack of scanned layers has a stack of A and B.
+"Inputs" are the kernel's contracted axes, which must come first, flattened; "outputs" are the other axes,
+flattened. A stack of scanned layers has a stack of A and B.
 
 References:
     LoRA: Low-Rank Adaptation of Large Language Models, arXiv 2106.09685, section 4.1.
@@ -35,19 +35,19 @@ _FORMATS = ("E4M3", "FP16", "BF16", "FP32")
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Which layers get adapters, and how the rest of the model is kept.
+    """The layers with adapters, and the format of the frozen kernels.
 
     Attributes:
-        rank: of the adapters; their products stay in the layer's own dtype, so any rank will do.
-        alpha: the adapters' product counts alpha / rank times.
-        targets: layers that get adapters, as shell-style patterns (see `Rule`); None for all that multiply
-            under the recipe and can have some.
+        rank: rank of the adapters. Any rank works, because the adapters' matmuls are not FP8.
+        alpha: the adapters' output is multiplied by alpha / rank.
+        targets: layers with adapters, as shell-style patterns (see `Rule`); None for all layers that the
+            recipe includes and that can have adapters.
         weight: format of the frozen kernels: E4M3, FP16 (both with a power-of-two scale per tensor), BF16 or
-            FP32; None for E4M3 where the GEMM is FP8 and for FP32, the levels' weight, where it is not.
-        seed: of A, for an NNX module; a Linen model's `init` has a key.
+            FP32. None is E4M3 for layers with FP8 GEMMs and FP32 for others.
+        seed: random seed of A, for an NNX module; a Linen model's `init` has a key.
 
     Raises:
-        ValueError: a value that is not legal.
+        ValueError: a value is not legal.
     """
 
     rank: int = 8
@@ -73,19 +73,19 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What A B is multiplied with."""
+        """alpha / rank, the factor of A B."""
         return self.alpha / self.rank
 
     def chooses(self, path: str, recipe: Recipe) -> bool:
-        """Whether a layer is to have adapters, if it can."""
+        """Whether a layer that can have adapters gets them."""
         if self.targets is not None:
             return any(matches(pattern, path) for pattern in self.targets)
         is_in = any(matches(pattern, path) for pattern in recipe.include)
         return is_in and not any(matches(pattern, path) for pattern in recipe.exclude)
 
     def check(self, able: Sequence[str], unable: Sequence[str]) -> None:
-        """Raises ValueError if a target fits no layer, or one that can have no adapters; or if there is no
-        layer at all."""
+        """Raises ValueError if a target matches no layer, or a layer that cannot have adapters; or if `able`
+        is empty."""
         for pattern in self.targets or ():
             for path in unable:
                 if matches(pattern, path):
@@ -106,10 +106,10 @@ class LoRA:
         """The adapters of a layer: A normal with variance 1 / inputs, B zero; float32.
 
         Args:
-            key: random key of the model; the layer's path is folded in.
-            path: of the layer.
-            stack: the leading axes of a stack of layers.
-            gemm: rows, inputs and outputs of one layer's matrices.
+            key: the model's random key; the layer's path is folded in.
+            path: the layer's path.
+            stack: leading axes of a stack of layers.
+            gemm: rows, inputs and outputs of one layer's matmul.
         """
         _, inputs, outputs = gemm
         key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
@@ -117,12 +117,12 @@ class LoRA:
         return {A: a, B: jnp.zeros((*stack, self.rank, outputs))}
 
     def narrow(self, kernel: jax.Array, recipe: Recipe, rank: int) -> Any:
-        """A frozen kernel as it is kept.
+        """A frozen kernel in its storage format.
 
         Args:
-            kernel: of one layer, or of a stack.
-            recipe: the layer's.
-            rank: that of one layer's kernel.
+            kernel: kernel of one layer, or of a stack.
+            recipe: the layer's recipe.
+            rank: rank of one layer's kernel.
         """
         name = self.weight or ("E4M3" if recipe.gemm == "FP8" else "FP32")
         if name in ("FP32", "BF16"):
@@ -132,13 +132,13 @@ class LoRA:
         return q.with_own_dtype(kernel.dtype)
 
     def added(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> jax.Array:
-        """A kernel with its adapters in it, `kernel + times (alpha / rank) A B`, float32."""
+        """A kernel with its adapters merged, `kernel + times (alpha / rank) A B`, float32."""
         product = jnp.matmul(adapters[A], adapters[B], precision="highest")
         return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
 
 
 def frozen_rules(recipe: Recipe, rules: tuple[Rule, ...]) -> Rules:
-    """A model's rules where kernels are kept by `LoRA.narrow`, and have no gradient."""
+    """A model's rules for frozen kernels, which `LoRA.narrow` stores."""
 
     chosen = Rules(recipe, rules)
     chosen.recipe = chosen.recipe.with_plain_weights()
@@ -147,19 +147,19 @@ def frozen_rules(recipe: Recipe, rules: tuple[Rule, ...]) -> Rules:
 
 
 def product(scale: float, layout: Layout, lhs: Any, adapters: Mapping[str, Any], dtype: Any) -> jax.Array:
-    """What the adapters of one kernel add to its dot product: `scale * (x A) B`, in `dtype`."""
+    """The adapters' output, added to the kernel's dot product: `scale * (x A) B`, in `dtype`."""
     a, b = (adapters[name].astype(dtype) for name in (A, B))
     thin = (layout.lhs_matrix(lhs.astype(dtype)) @ a) @ b
     return (scale * thin).reshape(layout.out_shape)
 
 
 def without_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A kernel's scaling state, without the adapters beside it."""
+    """A kernel's scaling state without adapters."""
     return {name: x for name, x in state.items() if name not in (A, B)}
 
 
 def adapters_at(adapters: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
-    """The adapters of the kernel at a path; {} if it has none."""
+    """The adapters of the kernel at a path; {} without adapters."""
     found = adapters
     for name in layer_names(path):
         if not (isinstance(found, Mapping) and name in found):

@@ -1,9 +1,9 @@
-"""The dot products of a jaxpr, which parameter each one takes, and which of them run in FP8.
+"""The dot products of a jaxpr with their parameters, and the plan of FP8 dot products for `evaluate`.
 
-    dots = find(jaxpr, ways, recipes)     # each dot product, and where it stands
-    plan = Plan.of(chosen)                # those that run in FP8, for `evaluate`
+    found = find(jaxpr, ways)             # all dot products, with their sites and parameters
+    plan = Plan.of(chosen)                # the FP8 dot products
 
-A dot product is named by its site: the number of its equation, behind those of the equations around it.
+The site of a dot product is the index of its equation, after the indices of the enclosing equations.
 """
 
 import dataclasses
@@ -20,71 +20,72 @@ from fp8jax.rewrite.follow import Way, follow, sliced
 
 Site = tuple[int, ...]
 
-# Calls whose inner jaxpr is evaluated in their place, and the name of that jaxpr in their parameters.
+# Calls that `evaluate` inlines, and the parameter with their inner jaxpr.
 INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMATS = {"checkpoint": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr"}
 
-# The dimensions of `lax.ragged_dot`.
+# The dimension numbers of `lax.ragged_dot`.
 _PLAIN_RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
-# A call of a transformed function.
+# The primitive of calls of transformed functions, see `call`.
 PROGRAM = "fp8_program"
 
-# Why a dot product of a matrix that the function closes over stays as it is.
+# The reason for dot products of closed-over matrices.
 OF_CONSTANTS = "its kernel is a constant of the function: make it a parameter"
 
 DOTS = ("dot_general", "ragged_dot_general", RAGGED)
 
 
 class Lost(NamedTuple):
-    """A value computed from parameters alone, which is no parameter any more."""
+    """A value computed from parameters only."""
 
-    path: tuple[str, ...]  # of the largest of them
+    path: tuple[str, ...]  # path of the first of these parameters
     reason: str
     loops: tuple[tuple[Site, int], ...]
-    is_opaque: bool  # inside of a call that cannot be evaluated in another way
+    is_opaque: bool  # whether `evaluate` cannot replace dot products of this value, as inside a custom call
 
 
 class Dot(NamedTuple):
     """One dot product of a jaxpr."""
 
     site: Site
-    path: tuple[str, ...] | None  # of the parameter that it takes; None: both operands are activations
-    kernel: int  # which operand that is
-    shape: tuple[int, ...]  # of the parameter, as the dot product takes it
+    path: tuple[str, ...] | None  # path of its parameter; None if both operands are activations
+    kernel: int  # which operand the parameter is, 0 or 1
+    shape: tuple[int, ...]  # shape of the parameter in the dot product
     gemm: tuple[int, int, int]  # rows, inputs and outputs of its matrices
     flops: int  # in one call of the function
-    scope: str  # name scopes of the equation, joined by "/"
+    scope: str  # named scopes of the equation, joined by "/"
     loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
     is_computed: bool  # whether the operand is computed from the parameter
-    groups: int  # of a ragged dot; 0: not ragged
-    is_matrix: bool  # whether the parameter, as it is stored, is a matrix of inputs and outputs
-    reason: str | None  # why it cannot run in FP8; None: it can
+    groups: int  # number of groups of a ragged dot; 0 for other dots
+    is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
+    reason: str | None  # why it cannot run in FP8; None if it can
 
     @property
     def depth(self) -> int:
-        """How many leading axes of the parameter are layers."""
+        """The number of leading layer axes of the parameter."""
         return len(self.loops)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """How one dot product runs in FP8."""
+    """A dot product to replace, with its recipe."""
 
     dot: Dot
-    key: tuple[str, ...]  # of its scaling state
+    key: tuple[str, ...]  # key of its scaling state
     recipe: Recipe
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The dot products of a jaxpr that run in FP8.
+    """The dot products of a jaxpr to replace.
 
     Attributes:
-        chosen: by site.
-        below: sites of all calls that have one of them, or a transformed function's call, inside.
-        sliced: by the site of a scan, the keys of the states that it slices.
-        named: the parameters of dot products that are named in the program, by site.
+        chosen: the dot products to replace, by site.
+        below: sites of all equations around them, around named dot products, or around calls of transformed
+            functions.
+        sliced: for each scan, by site, the keys of the states that it slices.
+        named: parameter paths of the dot products that get a named scope, by site.
     """
 
     chosen: dict[Site, Chosen]
@@ -94,8 +95,13 @@ class Plan:
 
     @classmethod
     def of(cls, chosen: Iterable[Chosen], programs: Iterable[Site] = (), named: Iterable[Dot] = ()) -> "Plan":
-        """A plan of these, of calls of transformed functions, which have plans of their own, and of dot
-        products that are only named."""
+        """Makes a plan.
+
+        Args:
+            chosen: the dot products to replace.
+            programs: sites of calls of transformed functions; each has its own plan.
+            named: dot products that get a named scope.
+        """
         by_site = {each.dot.site: each for each in chosen}
         names = {dot.site: dot.path for dot in named if dot.path is not None}
         below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
@@ -108,30 +114,30 @@ class Plan:
 
 @dataclasses.dataclass
 class Uses:
-    """What takes a parameter, where its gradient is asked for."""
+    """The uses of a parameter that contribute to its gradient."""
 
-    dots: int = 0  # FP8 dot products
-    others: int = 0  # whatever else reads its value
-    is_shared: bool = False  # whether a dot product takes it in a loop, or takes a part of it
+    dots: int = 0  # number of FP8 dot products
+    others: int = 0  # number of other equations that read its value
+    is_shared: bool = False  # whether a dot product uses it as a loop constant, or uses a part of it
 
 
 class Found(NamedTuple):
-    """What `find` finds."""
+    """The result of `find`."""
 
     dots: list[Dot]
-    tables: set[tuple[str, ...]]  # parameters that a gather reads, such as embeddings
-    convolutions: dict[tuple[str, tuple[str, ...] | None], int]  # FLOPs by name scope and parameter
+    tables: set[tuple[str, ...]]  # parameters with row lookups, such as embeddings
+    convolutions: dict[tuple[str, tuple[str, ...] | None], int]  # FLOPs by named scope and parameter
     uses: dict[tuple[str, ...], Uses]
-    programs: list[Site]  # of calls of transformed functions
+    programs: list[Site]  # sites of calls of transformed functions
 
 
 def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
     """The dot products of a jaxpr, in order.
 
     Args:
-        jaxpr: without the constants' values.
-        ways: of its first inputs, the model's own: those of parameters; None for what is no kernel. The other
-            inputs are activations.
+        jaxpr: an open jaxpr.
+        ways: for each of the first inputs, the model's own, the way of a parameter, or None if it cannot be a
+            kernel. The other inputs are activations.
     """
     walk = _Walk(Found([], set(), {}, {}, []))
     others = [_ACTIVATION] * (len(jaxpr.invars) - len(ways))
@@ -142,12 +148,12 @@ def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
 
 
 class _Activation:
-    """A value that depends on an input that is no parameter."""
+    """A value that depends on an input other than parameters."""
 
 
-_ACTIVATION, _ONE_HOT = _Activation(), _Activation()  # the second is made of booleans, which look up a table
+_ACTIVATION, _ONE_HOT = _Activation(), _Activation()  # _ONE_HOT is cast from booleans: a one-hot lookup
 
-_CONSTANT = object()  # a matrix that the function closes over, or what is computed from one
+_CONSTANT = object()  # a closed-over matrix, or a value computed from one
 
 
 def _is_parameter(x: Any) -> bool:
@@ -162,15 +168,15 @@ def _lost(x: Way | Lost, reason: str, is_opaque: bool = False) -> Lost:
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """Follows the inputs of a jaxpr to its outputs.
+    """Abstract evaluation of a jaxpr.
 
     A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `_Activation`, a `_CONSTANT`, or
-    None (another constant, or a parameter that is no kernel).
+    None (another constant, or a parameter that cannot be a kernel).
     """
 
     found: Found
-    plan: Plan | None = None  # of the transformed function that it is inside of
-    outside: int = 0  # length of that function's site
+    plan: Plan | None = None  # plan of the enclosing transformed function
+    outside: int = 0  # length of the site of the enclosing transformed function's call
 
     def through(self, jaxpr: Any, ins: Sequence[Any], site: Site, scope: str, times: int) -> list[Any]:
         """The outputs of a jaxpr."""
@@ -187,7 +193,7 @@ class _Walk:
         return [read(var) for var in jaxpr.outvars]
 
     def note_value(self, x: Any) -> None:
-        """Notes that something reads a parameter's value."""
+        """Counts a use of a parameter's value."""
         if isinstance(x, Way) and not x.is_frozen:
             self.found.uses.setdefault(x.path, Uses()).others += 1
 
@@ -230,7 +236,7 @@ class _Walk:
         return [self.computed(ins, name)] * count
 
     def computed(self, ins: list[Any], name: str, is_noted: bool = False) -> Any:
-        """What an equation makes that does more than move its input."""
+        """The output of an equation that computes a new value."""
         for x in () if is_noted else ins:
             self.note_value(x)
         if any(isinstance(x, _Activation) for x in ins):
@@ -246,7 +252,7 @@ class _Walk:
         for x in carry:
             self.note_value(x)
         carry = [_ACTIVATION if _is_parameter(x) else x for x in carry]
-        # What is carried depends on the inputs as soon as one of them does.
+        # In later iterations the carry depends on all inputs of the body.
         if any(isinstance(x, _Activation) for x in [*consts, *carry, *xs]):
             carry = [_ACTIVATION] * len(carry)
         consts = [dataclasses.replace(x, is_shared=True) if isinstance(x, Way) else x for x in consts]
@@ -264,18 +270,18 @@ class _Walk:
         return [_lost(x, "a scan computes its kernel", True) if _is_parameter(x) else x for x in outs]
 
     def opaque(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> None:
-        """Finds the dot products inside of a call that is left as it is."""
+        """Finds the dot products inside a call that `evaluate` does not look into."""
         reason = f"it is inside of a {eqn.primitive.name}"
         if eqn.primitive.name == "shard_map":
             mesh = eqn.params["mesh"]
             axes = eqn.params.get("newly_manual_axes", mesh.axis_names)
-            times *= math.prod(mesh.shape[axis] for axis in axes)  # its shapes are those on one device
+            times *= math.prod(mesh.shape[axis] for axis in axes)  # its shapes are per device
         lost = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
         parameters = [x for x in lost if isinstance(x, Lost)]
         is_choice = eqn.primitive.name == "by_platform"  # one of two programs
         inners = [eqn.params["default"].jaxpr] if is_choice else jex.jaxprs_in_params(eqn.params)
         for number, inner in enumerate(inners):
-            # Which input is which is known only where their numbers are equal.
+            # Inputs correspond one to one only if their numbers are equal.
             given = lost if len(inner.invars) == len(ins) else lost[max(len(ins) - len(inner.invars), 0) :]
             given = [*given, *([parameters[0] if parameters else None] * (len(inner.invars) - len(given)))]
             self.through(inner, given, (*at, number), scope, times)
@@ -304,7 +310,7 @@ def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
 
 
 def inner_jaxprs(eqn: Any) -> list[tuple[Site, Any]]:
-    """The jaxprs of an equation that can be evaluated in another way, and what their sites have more."""
+    """The inner jaxprs that `evaluate` looks into, each with the index that its site adds."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return [((), params["jaxpr"].jaxpr)]
@@ -347,7 +353,7 @@ def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
     if reason is None and not contracted[0]:
         reason = "it sums over no axis"
     loops, is_computed = (x.loops, isinstance(x, Lost)) if _is_parameter(x) else ((), False)
-    # The contracted axes are the first ones as they are stored, and there is no batch.
+    # The contracted axes come first in storage, and there is no batch axis.
     is_matrix = isinstance(x, Way) and not (x.is_shared or groups or batched[kernel])
     is_matrix = is_matrix and {x.perm[axis] for axis in contracted[kernel]} == {
         *range(len(contracted[kernel]))
@@ -380,7 +386,7 @@ def _why_not(
 
 
 def _is_plain_ragged(numbers: Any) -> bool:
-    """Whether it is what `lax.ragged_dot` computes."""
+    """Whether these are the dimension numbers of `lax.ragged_dot`."""
     return _parts(numbers) == _parts(_PLAIN_RAGGED)
 
 

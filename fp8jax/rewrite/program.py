@@ -1,4 +1,4 @@
-"""A function of parameters, traced for inputs of some shapes, with the plan of its FP8 dot products."""
+"""Tracing a function to a `Program`: its jaxpr, the plan of its FP8 dot products and its report."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ class Program:
 
     jaxpr: Any
     out: "Output"
-    paths: list[tuple[str, ...]]  # of the parameters
+    paths: list[tuple[str, ...]]  # paths of the parameters
     context: Context
     report: Report
 
@@ -43,10 +43,10 @@ class Program:
         """The outputs.
 
         Args:
-            leaves: of the parameters; some may be on their way already.
+            leaves: leaves of the parameters; some may be `Tracked` already.
             states: scaling states by key, see `Chosen`.
             arrays: the other inputs.
-            consts: of the jaxpr.
+            consts: constants of the jaxpr.
         """
         pairs = zip(leaves, self.paths, strict=True)
         ins = [Tracked(x, None, _way(path, x)) if is_followed(x) else x for x, path in pairs]
@@ -56,22 +56,22 @@ class Program:
 
 @dataclasses.dataclass
 class Annotations:
-    """What a function tells of itself while it is traced."""
+    """The modules and notes that a function records while it is traced."""
 
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)  # by path; for rules and reports
     notes: list[str] = dataclasses.field(default_factory=list)  # lines of the report
-    calls: Calls | None = None  # where blocks are rematerialized
-    paths: list[str] = dataclasses.field(default_factory=list)  # of the modules that are being called
+    calls: Calls | None = None  # with gradient checkpointing
+    paths: list[str] = dataclasses.field(default_factory=list)  # paths of the active module calls
 
     def clear(self, calls: Calls | None = None) -> None:
-        """Forgets the last trace."""
+        """Clears the records of the last trace."""
         self.modules.clear()
         self.notes.clear()
         self.calls = calls
 
     @contextlib.contextmanager
     def call(self, path: str, module: Any) -> Iterator[None]:
-        """While it lasts, a call of a module is traced."""
+        """A context for tracing a module call."""
         self.modules.setdefault(path, module)
         self.paths.append(path)
         try:
@@ -91,29 +91,29 @@ class Settings(NamedTuple):
     lora: LoRA | None = None
     checkpointing: Checkpointing | None = None
     kernels: Mapping[tuple[str, ...], Kernel] | None = (
-        None  # the parameters that have scaling states, if known
+        None  # the kernels with scaling states, if already initialized
     )
 
     def chosen(self) -> Rules:
-        """The rules, of which none has fitted yet."""
+        """A new `Rules`, without records of matches."""
         return (Rules if self.lora is None else frozen_rules)(self.recipe, self.rules)
 
 
 class Output(NamedTuple):
-    """What a function returns: a tree whose arrays the program computes."""
+    """The tree that a function returns, without its arrays."""
 
     treedef: Any
-    leaves: list[Any]  # what is no array, and None for each array
+    leaves: list[Any]  # the leaves, with None for each array
 
     @classmethod
     def of(cls, out: Any) -> tuple["Output", list[Any]]:
-        """The output without its arrays, and these."""
+        """The output without its arrays, and the arrays."""
         leaves, treedef = jax.tree.flatten(out)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         return cls(treedef, [None if is_array(leaf) else leaf for leaf in leaves]), arrays
 
     def filled(self, arrays: Iterable[Any]) -> Any:
-        """The output with arrays."""
+        """The output with these arrays."""
         rest = iter(arrays)
         return self.treedef.unflatten([next(rest) if leaf is None else leaf for leaf in self.leaves])
 
@@ -129,8 +129,8 @@ def trace(
 ) -> tuple[Program, list[Any]]:
     """`fn(params, *args, **kwargs)` as a program, and the constants of its jaxpr.
 
-    What is no array among the arguments is part of the program. `fn` may fill `annotations`. The first `own`
-    arrays are no inputs, but the model's own.
+    Arguments that are not arrays become constants of the program. `fn` may fill `annotations`. The first
+    `own` arrays are model state, not inputs.
     """
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     paths, leaves = [names_of(path) for path, _ in flat], [aval_of(leaf) for _, leaf in flat]
@@ -149,7 +149,7 @@ def trace(
     annotations.clear(None if settings.checkpointing is None else Calls())
     arrays = [x for x in others if is_array(x)]
     closed = jax.make_jaxpr(call)(leaves, arrays)
-    # Without what nothing needs: a scan gives back the parameters that it takes.
+    # Dead code would count as uses of parameters, such as the parameters that a scan returns unchanged.
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     ways = [_way(path, x) if is_followed(x) else None for path, x in zip(paths, leaves, strict=True)]
     found = find(jaxpr, [*ways, *[None] * own])
@@ -174,7 +174,7 @@ def trace(
 
 
 def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, chosen: list[Chosen]) -> Report:
-    """The report, which names the layers that have adapters."""
+    """The report with the ranks of adapters."""
     able = {layer_path(each.key) for each in chosen if each.dot.is_matrix}
     lora.check(sorted(able), [row.path for row in report.rows if row.path not in able and row.kernel_shape])
     adapted = {path for path in able if lora.chooses(path, recipe)}
@@ -187,29 +187,29 @@ def _way(path: tuple[str, ...], leaf: Any) -> Way:
 
 
 def is_array(x: Any) -> bool:
-    """Whether an argument is an input of the program, not a constant of it."""
+    """Whether an argument is an input of the program rather than a constant."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_followed(x: Any) -> bool:
-    """Whether a leaf of the parameters can be the kernel of a dot product, and is not yet on its way."""
+    """Whether a parameter leaf can be a kernel and is not yet a `Tracked`."""
     if isinstance(x, Tracked):
         return False
     return is_scaled(x) or (is_array(x) and len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def aval_of(leaf: Any) -> Any:
-    """Shape and dtype that the function sees."""
+    """The leaf with the shape and dtype that the function sees."""
     if not is_scaled(leaf):
         return leaf
-    # On a mesh of explicit axes the sharding is a part of the type.
+    # On a mesh with explicit axes the sharding is part of the type.
     is_typed = isinstance(leaf.data, jax.Array) and explicit_mesh(leaf.data)
     sharding = jax.typeof(leaf.data).sharding if is_typed else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.own_dtype, sharding=sharding)
 
 
 def names_of(path: Any) -> tuple[str, ...]:
-    """A path of a tree as names, without that of a box around a leaf: of axis names, or an `nnx.Variable`."""
+    """A tree path as names, without the "value" of a box around a leaf, such as an `nnx.Variable`."""
     if len(path) > 1 and getattr(path[-1], "name", None) == "value":
         path = path[:-1]
     names = []

@@ -1,11 +1,11 @@
-"""Which layers run in FP8, which do not, and why: nothing falls back silently."""
+"""The report: for each layer, whether it runs in FP8, and the reason if not."""
 
 import re
 from typing import Any, NamedTuple
 
 import jax
 
-# Products of what stands under `scope(path)` are the layer's.
+# Prefix of a layer's named scope, see `scope`.
 _SCOPE = "fp8jax:"
 
 
@@ -14,31 +14,31 @@ class Row(NamedTuple):
 
     path: str  # as in "params", joined by "/"
     kind: str  # the layer's class
-    kernel_shape: tuple[int, ...]  # within one layer of a scan; () if it has no kernel
+    kernel_shape: tuple[int, ...]  # shape in one layer of a scan; () without a kernel
     fp8: bool
-    reason: str  # why not; empty if it is
-    flops: int = 0  # of its products in one forward pass: two for each multiplication
-    lora: int = 0  # rank of its adapters; 0 if it has none
+    reason: str  # why the layer does not run in FP8; empty if it does
+    flops: int = 0  # of its matmuls in one forward pass: two per multiplication
+    lora: int = 0  # rank of its adapters; 0 without adapters
     gemm: tuple[int, int, int] | None = (
-        None  # rows, inputs and outputs of its first product; of experts a block's
+        None  # rows, inputs and outputs of its first matmul; of one block for experts
     )
 
 
 class Report(NamedTuple):
-    """The layers of a model, in the order of their first call; `str` is a table."""
+    """The layers of a model, in the order of their first call; `str` gives a table."""
 
     recipe: str
     rows: tuple[Row, ...]
-    flops: int  # of all products in one forward pass, the layers' and others
+    flops: int  # of all matmuls in one forward pass, including those of activations
     note: str = ""
 
     @property
     def fp8_share(self) -> float:
-        """The part of all FLOPs of products that is in FP8."""
+        """The share of matmul FLOPs in FP8."""
         return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
 
     def largest(self, count: int) -> list[Row]:
-        """The layers with most FLOPs that do not run in FP8."""
+        """The `count` layers with the most FLOPs that do not run in FP8."""
         rows = [row for row in self.rows if not row.fp8]
         return sorted(rows, key=lambda row: -row.flops)[:count]
 
@@ -73,12 +73,12 @@ class Report(NamedTuple):
 
 
 def scope(path: str) -> Any:
-    """A context in which products count as those of the layer at `path`."""
+    """A named scope that assigns operations to the layer at `path`."""
     return jax.named_scope(_SCOPE + path.replace("/", "."))
 
 
 def layer_of(name: str) -> str | None:
-    """The layer in whose `scope` an operation of a program stands, by the operation's name; "/" in its path
-    is ".". None if it is no layer's."""
+    """The layer of an operation, from the `scope` in the operation's name, with "." for "/" in its path; None
+    without a layer."""
     found = re.findall(rf"{_SCOPE}([^/()]*)", name)
     return found[-1] if found else None

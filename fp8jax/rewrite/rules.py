@@ -1,4 +1,4 @@
-"""Which layers a recipe is for: its own patterns, and a user's rules."""
+"""Rules: the choice of each layer's recipe, by the recipe's patterns and the user's rules."""
 
 import dataclasses
 import fnmatch
@@ -10,36 +10,36 @@ from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
 
-# Names of a layer's own weight: the layer has the name before it.
+# Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
 
 
 def layer_names(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The names on the path of the layer that a parameter belongs to."""
+    """The path of a parameter's layer, as names."""
     return path[:-1] if len(path) > 1 and path[-1] in WEIGHTS else path
 
 
 def layer_path(path: tuple[str, ...]) -> str:
-    """The path of the layer that a parameter belongs to."""
+    """The path of a parameter's layer, joined by "/"."""
     return "/".join(layer_names(path))
 
 
 class Layer(NamedTuple):
-    """What a rule may look at."""
+    """A layer, as a rule sees it."""
 
     path: str  # as in "params", joined by "/"
-    module: Any  # the layer itself
-    kernel_shape: tuple[int, ...]  # within one layer of a scan
+    module: Any  # the layer's module
+    kernel_shape: tuple[int, ...]  # shape in one layer of a scan
 
     @classmethod
     def of(cls, path: tuple[str, ...], module: Any, shape: tuple[int, ...]) -> "Layer":
-        """The layer that a parameter belongs to."""
+        """The layer of a parameter."""
         return cls(layer_path(path), module, shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What some layers do instead of what the recipe says; the first rule that fits a layer decides.
+    """A recipe for some layers, in place of the model's; the first rule that matches a layer applies.
 
         Rule("blocks/0/*", "gemm=BF16")                # as the recipe, in bf16
         Rule("re:.*/(query|key)", "margin=1")
@@ -49,17 +49,17 @@ class Rule:
         Rule(where=lambda layer: layer.kernel_shape[-1] % 16 != 0, recipe="gemm=BF16")
 
     Attributes:
-        path: shell-style pattern, one without "/" for the last name; or a regular expression
-            for the whole path after "re:".
-        recipe: a recipe, or its text; text without a preset's name changes the model's own.
-            Columns that belong to the whole model (comm, moments, master_weight) cannot change.
-        kind: a class of layers, or the name of one.
-        smaller_than: only kernels of fewer numbers than this.
-        where: only layers for which this is true, see `Layer`.
+        path: shell-style pattern. A pattern without "/" matches the last name, "re:" a regular expression for
+            the whole path.
+        recipe: a recipe, or its text. Text without a preset's name changes columns of the model's recipe.
+            Columns of the whole model (comm, moments, master_weight) cannot change.
+        kind: only layers of this class, or class name.
+        smaller_than: only kernels with fewer entries.
+        where: only layers with `where(layer)` true, see `Layer`.
 
     Raises:
-        TypeError: an attribute is of another type.
-        ValueError: `path` is no regular expression.
+        TypeError: an attribute has another type.
+        ValueError: `path` is not a valid regular expression.
     """
 
     path: str = "*"
@@ -88,7 +88,7 @@ class Rule:
             raise ValueError(f"Rule: `path` is no regular expression ({error}): {self.path!r}.") from None
 
     def fits(self, layer: Layer) -> bool:
-        """Whether this rule is about the layer."""
+        """Whether this rule matches the layer."""
         names = {cls.__name__ for cls in type(layer.module).__mro__}
         if isinstance(self.kind, str) and self.kind not in names:
             return False
@@ -100,18 +100,18 @@ class Rule:
 
 
 class Choice(NamedTuple):
-    """The recipe of one layer, and why it is not in FP8, or None."""
+    """The recipe of one layer, and the reason why it does not run in FP8, or None."""
 
     recipe: Recipe
     reason: str | None
 
 
 class Rules:
-    """A model's recipe and the rules beside it.
+    """A model's recipe and its rules.
 
     Raises:
         ValueError: a rule's recipe changes a column of the whole model.
-        TypeError: not all are `Rule`s.
+        TypeError: a rule is not a `Rule`.
     """
 
     def __init__(self, recipe: Recipe, rules: Iterable[Rule] = ()):
@@ -120,7 +120,7 @@ class Rules:
         self.recipes = [_recipe_of(rule, recipe) for rule in self.rules]
 
     def choose(self, layer: Layer) -> Choice:
-        """What the layer does."""
+        """The layer's recipe, by the first rule that matches or the recipe's patterns."""
         for number, rule in enumerate(self.rules):
             if rule.fits(layer):
                 self.fitted.add(number)
@@ -131,12 +131,12 @@ class Rules:
         return Choice(self.recipe, _why_not_chosen(self.recipe, layer.path))
 
     def names(self, layer: Layer) -> bool:
-        """Whether a rule, or a pattern of the recipe's other than "*", asks for the layer."""
+        """Whether a rule, or an include pattern other than "*", matches the layer."""
         patterns = (pattern for pattern in self.recipe.include if pattern != "*")
         return any(rule.fits(layer) for rule in self.rules) or any(matches(p, layer.path) for p in patterns)
 
     def check(self, paths: Sequence[str]) -> None:
-        """Raises ValueError if a rule, or a pattern of the recipe's that the user gave, fits no layer."""
+        """Raises ValueError if a rule or a user's include or exclude pattern matches no layer."""
         given = [("include pattern", p) for p in self.recipe.include if p != "*"]
         if self.recipe.exclude != DEFAULT_EXCLUDE:
             given += [("exclude pattern", p) for p in self.recipe.exclude]
@@ -171,15 +171,15 @@ def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Shell-style: a pattern with "/" against the path, one without against the last name; after "re:" a
-    regular expression against the whole path."""
+    """Whether a pattern matches: with "/" the path, without "/" the last name, in shell style; after "re:" a
+    regular expression matches the whole path."""
     if pattern.startswith("re:"):
         return re.fullmatch(pattern.removeprefix("re:"), path) is not None
     return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 
 def _why_not_chosen(recipe: Recipe, path: str) -> str | None:
-    """None if the recipe's patterns choose the layer, else the rule that does not."""
+    """None if the recipe's patterns include the layer, else the pattern that excludes it."""
     if not any(matches(pattern, path) for pattern in recipe.include):
         return f"not in include={'+'.join(recipe.include)}"
     for pattern in recipe.exclude:
