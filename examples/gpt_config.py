@@ -46,7 +46,6 @@ class Config(train.launch.Launch):
     )
     checkpoint_interval: int = knob(250, "steps between checkpoints", least=1)
     log_interval: int = knob(10, "steps between updates of display and scales; a stop waits for one", least=1)
-    plan: bool = knob(True, "compare the memory of a step with its plan, which takes seconds")
     out: str = knob("", "folder of the run; by default runs/gpt-N")
     resume: bool = knob(False, "go on with the run in --out, or with the newest one")
     or_start: bool = knob(

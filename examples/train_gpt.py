@@ -27,7 +27,7 @@ from gpt_config import Config
 from gpt_model import GPT, GPTConfig
 
 import fp8jax
-from fp8jax import memory, program, train
+from fp8jax import program, train
 from fp8jax.train.observe import Curves, Seen
 from fp8jax.train.settings import OPTIMIZERS
 
@@ -48,7 +48,6 @@ class Learner(NamedTuple):
     loss: Callable[[State, jax.Array], jax.Array]
     gradients: Any  # their shapes and dtypes
     compiled: program.Program  # a step's
-    plan: Callable[[], memory.Plan]  # of its memory
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -122,31 +121,13 @@ def build(config: Config, model: Any, place: train.placement.Placement) -> tuple
     loss = jax.jit(lambda state, batch: loss_fn(state.variables, batch), out_shardings=place.everywhere)
     # Compiled here, so that the time of the first step says something.
     step = jax.jit(step, donate_argnums=0, out_shardings=kept).lower(state, batch).compile()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
     learner = Learner(
         step=place.one_at_a_time(step),
         loss=place.one_at_a_time(loss.lower(state, batch).compile()),
         gradients=jax.eval_shape(loss_and_grads, state.variables, batch)[1],
         compiled=program.read(step),
-        plan=lambda: plan(config, recipe, loss_fn, shapes, place.mesh.size),
     )
     return learner, state
-
-
-def plan(config: Config, recipe: fp8jax.Recipe, loss_fn: Any, variables: Any, devices: int) -> Any:
-    """The memory of a step, predicted."""
-    if config.offload or not config.plan:
-        raise ValueError("--offload is not planned for." if config.offload else "--no-plan.")
-    return memory.plan(
-        loss_fn,
-        recipe,
-        jax.ShapeDtypeStruct((config.batch // devices, config.context + 1), jnp.int32),
-        variables=variables,
-        devices=devices,
-        stage=config.zero,
-        target=train.footprint.target_of_device(),
-        optimizer=lambda rate, recipe, zero: optimizer(config, recipe, zero),
-    )
 
 
 class Run(NamedTuple):
@@ -269,9 +250,7 @@ def report(run: Run) -> None:
             bytes=train.observe.bytes_per_parameter(variables, learner.gradients, opt_state),
             tensors=train.observe.tensors(variables),
             layers=run.layers[name],
-            footprint=train.footprint.footprint(
-                variables, opt_state, windows[0], learner.compiled, learner.plan
-            ),
+            footprint=train.footprint.footprint(variables, opt_state, windows[0], learner.compiled),
         )
     about = {
         "data": text.name,

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from fp8jax import comm, gradients, models, optim, program, targets
@@ -95,7 +94,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         RuntimeError: the packages that compile for a target are missing.
     """
     recipe = Recipe.parse(recipe)
-    mesh = _mesh(target, devices)
+    mesh = targets.here(devices) if target is None else targets.mesh(target, devices)
     model = models.transform(Block(WIDTH), recipe)
     tx = optim.adamw(1e-3, recipe)
     dtype = jnp.float32 if target is None else jnp.bfloat16
@@ -136,18 +135,6 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "moments": _moments_cell(new_state),
     }
     return Row(str(recipe), declare(recipe), measured)
-
-
-def _mesh(target: str | None, devices: int) -> Mesh:
-    if target is not None:
-        return targets.mesh(target, devices)
-    here = len(jax.devices())
-    if here < devices:
-        raise ValueError(
-            f"`devices`: expected at most {here}, as this process has; got {devices}. Start it on a CPU with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
-        )
-    return Mesh(np.array(jax.devices()[:devices]), ("devices",))
 
 
 def _is_cpu(mesh: Mesh) -> bool:

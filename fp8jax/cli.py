@@ -2,15 +2,16 @@
 
 fp8jax chart      the precision chart, read back from compiled programs
 fp8jax doctor     what this machine multiplies in FP8, and whether a program does what its report says
-fp8jax plan       bytes on each device of a training step, predicted
+fp8jax plan       bytes on each device of a training step, compiled
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from fp8jax.recipe import PRESETS, Recipe
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_chart(commands.add_parser("chart", help="the precision chart, read back from compiled programs"))
     _add_doctor(commands.add_parser("doctor", help="what runs natively here; --compile checks a program"))
-    _add_plan(commands.add_parser("plan", help="bytes on each device of a training step, predicted"))
+    _add_plan(commands.add_parser("plan", help="bytes on each device of a training step, compiled"))
     try:
         args = parser.parse_args(argv)
     except _Misuse as error:
@@ -93,7 +94,8 @@ def _add_chart(chart: argparse.ArgumentParser) -> None:
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.description = (
-        "Nothing is compiled, and no device is touched. A row for each recipe, stage and number."
+        "A row for each recipe, stage and number of devices: the peak of the compiled step, which is not "
+        "run. Finished rows stay in fp8jax/plan of the user's cache folder."
     )
     _add_model(plan)
     plan.add_argument("--recipe", nargs="+", default=["bf16", "O2"], metavar="RECIPE")
@@ -102,13 +104,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--devices", nargs="+", type=_whole, default=[1], metavar="N", help="(default 1)")
     plan.add_argument(
-        "--target", help="a GPU: h100, h200, b200 or l40s; by default a processor like this one"
+        "--target", help="a GPU that need not be here: h100, h200, b200 or l40s; by default this machine"
     )
     plan.add_argument(
         "--lora-rank", type=_whole, metavar="RANK", help="train adapters of this rank, not the model"
     )
     plan.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
     plan.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    plan.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows")
     plan.set_defaults(run=run_plan, default_of=plan.get_default)
 
 
@@ -168,9 +171,8 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 def run_chart(args: argparse.Namespace) -> int:
     """Prints the chart; 1 if a program is not what its recipe says."""
     if args.target:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if not 1 <= args.devices <= 1024:
-        raise ValueError(f"`--devices`: expected 1 to 1024; got {args.devices}")
+        _default_to_cpu()
+    _check_devices(args.devices)
     import jax
 
     jax.config.update("jax_num_cpu_devices", args.devices)
@@ -194,7 +196,7 @@ def run_chart(args: argparse.Namespace) -> int:
 def run_doctor(args: argparse.Namespace) -> int:
     """Prints what there is, or how programs compare; 1 if something is wrong."""
     if args.target:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        _default_to_cpu()
     from fp8jax.doctor import gemms, machine
 
     unused = [] if args.compile else _given(args, "recipe", *_MODEL)
@@ -217,26 +219,26 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Prints the plans."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from fp8jax.memory import advice, paper, plan, report
+    _default_to_cpu()
+    # XLA warns at length of programs that a GPU does not hold, which the table shows. "1" is what JAX sets.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    from fp8jax.memory import advice, cache, paper, report
 
+    folder = cache.default_folder() if args.cache else None
     unused = _given(args, "recipe", "zero", "devices", "target", "lora_rank", *_MODEL) if args.paper else []
     if unused:
         raise ValueError(f"--paper has settings of its own; leave {_flags(unused)} out")
     if args.paper:
-        rows = paper.rows()
+        with _progress(len(paper.SETTINGS)) as show:
+            rows = paper.rows(cache=folder, on_row=show)
         print(json.dumps(rows, indent=1) if args.json else report.text(rows))
         return 0
     for recipe in args.recipe:
         Recipe.parse(recipe)
     of = _subject(args)
     models = {recipe: _adapted(of.model, recipe, args.lora_rank) for recipe in args.recipe}
-    plans = [
-        plan(
-            models[recipe], recipe, *of.inputs, loss=of.loss, devices=devices, stage=stage, target=args.target
-        )
-        for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)
-    ]
+    plans = _plans(args, of, models, folder)
     if args.json:
         print(json.dumps(report.as_data(plans), indent=1))
         return 0
@@ -245,6 +247,65 @@ def run_plan(args: argparse.Namespace) -> int:
     if found:
         print("\n".join(("\nDimensions to change:", *dict.fromkeys(found))))
     return 0
+
+
+def _plans(args: argparse.Namespace, of: Any, models: dict[str, Any], folder: Any) -> list[Any]:
+    """A plan for each recipe, stage and number of devices."""
+    from fp8jax.comm import Zero
+    from fp8jax.memory import plan
+    from fp8jax.targets import here, mesh
+
+    if args.target is None:
+        _set_cpu_devices(max(args.devices))
+    cases = list(itertools.product(args.recipe, args.zero, args.devices))
+    for recipe, stage, devices in cases:  # all are checked before the first is compiled
+        _check_devices(devices)
+        Zero(mesh(args.target, devices) if args.target else here(devices), recipe, stage)
+    plans = []
+    with _progress(len(cases)) as show:
+        for recipe, stage, devices in cases:
+            show(f"{recipe}, ZeRO {stage}, {devices} x {args.target or 'device'}")
+            options = {"devices": devices, "stage": stage, "target": args.target, "cache": folder}
+            plans.append(plan(models[recipe], recipe, *of.inputs, loss=of.loss, **options))
+    return plans
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[Callable[[str], None]]:
+    """A function that shows which row of how many is compiled, on stderr if that is a terminal."""
+    numbers = itertools.count(1)
+
+    def write(line: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield lambda name: write(f"compiling {next(numbers)} of {count}: {name}")
+    finally:
+        write("")
+
+
+def _check_devices(devices: int) -> None:
+    if not 1 <= devices <= 1024:
+        raise ValueError(f"`--devices`: expected 1 to 1024; got {devices}")
+
+
+def _default_to_cpu() -> None:
+    """Keeps JAX from looking for GPUs, unless the user named a platform."""
+    import jax
+
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _set_cpu_devices(devices: int) -> None:
+    """Takes the CPU for so many devices, unless JAX has looked for devices already."""
+    import jax
+
+    # Never fewer than there were to be.
+    if devices > max(1, jax.config.values["jax_num_cpu_devices"]):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", devices)
 
 
 def _adapted(model: Any, recipe: str, rank: int | None) -> Any:

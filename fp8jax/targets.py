@@ -178,6 +178,24 @@ def mesh(target: str | Target, devices: int = 1) -> Mesh:
     return Mesh(np.array(topology.devices), ("devices",))
 
 
+def here(devices: int = 1) -> Mesh:
+    """A mesh of `devices` devices of this process, along an axis "devices".
+
+    Raises:
+        ValueError: this process has fewer devices, or `devices` is not positive.
+    """
+    if devices < 1:
+        raise ValueError(f"`devices`: expected a positive number; got {devices}.")
+    found = jax.devices()
+    if len(found) < devices:
+        raise ValueError(
+            f"`devices`: expected at most {len(found)}, as this process has; got {devices}. Call "
+            f'`jax.config.update("jax_num_cpu_devices", {devices})` before JAX looks for devices, start the '
+            f"process with XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
+        )
+    return Mesh(np.array(found[:devices]), ("devices",))
+
+
 def compile_for(
     fn: Callable[..., Any],
     *args: Any,

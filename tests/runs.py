@@ -7,7 +7,7 @@ import numpy as np
 from fp8jax.train import data
 
 PROGRAM = "examples/train_gpt.py"
-TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2 --no-plan".split()
+TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2".split()
 
 
 def short_text(folder):

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
-import test_memory
 from flax import nnx
 from jax.sharding import Mesh
 
 import fp8jax
-from fp8jax import comm, memory
+from fp8jax import comm
 
 # No side of a kernel is so small that it stays wide by default.
 MODEL, WIDTH = 32, 128  # of what goes from block to block, and inside of one
@@ -402,34 +401,3 @@ def test_on_two_devices_with_zero():
 
     of = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float32), tree)  # noqa: E731
     assert_same(of(gradient("fp8")), of(gradient("none")))
-
-
-# Planned #########################################################################################
-
-
-@pytest.mark.parametrize(
-    "keep, sizes, target",
-    [
-        ("full", test_memory.TINY, None),
-        *(long(keep, test_memory.TINY, None) for keep in ("none", "dots")),
-        pytest.param(
-            *("fp8", test_memory.TINY, None),
-            marks=[pytest.mark.long, pytest.mark.xfail(strict=True, reason="planned 12% too low")],
-        ),
-        *(long(keep, test_memory.DEEP, "h200") for keep in ("none", *KEEPS)),
-    ],
-)
-def test_a_plan_knows_what_is_kept(keep, sizes, target):
-    test_memory.needs_target(target)
-    of = test_memory.gpt(sizes, "float32" if target is None else "bfloat16", remat=False)
-    of = of._replace(model=fp8jax.transform(of.model, "te", gradient_checkpointing=keep))
-    plan, found = test_memory.planned(of, "te", target=target), test_memory.compiled(of, "te", target)
-    assert plan.total == pytest.approx(found.total, rel=0.1)
-
-
-def test_a_transformed_nnx_module_is_planned_as_a_plain_one():
-    x = jax.ShapeDtypeStruct((64, MODEL), jnp.float32)
-    of = lambda **options: fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", **options)  # noqa: E731
-    assert memory.plan(of(), "te", x) == memory.plan(NnxListed(nnx.Rngs(0)), "te", x)
-    checkpointed = memory.plan(of(gradient_checkpointing="full"), "te", x)
-    assert checkpointed.activations < memory.plan(of(), "te", x).activations

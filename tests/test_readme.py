@@ -154,10 +154,10 @@ def test_every_output_is_of_code_or_of_a_command():
 
 
 def marks_of(block):
-    """A GPU's program needs the plugin, and takes long, as the paper's settings do."""
-    is_compiled = "--compile" in command_of(block)
-    reason = targets.why_not() if is_compiled else None
-    long = [pytest.mark.long] if is_compiled or "--paper" in command_of(block) else []
+    """A GPU's program needs the plugin, and takes long."""
+    is_of_gpu = bool({"--target", "--paper"} & set(command_of(block)))
+    reason = targets.why_not() if is_of_gpu else None
+    long = [pytest.mark.long] if is_of_gpu else []
     return [pytest.mark.skipif(reason is not None, reason=str(reason)), *long]
 
 
@@ -169,7 +169,8 @@ COMMAND_OUTPUTS = [
 
 
 @pytest.mark.parametrize("block", COMMAND_OUTPUTS)
-def test_commands_print_what_is_shown(block, capsys):
+def test_commands_print_what_is_shown(block, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     program, *words = command_of(block)
     assert program == "fp8jax" and cli.main(words) == 0
     printed = capsys.readouterr().out

@@ -55,7 +55,7 @@ EVERYTHING_ELSE = "--no-twin --bias --no-remat --dtype bfloat16 --recipe te,scal
 @pytest.mark.parametrize(
     "options, names, layers",
     [
-        pytest.param(["--plan"], ["O2", "bf16"], 4, id="default"),
+        pytest.param([], ["O2", "bf16"], 4, id="default"),
         pytest.param(
             EVERYTHING_ELSE.split(),
             ["te,scaling=current,exclude="],
@@ -80,9 +80,6 @@ def test_two_steps(program, folder, capsys, options, names, layers):
         memory = {line["part"].split(":")[0]: line for line in model["memory"]}
         taken, total = memory["what a step takes"], memory["total at the fullest moment"]
         assert taken["arrays"] == taken["compiled"] < total["compiled"]
-        if "--plan" in options:
-            assert taken["planned"] == taken["arrays"]
-            assert 0.5 < total["planned"] / total["compiled"] < 2  # that of a program as it is not run
     page = (folder / "runs/gpt-1/report.html").read_text()
     assert ("keeps no delayed scales" in page) == ("current" in names[0])
 

@@ -291,9 +291,17 @@ def test_what_a_step_changes_and_shows():
         trainer.step(trainer.init(), rows(3))
 
 
-def test_a_plan_is_for_one_device():
-    with pytest.raises(ValueError, match="one device"):
-        Trainer(Plain(), loss, TrainConfig(devices=2, per_device_train_batch_size=4), rows(1)).plan()
+def test_a_plan_is_the_trainers_program():
+    config = TrainConfig(devices=2, zero=1, recipe="O2", per_device_train_batch_size=4)
+    trainer = Trainer(Plain(), loss, config, rows(1))
+    plan, state = trainer.plan(), trainer.init()
+    here = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
+    assert plan.weights == here(state.variables)
+    assert plan.moments + plan.master < here(state.opt_state) <= plan.kept - plan.weights
+    assert (plan.recipe, plan.stage, plan.devices) == ("O2", 1, 2)
+    assert plan.total == trainer.program.total and plan.sent == trainer.program.sent(2) > 0
+    with pytest.raises(ValueError, match="`target`: h200 is one device"):
+        trainer.plan("h200")
 
 
 def test_rows_have_the_dtypes_of_arrays_on_a_device():

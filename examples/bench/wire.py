@@ -26,8 +26,6 @@ from jax.sharding import PartitionSpec as P
 
 from fp8jax import comm, program, targets
 
-BYTES = {"u8": 1, "s8": 1, "pred": 1, "u16": 2, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
-
 
 def _wide(dtype: Any, collective: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
     def run(tree: Any) -> Any:
@@ -56,13 +54,6 @@ WAYS: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
-def sent(collective: program.Collective, devices: int) -> float:
-    """Bytes that one device sends."""
-    around = (devices - 1) / devices
-    factor = {"all-reduce": 2 * around, "reduce-scatter": devices - 1.0}.get(collective.kind, around)
-    return factor * collective.runs * collective.numbers * BYTES[collective.dtype]
-
-
 def rows(mesh: Mesh, compile_: Callable[..., Any], leaves: int, size: int) -> list[dict[str, Any]]:
     """One row per collective and way."""
     devices, found = mesh.size, []
@@ -72,16 +63,15 @@ def rows(mesh: Mesh, compile_: Callable[..., Any], leaves: int, size: int) -> li
         of_float32 = None
         for way, function in ways.items():
             run = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-            collectives = program.read(compile_(run, tree)).collectives
-            total = sum(sent(collective, devices) for collective in collectives)
+            read = program.read(compile_(run, tree))
+            total = read.sent(devices)
             of_float32 = of_float32 or total
-            kinds = [collective.kind for collective in collectives]
-            largest = max(collectives, key=lambda collective: sent(collective, devices))
+            largest = max(read.collectives, key=lambda collective: collective.sent(devices))
             found.append(
                 {
                     "what": what,
                     "way": way,
-                    "collectives": len(kinds),
+                    "collectives": len(read.collectives),
                     "as": largest.dtype,
                     "MB sent": total / 1e6,
                     "/ float32": total / of_float32,

@@ -1,114 +1,44 @@
-"""Bytes on each device of a GPT's training step by ZeRO stage: compiled, and as `fp8jax plan` predicts them.
+"""Bytes on each device of a GPT's training step by ZeRO stage, read from compiled programs.
 
     python examples/bench/zero.py
     python examples/bench/zero.py --recipes bf16 te O2 --devices 8 --stages 0 3 --json
 
 One step (gradient, AdamW) is compiled for each stage and number of devices, for this machine's processor and
-for GPUs that are not here. "peak MB" is what the compiler says that one device needs: arguments, results that
-take no argument's place, temporaries. The batch per device is always the same. "MB sent" is as in wire.py.
+for GPUs that are not here, as `fp8jax plan` does. "peak MB" is what the compiler says that one device needs:
+arguments, results that take no argument's place, temporaries. The batch per device is always the same.
+"MB sent" is as in wire.py.
 """
 
 import argparse
 import contextlib
+import itertools
 from typing import Any
 
 import jax
-import numpy as np
 import output
-import wire
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import fp8jax
-from fp8jax import memory, program, targets
-from fp8jax.comm import Zero
-from fp8jax.memory.subject import Subject, subject
-from fp8jax.optim.state import is_adam_state
-from fp8jax.scaled import is_scaled
-
-
-def compiled(subject: Subject, recipe: str, mesh: Mesh, stage: int) -> Any:
-    """The training step of a model on a mesh."""
-    model, zero = fp8jax.transform(subject.model, recipe), Zero(mesh, recipe, stage)
-    tx = fp8jax.optim.adamw(1e-3, recipe, zero=zero)
-
-    def loss_fn(variables: Any, tokens: jax.Array) -> jax.Array:
-        return subject.loss(model.apply(variables, tokens), tokens)
-
-    def step(variables: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, tokens)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        return fp8jax.apply_updates(variables, updates), opt_state, loss
-
-    [tokens] = subject.inputs
-    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), np.zeros(tokens.shape, tokens.dtype)))
-    opt_state = jax.eval_shape(tx.init, variables)
-    batch = jax.ShapeDtypeStruct((tokens.shape[0] * mesh.size, *tokens.shape[1:]), tokens.dtype)
-    params = variables["params"]
-
-    def placed(tree: Any, like: Any, is_split: bool) -> Any:
-        def place(leaf: Any, param: Any) -> Any:
-            specs = zero.spec(leaf, split=is_split and zero.split_of(param) is not None)
-            return jax.tree.map(lambda x, spec: _shape(x, mesh, spec), leaf, specs)
-
-        return jax.tree.map(place, tree, like, is_leaf=is_scaled)
-
-    def placed_state(node: Any) -> Any:
-        if not is_adam_state(node):
-            return _shape(node, mesh, P())
-        mu, nu = (placed(tree, params, stage >= 1) for tree in (node.adam.mu, node.adam.nu))
-        adam = node.adam._replace(count=_shape(node.adam.count, mesh, P()), mu=mu, nu=nu)
-        master = jax.tree.map(
-            lambda param, kept: None if kept is None else placed(kept, param, stage >= 1),
-            params,
-            node.master,
-            is_leaf=is_scaled,
-        )
-        return node._replace(adam=adam, master=master, skipped=_shape(node.skipped, mesh, P()))
-
-    others = {name: jax.tree.map(lambda x: _shape(x, mesh, P()), tree) for name, tree in variables.items()}
-    variables = {**others, "params": placed(params, params, stage == 3)}
-    opt_state = jax.tree.map(placed_state, opt_state, is_leaf=is_adam_state)
-    step = jax.jit(step, donate_argnums=(0, 1))
-    lowered = step.lower(variables, opt_state, _shape(batch, mesh, P(mesh.axis_names[0])))
-    is_here = mesh.devices.flat[0].platform == "cpu"
-    return lowered.compile(compiler_options=None if is_here else targets.COMPILER_OPTIONS)
-
-
-def _shape(x: Any, mesh: Mesh, spec: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+from fp8jax import memory, targets
+from fp8jax.memory.subject import subject
 
 
 def rows(args: argparse.Namespace, target: str | None) -> list[dict[str, Any]]:
     """One row per recipe, number of devices and stage."""
     sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "context", "vocabulary")}
-    model = subject("gpt", batch=args.batch, dtype=args.dtype, **sizes)
-    found = []
-    for recipe in args.recipes:
-        for devices in args.devices:
-            mesh = targets.mesh(target, devices) if target else _here(devices)
-            for stage in args.stages:
-                read = program.read(compiled(model, recipe, mesh, stage))
-                options = {"loss": model.loss, "devices": devices, "stage": stage, "target": target}
-                planned = memory.plan(model.model, recipe, *model.inputs, **options)
-                found.append(
-                    {
-                        "recipe": recipe,
-                        "devices": devices,
-                        "ZeRO": stage,
-                        "kept MB": read.arguments / 1e6,
-                        "peak MB": read.total / 1e6,
-                        "planned MB": planned.total / 1e6,
-                        "planned / peak": planned.total / read.total,
-                        "MB sent": sum(wire.sent(each, devices) for each in read.collectives) / 1e6,
-                        "planned MB sent": planned.sent / 1e6,
-                    }
-                )
+    of, found = subject("gpt", batch=args.batch, dtype=args.dtype, **sizes), []
+    for recipe, devices, stage in itertools.product(args.recipes, args.devices, args.stages):
+        options = {"loss": of.loss, "devices": devices, "stage": stage, "target": target}
+        plan = memory.plan(of.model, recipe, *of.inputs, **options)
+        found.append(
+            {
+                "recipe": recipe,
+                "devices": devices,
+                "ZeRO": stage,
+                "kept MB": plan.kept / 1e6,
+                "peak MB": plan.total / 1e6,
+                "MB sent": plan.sent / 1e6,
+            }
+        )
     return found
-
-
-def _here(devices: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), ("devices",), axis_types=(AxisType.Auto,))
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 
 from fp8jax import gradients, models, program, targets
 from fp8jax.dot import GEMMS
-from fp8jax.memory.planner import mean_square
-from fp8jax.memory.subject import Subject
+from fp8jax.memory.subject import Subject, mean_square
 from fp8jax.models import linen, nnx, probe
 from fp8jax.program import Gemm
 from fp8jax.recipe import Recipe

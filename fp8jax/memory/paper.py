@@ -1,19 +1,26 @@
-"""FP8-LM's table of memory and traffic, and the plan for the same settings next to it.
+"""FP8-LM's table of memory and traffic, next to programs compiled for the same settings.
 
 The paper trains with Megatron-LM: bfloat16 weights and float32 gradients on each GPU, moments and masters
-split (ZeRO stage 1), flash attention, no other rematerialization. Planned are our recipes: float32 weights
-in `bf16` and `te`, all but products computed again in the backward, one layer's attention scores in memory.
-Tensor and pipeline parallelism, which fp8jax leaves to its user's mesh, are arithmetic here.
+sharded (ZeRO stage 1), flash attention, no other remat. Our programs have float32 weights in `bf16` and `te`,
+rematerialize all but GEMM outputs, and hold one layer's attention scores in memory. Data parallelism is in
+the programs; tensor and pipeline parallelism, which fp8jax leaves to its user's mesh, are arithmetic on their
+bytes.
 
 References:
     FP8-LM, arXiv 2310.18313, section 3.2 (tokens, GPUs, parallel degrees, memory, and the weights' traffic).
 """
 
+import dataclasses
+import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fp8jax import targets
 from fp8jax.memory.planner import Plan, plan
 from fp8jax.memory.subject import subject
 from fp8jax.models.probe import GPTS
+
+H100 = targets.get("h100")
 
 
 class Setting(NamedTuple):
@@ -52,11 +59,22 @@ SETTINGS = [
 ]
 
 
-def rows(settings: list[Setting] = SETTINGS) -> list[dict[str, Any]]:
-    """What is planned for the settings on H100s, next to the paper's figures."""
+def rows(
+    settings: list[Setting] = SETTINGS,
+    cache: pathlib.Path | None = None,
+    on_row: Callable[[str], None] = lambda name: None,
+) -> list[dict[str, Any]]:
+    """The settings compiled for H100s, next to the paper's figures.
+
+    Args:
+        settings: of the paper.
+        cache: as in `memory.plan`.
+        on_row: called with a row's name before its program is compiled.
+    """
     found = []
     for setting in settings:
-        planned = on_one(setting)
+        on_row(f"{setting.model} {setting.recipe} batch {setting.batch}")
+        planned = on_one(setting, cache)
         found.append(
             {
                 "model": setting.model,
@@ -65,8 +83,6 @@ def rows(settings: list[Setting] = SETTINGS) -> list[dict[str, Any]]:
                 "paper GB": setting.memory,
                 "GB": planned.total / 1e9,
                 "kept": planned.kept / 1e9,
-                "gradients": planned.gradients / 1e9,
-                "activations": planned.activations / 1e9,
                 "temporaries": planned.temporaries / 1e9,
                 "paper traffic": setting.traffic,
                 "traffic": planned.sent / 1e9,
@@ -75,16 +91,16 @@ def rows(settings: list[Setting] = SETTINGS) -> list[dict[str, Any]]:
     return found
 
 
-def on_one(setting: Setting) -> Plan:
-    """The plan for one GPU: of a pipeline's first stage, and of its tensors an equal part.
+def on_one(setting: Setting, cache: pathlib.Path | None = None) -> Plan:
+    """The plan for one GPU: the first stage of a pipeline, divided by the degree of tensor parallelism.
 
-    That stage holds the activations of as many micro-batches as there are stages.
+    That stage has as many micro-batches under way as the pipeline has stages: they are compiled as one batch.
     """
     layers = GPTS[setting.model]["layers"] // setting.pipeline
-    of = subject(setting.model, layers=layers, batch=setting.batch)
-    planned = plan(
-        of.model, setting.recipe, *of.inputs, loss=of.loss, devices=setting.data, stage=1, target="h100"
-    )
-    planned = planned._replace(activations=planned.activations * setting.pipeline)
-    parts = ("weights", "moments", "master", "gradients", "activations", "temporaries", "sent")
+    of = subject(setting.model, layers=layers, batch=setting.batch * setting.pipeline)
+    # The program of all tensors, for a GPU that holds them: XLA rematerializes what does not fit.
+    target = dataclasses.replace(H100, memory=H100.memory * setting.tensor)
+    options: dict[str, Any] = {"devices": setting.data, "stage": 1, "target": target, "cache": cache}
+    planned = plan(of.model, setting.recipe, *of.inputs, loss=of.loss, **options)
+    parts = ("weights", "moments", "master", "temporaries", "sent")
     return planned._replace(**{name: getattr(planned, name) // setting.tensor for name in parts})

@@ -4,7 +4,7 @@ from typing import Any
 
 from fp8jax.memory.planner import Plan
 
-PARTS = ("weights", "moments", "master", "inputs", "gradients", "activations", "temporaries", "total", "sent")
+PARTS = ("weights", "moments", "master", "inputs", "temporaries", "total", "sent")
 
 
 def table(plans: list[Plan]) -> str:

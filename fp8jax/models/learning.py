@@ -76,7 +76,6 @@ def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: 
         variables = variables if zero is None else kind.placed(variables, zero)
         return State(jnp.zeros((), jnp.int32), variables, tx.init(kind.trained(variables)))
 
-    # Named, so that a plan finds its results.
     def loss_and_gradients(variables: Any, batch: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
         return kind.gradients(grad_of, merged, variables, batch, keys)
 
@@ -88,7 +87,7 @@ def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: 
 
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
         keys = keys_of(state, key)
-        loss, grads, variables = jax.jit(loss_and_gradients)(state.variables, batch, keys)
+        loss, grads, variables = loss_and_gradients(state.variables, batch, keys)
         updates, opt_state = tx.update(grads, state.opt_state, kind.trained(variables))
         return State(state.step + 1, kind.updated(variables, updates), opt_state), loss
 

@@ -63,6 +63,12 @@ class Collective(NamedTuple):
     numbers: int  # elements of its result on each device
     runs: int = 1  # how often it runs in one call: trip counts of the loops around it; 1 where unknown
 
+    def sent(self, devices: int) -> float:
+        """Bytes that one of `devices` devices sends if the collective goes around a ring of them."""
+        around = (devices - 1) / devices
+        factors = {"all-reduce": 2 * around, "reduce-scatter": devices - 1.0, "collective-permute": 1.0}
+        return factors.get(self.kind, around) * self.runs * bytes_of(f"{self.dtype}[{self.numbers}]")
+
 
 class Program(NamedTuple):
     """A compiled program as this module reads it; see `read`."""
@@ -80,6 +86,10 @@ class Program(NamedTuple):
     def total(self) -> int:
         """Bytes in all. Temporaries alone mislead: XLA also computes in the outputs' buffers."""
         return self.arguments + self.outputs - self.donated + self.temporaries
+
+    def sent(self, devices: int) -> int:
+        """Bytes that one of `devices` devices sends in one call, see `Collective.sent`."""
+        return round(sum(each.sent(devices) for each in self.collectives))
 
     def count(self, *kinds: str) -> int:
         """Number of GEMMs of these kinds, or of all."""

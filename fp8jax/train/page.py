@@ -33,7 +33,7 @@ def page(
         f"<p>{_TABLE_TEXT}</p>",
         _figure("losses.png", pictures, "Loss", _LOSS_TEXT),
         f"<p>{_text(_skipped(outcomes))}</p>",
-        f"<h2>Memory, against the plan</h2>\n<p>{_MEMORY_TEXT}</p>",
+        f"<h2>Memory of a step</h2>\n<p>{_MEMORY_TEXT}</p>",
         *_memory(outcomes),
     ]
     if "scales.png" in pictures:
@@ -69,8 +69,6 @@ def _memory(outcomes: Mapping[str, Any]) -> Iterable[str]:
     for name, outcome in outcomes.items():
         heading, *body = outcome.footprint.table()
         yield _table([[f"{name}: {heading[0]}", *heading[1:]], *body])
-        if outcome.footprint.note:
-            yield f"<p>{_text(outcome.footprint.note)}</p>"
 
 
 def _flat(about: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -115,12 +113,12 @@ scales stay as they were, and training goes on. A few at the beginning are norma
 being found; many, or ever more, are a training that diverges. They are marked at the lower edge of the
 picture."""
 
-_MEMORY_TEXT = """"Planned" was predicted from shapes, "arrays" is what the run's own arrays take between
-two steps, and "compiled" is what the compiler reserved for the program of a step, which does not tell
-gradients, activations and temporaries apart. Gradients are what each weight is to be moved by,
-activations what the forward pass keeps for the backward one, moments what the optimizer remembers of
-earlier gradients, master weights a finer copy of weights that are kept coarse. Weights that are not trained
-are weights here; what is kept in the memory of an accelerator's host is left out."""
+_MEMORY_TEXT = """"Arrays" is what the run's own arrays take between two steps, and "compiled" is what the
+compiler reserved for the program of a step, which does not tell gradients, activations and temporaries
+apart. Gradients are what each weight is to be moved by, activations what the forward pass keeps for the
+backward one, moments what the optimizer remembers of earlier gradients, master weights a finer copy of
+weights that are kept coarse. Weights that are not trained are weights here; what is kept in the memory of an
+accelerator's host is left out."""
 
 _SATURATION_TEXT = """Before a product in FP8, numbers of 8 bits, each tensor is divided by its scale and
 rounded. The map shows, per tensor and over time, the largest magnitude that was rounded as a share of the

@@ -27,7 +27,7 @@ RUNS = pathlib.Path("runs")
 # Settings that a resumed run may be given anew: the text itself is compared, not its path; how often a run
 # tells and saves, and what its report says, changes no number.
 _BOOKKEEPING = ("log_interval", "checkpoint_interval", "logging_steps", "save_steps")
-MAY_CHANGE = ("data", "out", "resume", "plan", *_BOOKKEEPING)
+MAY_CHANGE = ("data", "out", "resume", *_BOOKKEEPING)
 _SETTINGS = "settings.json"
 _SAVED = "saved.json"
 _ANOTHER = "start a new run in another folder"

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8jax.models.learning import State
 from fp8jax.train import config, observe, report
-from fp8jax.train.footprint import Footprint, footprint, target_of_device
+from fp8jax.train.footprint import Footprint, footprint
 from fp8jax.train.observe import Curves
 from fp8jax.train.trainer import Trainer
 
@@ -72,8 +72,6 @@ def _own(trainer: Trainer) -> dict[str, Any]:
 
 
 def memory_of(trainer: Trainer, state: State) -> Footprint:
-    """The memory of a trainer's step by part, against its plan."""
+    """The memory of a trainer's step by part."""
     batch = (trainer.batch, trainer.key, state.step)
-    return footprint(
-        state.variables, state.opt_state, batch, trainer.program, lambda: trainer.plan(target_of_device())
-    )
+    return footprint(state.variables, state.opt_state, batch, trainer.program)

@@ -221,22 +221,32 @@ class Trainer:
             return jitted.lower(state, self._batch(rows, place.rows), self.key).compile()
 
     def plan(self, target: str | None = None) -> memory.Plan:
-        """The memory of a step on one device, predicted: see `fp8jax.memory.plan_step`.
+        """The memory of a step on one device, read from the compiled program.
+
+        Args:
+            target: name of one GPU that is not here; None for the trainer's devices.
 
         Raises:
-            ValueError: the trainer is one for several devices, or keeps moments on the host.
+            ValueError: `target` with several devices or with moments on the host.
         """
-        if self.place.mesh.size > 1 or self.config.offload:
-            raise ValueError("a trainer's plan is for one device, with everything on it.")
-        batch = self._batch(self._rows(self.per_device))
-        state = jax.eval_shape(self.learner.init, self.key, batch)
-
-        def step(variables: Any, opt_state: Any, batch: Any, key: jax.Array, count: jax.Array) -> Any:
-            new, seen = self._step(self.learner, State(count, variables, opt_state), batch, key)
-            return new.variables, new.opt_state, seen
-
-        arguments = (state.variables, state.opt_state, batch, self.key, state.step)
-        return memory.plan_step(step, *arguments, recipe=str(self.config.precision), target=target or None)
+        devices = self.place.mesh.size
+        if target and (devices > 1 or self.config.offload):
+            raise ValueError(f"`target`: {target} is one device with everything on it; leave it out.")
+        if target:
+            state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
+            read, batch = compiled_program.read(self.compile(target=target)), self._batch(self.rows)
+        else:
+            state, read, batch = self.like, self.program, self.batch
+        return memory.plan_of(
+            state.variables,
+            state.opt_state,
+            (batch, self.key, state.step),
+            total=read.total,
+            sent=read.sent(devices),
+            recipe=str(self.config.precision),
+            stage=self.config.zero,
+            devices=devices,
+        )
 
     @functools.cached_property
     def layers(self) -> str:
