@@ -1,14 +1,13 @@
-"""Variables in, variables out: the loss's gradient, and a step along it.
+"""Gradients of a loss with respect to variables, gradient accumulation, and the application of updates.
 
     loss, grads = fp8jax.value_and_grad(loss_fn)(variables, batch)
     updates, opt_state = tx.update(grads, opt_state, variables)
     variables = fp8jax.apply_updates(variables, updates)
 
-`variables` are Flax's: `{"params": ..., "_overwrite_with_gradient": ...}`. The gradient has
-the same structure: under "params" the gradients, in the format that the recipe's
-`weight_grad` column names, under "_overwrite_with_gradient" the new scaling state, which
-replaces the old one, as a new "loss_scale" does. A tree without a "params" collection is
-taken as the parameters.
+`variables` are Flax variables, `{"params": ..., "_overwrite_with_gradient": ...}`, or a tree of parameters. The
+gradient has the same structure. "params" has the gradients, in the format of the recipe's `weight_grad`
+column. "_overwrite_with_gradient" has the new scaling state and "loss_scale" the new loss scale; both replace
+the old ones.
 """
 
 from fp8jax.gradients.accumulate import accumulate_gradients as accumulate_gradients

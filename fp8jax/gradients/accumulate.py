@@ -1,4 +1,4 @@
-"""The gradient of a batch that is taken in parts."""
+"""Gradient accumulation over microbatches, inside one step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,31 +27,30 @@ def accumulate_gradients(
     zero: Zero | None = None,
     keys: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """`value_and_grad` of a batch taken in parts, one after the other: the memory of one part.
+    """`value_and_grad` in sequential microbatches, with the peak memory of one microbatch.
 
     Args:
         loss_fn: as in `value_and_grad`; the mean over the batch of a loss per example.
-        microbatches: number of parts.
+        microbatches: number of microbatches.
         has_aux: as in `value_and_grad`.
-        format: what the gradients of scaled kernels are summed in: "FP16" on power-of-two
-            scales (each sum is rounded to 11 bits), "FP32", or "E4M3" as in MS-AMP. Others are
-            summed in float32.
-        zero: as in `value_and_grad`: each device takes its part of the batch in parts.
-        keys: the keyword arguments that hold random keys, e.g. for dropout, by name: a key, or a tree of
-            keys, as Linen's `rngs={"dropout": key}`. Part i gets `jax.random.fold_in(key, i)`, with `zero`
-            part i of device d `jax.random.fold_in(key, d * microbatches + i)`. Keys that are not named
-            are the same in all parts, and so are the numbers drawn: say `keys=()` if they are to be.
+        format: format of the gradient sums of quantized kernels: "FP16" on power-of-two scales (each sum is
+            rounded to 11 bits), "FP32", or "E4M3" as in MS-AMP. Other gradients are summed in float32.
+        zero: as in `value_and_grad`; each device splits its part of the batch into microbatches.
+        keys: names of the keyword arguments with random keys, e.g. for dropout. Each is a key or a tree of
+            keys, as Linen's `rngs={"dropout": key}`. Microbatch i gets `jax.random.fold_in(key, i)`; with
+            `zero`, microbatch i of device d gets `jax.random.fold_in(key, d * microbatches + i)`. Pass
+            `keys=()` to use the same keys, and so the same random numbers, in all microbatches.
 
     Returns:
-        A function of the same arguments, whose arrays after the variables are split along
-        their first axis; keyword arguments are not. The loss is the mean over the parts, the
-        auxiliary outputs are stacked, the gradients are the mean, in `value_and_grad`'s
-        formats. All parts are scaled by the state that came in; their amaxes merge by max.
+        A function of the same arguments. It splits the arrays after the variables along their first axis, but
+        not the keyword arguments. The loss is the mean over the microbatches, auxiliary outputs are stacked,
+        and the gradients are the mean, in `value_and_grad`'s formats. All microbatches use the same incoming
+        scaling state; their amaxes are merged by max.
 
     Raises:
-        ValueError: an array's first axis does not divide by `microbatches`; no such number or format; a
-            random key is given as a positional argument, or as a keyword argument without a word in `keys`.
-        TypeError: `keys` are no names, `loss_fn` is no function, or `zero` no `Zero`.
+        ValueError: an array's first axis is not divisible by `microbatches`; `microbatches` or `format` is
+            not legal; a random key is a positional argument, or a keyword argument not mentioned in `keys`.
+        TypeError: `keys` are not names, `loss_fn` is not a function, or `zero` is not a `Zero`.
     """
     if format not in ("FP16", "FP32", "E4M3"):
         raise ValueError(f"`format`: expected FP16, FP32 or E4M3; got {format!r}.")
@@ -126,7 +125,7 @@ def _split(x: Any, parts: int) -> Any:
 
 
 def _no_sums(grads: Any, format: str) -> Any:
-    """What gradients of these shapes are added to, and states are merged with."""
+    """The initial sums of gradients with these shapes, and the identities of the merged states."""
     sums = formats.get(format)
 
     def zeros(leaf: Any) -> Any:
@@ -148,7 +147,7 @@ def _no_sums(grads: Any, format: str) -> Any:
 
 
 def _add(sums: Any, grads: Any, parts: int) -> Any:
-    """The sums with one part's share of the mean gradient added."""
+    """Adds one microbatch's gradients, divided by the number of microbatches, and merges its states."""
 
     def add(total: Any, grad: Any) -> Any:
         new = value(total) + value(grad).astype(jnp.float32) / parts
@@ -158,14 +157,14 @@ def _add(sums: Any, grads: Any, parts: int) -> Any:
 
     if not has_params(grads):
         return jax.tree.map(add, sums, grads, is_leaf=is_scaled)
-    # One part with a bad gradient lowers the loss scale.
+    # One microbatch with inf or NaN lowers the loss scale.
     merge = {SCALING: jnp.maximum, LOSS_SCALE: jnp.minimum}
     others = {name: jax.tree.map(merge[name], sums[name], grads[name]) for name in grads if name != PARAMS}
     return {PARAMS: jax.tree.map(add, sums[PARAMS], grads[PARAMS], is_leaf=is_scaled), **others}
 
 
 def _finished(sums: Any, shapes: Any, variables: Any, local: ShardContext | None) -> Any:
-    """The sums in the formats of gradients of these shapes."""
+    """The sums converted to the gradients' formats."""
     params = shapes[PARAMS] if has_params(shapes) else shapes
     shardings = (
         jax.tree.map(lambda leaf: GradSharding(), params, is_leaf=is_scaled)

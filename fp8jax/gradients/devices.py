@@ -1,13 +1,12 @@
-"""A loss's gradient on many devices: of each one's share of the batch, reduced as ZeRO has it.
+"""Data-parallel gradients with ZeRO sharding: per-device gradients under `shard_map`, then reductions.
 
     over_devices(make, zero, has_aux)(variables, batch)
 
-The variables are global arrays. What one device does is a function of its parts of them, which
-`make` builds from the `GradSharding` of each parameter: whether its gradient is reduced within the
-backward, and when a parameter that is split is put together.
+The variables are global arrays. `make` builds the per-device function from the `GradSharding` of each
+parameter: whether the backward reduces its gradient, and when a sharded parameter is all-gathered.
 
-Each device takes the gradient of its share of the mean, and shares are added: output gradients, and
-with them the scaling state, are then those that one device would have with the whole batch.
+Each device's loss is divided by the number of devices, and gradients are summed. So output gradients, and the
+scaling state, equal those of one device with the whole batch.
 """
 
 import dataclasses
@@ -33,21 +32,21 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 @dataclasses.dataclass(frozen=True)
 class GradSharding:
-    """How one parameter, and its gradient, are spread over devices; a leaf of a tree like the parameters."""
+    """The sharding of a parameter and its gradient; a leaf of a tree like the parameters."""
 
-    axis: int | None = None  # along which the gradient is split in the end, counted from the end
-    shard: ShardSpec | None = None  # given if a product reduces the gradient
-    comes_whole: bool = True  # False: a part, which is put together where the loss begins
+    axis: int | None = None  # the gradient's sharded axis, negative; None if replicated
+    shard: ShardSpec | None = None  # given if the dot's backward reduces the gradient
+    comes_whole: bool = True  # False for a sharded parameter that is all-gathered before the loss
 
 
 class ShardContext(NamedTuple):
-    """What one device has to know."""
+    """The sharding context of a per-device function."""
 
     zero: Zero
     shardings: Any  # tree like the parameters
 
     def whole(self, params: Any) -> Any:
-        """The parameters, with all parts put together that no product puts together."""
+        """The parameters, after all-gathering the shards that no dot gathers."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         shardings = jax.tree.leaves(self.shardings)
         parts = [i for i, sharding in enumerate(shardings) if not sharding.comes_whole]
@@ -58,7 +57,7 @@ class ShardContext(NamedTuple):
         return treedef.unflatten(leaves)
 
     def reduced(self, grads: Any) -> Any:
-        """This device's gradients, of which those that no product reduced are reduced here."""
+        """This device's gradients, after reducing those that no dot's backward has reduced."""
         params, rest = (grads[PARAMS], grads) if has_params(grads) else (grads, None)
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         shardings = jax.tree.leaves(self.shardings)
@@ -76,12 +75,12 @@ class ShardContext(NamedTuple):
 def over_devices(
     make: Callable[[ShardContext], Callable[..., Any]], zero: Zero, has_aux: bool
 ) -> Callable[..., Any]:
-    """The gradient on all devices of a mesh.
+    """The gradient function on all devices of a mesh.
 
     Args:
-        make: gives the gradient on one device.
-        zero: which devices, and what each keeps.
-        has_aux: whether there are auxiliary outputs: they come stacked, one for each device.
+        make: returns the per-device gradient function for a context.
+        zero: the mesh and the ZeRO stage.
+        has_aux: whether there are auxiliary outputs; they are stacked over the devices.
     """
 
     def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +95,7 @@ def over_devices(
         arrays = {i: x for i, x in enumerate(options) if hasattr(x, "dtype")}
 
         def on_device(variables: Any, args: Any, arrays: Any) -> Any:
-            # What is no array, a flag or a name, is as it was.
+            # Keyword arguments that are not arrays, such as flags, are constants.
             kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(options)])
             out, grads = make(local)(variables, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
@@ -122,13 +121,13 @@ def over_devices(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """The scaling state of one parameter, {} if it has none; a leaf of a tree like the parameters."""
+    """The scaling state of one parameter, or {}; a leaf of a tree like the parameters."""
 
     arrays: Mapping[str, Any]
 
     @property
     def is_marked(self) -> bool:
-        """Whether the gradient is FP8: there is a scale for it."""
+        """Whether the gradient is FP8, so that the state has its scale."""
         return "wgrad_scale" in self.arrays
 
 
@@ -146,8 +145,7 @@ def _shardings(params: Any, states: Any, zero: Zero) -> Any:
             return GradSharding()
         if zero.stage == 1 or not (is_scaled(leaf) or state.arrays) or not _is_stacked_in_front(leaf, state):
             return GradSharding(axis, None, zero.stage < 3)
-        # A layer looks for its kernel and leaves it to its product; what is called otherwise may be used
-        # in other ways too.
+        # Only parameters named "kernel" are left sharded for their dot to gather; others may have other uses.
         names = [part.key for part in path if hasattr(part, "key")]
         waits = zero.stage == 3 and names[-1:] == ["kernel"]
         shard = ShardSpec(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits)
@@ -157,7 +155,7 @@ def _shardings(params: Any, states: Any, zero: Zero) -> Any:
 
 
 def _is_stacked_in_front(leaf: Any, state: State) -> bool:
-    """Whether a kernel is one layer's, or a stack of them along its first axes, as its scaling state says."""
+    """Whether a kernel is one layer's, or stacked along its first axes, according to its scaling state."""
     scale = state.arrays.get("scale")
     if scale is None:
         return True

@@ -1,4 +1,4 @@
-"""Random keys of a batch that is taken in parts: each part draws by keys of its own."""
+"""Random keys for microbatches: checks, and a different key for each microbatch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def fold_in(keys: Any, number: Any) -> Any:
-    """`jax.random.fold_in` of every key in a tree, typed or raw, single keys or arrays of them."""
+    """`jax.random.fold_in` of every key in a tree; typed or raw, single keys or arrays of keys."""
 
     def fold(key: jax.Array) -> jax.Array:
         typed = key if _is_typed(key) else jax.random.wrap_key_data(key)
@@ -22,7 +22,7 @@ def names_of(keys: Any) -> tuple[str, ...] | None:
     """The argument `keys` of `accumulate_gradients` as a tuple.
 
     Raises:
-        TypeError: it is no name, and no sequence of names.
+        TypeError: `keys` is neither a name nor a sequence of names.
     """
     if keys is None:
         return None
@@ -33,7 +33,7 @@ def names_of(keys: Any) -> tuple[str, ...] | None:
 
 
 def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError where a name is that of no random key, or where it was not said what keys are for."""
+    """Raises ValueError if a name is not that of a random key, or if `names` is None and there are keys."""
     if names is None:
         for name, value in kwargs.items():
             if any(_is_typed(x) or _is_raw(x) for x in jax.tree.leaves(value)):
@@ -53,10 +53,10 @@ def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> Non
 
 
 def refuse_whole(args: Any, parts: int, advice: str) -> None:
-    """Raises ValueError if one of the positional arguments, to be split in so many parts, is a single key."""
+    """Raises ValueError if a positional argument, to be split into `parts`, contains a single random key."""
     leaves = jax.tree.leaves(args)
     for leaf in leaves:
-        # Two words of uint32 may be a batch of two rows, if all else has two rows.
+        # A uint32 array of shape (2,) may be a batch of two rows, if all other arrays have two rows.
         is_one = parts > 1 and _is_raw(leaf) and any(jnp.shape(x)[:1] != leaf.shape for x in leaves)
         if is_one or (_is_typed(leaf) and not leaf.ndim):
             raise ValueError(
@@ -70,7 +70,7 @@ def _is_typed(x: Any) -> bool:
 
 
 def _is_raw(x: Any, stacked: bool = False) -> bool:
-    """Whether `x` looks like what `jax.random.PRNGKey` gives, or like several of them."""
+    """Whether `x` looks like a raw key from `jax.random.PRNGKey`, or with `stacked` an array of raw keys."""
     shape = jax.eval_shape(jax.random.PRNGKey, 0).shape
     if getattr(x, "dtype", None) != jnp.uint32:
         return False

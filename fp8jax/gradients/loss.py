@@ -1,4 +1,4 @@
-"""The gradient of a loss, in the recipe's formats, and the new scaling state."""
+"""`value_and_grad`: gradients in the recipe's formats, and the new scaling state."""
 
 import functools
 from collections.abc import Callable
@@ -27,29 +27,27 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
 def value_and_grad(
     loss_fn: Callable[..., Any], *, has_aux: bool = False, zero: Zero | None = None
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` for variables that hold scaled weights and scaling state.
+    """`jax.value_and_grad` for variables with quantized weights and scaling state.
 
     Args:
-        loss_fn: `loss_fn(variables, *args, **kwargs)` gives a scalar, or with `has_aux` a
-            scalar and anything else.
+        loss_fn: `loss_fn(variables, *args, **kwargs)` returns a scalar, or with `has_aux` a pair of a scalar
+            and auxiliary outputs.
         has_aux: as in `jax.value_and_grad`.
-        zero: given, the batch is split over devices, see `fp8jax.comm.Zero`: each calls `loss_fn`,
-            which is then a mean over the batch, with its part along the first axis of all positional
-            arguments (keyword arguments it gets whole), inside `jax.shard_map`. The loss, gradients
-            and scaling states are those of the whole batch; auxiliary outputs are stacked, one for
-            each device.
+        zero: shards the batch over devices, see `fp8jax.comm.Zero`. Each device calls `loss_fn` inside
+            `jax.shard_map` with its part of all positional arguments along their first axis; keyword
+            arguments are replicated. `loss_fn` must be a mean over the batch. The loss, gradients and scaling
+            states are those of the whole batch; auxiliary outputs are stacked over the devices.
 
     Returns:
-        A function of the same arguments that gives `(loss, grads)`, or
-        `((loss, aux), grads)`. `grads["params"]` holds an array for an array (in its dtype),
-        and for a `ScaledArray` weight a float32 array, or a `ScaledArray` in E4M3 with a
-        power-of-two scale where the recipe's weight gradients are FP8. Where a layer is
-        used more than once, its amaxes are merged by max; the state of a layer that the
-        loss did not use stays as it was. Other collections take no part.
+        A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
+        `grads["params"]` has an array of the same dtype for each array. For a `ScaledArray` weight it has an
+        E4M3 `ScaledArray` with a power-of-two scale if the recipe's weight gradients are FP8, otherwise a
+        float32 array. If a layer is used more than once, its amaxes are merged by max; the state of an unused
+        layer does not change. Other collections are not differentiated.
 
     Raises:
-        ValueError: with `zero`, a batch array does not divide by the number of devices.
-        TypeError: `loss_fn` is no function, or `zero` no `Zero`.
+        ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices.
+        TypeError: `loss_fn` is not a function, or `zero` is not a `Zero`.
 
     References:
         FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
@@ -60,8 +58,8 @@ def value_and_grad(
 
 
 def for_optimizers(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient of the whole batch's loss as optimizers are to get it: with the next scaling states in the
-    place of merged ones, as `ScaledGradient`s, those of whole variables as `Gradients`."""
+    """Wraps `grad_fn` so that it returns an optimizer's inputs: `settled` scaling states, `ScaledGradient`s,
+    and for whole variables `Gradients`."""
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +74,7 @@ def for_optimizers(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> 
 
 
 def check_arguments(loss_fn: Any, zero: Any) -> None:
-    """Raises TypeError for what is no function, or no `Zero`."""
+    """Raises TypeError if `loss_fn` is not callable or `zero` is not a `Zero`."""
     if not callable(loss_fn):
         raise TypeError(f"`loss_fn`: expected a function; got {type(loss_fn).__name__}.")
     if not isinstance(zero, Zero | None):
@@ -86,11 +84,11 @@ def check_arguments(loss_fn: Any, zero: Any) -> None:
 def on_one_device(
     loss_fn: Callable[..., Any], has_aux: bool, local: ShardContext | None
 ) -> Callable[..., Any]:
-    """`value_and_grad` on one device; with `local`, of its parts of the variables, one of many.
+    """`value_and_grad` on one device; with `local`, on one of many, with its shards of the variables.
 
-    The loss is then divided by the number of devices. Gradients that dot products sum over devices are whole;
-    `ShardContext` sums the others. Scaling states can still be merged with those of other parts of the batch;
-    then they are settled.
+    With `local` the loss is divided by the number of devices. Dots reduce some gradients over the devices;
+    `ShardContext` reduces the others. The scaling states are not yet `settled`, so that they can be merged
+    with those of other microbatches and devices.
     """
 
     @functools.wraps(loss_fn)
@@ -141,7 +139,7 @@ def _with_loss_scale(
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Any]:
-    """`value_and_grad` of the scaled loss, made that of the loss."""
+    """`value_and_grad` with loss scaling: the gradients of the scaled loss, unscaled."""
     state = variables[LOSS_SCALE]
 
     def scaled(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,8 +156,11 @@ def _with_loss_scale(
 
 
 def narrowed(grads: Any, params: Any, state: Any, old: Any, shardings: Any) -> tuple[Any, Any]:
-    """The marked gradients as `ScaledArray`s, the others of products in their parameters' dtypes, and the
-    state with their scales, which are the `old` state's where there is no gradient."""
+    """The gradients in their formats, and the state with their scales.
+
+    FP8 gradients become `ScaledArray`s; a kernel without a gradient has the scale of the `old` state. Other
+    gradients of dots get their parameters' dtypes.
+    """
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     rows = zip(flat, *map(treedef.flatten_up_to, (grads, shardings)), strict=True)
     new = []
@@ -178,7 +179,14 @@ def narrowed(grads: Any, params: Any, state: Any, old: Any, shardings: Any) -> t
 def _narrow_leaf(
     grad: Any, param: Any, scale: jax.Array, sharding: GradSharding
 ) -> tuple[ScaledArray, jax.Array]:
-    """One gradient, as codes on `scale`, wide or done, as a `ScaledArray`; and its scale in scale's shape."""
+    """One gradient as a `ScaledArray`, and its scale in the shape of `scale`.
+
+    Args:
+        grad: E4M3 codes with `scale`, a float array, or a `ScaledArray`.
+        param: the parameter.
+        scale: the scale of the codes.
+        sharding: the sharding of the gradient.
+    """
     blocks = scale.shape + (1,) * (param.ndim - scale.ndim) if scale.ndim else ()
     if is_scaled(param):
         blocks = param.scale.shape

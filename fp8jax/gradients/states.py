@@ -1,11 +1,11 @@
-"""The scaling state of one parameter, in a tree of dicts that is named as the tree of parameters."""
+"""Access to the scaling state of a parameter by the parameter's path."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def state_at(states: Any, path: Any) -> Mapping[str, Any]:
-    """The scaling state of the parameter at a path of JAX's; {} if it has none."""
+    """The scaling state of the parameter at a JAX tree path; {} without a state."""
     found = states
     for name in _names(states, path):
         found = found[name]
@@ -14,7 +14,7 @@ def state_at(states: Any, path: Any) -> Mapping[str, Any]:
 
 
 def with_state_at(states: Mapping[Any, Any], path: Any, new: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """The states with another one at a path that has one."""
+    """The states with `new` in place of the state at `path`."""
     return _replaced(states, _names(states, path), new)
 
 
@@ -25,8 +25,8 @@ def _replaced(states: Any, names: list[Any], new: Any) -> Any:
 
 
 def _names(states: Any, path: Any) -> list[Any]:
-    """The keys to the parameter's state. They end before names of a box around the parameter, as of axis
-    names; what is no dict's key among the parameters is a text among the states."""
+    """The keys of the parameter's state, without names of a box around the parameter, as for logical axes.
+    Other tree keys than dict keys, such as list indices, are strings among the states."""
     keys = []
     for part in path:
         name = next((getattr(part, of) for of in ("key", "name", "idx") if hasattr(part, of)), part)

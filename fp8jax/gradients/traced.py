@@ -1,8 +1,8 @@
-"""The gradient of a loss, traced with plain parameters and evaluated with each kernel as it is stored.
+"""Gradients of a loss that is traced with plain parameters and evaluated with the stored kernels.
 
-The loss sees arrays of the parameters' own dtypes. A kernel that one FP8 dot product takes has a gradient of
-FP8 codes; where something else reads it too (a second dot product, weight decay in the loss), its gradients
-are added in float32, to be narrowed after.
+The loss sees arrays in the parameters' original dtypes. A kernel with one FP8 dot product and no other use
+has an FP8 gradient. The gradients of a kernel with other uses (a second dot product, weight decay in the loss)
+are summed in float32 and quantized afterwards.
 """
 
 from collections.abc import Callable
@@ -33,11 +33,11 @@ from fp8jax.variables import PARAMS, SCALING, has_params
 
 
 class Gradient(NamedTuple):
-    """A loss and its gradients, not yet narrowed."""
+    """A loss and its gradients, before `narrowed`."""
 
     out: Any  # the loss, or the loss and auxiliary outputs
-    grads: Any  # tree like the parameters: float arrays, or `FP8_GRAD` on the scale in the state
-    state: Any  # as it left the backward, in float32's dtype of maxima
+    grads: Any  # tree like the parameters: float arrays, or `FP8_GRAD` codes with their scale in the state
+    state: Any  # the state's cotangents, dtype `fm32`
 
 
 def gradient(
@@ -52,9 +52,9 @@ def gradient(
     """`jax.value_and_grad(loss_fn)(variables, *args, **kwargs)`.
 
     Args:
-        loss_fn, has_aux: as for `value_and_grad`.
-        variables, args, kwargs: of the loss; on one of many devices its parts.
-        shares: how each parameter is spread over devices; a tree like the parameters.
+        loss_fn, has_aux: as in `value_and_grad`.
+        variables, args, kwargs: arguments of the loss; on one of many devices, its shards.
+        shardings: the `GradSharding` of each parameter; a tree like the parameters.
         divisor: the loss is divided by it.
     """
     is_flax = has_params(variables)
@@ -117,7 +117,7 @@ def gradient(
 
     grad_slots = [grad_slot(*row) for row in rows]
     is_own = [row[1] is grad_slot for row, grad_slot in zip(rows, grad_slots, strict=True)]
-    # The slots' and the state's dtypes, added in their own way, are no floats to `jax.grad`.
+    # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.
     grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     (value, aux), (grads, new_state) = grad_fn(grad_slots, state)
     return Gradient((value, aux) if has_aux else value, treedef.unflatten(grads), new_state)

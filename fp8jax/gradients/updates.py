@@ -1,4 +1,4 @@
-"""A step along a gradient."""
+"""`apply_updates`: the new variables after an optimizer step."""
 
 import operator
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ from fp8jax.variables import PARAMS, check_gradients, has_params
 
 
 def apply_updates(variables: Any, updates: Any) -> Any:
-    """`variables` after a step: `optax.apply_updates` that knows scaled weights.
+    """`optax.apply_updates` for variables with quantized weights.
 
     Args:
-        variables: Flax variables, or parameters alone.
-        updates: what the optimizer made of `value_and_grad`'s gradients: the same structure,
-            or that of the parameters alone if `variables` are the parameters alone.
+        variables: Flax variables, or parameters.
+        updates: the optimizer's updates, with the structure of `variables`; other collections than "params"
+            may be missing.
 
     Returns:
-        New variables. A plain leaf becomes `leaf + update` in its own dtype. A `ScaledArray`
-        becomes the new value that `adam` or `adamw` gave it (`optax.apply_updates` does this
-        too); with a float update its value plus the update, computed in float32, and quantized
-        to its format on a fresh power-of-two scale per block of its old scale. The scaling
-        state is replaced by that in `updates`. Collections that `updates` does not have stay.
+        New variables. A plain leaf becomes `leaf + update` in the leaf's dtype. A `ScaledArray` is replaced
+        by the new value from `adam` or `adamw` (`optax.apply_updates` does this, too). With a float update,
+        its value plus the update is computed in float32 and quantized to its format, with a new power-of-two
+        scale for each scale block. The scaling state is replaced by that of `updates`. Collections that
+        `updates` lacks stay unchanged.
 
     Raises:
-        ValueError: `updates` has a collection that `variables` lacks, or the parameters' tree or shapes are
-            others.
-        TypeError: an update is still a `ScaledArray`: optax's own links act on its codes and
-            on its scale apart, which means nothing. Or the scaling state was changed on its way.
+        ValueError: `updates` has a collection that `variables` lacks, or the tree or a shape of the
+            parameters differs.
+        TypeError: an update is still a `ScaledArray`, because an optax transformation cannot update codes and
+            scale consistently; or a transformation changed the scaling state.
     """
     check_gradients(updates, variables)
     if not has_params(variables):
@@ -89,11 +89,11 @@ def _shown(x: Any) -> str:
 
 
 def _unless_zero(leaf: Any, update: Any) -> Any:
-    """The leaf as it is, of which `optax.set_to_zero` made the update."""
+    """The leaf, if `optax.set_to_zero` made the update; other updates raise, or under jit give NaN."""
     scale = update.scale
     if not isinstance(scale, jax.core.Tracer) and jnp.any(scale != 0):
         return _step(leaf, plain(update))
-    # Compiled code cannot raise, and a gradient that no optimizer saw must not pass for a step.
+    # Compiled code cannot raise, and a gradient must not be applied as an update.
     is_zero = jnp.all(scale == 0)
     return jax.tree.map(lambda x: jnp.where(is_zero, x, jnp.full_like(x, jnp.nan)), leaf)
 
