@@ -1,8 +1,8 @@
-"""What crosses the wire? Collectives for code that runs on each device (`jax.shard_map`).
+"""FP8 collectives for use in `jax.shard_map`, and ZeRO sharding.
 
-`all_reduce`: the mean or sum of gradients, on all devices. `reduce_scatter`: a part of it on each.
-`all_gather`: tensors of which each device has a part. `mu`: how far a scale may cut off outliers.
-`Zero`: what each device keeps.
+`all_reduce`: the mean or sum of gradients, on all devices. `reduce_scatter`: each device's shard of it.
+`all_gather`: sharded tensors, whole on all devices. `mu`: automatic scaling of FP8 gradients. `Zero`: ZeRO's
+sharding of a training state.
 """
 
 from fp8jax.comm import mu as mu

@@ -1,4 +1,4 @@
-"""Tensors of which each device has a part, whole on all of them, in the format they are kept in."""
+"""All-gather of sharded tensors in their storage format."""
 
 from typing import Any
 
@@ -15,19 +15,19 @@ def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32"
     with `check_vma=False`.
 
     Args:
-        tree: arrays and `ScaledArray`s: this device's parts.
-        axis_name: the mesh axis that the parts are spread over.
-        axis: the tensors' axis along which parts are put together, device 0's first.
-        floats: "FP32": float arrays cross as they are; "FP8": as E4M3 codes on one power-of-two
-            scale for the whole tensor, rounded once, and come back in their dtype.
+        tree: this device's shards, arrays and `ScaledArray`s.
+        axis_name: the mesh axis of the shards.
+        axis: the tensors' axis along which shards are concatenated, device 0's first.
+        floats: how float arrays are sent. "FP32": in their dtype. "FP8": as E4M3 codes with one power-of-two
+            scale for the whole tensor, rounded once, and returned in their dtype.
 
     Returns:
-        The same structure and dtypes. `ScaledArray`s cross as their codes, 1 or 2 bytes a number.
-        Parts on different scales are put on the largest first: exactly, for power-of-two scales,
-        but for what falls below the format's smallest step. Blocks along `axis` keep theirs.
+        The same structure and dtypes. `ScaledArray`s are sent as codes, 1 or 2 bytes per entry. Shards with
+        different scales are first requantized with the largest scale. With power-of-two scales this is exact,
+        except for values below the format's smallest step. Scale blocks along `axis` keep their scales.
 
     Raises:
-        ValueError: no such `floats`.
+        ValueError: `floats` is not legal.
     """
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
@@ -50,7 +50,7 @@ def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32"
 
 
 def whole_from_parts(parts: list[jax.Array], axes: list[int], axis_name: str) -> list[jax.Array]:
-    """Arrays of which each device has a part along an axis, whole; in few collectives."""
+    """All-gathers arrays, each along its axis, in few collectives."""
     devices = lax.axis_size(axis_name)
     whole = []
     rows = wire.gathered([part.reshape(-1) for part in parts], axis_name)
@@ -76,5 +76,5 @@ def _on_common_scales(leaves: list[Any], axis: int, axis_name: str) -> list[Scal
 
 
 def _has_own(scale: jax.Array, axis: int) -> bool:
-    """Whether each device has scales of its own blocks."""
+    """Whether the scale has blocks along `axis`, so that each device has different scales."""
     return scale.ndim > 0 and scale.shape[axis] > 1

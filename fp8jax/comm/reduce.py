@@ -1,14 +1,14 @@
-"""Gradients over devices: their mean or sum, on all of them or in parts, in FP8 on the wire.
+"""All-reduce and reduce-scatter of gradients, sent in FP8.
 
-FP8 codes are never added: on the devices' common scale, which is the largest of theirs,
+FP8 codes cannot be added. All devices quantize with a common scale, the largest of their scales. Then
 
-    every device sends each other one its part of the codes    (all-to-all, 1 byte a number)
-    adds the parts that it got in float32, and rounds the mean to codes on the same scale
-    and for `all_reduce` sends these to all                     (all-gather, 1 byte a number)
+    each device sends every other device its shard of the codes        (all-to-all, 1 byte per entry)
+    each device computes the mean in float32 and rounds it to codes with the same scale
+    for `all_reduce` each device sends these codes to all devices      (all-gather, 1 byte per entry)
 
-The scale is one per tensor (or block) on all devices, so the mean needs no other headroom; a sum
-has the mean's codes on a scale that is larger by the number of devices. Scales cross in one
-collective for the whole tree, codes in one for each bucket of tensors.
+All devices share one scale per tensor (or block), so the mean cannot saturate. A sum has the codes of the
+mean, and its scale is multiplied by the number of devices. One collective sends the scales of the whole tree.
+The codes take one collective per bucket of tensors.
 
 References:
     FP8-LM, arXiv 2310.18313, section 2.1; MS-AMP `FP8DistributedDataParallel`.
@@ -52,23 +52,23 @@ def all_reduce(
     with `check_vma=False`.
 
     Args:
-        grads: `value_and_grad`'s: a tree of arrays and E4M3 `ScaledArray`s, or whole variables.
+        grads: gradients from `value_and_grad`: a tree of arrays and E4M3 `ScaledArray`s, or whole variables.
         axis_name: the mesh axis to reduce over.
-        recipe: its `comm` column is read. FP8: codes cross, twice rounded to nearest even (half
-            an ulp at the format's max, 16, times the scale, for each of the two stages). BF16,
-            FP32: all leaves in that format.
+        recipe: sets the format by its `comm` column. FP8: codes are sent, and rounded to nearest even twice;
+            each rounding has an error of at most half an ulp at the format's max, 16, times the scale. BF16,
+            FP32: all leaves are sent in this format.
         op: "mean" or "sum".
-        floats: what float arrays cross in if comm is FP8: "FP32" or "FP8". By default FP32 beside
-            `ScaledArray`s (as in MS-AMP: norms, biases, embeddings), FP8 in a tree of arrays alone.
-        mu: state of the automatic scale of the parameters' gradients, see `fp8jax.comm.mu`.
+        floats: format in which float arrays are sent if `comm` is FP8: "FP32" or "FP8". The default is FP32
+            in a tree with `ScaledArray`s (as in MS-AMP: norms, biases, embeddings), FP8 in a tree without.
+        mu: automatic scaling state of the parameters' gradients, see `fp8jax.comm.mu`.
 
     Returns:
-        The same structure, dtypes and shapes, with the same values on every device; with `mu` a
-        pair of that and the new state. A NaN or an infinity of one device is NaN on all. New
-        scaling states are merged by max, loss scales by min.
+        The same structure, dtypes and shapes, with the same values on every device; with `mu` a pair of these
+        gradients and the new state. NaN or inf on one device is NaN on all. New scaling states are merged by
+        max, loss scales by min.
 
     Raises:
-        ValueError: no such `op` or `floats`.
+        ValueError: `op` or `floats` is not legal.
     """
     row = _checked(recipe, op, floats)
     if has_params(grads):
@@ -92,21 +92,20 @@ def reduce_scatter(
     axis: int = 0,
     floats: str | None = None,
 ) -> Any:
-    """Each device's part of the mean or sum of the devices' gradients: `lax.psum_scatter` of a tree.
+    """Each device's shard of the mean or sum of the devices' gradients: `lax.psum_scatter` of a tree.
 
     Args:
-        grads: a tree of arrays and E4M3 `ScaledArray`s, or whole variables, whose other collections
-            are merged and stay whole.
-        axis: the tensors' axis that is cut in as many parts as there are devices; device i of the
-            mesh axis gets part i.
+        grads: a tree of arrays and E4M3 `ScaledArray`s, or whole variables. Other collections are merged and
+            replicated.
+        axis: the tensors' axis to shard; device i of the mesh axis gets shard i.
         axis_name, recipe, op, floats: see `all_reduce`.
 
     Returns:
-        The same structure and dtypes. A `ScaledArray`'s scale is that of the whole tensor, so
-        parts belong together; of blocks along `axis` each device has its own.
+        The same structure and dtypes. All shards of a `ScaledArray` have the scale of the whole tensor. With
+        scale blocks along `axis`, each device has the scales of its shard.
 
     Raises:
-        ValueError: no such `op` or `floats`, or an axis does not divide by the number of devices.
+        ValueError: `op` or `floats` is not legal, or an axis is not divisible by the number of devices.
     """
     row = _checked(recipe, op, floats)
     if has_params(grads):
@@ -129,17 +128,17 @@ def reduced(
     floats: str | None = None,
     mu: list[jax.Array] | None = None,
 ) -> tuple[list[Any], list[jax.Array] | None]:
-    """The means or sums of leaves, and the new automatic scales, if there are any.
+    """The means or sums of leaves, and the new factors mu, if given.
 
     Args:
-        leaves: gradients: arrays and E4M3 `ScaledArray`s.
-        axes: for each the axis that is cut in parts, of which this device gets its own; None: whole.
+        leaves: gradients, arrays and E4M3 `ScaledArray`s.
+        axes: for each leaf the axis to reduce-scatter along; None for all-reduce.
         axis_name, row, op, floats: see `all_reduce`.
-        mu: for each leaf, see `fp8jax.comm.mu`.
+        mu: a factor for each leaf, see `fp8jax.comm.mu`.
     """
     devices = lax.axis_size(axis_name)
     if devices == 1 and mu is None:
-        return leaves, mu  # nothing crosses
+        return leaves, mu  # no communication
     narrow = _narrow(leaves, row, floats)
     dtype = jnp.float32 if row.comm == "FP8" else formats.get(row.comm).dtype
     new: list[Any] = [None] * len(leaves)
@@ -185,14 +184,14 @@ def reduced(
 
 
 def on_shared_scale(part: jax.Array, blocks: tuple[int, ...], axis_name: str) -> ScaledArray:
-    """A part of a float32 weight gradient in E4M3, on scales that all parts share."""
+    """Quantizes a shard of a float32 weight gradient to E4M3, with the same scales on all devices."""
     part = without_infinities(part)
     [scale] = wire.common_scales([part], axis_name, blocks)
     return quantize(part, formats.E4M3, scale)
 
 
 def rows_for_devices(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
-    """A tensor's bytes, shape=(devices, n): row i is for device i."""
+    """The codes of a tensor as bytes, shape=(devices, n); row i is for device i."""
     if axis is not None:
         return jnp.moveaxis(to_bytes(q.data), axis, 0).reshape(devices, -1)
     flat = to_bytes(q.data).reshape(-1)
@@ -200,7 +199,7 @@ def rows_for_devices(q: ScaledArray, axis: int | None, devices: int) -> jax.Arra
 
 
 def from_row(row: jax.Array, shape: tuple[int, ...], axis: int, devices: int) -> jax.Array:
-    """The part along `axis` of a tensor of `shape` that one row of `rows_for_devices` has."""
+    """The shard along `axis` of a tensor with `shape`, from its row of `rows_for_devices`."""
     axis %= len(shape)
     rest = (*shape[:axis], *shape[axis + 1 :])
     return jnp.moveaxis(row.reshape(shape[axis] // devices, *rest), 0, axis)
@@ -215,7 +214,7 @@ def _checked(recipe: Recipe | str, op: str, floats: str | None) -> Recipe:
 
 
 def _narrow(leaves: list[Any], row: Recipe, floats: str | None) -> list[int]:
-    """The numbers of the leaves that cross in FP8."""
+    """The indices of the leaves that are sent in FP8."""
     if row.comm != "FP8":
         return []
     too = floats == "FP8" or (floats is None and not any(map(is_scaled, leaves)))
@@ -223,13 +222,13 @@ def _narrow(leaves: list[Any], row: Recipe, floats: str | None) -> list[int]:
 
 
 def _back(codes: jax.Array, scale: jax.Array, like: Any, op: str, devices: int) -> Any:
-    """Codes of the mean, as the result of a leaf."""
+    """The result for a leaf, from the codes of the mean."""
     q = ScaledArray(wire.from_bytes(codes), scale * devices if op == "sum" else scale)
     return q if is_scaled(like) else q.dequantize(like.dtype)
 
 
 def wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any:
-    """This device's part of the reduced tensor, which crosses in `dtype`; float32."""
+    """Reduce-scatters a leaf, sent in `dtype`; in the format of the leaf."""
     new = lax.psum_scatter(
         value(leaf).astype(dtype), axis_name, scatter_dimension=axis % leaf.ndim, tiled=True
     )
@@ -243,7 +242,7 @@ def wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any:
 
 
 def _own(scale: jax.Array, axis: int, axis_name: str) -> jax.Array:
-    """This device's part of the scales of blocks."""
+    """This device's shard of the scales; the whole scale without blocks along `axis`."""
     return own_part(scale, axis if scale.ndim and scale.shape[axis] > 1 else None, axis_name)
 
 
@@ -256,8 +255,8 @@ def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
 
 
 def merged(variables: Any, axis_name: str) -> dict[str, Any]:
-    """The collections besides the parameters, the same on all devices. Scaling states are those of the same
-    step on all."""
+    """The collections other than "params", merged over the devices. All scaling states must be of the same
+    step."""
 
     def over(reduce: Any, tree: Any) -> Any:
         return jax.tree.map(lambda x: reduce(x, axis_name), tree)

@@ -1,4 +1,4 @@
-"""A kernel split over devices, as its dot product takes it: gathered in FP8, its gradient scattered."""
+"""Sharded kernels of dots: all-gather in the storage format, and reduce-scatter of gradients in FP8."""
 
 import dataclasses
 from typing import Any
@@ -16,16 +16,16 @@ from fp8jax.scaled import ScaledArray, is_scaled, to_bits
 
 @dataclasses.dataclass(frozen=True)
 class ShardSpec:
-    """How one kernel is split over devices; a `fp8jax.dot.KernelPlacement`."""
+    """The sharding of one kernel; a `fp8jax.dot.placement.KernelPlacement`."""
 
     axis_name: str
-    axis: int  # from the end, so that it is the same for one layer of a stack
+    axis: int  # negative, so that it is the same for one layer of a stack
     devices: int
-    comm: str  # format of gradients on the wire
-    is_part: bool  # whether the kernel itself is this device's part, or only its gradient will be
+    comm: str  # format in which gradients are sent
+    is_part: bool  # whether the kernel is sharded; otherwise only its gradient is
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole kernel, of which a device has `shape`."""
+        """The shape of the whole kernel; `shape` is the shape of a device's shard."""
         if not self.is_part:
             return shape
         axis = self.axis % len(shape)
@@ -36,7 +36,7 @@ class ShardSpec:
         return lax.pmax(amax, self.axis_name) if self.is_part else amax
 
     def gathered(self, part: Any) -> Any:
-        """The whole kernel, an array or a `ScaledArray` whose parts share a scale, as it is stored."""
+        """All-gathers the kernel in its storage format; the shards of a `ScaledArray` share a scale."""
         if not self.is_part:
             return part
         data = part.data if is_scaled(part) else part
@@ -45,16 +45,16 @@ class ShardSpec:
         return ScaledArray(data, part.scale) if is_scaled(part) else data
 
     def after(self, operands: Any, grad: jax.Array) -> tuple[Any, jax.Array]:
-        """The operands of the backward GEMMs once there is an output gradient: no sooner is a kernel
-        gathered, so that it does not wait in memory."""
+        """`operands` and `grad` behind a barrier, which delays the all-gather of a sharded kernel until
+        `grad` is computed, to save memory."""
         return lax.optimization_barrier((operands, grad)) if self.is_part else (operands, grad)
 
     def scattered(self, grad: jax.Array, *, as_codes: bool) -> Any:
-        """This device's part of the sum of a kernel's gradients, as soon as there is one.
+        """Reduce-scatters (sums) the gradient of a kernel, inside the backward.
 
         Args:
-            grad: float array, of the whole kernel.
-            as_codes: whether the part is an E4M3 `ScaledArray`, on one scale for the whole kernel, or a
+            grad: this device's gradient of the whole kernel, a float array.
+            as_codes: whether to return an E4M3 `ScaledArray`, with one scale for the whole kernel, or a
                 float32 array.
         """
         axis, name = self.axis, self.axis_name

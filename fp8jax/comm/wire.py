@@ -1,8 +1,7 @@
-"""What the collectives share: common scales, and tensors as bytes in few large buckets.
+"""Helpers of the collectives: common scales, and bucketing of tensors.
 
-A collective costs its latency, whatever it carries, and a model has hundreds of tensors: their
-bytes go together. The codes travel as unsigned integers: XLA on CPU would make float16 of a
-float8 collective.
+A model has hundreds of tensors, and each collective has a latency, so tensors are concatenated to buckets.
+FP8 codes are sent as unsigned integers, because XLA on CPU converts float8 to float16 for a collective.
 """
 
 import math
@@ -16,21 +15,21 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, to_bytes, without_infinities
 
-# Numbers in a bucket: enough to hide a collective's latency, few enough that the float32 sums, four bytes
-# each, are little.
+# Entries per bucket: large enough to hide a collective's latency; the float32 sums of a bucket take 128 MiB.
 BUCKET = 2**25
 
 
 def narrowed(leaves: list[Any], axis_name: str, mu: Any = None) -> list[ScaledArray]:
-    """The leaves in E4M3 on scales that all devices share: the largest of theirs, divided by `mu`.
+    """Quantizes the leaves to E4M3 with common scales: the largest over the devices, divided by `mu`.
 
     Args:
-        leaves: `ScaledArray`s, whose blocks stay, and float arrays, which get a power-of-two scale.
+        leaves: `ScaledArray`s, which keep their scale blocks, and float arrays, which get a power-of-two
+            scale.
         axis_name: the mesh axis.
         mu: None, or a float32 scalar for each leaf.
 
     Returns:
-        E4M3 `ScaledArray`s. What is infinite becomes NaN, so that a broken step shows.
+        E4M3 `ScaledArray`s. Infinities become NaN, so that a bad step is detected.
     """
     leaves = [leaf if is_scaled(leaf) else without_infinities(leaf) for leaf in leaves]
     common = common_scales(leaves, axis_name)
@@ -40,12 +39,12 @@ def narrowed(leaves: list[Any], axis_name: str, mu: Any = None) -> list[ScaledAr
 
 
 def common_scales(leaves: list[Any], axis_name: str, blocks: tuple[int, ...] = ()) -> list[jax.Array]:
-    """For each leaf the largest scale of those of the devices; one collective for all.
+    """The largest scale over the devices for each leaf; one collective for all leaves.
 
-    A device where a tensor, or a block of it, is all zeros has no say: any scale will do for it.
+    Devices with an all-zero tensor or block are ignored, because any scale represents zeros.
 
     Args:
-        leaves: `ScaledArray`s, and float arrays, of which the power-of-two scales for E4M3 are taken.
+        leaves: `ScaledArray`s, and float arrays, which get power-of-two scales for E4M3.
         axis_name: the mesh axis.
         blocks: the shape of a float array's scales.
     """
@@ -61,7 +60,7 @@ def common_scales(leaves: list[Any], axis_name: str, blocks: tuple[int, ...] = (
 
 
 def unpacked(flat: jax.Array, shapes: list[tuple[int, ...]]) -> Iterator[jax.Array]:
-    """Consecutive parts of the last axis, each in its shape behind the axes before."""
+    """Splits the last axis into consecutive parts of these shapes; leading axes stay."""
     start, leading = 0, flat.shape[:-1]
     for shape in shapes:
         size = math.prod(shape)
@@ -72,8 +71,8 @@ def unpacked(flat: jax.Array, shapes: list[tuple[int, ...]]) -> Iterator[jax.Arr
 def in_buckets(
     function: Callable[[jax.Array], jax.Array], tensors: list[jax.Array]
 ) -> Iterator[tuple[jax.Array, list[int]]]:
-    """`function` of tensors joined along their last axis, and which tensors: at most `BUCKET` numbers
-    together, more in one tensor alone."""
+    """Yields `function` of each bucket, and the indices of its tensors. A bucket concatenates tensors along
+    their last axis, up to `BUCKET` entries; a larger tensor is a bucket alone."""
     bucket: list[int] = []
     for number, tensor in enumerate(tensors):
         if bucket and sum(tensors[i].size for i in bucket) + tensor.size > BUCKET:
@@ -85,15 +84,15 @@ def in_buckets(
 
 
 def means_of_parts(tensors: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """Every device's rows for this one: their codes' means, as codes.
+    """The means over the devices of the rows for this device.
 
     Args:
-        tensors: uint8 E4M3 codes, shape=(devices, n): row i is for device i.
+        tensors: uint8 E4M3 codes, shape=(devices, n); row i is for device i.
         axis_name: the mesh axis.
 
     Returns:
-        uint8 codes, shape=(n,) each: added in float32 and rounded once. In units of the scale: no
-        mean of codes is larger than a code can be.
+        uint8 E4M3 codes with the same scale, shape=(n,) each. The mean is computed in float32 and rounded
+        once; it cannot saturate.
     """
 
     def mean(rows: jax.Array) -> jax.Array:
@@ -105,7 +104,7 @@ def means_of_parts(tensors: list[jax.Array], axis_name: str) -> list[jax.Array]:
 
 
 def gathered(parts: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """Every device's parts: flat arrays of n numbers, of any dtypes, as arrays of shape (devices, n)."""
+    """All-gathers flat arrays of shape (n,) and any dtype to arrays of shape (devices, n)."""
     new: list[Any] = [None] * len(parts)
     for dtype in sorted({str(part.dtype) for part in parts}):
         alike = [i for i, part in enumerate(parts) if str(part.dtype) == dtype]
@@ -128,5 +127,5 @@ def _in_buckets_of_one_dtype(
 
 
 def from_bytes(codes: jax.Array) -> jax.Array:
-    """E4M3 codes of uint8."""
+    """Bitcasts uint8 to E4M3 codes."""
     return lax.bitcast_convert_type(codes, formats.E4M3.dtype)

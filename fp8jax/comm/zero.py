@@ -1,21 +1,21 @@
-"""ZeRO: what of a training state each device keeps, said once as a value.
+"""ZeRO: sharding of weights, gradients and optimizer states over data-parallel devices.
 
     zero = Zero(mesh, "O2", stage=2)
     variables = zero.place(model.init(key, x))
     tx = fp8jax.optim.adamw(3e-4, "O2", zero=zero)
     loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, batch)
 
-| stage | each device keeps its part of | what crosses in a step, in the recipe's formats |
+| stage | sharded | collectives of a step, in the recipe's formats |
 |---|---|---|
-| 0 | nothing: plain data parallelism | gradients, reduced |
-| 1 | moments and masters | gradients, reduced in parts; new weights, gathered |
-| 2 | and gradients | the same, each kernel's in the backward as soon as there is one |
-| 3 | and weights | gradients as in 2; E4M3 kernels, gathered where they are used, twice |
+| 0 | nothing: plain data parallelism | all-reduce of gradients |
+| 1 | moments and master weights | reduce-scatter of gradients; all-gather of new weights |
+| 2 | gradients, too | the same; a kernel's gradient is reduce-scattered inside the backward |
+| 3 | weights, too | gradients as in 2; all-gather of E4M3 kernels, in forward and backward |
 
-A tensor is split along one of its last two axes, the first that divides by the devices; others, and
-vectors, are whole everywhere. (A stack of layers has its axis in front.) Its scale is that of the
-whole tensor, on all devices. Everything outside of `value_and_grad` and the optimizer is JAX's own
-engine: arrays are global, and any optax link sees whole tensors.
+A tensor is sharded along the second-to-last axis if the number of devices divides it, otherwise along the
+last axis. Vectors, and tensors without such an axis, are replicated. The axis of stacked layers comes first.
+All shards have the scale of the whole tensor. Outside `value_and_grad` and the optimizer, arrays are ordinary
+global JAX arrays, so any optax transformation works on whole tensors.
 
 References:
     ZeRO, arXiv 1910.02054; FP8-LM, arXiv 2310.18313, section 2.3; MS-AMP's ZeRO optimizers.
@@ -40,18 +40,19 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """A stage of ZeRO on the devices of a mesh.
+    """A stage of ZeRO on a mesh.
 
     Attributes:
-        mesh: of the devices.
-        recipe: its `comm` column says what gradients cross in.
+        mesh: the device mesh.
+        recipe: sets the format of gradient communication by its `comm` column.
         stage: 0 to 3, see this module.
-        axis_name: the mesh axis over which the batch is split; "" if the mesh has only one. Other
-            axes are left to JAX: kernels sharded along them stay so.
-        offload: whether moments and masters are kept in the host's memory, and fetched for the step.
+        axis_name: the mesh axis that shards the batch; "" for a mesh with one axis. JAX handles other axes:
+            kernels sharded along them stay sharded.
+        offload: whether to store moments and master weights in host memory, and copy them to the device for
+            the step.
 
     Raises:
-        ValueError: no such stage or axis, or `offload` where devices cannot reach the host's memory.
+        ValueError: `stage` or `axis_name` is not legal, or `offload` with devices without host memory.
     """
 
     mesh: Mesh
@@ -79,16 +80,16 @@ class Zero:
 
     @property
     def axis(self) -> str:
-        """The name of the axis over which the batch is split."""
+        """The name of the mesh axis that shards the batch."""
         return self.axis_name or self.mesh.axis_names[0]
 
     @property
     def devices(self) -> int:
-        """The number of parts."""
+        """The number of shards."""
         return self.mesh.shape[self.axis]
 
     def split_of(self, leaf: Any) -> int | None:
-        """The axis, from the end, along which an array or `ScaledArray` is split; None if it is whole."""
+        """The sharded axis (negative) of an array or `ScaledArray`; None if it is replicated."""
         if self.devices == 1:
             return None
         blocks = leaf.scale.shape if is_scaled(leaf) and leaf.scale.ndim else (1,) * leaf.ndim
@@ -98,7 +99,7 @@ class Zero:
         return None
 
     def spec(self, leaf: Any, *, split: bool) -> Any:
-        """The `PartitionSpec` of a leaf's array; of a `ScaledArray` a pair of them."""
+        """The `PartitionSpec` of an array, or a `ScaledArray` of the specs of data and scale."""
         axis = self.split_of(leaf) if split else None
         names: list[Any] = [None] * leaf.ndim
         if axis is not None:
@@ -111,9 +112,9 @@ class Zero:
         return jax.tree.map(lambda leaf: self.spec(leaf, split=split), tree, is_leaf=is_scaled)
 
     def place(self, variables: Any) -> Any:
-        """Variables, or parameters, where the stage wants them: whole on every device, or its part of each.
+        """Places variables or parameters on the mesh: sharded in stage 3, otherwise replicated.
 
-        Within a jitted `init` no device ever holds more than that.
+        In a jitted `init` no device stores more than its shards.
         """
         if has_params(variables):
             others = {name: self._placed_whole(tree) for name, tree in variables.items() if name != PARAMS}
@@ -124,8 +125,15 @@ class Zero:
         return jax.tree.map(lambda x: self._placed(x, P()), tree)
 
     def place_state(self, tree: Any, params: Any, memory: str | None = None) -> Any:
-        """A tree of moments or masters of parameters where the stage wants it, or in the `memory` of that
-        kind; `adam` and `adamw` do this."""
+        """Places moments or master weights on the mesh: sharded from stage 1 on.
+
+        `adam` and `adamw` call this.
+
+        Args:
+            tree: moments or master weights, a tree like `params`.
+            params: the parameters.
+            memory: memory kind; by default host memory with `offload`, otherwise device memory.
+        """
         memory = memory or (HOST if self.offload else None)
 
         def put(param: Any, kept: Any) -> Any:
@@ -134,10 +142,10 @@ class Zero:
         return jax.tree.map(put, params, tree, is_leaf=is_scaled)
 
     def _put(self, leaf: Any, param: Any, split: bool, memory: str | None = None) -> Any:
-        """An array or `ScaledArray` of a parameter's shape, split as the parameter would be."""
+        """Places an array or `ScaledArray` of a parameter's shape with the parameter's sharding."""
         axis = self.split_of(param) if split else None
         spec = self.spec(leaf, split=axis is not None)
-        if is_scaled(leaf):  # scales stay at hand
+        if is_scaled(leaf):  # scales stay in device memory
             return ScaledArray(
                 self._placed(leaf.data, spec.data, memory), self._placed(leaf.scale, spec.scale)
             )
@@ -148,14 +156,14 @@ class Zero:
             x = jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
         else:
             if len(self.mesh.axis_names) > 1 and isinstance(x, jax.core.Tracer):
-                # What other axes do with the other dims is the user's.
+                # Leave the sharding of other dims over other mesh axes to the user.
                 spec = P(*(spec[i] if i < len(spec) and spec[i] else P.UNCONSTRAINED for i in range(x.ndim)))
-            if not isinstance(x, jax.core.Tracer):  # wherever it is
+            if not isinstance(x, jax.core.Tracer):
                 return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
             x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         if memory is None:
             return x
-        # (A constraint does not move arrays, and what moves them does not shard them.)
+        # A sharding constraint does not change the memory kind, and under jit `device_put` does not shard.
         return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
 
     @property
@@ -163,7 +171,7 @@ class Zero:
         return AxisType.Explicit in self.mesh.axis_types
 
     def on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
-        """`function(*args)` on each device, of its parts of the arguments as the specs say."""
+        """`function(*args)` under `jax.shard_map`, with these specs."""
         if self._is_explicit:
             args = jax.tree.map(
                 lambda spec, part: jax.tree.map(lambda x: self._placed(x, spec), part),
@@ -179,13 +187,13 @@ class Zero:
             axis_names={self.axis},
             check_vma=False,
         )
-        # Outside of `jit` each operation would run by itself, which arrays of extended dtypes do not.
+        # jit, because eager operations do not support extended dtypes.
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
         return run(*args) if is_traced else jax.jit(run)(*args)
 
 
 def own_part(x: jax.Array, spread_axis: int | None, axis_name: str) -> jax.Array:
-    """This device's part of an array that all have; the array itself if it is not split."""
+    """This device's shard of a replicated array; the whole array if `spread_axis` is None."""
     if spread_axis is None:
         return x
     axis = spread_axis % x.ndim
@@ -197,7 +205,7 @@ def _why_no_offload(mesh: Mesh) -> str | None:
     for device in mesh.devices.flat:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
-            # JAX compiles for a device that is only described as if there were no such memory.
+            # For a described device without hardware, JAX compiles as if it had no host memory.
             return (
                 f"expected devices that reach memory of kind {HOST!r}; {device} has "
                 f"{', '.join(kinds) or 'none that is known'}. Leave `offload` out: a higher stage saves "
