@@ -4,8 +4,8 @@
     updates, opt_state = tx.update(grads, opt_state, variables)
     variables = fp8jax.apply_updates(variables, updates)
 
-`variables` are Flax variables, `{"params": ..., "_overwrite_with_gradient": ...}`, or a tree of parameters. The
-gradient has the same structure. "params" has the gradients, in the format of the recipe's `weight_grad`
+`variables` are Flax variables, `{"params": ..., "_overwrite_with_gradient": ...}`, or a tree of parameters.
+The gradient has the same structure. "params" has the gradients, in the format of the recipe's `weight_grad`
 column. "_overwrite_with_gradient" has the new scaling state and "loss_scale" the new loss scale; both replace
 the old ones.
 """

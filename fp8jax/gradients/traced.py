@@ -1,8 +1,8 @@
 """Gradients of a loss that is traced with plain parameters and evaluated with the stored kernels.
 
 The loss sees arrays in the parameters' original dtypes. A kernel with one FP8 dot product and no other use
-has an FP8 gradient. The gradients of a kernel with other uses (a second dot product, weight decay in the loss)
-are summed in float32 and quantized afterwards.
+has an FP8 gradient. If a kernel has other uses (a second dot product, weight decay in the loss), its
+gradients are summed in float32 and quantized afterwards.
 """
 
 from collections.abc import Callable
