@@ -122,7 +122,7 @@ LEVELS = ("te", "O2", "O3")
         ("dense", "O3", None, 2, 3),
         ("lora", "O2", None, 1, 0),
         ("experts", "te", None, 1, 0),
-        ("dense", "O2", "h200", 8, 3),
+        ("dense", "te", "h200", 8, 3),
         ("lora", "te", "h200", 1, 0),
         *(long("dense", recipe, None, 4, stage) for recipe in LEVELS for stage in range(4)),
         *(long("dense", recipe, "h200", 8, stage) for recipe in LEVELS for stage in range(4)),

@@ -100,6 +100,31 @@ class Planted:
         return jax.jit(jnp.sin).lower(1.0).compile().memory_analysis()
 
 
+@pytest.mark.parametrize(
+    "collective, numbers",
+    [
+        (lambda x: lax.psum(x, "devices"), 2 * 3 / 4 * 1024),
+        (lambda x: lax.all_gather(x, "devices"), 3 * 1024),
+        (lambda x: lax.psum_scatter(x, "devices", tiled=True), 3 / 4 * 1024),
+        (lambda x: lax.all_to_all(x, "devices", 0, 0, tiled=True), 3 / 4 * 1024),
+        (lambda x: lax.ppermute(x, "devices", [(i, (i + 1) % 4) for i in range(4)]), 1024),
+        (lambda x: x, 0),
+    ],
+)
+def test_bytes_sent_around_a_ring(collective, numbers):
+    """By hand, of 1024 numbers on each of 4 devices; in a loop as often as that runs."""
+    mesh, parts = targets.here(4), jax.P("devices")
+    x = jax.ShapeDtypeStruct((4 * 1024,), jnp.float32, sharding=jax.NamedSharding(mesh, parts))
+
+    def repeated(x):
+        return lax.scan(lambda _, i: (None, collective(x * i)), None, jnp.arange(5.0))[1]
+
+    for function, runs, spec in ((collective, 1, parts), (repeated, 5, jax.P(None, "devices"))):
+        run = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=spec, check_vma=False)
+        read = program.read(jax.jit(run).lower(x).compile())
+        assert read.sent(4) == 4 * numbers * runs and read.sent(4) == sum(c.sent(4) for c in read.collectives)
+
+
 TEXT = """HloModule planted
 
 %fused (param: bf16[8,16], param.1: bf16[16,4]) -> f32[8,4] {

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax import program
+from fp8jax import program, targets
 from fp8jax.train import config
 from fp8jax.train.batch import budget_of_device, largest_batch
 from fp8jax.train.optimizers import optimizer_of, schedule_of
@@ -302,6 +302,16 @@ def test_a_plan_is_the_trainers_program():
     assert plan.total == trainer.program.total and plan.sent == trainer.program.sent(2) > 0
     with pytest.raises(ValueError, match="`target`: h200 is one device"):
         trainer.plan("h200")
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+def test_a_plan_for_another_gpu():
+    trainer = Trainer(Plain(), loss, TrainConfig(recipe="te", per_device_train_batch_size=4), rows(1))
+    plan, found = trainer.plan("h200"), trainer.compile(target="h200").memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    assert plan.kept == found.argument_size_in_bytes
+    assert plan.temporaries == found.temp_size_in_bytes + results
+    assert plan[3:7] == trainer.plan()[3:7] and plan.total != trainer.plan().total
 
 
 def test_rows_have_the_dtypes_of_arrays_on_a_device():
