@@ -1,7 +1,7 @@
-"""How is a scale chosen? Each file is one answer; a recipe picks one.
+"""Scaling methods for FP8 casts.
 
-The answers: `delayed` (from the amaxes of the steps before) and `current` (from the tensor
-itself). What an answer is: `base.Scaling`. How states that meet are merged: `merge`.
+`delayed` computes a scale from the amaxes of previous steps, `current` from the tensor itself. `base.Scaling`
+is their interface. `merge` combines the scaling states of several uses of a layer.
 """
 
 from fp8jax.recipe import Recipe
@@ -11,5 +11,5 @@ from fp8jax.scaling.base import State as State
 
 
 def of_recipe(recipe: Recipe) -> Scaling:
-    """The scaling that the recipe's GEMM column asks for."""
+    """The scaling of the recipe's GEMM column."""
     return {"delayed": delayed, "current": current}[recipe.scaling].build(recipe)

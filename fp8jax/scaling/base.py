@@ -1,4 +1,4 @@
-"""The shape of an answer to "how is a scale chosen?"."""
+"""`Scaling`, the interface of scaling methods."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ class Scaling(NamedTuple):
         scale = scaling.scale(state, i, amax, max)  # for the cast of operand i, this step
         state = scaling.update(state, amaxes, maxes)  # for the next step
 
-    `amax` is that of the operand at hand, shape (); `max` is its format's. `update` takes all
-    operands at once, shape (n,): on a GPU n scalars cost as much as one.
+    `amax` is the amax of operand i, shape (); `max` is the max of its format. `update` takes all operands at
+    once, shape (n,), because on a GPU n scalars cost as much as one.
     """
 
     init: Callable[[int], State]

@@ -1,4 +1,4 @@
-"""Current scaling: the scale comes from the tensor that is cast. No state.
+"""Current scaling: the scale is computed from the tensor to cast. There is no state.
 
 An amax that is zero, infinite or NaN gives scale 1.
 

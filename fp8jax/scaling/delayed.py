@@ -1,28 +1,26 @@
-"""Delayed scaling: the scale comes from the amaxes of the steps before.
+"""Delayed scaling: the scale is computed from the amaxes of previous steps.
 
-The step that sees an amax still casts with the old scale; the window that gives the next
-scale is the newest `amax_history_len` amaxes, this step's included:
+A step casts with the scale of the previous step. The scale for the next step comes from the newest
+`amax_history_len` amaxes, including this step's:
 
-    scale = amax / format.max * 2**margin,   amax = max(window) or window[newest]
+    scale = amax / format.max * 2**margin,   amax = max(history) or history[newest]
 
 State of a dot's n operands:
 
-    scale         # shape=(n,), float32: what the next step casts with
-    amax_history  # shape=(n, amax_history_len), float32: newest first, 0 where nothing was seen
-    step          # shape=(), float32: steps seen modulo interval; only where interval > 1
+    scale         # shape=(n,), float32: scale of the next cast
+    amax_history  # shape=(n, amax_history_len), float32: newest first, 0 for steps without an amax
+    step          # shape=(), float32: number of steps modulo interval; only if interval > 1
 
-What differs from TransformerEngine, on purpose: an infinite or NaN amax enters the window as
-0, so that one bad step is forgotten at once instead of freezing the scale until it leaves
-the window; subnormal amaxes cannot make an infinite factor; and until a tensor with an amax
-was seen, the scale is that of a typical one, with room for others (`scaled.TYPICAL`).
+Intended differences from TransformerEngine: an infinite or NaN amax enters the history as 0, so that a bad
+step does not freeze the scale until it leaves the history. Subnormal amaxes cannot give an infinite factor.
+Before the first amax the scale is a typical scale with headroom (`scaled.TYPICAL`).
 
-No cast waits for an amax, so that a compiler casts a tensor where it is computed and takes
-its amax in passing. `first_scale="tensor"` starts from the first tensor itself: exactly
-scaled from the first step on, for one more reading of every tensor at all steps.
+A cast does not wait for the tensor's amax, so XLA fuses the cast and the amax with the tensor's computation.
+`first_scale="tensor"` uses the amax of the first tensor: the first step is scaled exactly, but every step
+reads every tensor once more.
 
 References:
-    TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433,
-    section 3.2.
+    TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433, section 3.2.
 """
 
 from typing import Any
@@ -38,7 +36,7 @@ from fp8jax.scaling.base import Scaling, State
 
 
 def build(recipe: Recipe) -> Scaling:
-    """Delayed scaling with the recipe's margin, interval, window and algorithm."""
+    """Delayed scaling with the recipe's margin, interval, history length and algorithm."""
 
     def init(operands: int) -> State:
         state = {
@@ -54,13 +52,13 @@ def build(recipe: Recipe) -> Scaling:
         if recipe.first_scale != "tensor":
             return kept
         first = kept == UNSET
-        # Exactly `where(first, scale_of(...), kept)`, see there.
+        # The same as `where(first, scale_of(...), kept)`, bit for bit.
         factor = factor_of(amax, limit, margin=recipe.margin)
         return select(first, 1.0, kept) / select(first & usable(amax), factor, 1.0)
 
     def update(state: State, amaxes: jax.Array, limits: Any) -> State:
         newest = select(usable(amaxes), amaxes, 0.0)
-        # The oldest leaves and the newest enters; as a choice, which XLA fuses with what follows.
+        # Shift the history by pad and select, which XLA fuses with the following operations.
         moved = lax.pad(state["amax_history"], np.float32(0), [(0, 0, 0), (1, -1, 0)])
         is_new = lax.broadcasted_iota(jnp.int32, moved.shape, 1) == 0
         history = lax.select(is_new, lax.broadcast_in_dim(newest, moved.shape, (0,)), moved)
@@ -69,7 +67,7 @@ def build(recipe: Recipe) -> Scaling:
         if recipe.interval == 1:
             return {"scale": scale, "amax_history": history}
         is_due = state["step"] == 0
-        if recipe.first_scale != "one":  # nobody waits for a scale of his own
+        if recipe.first_scale != "one":  # update at once after a first amax
             is_due |= jnp.max(state["amax_history"], axis=1) == 0
         return {
             "scale": jnp.where(is_due, scale, state["scale"]),

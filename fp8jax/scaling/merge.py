@@ -1,22 +1,22 @@
-"""What happens where cotangents meet: amaxes are merged by max, FP8 codes are never added.
+"""Extended dtypes for cotangents: scaling states are merged by max, FP8 gradients cannot be added.
 
-JAX adds the cotangents of a layer that is used twice, or broadcast in a scan. The new scaling
-state leaves a step as the cotangent of the old one, and the sum of two amaxes is wrong; an
-FP8 weight gradient is codes on a scale of their own, and the sum of two codes is nonsense.
-Both travel as arrays of extended dtypes, in which addition means something else, or is not there:
+JAX adds the cotangents of a layer that is used twice, or is a constant of a scan. The new scaling state is
+the cotangent of the old one, and a sum of two amaxes is wrong. An FP8 weight gradient is codes with a scale,
+and a sum of codes is meaningless. So both have extended dtypes: addition of `fm32` is max, and `FP8_GRAD` has
+no addition.
 
-    state = jax.grad(loss)(state)                            # the next one, if all uses take to_max(state)
-    state = from_max(jax.grad(loss)(to_max(state)))          # the same, but -inf where unused
+    state = jax.grad(loss)(state)                            # the next state, if all uses take to_fm32(state)
+    state = from_fm32(jax.grad(loss)(to_fm32(state)))        # the same, but -inf for an unused state
 
-The maximum of scales is the scale of the largest amax, but for a use without an amax (zeros, or
-numbers that are not finite): its scale is the old one, or that of a window of the past. While states
-meet it is negative, so that any other is larger (`marked`):
+The max of scales is the scale of the largest amax. But a use without an amax (only zeros, or values that are
+not finite) has the old scale, or a scale from the history. `marked` makes such a scale negative before the
+merge, so that any scale with an amax is larger:
 
     scales of two uses    2**-9, -2**-3    ->    2**-9
                          -2**-3, -2**-3    ->    2**-3
 
-The dtypes are Flax's (`fm32` and its kin, made for the first purpose). This is the only
-module besides `models/` that imports flax.
+`fm32` is Flax's dtype for this purpose, and `FP8_GRAD` is derived from its base class. Besides `models/`,
+only this module imports flax.
 """
 
 import dataclasses
@@ -46,14 +46,14 @@ class _CodesDType(fp8_meta_dtype_wrapper):
     _rules: type = _CodesRules
 
 
-# Bytes: XLA on CPU would stack a scan's float8 arrays by way of float16, all of them at each step.
+# uint8, because XLA on CPU converts all float8 arrays that a scan stacks to float16 in each iteration.
 FP8_GRAD = _CodesDType(jnp.dtype(jnp.uint8))
 
 
 def to_fm32(tree: Any) -> Any:
-    """float32 leaves become `fm32`; leaves that are already stay.
+    """Converts float32 leaves to `fm32`; `fm32` leaves stay.
 
-    The gradient with respect to the float32 leaves is their next value.
+    The gradient with respect to a float32 leaf is its next value.
     """
     leaves, treedef = jax.tree.flatten(tree)
     others = [i for i, leaf in enumerate(leaves) if leaf.dtype != fm32]
@@ -63,7 +63,7 @@ def to_fm32(tree: Any) -> Any:
 
 
 def from_fm32(tree: Any) -> Any:
-    """`fm32` leaves become float32 again, without marks; other leaves stay."""
+    """Converts `fm32` leaves to float32, `unmarked`; other leaves stay."""
     return jax.tree.map(lambda x: _unmarked(_to_float32(x)) if x.dtype == fm32 else x, tree)
 
 
@@ -80,18 +80,20 @@ _to_fm32.defvjp(lambda old: (_as_fm32(old), old), lambda old, new: (settled(from
 
 
 def to_cotangents(state: Any) -> Any:
-    """The next state of a dot as the cotangents of its state."""
+    """A dot's next state as cotangents of its state: `marked`, as `fm32`."""
     return _as_fm32(marked(state))
 
 
 def from_cotangents(tree: Any) -> Any:
-    """Merged cotangents as float32 arrays: `marked`, and -inf where unused. They can be merged by max with
-    others of the same state; at last they are `settled`."""
+    """Merged cotangents as float32 arrays: `marked`, and -inf for unused states.
+
+    They can be merged further by max with cotangents of the same state; then `settled` gives the next state.
+    """
     return _to_float32(tree)
 
 
 def marked(tree: Any) -> Any:
-    """Next states, the scales of which are negative where no amax of this step is behind them."""
+    """The next states with negative scales for operands without an amax in this step."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, Mapping) and "amax_history" in node
@@ -106,12 +108,12 @@ def marked(tree: Any) -> Any:
 
 
 def settled(merged: Any, old: Any) -> Any:
-    """The next states: merged ones without marks, and the old ones where nothing was merged."""
+    """The next states: the merged states, unmarked, and the old states where nothing was merged."""
     return jax.tree.map(lambda new, old: select(new == -jnp.inf, old, lax.abs(new)), merged, old)
 
 
 def unmarked(merged: Any) -> Any:
-    """Merged states without marks; -inf, where nothing was merged, stays."""
+    """The merged states with positive scales; -inf (nothing merged) stays."""
     return jax.tree.map(_unmarked, merged)
 
 
@@ -120,26 +122,26 @@ def _unmarked(x: jax.Array) -> jax.Array:
 
 
 def zero_fp8_grad(like: jax.Array) -> jax.Array:
-    """Zero E4M3 codes that cannot be added, of an array's shape."""
+    """Zeros of dtype `FP8_GRAD`, with the shape of `like`."""
     return to_fp8_grad(jnp.zeros_like(like, E4M3.dtype))
 
 
 def to_fp8_grad(data: jax.Array) -> jax.Array:
-    """E4M3 codes as an array that cannot be added."""
+    """Converts E4M3 codes to dtype `FP8_GRAD`, which cannot be added."""
     return lax.convert_element_type(to_bytes(data), FP8_GRAD)
 
 
 def from_fp8_grad(codes: jax.Array) -> jax.Array:
-    """The E4M3 codes again."""
+    """Converts `FP8_GRAD` to E4M3 codes."""
     return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
 
 
 def broadcast_under_vmap(tree: Any, *operands: Any) -> Any:
-    """`tree` as it is; where a vmap maps the operands alone, one copy for each example.
+    """`tree` unchanged; under a vmap of the operands only, a copy for each example.
 
-    JAX would sum the cotangents of an array that the examples share, by an addition that the
-    dtypes here do not have: those of the copies of an `fm32` leaf merge by max. Per-example gradients, a vmap
-    of the gradient, are not summed.
+    Under vmap JAX sums the cotangents of an unmapped array over the examples, and the extended dtypes have no
+    sum. The cotangents of an `fm32` leaf's copies are merged by max instead. Per-example gradients (a vmap of
+    the gradient) are not merged.
     """
     return jax.tree.map(lambda leaf: _along_p.bind(leaf, *operands), tree)
 
