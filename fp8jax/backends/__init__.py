@@ -1,14 +1,14 @@
-"""Who multiplies? Each file or folder is one answer; `auto` takes the best one that can.
+"""GEMM backends: `xla`, `te` (TransformerEngine) and `reference`; "auto" selects one that can run here.
 
 A backend is a module with two functions and a text:
 
-    NORMS                                 # what becomes of a norm or an activation before a cast
+    NORMS                                 # text: how norms and activations before a cast are computed
     supports(*, is_batched) -> str | None # None, or the reason why it cannot run here
     dot(lhs, rhs, dimension_numbers, *, out_dtype, precise) -> Array
 
-`dot` multiplies two `ScaledArray`s whose scales are scalars: accumulates in float32, applies
-the scales, then casts to `out_dtype`. `precise` asks for full float32 accumulation where the
-hardware has a faster, shorter one.
+`dot` is the GEMM of two `ScaledArray`s with scalar scales. It accumulates in float32, applies the scales and
+casts to `out_dtype`. `precise` requires full float32 accumulation; otherwise the hardware's faster, less
+precise accumulation is allowed.
 """
 
 from types import ModuleType
@@ -22,9 +22,9 @@ BACKENDS = {"xla": xla, "reference": reference, "te": te}
 
 
 class Choice(NamedTuple):
-    """Who multiplies, and why."""
+    """The selected backend, and the reason."""
 
-    name: str  # of BACKENDS
+    name: str  # a key of BACKENDS
     why: str
 
     def __str__(self) -> str:
@@ -32,21 +32,21 @@ class Choice(NamedTuple):
 
     @property
     def module(self) -> ModuleType:
-        """The backend."""
+        """The backend's module."""
         return BACKENDS[self.name]
 
 
 def choose(name: str, *, is_batched: bool = False) -> Choice:
-    """The backend called `name`; of "auto", "te" where it can run on the one device there is, else "xla".
+    """The backend `name`. "auto" is "te" if it can run here and there is one device, otherwise "xla".
 
-    JAX's default device decides, so what is traced on a CPU for a GPU that is not there is XLA's.
+    "auto" looks at JAX's default device, so a program traced on CPU for an absent GPU uses "xla".
 
     Args:
-        name: "auto", or one of `BACKENDS`.
-        is_batched: whether it is for a product with batch dimensions.
+        name: "auto", or a key of `BACKENDS`.
+        is_batched: whether the dot has batch dimensions.
 
     Raises:
-        ValueError: no such backend, or it cannot run here (with its reason).
+        ValueError: the backend is unknown, or cannot run here.
     """
     if name == "auto":
         reason = te.supports(is_batched=is_batched)
@@ -62,7 +62,7 @@ def choose(name: str, *, is_batched: bool = False) -> Choice:
 
 
 def note(name: str) -> str:
-    """What a report says of the backend called `name`: what becomes of norms, and who multiplies."""
+    """The report's text for the backend `name`: its `NORMS`, and the selected backend."""
     choice = choose(name)
     line = f"backend: {choice}"
     if name == "auto" and choice.name == "te":

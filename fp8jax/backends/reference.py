@@ -1,6 +1,6 @@
-"""What an FP8 GEMM means: dequantize, multiply in float32, cast.
+"""The reference backend: dequantize, matmul in float32, cast.
 
-Slow and exact; the other backends are tested against it.
+It is slow and exact; the other backends are tested against it.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ NORMS = "norms and activations are stored, and then cast to FP8"
 
 
 def supports(*, is_batched: bool = False) -> str | None:
-    """None: runs everywhere."""
+    """None; this backend runs everywhere."""
     del is_batched
     return None
 
@@ -28,7 +28,7 @@ def dot(
     out_dtype: Any,
     precise: bool,
 ) -> jax.Array:
-    """The product of the dequantized operands; see `fp8jax.backends`."""
+    """The matmul of the dequantized operands; see `fp8jax.backends`."""
     del precise
     return lax.dot_general(
         lhs.dequantize(),

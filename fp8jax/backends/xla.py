@@ -1,15 +1,14 @@
-"""FP8 GEMMs through XLA: cuBLASLt on a GPU, exact emulation on a CPU.
+"""The XLA backend: FP8 GEMMs by cuBLASLt on GPU, exact emulation on CPU.
 
-One program serves both; which half of it is compiled is decided when it is lowered, so a
-program traced on a laptop compiles for a GPU that is not there.
+The platform is selected at lowering, so a program traced on a laptop compiles for an absent GPU.
 
-GPU. XLA recognizes `convert(fp8) * scalar` operands of a dot and makes one
-`__cublas$lt$matmul$f8` call, which takes the scales as they are (float32), accumulates in
-float32, and writes `out_dtype`. Precision DEFAULT is fast accumulation, HIGHEST precise.
+GPU: XLA rewrites a dot with operands `convert(fp8) * scalar` to one `__cublas$lt$matmul$f8` call. The call
+takes the float32 scales, accumulates in float32 and writes `out_dtype`. Precision DEFAULT is fast
+accumulation, HIGHEST is precise.
 
-CPU. FP8 values are exact in bfloat16 and float32 and their products are exact in float32, so
-a wider dot means the same as an FP8 one. Which is faster depends on the processor: bfloat16
-where it has bfloat16 instructions, else float32.
+CPU: FP8 values are exact in bfloat16 and float32, and their products are exact in float32, so a dot in either
+dtype computes the same as an FP8 dot. bfloat16 is faster on processors with bfloat16 instructions, float32 on
+others.
 """
 
 import functools
@@ -27,7 +26,7 @@ NORMS = "on a GPU XLA computes a norm within the cast of its output to FP8, and 
 
 
 def supports(*, is_batched: bool = False) -> str | None:
-    """None: runs wherever JAX does."""
+    """None; this backend runs wherever JAX runs."""
     del is_batched
     return None
 
@@ -64,7 +63,7 @@ def _dot_widened(
     out_dtype: Any,
     precise: bool,
 ) -> jax.Array:
-    del precise  # it always is
+    del precise  # float32 accumulation is always precise
     wide = jnp.bfloat16 if _has_bfloat16_instructions() else jnp.float32
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     ((lhs_k,), (rhs_k,)), (lhs_batch, rhs_batch) = dimension_numbers
@@ -72,15 +71,15 @@ def _dot_widened(
         lhs = _rows(lhs, lhs_k)
         dimension_numbers = (((lhs.ndim - 1,), (rhs_k,)), (lhs_batch, rhs_batch))
     out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
-    # Two multiplications: the product of the scales alone can leave float32's range.
+    # Two multiplications, because the product of the scales can overflow or underflow in float32.
     return (out * lhs_scale * rhs_scale).astype(out_dtype)
 
 
 def _rows(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with `axis` last, as XLA's fast CPU GEMM wants its lhs.
+    """`x` with `axis` last, the lhs layout of XLA's fast CPU GEMM.
 
-    The barriers keep XLA from undoing the transpose, and from computing its operand element by
-    element; in blocks of 8 it takes a tenth of the time.
+    The barriers stop XLA from undoing the transpose and from fusing the computation of `x` into it. In blocks
+    of 8 the transpose takes a tenth of the time.
     """
     x = lax.optimization_barrier(x)
     size, block = x.shape[axis], 8
@@ -103,7 +102,7 @@ def _dot_scaled(
     out_dtype: Any,
     precise: bool,
 ) -> jax.Array:
-    # The scales are cast for the sake of the pattern; XLA hands the float32 ones to cuBLASLt.
+    # XLA's pattern needs scales in `out_dtype`; cuBLASLt gets the float32 scales.
     return lax.dot_general(
         lhs.astype(out_dtype) * lhs_scale.astype(out_dtype),
         rhs.astype(out_dtype) * rhs_scale.astype(out_dtype),
@@ -115,7 +114,7 @@ def _dot_scaled(
 
 @functools.cache
 def _has_bfloat16_instructions() -> bool:
-    """Whether this processor multiplies bfloat16 natively (Linux tells; else assume not)."""
+    """Whether this processor has bfloat16 instructions, from Linux's /proc/cpuinfo; False elsewhere."""
     try:
         flags = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:

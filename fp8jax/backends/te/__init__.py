@@ -1,31 +1,32 @@
-"""FP8 GEMMs through NVIDIA TransformerEngine's cuBLASLt, and ways between its modules and ours.
+"""The TransformerEngine backend: FP8 GEMMs by its cuBLASLt calls, and conversion of its modules' state.
 
     y = fp8jax.dot_general(x, w, numbers, recipe="te", state=state, backend="te")
     model = fp8jax.transform(model, "O2", backend="te")
 
-What TransformerEngine does here is the three GEMMs of a product, on FP8 operands and scales that
-are made as for every other backend. So all recipes work, scaling state is the same and is updated
-the same way (amaxes of a layer that is used twice merge by max, a NaN is forgotten), and a
-checkpoint goes from one backend to another as it is. Compiled for an H200, an MLP's program is that
-of "xla" with other calls in the place of its GEMMs. TransformerEngine's casts are not used: for
-scales per tensor they write rows and leave the transposes to XLA, as ours do, and XLA computes a
-norm or an activation within a cast of its own only. Its LayerNorm with FP8 output is not used
-either: in a Flax model a norm is a module of its own, whose output may go anywhere.
+TransformerEngine computes only the three GEMMs of a dot. Casts, scales and scaling state are the same as with
+every other backend. So all recipes work, amaxes of a layer that is used twice are merged by max, NaN amaxes
+are ignored, and checkpoints are independent of the backend. For an H200 an MLP compiles to the same program
+as with "xla", except for the GEMM calls.
+
+TransformerEngine's casts are not used: with per-tensor scales they write row-major codes and leave transposes
+to XLA, as fp8jax does, and XLA fuses norms and activations only into its own casts. TransformerEngine's
+LayerNorm with FP8 output is not used, because in a Flax model a norm is a module, and its output may have
+other uses.
 
 For users of TransformerEngine's own modules:
 
-    recipe_of("te,margin=1")                  # its recipe object, for any of its interfaces
-    with autocast("te"): ...                  # its modules in FP8
+    recipe_of("te,margin=1")                  # TransformerEngine's recipe object
+    with autocast("te"): ...                  # TransformerEngine's modules in FP8
     nn.Dense(64, dot_general_cls=dot_general_cls("te"))
-    to_te(state), from_te(state, "te")        # scaling state of its modules and of ours
+    to_te(state), from_te(state, "te")        # conversion of scaling state
 
-Its modules add the state of a layer that is used twice, which makes the scale twice too large;
-`fp8jax.transform(module, "te", backend="te")` gives each use a state of its own.
+TransformerEngine's modules sum the state of a layer that is used twice, so its scale is twice too large.
+`fp8jax.transform(module, "te", backend="te")` gives each use a separate state.
 
-Limits. TransformerEngine is told of many devices by its own `MeshResource`: "auto" takes this
-backend where there is one device. A product under `vmap` is one GEMM after the other.
+Limits: "auto" selects this backend for one device only, because TransformerEngine needs its `MeshResource`
+for several devices. Under `vmap` the GEMMs of a dot run one after another.
 
-The files: `gemm` (the products), `modules` (what its own modules need), `state` (theirs and ours).
+The files: `gemm` (GEMMs), `modules` (recipes for TransformerEngine's modules), `state` (conversion of state).
 
 References:
     TransformerEngine 2.20.2, transformer_engine/jax: cpp_extensions/gemm.py, quantize/quantizer.py,

@@ -1,10 +1,10 @@
-"""Products by TransformerEngine's cuBLASLt, and whether it can make them here.
+"""FP8 GEMMs by TransformerEngine, and the check that it can run here.
 
     supports()                                # None, or "transformer_engine is not installed"
     dot(lhs, rhs, numbers, out_dtype=jnp.bfloat16, precise=True)
 
-Its GEMM takes two matrices of codes and their scales. Where the GPU multiplies FP8 only with the
-contracted dim last in memory, they are transposed before; sides that cuBLASLt does not take are padded.
+The GEMM takes two matrices of codes and their scales. Matrices are transposed if the GPU requires the
+contracted dim last in memory, and padded to the sizes that cuBLASLt requires.
 """
 
 import functools
@@ -20,17 +20,17 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fp8jax.backends import xla
 from fp8jax.scaled import ScaledArray
 
-NORMS = xla.NORMS  # what surrounds the GEMMs is XLA's
+NORMS = xla.NORMS  # XLA compiles everything around the GEMMs
 
-# cuBLASLt takes FP8 matrices whose sides are whole 16 bytes.
+# cuBLASLt needs FP8 matrices with sides that are multiples of 16 bytes.
 _MULTIPLE = 16
 
 
 def supports(*, is_batched: bool = False) -> str | None:
-    """Why it cannot run here, or None.
+    """The reason why this backend cannot run here, or None.
 
     Args:
-        is_batched: whether it is asked about a product with batch dimensions.
+        is_batched: whether the dot has batch dimensions.
     """
     reason = _why_not_importable()
     if reason:
@@ -51,10 +51,10 @@ def dot(
     out_dtype: Any,
     precise: bool,
 ) -> jax.Array:
-    """The product of two matrices; see `fp8jax.backends`."""
+    """The GEMM of two matrices; see `fp8jax.backends`."""
     dims, _ = dimension_numbers
     multiply = functools.partial(_multiply, dims, out_dtype, precise)
-    # One after the other where a vmap maps them: the GEMM has no rule for it.
+    # sequential_vmap, because TransformerEngine's GEMM has no batching rule for this.
     return jax.custom_batching.sequential_vmap(multiply)(lhs.data, lhs.scale, rhs.data, rhs.scale)
 
 
@@ -67,10 +67,10 @@ def _multiply(
     rhs: jax.Array,
     rhs_scale: jax.Array,
 ) -> jax.Array:
-    """One of its GEMMs."""
+    """One TransformerEngine GEMM."""
     quantize = importlib.import_module("transformer_engine.jax.quantize")
     gemm, is_plain = _gemm()
-    # In plain JAX it casts before it scales, and XLA on a CPU adds in what it is cast to.
+    # Its plain JAX version casts before it scales, and XLA on CPU accumulates in the dtype of that cast.
     dq_dtype = jnp.float32 if is_plain else out_dtype
     ((lhs_k,), (rhs_k,)) = dims
     m, n = lhs.shape[1 - lhs_k], rhs.shape[1 - rhs_k]
@@ -93,9 +93,10 @@ def _multiply(
 
 
 def _gemm() -> tuple[Any, bool]:
-    """Its GEMM, and whether it is what it has in plain JAX where its custom calls are switched off.
+    """TransformerEngine's GEMM, and whether it is the plain JAX version, which it uses without custom calls.
 
-    Its public `gemm` accumulates forward and backward alike, as an environment variable says.
+    Its public `gemm` is not used, because an environment variable sets one accumulation precision for forward
+    and backward.
     """
     module = importlib.import_module("transformer_engine.jax.cpp_extensions.gemm")
     if module.GemmPrimitive.enabled():
@@ -105,13 +106,13 @@ def _gemm() -> tuple[Any, bool]:
 
 def _with_last(x: jax.Array, axis: int) -> jax.Array:
     """A matrix with `axis` last."""
-    # Without the constraint XLA may compute all that is before, the wide tensor too, in the layout in
-    # which the transpose costs nothing, and transpose that.
+    # Without the constraint XLA may choose a layout with a free transpose for all preceding tensors, and
+    # transpose a high-precision tensor.
     return x if axis == 1 else with_layout_constraint(x, Layout(major_to_minor=(0, 1))).T
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """A matrix with zeros up to sides that cuBLASLt takes; they add nothing to a product."""
+    """A matrix, padded with zeros to sides that cuBLASLt supports."""
     return jnp.pad(x, [(0, -size % _MULTIPLE if size else _MULTIPLE) for size in x.shape])
 
 
@@ -122,13 +123,13 @@ def _why_not_importable() -> str | None:
     try:
         importlib.import_module("transformer_engine.jax")
         _gemm()
-    except Exception as error:  # a missing library, GPU or part: each of its layers fails in its own way
+    except Exception as error:  # a missing library, GPU or component raises different types of exceptions
         return f"transformer_engine.jax cannot be used: {type(error).__name__}: {error}".splitlines()[0]
     return None
 
 
 def _capability() -> tuple[int, int] | None:
-    """The compute capability of JAX's default device; None if that is no NVIDIA GPU."""
+    """The compute capability of JAX's default device; None if it is not an NVIDIA GPU."""
     config: Any = jax.config
     chosen = config.jax_default_device
     if chosen is None or isinstance(chosen, str):

@@ -1,10 +1,10 @@
-"""What TransformerEngine's own modules need, made of a recipe.
+"""TransformerEngine's own modules under an fp8jax recipe.
 
-    recipe_of("te,margin=1")                  # a DelayedScaling, for any of its interfaces
-    with autocast("te"): ...                  # its modules in FP8
+    recipe_of("te,margin=1")                  # a TransformerEngine DelayedScaling
+    with autocast("te"): ...                  # TransformerEngine's modules in FP8
     nn.Dense(64, dot_general_cls=dot_general_cls("te"))
 
-Of a recipe they follow the GEMM column alone, and of that only what they have; the rest is refused.
+The modules use only the recipe's GEMM column. GEMM options that they do not support raise.
 """
 
 import importlib
@@ -18,15 +18,15 @@ def recipe_of(recipe: Recipe | str) -> Any:
     """TransformerEngine's recipe object for the recipe's GEMM column.
 
     Args:
-        recipe: a `Recipe`, or the text of one. Its other columns are not TransformerEngine's, whose
-            modules keep weights, gradients and moments wide. `first_scale` is not either: its
-            modules start with scale 1, so the first step differs.
+        recipe: a `Recipe`, or its text. Other columns are ignored, because TransformerEngine's modules have
+            high-precision weights, gradients and moments. `first_scale` is ignored, too: the modules start
+            with scale 1, so the first step differs.
 
     Returns:
         A `transformer_engine.common.recipe.DelayedScaling` or `Float8CurrentScaling`.
 
     Raises:
-        ValueError: the recipe asks for what TransformerEngine's JAX modules do not do.
+        ValueError: TransformerEngine's JAX modules do not support an option of the recipe.
         ImportError: TransformerEngine is not installed.
     """
     recipe = Recipe.parse(recipe)
@@ -56,11 +56,11 @@ def _refuse(recipe: Recipe, field: str, fits: bool, where: str = "") -> None:
 
 
 def autocast(recipe: Recipe | str, mesh_resource: Any = None) -> AbstractContextManager[None]:
-    """A context in which TransformerEngine's own modules multiply in FP8.
+    """A context in which TransformerEngine's own modules run in FP8.
 
     Args:
         recipe: see `recipe_of`.
-        mesh_resource: its `MeshResource`, for many devices.
+        mesh_resource: TransformerEngine's `MeshResource`, for several devices.
 
     Raises: see `recipe_of`.
     """
@@ -73,7 +73,7 @@ def autocast(recipe: Recipe | str, mesh_resource: Any = None) -> AbstractContext
 
 
 def dot_general_cls(recipe: Recipe | str) -> Any:
-    """TransformerEngine's own class for `nn.Dense(dot_general_cls=...)`, with its own scaling state.
+    """TransformerEngine's class for `nn.Dense(dot_general_cls=...)`, with TransformerEngine's scaling state.
 
     Args:
         recipe: see `recipe_of`.

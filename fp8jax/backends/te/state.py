@@ -1,10 +1,10 @@
-"""The scaling state of TransformerEngine's modules and of ours, each made of the other.
+"""Conversion between the scaling states of TransformerEngine's modules and of fp8jax.
 
     theirs = to_te(variables["_overwrite_with_gradient"])
     ours = from_te(theirs, "te")
 
-Its scale is the factor to multiply with, the reciprocal of ours, and its history of amaxes runs the other
-way. Here are names and arrays alone: TransformerEngine need not be installed.
+TransformerEngine's scale is the reciprocal of fp8jax's, and its amax history has the opposite order. The
+conversion does not need TransformerEngine to be installed.
 """
 
 from collections.abc import Mapping
@@ -15,33 +15,31 @@ import jax.numpy as jnp
 from fp8jax.recipe import Recipe
 from fp8jax.scaled import FIRST_SCALES, MAX_SCALE, MIN_SCALE, UNSET, usable
 
-# Its names of a product's operands, in the order of ours.
+# TransformerEngine's names of lhs, rhs and the output gradient.
 _OPERANDS = ("x", "kernel", "grad")
 
-# What `make_dot_general_cls` makes is called so within a layer.
+# The name of the module from `make_dot_general_cls` in a layer.
 _WRAPPER = "TEWrapper_dot_general_0"
 
 
 def to_te(state: Mapping[str, Any], *, name: str = _WRAPPER) -> dict[str, Any]:
-    """Our scaling state as TransformerEngine's modules keep it.
+    """Converts fp8jax's scaling state to TransformerEngine's.
 
-    Its scale is the factor to multiply with, the reciprocal of ours; its history is oldest first
-    behind an empty place, without our oldest amax, which no later scale depends on.
+    TransformerEngine's scale is the reciprocal of fp8jax's. Its history starts with an empty entry, followed
+    by the amaxes, oldest first. fp8jax's oldest amax is dropped, because no later scale depends on it.
 
     Args:
-        state: that of one product, or a tree of them: a collection "_overwrite_with_gradient". Arrays
-            may have axes in front, as under `nn.scan`.
-        name: what holds a product's state within a layer: by default what `make_dot_general_cls`
-            makes; "" where the layer itself does, as TransformerEngine's `DenseGeneral` in its
-            collection "fp8_metas".
+        state: the state of one dot, or a tree of states: a collection "_overwrite_with_gradient". Arrays may
+            have leading axes, as under `nn.scan`.
+        name: the submodule of a layer that has the dot's state: by default that of `make_dot_general_cls`; ""
+            if the layer itself has the state, as TransformerEngine's `DenseGeneral` in "fp8_metas".
 
     Returns:
-        For each product `{x,kernel,grad}_scale`, shape=(..., 1), and `{x,kernel,grad}_amax_history`,
-        shape=(..., history). A scale that is not set yet is 1, and the scale of FP8 weight gradients
-        is left out.
+        For each dot `{x,kernel,grad}_scale`, shape=(..., 1), and `{x,kernel,grad}_amax_history`,
+        shape=(..., history). An unset scale becomes 1; the scale of FP8 weight gradients is dropped.
 
     Raises:
-        ValueError: what is there is no state of delayed scaling that is updated at every step.
+        ValueError: the state is not one of delayed scaling with interval 1.
     """
     if not state:
         return {}
@@ -74,23 +72,23 @@ def _entry_to_te(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_te(state: Mapping[str, Any], recipe: Recipe | str, *, name: str = "kernel") -> dict[str, Any]:
-    """TransformerEngine's scaling state as ours: the inverse of `to_te`.
+    """Converts TransformerEngine's scaling state to fp8jax's; the inverse of `to_te`.
 
-    A factor or an amax that is not finite says nothing: the scale is then as at the start, the amax 0.
+    A scale that is not finite becomes the first scale, an amax that is not finite becomes 0.
 
     Args:
-        state: that of one product, or a tree of them: TransformerEngine's collection
+        state: the state of one dot, or a tree of states: TransformerEngine's collection
             "_overwrite_with_gradient" or "fp8_metas".
-        recipe: the recipe that the state is for, or the text of one.
-        name: what holds a product's state within a layer: "kernel" in a model of `fp8jax.transform`.
+        recipe: the model's recipe, or its text.
+        name: the name of a dot's state in a layer: "kernel" in a model of `fp8jax.transform`.
 
     Returns:
-        For each product `scale`, shape=(..., 3), `amax_history`, shape=(..., 3, history), and what
-        else the recipe keeps, as `fp8jax.init_state` gives it.
+        For each dot `scale`, shape=(..., 3), `amax_history`, shape=(..., 3, history), and the initial values
+        of the recipe's other state, as from `fp8jax.init_state`.
 
     Raises:
-        ValueError: what is there is no state of TransformerEngine's delayed scaling, or its history is
-            not as long as the recipe's.
+        ValueError: the state is not one of TransformerEngine's delayed scaling, or its history length is not
+            the recipe's.
     """
     recipe = Recipe.parse(recipe)
     if not state:
