@@ -5,8 +5,8 @@
         fp8jax.optim.adamw(3e-4, recipe),
     )
 
-Each gradient transformation takes parameters or whole Flax variables. Of variables it updates the "params"
-collection; the scaling state passes through unchanged.
+Each gradient transformation takes parameters or whole Flax variables. It updates the "params" collection of
+variables; the scaling state passes through unchanged.
 """
 
 from fp8jax.optim.accumulate import multi_steps as multi_steps

@@ -1,7 +1,7 @@
 """Conversion between the scaling states of TransformerEngine's modules and of fp8jax.
 
-    theirs = to_te(variables["_overwrite_with_gradient"])
-    ours = from_te(theirs, "te")
+    te_state = to_te(variables["_overwrite_with_gradient"])
+    state = from_te(te_state, "te")
 
 TransformerEngine's scale is the reciprocal of fp8jax's, and its amax history has the opposite order. The
 conversion does not need TransformerEngine to be installed.
