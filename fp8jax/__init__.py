@@ -26,11 +26,11 @@ from fp8jax.models import value_and_grad as value_and_grad
 from fp8jax.models.nnx_variables import FP8State as FP8State
 from fp8jax.models.nnx_variables import Frozen as Frozen
 from fp8jax.models.train_state import TrainState as TrainState
+from fp8jax.quantization import ScaledArray as ScaledArray
+from fp8jax.quantization import quantize as quantize
 from fp8jax.recipe import Recipe as Recipe
 from fp8jax.rewrite.lora import LoRA as LoRA
 from fp8jax.rewrite.rules import Rule as Rule
-from fp8jax.scaled import ScaledArray as ScaledArray
-from fp8jax.scaled import quantize as quantize
 
 if TYPE_CHECKING:
     from fp8jax import chart as chart

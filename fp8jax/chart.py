@@ -23,8 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 from fp8jax import comm, gradients, models, optim, program, targets
 from fp8jax.models.probe import Block
 from fp8jax.optim.state import is_adam_state
+from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import is_scaled
 from fp8jax.variables import PARAMS
 
 COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "moments")

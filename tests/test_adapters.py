@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 import fp8jax
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 
 WIDTH = 32
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)

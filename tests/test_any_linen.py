@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax import Recipe, Rule
 from fp8jax.optim import adamw
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 
 # No side of a kernel is so small that it stays wide by default.
 WIDTH = 32

@@ -13,8 +13,8 @@ from flax.training import train_state
 
 import fp8jax
 from fp8jax.optim import adamw, clip_by_global_norm, moments, with_masters
+from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import PRESETS
-from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import PARAMS
 
 pytestmark = pytest.mark.usefixtures("optimized")

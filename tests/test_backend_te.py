@@ -22,7 +22,7 @@ from fp8jax import Recipe, backends, formats, program, quantize, targets
 from fp8jax.backends import te
 from fp8jax.backends.te import gemm as te_gemm
 from fp8jax.dot import dot_general, init_state
-from fp8jax.scaled import UNSET
+from fp8jax.quantization import UNSET
 
 MATRICES = (((1,), (0,)), ((), ()))
 MISSING = te_gemm._why_not_importable()

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import fp8jax
 from fp8jax import formats, quantize
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 DEVICES = 8

@@ -10,7 +10,7 @@ import fp8jax
 from fp8jax import Recipe, formats, program, quantize
 from fp8jax.optim import adamw
 from fp8jax.optim.state import skipped
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 
 # One scale, a scale a layer, a scale a block, empty tensors, and tensors that are not scaled.
 SHAPES = {

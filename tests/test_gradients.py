@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 
 # No side of a kernel is so small that it stays wide by default.
 OUT = 32

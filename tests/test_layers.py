@@ -2,8 +2,8 @@
 
 A room is a root file or a folder of `fp8jax/`. A module may import rooms of a lower rank, its own room, and
 of its own rank only what `SIDEWAYS` lists with a reason. `interop/fp8jax_torch` stands outside the ranks and
-may import `formats`, `recipe` and `scaled`. The checker reads the sources (lazy imports included) and imports
-nothing.
+may import `formats`, `recipe` and `quantization`. The checker reads the sources (lazy imports included) and
+imports nothing.
 """
 
 import ast
@@ -20,7 +20,7 @@ RANKS = {
     "accelerate": 0,
     "recipe": 1,
     "platforms": 0,
-    "scaled": 1,
+    "quantization": 1,
     "variables": 1,
     "loss_scale": 2,
     "scaling": 2,
@@ -74,7 +74,7 @@ LIBRARIES = {
     "jax_plugins": {"targets": "lazy"},
 }
 
-INTEROP_MAY_IMPORT = {"formats", "recipe", "scaled"}
+INTEROP_MAY_IMPORT = {"formats", "recipe", "quantization"}
 
 # Libraries beside torch -> the one module of interop/fp8jax_torch that imports each, inside functions.
 INTEROP_LIBRARIES = {
@@ -224,7 +224,7 @@ def test_no_file_is_named_as_an_export(root):
     "path, source, says",
     [
         ("formats.py", "from fp8jax.recipe import Recipe", "formats (rank 0) imports recipe (rank 1)"),
-        ("recipe.py", "import fp8jax.scaled", "recipe (rank 1) imports scaled (rank 1)"),
+        ("recipe.py", "import fp8jax.quantization", "recipe (rank 1) imports quantization (rank 1)"),
         ("scaling/delayed.py", "from ..dot import dot_general", "scaling (rank 2) imports dot (rank 3)"),
         ("scaling/__init__.py", "from ..backends import xla", "scaling (rank 2) imports backends (rank 2)"),
         ("dot.py", "from . import models", "dot (rank 3) imports models (rank 4)"),
@@ -241,7 +241,11 @@ def test_no_file_is_named_as_an_export(root):
         ),
         ("accelerate.py", "import yaml", "yaml is imported by accelerate when it loads"),
         ("chart.py", "from rich import table", "rich is imported by chart; it belongs to train"),
-        ("scaled.py", "import importlib\nimportlib.import_module('torch')", "torch is imported by scaled"),
+        (
+            "quantization.py",
+            "import importlib\nimportlib.import_module('torch')",
+            "torch is imported by quantization",
+        ),
         (
             "backends/xla.py",
             "import transformer_engine.jax",
@@ -268,10 +272,10 @@ def test_what_the_design_allows_passes(tmp_path):
         "accelerate/__init__.py": "def load():\n    import yaml",
         "recipe.py": "from fp8jax.formats import E4M3\nfrom fp8jax import accelerate",
         "scaling/__init__.py": "from . import delayed\nfrom .merge import to_max",
-        "scaling/delayed.py": "import jax\nfrom fp8jax.scaled import amax",
+        "scaling/delayed.py": "import jax\nfrom fp8jax.quantization import amax",
         "scaling/merge.py": "from flax.linen.fp8_ops import fm32",
         "backends/te/gemm.py": "def load():\n    import transformer_engine.jax",
-        "optim/adam.py": "import optax\nimport ml_dtypes\nfrom ..scaled import ScaledArray",
+        "optim/adam.py": "import optax\nimport ml_dtypes\nfrom ..quantization import ScaledArray",
         "models/linen.py": "import flax.linen as nn\nfrom fp8jax import dot",
         "chart.py": "from fp8jax import targets",
     }
@@ -290,7 +294,7 @@ def test_planted_interop_violation_is_found(tmp_path):
     top = tmp_path / "fp8jax_torch"
     top.mkdir()
     (top / "linear.py").write_text(
-        "import torch\nfrom fp8jax.scaled import amax\nfrom fp8jax.dot import dot_general\n"
+        "import torch\nfrom fp8jax.quantization import amax\nfrom fp8jax.dot import dot_general\n"
     )
     (top / "backends").mkdir()
     (top / "backends" / "te.py").write_text(

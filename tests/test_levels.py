@@ -14,8 +14,8 @@ from fp8jax import Recipe, ScaledArray, formats, loss_scale, quantize
 from fp8jax.optim import adam, adamw, clip_by_global_norm, moments, scale_by_adam, skipped, with_masters
 from fp8jax.optim.overwrite import Overwrite
 from fp8jax.optim.state import is_adam_state
+from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import PRESETS
-from fp8jax.scaled import is_scaled, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 # One for each kind of state that there is; the others are long.
@@ -318,7 +318,7 @@ def test_nothing_breaks_under_hostile_gradients_and_training_goes_on(name):
     def attack(variables, state, grads):
         if narrow:
             grads = jax.tree.map(
-                lambda g, p: fp8jax.scaled.quantize_gradient(g, p.scale.shape) if is_scaled(p) else g,
+                lambda g, p: fp8jax.quantization.quantize_gradient(g, p.scale.shape) if is_scaled(p) else g,
                 grads,
                 variables[PARAMS],
             )
@@ -342,7 +342,7 @@ def test_nothing_breaks_under_hostile_gradients_and_training_goes_on(name):
 
 
 def test_the_scaled_array_of_a_bad_gradient_is_nan_not_its_formats_max():
-    q = fp8jax.scaled.quantize_gradient(jnp.float32([1.0, np.inf, -np.inf, np.nan]))
+    q = fp8jax.quantization.quantize_gradient(jnp.float32([1.0, np.inf, -np.inf, np.nan]))
     assert isinstance(q, ScaledArray) and float(q.scale) > 0
     np.testing.assert_array_equal(np.isnan(np.asarray(q.data, np.float32)), [False, True, True, True])
 

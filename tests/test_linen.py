@@ -12,7 +12,7 @@ from flax import serialization
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray
-from fp8jax.scaled import TYPICAL, is_scaled
+from fp8jax.quantization import TYPICAL, is_scaled
 
 # No side of a kernel is so small that it stays wide by default.
 WIDTH, VOCAB = 32, 33

@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import LoRA, Rule
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
 OUT = 32  # no side of a kernel is so small that it stays wide by default

@@ -17,7 +17,7 @@ from fp8jax import memory, program, targets
 from fp8jax.comm import Zero
 from fp8jax.memory import cache, paper, subject
 from fp8jax.optim.state import is_adam_state
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 
 TINY = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 65, "batch": 2}
 SMALL = {"layers": 4, "heads": 4, "width": 256, "context": 256, "vocabulary": 1024, "batch": 8}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import formats, quantize
-from fp8jax.scaled import amax, quantize_gradient, without_infinities
+from fp8jax.quantization import amax, quantize_gradient, without_infinities
 
 X = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
 

@@ -408,7 +408,8 @@ def test_over_devices_it_is_the_layer_of_one(level):
 
     one, many = map(gradients, models)
     values = [
-        jax.tree.map(fp8jax.scaled.value, each, is_leaf=fp8jax.scaled.is_scaled) for each in (one, many)
+        jax.tree.map(fp8jax.quantization.value, each, is_leaf=fp8jax.quantization.is_scaled)
+        for each in (one, many)
     ]
     for a, b in zip(*map(jax.tree.leaves, values), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1e-3, float(jnp.max(jnp.abs(a)))))

@@ -15,7 +15,7 @@ import fp8jax
 from fp8jax import Recipe, ScaledArray
 from fp8jax.models.nnx_variables import FP8State
 from fp8jax.optim import adamw, clip_by_global_norm, skipped
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 
 # No side of a kernel is so small that it stays wide by default.
 WIDTH, VOCAB, DEPTH = 32, 33, 3

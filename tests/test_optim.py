@@ -12,7 +12,7 @@ import pytest
 import fp8jax
 from fp8jax import Recipe, formats, quantize
 from fp8jax.optim import adafactor, adam, adamw, adamw_8bit, moments, scale_by_adam
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import PARAMS, SCALING
 
 LR, B1, B2, EPS, DECAY = 0.01, 0.8, 0.95, 1e-6, 0.1

@@ -11,7 +11,7 @@ import pytest
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
 from fp8jax.optim import adamw, clip_by_global_norm, dequantize, moments, on_params, scale_by_adam
-from fp8jax.scaled import as_gradients, is_scaled, value
+from fp8jax.quantization import as_gradients, is_scaled, value
 from fp8jax.variables import PARAMS, SCALING
 
 

@@ -24,7 +24,7 @@ from fp8jax.optim import (
     with_masters,
 )
 from fp8jax.optim.blockwise import dynamic_map
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import PARAMS
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "bitsandbytes.npz")

@@ -19,7 +19,7 @@ from flax.training import train_state
 
 import fp8jax
 from fp8jax import dot, formats, quantize
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 
 WIDTH = 32
 

@@ -14,7 +14,7 @@ from jax import lax
 import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 
 LEVELS = ("te", "O1", "O2", "O3")
 LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 50

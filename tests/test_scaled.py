@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fp8jax import ScaledArray, formats, quantize
-from fp8jax.scaled import (
+from fp8jax.quantization import (
     MAX_SCALE,
     MIN_SCALE,
     amax,
@@ -23,7 +23,7 @@ from fp8jax.scaled import (
     scale_of,
     usable,
 )
-from fp8jax.scaled.casts import _cast_natively
+from fp8jax.quantization.casts import _cast_natively
 
 FP8 = (formats.E4M3, formats.E5M2)
 TARGETS = (*FP8, formats.FP16, formats.BF16)

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from fp8jax import ScaledArray, formats, quantize
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 
 FORMATS = (formats.E4M3, formats.E5M2, formats.FP16, formats.BF16)
 

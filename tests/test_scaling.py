@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax import Recipe, scaling
 from fp8jax.dot import dot_general, init_state
-from fp8jax.scaled import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
+from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.scaling.merge import (
     FP8_GRAD,
     broadcast_under_vmap,

@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import formats
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 
 torch = pytest.importorskip("torch", reason="the bridge needs torch: pip install fp8jax[torch]")
 

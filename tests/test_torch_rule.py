@@ -7,7 +7,7 @@ import pytest
 
 from fp8jax import Recipe, formats, quantize
 from fp8jax.dot import Weight, dot_general, init_state
-from fp8jax.scaled import is_scaled
+from fp8jax.quantization import is_scaled
 from fp8jax.scaling.merge import from_codes, to_codes
 
 torch = pytest.importorskip("torch", reason="the same on torch needs torch: pip install fp8jax[torch]")

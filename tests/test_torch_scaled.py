@@ -13,7 +13,7 @@ from fp8jax_torch.scaled import ScaledTensor, quantize, quantize_gradient, value
 from torch import nn
 
 import fp8jax
-from fp8jax import formats, scaled
+from fp8jax import formats, quantization
 
 FORMATS = (formats.E4M3, formats.E5M2, formats.FP16, formats.BF16)
 NARROW = (formats.E4M3, formats.E5M2, formats.FP16)
@@ -44,7 +44,7 @@ def bits(array):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_casts_give_the_codes_of_jax(format):
     x = hostile(format)
-    want = jax.jit(lambda x: scaled.cast(x, format))(x)
+    want = jax.jit(lambda x: quantization.cast(x, format))(x)
     got = casts.cast(torch.from_numpy(x), format)
     is_nan = np.isnan(x)
     np.testing.assert_array_equal(bits(got)[~is_nan], bits(want)[~is_nan])
@@ -75,7 +75,7 @@ def test_scales_are_those_of_jax(limit, power_of_two, margin):
     )
     amaxes = np.where(np.abs(amaxes) < TINY, 0, amaxes)  # XLA takes subnormals for zero
     options = {"margin": margin, "power_of_two": power_of_two, "otherwise": 7.0}
-    want = jax.jit(lambda x: scaled.scale_of(x, limit, **options))(amaxes)
+    want = jax.jit(lambda x: quantization.scale_of(x, limit, **options))(amaxes)
     got = casts.scale_of(torch.from_numpy(amaxes), limit, **options)
     np.testing.assert_array_equal(got.numpy(), np.asarray(want))
 
@@ -108,7 +108,7 @@ def test_the_largest_floats_stay_finite_as_in_jax(format, power_of_two):
 def test_a_broken_gradient_stays_broken_and_its_scale_usable(bad):
     x = np.ones((4, 4), np.float32)
     x[1, 2] = bad
-    got, want = quantize_gradient(torch.from_numpy(x)), scaled.quantize_gradient(x)
+    got, want = quantize_gradient(torch.from_numpy(x)), quantization.quantize_gradient(x)
     assert got.scale.item() == float(want.scale) == 1
     np.testing.assert_array_equal(got.dequantize().isnan().numpy(), ~np.isfinite(x))
     np.testing.assert_array_equal(np.isnan(np.asarray(want.dequantize())), ~np.isfinite(x))

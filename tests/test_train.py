@@ -13,8 +13,8 @@ import runs
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax import Recipe
+from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import PRESETS
-from fp8jax.scaled import is_scaled, value
 from fp8jax.train import spans
 from fp8jax.train.observe import Curves, Seen, Watched
 

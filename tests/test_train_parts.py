@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fp8jax import Recipe, ScaledArray, program, train
-from fp8jax.scaled import UNSET
+from fp8jax.quantization import UNSET
 from fp8jax.train import checkpoint, config, data, figures, observe, report, rundir
 from fp8jax.train.config import knob
 from fp8jax.train.footprint import Footprint, Line, check_fits, footprint

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.scaled import ScaledArray
+from fp8jax.quantization import ScaledArray
 
 NORMS = "norms and activations are stored, and then cast to FP8"
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.platforms import by_platform
-from fp8jax.scaled import ScaledArray
+from fp8jax.quantization import ScaledArray
 
 NORMS = "on a GPU XLA computes a norm within the cast of its output to FP8, and an activation with its amax"
 

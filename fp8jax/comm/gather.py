@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.comm import wire
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, to_bits
+from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, to_bits
 
 
 def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32") -> Any:

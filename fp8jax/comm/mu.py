@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.scaled import MAX_SCALE, ScaledArray, expand, is_scaled, value
+from fp8jax.quantization import MAX_SCALE, ScaledArray, expand, is_scaled, value
 
 THRESHOLD = 1e-5
 STEPS = 1000

@@ -24,8 +24,7 @@ from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.mu import renewed
 from fp8jax.comm.zero import own_part
-from fp8jax.recipe import Recipe
-from fp8jax.scaled import (
+from fp8jax.quantization import (
     ScaledArray,
     is_scaled,
     like_gradient,
@@ -35,6 +34,7 @@ from fp8jax.scaled import (
     value,
     without_infinities,
 )
+from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import marked, unmarked
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params, with_collections
 

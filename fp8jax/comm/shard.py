@@ -11,7 +11,7 @@ from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import from_row, on_shared_scale, rows_for_devices, wide_part
-from fp8jax.scaled import ScaledArray, is_scaled, to_bits
+from fp8jax.quantization import ScaledArray, is_scaled, to_bits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, scale_of, to_bytes, without_infinities
+from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize, scale_of, to_bytes, without_infinities
 
 # Entries per bucket: large enough to hide a collective's latency; the float32 sums of a bucket take 128 MiB.
 BUCKET = 2**25

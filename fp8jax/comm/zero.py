@@ -31,8 +31,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, is_scaled
 from fp8jax.variables import PARAMS, has_params
 
 HOST = "pinned_host"

@@ -14,8 +14,8 @@ from fp8jax.dot.placement import WHOLE
 from fp8jax.dot.vjp import FP8_OPERANDS, State, Static, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
+from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, is_scaled, quantize, value
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
 OPERANDS = ("lhs", "rhs", "grad")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from fp8jax.scaled import ScaledArray
+from fp8jax.quantization import ScaledArray
 
 
 class _Side(NamedTuple):

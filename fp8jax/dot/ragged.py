@@ -45,8 +45,8 @@ from fp8jax.dot.vjp import (
 )
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import differentiable_once, over_axis
+from fp8jax.quantization import ScaledArray, amax, quantize, quantize_gradient, value
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, amax, quantize, quantize_gradient, value
 from fp8jax.scaling.merge import (
     FP8_GRAD,
     broadcast_under_vmap,

@@ -14,8 +14,7 @@ from fp8jax import backends, formats, scaling
 from fp8jax.dot.layout import Layout
 from fp8jax.dot.placement import KernelPlacement
 from fp8jax.platforms import differentiable_once, gpu_barrier
-from fp8jax.recipe import Recipe
-from fp8jax.scaled import (
+from fp8jax.quantization import (
     ScaledArray,
     amax,
     quantize,
@@ -23,6 +22,7 @@ from fp8jax.scaled import (
     to_bytes,
     value,
 )
+from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import FP8_GRAD, from_fm32, to_cotangents, to_fp8_grad
 
 State = dict[str, jax.Array]

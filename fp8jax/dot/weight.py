@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.dot.placement import WHOLE, KernelPlacement
-from fp8jax.scaled import value
+from fp8jax.quantization import value
 from fp8jax.scaling.merge import FP8_GRAD
 
 

@@ -14,7 +14,7 @@ from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
 from fp8jax.gradients.loss import check_arguments, for_optimizers, narrowed, on_one_device
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
+from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 

@@ -25,8 +25,8 @@ from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot.dot_general import OPERANDS
 from fp8jax.gradients.keys import refuse_whole
 from fp8jax.gradients.states import state_at
+from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import ScaledArray, is_scaled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 

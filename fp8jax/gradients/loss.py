@@ -14,7 +14,7 @@ from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
 from fp8jax.gradients.states import state_at, with_state_at
 from fp8jax.gradients.traced import gradient
-from fp8jax.scaled import ScaledArray, as_gradients, is_scaled, quantize_gradient
+from fp8jax.quantization import ScaledArray, as_gradients, is_scaled, quantize_gradient
 from fp8jax.scaling.merge import (
     FP8_GRAD,
     from_cotangents,

@@ -14,6 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax.comm.zero import own_part
 from fp8jax.gradients.states import state_at
+from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
     Context,
     Plan,
@@ -27,7 +28,6 @@ from fp8jax.rewrite import (
     names_of,
     plain_parameters,
 )
-from fp8jax.scaled import is_scaled
 from fp8jax.scaling.merge import to_fm32, zero_fp8_grad
 from fp8jax.variables import PARAMS, SCALING, has_params
 

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 
 from fp8jax.optim.overwrite import overwrites
-from fp8jax.scaled import ScaledGradient, is_scaled, plain, quantize_like, value
+from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, value
 from fp8jax.variables import PARAMS, check_gradients, has_params
 
 

@@ -8,7 +8,7 @@ import jax
 from flax.core import meta
 from jax.sharding import PartitionSpec
 
-from fp8jax.scaled import ScaledArray, is_scaled
+from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def boxed_as(boxed: Any, kernel: Any) -> Any:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from flax.core.scope import DenyList, in_filter
 
 from fp8jax.models.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
+from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, check_like
-from fp8jax.scaled import is_scaled, own_value, quantize_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 

@@ -17,7 +17,7 @@ import jax
 
 from fp8jax.models.boxes import with_own_boxes, with_plain_boxes
 from fp8jax.models.linen import LinenModel, by_path, check_same, collection, shapes_of, shapes_of_call
-from fp8jax.scaled import is_scaled, own_value
+from fp8jax.quantization import is_scaled, own_value
 from fp8jax.variables import FROZEN, OURS, PARAMS
 
 

@@ -24,9 +24,9 @@ from fp8jax.dot import quantized_kernel
 from fp8jax.models.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.models.nnx_calls import operands_of, plain_method, restored, rewrite, rewritten_of, run_call
 from fp8jax.models.nnx_variables import STATE, FP8State, LossScale, Place, modules_of, places_of
+from fp8jax.quantization import own_value, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array, is_wide
-from fp8jax.scaled import own_value, quantize
 
 _KNOWN = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, ExpertDense)
 

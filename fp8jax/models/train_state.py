@@ -6,7 +6,7 @@ from flax import serialization
 from flax.training import train_state
 
 from fp8jax.gradients import apply_updates
-from fp8jax.scaled import ScaledArray
+from fp8jax.quantization import ScaledArray
 
 
 def _state_of(x: ScaledArray) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax.optim.links import unless_skipped
-from fp8jax.scaled import is_scaled, value
+from fp8jax.quantization import is_scaled, value
 from fp8jax.scaling.merge import marked, unmarked
 from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_params, with_collections
 

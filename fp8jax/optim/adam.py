@@ -38,8 +38,8 @@ from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, with
 from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
 from fp8jax.platforms import with_auto_axes
+from fp8jax.quantization import format_of, is_scaled, plain, quantize, value, with_float32_scales
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import format_of, is_scaled, plain, quantize, value, with_float32_scales
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]

@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8jax import formats
 from fp8jax.optim.blockwise import Blockwise, block_absmax
-from fp8jax.scaled import ScaledArray, format_of, is_scaled, quantize, to_bits, value
+from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, to_bits, value
 
 # The smallest array with blockwise moments, as in bitsandbytes (`min_8bit_size`).
 FEWEST = 4096

@@ -11,7 +11,7 @@ from fp8jax.comm.zero import own_part
 from fp8jax.optim.arithmetic import AdamScalars, ParamState
 from fp8jax.optim.fused import Written, fused_adam
 from fp8jax.optim.overwrite import Overwrite, overwrites
-from fp8jax.scaled import ScaledArray, is_scaled
+from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def advance_over_devices(

@@ -22,7 +22,7 @@ from fp8jax.optim.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.codecs import decode
 from fp8jax.optim.overwrite import Overwrite
 from fp8jax.platforms import gpu_barrier
-from fp8jax.scaled import ScaledArray, amax_bits, amax_from_bits, format_of, is_scaled, scale_of, value
+from fp8jax.quantization import ScaledArray, amax_bits, amax_from_bits, format_of, is_scaled, scale_of, value
 
 # (update, mu, nu, master) of a parameter.
 Written = tuple[Any, Any, Any, Any]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax.optim.state import skipped
-from fp8jax.scaled import ScaledArray, is_scaled, like_gradient, value
+from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, value
 from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_params, with_collections
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fp8jax.optim.blockwise import Blockwise
-from fp8jax.scaled import ScaledArray, is_scaled
+from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def with_variables_inside(tree: Any) -> Any:

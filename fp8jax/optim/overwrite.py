@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.quantization import ScaledArray, bits_of, to_bits
 from fp8jax.remedy import ShowsRemedy
-from fp8jax.scaled import ScaledArray, bits_of, to_bits
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from fp8jax import recipe as recipes
+from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import format_of, is_scaled
 
 
 def recipe_of(recipe: Recipe | str | None) -> Recipe | None:

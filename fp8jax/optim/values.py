@@ -19,8 +19,8 @@ from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.overwrite import Overwrite
 from fp8jax.optim.state import ValuesState
 from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
+from fp8jax.quantization import amax, format_of, is_scaled, quantize, value, with_float32_scales
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import amax, format_of, is_scaled, quantize, value, with_float32_scales
 
 
 def adafactor(

@@ -21,6 +21,7 @@ from fp8jax import formats
 from fp8jax.dot import dot_general, ragged_dot
 from fp8jax.dot.layout import Layout
 from fp8jax.platforms import explicit_mesh
+from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
 from fp8jax.rewrite.blocks import PRODUCT, Remat
@@ -29,7 +30,6 @@ from fp8jax.rewrite.lora import A, without_adapters
 from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, Site, scan_parts
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
-from fp8jax.scaled import ScaledArray
 
 States = Mapping[tuple[str, ...], Any]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.dot import Weight
-from fp8jax.scaled import ScaledArray, is_scaled, value
+from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.scaling.merge import FP8_GRAD
 
 # Equations that return their input, perhaps with another sharding or name.

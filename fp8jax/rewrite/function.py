@@ -21,6 +21,7 @@ from jax._src.config import trace_context
 
 from fp8jax import backends, formats, loss_scale
 from fp8jax.dot import init_ragged_state, init_state, quantized_kernel
+from fp8jax.quantization import is_scaled, own_value, quantize, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.call import call
 from fp8jax.rewrite.choose import Kernel
@@ -38,7 +39,6 @@ from fp8jax.rewrite.program import (
 )
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import layer_names, layer_path
-from fp8jax.scaled import is_scaled, own_value, quantize, quantize_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Number of cached programs of one model, for different input shapes.

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax.dot.layout import Layout
+from fp8jax.quantization import quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.rules import Rule, Rules, layer_names, matches
-from fp8jax.scaled import quantize, value
 
 # The names of a layer's adapters, beside its kernel.
 A, B = "lora_a", "lora_b"

@@ -11,6 +11,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax import backends
 from fp8jax.platforms import explicit_mesh
+from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.blocks import Calls, Checkpointing, lines, remat_of
 from fp8jax.rewrite.choose import Kernel, choose, report
@@ -20,7 +21,6 @@ from fp8jax.rewrite.lora import LoRA, frozen_rules, without_adapters
 from fp8jax.rewrite.plan import Chosen, Plan, find
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import Rule, Rules, layer_path
-from fp8jax.scaled import is_scaled
 from fp8jax.scaling.merge import to_fm32
 
 

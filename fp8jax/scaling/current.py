@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from fp8jax.quantization import scale_of
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import scale_of
 from fp8jax.scaling.base import Scaling, State
 
 

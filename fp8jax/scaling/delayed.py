@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8jax.quantization import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.scaling.base import Scaling, State
 
 

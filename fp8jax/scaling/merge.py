@@ -32,7 +32,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from fp8jax.formats import E4M3
-from fp8jax.scaled import select, to_bytes
+from fp8jax.quantization import select, to_bytes
 
 
 class _CodesRules(Fp8MetaTyRules):

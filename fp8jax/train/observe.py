@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import formats
+from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import UNSET, is_scaled
 from fp8jax.variables import PARAMS, SCALING
 
 OPERANDS = ("input", "weight", "output gradient")  # the order of a dot's scaling state

@@ -1,7 +1,7 @@
-"""Casts and scales on torch tensors, bit for bit those of `fp8jax.scaled`.
+"""Casts and scales on torch tensors, bit for bit those of `fp8jax.quantization`.
 
 Rounding is to nearest even, what is beyond a format's max becomes it, NaN stays NaN, and an amax that
-says nothing gives scale 1; see `fp8jax.scaled` for the reasons.
+says nothing gives scale 1; see `fp8jax.quantization` for the reasons.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from fp8jax import formats
 from fp8jax.formats import Format
-from fp8jax.scaled import MAX_SCALE, MIN_SCALE
+from fp8jax.quantization import MAX_SCALE, MIN_SCALE
 
 _DTYPES = {
     "E4M3": torch.float8_e4m3fn,
@@ -73,7 +73,7 @@ def scale_of(
     power_of_two: bool = False,
     otherwise: Any = 1.0,
 ) -> torch.Tensor:
-    """`fp8jax.scaled.scale_of`: the scale that maps `amax`, float32, to `limit`, the top of a format."""
+    """`fp8jax.quantization.scale_of`: the scale that maps `amax`, float32, to `limit`, a format's max."""
     known = usable(amax)
     factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
     return torch.where(known, 1.0, otherwise) / torch.where(known, factor, 1.0)

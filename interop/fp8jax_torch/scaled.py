@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fp8jax import formats
 from fp8jax.formats import Format
-from fp8jax.scaled import largest_scale
+from fp8jax.quantization import largest_scale
 from fp8jax_torch import casts
 
 _aten = torch.ops.aten

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fp8jax.quantization import FIRST_SCALES, UNSET
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import FIRST_SCALES, UNSET
 from fp8jax_torch import casts
 
 LHS, RHS, GRAD = range(3)

@@ -18,7 +18,7 @@ import numpy as np
 
 import fp8jax
 from fp8jax import ScaledArray, formats, program
-from fp8jax.scaled import cast, is_scaled
+from fp8jax.quantization import cast, is_scaled
 from on_gpu import gpt
 from on_gpu.notes import Given, Notes
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8jax.backends import xla
-from fp8jax.scaled import ScaledArray
+from fp8jax.quantization import ScaledArray
 
 NORMS = xla.NORMS  # XLA compiles everything around the GEMMs
 

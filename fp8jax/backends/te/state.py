@@ -12,8 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fp8jax.quantization import FIRST_SCALES, MAX_SCALE, MIN_SCALE, UNSET, usable
 from fp8jax.recipe import Recipe
-from fp8jax.scaled import FIRST_SCALES, MAX_SCALE, MIN_SCALE, UNSET, usable
 
 # TransformerEngine's names of lhs, rhs and the output gradient.
 _OPERANDS = ("x", "kernel", "grad")

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.scaled import ScaledArray, is_scaled
+from fp8jax.quantization import ScaledArray, is_scaled
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"

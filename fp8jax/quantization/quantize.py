@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from fp8jax.formats import E4M3, E8M0, Format, parse
 from fp8jax.platforms import by_platform, with_auto_axes
-from fp8jax.scaled.array import ScaledArray, expand, format_of, is_scaled, value
-from fp8jax.scaled.casts import cast, select
-from fp8jax.scaled.scales import largest_scale, scale_of
+from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled, value
+from fp8jax.quantization.casts import cast, select
+from fp8jax.quantization.scales import largest_scale, scale_of
 
 _INFINITY = np.array(np.inf, np.float32).view(np.int32)
 

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import jax
 
+from fp8jax.quantization.array import ScaledArray, is_scaled
 from fp8jax.remedy import ShowsRemedy
-from fp8jax.scaled.array import ScaledArray, is_scaled
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -68,7 +68,7 @@ class ScaledArray:
 
     remedy: ClassVar[str] = (
         "a scaled array: its leaves take no arithmetic. Do it with the plain parameters that "
-        "`model.dequantize` gives, or with `is_leaf=fp8jax.scaled.is_scaled`, for which the array is a leaf"
+        "`model.dequantize` gives, or with `is_leaf=fp8jax.quantization.is_scaled`, which makes it one leaf"
     )
 
     def tree_flatten_with_keys(self) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.scaled.casts import select
+from fp8jax.quantization.casts import select
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 

@@ -1,0 +1,54 @@
+"""A tensor kept in few bits: codes and a scale, `value = data * scale`.
+
+    >>> import jax.numpy as jnp
+    >>> from fp8jax import formats, quantize
+    >>> q = quantize(jnp.array([0.1, -2.0, 300.0]), formats.E4M3)
+    >>> q.data.dtype, q.scale.shape
+    (dtype(float8_e4m3fn), ())
+    >>> [round(float(v), 3) for v in q.dequantize()]
+    [0.105, -2.009, 300.0]
+
+This is the only room that casts to a narrow format, so the only one that saturates:
+
+* rounding: to nearest, ties to even; subnormals are kept;
+* overflow: beyond the format's max, infinities included, becomes +-max (as the
+  hardware's saturating conversion does), never NaN;
+* NaN stays NaN, so that a broken step shows;
+* zero stays zero, with its sign.
+
+A scale is always finite, positive and a normal float32 with a normal reciprocal: an
+amax that is zero, subnormal, infinite or NaN says nothing and gives scale 1.
+"""
+
+from fp8jax.quantization.array import ScaledArray as ScaledArray
+from fp8jax.quantization.array import expand as expand
+from fp8jax.quantization.array import format_of as format_of
+from fp8jax.quantization.array import is_scaled as is_scaled
+from fp8jax.quantization.array import own_value as own_value
+from fp8jax.quantization.array import value as value
+from fp8jax.quantization.array import with_float32_scales as with_float32_scales
+from fp8jax.quantization.casts import bits_of as bits_of
+from fp8jax.quantization.casts import cast as cast
+from fp8jax.quantization.casts import select as select
+from fp8jax.quantization.casts import to_bits as to_bits
+from fp8jax.quantization.casts import to_bytes as to_bytes
+from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient
+from fp8jax.quantization.gradient import as_gradients as as_gradients
+from fp8jax.quantization.gradient import like_gradient as like_gradient
+from fp8jax.quantization.gradient import plain as plain
+from fp8jax.quantization.quantize import amax as amax
+from fp8jax.quantization.quantize import amax_bits as amax_bits
+from fp8jax.quantization.quantize import amax_from_bits as amax_from_bits
+from fp8jax.quantization.quantize import quantize as quantize
+from fp8jax.quantization.quantize import quantize_gradient as quantize_gradient
+from fp8jax.quantization.quantize import quantize_like as quantize_like
+from fp8jax.quantization.quantize import without_infinities as without_infinities
+from fp8jax.quantization.scales import FIRST_SCALES as FIRST_SCALES
+from fp8jax.quantization.scales import MAX_SCALE as MAX_SCALE
+from fp8jax.quantization.scales import MIN_SCALE as MIN_SCALE
+from fp8jax.quantization.scales import TYPICAL as TYPICAL
+from fp8jax.quantization.scales import UNSET as UNSET
+from fp8jax.quantization.scales import factor_of as factor_of
+from fp8jax.quantization.scales import largest_scale as largest_scale
+from fp8jax.quantization.scales import scale_of as scale_of
+from fp8jax.quantization.scales import usable as usable
