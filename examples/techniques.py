@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from jax.experimental.compilation_cache import compilation_cache
 
-from fp8jax import program, targets
+from fp8jax.inspect import program, targets
 from fp8jax.train.settings import TrainConfig
 from fp8jax.train.trainer import Trainer
 

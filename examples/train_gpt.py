@@ -27,7 +27,8 @@ from gpt_config import Config
 from gpt_model import GPT, GPTConfig
 
 import fp8jax
-from fp8jax import program, train
+from fp8jax import train
+from fp8jax.inspect import program
 from fp8jax.train.observe import Curves, Seen
 from fp8jax.train.settings import OPTIMIZERS
 

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 from fp8jax import comm as comm
 from fp8jax import formats as formats
 from fp8jax import optim as optim
+from fp8jax.adapters import accumulate_gradients as accumulate_gradients
+from fp8jax.adapters import dequantize as dequantize
+from fp8jax.adapters import freeze as freeze
+from fp8jax.adapters import merge as merge
+from fp8jax.adapters import report as report
+from fp8jax.adapters import transform as transform
+from fp8jax.adapters import unmerge as unmerge
+from fp8jax.adapters import value_and_grad as value_and_grad
+from fp8jax.adapters.nnx_variables import FP8State as FP8State
+from fp8jax.adapters.nnx_variables import Frozen as Frozen
+from fp8jax.adapters.train_state import TrainState as TrainState
 from fp8jax.dot import dot_general as dot_general
 from fp8jax.dot import einsum as einsum
 from fp8jax.dot import init_state as init_state
 from fp8jax.dot import save_fp8_operands as save_fp8_operands
 from fp8jax.gradients import apply_updates as apply_updates
-from fp8jax.models import accumulate_gradients as accumulate_gradients
-from fp8jax.models import dequantize as dequantize
-from fp8jax.models import freeze as freeze
-from fp8jax.models import merge as merge
-from fp8jax.models import report as report
-from fp8jax.models import transform as transform
-from fp8jax.models import unmerge as unmerge
-from fp8jax.models import value_and_grad as value_and_grad
-from fp8jax.models.nnx_variables import FP8State as FP8State
-from fp8jax.models.nnx_variables import Frozen as Frozen
-from fp8jax.models.train_state import TrainState as TrainState
 from fp8jax.quantization import ScaledArray as ScaledArray
 from fp8jax.quantization import quantize as quantize
 from fp8jax.recipe import Recipe as Recipe
@@ -33,15 +33,11 @@ from fp8jax.rewrite.lora import LoRA as LoRA
 from fp8jax.rewrite.rules import Rule as Rule
 
 if TYPE_CHECKING:
-    from fp8jax import chart as chart
-    from fp8jax import doctor as doctor
-    from fp8jax import memory as memory
-    from fp8jax import program as program
-    from fp8jax import targets as targets
+    from fp8jax import inspect as inspect
     from fp8jax import train as train
 
 # Imported when they are asked for: they take time, or packages of the extra `train`.
-_ON_DEMAND = ("chart", "doctor", "memory", "program", "targets", "train")
+_ON_DEMAND = ("inspect", "train")
 
 
 def __getattr__(name: str) -> Any:

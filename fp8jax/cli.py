@@ -138,7 +138,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _subject(args: argparse.Namespace) -> Any:
-    from fp8jax.memory import subject
+    from fp8jax.inspect.memory import subject
 
     sizes = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     if ":" in args.model and sizes:
@@ -176,7 +176,7 @@ def run_chart(args: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_num_cpu_devices", args.devices)
-    from fp8jax import chart
+    from fp8jax.inspect import chart
 
     recipes = [Recipe.parse(recipe) for recipe in args.recipes]
     if args.png:
@@ -197,7 +197,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Prints what there is, or how programs compare; 1 if something is wrong."""
     if args.target:
         _default_to_cpu()
-    from fp8jax.doctor import gemms, machine
+    from fp8jax.inspect import gemms, machine
 
     unused = [] if args.compile else _given(args, "recipe", *_MODEL)
     if unused:
@@ -223,7 +223,7 @@ def run_plan(args: argparse.Namespace) -> int:
     # XLA warns at length of programs that a GPU does not hold, which the table shows. "1" is what JAX sets.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    from fp8jax.memory import advice, cache, paper, report
+    from fp8jax.inspect.memory import advice, cache, paper, report
 
     folder = cache.default_folder() if args.cache else None
     unused = _given(args, "recipe", "zero", "devices", "target", "lora_rank", *_MODEL) if args.paper else []
@@ -252,8 +252,8 @@ def run_plan(args: argparse.Namespace) -> int:
 def _plans(args: argparse.Namespace, of: Any, models: dict[str, Any], folder: Any) -> list[Any]:
     """A plan for each recipe, stage and number of devices."""
     from fp8jax.comm import Zero
-    from fp8jax.memory import plan
-    from fp8jax.targets import here, mesh
+    from fp8jax.inspect.memory import plan
+    from fp8jax.inspect.targets import here, mesh
 
     if args.target is None:
         _set_cpu_devices(max(args.devices))
@@ -312,10 +312,10 @@ def _adapted(model: Any, recipe: str, rank: int | None) -> Any:
     """The model, with adapters if they have a rank."""
     if rank is None:
         return model
-    from fp8jax import models
+    from fp8jax import adapters
     from fp8jax.rewrite.lora import LoRA
 
-    return models.transform(model, recipe, lora=LoRA(rank=rank))
+    return adapters.transform(model, recipe, lora=LoRA(rank=rank))
 
 
 if __name__ == "__main__":

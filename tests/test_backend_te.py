@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax import Recipe, backends, formats, program, quantize, targets
+from fp8jax import Recipe, backends, formats, quantize
 from fp8jax.backends import te
 from fp8jax.backends.te import gemm as te_gemm
 from fp8jax.dot import dot_general, init_state
+from fp8jax.inspect import program, targets
 from fp8jax.quantization import UNSET
 
 MATRICES = (((1,), (0,)), ((), ()))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from fp8jax import program, targets
+from fp8jax.inspect import program, targets
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -9,7 +9,8 @@ import sys
 import jax
 import pytest
 
-from fp8jax import Recipe, chart, cli, comm, models, optim, targets
+from fp8jax import Recipe, adapters, cli, comm, optim
+from fp8jax.inspect import chart, targets
 from fp8jax.recipe import PRESETS
 
 # As in the README; moments are Adam's first and second.
@@ -71,7 +72,7 @@ BREAKS = {
 def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     name, part, changes = BREAKS[column]
     broken = dataclasses.replace(Recipe.parse(name), **changes)
-    transform, all_reduce, adamw = models.transform, comm.all_reduce, optim.adamw
+    transform, all_reduce, adamw = adapters.transform, comm.all_reduce, optim.adamw
     replacement = {
         "transform": (chart.models, lambda model, recipe: transform(model, broken)),
         "all_reduce": (chart.comm, lambda grads, axis, recipe: all_reduce(grads, axis, broken)),

@@ -16,11 +16,11 @@ from flax import nnx
 from jax import lax
 
 import fp8jax
-from fp8jax import backends, cli, targets
+from fp8jax import backends, cli
 from fp8jax.backends import xla
-from fp8jax.doctor import gemms, machine
-from fp8jax.memory.subject import subject
-from fp8jax.program import Gemm
+from fp8jax.inspect import gemms, machine, targets
+from fp8jax.inspect.memory.subject import subject
+from fp8jax.inspect.program import Gemm
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.report import Row as Told
 
@@ -399,7 +399,9 @@ def test_the_command_prints_json(capsys, monkeypatch):
 
 def test_importing_the_doctor_touches_no_device():
     code = (
-        "import fp8jax.doctor\nfrom jax._src import xla_bridge\nprint(xla_bridge.backends_are_initialized())"
+        "import fp8jax.inspect.machine\n"
+        "from jax._src import xla_bridge\n"
+        "print(xla_bridge.backends_are_initialized())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fp8jax
-from fp8jax import Recipe, formats, program, quantize
+from fp8jax import Recipe, formats, quantize
+from fp8jax.inspect import program
 from fp8jax.optim import adamw
 from fp8jax.optim.state import skipped
 from fp8jax.quantization import is_scaled

@@ -18,8 +18,8 @@ RANKS = {
     "formats": 0,
     "remedy": 0,
     "accelerate": 0,
-    "recipe": 1,
     "platforms": 0,
+    "recipe": 1,
     "quantization": 1,
     "variables": 1,
     "loss_scale": 2,
@@ -28,31 +28,19 @@ RANKS = {
     "comm": 3,
     "dot": 3,
     "optim": 3,
-    "models": 4,
-    "rewrite": 4,
     "gradients": 4,
-    "train": 5,
-    "program": 4,
-    "memory": 5,
-    "chart": 5,
-    "targets": 5,
-    "doctor": 5,
-    "cli": 6,
-    "__init__": 6,
+    "rewrite": 4,
+    "adapters": 5,
+    "inspect": 6,
+    "train": 7,
+    "cli": 8,
+    "__init__": 8,
 }
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
-    ("models", "rewrite"): "layers are chosen and reported as dot products of functions are",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
-    ("models", "gradients"): "a Flax TrainState applies updates",
-    ("chart", "targets"): "the chart is read from a program compiled for a target",
-    ("doctor", "memory"): "a model is named as for a plan",
-    ("doctor", "targets"): "the doctor reads a program compiled for a target",
-    ("train", "memory"): "a trainer plans its step",
-    ("train", "targets"): "a batch size is found for a GPU that is not here",
-    ("memory", "targets"): "the plan is read from a program compiled for a target",
 }
 
 ANYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_module_names)
@@ -60,18 +48,20 @@ ANYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_mo
 # Library -> the modules or folders that may import it; a "lazy" one only inside a function.
 LIBRARIES = {
     "flax": {
-        "models": "eager",
+        "adapters": "eager",
+        "inspect": "eager",  # models to look at a recipe with
+        "train.learner": "eager",
         "scaling.merge": "eager",  # borrows the dtype whose addition is max
     },
     "optax": {"optim": "eager", "gradients": "eager", "train.optimizers": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "eager"},
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
-    "matplotlib": {"train": "eager", "chart": "lazy"},
+    "matplotlib": {"train": "eager", "inspect.chart": "lazy"},
     "yaml": {"train": "eager", "accelerate": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
-    "jax_cuda13_plugin": {"doctor.machine": "lazy"},
-    "jax_plugins": {"targets": "lazy"},
+    "jax_cuda13_plugin": {"inspect.machine": "lazy"},
+    "jax_plugins": {"inspect.targets": "lazy"},
 }
 
 INTEROP_MAY_IMPORT = {"formats", "recipe", "quantization"}
@@ -227,20 +217,20 @@ def test_no_file_is_named_as_an_export(root):
         ("recipe.py", "import fp8jax.quantization", "recipe (rank 1) imports quantization (rank 1)"),
         ("scaling/delayed.py", "from ..dot import dot_general", "scaling (rank 2) imports dot (rank 3)"),
         ("scaling/__init__.py", "from ..backends import xla", "scaling (rank 2) imports backends (rank 2)"),
-        ("dot.py", "from . import models", "dot (rank 3) imports models (rank 4)"),
+        ("dot.py", "from . import rewrite", "dot (rank 3) imports rewrite (rank 4)"),
         ("dot.py", "def f():\n    import fp8jax.gradients", "dot (rank 3) imports gradients (rank 4)"),
-        ("dot.py", "from fp8jax import Recipe", "dot (rank 3) imports __init__ (rank 6)"),
-        ("train/loop.py", "import fp8jax", "train (rank 5) imports __init__ (rank 6)"),
-        ("train/loop.py", "from fp8jax import chart", "train (rank 5) imports chart (rank 5)"),
+        ("dot.py", "from fp8jax import Recipe", "dot (rank 3) imports __init__ (rank 8)"),
+        ("train/loop.py", "import fp8jax", "train (rank 7) imports __init__ (rank 8)"),
+        ("adapters/linen.py", "from fp8jax import train", "adapters (rank 5) imports train (rank 7)"),
         ("optim/adam.py", "import flax.linen as nn", "flax is imported by optim.adam"),
         ("scaling/delayed.py", "from flax.linen import fp8_ops", "flax is imported by scaling.delayed"),
         (
-            "models/linen.py",
+            "adapters/linen.py",
             "import optax",
-            "optax is imported by models.linen; it belongs to gradients, optim",
+            "optax is imported by adapters.linen; it belongs to gradients, optim",
         ),
         ("accelerate.py", "import yaml", "yaml is imported by accelerate when it loads"),
-        ("chart.py", "from rich import table", "rich is imported by chart; it belongs to train"),
+        ("inspect/chart.py", "from rich import table", "rich is imported by inspect.chart; it belongs to"),
         (
             "quantization.py",
             "import importlib\nimportlib.import_module('torch')",
@@ -268,7 +258,7 @@ def test_planted_violation_is_found(tmp_path, path, source, says):
 
 def test_what_the_design_allows_passes(tmp_path):
     files = {
-        "__init__.py": "from fp8jax.models import transform as transform\nfrom fp8jax import optim as optim",
+        "__init__.py": "from fp8jax.adapters import transform as transform\nfrom fp8jax import optim",
         "accelerate/__init__.py": "def load():\n    import yaml",
         "recipe.py": "from fp8jax.formats import E4M3\nfrom fp8jax import accelerate",
         "scaling/__init__.py": "from . import delayed\nfrom .merge import to_max",
@@ -276,8 +266,8 @@ def test_what_the_design_allows_passes(tmp_path):
         "scaling/merge.py": "from flax.linen.fp8_ops import fm32",
         "backends/te/gemm.py": "def load():\n    import transformer_engine.jax",
         "optim/adam.py": "import optax\nimport ml_dtypes\nfrom ..quantization import ScaledArray",
-        "models/linen.py": "import flax.linen as nn\nfrom fp8jax import dot",
-        "chart.py": "from fp8jax import targets",
+        "adapters/linen.py": "import flax.linen as nn\nfrom fp8jax import dot",
+        "inspect/chart.py": "from fp8jax.inspect import targets",
     }
     top = plant(tmp_path, files)
     assert violations(top) == []
@@ -285,7 +275,7 @@ def test_what_the_design_allows_passes(tmp_path):
 
 
 def test_planted_shadowing_is_found(tmp_path):
-    top = plant(tmp_path, {"__init__.py": "from fp8jax.models import dot as dot", "dot.py": ""})
+    top = plant(tmp_path, {"__init__.py": "from fp8jax.adapters import dot as dot", "dot.py": ""})
     [found] = shadowing(top)
     assert "exports dot" in found
 
@@ -314,7 +304,7 @@ def test_importing_the_package_loads_no_extra_and_touches_no_device():
         import fp8jax
         from jax._src import xla_bridge
         extras = {"matplotlib", "grain", "orbax", "qwix", "torch", "transformer_engine"}
-        extras |= {"fp8jax.chart", "fp8jax.doctor", "fp8jax.memory", "fp8jax.targets", "fp8jax.train"}
+        extras |= {"fp8jax.inspect", "fp8jax.train"}
         extras &= set(sys.modules)
         print(sorted(extras), xla_bridge.backends_are_initialized())
     """

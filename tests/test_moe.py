@@ -12,12 +12,12 @@ from jaxprs import fp8_dots
 
 import fp8jax
 from fp8jax import formats
+from fp8jax.adapters import moe
+from fp8jax.adapters.moe import exchange
+from fp8jax.adapters.moe.exchange import Way
+from fp8jax.adapters.moe.linen import ExpertDense
 from fp8jax.dot import ExpertSharding, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
 from fp8jax.dot.blocks import blocks_of
-from fp8jax.models import moe
-from fp8jax.models.moe import exchange
-from fp8jax.models.moe.exchange import Way
-from fp8jax.models.moe.linen import ExpertDense
 from fp8jax.scaling.merge import from_fm32, to_fm32
 
 MATRICES = (((1,), (0,)), ((), ()))

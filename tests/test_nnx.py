@@ -13,7 +13,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray
-from fp8jax.models.nnx_variables import FP8State
+from fp8jax.adapters.nnx_variables import FP8State
 from fp8jax.optim import adamw, clip_by_global_norm, skipped
 from fp8jax.quantization import is_scaled, value
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fp8jax import program, targets
+from fp8jax.inspect import program, targets
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
-from fp8jax import cli, targets
+from fp8jax import cli
+from fp8jax.inspect import targets
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -191,7 +192,7 @@ def test_other_commands_name_what_exists(block):
 def test_every_name_in_the_package_is_found_after_its_import():
     """`import fp8jax` alone is what the text has in mind where it says `fp8jax.train.fit`."""
     names = sorted(set(re.findall(r"\bfp8jax(?:\.[A-Za-z_]\w*)+", readme_text())))
-    assert {"fp8jax.train.fit", "fp8jax.memory.plan", "fp8jax.doctor.check"} <= set(names)
+    assert {"fp8jax.train.fit", "fp8jax.inspect.memory.plan", "fp8jax.inspect.gemms.check"} <= set(names)
     program = """
         import sys
         import fp8jax

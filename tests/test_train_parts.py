@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import Recipe, ScaledArray, program, train
+from fp8jax import Recipe, ScaledArray, train
+from fp8jax.inspect import program
 from fp8jax.quantization import UNSET
 from fp8jax.train import checkpoint, config, data, figures, observe, report, rundir
 from fp8jax.train.config import knob

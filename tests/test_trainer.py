@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax import program, targets
+from fp8jax.inspect import program, targets
 from fp8jax.train import config
 from fp8jax.train.batch import budget_of_device, largest_batch
 from fp8jax.train.optimizers import optimizer_of, schedule_of
@@ -219,7 +219,7 @@ def test_a_row_that_does_not_fit():
 def test_a_budget(monkeypatch):
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    memory = fp8jax.targets.get("h200").memory
+    memory = fp8jax.inspect.targets.get("h200").memory
     assert budget_of_device("h200") == 0.75 * memory
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert budget_of_device("h200") == 0.9 * memory

@@ -13,8 +13,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fp8jax
-from fp8jax import formats, program
+from fp8jax import formats
 from fp8jax.comm import Zero
+from fp8jax.inspect import program
 from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import output
 from jax import lax
 
-from fp8jax import program, targets
 from fp8jax.dot import init_ragged_state, ragged_dot, wide_ragged_dot
+from fp8jax.inspect import program, targets
 from fp8jax.rewrite import find
 from fp8jax.scaling.merge import from_fm32, to_fm32
 

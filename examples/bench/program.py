@@ -37,8 +37,7 @@ import ways
 from layer import SEQUENCES, TIME, WIDTH, Layer, Layers
 
 import fp8jax
-from fp8jax import program, targets
-from fp8jax.doctor import gemms
+from fp8jax.inspect import gemms, program, targets
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from gpt_model import GPT, PRODUCT, GPTConfig

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import output
 import ways
 
-from fp8jax import program
+from fp8jax.inspect import program
 
 
 class Sizes(NamedTuple):

@@ -22,7 +22,8 @@ import optax
 import output
 
 import fp8jax
-from fp8jax import Recipe, ScaledArray, formats, program, targets
+from fp8jax import Recipe, ScaledArray, formats
+from fp8jax.inspect import program, targets
 
 OPTAX = "optax.adamw"
 # The optimizers of float32 weights and gradients; recipes are those of `fp8jax.optim.adamw`.

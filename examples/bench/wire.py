@@ -24,7 +24,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax import comm, program, targets
+from fp8jax import comm
+from fp8jax.inspect import program, targets
 
 
 def _wide(dtype: Any, collective: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:

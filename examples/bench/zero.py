@@ -17,8 +17,8 @@ from typing import Any
 import jax
 import output
 
-from fp8jax import memory, targets
-from fp8jax.memory.subject import subject
+from fp8jax.inspect import memory, targets
+from fp8jax.inspect.memory.subject import subject
 
 
 def rows(args: argparse.Namespace, target: str | None) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from fp8jax import targets
+from fp8jax.inspect import targets
 
 MOST = 2**20
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8jax.models.learning import Loss, State
 from fp8jax.train import config, extras, observe, processes, rundir, stop, summary
+from fp8jax.train.learner import Loss, State
 from fp8jax.train.loader import Examples, Loader, Source
 from fp8jax.train.observe import Curves, Seen
 from fp8jax.train.progress import Progress, spans

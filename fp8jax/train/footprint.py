@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fp8jax.memory import bytes_by_kind
-from fp8jax.program import Program
+from fp8jax.inspect.memory import bytes_by_kind
+from fp8jax.inspect.program import Program
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 

@@ -9,7 +9,7 @@ What contradicts itself is refused, with the reason.
 import dataclasses
 from typing import Any
 
-from fp8jax import targets
+from fp8jax.inspect import targets
 from fp8jax.recipe import Recipe
 from fp8jax.train.config import check_ranges, knob, suggest
 from fp8jax.train.launch import Launch

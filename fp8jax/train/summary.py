@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.models.learning import State
 from fp8jax.train import config, observe, report
 from fp8jax.train.footprint import Footprint, footprint
+from fp8jax.train.learner import State
 from fp8jax.train.observe import Curves
 from fp8jax.train.trainer import Trainer
 

@@ -22,12 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8jax import memory, models, optim, targets
-from fp8jax import program as compiled_program
-from fp8jax.models.learning import Learner, Loss, State, learner_of
+from fp8jax import adapters, optim
+from fp8jax.inspect import memory, targets
+from fp8jax.inspect import program as compiled_program
 from fp8jax.rewrite.lora import LoRA
 from fp8jax.train import observe, processes
 from fp8jax.train.batch import Found, budget_of_device, largest_batch
+from fp8jax.train.learner import Learner, Loss, State, learner_of
 from fp8jax.train.loader import Loader
 from fp8jax.train.observe import Seen
 from fp8jax.train.optimizers import optimizer_of
@@ -70,7 +71,7 @@ class Trainer:
             options["checkpoint_blocks"] = tuple(config.checkpoint_blocks.split()) or None
         if config.lora_rank:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
-        self.model = models.transform(model, config.precision, **options)
+        self.model = adapters.transform(model, config.precision, **options)
         self._row = jax.tree.map(lambda x: _shape_of(x, np.shape(x)[1:]), example)
         self._devices = processes.devices(config.devices)
         self.found = self._largest() if config.is_auto else None

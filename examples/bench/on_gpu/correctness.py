@@ -17,7 +17,8 @@ import ml_dtypes
 import numpy as np
 
 import fp8jax
-from fp8jax import ScaledArray, formats, program
+from fp8jax import ScaledArray, formats
+from fp8jax.inspect import program
 from fp8jax.quantization import cast, is_scaled
 from on_gpu import gpt
 from on_gpu.notes import Given, Notes

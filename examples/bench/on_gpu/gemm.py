@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax import backends, formats, program, quantize
+from fp8jax import backends, formats, quantize
+from fp8jax.inspect import program
 from on_gpu import clock
 from on_gpu.notes import Given, Notes
 

@@ -13,7 +13,7 @@ import jax
 import layer as model
 import ways
 
-from fp8jax import program
+from fp8jax.inspect import program
 from on_gpu import clock
 from on_gpu.notes import Given, Notes
 

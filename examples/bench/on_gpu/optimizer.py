@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import update
 
-from fp8jax import program
+from fp8jax.inspect import program
 from on_gpu import clock
 from on_gpu.notes import Given, Notes
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax import program
+from fp8jax.inspect import program
 from on_gpu import clock, gpt
 from on_gpu.notes import Given, Notes
 

@@ -1,0 +1,81 @@
+"""Finished rows of `fp8jax plan` on disk, so that a program is compiled only once.
+
+path = path_of(lowered, "h200", default_folder())
+row = read(path) or ...
+write(path, row)
+
+A row is a small JSON file. Its name is a hash of the lowered program and of all that compiles it.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+from fp8jax.inspect import targets
+
+_VERSION = 1  # of what is read from a program; raise it when that changes
+
+
+class Row(NamedTuple):
+    """What a plan takes from a compiled program."""
+
+    total: int  # bytes of the peak on one device
+    sent: int  # bytes that one device sends in a step
+
+
+def default_folder() -> pathlib.Path:
+    """The user's cache folder: `fp8jax/plan` in `$XDG_CACHE_HOME`, which is by default `~/.cache`."""
+    given = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    base = given if given.is_absolute() else pathlib.Path.home() / ".cache"
+    return base / "fp8jax" / "plan"
+
+
+def path_of(
+    lowered: jax.stages.Lowered, target: str | targets.Target | None, folder: pathlib.Path
+) -> pathlib.Path:
+    """The file of a program's row.
+
+    Args:
+        lowered: the program.
+        target: a GPU; None for this process's devices.
+        folder: of the cache.
+    """
+    device = jax.devices()[0].device_kind if target is None else repr(targets.get(target))
+    versions = [str(_VERSION), jax.__version__, importlib.metadata.version("jaxlib")]
+    options = [str(targets.COMPILER_OPTIONS), os.environ.get("XLA_FLAGS", "")]
+    parts = json.dumps([*versions, *options, device, lowered.as_text()])
+    return folder / f"{hashlib.sha256(parts.encode()).hexdigest()}.json"
+
+
+def read(path: pathlib.Path) -> Row | None:
+    """The row in a file; None if there is no file, or a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Row(**found) if _is_row(found) else None
+
+
+def _is_row(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and sorted(found) == sorted(Row._fields)
+        and all(type(number) is int and number >= 0 for number in found.values())
+    )
+
+
+def write(path: pathlib.Path, row: Row) -> None:
+    """Writes a row, in whole or not at all. A folder that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(row._asdict(), file)
+        os.replace(file.name, path)
