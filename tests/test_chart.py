@@ -74,7 +74,7 @@ def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     broken = dataclasses.replace(Recipe.parse(name), **changes)
     transform, all_reduce, adamw = adapters.transform, comm.all_reduce, optim.adamw
     replacement = {
-        "transform": (chart.models, lambda model, recipe: transform(model, broken)),
+        "transform": (chart.adapters, lambda model, recipe: transform(model, broken)),
         "all_reduce": (chart.comm, lambda grads, axis, recipe: all_reduce(grads, axis, broken)),
         "adamw": (chart.optim, lambda rate, recipe: adamw(rate, broken)),
     }

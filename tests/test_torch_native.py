@@ -171,7 +171,7 @@ def test_products_gradients_and_states_are_those_of_jax(recipe, dtype):
 def jax_product(recipe, dtype, x, w, g, state):
     matrices = (((1,), (0,)), ((), ()))
     scaled = isinstance(w, fp8jax.ScaledArray)
-    slot_dtype = fp8jax.dot.weight.CODES if recipe.weight_grad == "E4M3" else jnp.float32
+    slot_dtype = fp8jax.dot.weight.FP8_GRAD if recipe.weight_grad == "E4M3" else jnp.float32
 
     def product(x, w, slot, state):
         kernel = fp8jax.dot.Weight(w, slot) if scaled else w
@@ -181,13 +181,13 @@ def jax_product(recipe, dtype, x, w, g, state):
         y, pull = jax.vjp(lambda x, w, state: product(x, w, None, state), x, w, state)
         return (y, *pull(g))
     slot = (
-        fp8jax.scaling.merge.to_codes(jnp.zeros(w.shape, jnp.float8_e4m3fn))
+        fp8jax.scaling.merge.to_fp8_grad(jnp.zeros(w.shape, jnp.float8_e4m3fn))
         if slot_dtype != jnp.float32
         else None
     )
     y, pull = jax.vjp(lambda x, slot, state: product(x, w, slot, state), x, slot, state)
     dx, dslot, state = pull(g)
-    codes = fp8jax.scaling.merge.from_codes(dslot)
+    codes = fp8jax.scaling.merge.from_fp8_grad(dslot)
     return y, dx, codes.astype(jnp.float32) * state["wgrad_scale"], state
 
 
