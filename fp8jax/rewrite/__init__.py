@@ -13,12 +13,12 @@ from fp8jax.rewrite.call import plain_parameters as plain_parameters
 from fp8jax.rewrite.choose import SMALLEST as SMALLEST
 from fp8jax.rewrite.choose import Kernel as Kernel
 from fp8jax.rewrite.choose import is_wide as is_wide
+from fp8jax.rewrite.complaints import check_like as check_like
 from fp8jax.rewrite.evaluate import Context as Context
 from fp8jax.rewrite.evaluate import evaluate as evaluate
 from fp8jax.rewrite.follow import Tracked as Tracked
 from fp8jax.rewrite.follow import Way as Way
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
-from fp8jax.rewrite.function import check_like as check_like
 from fp8jax.rewrite.lora import LoRA as LoRA
 from fp8jax.rewrite.plan import Plan as Plan
 from fp8jax.rewrite.plan import find as find

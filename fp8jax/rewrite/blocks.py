@@ -25,7 +25,8 @@ import jax
 
 from fp8jax.dot import save_fp8_operands
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import REMATS, Dot, Found, Site, inner_jaxprs
+from fp8jax.rewrite.dots import Dot, Site
+from fp8jax.rewrite.plan import REMATS, Found, inner_jaxprs
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
 # The `checkpoint_name` of the outputs of kernels' dot products.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from fp8jax.dot import init_ragged_state, init_state
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import OF_CONSTANTS, Chosen, Dot, Found
+from fp8jax.rewrite.dots import OF_CONSTANTS, Dot
+from fp8jax.rewrite.plan import Chosen, Found
 from fp8jax.rewrite.report import Report, Row
 from fp8jax.rewrite.rules import Choice, Layer, Rules, layer_path
 

@@ -25,9 +25,10 @@ from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
 from fp8jax.rewrite.blocks import PRODUCT, Remat
+from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.follow import Tracked, Way, follow, moved, plain, sliced
 from fp8jax.rewrite.lora import A, without_adapters
-from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, Site, scan_parts
+from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, scan_parts
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
 

@@ -8,23 +8,22 @@ A stacked parameter that a scan slices has a scale and a scaling state for each 
 """
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 
 # The context of a trace (mesh, precision, dtype promotion) has no public API.
 from jax._src.config import trace_context
 
-from fp8jax import backends, formats, loss_scale
-from fp8jax.dot import init_ragged_state, init_state, quantized_kernel
-from fp8jax.quantization import is_scaled, own_value, quantize, quantize_like
+from fp8jax import backends, loss_scale
+from fp8jax.dot import quantized_kernel
+from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.call import call
 from fp8jax.rewrite.choose import Kernel
+from fp8jax.rewrite.complaints import check_like, check_share, no_array
 from fp8jax.rewrite.lora import adapters_at
 from fp8jax.rewrite.plan import Chosen
 from fp8jax.rewrite.program import (
@@ -39,13 +38,20 @@ from fp8jax.rewrite.program import (
 )
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.rules import layer_names, layer_path
+from fp8jax.rewrite.states import (
+    first_state,
+    in_format,
+    kernels_of,
+    layers_of,
+    put,
+    rank_of,
+    state_of,
+    with_kernels,
+)
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Number of cached programs of one model, for different input shapes.
 _KEPT = 128
-
-# Warn if a smaller share of the FLOPs is in FP8.
-LOW_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,9 +107,9 @@ class FunctionModel:
             return self.adapt(jax.random.key(lora.seed), params, *args, **kwargs)
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
-            _check_share(program.report)
-        kernels = _kernels(program)
-        return {PARAMS: _changed(params, program, kernels, _in_format), **self._states(program)}
+            check_share(program.report)
+        kernels = kernels_of(program)
+        return {PARAMS: with_kernels(params, program, kernels, in_format), **self._states(program)}
 
     def adapt(self, key: jax.Array, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables of a model with adapters.
@@ -123,24 +129,24 @@ class FunctionModel:
         lora = self.settings.lora
         assert lora is not None
         program, _ = self._program(params, args, kwargs)
-        kernels, adapters = _kernels(program), {}
+        kernels, adapters = kernels_of(program), {}
         for path, chosen in kernels.items():
             layer = layer_path(path)
             if chosen.dot.is_matrix and lora.chooses(layer, self.recipe):
-                _put(adapters, layer_names(path), lora.new(key, layer, _layers(chosen), chosen.dot.gemm))
+                put(adapters, layer_names(path), lora.new(key, layer, layers_of(chosen), chosen.dot.gemm))
 
         def narrow(leaf: Any, chosen: Chosen) -> Any:
-            return leaf if chosen.dot.is_computed else lora.narrow(leaf, chosen.recipe, _rank(leaf, chosen))
+            return leaf if chosen.dot.is_computed else lora.narrow(leaf, chosen.recipe, rank_of(leaf, chosen))
 
-        frozen = _changed(params, program, kernels, narrow)
+        frozen = with_kernels(params, program, kernels, narrow)
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
 
     def _states(self, program: Program) -> dict[str, Any]:
         """The initial scaling states and loss scale."""
         variables, states = {}, {}
         for chosen in program.context.plan.chosen.values():
-            if state := _first_state(chosen):
-                _put(states, chosen.key, state)
+            if state := first_state(chosen):
+                put(states, chosen.key, state)
         if states:
             variables[SCALING] = states
         if self.recipe.gemm == "FP16":
@@ -161,7 +167,7 @@ class FunctionModel:
         kept = variables.get(SCALING, {}) if has_params(variables) else {}
         program, consts = self._program(params, args, kwargs)
         states = {
-            each.key: {**_state_of(kept, each), **adapters_at(adapters, each.dot.path or ())}
+            each.key: {**state_of(kept, each), **adapters_at(adapters, each.dot.path or ())}
             for each in program.context.plan.chosen.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
@@ -184,11 +190,11 @@ class FunctionModel:
         params = params[PARAMS] if has_params(params) else params
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
-            _check_share(program.report)
+            check_share(program.report)
         leaves = dict(zip(program.paths, jax.tree.leaves(params, is_leaf=is_scaled), strict=True))
         return {
-            path: Kernel(chosen.recipe, _rank(leaves[path], chosen), chosen.dot.groups)
-            for path, chosen in _kernels(program).items()
+            path: Kernel(chosen.recipe, rank_of(leaves[path], chosen), chosen.dot.groups)
+            for path, chosen in kernels_of(program).items()
         }
 
     def quantize(self, params: Any, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,16 +246,16 @@ class FunctionModel:
         def frozen(leaf: Any, chosen: Chosen) -> Any:
             if chosen.dot.is_computed or chosen.recipe.gemm != "FP8":
                 return leaf
-            state = _state_of(variables.get(SCALING, {}), chosen)
-            return quantized_kernel(leaf, chosen.recipe, state, _rank(leaf, chosen))
+            state = state_of(variables.get(SCALING, {}), chosen)
+            return quantized_kernel(leaf, chosen.recipe, state, rank_of(leaf, chosen))
 
-        return {**variables, PARAMS: _changed(variables[PARAMS], program, _kernels(program), frozen)}
+        return {**variables, PARAMS: with_kernels(variables[PARAMS], program, kernels_of(program), frozen)}
 
     def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
         """The cached trace of the function for these inputs' types, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         if any(callable(leaf) for leaf in leaves):
-            raise _no_array(params)
+            raise no_array(params)
         others, others_treedef = jax.tree.flatten((args, kwargs))
         constants = tuple((type(x), x) for x in others if not is_array(x))  # with the type, because 1 == True
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *others) if is_array(x))
@@ -278,127 +284,3 @@ def _key_of(x: Any) -> Any:
         getattr(aval, "weak_type", False),
         getattr(aval, "sharding", None),
     )
-
-
-def _no_array(params: Any) -> TypeError:
-    """The error for a function in the tree of parameters, as in an Equinox module."""
-    pairs, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    kind, at = next((type(x).__name__, jax.tree_util.keystr(path)) for path, x in pairs if callable(x))
-    return TypeError(
-        f"`params`: expected a tree of arrays; got a {kind} at {at}. Give the arrays alone, of an Equinox "
-        "module `params, static = eqx.partition(module, eqx.is_array)`, and combine them in the function."
-    )
-
-
-def check_like(like: Any) -> None:
-    """Raises ValueError if `like` has shapes in place of arrays, because its scaling state is reused."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like)):
-        raise ValueError(
-            "`like`: expected the variables that `model.init` gives; got shapes of them. Their first scaling "
-            "state is taken over, so call `model.init` itself."
-        )
-
-
-def _check_share(report: Report) -> None:
-    """Raises ValueError if nothing runs in FP8; warns if the share of FLOPs is below `LOW_SHARE`."""
-    if report.flops == 0 or not any(row.fp8 for row in report.rows):
-        reasons = (
-            "; ".join(f"{row.path}: {row.reason}" for row in report.largest(3))
-            or "it has no dot product of a parameter"
-        )
-        raise ValueError(
-            f"`model`: expected a dot product that can run in FP8; got none ({reasons}). Give a rule for "
-            'those that shall, `rules=[fp8jax.Rule("PATH", "te")]`, or use the recipe bf16.'
-        )
-    if report.fp8_share < LOW_SHARE:
-        left = ", ".join(f"{row.path} ({row.reason})" for row in report.largest(3))
-        warnings.warn(
-            f"{100 * report.fp8_share:.0f}% of the FLOPs of dot products run in FP8; the largest others are: "
-            f"{left or 'dot products of activations'}.",
-            stacklevel=4,
-        )
-
-
-def _first_state(chosen: Chosen) -> Any:
-    """The initial scaling state, with a leading axis for each scan that slices the kernel."""
-    dot, recipe = chosen.dot, chosen.recipe
-    if recipe.gemm != "FP8":
-        return {}
-    state = init_ragged_state(recipe, dot.groups) if dot.groups else init_state(recipe)
-    if chosen.key != dot.path:
-        state.pop("wgrad_scale", None)  # the parameter has one gradient
-    layers = tuple(length for _, length in dot.loops)
-    # On a mesh with explicit axes the copy has the same type as the states that a step returns.
-    return {name: jnp.copy(jnp.broadcast_to(x, (*layers, *x.shape))) for name, x in state.items()}
-
-
-def _kernels(program: Program) -> dict[tuple[str, ...], Chosen]:
-    """The kernels of the plan by path. If several dot products use a kernel, the use inside the most scans
-    decides its number of scales."""
-    kernels: dict[tuple[str, ...], Chosen] = {}
-    for chosen in program.context.plan.chosen.values():
-        path = chosen.dot.path or ()
-        if path not in kernels or kernels[path].dot.depth < chosen.dot.depth:
-            kernels[path] = chosen
-    return kernels
-
-
-def _changed(
-    params: Any,
-    program: Program,
-    kernels: Mapping[tuple[str, ...], Chosen],
-    change: Callable[[Any, Chosen], Any],
-) -> Any:
-    """The parameters with `change(leaf, chosen)` for each kernel."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-    pairs = zip(leaves, program.paths, strict=True)
-    return treedef.unflatten([change(leaf, kernels[p]) if p in kernels else leaf for leaf, p in pairs])
-
-
-def _put(tree: dict[str, Any], path: Sequence[str], new: Any) -> None:
-    """Inserts `new` into nested dicts."""
-    if not path:
-        tree.update(new)
-        return
-    *parents, name = path
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = new
-
-
-def _layers(chosen: Chosen) -> tuple[int, ...]:
-    """The leading axes of a kernel with a scale for each index: layers, then experts."""
-    layers = tuple(length for _, length in chosen.dot.loops)
-    return (*layers, chosen.dot.groups) if chosen.dot.groups else layers
-
-
-def _rank(leaf: Any, chosen: Chosen) -> int:
-    """The rank of the array that one scale covers."""
-    return len(leaf.shape) - len(_layers(chosen))
-
-
-def _in_format(leaf: Any, chosen: Chosen) -> Any:
-    """A kernel in its recipe's weight format."""
-    if is_scaled(leaf) or chosen.recipe.weight == "FP32":
-        return leaf
-    blocks = (*_layers(chosen), *(1,) * _rank(leaf, chosen))
-    q = quantize(leaf, formats.get(chosen.recipe.weight), power_of_two=True, blocks=blocks)
-    return q.with_own_dtype(leaf.dtype)
-
-
-def _state_of(states: Mapping[str, Any], chosen: Chosen) -> Any:
-    fresh = _first_state(chosen)
-    if not fresh:
-        return fresh
-    found: Any = states
-    for name in chosen.key:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    if found is None and chosen.key != chosen.dot.path:
-        return _state_of(states, dataclasses.replace(chosen, key=chosen.dot.path))  # merged by max
-    if found is None:
-        raise ValueError(
-            f"`variables`: expected the scaling state of {'/'.join(chosen.key)!r} in the collection "
-            f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
-            "not 'params' alone."
-        )
-    return found

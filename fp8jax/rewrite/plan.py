@@ -12,61 +12,33 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex
-from jax import lax
 
-from fp8jax.dot.ragged_wide import RAGGED
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.dots import (
+    ACTIVATION,
+    CONSTANT,
+    DOTS,
+    ONE_HOT,
+    Activation,
+    Dot,
+    Lost,
+    Site,
+    as_lost,
+    dot_of,
+    flops_of_convolution,
+    is_parameter,
+)
 from fp8jax.rewrite.follow import Way, follow, sliced
-
-Site = tuple[int, ...]
 
 # Calls that `evaluate` inlines, and the parameter with their inner jaxpr.
 INNER = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMATS = {"checkpoint": "jaxpr", "remat2": "jaxpr", "remat": "jaxpr"}
 
-# The dimension numbers of `lax.ragged_dot`.
-_PLAIN_RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-
 # The primitive of calls of transformed functions, see `call`.
 PROGRAM = "fp8_program"
 
+
 # The reason for dot products of closed-over matrices.
-OF_CONSTANTS = "its kernel is a constant of the function: make it a parameter"
-
-DOTS = ("dot_general", "ragged_dot_general", RAGGED)
-
-
-class Lost(NamedTuple):
-    """A value computed from parameters only."""
-
-    path: tuple[str, ...]  # path of the first of these parameters
-    reason: str
-    loops: tuple[tuple[Site, int], ...]
-    is_opaque: bool  # whether `evaluate` cannot replace dot products of this value, as inside a custom call
-
-
-class Dot(NamedTuple):
-    """One dot product of a jaxpr."""
-
-    site: Site
-    path: tuple[str, ...] | None  # path of its parameter; None if both operands are activations
-    kernel: int  # which operand the parameter is, 0 or 1
-    shape: tuple[int, ...]  # shape of the parameter in the dot product
-    gemm: tuple[int, int, int]  # rows, inputs and outputs of its matrices
-    flops: int  # in one call of the function
-    scope: str  # named scopes of the equation, joined by "/"
-    loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
-    is_computed: bool  # whether the operand is computed from the parameter
-    groups: int  # number of groups of a ragged dot; 0 for other dots
-    is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
-    reason: str | None  # why it cannot run in FP8; None if it can
-
-    @property
-    def depth(self) -> int:
-        """The number of leading layer axes of the parameter."""
-        return len(self.loops)
-
-
 @dataclasses.dataclass(frozen=True)
 class Chosen:
     """A dot product to replace, with its recipe."""
@@ -140,37 +112,18 @@ def find(jaxpr: Any, ways: Sequence[Way | None]) -> Found:
             kernel. The other inputs are activations.
     """
     walk = _Walk(Found([], set(), {}, {}, []))
-    others = [_ACTIVATION] * (len(jaxpr.invars) - len(ways))
+    others = [ACTIVATION] * (len(jaxpr.invars) - len(ways))
     outs = walk.through(jaxpr, [*ways, *others], (), "", 1)
     for out in outs:
         walk.note_value(out)
     return walk.found
 
 
-class _Activation:
-    """A value that depends on an input other than parameters."""
-
-
-_ACTIVATION, _ONE_HOT = _Activation(), _Activation()  # _ONE_HOT is cast from booleans: a one-hot lookup
-
-_CONSTANT = object()  # a closed-over matrix, or a value computed from one
-
-
-def _is_parameter(x: Any) -> bool:
-    return isinstance(x, Way | Lost)
-
-
-def _lost(x: Way | Lost, reason: str, is_opaque: bool = False) -> Lost:
-    if isinstance(x, Lost):
-        return Lost(x.path, reason if is_opaque else x.reason, x.loops, x.is_opaque or is_opaque)
-    return Lost(x.path, reason, x.loops, is_opaque)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Walk:
     """Abstract evaluation of a jaxpr.
 
-    A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `_Activation`, a `_CONSTANT`, or
+    A value is a `Way` (a parameter), a `Lost` (computed from parameters), an `Activation`, a `CONSTANT`, or
     None (another constant, or a parameter that cannot be a kernel).
     """
 
@@ -181,7 +134,7 @@ class _Walk:
     def through(self, jaxpr: Any, ins: Sequence[Any], site: Site, scope: str, times: int) -> list[Any]:
         """The outputs of a jaxpr."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
-        env.update((var, _CONSTANT) for var in jaxpr.constvars if len(var.aval.shape) > 1)
+        env.update((var, CONSTANT) for var in jaxpr.constvars if len(var.aval.shape) > 1)
 
         def read(var: Any) -> Any:
             return None if isinstance(var, jex.Literal) else env.get(var)
@@ -224,11 +177,11 @@ class _Walk:
         elif name == "gather" and isinstance(ins[0], Way):
             self.found.tables.add(ins[0].path)
         elif name == "conv_general_dilated":
-            key = scope, ins[1].path if _is_parameter(ins[1]) else None
+            key = scope, ins[1].path if is_parameter(ins[1]) else None
             before = self.found.convolutions.get(key, 0)
-            self.found.convolutions[key] = before + times * _flops_of_convolution(eqn)
+            self.found.convolutions[key] = before + times * flops_of_convolution(eqn)
         elif _makes_one_hot(eqn, ins):
-            return [_ONE_HOT]
+            return [ONE_HOT]
         elif ins and isinstance(ins[0], Way):
             ways = [follow(ins[0], eqn, i) for i in range(count)]
             if all(way is not None for way in ways):
@@ -239,22 +192,22 @@ class _Walk:
         """The output of an equation that computes a new value."""
         for x in () if is_noted else ins:
             self.note_value(x)
-        if any(isinstance(x, _Activation) for x in ins):
-            return _ACTIVATION
-        parameters = [x for x in ins if _is_parameter(x)]
+        if any(isinstance(x, Activation) for x in ins):
+            return ACTIVATION
+        parameters = [x for x in ins if is_parameter(x)]
         if not parameters:
-            return _CONSTANT if _CONSTANT in ins else None
-        return _lost(parameters[0], f"its kernel is computed ({name})")
+            return CONSTANT if CONSTANT in ins else None
+        return as_lost(parameters[0], f"its kernel is computed ({name})")
 
     def scan(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> list[Any]:
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
         consts, carry, xs = scan_parts(eqn, ins)
         for x in carry:
             self.note_value(x)
-        carry = [_ACTIVATION if _is_parameter(x) else x for x in carry]
+        carry = [ACTIVATION if is_parameter(x) else x for x in carry]
         # In later iterations the carry depends on all inputs of the body.
-        if any(isinstance(x, _Activation) for x in [*consts, *carry, *xs]):
-            carry = [_ACTIVATION] * len(carry)
+        if any(isinstance(x, Activation) for x in [*consts, *carry, *xs]):
+            carry = [ACTIVATION] * len(carry)
         consts = [dataclasses.replace(x, is_shared=True) if isinstance(x, Way) else x for x in consts]
         inside = []
         for x in xs:
@@ -262,12 +215,12 @@ class _Walk:
                 way = sliced(x, at, length)
                 if way is None:
                     self.note_value(x)
-                x = _lost(x, "a scan is not along the first axis of what is stored") if way is None else way
+                x = as_lost(x, "a scan is not along the first axis of what is stored") if way is None else way
             inside.append(x)
         outs = self.through(closed.jaxpr, [*consts, *carry, *inside], at, scope, times * length)
         for x in outs:
             self.note_value(x)
-        return [_lost(x, "a scan computes its kernel", True) if _is_parameter(x) else x for x in outs]
+        return [as_lost(x, "a scan computes its kernel", True) if is_parameter(x) else x for x in outs]
 
     def opaque(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> None:
         """Finds the dot products inside a call that `evaluate` does not look into."""
@@ -276,7 +229,7 @@ class _Walk:
             mesh = eqn.params["mesh"]
             axes = eqn.params.get("newly_manual_axes", mesh.axis_names)
             times *= math.prod(mesh.shape[axis] for axis in axes)  # its shapes are per device
-        lost = [_lost(x, reason, True) if _is_parameter(x) else x for x in ins]
+        lost = [as_lost(x, reason, True) if is_parameter(x) else x for x in ins]
         parameters = [x for x in lost if isinstance(x, Lost)]
         is_choice = eqn.primitive.name == "by_platform"  # one of two programs
         inners = [eqn.params["default"].jaxpr] if is_choice else jex.jaxprs_in_params(eqn.params)
@@ -287,9 +240,9 @@ class _Walk:
             self.through(inner, given, (*at, number), scope, times)
 
     def dot(self, eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> None:
-        dot = _dot(eqn, ins, at, scope, times)
+        dot = dot_of(eqn, ins, at, scope, times)
         self.found.dots.append(dot)
-        if dot.path is not None and ins[1 - dot.kernel] is _ONE_HOT:
+        if dot.path is not None and ins[1 - dot.kernel] is ONE_HOT:
             self.found.tables.add(dot.path)
         is_fp8 = self.plan is not None and at[self.outside :] in self.plan.chosen
         for side, x in enumerate(ins):
@@ -306,7 +259,7 @@ def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
     if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
         return ins[0] is not None
     moves = ("copy", "reshape", "transpose", "convert_element_type")
-    return eqn.primitive.name in moves and ins[0] is _ONE_HOT
+    return eqn.primitive.name in moves and ins[0] is ONE_HOT
 
 
 def inner_jaxprs(eqn: Any) -> list[tuple[Site, Any]]:
@@ -324,78 +277,3 @@ def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[
     """Constants, carry and scanned inputs of a scan."""
     consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
     return values[:consts], values[consts : consts + carry], values[consts + carry :]
-
-
-def _dot(eqn: Any, ins: list[Any], at: Site, scope: str, times: int) -> Dot:
-    numbers = _PLAIN_RAGGED if eqn.primitive.name == RAGGED else None
-    if eqn.primitive.name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
-    dims = numbers.dot_dimension_numbers if numbers is not None else eqn.params["dimension_numbers"]
-    (contracted, batched), shapes = dims, [tuple(x.aval.shape) for x in eqn.invars[:2]]
-    free = [
-        math.prod(n for axis, n in enumerate(shape) if axis not in (*contracted[side], *batched[side]))
-        for side, shape in enumerate(shapes)
-    ]
-    k = math.prod(shapes[0][axis] for axis in contracted[0])
-    flops = times * 2 * math.prod(eqn.outvars[0].aval.shape) * k
-    kernels = [side for side in (0, 1) if _is_parameter(ins[side])]
-    kernel = kernels[0] if len(kernels) == 1 else 1
-    groups = 0
-    if numbers is not None:
-        groups = eqn.invars[2].aval.shape[-1]
-        free[1] //= max(groups, 1)
-        if set(numbers.lhs_ragged_dimensions) <= set(contracted[0]):
-            flops //= max(groups, 1)
-    gemm = (free[1 - kernel], k, free[kernel])
-    x = ins[kernel]
-    path = x.path if _is_parameter(x) else None
-    reason = _why_not(eqn, ins, kernels, gemm, len(shapes[1 - kernel]), numbers)
-    if reason is None and not contracted[0]:
-        reason = "it sums over no axis"
-    loops, is_computed = (x.loops, isinstance(x, Lost)) if _is_parameter(x) else ((), False)
-    # The contracted axes come first in storage, and there is no batch axis.
-    is_matrix = isinstance(x, Way) and not (x.is_shared or groups or batched[kernel])
-    is_matrix = is_matrix and {x.perm[axis] for axis in contracted[kernel]} == {
-        *range(len(contracted[kernel]))
-    }
-    return Dot(
-        at, path, kernel, shapes[kernel], gemm, flops, scope, loops, is_computed, groups, is_matrix, reason
-    )
-
-
-def _why_not(
-    eqn: Any, ins: list[Any], kernels: list[int], gemm: tuple[int, int, int], rank: int, numbers: Any
-) -> str | None:
-    if not kernels:
-        return OF_CONSTANTS if _CONSTANT in ins else "both operands are activations"
-    if len(kernels) == 2:
-        return "both operands are parameters"
-    [kernel] = kernels
-    x = ins[kernel]
-    if isinstance(x, Lost) and x.is_opaque:
-        return x.reason
-    if ins[1 - kernel] is _ONE_HOT:
-        return "it looks up rows of a table"
-    if ins[1 - kernel] in (None, _CONSTANT):
-        return "it multiplies no input of the model"
-    if rank == 1:
-        return "it multiplies a single vector"
-    if numbers is not None and (kernel != 1 or isinstance(x, Lost) or not _is_plain_ragged(numbers)):
-        return "it is not the ragged dot of rows and a kernel for each group"
-    return None
-
-
-def _is_plain_ragged(numbers: Any) -> bool:
-    """Whether these are the dimension numbers of `lax.ragged_dot`."""
-    return _parts(numbers) == _parts(_PLAIN_RAGGED)
-
-
-def _parts(numbers: Any) -> list[tuple[int, ...]]:
-    parts = [*(tuple(part) for pair in numbers.dot_dimension_numbers for part in pair)]
-    return [*parts, tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)]
-
-
-def _flops_of_convolution(eqn: Any) -> int:
-    out, kernel = eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
-    numbers = eqn.params["dimension_numbers"]
-    return 2 * math.prod(out) * math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
