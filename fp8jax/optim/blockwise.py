@@ -7,8 +7,8 @@
     >>> x = Blockwise.of(jnp.array([1e-6, -0.3, 2.0]), signed=True)
     >>> x.codes.dtype, x.absmax.shape
     (dtype('uint8'), (1,))
-    >>> [float(f"{v:.3g}") for v in x.dequantize()]
-    [1.1e-06, -0.297, 2.0]
+    >>> [float(f"{v:.2g}") for v in x.dequantize()]
+    [1.1e-06, -0.3, 2.0]
 
 The signed map covers seven decades of [-1, 1], the unsigned map of [0, 1]. Each decade has twice the codes of
 the decade below it: the signed map has 1 in (1e-7, 1e-6] and 64 in (0.1, 1], the unsigned map 2 and 128. The

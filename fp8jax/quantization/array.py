@@ -13,7 +13,6 @@ from fp8jax.formats import ALL, Format
 _BITS = {jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32), jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16)}
 _FLOATS = {bits: float for float, bits in _BITS.items()}
 
-
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -51,7 +50,8 @@ class ScaledArray:
 
     A tree function sees two leaves: the codes, and the bits of the scale as an unsigned integer. Arithmetic
     on leaves, as in `jax.tree.map(lambda w: 0.5 * w, params)`, would halve both and quarter the value. It
-    makes floats of the bits, which are refused where the scale is read.
+    makes floats of the bits, and reading the scale then raises. Operations that keep integers (sums and
+    differences of leaves, negation, integer factors) are not noticed and give meaningless values.
 
     Invariants (checked by `validate`):
         `data` holds codes of a floating dtype, any shape;
