@@ -47,7 +47,7 @@ def by_platform(*args: Any, cpu: Callable[..., Any], default: Callable[..., Any]
 
 
 def gpu_barrier(tree: Any) -> Any:
-    """`jax.lax.optimization_barrier`; on a CPU the tree as it is, where a barrier only costs time."""
+    """`jax.lax.optimization_barrier`; on a CPU the tree as it is, where a barrier costs compile time."""
     return by_platform(tree, cpu=_as_it_is, default=lax.optimization_barrier)
 
 

@@ -4,8 +4,9 @@
 
 The step is computed twice. The first pass computes the amaxes of all quantized tensors in one array, and from
 them all scales. The second pass recomputes the step and writes the FP8 codes. On a GPU a barrier between the
-passes stops XLA from storing the float32 results of the first pass. On a CPU there is no barrier, because the
-step then compiles in less than half the time (O2, 78 tensors: 5 s, 13 s with a barrier); it takes more memory.
+passes stops XLA from storing the float32 results of the first pass. On a CPU there is no barrier, because
+the step then compiles in less than half the time (O2, 78 tensors: 5 s, 13 s with a barrier); it takes more
+memory.
 """
 
 import math
