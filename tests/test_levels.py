@@ -12,7 +12,7 @@ import pytest
 import fp8jax
 from fp8jax import Recipe, ScaledArray, formats, loss_scale, quantize
 from fp8jax.optim import adam, adamw, clip_by_global_norm, moments, scale_by_adam, skipped, with_masters
-from fp8jax.optim.overwrite import Overwrite
+from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import PRESETS
@@ -202,7 +202,7 @@ def test_only_optimizers_that_move_weights_can_keep_masters():
 def test_an_overwrite_replaces_and_its_zeros_keep(apply_updates, format):
     old, new = (quantize(k * jnp.arange(6.0), format, power_of_two=True) for k in (1, -3))
     for params in ({"w": old}, jax.tree.map(np.asarray, {"w": old})):
-        update = {"w": Overwrite.by(new)}
+        update = {"w": ReplaceUpdate.by(new)}
         got = apply_updates(params, update)["w"]
         kept = apply_updates(params, jax.tree.map(jnp.zeros_like, update))["w"]
         for a, b in ((got, new), (kept, old)):
@@ -211,7 +211,7 @@ def test_an_overwrite_replaces_and_its_zeros_keep(apply_updates, format):
 
 
 @pytest.mark.parametrize("link", [optax.scale(0.5), optax.add_decayed_weights(0.1), optax.clip(0.5)])
-def test_links_that_change_updates_after_the_optimizer_raise(link):
+def test_changed_updates_raise(link):
     params = {"w": quantize(jnp.ones((4, 4)), formats.FP16, power_of_two=True)}
     tx = optax.chain(adamw(1e-3, "O2"), link)
     with pytest.raises((TypeError, ValueError)):

@@ -19,8 +19,8 @@ from fp8jax.optim import (
     adamw,
     adamw_8bit,
     moments,
-    on_values,
     skipped,
+    with_dequantized,
     with_masters,
 )
 from fp8jax.optim.blockwise import dynamic_map
@@ -28,6 +28,7 @@ from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import PARAMS
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "bitsandbytes.npz")
+SGD = with_dequantized(optax.sgd(1.0))
 SIGNED = {"signed": True, "unsigned": False}
 
 # The map and the codes ############################################################################
@@ -215,7 +216,7 @@ def test_an_nnx_optimizer_takes_the_step_of_variables(name, level):
 # optax's ##########################################################################################
 
 
-def test_on_values_is_optaxs_own_but_for_the_rounding_of_weights():
+def test_with_dequantized():
     tx, options = adafactor(1e-2, "O2"), {"w": kernel(formats.FP16), "b": jnp.ones(8)}
     grads = {"w": quantize(MATRIX * 1e-3, formats.E4M3, power_of_two=True), "b": jnp.ones(8)}
     values = lambda tree: jax.tree.map(value, tree, is_leaf=is_scaled)  # noqa: E731
@@ -248,8 +249,8 @@ def test_masters_are_kept_in_8_bit_adamw():
     "make, text",
     [
         (lambda: adafactor(1e-3, "O3"), "master"),
-        (lambda: on_values(optax.sgd(1.0)).init({"w": kernel(formats.E4M3)}), "16 bits"),
-        (lambda: on_values(optax.sgd(1.0)).update({}, on_values(optax.sgd(1.0)).init({})), "`params`"),
+        (lambda: SGD.init({"w": kernel(formats.E4M3)}), "16 bits"),
+        (lambda: SGD.update({}, SGD.init({})), "`params`"),
         (lambda: adamw_8bit(1e-3, "O2", zero=object()), "`zero`"),
         (lambda: adafactor(1e-3, "O2", zero=object()), "`zero`"),
     ],

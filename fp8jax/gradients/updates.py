@@ -8,7 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from fp8jax.optim.overwrite import overwrites
+from fp8jax.optim.replace_update import replaces
 from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, value
 from fp8jax.variables import PARAMS, check_gradients, has_params
 
@@ -101,7 +101,7 @@ def _unless_zero(leaf: Any, update: Any) -> Any:
 def _step(leaf: Any, update: Any) -> Any:
     if update is None:
         return leaf
-    if overwrites(update) and is_scaled(leaf):
+    if replaces(update) and is_scaled(leaf):
         return jax.tree.map(operator.add, leaf, update)
     is_gradient: bool = isinstance(update, ScaledGradient)
     if is_gradient and not update.has_come:
@@ -109,7 +109,8 @@ def _step(leaf: Any, update: Any) -> Any:
     if is_scaled(update):
         raise TypeError(
             f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "
-            "Links that know no scaled gradients ran on one: put `fp8jax.optim.dequantize()` before them."
+            "A transformation without support for FP8 gradients returned it: put `fp8jax.optim.dequantize()` "
+            "before that transformation."
         )
     if not is_scaled(leaf):
         return (leaf + update).astype(leaf.dtype)

@@ -9,17 +9,17 @@ Each gradient transformation takes parameters or whole Flax variables. It update
 variables; the scaling state passes through unchanged.
 """
 
-from fp8jax.optim.accumulate import multi_steps as multi_steps
 from fp8jax.optim.adam import adam as adam
 from fp8jax.optim.adam import adamw as adamw
 from fp8jax.optim.adam import adamw_8bit as adamw_8bit
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam
 from fp8jax.optim.adam import with_masters as with_masters
 from fp8jax.optim.blockwise import Blockwise as Blockwise
-from fp8jax.optim.links import clip_by_global_norm as clip_by_global_norm
-from fp8jax.optim.links import dequantize as dequantize
-from fp8jax.optim.links import on_params as on_params
+from fp8jax.optim.dequantized import adafactor as adafactor
+from fp8jax.optim.dequantized import with_dequantized as with_dequantized
 from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
-from fp8jax.optim.values import adafactor as adafactor
-from fp8jax.optim.values import on_values as on_values
+from fp8jax.optim.transforms import clip_by_global_norm as clip_by_global_norm
+from fp8jax.optim.transforms import dequantize as dequantize
+from fp8jax.optim.transforms import multi_steps as multi_steps
+from fp8jax.optim.transforms import on_params as on_params

@@ -30,13 +30,13 @@ import optax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim.arithmetic import DECOUPLED, L2, NO_DECAY, AdamScalars, ParamState
+from fp8jax.optim.checks import check_rate, check_weights, recipe_of, refuse_8_bits, refuse_zero
 from fp8jax.optim.codecs import blockwise_zeros, zeros
 from fp8jax.optim.devices import advance_over_devices
 from fp8jax.optim.fused import as_written, fused_adam
-from fp8jax.optim.links import on_params, plain_mask
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, is_adam_state
-from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
+from fp8jax.optim.transforms import on_params, plain_mask
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import format_of, is_scaled, plain, quantize, value, with_float32_scales
 from fp8jax.recipe import Recipe
@@ -121,7 +121,7 @@ def adam(
 
     Returns:
         An optimizer with an `AdamState`; `update` needs the parameters. The updates of plain parameters are
-        float32 arrays to add. The updates of `ScaledArray`s are their new values (`Overwrite`), which
+        float32 arrays to add. The updates of `ScaledArray`s are their new values (`ReplaceUpdate`), which
         `fp8jax.apply_updates` writes. So transformations that change updates come before this optimizer.
 
     Raises:
@@ -186,15 +186,6 @@ def adamw_8bit(
     check_rate(learning_rate)
     row = recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, True))
-
-
-def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
-    """Raises ValueError if `zero` is given to the optimizer `name`."""
-    if zero is not None:
-        raise ValueError(
-            f"`zero`: expected None, for {name} spreads no state over devices: {reason}; got a Zero. Use "
-            "adamw, or leave `zero` to `value_and_grad` with stage 0."
-        )
 
 
 def with_masters(state: Any, params: Any) -> Any:

@@ -10,7 +10,7 @@ from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.zero import own_part
 from fp8jax.optim.arithmetic import AdamScalars, ParamState
 from fp8jax.optim.fused import Written, fused_adam
-from fp8jax.optim.overwrite import Overwrite, overwrites
+from fp8jax.optim.replace_update import ReplaceUpdate, replaces
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
@@ -36,7 +36,7 @@ def advance_over_devices(
         split, update = specs(leaf, axis), zero.spec(leaf.grad, split=axis is not None and stays)
         update = update.data if is_scaled(update) else update
         if is_scaled(leaf.param):
-            update = ScaledArray(Overwrite(update, P()), Overwrite(P(), P()))
+            update = ScaledArray(ReplaceUpdate(update, P()), ReplaceUpdate(P(), P()))
         return update, split.mu, split.nu, split.master
 
     def on_device(leaves: list[ParamState], scalars: AdamScalars) -> tuple[list[Written], jax.Array]:
@@ -82,11 +82,11 @@ def _whole(new: list[Written], axes: list[int | None], zero: Zero) -> list[Writt
     """All-gathers the updates."""
     split = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
     updates = [new[i][0] for i, _ in split]
-    arrays = [update.data.bits if overwrites(update) else update for update in updates]
+    arrays = [update.data.bits if replaces(update) else update for update in updates]
     whole = whole_from_parts(arrays, [axis for _, axis in split], zero.axis)
     new = list(new)
     for (i, _), update, array in zip(split, updates, whole, strict=True):
-        if overwrites(update):
-            array = ScaledArray(Overwrite(array, update.data.is_new), update.scale)
+        if replaces(update):
+            array = ScaledArray(ReplaceUpdate(array, update.data.is_new), update.scale)
         new[i] = (array, *new[i][1:])
     return new

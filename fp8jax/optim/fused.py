@@ -21,7 +21,7 @@ from jax import lax
 from fp8jax.optim import codecs
 from fp8jax.optim.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.codecs import decode
-from fp8jax.optim.overwrite import Overwrite
+from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import ScaledArray, amax_bits, amax_from_bits, format_of, is_scaled, scale_of, value
 
@@ -45,8 +45,8 @@ def fused_adam(
             replicated tensors.
 
     Returns:
-        For each parameter (update, mu, nu, master), the update of a `ScaledArray` as an `Overwrite`; and a
-        bool, shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
+        For each parameter (update, mu, nu, master), the update of a `ScaledArray` as a `ReplaceUpdate`; and
+        a bool, shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
     """
     packed, layout = _packed(states)
     amaxes, maxima = _first_pass(_unpacked(packed, layout), scalars, decays)
@@ -83,7 +83,7 @@ def as_written(states: list[ParamState], scalars: AdamScalars) -> tuple[list[Wri
     new = []
     for state in states:
         moves = state.grad if state.param is None else state.param
-        update = Overwrite.by(moves) if is_scaled(state.param) else value(moves)
+        update = ReplaceUpdate.by(moves) if is_scaled(state.param) else value(moves)
         new.append((update, state.mu, state.nu, state.master))
     return new, jnp.array(True)
 
@@ -135,10 +135,10 @@ def _second_pass(
         # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
         return jnp.where(ok, step.update, -0.0), mu, nu, None
     if state.master is None:
-        return Overwrite.by(write("param", step.weight)), mu, nu, None
+        return ReplaceUpdate.by(write("param", step.weight)), mu, nu, None
     # From the stored master weight, so that a checkpoint of master weights gives the same weight.
     weight = decode(codecs.encode(step.weight, state.master, new.get("master")))
-    return Overwrite.by(write("param", weight)), mu, nu, write("master", step.weight)
+    return ReplaceUpdate.by(write("param", weight)), mu, nu, write("master", step.weight)
 
 
 def _quantized(state: ParamState) -> list[Any]:

@@ -19,8 +19,8 @@ class AdamState(NamedTuple):
     skipped: jax.Array  # shape=(), int32: number of steps skipped because of inf or NaN
 
 
-class ValuesState(NamedTuple):
-    """State of `on_values`."""
+class DequantizedState(NamedTuple):
+    """State of `with_dequantized`."""
 
     inner: Any  # state of the wrapped optimizer
     skipped: jax.Array  # as in `AdamState`
@@ -48,7 +48,7 @@ def skipped(state: Any) -> jax.Array:
     """The number of skipped steps, summed over all optimizers in the state; int32, shape ()."""
 
     def counts(node: Any) -> bool:
-        return isinstance(node, AdamState | ValuesState)
+        return isinstance(node, AdamState | DequantizedState)
 
     states = [node for node in jax.tree.leaves(state, is_leaf=counts) if counts(node)]
     return sum((node.skipped for node in states), jnp.zeros((), jnp.int32))

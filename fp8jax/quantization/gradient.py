@@ -21,7 +21,7 @@ class ScaledGradient(ScaledArray, metaclass=ShowsRemedy):
 
     remedy: ClassVar[str] = (
         "an FP8 gradient of fp8jax: take one of fp8jax.optim, or put optax's optimizer in "
-        "fp8jax.optim.on_values(...) or behind fp8jax.optim.dequantize()"
+        "fp8jax.optim.with_dequantized(...) or behind fp8jax.optim.dequantize()"
     )
     has_come: ClassVar[bool] = False
 

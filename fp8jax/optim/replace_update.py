@@ -18,7 +18,7 @@ from fp8jax.remedy import ShowsRemedy
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
-class Overwrite(metaclass=ShowsRemedy):
+class ReplaceUpdate(metaclass=ShowsRemedy):
     """An update that replaces an array: `array + update` is the new value.
 
     For each `ScaledArray` parameter `adam` and `adamw` return a pair of these, for codes and scale.
@@ -58,12 +58,12 @@ class Overwrite(metaclass=ShowsRemedy):
             raise TypeError(
                 f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {old.dtype}. "
                 "Nothing but zeros, which keep the old value, can take the place of a scaled parameter's "
-                "new value: links that scale updates or add to them come before `adam` and `adamw`."
+                "new value: put transformations that change updates before `adam` and `adamw`."
             )
         bits = jnp.where(self.is_new, self.bits, to_bits(old))
         return lax.bitcast_convert_type(bits, old.dtype)
 
 
-def overwrites(update: Any) -> bool:
-    """Whether an update is a pair from `Overwrite.by`."""
-    return isinstance(update, ScaledArray) and isinstance(update.data, Overwrite)
+def replaces(update: Any) -> bool:
+    """Whether an update is a pair from `ReplaceUpdate.by`."""
+    return isinstance(update, ScaledArray) and isinstance(update.data, ReplaceUpdate)

@@ -1,4 +1,4 @@
-"""What goes around the optimizer: clipping, raw optax links, masks over whole links, accumulation."""
+"""Gradient transformations: clipping, optax's own, masks over whole variables, accumulation."""
 
 import chex
 import flax.linen as nn
@@ -93,7 +93,7 @@ def test_the_norm_is_that_of_the_values_in_float32():
     np.testing.assert_allclose(got["w"].scale, 1 / (448 * 64), rtol=1e-6)
 
 
-# optax's own links ###############################################################################
+# optax's own ######################################################################################
 
 RAW = {
     "scale": optax.scale(-0.1),
@@ -254,7 +254,7 @@ def test_a_gradient_is_no_update():
     assert np.isnan(value(jax.jit(fp8jax.apply_updates)(PARAMETERS["w"], grads["w"]))).all()
 
 
-def test_without_scaling_state_raw_links_take_all():
+def test_optaxs_own_take_variables_without_scaling_state():
     variables = {PARAMS: {"w": normal(6, 4, 8)}}
     got = step(optax.adamw(0.1), variables, gradients_of(variables))
     expected = step(optax.adamw(0.1), variables, jax.grad(lambda v: jnp.sum(v[PARAMS]["w"] ** 2))(variables))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from fp8jax import recipe as recipes
+from fp8jax.comm import Zero
 from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
 
@@ -42,3 +43,22 @@ def refuse_8_bits(params: Any) -> None:
                 f"`params`: expected weights of 16 bits or more; got {format_of(leaf).name}"
                 f"{list(leaf.shape)}, in which small steps are lost. adam, adamw and adamw_8bit keep masters."
             )
+
+
+def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
+    """Raises ValueError if `zero` is given to the optimizer `name`."""
+    if zero is not None:
+        raise ValueError(
+            f"`zero`: expected None, for {name} spreads no state over devices: {reason}; got a Zero. Use "
+            "adamw, or leave `zero` to `value_and_grad` with stage 0."
+        )
+
+
+def refuse_masters(recipe: Recipe | str) -> None:
+    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
+    row = Recipe.parse(recipe)
+    if row.master_weight != "-":
+        raise ValueError(
+            f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
+            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
+        )

@@ -1,6 +1,6 @@
 """Any optax optimizer for models with quantized weights and gradients.
 
-    tx = fp8jax.optim.on_values(optax.lion(1e-4))
+    tx = fp8jax.optim.with_dequantized(optax.lion(1e-4))
     tx = fp8jax.optim.adafactor(1e-3)
 
 The optax optimizer gets dequantized float32 arrays. The new value of a quantized weight is rounded to the
@@ -14,11 +14,17 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax.comm import Zero
-from fp8jax.optim.adam import refuse_zero
-from fp8jax.optim.links import on_params, plain_mask
-from fp8jax.optim.overwrite import Overwrite
-from fp8jax.optim.state import ValuesState
-from fp8jax.optim.told import check_rate, check_weights, recipe_of, refuse_8_bits
+from fp8jax.optim.checks import (
+    check_rate,
+    check_weights,
+    recipe_of,
+    refuse_8_bits,
+    refuse_masters,
+    refuse_zero,
+)
+from fp8jax.optim.replace_update import ReplaceUpdate
+from fp8jax.optim.state import DequantizedState
+from fp8jax.optim.transforms import on_params, plain_mask
 from fp8jax.quantization import amax, format_of, is_scaled, quantize, value, with_float32_scales
 from fp8jax.recipe import Recipe
 
@@ -44,7 +50,7 @@ def adafactor(
         options: options of `optax.adafactor`.
 
     Returns:
-        An optimizer as from `on_values`.
+        An optimizer as from `with_dequantized`.
 
     Raises:
         TypeError: `learning_rate` is a recipe.
@@ -60,20 +66,10 @@ def adafactor(
         refuse_masters(row)
     refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
     options["weight_decay_mask"] = plain_mask(weight_decay_mask)
-    return _on_values(optax.adafactor(learning_rate, **options), row)
+    return _with_dequantized(optax.adafactor(learning_rate, **options), row)
 
 
-def refuse_masters(recipe: Recipe | str) -> None:
-    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
-    row = Recipe.parse(recipe)
-    if row.master_weight != "-":
-        raise ValueError(
-            f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
-            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
-        )
-
-
-def on_values(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def with_dequantized(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` on the dequantized float32 values of parameters and gradients.
 
     A step that would make a weight or a float of tx's state infinite or NaN is skipped, and
@@ -84,27 +80,27 @@ def on_values(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     Returns:
         An optimizer for parameters or whole variables; `update` needs them. The updates of plain parameters
-        are arrays to add. The updates of `ScaledArray`s are their new values (`Overwrite`), in the same
+        are arrays to add. The updates of `ScaledArray`s are their new values (`ReplaceUpdate`), in the same
         format on new power-of-two scales, rounded to nearest. So this optimizer is the last in a chain.
 
     Raises:
         ValueError: a weight has 8 bits, so that small steps would be lost. Use `adam` or `adamw`, which have
             master weights.
     """
-    return _on_values(tx, None)
+    return _with_dequantized(tx, None)
 
 
-def _on_values(
+def _with_dequantized(
     tx: optax.GradientTransformation, recipe: Recipe | None
 ) -> optax.GradientTransformationExtraArgs:
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> ValuesState:
+    def init(params: Any) -> DequantizedState:
         check_weights(recipe, params)
         refuse_8_bits(params)
-        return ValuesState(tx.init(_values(params)), jnp.zeros([], jnp.int32))
+        return DequantizedState(tx.init(_values(params)), jnp.zeros([], jnp.int32))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, ValuesState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, DequantizedState]:
         if params is None:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
@@ -122,7 +118,7 @@ def _on_values(
             _written(leaf, weight, update, ok)
             for leaf, weight, update in zip(leaves, weights, treedef.flatten_up_to(new), strict=True)
         ]
-        return treedef.unflatten(written), ValuesState(inner, state.skipped + jnp.where(ok, 0, 1))
+        return treedef.unflatten(written), DequantizedState(inner, state.skipped + jnp.where(ok, 0, 1))
 
     return on_params(optax.GradientTransformationExtraArgs(init, update))
 
@@ -141,4 +137,4 @@ def _written(leaf: Any, weight: jax.Array, update: jax.Array, ok: jax.Array) -> 
     if not is_scaled(leaf):
         return jnp.where(ok, update, 0)
     new = quantize(weight, format_of(leaf), power_of_two=True, blocks=leaf.scale.shape)
-    return Overwrite.by(jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, leaf))
+    return ReplaceUpdate.by(jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, leaf))
