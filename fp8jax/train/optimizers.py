@@ -8,7 +8,7 @@ import jax
 import optax
 
 from fp8jax import optim
-from fp8jax.optim.values import refuse_masters
+from fp8jax.optim.checks import refuse_masters
 from fp8jax.recipe import Recipe
 from fp8jax.train.settings import TrainConfig
 
@@ -76,7 +76,7 @@ def clipped(
     clip = optim.clip_by_global_norm(max_norm or math.inf)
     if name == "adafactor":
         refuse_masters(recipe)
-        return optax.chain(clip, optim.on_values(_adafactor(rate, weight_decay, mask)))
+        return optax.chain(clip, optim.with_dequantized(_adafactor(rate, weight_decay, mask)))
     make = {"adamw": optim.adamw, "adamw_8bit": optim.adamw_8bit}[name]
     spread = {"zero": zero} if name == "adamw" else {}
     return optax.chain(clip, make(rate, recipe, *betas, weight_decay=weight_decay, mask=mask, **spread))
