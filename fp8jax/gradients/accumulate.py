@@ -13,7 +13,8 @@ from fp8jax.comm import Zero
 from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
-from fp8jax.gradients.loss import check_arguments, for_optimizers, narrowed, on_one_device
+from fp8jax.gradients.loss import check_arguments, for_optimizers, on_one_device
+from fp8jax.gradients.slots import quantized
 from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -172,7 +173,7 @@ def _finished(sums: Any, shapes: Any, variables: Any, local: ShardContext | None
         else local.shardings
     )
 
-    def narrow(like: Any, total: Any, sharding: GradSharding) -> Any:
+    def in_format(like: Any, total: Any, sharding: GradSharding) -> Any:
         if not is_scaled(like):
             return total.astype(like.dtype)
         if sharding.shard is not None:
@@ -180,11 +181,11 @@ def _finished(sums: Any, shapes: Any, variables: Any, local: ShardContext | None
         return quantize_gradient(total, like.scale.shape)
 
     if not has_params(sums):
-        return jax.tree.map(narrow, shapes, sums, shardings, is_leaf=is_scaled)
-    grads = {**sums, PARAMS: jax.tree.map(narrow, params, sums[PARAMS], shardings, is_leaf=is_scaled)}
+        return jax.tree.map(in_format, shapes, sums, shardings, is_leaf=is_scaled)
+    grads = {**sums, PARAMS: jax.tree.map(in_format, params, sums[PARAMS], shardings, is_leaf=is_scaled)}
     if SCALING in sums:
         old = variables[SCALING]
-        grads[PARAMS], grads[SCALING] = narrowed(
+        grads[PARAMS], grads[SCALING] = quantized(
             grads[PARAMS], variables[PARAMS], sums[SCALING], old, shardings
         )
     return grads

@@ -24,6 +24,7 @@ from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot.dot_general import OPERANDS
 from fp8jax.gradients.keys import refuse_whole
+from fp8jax.gradients.slots import WGRAD_SCALE
 from fp8jax.gradients.states import state_at
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
@@ -105,7 +106,7 @@ def over_devices(
         def spec_of_grad(leaf: Any, sharding: GradSharding, state: Any) -> Any:
             names = zero.spec(leaf, split=sharding.axis is not None)
             names = names.data if is_scaled(leaf) else names
-            return ScaledArray(names, P()) if state.is_marked else names
+            return ScaledArray(names, P()) if state.has_fp8_grad else names
 
         everywhere = {name: P() for name in (SCALING, LOSS_SCALE) if is_flax and name in variables}
         of_grads = jax.tree.map(spec_of_grad, params, shardings, states, is_leaf=is_scaled)
@@ -120,26 +121,26 @@ def over_devices(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class State:
+class ParamScaling:
     """The scaling state of one parameter, or {}; a leaf of a tree like the parameters."""
 
     arrays: Mapping[str, Any]
 
     @property
-    def is_marked(self) -> bool:
-        """Whether the gradient is FP8, so that the state has its scale."""
-        return "wgrad_scale" in self.arrays
+    def has_fp8_grad(self) -> bool:
+        """Whether the parameter's gradient is FP8."""
+        return WGRAD_SCALE in self.arrays
 
 
 def state_of_each(params: Any, state: Any) -> Any:
-    """The `State` of each parameter."""
+    """The `ParamScaling` of each parameter."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: State(state_at(state, path)), params, is_leaf=is_scaled
+        lambda path, leaf: ParamScaling(state_at(state, path)), params, is_leaf=is_scaled
     )
 
 
 def _shardings(params: Any, states: Any, zero: Zero) -> Any:
-    def sharding(path: Any, leaf: Any, state: State) -> GradSharding:
+    def sharding(path: Any, leaf: Any, state: ParamScaling) -> GradSharding:
         axis = zero.split_of(leaf) if zero.stage else None
         if axis is None:
             return GradSharding()
@@ -154,7 +155,7 @@ def _shardings(params: Any, states: Any, zero: Zero) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, params, states, is_leaf=is_scaled)
 
 
-def _is_stacked_in_front(leaf: Any, state: State) -> bool:
+def _is_stacked_in_front(leaf: Any, state: ParamScaling) -> bool:
     """Whether a kernel is one layer's, or stacked along its first axes, according to its scaling state."""
     scale = state.arrays.get("scale")
     if scale is None:

@@ -10,17 +10,11 @@ import jax.extend.core
 
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
-from fp8jax.comm.reduce import on_shared_scale
 from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
-from fp8jax.gradients.states import state_at, with_state_at
+from fp8jax.gradients.slots import quantized
 from fp8jax.gradients.traced import gradient
-from fp8jax.quantization import ScaledArray, as_gradients, is_scaled, quantize_gradient
-from fp8jax.scaling.merge import (
-    FP8_GRAD,
-    from_cotangents,
-    from_fp8_grad,
-    settled,
-)
+from fp8jax.quantization import as_gradients, is_scaled
+from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
 
 
@@ -127,7 +121,7 @@ def _value_and_grad(
     found = gradient(loss_fn, has_aux, inside, args, kwargs, shardings, divisor)
     if not is_flax:
         return found.out, found.grads
-    grads, state = narrowed(found.grads, params, from_cotangents(found.state), old, shardings)
+    grads, state = quantized(found.grads, params, from_cotangents(found.state), old, shardings)
     return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
 
 
@@ -153,49 +147,3 @@ def _with_loss_scale(
         out = (loss / local.zero.devices, *aux) if has_aux else loss / local.zero.devices
     grads[PARAMS], new_state = loss_scale.unscale(grads[PARAMS], state)
     return out, {**grads, LOSS_SCALE: new_state}
-
-
-def narrowed(grads: Any, params: Any, state: Any, old: Any, shardings: Any) -> tuple[Any, Any]:
-    """The gradients in their formats, and the state with their scales.
-
-    FP8 gradients become `ScaledArray`s; a kernel without a gradient has the scale of the `old` state. Other
-    gradients of dots get their parameters' dtypes.
-    """
-    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    rows = zip(flat, *map(treedef.flatten_up_to, (grads, shardings)), strict=True)
-    new = []
-    for (path, param), grad, sharding in rows:
-        kept = state_at(state, path)
-        if "wgrad_scale" in kept:
-            scale = settled(kept["wgrad_scale"], state_at(old, path)["wgrad_scale"])
-            grad, scale = _narrow_leaf(grad, param, scale, sharding)
-            state = with_state_at(state, path, {**kept, "wgrad_scale": scale})
-        elif kept and not is_scaled(param):
-            grad = grad.astype(param.dtype)
-        new.append(grad)
-    return treedef.unflatten(new), state
-
-
-def _narrow_leaf(
-    grad: Any, param: Any, scale: jax.Array, sharding: GradSharding
-) -> tuple[ScaledArray, jax.Array]:
-    """One gradient as a `ScaledArray`, and its scale in the shape of `scale`.
-
-    Args:
-        grad: E4M3 codes with `scale`, a float array, or a `ScaledArray`.
-        param: the parameter.
-        scale: the scale of the codes.
-        sharding: the sharding of the gradient.
-    """
-    blocks = scale.shape + (1,) * (param.ndim - scale.ndim) if scale.ndim else ()
-    if is_scaled(param):
-        blocks = param.scale.shape
-    if is_scaled(grad):
-        return grad, grad.scale.reshape(scale.shape)
-    if grad.dtype == FP8_GRAD:
-        return ScaledArray(from_fp8_grad(grad), scale.reshape(blocks)), scale
-    if sharding.shard is not None:
-        q = on_shared_scale(grad, blocks, sharding.shard.axis_name)
-    else:
-        q = quantize_gradient(grad, blocks)
-    return q, q.scale.reshape(scale.shape)

@@ -21,6 +21,7 @@ from fp8jax.rewrite.follow import Way as Way
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
 from fp8jax.rewrite.lora import LoRA as LoRA
 from fp8jax.rewrite.plan import Plan as Plan
+from fp8jax.rewrite.plan import Uses as Uses
 from fp8jax.rewrite.plan import find as find
 from fp8jax.rewrite.program import Annotations as Annotations
 from fp8jax.rewrite.program import Settings as Settings
