@@ -4,9 +4,9 @@
     python examples/handwritten.py --steps 50 --recipe "te,scaling=current"
 
 RMSNorm, rotary positions, grouped-query attention and SwiGLU: seven products with weights, each an
-`fp8jax.einsum` with a scaling state of its own. Three things make the difference to a block without FP8:
+`fp8jax.dot.einsum` with a scaling state of its own. Three things make the difference to a block without FP8:
 
-1. `product` calls `fp8jax.einsum` with a state where it would call `jnp.einsum`;
+1. `product` calls `fp8jax.dot.einsum` with a state where it would call `jnp.einsum`;
 2. the states stand beside the parameters, in `variables["_overwrite_with_gradient"]`;
 3. `fp8jax.value_and_grad` and `fp8jax.apply_updates` take the place of `jax.value_and_grad` and
    `optax.apply_updates`: they give each product its new state.
@@ -47,7 +47,7 @@ def init(key: jax.Array, recipe: str | None) -> dict[str, Any]:
     params |= {"attention norm": jnp.ones(WIDTH), "mlp norm": jnp.ones(WIDTH), "norm": jnp.ones(WIDTH)}
     if recipe is None:
         return {"params": params}
-    return {"params": params, STATES: {name: fp8jax.init_state(recipe) for name in PRODUCTS}}
+    return {"params": params, STATES: {name: fp8jax.dot.init_state(recipe) for name in PRODUCTS}}
 
 
 def logits(variables: dict[str, Any], tokens: jax.Array, recipe: str | None) -> jax.Array:
@@ -59,7 +59,7 @@ def logits(variables: dict[str, Any], tokens: jax.Array, recipe: str | None) -> 
         weight = params[name].astype(jnp.bfloat16)
         if recipe is None:
             return jnp.einsum(subscripts, x, weight)
-        return fp8jax.einsum(subscripts, x, weight, recipe=recipe, state=variables[STATES][name])
+        return fp8jax.dot.einsum(subscripts, x, weight, recipe=recipe, state=variables[STATES][name])
 
     def norm(name: str, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)

@@ -7,30 +7,22 @@ tx = optax.chain(..., fp8jax.optim.adamw(3e-4, recipe))
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fp8jax import adapters as adapters
 from fp8jax import comm as comm
+from fp8jax import dot as dot
 from fp8jax import formats as formats
 from fp8jax import optim as optim
 from fp8jax.adapters import accumulate_gradients as accumulate_gradients
-from fp8jax.adapters import dequantize as dequantize
-from fp8jax.adapters import freeze as freeze
-from fp8jax.adapters import merge as merge
 from fp8jax.adapters import report as report
 from fp8jax.adapters import transform as transform
-from fp8jax.adapters import unmerge as unmerge
 from fp8jax.adapters import value_and_grad as value_and_grad
-from fp8jax.adapters.nnx_variables import FP8State as FP8State
-from fp8jax.adapters.nnx_variables import Frozen as Frozen
-from fp8jax.adapters.train_state import TrainState as TrainState
-from fp8jax.dot import dot_general as dot_general
-from fp8jax.dot import einsum as einsum
-from fp8jax.dot import init_state as init_state
-from fp8jax.dot import save_fp8_operands as save_fp8_operands
+from fp8jax.adapters.linen import TrainState as TrainState
 from fp8jax.gradients import apply_updates as apply_updates
 from fp8jax.quantization import ScaledArray as ScaledArray
 from fp8jax.quantization import quantize as quantize
 from fp8jax.recipe import Recipe as Recipe
-from fp8jax.rewrite.lora import LoRA as LoRA
-from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite import LoRA as LoRA
+from fp8jax.rewrite import Rule as Rule
 
 if TYPE_CHECKING:
     from fp8jax import inspect as inspect

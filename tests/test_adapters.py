@@ -106,8 +106,8 @@ def test_nnx_module_with_matmuls_of_its_own(recipe):
         assert int(model.calls[...]) == before + 1
         assert is_scaled(grads["up"].get_value()) == (recipe != "te" and model is given)
         assert float(model.up__fp8_amax_history[0, 0]) == np.abs(X).max()
-    np.testing.assert_array_equal(fp8jax.dequantize(guessed).up[...], plain.up[...])
-    assert vars(fp8jax.dequantize(given)).keys() == vars(plain).keys()
+    np.testing.assert_array_equal(fp8jax.adapters.nnx.dequantize(guessed).up[...], plain.up[...])
+    assert vars(fp8jax.adapters.nnx.dequantize(given)).keys() == vars(plain).keys()
 
 
 def test_inputs_are_for_nnx():
@@ -134,7 +134,7 @@ def test_bridged_modules(recipe):
         assert fp8jax.report(model, X).fp8_share == 1
         _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
         assert jnp.any(jnp.asarray(value(grads["Dense_0"]["kernel"].get_value())) != 0)
-        plain = fp8jax.dequantize(model)
+        plain = fp8jax.adapters.nnx.dequantize(model)
         assert 0 < relative(model(X), plain(X)) < 0.1 and vars(plain).keys() == vars(nested).keys()
 
     as_linen = bridge.ToLinen(nnx.Linear, args=(WIDTH, WIDTH))

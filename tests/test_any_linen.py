@@ -406,8 +406,8 @@ class ByHand(nn.Module):
     def __call__(self, x):
         x = nn.Dense(WIDTH, name="fc")(x)
         w = self.param("w", LECUN, (WIDTH, 8))
-        state = self.variable("_overwrite_with_gradient", "product", fp8jax.init_state, "te").value
-        return fp8jax.einsum("...i,io->...o", x, w, recipe="te", state=state)
+        state = self.variable("_overwrite_with_gradient", "product", fp8jax.dot.init_state, "te").value
+        return fp8jax.dot.einsum("...i,io->...o", x, w, recipe="te", state=state)
 
 
 @pytest.mark.long
@@ -461,9 +461,9 @@ def test_a_block_written_by_hand_learns_as_in_bf16(load_program):
 
 def test_an_einsum_that_is_no_dot_raises():
     with pytest.raises(ValueError, match="expected an einsum that is one dot product"):
-        fp8jax.einsum("ii,ij->j", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="te", state={})
+        fp8jax.dot.einsum("ii,ij->j", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="te", state={})
     with pytest.raises(ValueError, match="expected gemm=FP8 for an FP8 dot; got gemm=BF16"):
-        fp8jax.einsum("bi,ij->bj", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="bf16", state={})
+        fp8jax.dot.einsum("bi,ij->bj", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="bf16", state={})
 
 
 # Embeddings ######################################################################################

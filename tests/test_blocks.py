@@ -380,7 +380,7 @@ def test_nnx_modules_without_blocks_or_with_remat_are_refused():
 
 
 def test_a_dequantized_nnx_module_is_plain():
-    model = fp8jax.dequantize(fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", gradient_checkpointing="full"))
+    model = fp8jax.adapters.nnx.dequantize(fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", gradient_checkpointing="full"))
     assert [type(block) for block in model.blocks] == [NnxBlock, NnxBlock]
     assert not [name for name in vars(model.blocks[0]) if "fp8" in name]
 

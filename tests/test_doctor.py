@@ -56,9 +56,9 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.lecun_normal(batch_axis=0), (4, 128, 64))
-        first = lambda: jax.tree.map(lambda s: jnp.stack([s] * 4), fp8jax.init_state("te"))  # noqa: E731
+        first = lambda: jax.tree.map(lambda s: jnp.stack([s] * 4), fp8jax.dot.init_state("te"))  # noqa: E731
         state = self.variable("_overwrite_with_gradient", "product", first).value
-        multiply, x = functools.partial(fp8jax.einsum, "bi,io->bo", recipe="te"), nn.Dense(128)(x)
+        multiply, x = functools.partial(fp8jax.dot.einsum, "bi,io->bo", recipe="te"), nn.Dense(128)(x)
         return jax.vmap(lambda x, w, s: multiply(x, w, state=s), (None, 0, 0))(x, w, state)
 
 
@@ -130,7 +130,7 @@ def test_scanned_layers_and_products_of_no_layer_are_counted():
 
 def test_a_product_of_the_users_own_may_be_fp8():
     def own(lhs, rhs, dimension_numbers, **options):
-        return fp8jax.dot_general(lhs, rhs, dimension_numbers, recipe="te,scaling=current", state={})
+        return fp8jax.dot.dot_general(lhs, rhs, dimension_numbers, recipe="te,scaling=current", state={})
 
     [row] = gemms.check((nn.Sequential([nn.Dense(48, dot_general=own)]), inputs(8, 32)), "bf16")
     assert (row.fp8, row.others, row.complaint) == (2, 0, "")

@@ -352,7 +352,7 @@ def test_variables_of_another_model_are_not_converted():
     with pytest.raises(
         TypeError, match=r"got LinenModel. Of a Linen model, call `model.dequantize\(variables"
     ):
-        fp8jax.dequantize(model)
+        fp8jax.adapters.nnx.dequantize(model)
 
 
 def test_the_users_module_is_not_touched(o2):

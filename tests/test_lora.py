@@ -257,8 +257,8 @@ def test_variables_and_modules_of_another_model_are_refused():
             act()
     adapted = fp8jax.transform(Plain(nnx.Rngs(0)), "O2", lora=LoRA(rank=2))
     for act, name in (
-        (lambda other: fp8jax.merge(adapted, other), "base"),
-        (lambda other: fp8jax.unmerge(other, adapted), "merged"),
+        (lambda other: fp8jax.adapters.nnx.merge(adapted, other), "base"),
+        (lambda other: fp8jax.adapters.nnx.unmerge(other, adapted), "merged"),
     ):
         with pytest.raises(
             ValueError, match=f"`{name}`: .*layer 'down' with a kernel of shape .64, {OUT}.; got none"
@@ -325,11 +325,11 @@ def test_an_nnx_module_does_the_same(recipe):
     }
     got = jax.jit(linen.apply)(expected, X)
     np.testing.assert_allclose(model(X), got, rtol=0, atol=1e-5 if recipe == "fp32" else 1e-2)
-    merged = fp8jax.merge(model)
+    merged = fp8jax.adapters.nnx.merge(model)
     assert type(merged) is Plain and type(merged.up.kernel) is nnx.Param and type(merged.up) is nnx.Linear
     np.testing.assert_allclose(merged(X), model(X), rtol=0, atol=BOUNDS[recipe])
-    np.testing.assert_array_equal(fp8jax.dequantize(model).up.kernel[...], merged.up.kernel[...])
-    back = fp8jax.unmerge(fp8jax.merge(model, module), model)
+    np.testing.assert_array_equal(fp8jax.adapters.nnx.dequantize(model).up.kernel[...], merged.up.kernel[...])
+    back = fp8jax.adapters.nnx.unmerge(fp8jax.adapters.nnx.merge(model, module), model)
     np.testing.assert_allclose(back.up.kernel[...], module.up.kernel[...], rtol=0, atol=2 * 2.0**-23)
     assert "adapters of rank 4" in str(fp8jax.report(model, X))
     assert type(module.up.kernel) is nnx.Param  # the user's is not touched
@@ -347,7 +347,7 @@ class Stacked(nnx.Module):
         self.layers = make(rngs)
 
     def __call__(self, x):
-        axes = nnx.StateAxes({(nnx.Param, fp8jax.FP8State, fp8jax.Frozen): 0, ...: None})
+        axes = nnx.StateAxes({(nnx.Param, fp8jax.adapters.nnx.FP8State, fp8jax.adapters.nnx.Frozen): 0, ...: None})
 
         @nnx.scan(in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
         def run(layer, x):

@@ -140,8 +140,8 @@ def test_on_a_mesh_of_both_kinds_and_within_shard_map():
     x, w = jnp.asarray(X), jnp.asarray(X[:8].T)
 
     def product(x, w, **options):
-        state = fp8jax.init_state(recipe)
-        return fp8jax.dot_general(x, w, dims, recipe=recipe, state=state, **options)
+        state = fp8jax.dot.init_state(recipe)
+        return fp8jax.dot.dot_general(x, w, dims, recipe=recipe, state=state, **options)
 
     want = product(x, w)
     mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))

@@ -331,8 +331,8 @@ def test_nnx_trains_and_is_plain_again():
 
     losses = [float(step(model, optimizer)) for _ in range(4)]
     assert all(b < a for a, b in zip(losses, losses[1:], strict=False)), losses
-    np.testing.assert_array_equal(fp8jax.freeze(model)(x), model(x))
-    again = fp8jax.dequantize(model)
+    np.testing.assert_array_equal(fp8jax.adapters.nnx.freeze(model)(x), model(x))
+    again = fp8jax.adapters.nnx.dequantize(model)
     assert type(again.up) is type(plain.up) and again.up.kernel.get_value().dtype == jnp.float32
 
 
@@ -363,7 +363,7 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         axes = {"variable_axes": {"params": 0, "intermediates": 0}, "split_rngs": {"params": True}}
-        return nn.scan(nn.remat(Block, policy=fp8jax.save_fp8_operands), length=2, **axes)(name="blocks")(
+        return nn.scan(nn.remat(Block, policy=fp8jax.dot.save_fp8_operands), length=2, **axes)(name="blocks")(
             x, None
         )[0]
 

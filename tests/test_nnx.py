@@ -13,7 +13,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray
-from fp8jax.adapters.nnx_variables import FP8State
+from fp8jax.adapters.nnx.variables import FP8State
 from fp8jax.optim import adamw, clip_by_global_norm, skipped
 from fp8jax.quantization import is_scaled, value
 
@@ -106,7 +106,7 @@ def test_transform_makes_a_copy_and_keeps_names_and_values():
 
 
 def test_a_model_is_transformed_once():
-    message = "'blocks/0/attn/key' is transformed already.*original module, or `fp8jax.dequantize"
+    message = "'blocks/0/attn/key' is transformed already.*original module, or `fp8jax.adapters.nnx.dequantize"
     with pytest.raises(ValueError, match=message):
         fp8jax.transform(net("O2"), "te")
     table = "te,include=embedding"
@@ -427,8 +427,8 @@ def test_state_axes_may_leave_the_scaling_state_out():
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
     out = model(x, axes)
     np.testing.assert_array_equal(out, model(x, 0))
-    np.testing.assert_array_equal(out, model(x, nnx.StateAxes({(nnx.Param, fp8jax.FP8State): 0, ...: None})))
-    assert relative(out, fp8jax.dequantize(model)(x, axes)) < 0.1
+    np.testing.assert_array_equal(out, model(x, nnx.StateAxes({(nnx.Param, fp8jax.adapters.nnx.FP8State): 0, ...: None})))
+    assert relative(out, fp8jax.adapters.nnx.dequantize(model)(x, axes)) < 0.1
     optimizer = nnx.Optimizer(model, adamw(3e-3, "te"), wrt=nnx.Param)
     step = nnx.jit(fp8jax.value_and_grad(lambda model, x: jnp.mean(model(x, axes) ** 2)))
     losses = []
@@ -499,7 +499,7 @@ def test_scaled_values_index_as_arrays():
 @pytest.mark.parametrize("recipe", ["O3", "fp16_amp"])
 def test_the_plain_model_comes_back(recipe):
     plain, model = net(), net(recipe)
-    again = fp8jax.dequantize(model)
+    again = fp8jax.adapters.nnx.dequantize(model)
     assert nnx.split(again)[0] == nnx.split(plain)[0]
     assert type(again.blocks[0].up) is nnx.Linear
     format = {"te": 0, "O3": 2**-4}.get(recipe, 0)
@@ -514,12 +514,12 @@ def test_a_frozen_model_gives_the_same(recipe):
     model = without_dropout(net(recipe))
     model.statistics.use_running_average = True
     for _ in range(2):
-        frozen = fp8jax.freeze(model)
+        frozen = fp8jax.adapters.nnx.freeze(model)
         np.testing.assert_array_equal(frozen(TOKENS), model(TOKENS))
         assert frozen.blocks[0].up.kernel.get_value().data.dtype == jnp.float8_e4m3fn
         fp8jax.value_and_grad(squares)(model, TOKENS)
     stack = fp8jax.transform(Stack(nnx.Rngs(0)), recipe)
-    assert fp8jax.freeze(stack).blocks.up.kernel.get_value().scale.shape == (DEPTH, 1, 1)
+    assert fp8jax.adapters.nnx.freeze(stack).blocks.up.kernel.get_value().scale.shape == (DEPTH, 1, 1)
 
 
 def test_a_class_with_its_bases_name_comes_back():
@@ -527,11 +527,11 @@ def test_a_class_with_its_bases_name_comes_back():
     layers = nnx.List([Own(WIDTH, WIDTH, rngs=nnx.Rngs(0)), Own(WIDTH, WIDTH, rngs=nnx.Rngs(0))])
     model = fp8jax.transform(layers, "te,exclude=0")
     assert all(isinstance(layer, Own) and type(layer) is not Own for layer in model)
-    assert [type(layer) for layer in fp8jax.dequantize(model)] == [Own, Own]
+    assert [type(layer) for layer in fp8jax.adapters.nnx.dequantize(model)] == [Own, Own]
 
 
 def test_functions_for_nnx_refuse_others():
-    for function in (fp8jax.freeze, fp8jax.dequantize):
+    for function in (fp8jax.adapters.nnx.freeze, fp8jax.adapters.nnx.dequantize):
         with pytest.raises(TypeError, match="expected an NNX module; got dict"):
             function({})
     with pytest.raises(TypeError, match="expected what fp8jax.transform made; got dict"):
@@ -556,7 +556,7 @@ def test_attend_is_in_fp8_where_it_is_asked_for():
     _, want = nnx.value_and_grad(squares)(plain, tokens)
     assert relative(grads["embed"]["embedding"][...], want["embed"]["embedding"][...]) < 0.1
     assert float(model.embed.embedding__fp8_amax_history[0, 0]) > 0
-    assert nnx.split(fp8jax.dequantize(model))[0] == nnx.split(plain)[0]
+    assert nnx.split(fp8jax.adapters.nnx.dequantize(model))[0] == nnx.split(plain)[0]
     default = fp8jax.report(fp8jax.transform(plain, "O2"), tokens)
     assert [row.path for row in default.rows if row.fp8] == ["fc"]
 

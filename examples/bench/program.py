@@ -15,7 +15,7 @@ Loss and all gradients (of layers and MLP blocks their input's too), of:
   dense layers multiplied in each of the ways of ways.py. "total" counts arguments and outputs too: XLA uses
   the outputs' buffers while it computes, so a way whose gradients are small needs more temporaries;
 - a GPT of 12 layers: its temporaries, as it is and under rematerialization that keeps the products, or the
-  FP8 operands (`fp8jax.save_fp8_operands`);
+  FP8 operands (`fp8jax.dot.save_fp8_operands`);
 - the GPT of train_gpt.py, to see that each layer that `model.report` lists in FP8 has its three FP8 GEMMs.
 
 Needs `pip install "fp8jax[target]"`, no GPU, and no XLA_FLAGS.
@@ -135,7 +135,7 @@ def layer_rows(names: Iterable[str], shape: tuple[int, int, int], target: str) -
 def remat_rows(recipes: Iterable[str], config: GPTConfig, batch: int, target: str) -> list[dict[str, Any]]:
     """One row per recipe and kind of rematerialization: temporaries of a GPT, and the casts of a tensor."""
     products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
-    kept = {"everything": None, "products": products, "FP8 operands": fp8jax.save_fp8_operands}
+    kept = {"everything": None, "products": products, "FP8 operands": fp8jax.dot.save_fp8_operands}
     rows, reference = [], {}
     for recipe in ["bf16", *recipes]:
         for name, policy in kept.items():

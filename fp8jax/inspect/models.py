@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.adapters.moe.linen import MoE
 from fp8jax.adapters.nnx import transform
-from fp8jax.adapters.nnx_gradient import KINDS, put_in, tree_of
+from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Settings
 from fp8jax.variables import PARAMS, SCALING

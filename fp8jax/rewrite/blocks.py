@@ -6,7 +6,7 @@
 | setting | saved per block, besides its inputs |
 |---|---|
 | `full` | nothing |
-| `fp8` | the FP8 operands of its dots, see `fp8jax.save_fp8_operands` |
+| `fp8` | the FP8 operands of its dots, see `fp8jax.dot.save_fp8_operands` |
 | `dots` | the outputs of its layers' dots |
 
 Without `checkpoint_blocks` the blocks are the outermost repeated modules in the tree of the model's calls:
@@ -232,7 +232,7 @@ def remat_of(setting: Checkpointing, calls: Calls, jaxpr: Any, found: Found) -> 
         if not scans:
             raise ValueError(
                 "`gradient_checkpointing`: expected a function that scans stacked parameters; got one "
-                "without. In its own code use jax.checkpoint with a policy, e.g. fp8jax.save_fp8_operands."
+                "without. In its own code use jax.checkpoint with a policy, e.g. fp8jax.dot.save_fp8_operands."
             )
     remat = Remat(
         {call.number: call.in_loop for call in blocks}, frozenset(scans), frozenset(), setting.policy
@@ -296,7 +296,7 @@ def refuse_rematerialized(blocks: Iterable[Call]) -> None:
                 f"`gradient_checkpointing`: the model's own code rematerializes {call.path!r} already, by "
                 "nn.remat, nnx.remat or jax.checkpoint: with both its forward would run three times, and the "
                 "outer one would decide what is kept. Take it out there, or set none here and give it a "
-                "policy there, e.g. fp8jax.save_fp8_operands."
+                "policy there, e.g. fp8jax.dot.save_fp8_operands."
             )
 
 

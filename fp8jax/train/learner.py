@@ -19,7 +19,7 @@ from flax import nnx
 from fp8jax import adapters
 from fp8jax.adapters.linen import LinenModel
 from fp8jax.adapters.nnx import FP8State
-from fp8jax.adapters.nnx_gradient import tree_of
+from fp8jax.adapters.nnx.gradient import tree_of
 from fp8jax.gradients import apply_updates
 from fp8jax.variables import OURS, PARAMS, SCALING
 

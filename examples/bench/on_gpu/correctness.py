@@ -100,9 +100,9 @@ def products(given: Given) -> list[dict[str, Any]]:
 
     def three(backend: str, x: Any, kernel: Any, grad: Any) -> Any:
         def dot(x: Any, kernel: Any, state: Any) -> Any:
-            return fp8jax.dot_general(x, kernel, dims, recipe=RECIPE, state=state, backend=backend)
+            return fp8jax.dot.dot_general(x, kernel, dims, recipe=RECIPE, state=state, backend=backend)
 
-        out, pull = jax.vjp(dot, x, kernel, fp8jax.init_state(RECIPE))
+        out, pull = jax.vjp(dot, x, kernel, fp8jax.dot.init_state(RECIPE))
         return out, *pull(grad)[:2]
 
     ways = (jax.jit(functools.partial(three, backend)) for backend in ("auto", "reference"))

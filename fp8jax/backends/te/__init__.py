@@ -1,6 +1,6 @@
 """The TransformerEngine backend: FP8 GEMMs by its cuBLASLt calls, and conversion of its modules' state.
 
-    y = fp8jax.dot_general(x, w, numbers, recipe="te", state=state, backend="te")
+    y = fp8jax.dot.dot_general(x, w, numbers, recipe="te", state=state, backend="te")
     model = fp8jax.transform(model, "O2", backend="te")
 
 TransformerEngine computes only the three GEMMs of a dot. Casts, scales and scaling state are the same as with

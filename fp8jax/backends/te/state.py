@@ -84,7 +84,7 @@ def from_te(state: Mapping[str, Any], recipe: Recipe | str, *, name: str = "kern
 
     Returns:
         For each dot `scale`, shape=(..., 3), `amax_history`, shape=(..., 3, history), and the initial values
-        of the recipe's other state, as from `fp8jax.init_state`.
+        of the recipe's other state, as from `fp8jax.dot.init_state`.
 
     Raises:
         ValueError: the state is not one of TransformerEngine's delayed scaling, or its history length is not

@@ -17,7 +17,7 @@ import jax
 import jax.core
 from flax import nnx
 
-from fp8jax.adapters.nnx_variables import STATE, FP8State, Frozen, modules_of, state_path, thaw
+from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw
 from fp8jax.rewrite import FunctionModel, is_array
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 

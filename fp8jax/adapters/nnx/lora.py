@@ -14,9 +14,15 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fp8jax.adapters.nnx import dequantize, kernels_of, placed_kernels, settings_of
-from fp8jax.adapters.nnx import transform as transform_alone
-from fp8jax.adapters.nnx_variables import CLASS, Frozen, modules_of, places_of, thaw
+from fp8jax.adapters.nnx.module import (
+    check_module,
+    kernels_of,
+    placed_kernels,
+    plain_module,
+    settings_of,
+    with_recipe,
+)
+from fp8jax.adapters.nnx.variables import CLASS, Frozen, modules_of, places_of, thaw
 from fp8jax.dot.einsum import is_single_dot
 from fp8jax.rewrite import LoRA, Settings
 from fp8jax.rewrite.lora import A, B
@@ -24,9 +30,12 @@ from fp8jax.rewrite.lora import A, B
 
 def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
     """See `fp8jax.transform`."""
-    lora = settings.lora
-    assert lora is not None
-    copy: Any = transform_alone(model, settings, inputs)
+    copy: Any = with_recipe(model, settings, inputs)
+    return copy if settings.lora is None else _adapted(copy, settings, settings.lora)
+
+
+def _adapted(copy: Any, settings: Settings, lora: LoRA) -> nnx.Module:
+    """Freezes the parameters of a transformed module, and adds adapters to it."""
     for _, variable in list(nnx.iter_graph(copy)):
         if isinstance(variable, nnx.Param):
             if type(variable) is not nnx.Param:
@@ -54,8 +63,30 @@ def is_adapted(model: nnx.Module) -> bool:
     return bool(kernels_of(model)) and settings_of(model).lora is not None
 
 
+def dequantize(model: nnx.Module) -> nnx.Module:
+    """The plain NNX module of a transformed one: its own class, dequantized kernels, no scaling state.
+
+    Adapters are merged into the kernels, see `merge`.
+
+    Raises:
+        TypeError: `model` is not an NNX module.
+    """
+    check_module(model, "dequantize(variables)")
+    return merge(model) if is_adapted(model) else plain_module(model)
+
+
 def merge(model: Any, base: Any = None) -> nnx.Module:
-    """See `fp8jax.merge`."""
+    """The plain NNX module with the adapters merged into its kernels, W + (alpha / rank) A B.
+
+    Args:
+        model: an NNX module from `transform(..., lora=...)`.
+        base: the plain module that `model` was made from. Without it W is the frozen kernel, rounded to its
+            storage format.
+
+    Raises:
+        TypeError: `model` has no adapters.
+        ValueError: `base` is another module.
+    """
     lora, adapters = _adapters(model)
     if base is not None:
         return _with_adapters(_checked("base", base, adapters, model), lora, adapters, 1.0)
@@ -65,11 +96,11 @@ def merge(model: Any, base: Any = None) -> nnx.Module:
             if isinstance(vars(module).get(name), nnx.LoRAParam):
                 delattr(module, name)
     thaw(copy)
-    return _with_adapters(dequantize(copy), lora, adapters, 1.0)
+    return _with_adapters(plain_module(copy), lora, adapters, 1.0)
 
 
 def unmerge(merged: nnx.Module, model: nnx.Module) -> nnx.Module:
-    """See `fp8jax.unmerge`."""
+    """The inverse of `merge`: a copy of a plain NNX module without the adapters of `model`."""
     lora, adapters = _adapters(model)
     return _with_adapters(_checked("merged", merged, adapters, model), lora, adapters, -1.0)
 

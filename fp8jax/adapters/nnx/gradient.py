@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fp8jax.adapters.nnx_variables import FP8State, Frozen, LossScale, state_path
+from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path
 from fp8jax.gradients.keys import fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from fp8jax.adapters.boxes import with_own_boxes, with_plain_boxes
-from fp8jax.adapters.linen import LinenModel, by_path, check_same, collection, shapes_of, shapes_of_call
+from fp8jax.adapters.linen.boxes import with_own_boxes, with_plain_boxes
+from fp8jax.adapters.linen.model import LinenModel, by_path, check_same, collection, shapes_of, shapes_of_call
 from fp8jax.quantization import is_scaled, own_value
 from fp8jax.variables import FROZEN, OURS, PARAMS
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import DenyList, in_filter
 
-from fp8jax.adapters.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
+from fp8jax.adapters.linen.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, check_like

@@ -21,8 +21,8 @@ from flax.nnx import bridge
 
 from fp8jax import formats, loss_scale
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
-from fp8jax.adapters.nnx_calls import operands_of, plain_method, restored, rewrite, rewritten_of, run_call
-from fp8jax.adapters.nnx_variables import STATE, FP8State, LossScale, Place, modules_of, places_of
+from fp8jax.adapters.nnx.calls import operands_of, plain_method, restored, rewrite, rewritten_of, run_call
+from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
 from fp8jax.dot import quantized_kernel
 from fp8jax.quantization import own_value, quantize
 from fp8jax.recipe import Recipe
@@ -36,15 +36,25 @@ def is_module(model: Any) -> bool:
     return isinstance(model, nnx.Module)
 
 
-def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
-    """See `fp8jax.transform`."""
+def check_module(model: Any, of_linen: str) -> None:
+    """Raises TypeError if `model` is not an NNX module; `of_linen` is the method of Linen models."""
+    if not is_module(model):
+        raise TypeError(
+            f"`model`: expected an NNX module; got {type(model).__name__}. Of a Linen model, call "
+            f"`model.{of_linen}`."
+        )
+
+
+def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
+    """A copy of the module under a recipe, without adapters; see `fp8jax.transform`."""
     settings.chosen()
     copy: Any = nnx.clone(model)
     for path, module in modules_of(copy):
         if rewritten_of(module) is not None:
             raise ValueError(
                 f"`model`: expected a plain module; got one whose layer {'/'.join(map(str, path))!r} is "
-                "transformed already. Transform the original module, or `fp8jax.dequantize(model)`."
+                "transformed already. Transform the original module, or "
+                "`fp8jax.adapters.nnx.dequantize(model)`."
             )
     if inputs is None:
         kernels = _kernels(copy, settings)
@@ -172,8 +182,8 @@ def placed_kernels(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel,
         yield path, kernel, places[path]
 
 
-def dequantize(model: nnx.Module) -> nnx.Module:
-    """See `fp8jax.dequantize`."""
+def plain_module(model: nnx.Module) -> nnx.Module:
+    """The plain module of a transformed one without adapters."""
     copy: Any = nnx.clone(model)
     for _, _, (_, _, param) in placed_kernels(copy):
         param.set_value(own_value(param.get_value()))
@@ -181,7 +191,14 @@ def dequantize(model: nnx.Module) -> nnx.Module:
 
 
 def freeze(model: nnx.Module) -> nnx.Module:
-    """See `fp8jax.freeze`."""
+    """A copy of a transformed NNX module for repeated inference, with kernels in their GEMMs' format.
+
+    The copy returns the same outputs and casts no kernel. Do not train it.
+
+    Raises:
+        TypeError: `model` is not an NNX module.
+    """
+    check_module(model, "freeze(variables, *inputs)")
     copy: Any = nnx.clone(model)
     for _, kernel, (owner, name, param) in placed_kernels(copy):
         if kernel.recipe.gemm == "FP8" and isinstance(owner, _KNOWN):

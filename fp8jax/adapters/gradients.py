@@ -1,0 +1,91 @@
+"""`value_and_grad` and `accumulate_gradients` for variables, NNX modules and NNX states."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from fp8jax import gradients
+from fp8jax.adapters import nnx
+from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, is_split, of_devices
+from fp8jax.comm import Zero
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, zero: Zero | None = None
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for models with quantized weights and scaling state.
+
+    Args:
+        loss_fn: `loss_fn(variables, *args, **kwargs)` or `loss_fn(nnx_module, *args, **kwargs)`; returns a
+            scalar, or with `has_aux` a scalar and auxiliary outputs. Variables may be Flax variables, a tree
+            of parameters, an `nnx.State` of parameters, or `{"params": state, "_overwrite_with_gradient":
+            state}` of `nnx.Param`s and `FP8State`s. Without the second collection the new scaling state is
+            lost.
+        has_aux: as in `jax.value_and_grad`.
+        zero: shards the batch over devices, see `fp8jax.gradients.value_and_grad`. The statistics of an NNX
+            module become the mean over the devices, intermediates are concatenated, and each device has its
+            own random streams.
+
+    Returns:
+        A function of the same arguments. For variables see `fp8jax.gradients.value_and_grad`. For a module it
+        returns the loss and an `nnx.State` of gradients of its `nnx.Param`s, as `nnx.value_and_grad` does,
+        and writes the new scaling state and statistics to the module.
+    """
+    grad_of = functools.partial(gradients.value_and_grad, zero=zero)
+    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), zero)
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    microbatches: int,
+    *,
+    has_aux: bool = False,
+    format: str = "FP16",
+    zero: Zero | None = None,
+    keys: str | Sequence[str] | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` in sequential microbatches, with the peak memory of one microbatch.
+
+    Args: see `fp8jax.gradients.accumulate_gradients`. Pass random keys as keyword arguments and name them in
+        `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of an NNX
+        module need no name. All microbatches see the incoming statistics; those of the last one are kept.
+    """
+
+    def grad_of(loss_fn: Any, has_aux: bool) -> Any:
+        return gradients.accumulate_gradients(
+            loss_fn, microbatches, has_aux=has_aux, format=format, zero=zero, keys=keys
+        )
+
+    def last(aux: Any) -> Any:
+        return _of_devices(zero, jax.tree.map(lambda x: x[-1], aux))
+
+    return _of_either(loss_fn, grad_of, has_aux, last, zero, microbatches)
+
+
+def _of_devices(zero: Zero | None, stacked: Any) -> Any:
+    return stacked if zero is None else of_devices(stacked)
+
+
+def _of_either(
+    loss_fn: Any,
+    grad_of: Callable[..., Any],
+    has_aux: bool,
+    last: Callable[[Any], Any],
+    zero: Zero | None,
+    microbatches: int = 1,
+) -> Callable[..., Any]:
+    """The gradient function for variables, modules and states."""
+    of_variables = grad_of(loss_fn, has_aux=has_aux)
+    parts = microbatches * (1 if zero is None else zero.devices)
+    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, parts)
+    of_states = gradient_of_states(loss_fn, functools.partial(grad_of, has_aux=has_aux))
+
+    @functools.wraps(loss_fn)
+    def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if nnx.is_module(model):
+            return of_module(model, *args, **kwargs)
+        return (of_states if is_split(model) else of_variables)(model, *args, **kwargs)
+
+    return of_either

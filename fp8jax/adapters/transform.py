@@ -1,0 +1,112 @@
+"""`transform`: a model of any framework under a recipe."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fp8jax.adapters import linen, nnx
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite import FunctionModel, LoRA, Report, Rule, Settings, checkpointing
+
+
+def transform(
+    model: Any,
+    recipe: Recipe | str,
+    *,
+    rules: Iterable[Rule] = (),
+    backend: str = "auto",
+    lora: LoRA | None = None,
+    gradient_checkpointing: str = "none",
+    checkpoint_blocks: Iterable[str] | str | None = None,
+    inputs: Sequence[Any] | None = None,
+) -> Any:
+    """The model under a recipe, with the same code and the same parameter names.
+
+    Args:
+        model: a Flax Linen module, a Flax NNX module, or a function `fn(params, *args)` of any framework. It
+            is not changed.
+        recipe: a `Recipe`, or its text.
+        rules: recipes of single layers; the first rule that matches a layer decides.
+        backend: the GEMM backend: "auto", "xla", "te" (TransformerEngine, on a GPU) or "reference" (slow and
+            exact). The report names the backend and the reason for it.
+        lora: adapters to train; the model's own parameters are then frozen.
+        gradient_checkpointing: the residuals that each block saves: "none" saves all, "dots" the outputs of
+            its layers' dots, "fp8" the FP8 operands of its dots, "full" only the block's inputs. The backward
+            recomputes the others.
+        checkpoint_blocks: class names of the blocks, or path patterns (see `Rule`). None takes the outermost
+            repeated modules: siblings of one class, or the module of a scan.
+        inputs: example inputs of an NNX module, arrays or `jax.ShapeDtypeStruct`s, to find the kernels by a
+            trace. Without inputs, only kernels of Flax's own layers are stored in the recipe's weight format;
+            parameters of other modules stay as they are, with FP8 GEMMs.
+
+    Returns:
+        A `fp8jax.adapters.linen.LinenModel` with the module's `init` and `apply`; an NNX module of the same
+        class name; or a `fp8jax.rewrite.FunctionModel` with `init(params, *args)` and
+        `apply(variables, *args)`. With `lora` a `fp8jax.adapters.linen.LoRAModel`, an NNX module with
+        adapters, or a `FunctionModel`.
+
+    Raises:
+        TypeError: `model` is neither a Flax module nor a function, or is already transformed; an argument has
+            another type.
+        ValueError: the recipe cannot be parsed, or is not supported; an argument is unknown or contradicts
+            the recipe; an NNX model is already transformed; a rule, pattern or argument matches nothing in an
+            NNX model (`init` and `apply` raise this for other models).
+    """
+    if isinstance(rules, Rule) or not isinstance(rules, Iterable):
+        raise TypeError(f"`rules`: expected a list of fp8jax.Rule; got {type(rules).__name__}.")
+    if not isinstance(lora, LoRA | None):
+        raise TypeError(f"`lora`: expected a fp8jax.LoRA, as LoRA(rank=8), or None; got {lora!r}.")
+    recipe, rules = Recipe.parse(recipe), tuple(rules)
+    remat = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
+    if inputs is not None and not nnx.is_module(model):
+        raise ValueError(
+            "`inputs`: expected None for a model that is not an NNX module; `init` takes inputs."
+        )
+    settings = Settings(recipe, rules, backend, lora, remat)
+    if linen.is_module(model):
+        return (linen.LinenModel if lora is None else linen.LoRAModel)(model, settings)
+    if nnx.is_module(model):
+        return nnx.transform(model, settings, None if inputs is None else tuple(inputs))
+    is_transformed = isinstance(model, linen.LinenModel | FunctionModel)
+    if callable(model) and not isinstance(model, type) and not is_transformed and not _wraps(model):
+        return FunctionModel(model, settings)
+    raise TypeError(
+        "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
+        f"{_described(model)}."
+    )
+
+
+def _wraps(model: Any) -> bool:
+    """Whether `model` holds a Flax module, as Hugging Face's FlaxPreTrainedModel does."""
+    held = getattr(model, "module", None)
+    return linen.is_module(held) or nnx.is_module(held)
+
+
+def _described(model: Any) -> str:
+    if isinstance(model, linen.LinenModel | FunctionModel):
+        name = "module" if isinstance(model, linen.LinenModel) else "fn"
+        return f"a transformed model ({type(model).__name__}); transform its `.{name}` instead"
+    if _wraps(model):
+        return (
+            f"a {type(model).__name__}, which holds a Flax module: transform its `.module`, and give that "
+            "its parameters"
+        )
+    return f"the class {model.__name__}, not an instance" if isinstance(model, type) else type(model).__name__
+
+
+def report(model: Any, *args: Any, **kwargs: Any) -> Report:
+    """Which layers of a transformed model run in FP8 for these inputs, and why the others do not.
+
+    Args:
+        model: a model from `transform`.
+        args, kwargs: the inputs of the model, as for its own `report` method; arrays or
+            `jax.ShapeDtypeStruct`s. `method="encode"` reports another method than `__call__`. Nothing is
+            computed.
+
+    Raises:
+        TypeError: `model` is not transformed.
+    """
+    if isinstance(model, linen.LinenModel | FunctionModel):
+        return model.report(*args, **kwargs)
+    if nnx.is_module(model):
+        return nnx.report(model, *args, **kwargs)
+    raise TypeError(f"`model`: expected a model from fp8jax.transform; got {type(model).__name__}.")
