@@ -111,7 +111,7 @@ def test_nnx_module_with_matmuls_of_its_own(recipe):
 
 
 def test_inputs_are_for_nnx():
-    with pytest.raises(ValueError, match="`inputs`: expected none but for an NNX module"):
+    with pytest.raises(ValueError, match="`inputs`: expected None for a model that is not an NNX module"):
         fp8jax.transform(Own(), "te", inputs=[X])
 
 
