@@ -1,66 +1,85 @@
-"""The settings of train_gpt.py."""
+"""The options of train_gpt.py."""
 
 import dataclasses
 
-from fp8jax import train
-from fp8jax.train.config import knob
-from fp8jax.train.settings import OPTIMIZERS
+from fp8jax.train import TrainConfig
+from fp8jax.train.config import OPTIMIZERS, DeviceConfig, option, start_option, validate
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(train.launch.Launch):
-    """Settings of a run; the defaults are nanoGPT's for a CPU."""
+class Config(DeviceConfig):
+    """Options of a run; the defaults are nanoGPT's for a CPU."""
 
-    # what to compare
-    recipe: str = knob(
+    recipe: str = option(
         "O2",
         "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3 or te+O2, with changes: O2,scaling=current",
     )
-    twin: bool = knob(True, "train the same model in bf16 next to it")
-    data: str = knob("", "text file; by default the source of Python's standard library")
+    twin: bool = option(True, "train the same model in bf16 next to it")
+    data: str = option("", "text file; by default the source of Python's standard library", fixed=False)
     # the model
-    layers: int = knob(4, "blocks", least=1)
-    heads: int = knob(4, "attention heads per block", least=1)
-    width: int = knob(128, "channels of the residual stream", least=1)
-    context: int = knob(64, "characters that the model looks back on", least=1)
-    bias: bool = knob(False, "biases in linear layers and norms")
-    tied: bool = knob(False, "the head is the embedding's transpose, as in nanoGPT, not a layer of its own")
-    dtype: str = knob("float32", "activations between matrix products: float32 or bfloat16")
-    remat: bool = knob(True, "keep only matrix products for the backward: less memory, on a CPU less time")
+    layers: int = option(4, "transformer blocks", least=1)
+    heads: int = option(4, "attention heads of a block", least=1)
+    width: int = option(128, "channels of the residual stream", least=1)
+    context: int = option(64, "characters that the model sees", least=1)
+    bias: bool = option(False, "biases in linear layers and norms")
+    tied: bool = option(False, "use the embedding's transpose as the head, as nanoGPT does")
+    dtype: str = option("float32", "dtype of activations between GEMMs", choices=("float32", "bfloat16"))
+    remat: bool = option(True, "save only the outputs of GEMMs: less memory, on a CPU less time")
     # the training
-    steps: int = knob(500, "optimizer steps", least=1)
-    batch: int = knob(12, "windows of text per step", least=1)
-    optim: str = knob("adamw", "adamw (moments as the recipe says), adamw_8bit or adafactor; of both models")
-    lr: float = knob(1e-3, "learning rate after the warm-up", least=0)
-    min_lr: float = knob(1e-4, "learning rate at the end of the cosine", least=0)
-    warmup: int = knob(100, "steps in which the learning rate rises", least=0)
-    beta1: float = knob(0.9, "decay of Adam's first moment", least=0, below=1)
-    beta2: float = knob(0.99, "decay of its second: short, since a step has few characters", least=0, below=1)
-    weight_decay: float = knob(0.1, "decoupled, on matrices only", least=0)
-    clip: float = knob(1.0, "largest global norm of the gradient; 0 is no limit", least=0)
-    seed: int = knob(0, "of weights and batches", least=0, below=2**32)
-    # the bookkeeping
-    eval_interval: int = knob(100, "steps between validations", least=1)
-    eval_batches: int = knob(
-        20, "random batches per validation; the last one takes them all", least=1, below=10**5
+    steps: int = option(500, "optimizer steps", least=1)
+    batch: int = option(12, "windows of text in a step, over all devices", least=1)
+    optim: str = option(
+        "adamw", "adamw (moments as in the recipe), adamw_8bit or adafactor", choices=OPTIMIZERS
     )
-    checkpoint_interval: int = knob(250, "steps between checkpoints", least=1)
-    log_interval: int = knob(10, "steps between updates of display and scales; a stop waits for one", least=1)
-    out: str = knob("", "folder of the run; by default runs/gpt-N")
-    resume: bool = knob(False, "go on with the run in --out, or with the newest one")
-    or_start: bool = knob(
-        False, "with --resume: begin where there is no run, or no whole checkpoint", kept=False
+    lr: float = option(1e-3, "learning rate after the warm-up", least=0)
+    min_lr: float = option(1e-4, "learning rate at the end of the cosine", least=0)
+    warmup: int = option(100, "steps of the linear warm-up; at most all but the last", least=0)
+    beta1: float = option(0.9, "decay of Adam's first moment", least=0, below=1)
+    beta2: float = option(
+        0.99, "decay of its second; small, since a batch has few characters", least=0, below=1
     )
+    weight_decay: float = option(0.1, "decoupled weight decay, of matrices only", least=0)
+    clip: float = option(1.0, "gradient clipping by global norm; 0: no clipping", least=0)
+    seed: int = option(0, "seed of weights and batches", least=0, below=2**32)
+    # the run
+    eval_interval: int = option(100, "steps between validations", least=1)
+    eval_batches: int = option(20, "random batches of a validation; the last takes all", least=1, below=10**5)
+    checkpoint_interval: int = option(250, "steps between checkpoints", least=1, fixed=False)
+    log_interval: int = option(
+        10, "steps between two lines of metrics; a stop waits for one", least=1, fixed=False
+    )
+    out: str = start_option("", "folder of the run; by default runs/gpt-N")
+    resume: bool = start_option(False, "go on with the run in --out, or with the newest one")
+    or_start: bool = start_option(False, "with --resume: begin where there is no run, or no checkpoint")
 
     def __post_init__(self) -> None:
-        train.config.check_ranges(self)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"--dtype must be float32 or bfloat16; got {self.dtype}")
-        if self.optim not in OPTIMIZERS:
-            raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {self.optim}")
-        if self.optim != "adamw" and (self.zero or self.offload):
-            raise ValueError(f"--zero and --offload are for the moments of adamw; got --optim {self.optim}")
+        validate(self)
         if self.min_lr > self.lr:
             raise ValueError(
                 f"--min-lr {self.min_lr} must be at most --lr {self.lr}; give a smaller --min-lr"
             )
+
+    def trainer(self, recipe: str, folder: str, devices: int) -> TrainConfig:
+        """The trainer's configuration for a recipe, on so many devices of all processes."""
+        if self.batch % devices:
+            raise ValueError(f"--batch must be a multiple of the {devices} devices; got --batch {self.batch}")
+        return TrainConfig(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(DeviceConfig)},
+            recipe=recipe,
+            per_device_train_batch_size=self.batch // devices,
+            optim=self.optim,
+            learning_rate=self.lr,
+            min_learning_rate=self.min_lr,
+            lr_scheduler_type="cosine",
+            warmup_steps=min(self.warmup, self.steps - 1),
+            max_steps=self.steps,
+            weight_decay=self.weight_decay,
+            adam_beta1=self.beta1,
+            adam_beta2=self.beta2,
+            max_grad_norm=self.clip,
+            seed=self.seed,
+            output_dir=folder,
+            logging_steps=self.log_interval,
+            eval_steps=self.eval_interval,
+            save_steps=self.checkpoint_interval,
+        )

@@ -4,8 +4,8 @@
     python examples/levels.py --data shakespeare.txt --steps 2000
     python examples/levels.py --levels bf16 O2 O3 --seed 7 --out runs/levels
 
-The model, the settings and the validation are those of train_gpt.py, whose options all work here but
---recipe, --twin and --resume. Prints a table and leaves it, with all curves in one picture, in the run's
+The model and the validation are those of train_gpt.py; all of its options work here but --recipe, --twin and
+--resume. Prints a table and leaves it, with all curves in one picture, in the run's
 folder: levels.json, levels.png. "update ms" is the optimizer's share of a step, compiled by itself.
 """
 
@@ -23,8 +23,10 @@ import numpy as np
 import train_gpt
 
 import fp8jax
-from fp8jax import Recipe, train
+from fp8jax import train
 from fp8jax.recipe import PRESETS
+from fp8jax.train import metrics
+from fp8jax.train.step.optimizers import optimizer_of
 
 BASELINE = "bf16"
 ROUNDS = 20  # of the update's time
@@ -33,16 +35,11 @@ ROUNDS = 20  # of the update's time
 def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     """One level's run, as a row of the table."""
     run = train_gpt.prepare([*argv, "--recipe", name, "--no-twin"])
-    (key,) = run.learners
-    with train.stop.requests() as stop_asked:
-        done = train_gpt.fit(run, 0, stop_asked)
-    if done < run.config.steps:
+    fitted, (trainer,) = train_gpt.fit(run), run.trainers
+    if fitted.steps < run.config.steps:
         raise KeyboardInterrupt
-    config = run.config
-    train_gpt.report(run)
-    curves, (variables, opt_state) = run.curves[key], run.states[key]
-    sizes = train.observe.bytes_per_parameter(variables, run.learners[key].gradients, opt_state)
-    skipped = int(fp8jax.optim.skipped(opt_state))
+    variables, opt_state, curves = fitted.state.variables, fitted.state.opt_state, fitted.curves
+    sizes = metrics.bytes_per_parameter(variables, trainer.gradients(), opt_state)
     return {
         "level": name,
         "validation loss": curves.validation[-1][1],
@@ -50,23 +47,22 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
         "gradients": float(sizes.gradients),
         "optimizer": float(sizes.optimizer),
         "bytes": float(sizes.weights + sizes.gradients + sizes.optimizer),
-        "step ms": 1e3 * curves.seconds / config.steps,
-        "update ms": update_time(config, variables, opt_state, run.learners[key].gradients),
-        "skipped": skipped,
-        "curve": [float(loss) for loss in curves.loss],
+        "step ms": 1e3 * curves.seconds / fitted.steps,
+        "skipped": curves.skips,
+        "update ms": update_time(trainer, variables, opt_state),
+        "curve": curves.loss,
     }
 
 
-def update_time(config: train_gpt.Config, variables: Any, opt_state: Any, gradients: Any) -> float:
-    """Milliseconds of `tx.update` and `apply_updates`, the median of a few. Takes the state over."""
-    recipe = Recipe.parse(config.recipe)
-    tx = train_gpt.optimizer(config, recipe, None)
+def update_time(trainer: train.Trainer, variables: Any, opt_state: Any) -> float:
+    """Milliseconds of `tx.update` and `apply_updates`, the median of a few. Donates the state."""
+    tx = optimizer_of(trainer.config)
 
     def update(variables: Any, opt_state: Any, grads: Any) -> Any:
         updates, opt_state = tx.update(grads, opt_state, variables)
         return fp8jax.apply_updates(variables, updates), opt_state
 
-    grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), gradients)
+    grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), trainer.gradients())
     compiled = jax.jit(update, donate_argnums=(0, 1)).lower(variables, opt_state, grads).compile()
     times = []
     for _ in range(ROUNDS + 1):
@@ -123,8 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if folder.exists():
             raise train.BadInput(f"--out {folder} exists; name another folder")
-        for name in args.levels:
-            rows.append(train_level(name, [*others, "--out", str(folder / name)]))
+        with train.blame_input():
+            for name in args.levels:
+                rows.append(train_level(name, [*others, "--out", str(folder / name)]))
     except train.BadInput as error:
         print(f"levels: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax.train.observe import Bytes
+from fp8jax.train.metrics import Bytes
 
 # Of runs that shall be the same. The second pair is the measure: it differs by rounding alone.
 PAIRS = (("torch", "JAX"), ("torch", "reversed"), ("torch>JAX", "torch"), ("JAX>torch", "JAX"))

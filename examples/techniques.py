@@ -27,8 +27,7 @@ import optax
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax.inspect import program, targets
-from fp8jax.train.settings import TrainConfig
-from fp8jax.train.trainer import Trainer
+from fp8jax.train import TrainConfig, Trainer
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 import output

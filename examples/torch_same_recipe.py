@@ -39,13 +39,13 @@ from fp8jax_torch.bridge import GPT2, from_flax, optimizer_from_flax, optimizer_
 from fp8jax_torch.scaled import is_scaled
 from gpt_model import GPT, GPTConfig
 from same_runs import Run, draw, loss_rows, run_rows, table
-from train_gpt import decays
 
 import fp8jax
 from fp8jax import train
 from fp8jax.recipe import Recipe
-from fp8jax.train.config import knob
-from fp8jax.train.observe import Bytes
+from fp8jax.train.config import option
+from fp8jax.train.metrics import Bytes
+from fp8jax.train.step.optimizers import decays
 
 # gpt_model.py scans its blocks, so their weights are stacked, and has no "transformer" around its parts.
 MAPPING = GPT2.stacked("h").moved("^transformer/", "")
@@ -57,26 +57,26 @@ ROWS = 10  # of the table of losses
 class Config:
     """Settings of a comparison; the defaults take minutes on a CPU."""
 
-    recipe: str = knob("O2", "precision recipe of both sides, with changes: O2,scaling=current")
-    plain: str = knob("fp32", "recipe of the plain run: fp32 or bf16")
-    backend: str = knob("auto", "who multiplies on torch: native, te, msamp, torchao or auto")
-    data: str = knob("", "text file; by default the source of Python's standard library")
-    steps: int = knob(300, "optimizer steps", least=1)
-    cross: int = knob(0, "steps after which the sides change over; 0 is never", least=0)
-    layers: int = knob(4, "blocks", least=1)
-    heads: int = knob(4, "attention heads per block", least=1)
-    width: int = knob(128, "channels of the residual stream", least=1)
-    context: int = knob(64, "characters that the model looks back on", least=1)
-    batch: int = knob(12, "windows of text per step", least=1)
-    lr: float = knob(1e-3, "learning rate", least=0)
-    beta1: float = knob(0.9, "decay of Adam's first moment", least=0, below=1)
-    beta2: float = knob(0.99, "decay of its second: short, since a step has few characters", least=0, below=1)
-    weight_decay: float = knob(0.1, "decoupled, on matrices only", least=0)
-    seed: int = knob(0, "of weights and batches", least=0, below=2**32)
-    out: str = knob("runs/torch_same", "folder of the results; what is there is replaced")
+    recipe: str = option("O2", "precision recipe of both sides, with changes: O2,scaling=current")
+    plain: str = option("fp32", "recipe of the plain run: fp32 or bf16")
+    backend: str = option("auto", "who multiplies on torch: native, te, msamp, torchao or auto")
+    data: str = option("", "text file; by default the source of Python's standard library")
+    steps: int = option(300, "optimizer steps", least=1)
+    cross: int = option(0, "steps after which the sides change over; 0 is never", least=0)
+    layers: int = option(4, "blocks", least=1)
+    heads: int = option(4, "attention heads per block", least=1)
+    width: int = option(128, "channels of the residual stream", least=1)
+    context: int = option(64, "characters that the model looks back on", least=1)
+    batch: int = option(12, "windows of text per step", least=1)
+    lr: float = option(1e-3, "learning rate", least=0)
+    beta1: float = option(0.9, "decay of Adam's first moment", least=0, below=1)
+    beta2: float = option(0.99, "decay of its second; a batch has few characters", least=0, below=1)
+    weight_decay: float = option(0.1, "decoupled, on matrices only", least=0)
+    seed: int = option(0, "of weights and batches", least=0, below=2**32)
+    out: str = option("runs/torch_same", "folder of the results; what is there is replaced")
 
     def __post_init__(self) -> None:
-        train.config.check_ranges(self)
+        train.config.validate(self)
         Recipe.parse(self.recipe)
         if self.plain not in ("fp32", "bf16"):
             raise ValueError(f"--plain must be fp32 or bf16; got {self.plain}")
@@ -233,7 +233,7 @@ class InJax:
 
     def bytes(self) -> Bytes:
         """What a step keeps, per parameter."""
-        return train.observe.bytes_per_parameter(
+        return train.metrics.bytes_per_parameter(
             self.state.variables, self.program.gradients, self.state.opt_state
         )
 
@@ -253,11 +253,9 @@ def compare(config: Config) -> tuple[dict[str, Run], str]:
         "reversed": Run(OnTorch(config, vocabulary, config.recipe), lambda batch: batch[::-1]),
         "plain": Run(OnTorch(config, vocabulary, config.plain)),
     }
+    drawn = train.data.RandomWindows(text.train, config.context, config.batch, config.steps, config.seed)
     for first, last in ((1, config.cross), (config.cross + 1, config.steps)):
-        batches = {
-            step: train.data.batch(text.train, (config.seed, "train", step), *size)
-            for step in range(first, last + 1)
-        }
+        batches = {step: drawn.step(step) for step in range(first, last + 1)}
         for name, run in runs.items():
             run.advance(batches)
             print(f"{name}: {last} steps", file=sys.stderr, flush=True)
@@ -267,7 +265,8 @@ def compare(config: Config) -> tuple[dict[str, Run], str]:
             runs["JAX>torch"] = Run(OnTorch(config, vocabulary, config.recipe).take(trained))
     for run in runs.values():
         windows = train.data.windows(text.validation, *size, VALIDATION_BATCHES)
-        run.validation = statistics.mean(map(run.side.evaluate, windows))
+        batches = windows.reshape(-1, config.batch, config.context + 1)
+        run.validation = statistics.mean(map(run.side.evaluate, batches))
     return runs, str(report)
 
 
@@ -283,7 +282,7 @@ def keep(runs: dict[str, Run], config: Config, command: str) -> str:
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{m.__name__: m.__version__ for m in modules}},
-        "settings": train.config.kept(config),
+        "settings": train.config.saved_options(config),
         "runs": {
             name: {
                 "validation_loss": run.validation,

@@ -50,10 +50,10 @@ LIBRARIES = {
     "flax": {
         "adapters": "eager",
         "inspect": "eager",  # models to look at a recipe with
-        "train.learner": "eager",
+        "train.step.learner": "eager",
         "scaling.merge": "eager",  # borrows the dtype whose addition is max
     },
-    "optax": {"optim": "eager", "gradients": "eager", "train.optimizers": "eager"},
+    "optax": {"optim": "eager", "gradients": "eager", "train.step.optimizers": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "eager"},
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it

@@ -233,17 +233,15 @@ def test_a_checkpoint_has_where_the_batches_stopped(tmp_path):
     weights, expected = {"w": jax.numpy.ones(2)}, numbers(loader_of(), 12)
     batches = prefetch_to_device(loader_of())
     numbers(batches, 7)
-    checkpoint.save(tmp_path, 7, weights, {}, data=batches.state())
+    checkpoint.save(tmp_path, 7, weights, {"data": batches.state()})
     numbers(batches, 2)  # as a run does until it is killed
     resumed = prefetch_to_device(loader_of())
-    found, _ = checkpoint.newest(tmp_path, weights)
-    resumed.restore(found.data)
+    found, _ = checkpoint.restore(tmp_path, weights)
+    resumed.restore(found.metadata["data"])
     assert numbers(resumed, 5) == expected[7:]
-    checkpoint.save(tmp_path, 8, weights, {})
-    assert checkpoint.newest(tmp_path, weights)[0].data is None
     with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, 9, weights, {}, data=loader_of())
-    assert checkpoint.last_step(tmp_path) == 8 and len(list(tmp_path.iterdir())) == 2
+        checkpoint.save(tmp_path, 9, weights, {"data": loader_of()})
+    assert checkpoint.last_step(tmp_path) == 7 and len(list(tmp_path.iterdir())) == 1
 
 
 # --- workers ----------------------------------------------------------------------------------

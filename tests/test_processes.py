@@ -19,16 +19,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import ScaledArray
-from fp8jax.train import checkpoint, config, data, placement, processes
-from fp8jax.train.launch import Launch, Place, find
+from fp8jax.train import BadInput, checkpoint, data, distributed
+from fp8jax.train.config import DeviceConfig
+from fp8jax.train.step.placement import place
 
 # --- who says which process this is -------------------------------------------------------------
 
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "2"}
 FLAGS = {"coordinator": "host:12", "processes": 4, "process": 2}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}
-POD = {"JOB_COMPLETION_INDEX": "2"}
-
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # it listens on MASTER_PORT itself
 ONE_OF_TWO = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}  # of this machine's processes: one device each
@@ -39,91 +38,103 @@ FOR_TORCH = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "4"}  # as sc
 @pytest.mark.parametrize(
     "flags, environ, expected",
     [
-        (FLAGS, {}, ["host:12", 4, 2, None, "flags"]),
-        ({**FLAGS, "process": 0}, {}, ["host:12", 4, 0, None, "flags"]),
-        ({}, TORCHRUN, ["10.0.0.1:29500", 4, 2, None, "torchrun's variables"]),
-        ({"processes": 4}, TORCHRUN, ["10.0.0.1:29500", 4, 2, None, "flags and torchrun's variables"]),
-        ({}, {**TORCHRUN, **AGENT}, ["10.0.0.1:29501", 4, 2, None, "torchrun's variables"]),
-        ({}, {**TORCHRUN, **ONE_OF_ONE}, ["10.0.0.1:29500", 4, 2, None, "torchrun's variables"]),
-        ({}, {**TORCHRUN, **ONE_OF_TWO}, ["10.0.0.1:29500", 4, 2, 1, "torchrun's variables"]),
-        ({}, {**SLURM, **TORCHRUN}, ["10.0.0.1:29500", 4, 2, None, "torchrun's variables"]),
-        ({**FLAGS, "process": -1}, POD, ["host:12", 4, 2, None, "flags and JOB_COMPLETION_INDEX"]),
-        # What is missing JAX finds: in Slurm's variables, by asking Kubernetes, on a TPU.
-        ({}, POD, [None, None, None, None, "JAX"]),
-        ({}, SLURM, [None, None, None, None, "Slurm"]),
-        ({}, {**SLURM, **FOR_TORCH}, [None, None, None, None, "Slurm"]),
-        ({}, {"OMPI_COMM_WORLD_RANK": "0"}, [None, None, None, None, "Open MPI"]),
-        ({"coordinator": "host:12"}, SLURM, ["host:12", None, None, None, "flags and Slurm"]),
-        ({}, {}, [None, None, None, None, "JAX"]),
+        (FLAGS, {}, ["host:12", 4, 2, None]),
+        ({**FLAGS, "process": 0}, {}, ["host:12", 4, 0, None]),
+        ({}, TORCHRUN, ["10.0.0.1:29500", 4, 2, None]),
+        ({"processes": 4}, TORCHRUN, ["10.0.0.1:29500", 4, 2, None]),
+        ({}, {**TORCHRUN, **AGENT}, ["10.0.0.1:29501", 4, 2, None]),
+        ({}, {**TORCHRUN, **ONE_OF_ONE}, ["10.0.0.1:29500", 4, 2, None]),
+        ({}, {**TORCHRUN, **ONE_OF_TWO}, ["10.0.0.1:29500", 4, 2, 1]),
+        ({}, {**SLURM, **TORCHRUN}, ["10.0.0.1:29500", 4, 2, None]),
+        # JAX finds what is missing: in the variables of Slurm and Open MPI, by asking Kubernetes, on a TPU.
+        ({}, SLURM, [None, None, None, None]),
+        ({}, {**SLURM, **FOR_TORCH}, [None, None, None, None]),
+        ({"coordinator": "host:12"}, SLURM, ["host:12", None, None, None]),
+        ({}, {}, [None, None, None, None]),
     ],
 )
 def test_the_place_among_the_processes(flags, environ, expected):
-    assert find(Launch(distributed=True, **flags), environ) == Place(*expected)
+    arguments = distributed.cluster_of(DeviceConfig(distributed=True, **flags), environ)
+    names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
+    assert [arguments.get(name) for name in names] == expected
+    assert ("cluster_detection_method" in arguments) == (None not in expected[:3])
 
 
 @pytest.mark.parametrize(
     "flags, environ, says",
     [
-        (
-            {"processes": 4},
-            {},
-            "found --processes 4 but no coordinator and no process; expected --coordinator",
-        ),
-        ({"processes": 4}, POD, "found JOB_COMPLETION_INDEX=2, --processes 4 but no coordinator; expected"),
-        (
-            {},
-            {"RANK": "1", "WORLD_SIZE": "2"},
-            "but no MASTER_ADDR and no MASTER_PORT; set all of torchrun's",
-        ),
-        ({}, {**TORCHRUN, "RANK": "4"}, "with WORLD_SIZE=4 the last is 3; got RANK=4"),
-        ({}, {**TORCHRUN, "RANK": "two"}, "RANK in the environment must be a whole number; got 'two'"),
-        (
-            {},
-            {**TORCHRUN, "MASTER_PORT": ""},
-            "MASTER_PORT in the environment must be a whole number; got ''",
-        ),
-        ({"process": 0}, TORCHRUN, "--process 0 contradicts RANK=2 in the environment; leave the flag out"),
-        ({"coordinator": "host:1"}, TORCHRUN, "contradicts MASTER_ADDR=10.0.0.1 MASTER_PORT=29500"),
-        ({**FLAGS, "process": 1}, POD, "--process 1 contradicts JOB_COMPLETION_INDEX=2"),
-        (
-            {**FLAGS, "coordinator": "host"},
-            {},
-            "must be HOST:PORT, with a port below 65536; got --coordinator host",
-        ),
-        ({**FLAGS, "coordinator": "host:99999"}, {}, "with a port below 65536; got --coordinator host:99999"),
-        ({**FLAGS, "process": 4}, {}, "with --processes 4 the last is 3; got --process 4"),
+        ({}, {**TORCHRUN, "RANK": "4"}, "4 processes are numbered from 0 to 3; got process 4"),
+        ({}, {**TORCHRUN, "RANK": "two"}, "MASTER_PORT, WORLD_SIZE, RANK must be whole numbers: invalid"),
+        ({}, {**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT, WORLD_SIZE, RANK must be whole numbers: invalid"),
+        ({"process": 0}, TORCHRUN, "--process 0 contradicts torchrun's 2; leave it out"),
+        ({"coordinator": "host:1"}, TORCHRUN, "--coordinator host:1 contradicts torchrun's 10.0.0.1:29500"),
+        ({**FLAGS, "coordinator": "host"}, {}, "the coordinator must be HOST:PORT; got host"),
+        ({**FLAGS, "process": 4}, {}, "4 processes are numbered from 0 to 3; got process 4"),
         (
             {"distributed": False, "process": 0},
             TORCHRUN,
-            "--process 0 is for many processes; add --distributed",
+            "--process is for many processes; add --distributed",
         ),
     ],
 )
-def test_half_given_and_contradictory_places(flags, environ, says):
+def test_contradictory_places(flags, environ, says):
     with pytest.raises(ValueError) as caught:
-        find(Launch(**{"distributed": True, **flags}), environ)
+        distributed.cluster_of(DeviceConfig(**{"distributed": True, **flags}), environ)
     assert says in str(caught.value)
 
 
 def test_without_distributed_variables_mean_nothing():
-    assert find(Launch(), {**TORCHRUN, **SLURM}) is None
+    assert distributed.cluster_of(DeviceConfig(), {**TORCHRUN, **SLURM}) == {}
 
 
-def test_how_a_run_is_started_is_not_part_of_the_run():
-    assert config.kept(Launch(True, **FLAGS)) == {}
+@pytest.mark.long
+def test_without_a_launcher():
+    code = "from fp8jax.train import distributed, config\n"
+    code += "distributed.initialize(config.DeviceConfig(distributed=True, processes=4))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = ended.stderr.splitlines()[-1]
+    assert "--distributed found no launcher (" in last and "expected --coordinator HOST:PORT" in last
+
+
+def test_errors_of_a_program(capsys):
+    """What its user can mend is one line; a defect stays what it is."""
+
+    def status(error):
+        def program():
+            raise error
+
+        return distributed.run_program("name", program)
+
+    assert status(BadInput("no such option")) == 2
+    assert status(OSError("losses.png cannot be written (No space left on device)")) == 2
+    assert status(jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 8 bytes\nmore")) == 2
+    assert status(KeyboardInterrupt()) == 130
+    bad, full, memory, interrupted = capsys.readouterr().err.splitlines()
+    assert bad == "name: no such option"
+    assert full == "name: losses.png cannot be written (No space left on device)"
+    assert memory.startswith("name: INTERNAL: Out of memory allocating 8 bytes more; use a smaller model")
+    assert interrupted.startswith("name: interrupted; resume")
+    for defect in (jax.errors.JaxRuntimeError("a defect"), ValueError("a defect")):
+        with pytest.raises(type(defect), match="a defect"):
+            status(defect)
+    assert distributed.run_program("name", lambda: None) == 0
 
 
 def test_a_process_alone_decides_by_itself(capsys):
-    assert processes.decide(lambda: {"any": (1, "value")}) == {"any": (1, "value")}
+    assert distributed.decide(lambda: {"any": (1, "value")}) == {"any": (1, "value")}
     with pytest.raises(ValueError, match="as it is"):
-        processes.decide(lambda: int("as it is"))
-    assert [processes.any_of(True), processes.any_of(False), processes.is_first()] == [True, False, True]
-    processes.meet()
-    assert processes.leave(2, "what is wrong") == 2 and capsys.readouterr().err == "what is wrong\n"
-    assert processes.devices(1) == jax.devices()[:1]
-    assert processes.devices(0) == jax.devices()
+        distributed.decide(lambda: int("as it is"))
+    assert [distributed.any_of(True), distributed.any_of(False), distributed.is_first()] == [
+        True,
+        False,
+        True,
+    ]
+    distributed.wait_for_all()
+    assert distributed.leave(2, "what is wrong") == 2 and capsys.readouterr().err == "what is wrong\n"
+    assert distributed.devices(1) == jax.devices()[:1]
+    assert distributed.devices(0) == jax.devices()
     with pytest.raises(ValueError, match="--devices must be at most the .*; got 99"):
-        processes.devices(99)
+        distributed.devices(99)
 
 
 # --- where arrays are ---------------------------------------------------------------------------
@@ -131,18 +142,16 @@ def test_a_process_alone_decides_by_itself(capsys):
 
 def test_devices_get_the_rows_of_a_batch_in_order():
     batch = np.arange(24).reshape(8, 3)
-    fed = placement.over(jax.devices()[:4], rows=8).feed(batch)
+    fed = place(jax.devices()[:4], rows=8).put(batch)
     assert [shard.data.shape for shard in fed.addressable_shards] == [(2, 3)] * 4
     np.testing.assert_array_equal(fed, batch)
-    with pytest.raises(
-        ValueError, match="--batch must be a multiple of the devices.*got --batch 9 for 4 devices"
-    ):
-        placement.over(jax.devices()[:4], rows=9)
+    with pytest.raises(ValueError, match="a batch must be a multiple of the 4 devices; got 9 rows"):
+        place(jax.devices()[:4], rows=9)
 
 
 def make_state(devices, seed):
     """Arrays of all kinds that a training state has, half of them cut over the devices."""
-    mesh = placement.over(jax.devices()[:devices], rows=8).mesh
+    mesh = place(jax.devices()[:devices], rows=8).mesh
     cut, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
     values = jax.random.normal(jax.random.key(seed), (8, 4))
     dtypes = (jnp.float32, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -156,8 +165,8 @@ def make_state(devices, seed):
 @pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (8, 1), (1, 8)])
 def test_a_checkpoint_fits_any_number_of_devices(tmp_path, before, after):
     state, like = make_state(before, seed=1), make_state(after, seed=0)
-    checkpoint.save(tmp_path, 7, state, {})
-    found, skipped = checkpoint.newest(tmp_path, like)
+    checkpoint.save(tmp_path, 7, state)
+    found, skipped = checkpoint.restore(tmp_path, like)
     assert found.step == 7 and skipped == [] and checkpoint.last_step(tmp_path) == 7
     for new, old, wanted in zip(*map(jax.tree.leaves, (found.state, state, like)), strict=True):
         assert new.dtype == old.dtype and new.sharding == wanted.sharding
@@ -178,12 +187,13 @@ TELLING = """
 import hashlib, sys
 import jax, numpy as np
 import train_gpt
+from fp8jax.train import run_folder
 
-def save_and_tell(run, step, save=train_gpt.Run.save):
-    save(run, step)
+def save_and_tell(folder, step, states, *args, save=run_folder.save):
+    save(folder, step, states, *args)
     digest = hashlib.sha256()
     parts = 0
-    for leaf in jax.tree.leaves(run.states):
+    for leaf in jax.tree.leaves(states):
         assert len(leaf.devices()) == 2 and len(leaf.addressable_shards) == 1
         parts += not leaf.is_fully_replicated
         if leaf.is_fully_replicated:
@@ -191,7 +201,7 @@ def save_and_tell(run, step, save=train_gpt.Run.save):
     assert parts > 10  # of moments
     print(f"after {step} steps {digest.hexdigest()}", file=sys.stderr, flush=True)
 
-train_gpt.Run.save = save_and_tell
+run_folder.save = save_and_tell
 sys.exit(train_gpt.main())
 """
 
@@ -211,8 +221,8 @@ class Net(nn.Module):
 def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
-config = train.TrainConfig(**train.config.read(train.TrainConfig, None))
-train.processes.join(config, "fitting")
+config = train.TrainConfig(**train.config.read(train.TrainConfig))
+train.distributed.initialize(config)
 numbers = np.random.default_rng(0).normal(size=(256, 64)).astype(np.float32)
 rows = [{"x": row[:32], "y": row[32:]} for row in numbers]
 trainer = train.Trainer(Net(), loss, config, {name: x[None] for name, x in rows[0].items()})
@@ -289,7 +299,17 @@ def start(request, tmp_path_factory):
 
 
 def checkpoints(run):
-    return sorted(int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*"))
+    return sorted(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_????????"))
+
+
+def assert_lost(group, i, status=None):
+    """A member ended because another was gone: by an error of a collective, or aborted by JAX."""
+    status = group.end(i) if status is None else status
+    if status == distributed.LOST:
+        assert group.last_line(i).startswith("train_gpt: another process is gone (")
+        assert group.last_line(i).endswith("start all again with resume")
+    else:
+        assert status == -signal.SIGABRT and "another task died" in group.printed(i), group.printed(i)
 
 
 def losses(run):
@@ -329,9 +349,9 @@ def test_two_processes_compute_what_one_does_and_hold_the_same(start, killed, al
     group, *_ = killed
     first, second = (re.findall("after 10 steps (.*)", group.printed(i)) for i in range(2))
     assert first == second != []
-    with np.load(start.folder / "run/checkpoints/step-00000010/history.npz") as history:
-        np.testing.assert_allclose(history["0.loss"], alone[0][:10], atol=EARLY)
-    assert "2 processes with 2 devices, found by flags; they meet at 127.0.0.1:" in group.printed(0)
+    content = json.loads((start.folder / "run/checkpoints/step_00000010/run/metadata").read_text())
+    np.testing.assert_allclose(content["curves"][0]["loss"], alone[0][:10], atol=EARLY)
+    assert "2 processes with 2 devices; process 0 is at 127.0.0.1:" in group.printed(0)
     assert "compiling" in group.printed(0) and "compiling" not in group.printed(1)
 
 
@@ -348,12 +368,8 @@ def test_two_processes_fit_a_trainer_as_one_does(start):
 
 def test_when_one_process_is_killed_the_other_stops_with_a_word(killed):
     group, status, seconds, found = killed
-    assert status == processes.LOST and seconds < 60  # 4 s are the heartbeat; the machine may be slow
-    line = group.last_line(0)
-    assert line.startswith("train_gpt: another process is gone (")
-    assert line.endswith(
-        f"with --out run --resume, over any number of processes: it goes on from step {found[-1]}"
-    )
+    assert seconds < 60 and found  # 4 s are the heartbeat; the machine may be slow
+    assert_lost(group, 0, status)
 
 
 @pytest.mark.long
@@ -368,9 +384,8 @@ def test_four_processes_lose_one_and_two_go_on(start, alone):
     run, group = start.folder / "four", start(4, *RUN, "--out", "four", "--zero", "3")
     group.wait_for(lambda: checkpoints(run))
     group.end(2, by=signal.SIGKILL)
-    assert [group.end(i) for i in (0, 1, 3)] == [processes.LOST] * 3
     for i in (0, 1, 3):
-        assert "train_gpt: another process is gone (" in group.last_line(i)
+        assert_lost(group, i)
     group = start(2, "--out", "four", "--resume", "--zero", "1")
     assert [group.end(i) for i in range(2)] == [0, 0], group.printed(0)
     assert_goes_on(run, alone)
@@ -389,17 +404,20 @@ def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone)
     # One is asked to stop: both save after the same step.
     group = go_on(*RUN)
     assert (group.end(1, by=signal.SIGTERM), group.end(0)) == (0, 0), group.printed(0)
-    assert group.last_line(0).startswith(f"stopped and saved after step {checkpoints(run)[-1]}; go on with")
+    assert (
+        group.last_line(0)
+        == f"stopped and saved after step {checkpoints(run)[-1]} in troubled; resume goes on with it"
+    )
     # The first is killed: it is the coordinator, and JAX aborts the others.
     group = go_on("--resume", "--heartbeat", "4")
     group.end(0, by=signal.SIGKILL)
-    assert group.end(1) == processes.LOST and "another process is gone (" in group.last_line(1)
+    assert_lost(group, 1)
     # One falls silent, its connections stay open: only the missed heartbeat tells.
     group = go_on("--resume", "--heartbeat", "4")
     group.members[1].send_signal(signal.SIGSTOP)
-    assert group.end(0) == processes.LOST and "(JAX says above why)" in group.printed(0)
+    assert_lost(group, 0)
     group.members[1].send_signal(signal.SIGCONT)
-    assert group.end(1) == processes.LOST
+    assert_lost(group, 1)
     group = start(2, "--out", "troubled", "--resume")
     assert [group.end(i) for i in range(2)] == [0, 0], group.printed(0)
     assert_goes_on(run, alone)
@@ -409,8 +427,8 @@ def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone)
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["--out", "."], "--out . holds files and no run (settings.json is missing)"),
-        (["--batch", "5"], "got --batch 5 for 2 devices"),
+        (["--out", "."], ". holds files and no run (settings.json is missing)"),
+        (["--batch", "5"], "--batch must be a multiple of the 2 devices; got --batch 5"),
         (["--recipe", "O9"], "expected one of fp32, bf16"),
     ],
     ids=["decided by the first", "about all of them", "of each"],
@@ -425,5 +443,4 @@ def test_bad_input_ends_all_processes(start, argv, says):
 def test_processes_that_do_not_meet(start):
     group = start(2, *RUN, "--out", "apart", "--processes", "3", "--patience", "2")
     for i in range(2):
-        assert group.end(i) == processes.LOST
-        assert "train_gpt: not all processes met at 127.0.0.1:" in group.last_line(i)
+        assert group.end(i) in (2, -signal.SIGABRT) and "DEADLINE_EXCEEDED" in group.printed(i)

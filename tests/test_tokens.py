@@ -5,7 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from fp8jax.train import TokenFile, tokens, write_tokens
+from fp8jax.train import TokenFile, write_tokens
+from fp8jax.train.data import tokens
 
 IDS = np.arange(1000) * 7 % 601
 

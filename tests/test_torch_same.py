@@ -74,8 +74,8 @@ class Training:
         self.example, self.vocabulary = example, len(text.vocabulary)
         self.config = example.Config(recipe=recipe, steps=STEPS, **SIZES)
         self.program = example.Program(self.config, self.vocabulary)
-        draw = functools.partial(train.data.batch, text.train, size=SIZES["batch"], context=SIZES["context"])
-        self.batches = [draw(seed=(0, "train", step)) for step in range(1, STEPS + 1)]
+        rows = train.data.RandomWindows(text.train, SIZES["context"], SIZES["batch"], STEPS, seed=0)
+        self.batches = [rows.step(step) for step in range(1, STEPS + 1)]
 
     def on_torch(self):
         return self.example.OnTorch(self.config, self.vocabulary, self.config.recipe)

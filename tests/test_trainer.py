@@ -14,9 +14,9 @@ from flax import nnx
 import fp8jax
 from fp8jax.inspect import program, targets
 from fp8jax.train import config
-from fp8jax.train.batch import budget_of_device, largest_batch
-from fp8jax.train.optimizers import optimizer_of, schedule_of
-from fp8jax.train.settings import TrainConfig
+from fp8jax.train.config import TrainConfig
+from fp8jax.train.step.batch_size import budget_of_device, largest_batch
+from fp8jax.train.step.optimizers import optimizer_of, schedule_of
 from fp8jax.train.trainer import Trainer
 
 WIDTH, TIME, VOCABULARY = 32, 16, 48
@@ -79,8 +79,8 @@ def trained(model=None, steps=3, **settings):
     trainer = Trainer(Plain() if model is None else model, loss, TrainConfig(**settings), rows(1))
     state, losses, batch = trainer.init(), [], rows(trainer.rows)
     for _ in range(steps):
-        state, seen = trainer.step(state, batch)
-        losses.append(float(seen.loss))
+        state, metrics = trainer.step(state, batch)
+        losses.append(float(metrics.loss))
     return trainer, state, losses
 
 
@@ -103,7 +103,7 @@ def trained(model=None, steps=3, **settings):
 )
 def test_settings_from_yaml_and_the_command_line(tmp_path, yaml, argv, expected):
     (tmp_path / "run.yaml").write_text(yaml)
-    given = config.read(TrainConfig, ["--config", str(tmp_path / "run.yaml"), *argv])
+    given = config.read(TrainConfig, [*(["--config", str(tmp_path / "run.yaml")] if yaml else []), *argv])
     assert given == expected
     TrainConfig(**given)
 
@@ -119,13 +119,13 @@ def test_what_settings_mean():
 
 # What does not go together, and a word of the reason.
 REFUSED = [
-    ({"per_device_train_batch_size": "large"}, "whole number or auto"),
+    ({"per_device_train_batch_size": "large"}, "one of auto; got large"),
     ({"per_device_train_batch_size": 0}, "at least 1"),
     ({"gradient_checkpointing": "all"}, "one of none, full"),
     ({"optim": "adamw_8bits"}, "did you mean adamw_8bit"),
     ({"fp16": True, "bf16": True}, "two precisions"),
     ({"recipe": "O2", "bf16": True}, "two precisions"),
-    ({"tf32": True, "fp16": True}, "products in float32"),
+    ({"tf32": True, "fp16": True}, "float32 GEMMs"),
     ({"bf16": True, "gradient_checkpointing": "fp8"}, "bf16 has none"),
     ({"checkpoint_blocks": "Block"}, "--gradient-checkpointing"),
     ({"memory_budget": 1.0}, "auto"),
@@ -283,10 +283,10 @@ def test_what_a_step_changes_and_shows():
     assert losses[2] < losses[0]
     assert int(state.step) == 3
     assert np.any(state.variables["batch_stats"]["BatchNorm_0"]["mean"] != 0)
-    _, seen = trainer.step(state, rows(4))
-    assert int(seen.skipped) == 0
-    assert seen.watched.scale.shape == seen.watched.saturation.shape
-    assert seen.watched.scale.size
+    _, metrics = trainer.step(state, rows(4))
+    assert int(metrics.skipped) == 0
+    assert metrics.scales.scale.shape == metrics.scales.saturation.shape
+    assert metrics.scales.scale.size
     with pytest.raises(ValueError, match="4 rows"):
         trainer.step(trainer.init(), rows(3))
 
@@ -321,8 +321,8 @@ def test_rows_have_the_dtypes_of_arrays_on_a_device():
     trainer = Trainer(nn.Dense(4), lambda model, batch: jnp.mean(model(batch["x"]) ** 2), config, example)
     for dtype in (np.float64, np.float32):
         trainer.check({"x": np.ones((2, 4), dtype)})
-    _, seen = trainer.step(trainer.init(), {"x": np.ones((2, 4))})
-    assert seen.loss.dtype == jnp.float32
+    _, metrics = trainer.step(trainer.init(), {"x": np.ones((2, 4))})
+    assert metrics.loss.dtype == jnp.float32
     with pytest.raises(ValueError, match="int32"):
         trainer.check({"x": np.ones((2, 4), np.int64)})
 
@@ -330,8 +330,8 @@ def test_rows_have_the_dtypes_of_arrays_on_a_device():
 def test_nnx():
     trainer, state, losses = trained(Small(nnx.Rngs(0)), recipe="te")
     assert losses[2] < losses[0]
-    _, seen = trainer.step(state, rows(4))
-    assert seen.watched.scale.size == 2 * 3
+    _, metrics = trainer.step(state, rows(4))
+    assert metrics.scales.scale.size == 2 * 3
 
 
 def evaluation_loss(model, batch):
@@ -356,7 +356,7 @@ def test_an_evaluation_of_linen_has_no_dropout_and_changes_nothing(devices):
 def test_an_evaluation_takes_rows_that_the_devices_divide():
     settings = TrainConfig(per_device_train_batch_size=2, devices=2)
     trainer = Trainer(Plain(), loss, settings, rows(1))
-    with pytest.raises(ValueError, match="`batch`: expected rows that 2 devices divide; got 3"):
+    with pytest.raises(ValueError, match="`batch`: expected a multiple of 2 devices; got 3 rows"):
         trainer.evaluator(evaluation_loss)(None, rows(3))
 
 

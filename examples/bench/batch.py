@@ -18,7 +18,7 @@ from typing import Any
 import output
 
 from fp8jax.inspect import targets
-from fp8jax.train.batch import budget_of_device
+from fp8jax.train.step.batch_size import budget_of_device
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import techniques

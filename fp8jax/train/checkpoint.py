@@ -1,27 +1,16 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints: orbax's `CheckpointManager`, and a SHA-256 of each file.
 
-    save(folder, step, state, history, data=batches.state())      # folder/step-00000500/
-    checkpoint, skipped = newest(folder, like=state)   # None if there is none
+    save(folder, step, state, {"data": batches.state()})      # folder/step_00000500/
+    checkpoint, skipped = restore(folder, like=state)         # None if there is none
 
-A checkpoint is written under another name, with the SHA-256 of each of its files, and
-renamed when it is complete. One that a kill cut off, or that was damaged later, is skipped,
-which `newest` says, and the one before it is taken: the last three are kept. A checkpoint knows
-its step and its run, so one under the name of another is skipped too.
-
-Of many processes each writes its part of the arrays, in a folder that all of them see, and process 0
-does the rest. Any number of them can read it.
-
-    step-00000500/state/          # orbax: the arrays as they are, FP8 codes and scales too
-                  history.npz     # the curves up to here
-                  data.json       # where the batches stopped, if the run said so
-                  leaves.json     # the path, dtype and shape of each array
-                  identity.json   # its step and its run
-                  manifest.json   # the SHA-256 of each of the files above
+Orbax writes each checkpoint under another name and renames it when it is complete, and keeps the newest
+three. Each process then adds the SHA-256 of the files that it wrote. `restore` skips a damaged checkpoint and
+takes the one before; the processes share the work of checking files. Any number of processes and devices can
+restore.
 """
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import logging
@@ -34,195 +23,174 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from fp8jax.train import processes
+from fp8jax.train import distributed
 
 KEPT = 3
-_PARTIAL = "writing-"
-CUT_OFF = "it was cut off while it was written"
 _REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
-    step: int
+    step: int  # optimizer steps done
     state: Any  # a pytree of arrays
-    history: dict[str, np.ndarray]
-    data: Any = None  # as it was saved: where the batches stopped
+    metadata: dict[str, Any]
 
 
 def save(
-    folder: pathlib.Path,
-    step: int,
-    state: Any,
-    history: dict[str, np.ndarray],
-    data: Any = None,
-    run: str = "",
+    folder: pathlib.Path, step: int, state: Any, metadata: dict[str, Any] | None = None, run: str = ""
 ) -> pathlib.Path:
-    """Writes a checkpoint and forgets all but the newest three; all processes have to call it.
+    """Writes a checkpoint and deletes all but the newest three; all processes have to call it.
 
     Args:
         folder: of all checkpoints of a run; made if need be.
-        step: optimizer steps done.
-        state: pytree of arrays, over all processes; dtypes are kept, float8 included.
-        history: arrays by name.
-        data: where the batches stopped, e.g. `Loader.state()`: what JSON can hold, the same in all processes.
-            None keeps nothing, as for batches that are drawn by the number of the step.
-        run: what tells this run from others, as `rundir.Began.digest`.
+        step: optimizer steps done. A checkpoint of this step or a later one is set aside as damaged.
+        state: a pytree of arrays, over all processes; dtypes are kept, float8 included.
+        metadata: JSON values, the same in all processes, e.g. where the batches stopped.
+        run: identifies the run, see `run_folder.RunMetadata.digest`.
 
     Returns:
-        The checkpoint's folder.
+        The folder of the checkpoint.
 
     Raises:
-        TypeError: JSON cannot hold `data`.
-        OSError: the disk is full, or the folder cannot be written; the checkpoints before are as they were.
+        TypeError: JSON cannot hold `metadata`.
+        OSError: the folder cannot be written; older checkpoints stay as they were.
     """
-    files = {} if data is None else {"data.json": json.dumps(data)}  # fails in all processes, or in none
+    content = json.loads(json.dumps({"step": step, "run": run, "arrays": _arrays(state), **(metadata or {})}))
     folder = folder.resolve()
-    partial, final = folder / f"{_PARTIAL}{step:08d}", folder / f"step-{step:08d}"
+    path = _path(folder, step)
     try:
-        processes.decide(functools.partial(_begin, partial))
-        with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            checkpointer.save(partial / "state", args=ocp.args.StandardSave(state))
-        processes.meet()
-        files["leaves.json"] = json.dumps(_leaves(state), indent=1)
-        files["identity.json"] = json.dumps({"step": step, "run": run})
-        processes.decide(functools.partial(_complete, partial, final, files, history))
-    except Exception as error:  # tensorstore's have many types
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is in the way
-        before = last_step(folder)
-        kept = f"step {before} is the last that was saved" if before else "none was saved before"
-        reason = _reason(error)
-        cause = None if reason in _REASONS else error  # what is known needs no kilobytes of tensorstore's
-        raise OSError(f"{final} cannot be written ({reason}); mend that and resume: {kept}") from cause
-    return final
+        distributed.decide(lambda: _set_aside(folder, step))
+        with _quiet(), _manager(folder) as manager:
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(content))
+            manager.save(step, args=items, force=True)
+        _write_checksums(path)
+        distributed.wait_for_all()
+    except Exception as error:  # tensorstore raises many types
+        for partial in folder.glob(f"{path.name}*"):
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it takes the room that the next needs
+        last, reason = last_step(folder), _reason(error)
+        before = f"step {last} is the last that was saved" if last else "none was saved before"
+        cause = None if reason in _REASONS else error  # a known reason needs no kilobytes of tensorstore's
+        raise OSError(f"{path} cannot be written ({reason}); mend that and resume: {before}") from cause
+    return path
 
 
-def newest(folder: pathlib.Path, like: Any, run: str = "") -> tuple[Checkpoint | None, list[str]]:
-    """Reads the newest checkpoint that is whole; all processes read the same one.
+def restore(folder: pathlib.Path, like: Any, run: str = "") -> tuple[Checkpoint | None, list[str]]:
+    """Reads the newest checkpoint that is not damaged; all processes read the same one.
 
     Args:
         folder: of all checkpoints of a run.
-        like: a state of the same structure; gives shapes, dtypes and placement, which may be another than
-            that of the state when it was saved.
-        run: as in `save`; checkpoints that another one left are skipped.
+        like: arrays or shapes with the structure, dtypes and shardings that the state shall have; other
+            shardings than when it was saved will do.
+        run: as in `save`.
 
     Returns:
-        The checkpoint, None if there is none; and for each newer one why it was skipped.
+        The checkpoint, None if there is none; and for each damaged newer one the reason.
 
     Raises:
-        ValueError: a whole checkpoint holds a state of another structure, or the folder cannot be read.
+        ValueError: the newest undamaged checkpoint is of another run or another model.
     """
-    folder = folder.resolve()
-    step, skipped = processes.decide(functools.partial(_find, folder, _leaves(like), run))
-    if step is None:
-        return None, skipped
-    path = folder / f"step-{step:08d}"
-    with np.load(path / "history.npz") as file:
-        history = dict(file)
-    said = "data.json" in json.loads((path / "manifest.json").read_text())
-    data = json.loads((path / "data.json").read_text()) if said else None
-    return Checkpoint(step, _restore(path / "state", like), history, data), skipped
-
-
-def last_step(folder: pathlib.Path) -> int:
-    """The step of the newest checkpoint, whole or not; 0 if there is none."""
-    return max(map(_step, _named(folder)), default=0)
-
-
-def _begin(partial: pathlib.Path) -> None:
-    for leftover in partial.parent.glob(f"{_PARTIAL}*"):
-        _remove(leftover)
-    partial.mkdir(parents=True)
-
-
-def _complete(
-    partial: pathlib.Path, final: pathlib.Path, files: dict[str, str], history: dict[str, np.ndarray]
-) -> None:
-    """What makes a checkpoint of the arrays that were written."""
-    np.savez(partial / "history.npz", allow_pickle=False, **history)
-    for name, text in files.items():
-        (partial / name).write_text(text)
-    (partial / "manifest.json").write_text(json.dumps(_digests(partial), indent=1))
-    _flush(partial)
-    replaced = partial.with_name(f"{partial.name}-replaced")
-    if os.path.lexists(final):  # damaged, or saved twice
-        final.rename(replaced)
-    partial.rename(final)
-    # Only now: deleting takes long, and a kill meanwhile would leave no checkpoint of this step.
-    _remove(replaced)
-    # Those of later steps are damaged, and no reason to forget a whole one.
-    for old in [path for path in _named(final.parent) if _step(path) <= _step(final)][:-KEPT]:
-        _remove(old)
-
-
-def _remove(path: pathlib.Path) -> None:
-    """Removes a folder, a link or a file; what cannot be removed is in nobody's way."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what orbax's threads print of an error that is raised too: a traceback of each."""
-    log, hook = logging.getLogger("absl"), sys.unraisablehook
-    was_off = log.disabled
-
-    def unraisable(args: Any) -> None:
-        if "Event loop is closed" not in str(args.exc_value):
-            hook(args)
-
-    log.disabled, sys.unraisablehook = True, unraisable
-    try:
-        yield
-        sys.unraisablehook = hook  # after an error threads go on for a while
-    finally:
-        log.disabled = was_off
-
-
-def _reason(error: Exception) -> str:
-    """What the system said, of an error that has it somewhere in kilobytes of text."""
-    text = " ".join(str(error).split())
-    return next((words for words in _REASONS if words in text), text[:200])
-
-
-def _find(folder: pathlib.Path, expected: dict[str, str], run: str) -> tuple[int | None, list[str]]:
-    """The step of the newest whole checkpoint, and for each newer one why it was skipped."""
-    named = _named(folder)
-    skipped = [f"{p}: {CUT_OFF}" for p in sorted(folder.glob(f"{_PARTIAL}*"))]
-    for path in reversed(named):
-        damage = _damage(path, run)
-        if damage:
-            skipped.append(f"{path}: {damage}")
+    folder, skipped = folder.resolve(), []
+    for step in reversed(distributed.decide(lambda: _steps(folder))):
+        path = _path(folder, step)
+        damage = _damage(path)
+        if distributed.any_of(bool(damage)):
+            skipped.append(f"{path}: {damage or 'a file is missing or damaged'}")
             continue
-        _check_leaves(path, json.loads((path / "leaves.json").read_text()), expected)
-        return _step(path), skipped
+        with _quiet(), _manager(folder) as manager:
+            content = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            if content["step"] != step:
+                skipped.append(f"{path}: it is the checkpoint of step {content['step']} under another name")
+                continue
+            _check(path, content, like, run)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+            items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))
+        return Checkpoint(step, items.state, content), skipped
     return None, skipped
 
 
-def _restore(path: pathlib.Path, like: Any) -> Any:
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+def last_step(folder: pathlib.Path) -> int:
+    """The step of the newest checkpoint, damaged or not; 0 if there is none."""
+    return max(_steps(folder), default=0)
+
+
+def _manager(folder: pathlib.Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=KEPT,
+        step_prefix="step",
+        step_format_fixed_length=8,
+        cleanup_tmp_directories=True,
+        enable_async_checkpointing=False,
+    )
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def _path(folder: pathlib.Path, step: int) -> pathlib.Path:
+    return folder / f"step_{step:08d}"
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+    """The steps of all checkpoints, damaged or not, in ascending order."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"step_\d{8,18}", name))
+    return []
+
+
+def _set_aside(folder: pathlib.Path, step: int) -> None:
+    """Renames checkpoints of this step and later ones; they are damaged, or the run would be beyond them."""
+    for path in (_path(folder, later) for later in _steps(folder) if later >= step):
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+
+
+def _write_checksums(path: pathlib.Path) -> None:
+    """Writes the SHA-256 of the files of this process: its own shards, and in process 0 all common files."""
+    index, files = jax.process_index(), {}
+    for file in sorted(path.rglob("*")):
+        owner = re.search(r"/ocdbt\.process_(\d+)/", file.as_posix())
+        if file.is_file() and (int(owner[1]) if owner else 0) == index and "sha256" not in file.name:
+            files[file.relative_to(path).as_posix()] = _sha256(file)
+    text = json.dumps({"processes": jax.process_count(), "files": files}, indent=1)
+    (path / f"sha256.{index}.json").write_text(text)
+
+
+def _damage(path: pathlib.Path) -> str:
+    """The damage of a checkpoint that this process finds in its share of the files, or ""."""
     try:
-        with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(path, args=ocp.args.StandardRestore(target))
-    except Exception as error:  # tensorstore's have many types
-        raise ValueError(
-            f"{path} is whole but cannot be read ({_reason(error)}); try the version of orbax that wrote it"
-        ) from error
+        found = [json.loads(file.read_text()) for file in sorted(path.glob("sha256.*.json"))]
+        files = sorted((name, digest) for one in found for name, digest in one["files"].items())
+        if len(found) != found[0]["processes"]:
+            raise ValueError
+    except (OSError, RecursionError, LookupError, TypeError, ValueError, AttributeError):
+        return "its checksums are missing or damaged"
+    for name, digest in files[jax.process_index() :: jax.process_count()]:
+        try:
+            if _sha256(path / name) != digest:
+                return f"{name} is missing or damaged"
+        except OSError:
+            return f"{name} is missing or damaged"
+    return ""
 
 
-def _leaves(state: Any) -> dict[str, str]:
+def _sha256(file: pathlib.Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _arrays(state: Any) -> dict[str, str]:
     """The path of each array of a state -> its dtype and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def _check_leaves(path: pathlib.Path, found: dict[str, str], expected: dict[str, str]) -> None:
+def _check(path: pathlib.Path, content: dict[str, Any], like: Any, run: str) -> None:
+    if run and content["run"] != run:
+        raise ValueError(f"{path} is of another run, with other settings or data; move it away and resume")
+    found, expected = content["arrays"], _arrays(like)
     for name in sorted(found.keys() | expected.keys()):
         there, here = found.get(name, "nothing"), expected.get(name, "nothing")
         if there != here:
@@ -232,59 +200,19 @@ def _check_leaves(path: pathlib.Path, found: dict[str, str], expected: dict[str,
             )
 
 
-def _named(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What has the name of a checkpoint, oldest first; a link or a file may have it, too."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences orbax's threads, which print a traceback for each part of an error that is raised too."""
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    was_off, log.disabled, sys.unraisablehook = log.disabled, True, lambda args: None
     try:
-        names = [name for name in os.listdir(folder) if re.fullmatch(r"step-\d{8,18}", name)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read ({error.strerror}); expected a folder") from None
-    return sorted((folder / name for name in names), key=_step)
+        yield
+        sys.unraisablehook = hook  # after an error the threads go on for a while
+    finally:
+        log.disabled = was_off
 
 
-def _step(path: pathlib.Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _damage(path: pathlib.Path, run: str) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    if not path.is_dir():
-        return "it is no folder"
-    try:
-        manifest = dict(json.loads((path / "manifest.json").read_text()))
-    except (OSError, RecursionError, TypeError, ValueError):
-        return "its manifest is missing or damaged"
-    if not manifest.keys() >= {"history.npz", "leaves.json"}:
-        return "its manifest is missing or damaged"
-    try:
-        found = _digests(path)
-    except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
-    wrong = [name for name, digest in manifest.items() if found.get(name) != digest]
-    if wrong:
-        return f"{wrong[0]} is missing or damaged"
-    # Checkpoints of older versions did not say.
-    about = json.loads((path / "identity.json").read_text()) if "identity.json" in manifest else {}
-    if about.get("step", _step(path)) != _step(path):
-        return f"it is the checkpoint of step {about['step']} under another name"
-    if run and about.get("run", run) != run:
-        return "it is of another run, with other settings or data"
-    return None
-
-
-def _digests(folder: pathlib.Path) -> dict[str, str]:
-    """The SHA-256 of each file below `folder` but the manifest."""
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
-    }
-
-
-def _flush(folder: pathlib.Path) -> None:
-    """Puts the files on the disk before their folder gets its name: a rename can overtake them."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+def _reason(error: Exception) -> str:
+    """The system's words in an error of kilobytes, or its beginning."""
+    text = " ".join(str(error).split())
+    return next((words for words in _REASONS if words in text), text[:200])

@@ -1,15 +1,21 @@
-"""What the user did wrong, told apart from what the program does wrong.
+"""Errors of the user's input, and packages of the extra `train`.
 
 with blame_input():
-    ...                   # a ValueError from here is about the input: one line, no traceback
+    config = TrainConfig(**config.read(TrainConfig))    # a ValueError becomes `BadInput`, with a message of
+    one line
 """
 
 import contextlib
+import importlib
+import importlib.util
 from collections.abc import Iterator
+from typing import Any
+
+PACKAGES = ("grain", "jsonargparse", "matplotlib", "rich", "yaml")
 
 
-class BadInput(Exception):
-    """The input does not make a run; the message is one line that says what is wrong and what to do."""
+class BadInput(ValueError):
+    """The input does not describe a valid run. The message is one line that says what to change."""
 
 
 @contextlib.contextmanager
@@ -19,3 +25,28 @@ def blame_input() -> Iterator[None]:
         yield
     except (ImportError, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from error
+
+
+def need(module: str) -> Any:
+    """Imports a module of an optional package.
+
+    Raises:
+        ImportError: the package is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise ImportError(_advice([module])) from None
+
+
+def check_packages() -> None:
+    """Raises ImportError if a package of the extra `train` is missing, before any work is done."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(_advice(missing))
+
+
+def _advice(missing: list[str]) -> str:
+    return f"not installed: {', '.join(missing)}; run: pip install 'fp8jax[train]'"

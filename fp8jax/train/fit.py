@@ -1,13 +1,14 @@
-"""A whole run of a `Trainer`: batches, checkpoints, validation, a display, a report.
+"""`fit`: a whole run of a `Trainer`, with checkpoints, validation, a display, metrics and a report.
 
     run = fit(trainer, rows, validation=held_out, validation_loss=loss)
     run.state, run.curves.loss, run.folder / "report.html"
     fit(trainer, rows, resume=True)              # goes on from the newest checkpoint
 
-A run that was stopped or killed ends, resumed, with the same losses, bit for bit, as one that was left alone:
-a checkpoint has the state, the curves, and where the batches stopped that were trained on. Ctrl-C and SIGTERM
-end the steps up to the next display, save, and return. Over another number of devices, or with other
-accumulation steps, a run goes on if its batches have as many rows: the same ones, with other roundings.
+A checkpoint has the state, the metrics, and the position in the data. So a run that was stopped or killed
+ends, when it is resumed, with the same losses as one that was left alone, bit for bit. Ctrl-C and SIGTERM
+finish the steps up to the next display, save, and return. A run can go on with other devices or microbatches
+if its batches keep their number of
+rows: the same rows, with other roundings.
 """
 
 import contextlib
@@ -15,245 +16,286 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fp8jax.train import config, extras, observe, processes, rundir, stop, summary
-from fp8jax.train.learner import Loss, State
-from fp8jax.train.loader import Examples, Loader, Source
-from fp8jax.train.observe import Curves, Seen
-from fp8jax.train.progress import Progress, spans
-from fp8jax.train.to_device import DevicePrefetch
-from fp8jax.train.tokens import TokenFile
+from fp8jax.train import distributed, run_folder
+from fp8jax.train.config import fixed_options, saved_options
+from fp8jax.train.data.device import DevicePrefetch
+from fp8jax.train.data.loader import Examples, Loader, Source
+from fp8jax.train.errors import blame_input, check_packages
+from fp8jax.train.metrics import Curves, MetricsWriter
+from fp8jax.train.report.progress import Progress
+from fp8jax.train.report.run import check_about, write_report
+from fp8jax.train.run_folder import RunMetadata
+from fp8jax.train.step.learner import Loss, State
 from fp8jax.train.trainer import Trainer
 
-_WORDS = rundir.Words("--output-dir", "resume=True", "or_start=True", "give {flag} as it was", "trainer")
-# What counts is the rows that they come to.
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "memory_budget", "target")
+Validate = Callable[..., float]  # (state, most batches) -> mean loss
 
 
 class Fitted(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     folder: pathlib.Path  # with report.html, unless the run was stopped
     state: State
     curves: Curves
-    steps: int  # done; fewer than `max_steps` if it was stopped
+    steps: int  # steps done; fewer than `max_steps` if the run was stopped
+    twin: "Fitted | None" = None
 
 
 def fit(
     trainer: Trainer,
     source: Source,
     *,
+    twin: Trainer | None = None,
     transform: Callable[[Any], Any] | None = None,
+    shuffle: bool = True,
     validation: Source | None = None,
+    final_validation: Source | None = None,
     validation_loss: Loss | None = None,
     plain: Any = None,
     resume: bool = False,
     or_start: bool = False,
     about: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    fixed: Collection[str] = (),
 ) -> Fitted:
-    """Trains until `max_steps`, and leaves a report in the run's folder.
+    """Trains until `max_steps`, and leaves a report in the folder of the run.
 
     Args:
-        trainer: whose config says how often to log, validate and save, and where to.
+        trainer: its configuration says how often to log, validate and save, and where to.
         source: rows by number, see `Loader`.
-        transform: row -> row, a pure function, of both sources.
-        validation: rows that are not trained on. Every `eval_steps` steps and at the end all of them are seen
-            in the same batches, but for the last few that fill none; a thread reads them.
-        validation_loss: their loss, see `Trainer.evaluator`.
-        plain: as in `Trainer.init`; a run that is resumed does not look at it.
-        resume: goes on with the run in `output_dir`, or with the newest in runs/.
-        or_start: `resume` begins at step 0 where there is no run, or none of its checkpoints is whole.
-        about: what else the report should say, e.g. {"data": "the letters of Rilke"}: JSON values, under
-            names that the report has no use for.
+        twin: a trainer of another recipe, trained on the same batches for comparison.
+        transform: row -> row, a pure function, of all sources.
+        shuffle: a new order of `source` each epoch.
+        validation: rows that are not trained on. Every `eval_steps` steps and at the end, the same batches of
+            them are evaluated, all but the last few rows that fill no batch; a thread reads them.
+        final_validation: rows of the validation after the last step; by default those of `validation`.
+        validation_loss: the loss of a validation, see `Trainer.evaluator`.
+        plain: as in `Trainer.init`; a resumed run ignores it.
+        resume: go on with the run in `output_dir`, or with the newest in runs/.
+        or_start: `resume` begins at step 0 where there is no run, or all of its checkpoints are damaged.
+        about: what else the report says, e.g. {"data": "the letters of Rilke"}: JSON values.
+        settings: the settings that the run keeps; by default those of the trainer's configuration.
+        fixed: the names in `settings` that a resumed run cannot change; by default the configuration says it.
 
     Raises:
-        ValueError: the folder is that of another run, or of a run and `resume` is not set, or of none and it
-            is, or another run took it meanwhile; all checkpoints are damaged; the run had batches of other
-            rows; a source is shorter than a batch; its rows are not like the trainer's example; one of
-            `validation` and `validation_loss` is missing; or `about` has what JSON cannot hold, or a name
-            that the report uses.
-        OSError: a checkpoint or the report cannot be written; checkpoints before it are as they were.
-        ImportError: the extra `train` is not installed.
+        BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
+            is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; one of
+            `validation` and `validation_loss` is missing; JSON cannot hold `about`; or the extra `train` is
+            not installed.
+        OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
-    extras.check("grain")
-    summary.check(about or {}, trainer)
-    folder, found, now = _folder(trainer, Examples(source, transform), resume, or_start)
-    digest = (found if found.settings else now).digest
-    with contextlib.closing(trainer.loader(source, transform)) as batches:
-        validate = _validation(trainer, validation, transform, validation_loss)
-        print(f"{trainer.layers.splitlines()[0]}; compiling", flush=True)
-        rundir.start(folder, found, now, _WORDS)
-        with rundir.given_back(folder, found):
-            _ = trainer.program
-            run = _begun(trainer, folder, digest, batches, plain, resume, or_start)
-            if validate and run.steps < trainer.config.max_steps:
-                validate(run.state, 1)  # what is wrong with it shows now
-        processes.on_loss(lambda: rundir.how_to_go_on(folder, _WORDS))
-        per_step = _per_step(source, trainer.rows)
-        with stop.requests() as stop_asked:
-            _train(run, validate, per_step, stop_asked)
+    trainers = [trainer, *([twin] if twin else [])]
+    with contextlib.ExitStack() as opened:
+        with blame_input():
+            check_packages()
+            check_about(about or {}, trainer)
+            now = RunMetadata({**(settings or saved_options(trainer.config)), "rows": trainer.rows}, "")
+            fixed = fixed or fixed_options(trainer.config)
+            folder, found, now = _folder(trainer, Examples(source, transform), resume, or_start, now, fixed)
+            batches = trainer.loader(source, transform, shuffle=shuffle)
+            opened.enter_context(contextlib.closing(batches))
+            sources = validation, validation if final_validation is None else final_validation
+            models = [_Model(one, _validators(one, sources, transform, validation_loss)) for one in trainers]
+            layers = [one.layers for one in trainers]
+            with run_folder.taken(folder, found, now):
+                for text in layers:
+                    print(f"{text.splitlines()[0]}; compiling", flush=True)
+                run = _Run(models, folder, (found if found.settings else now).digest, batches)
+                run.begin(plain, resume, or_start)
+        distributed.wait_for_all()  # compiling takes some processes longer than others
+        with distributed.stop_requests() as stop_asked:
+            run.train(_per_step(source, trainer.rows), stop_asked)
     if run.steps < trainer.config.max_steps:
-        print(f"stopped and saved after step {run.steps} in {folder}; resume=True goes on with it")
-    elif processes.is_first():
+        print(f"stopped and saved after step {run.steps} in {folder}; resume goes on with it", flush=True)
+    elif distributed.is_first():
         about = {"data": f"{len(source):,} rows of a {type(source).__name__}", **(about or {})}
-        print(f"report: {summary.write(trainer, run.state, run.curves, folder, per_step, about)}")
-    return Fitted(folder, run.state, run.curves, run.steps)
+        kept = [(model.trainer, model.state, model.curves) for model in models]
+        page = write_report(folder, about, now.settings, kept, layers, _per_step(source, trainer.rows))
+        print(f"report: {page}", flush=True)
+    first, *second = (Fitted(folder, model.state, model.curves, run.steps) for model in models)
+    return first._replace(twin=second[0] if second else None)
 
 
-def advance(
-    step: Callable[[Any, Any], tuple[Any, Seen]], state: Any, batches: Iterable[Any], curves: Curves
-) -> Any:
-    """One step per batch; waits for the device only at the end."""
-    seen, begun = [], time.perf_counter()
-    for batch in batches:
-        state, of_step = step(state, batch)
-        seen.append(of_step)
-    seen = jax.device_get(seen)
-    curves.add(seen, time.perf_counter() - begun)
-    return state
+def spans(start: int, stop: int, *intervals: int) -> Iterator[tuple[int, int]]:
+    """Cuts the steps from `start` to `stop` at every multiple of an interval."""
+    while start < stop:
+        end = min(stop, *((start // interval + 1) * interval for interval in intervals))
+        yield start, end
+        start = end
+
+
+@dataclasses.dataclass
+class _Model:
+    """One of the models of a run."""
+
+    trainer: Trainer
+    validators: tuple[Validate | None, Validate | None]  # before and after the last step
+    state: Any = None
+    curves: Curves = dataclasses.field(default_factory=Curves)
+
+    @property
+    def name(self) -> str:
+        return str(self.trainer.config.precision)
+
+    def advance(self, batches: Any) -> None:
+        """Does a step per batch, and waits for the devices only at the end."""
+        steps, begun = [], time.perf_counter()
+        for batch in batches:
+            self.state, of_step = self.trainer.step(self.state, batch)
+            steps.append(of_step)
+        self.curves.add(jax.device_get(steps), time.perf_counter() - begun)
 
 
 @dataclasses.dataclass
 class _Run:
-    """A run as it goes."""
+    """A run in progress."""
 
-    trainer: Trainer
+    models: list[_Model]
     folder: pathlib.Path
-    digest: str  # of how it began
+    digest: str
     batches: DevicePrefetch
-    state: Any
-    curves: Curves
-    saved: int | None = None  # the step that was saved last, or restored
+    saved: int | None = None  # the step of the newest checkpoint
 
     @property
     def steps(self) -> int:
-        return len(self.curves.loss)
+        """Steps done."""
+        return len(self.models[0].curves.loss)
+
+    def begin(self, plain: Any, resume: bool, or_start: bool) -> None:
+        """Compiles, and restores the newest checkpoint or makes the first states."""
+        for model in self.models:
+            model.trainer.check_memory()
+            _ = model.trainer.program
+        like = [model.trainer.like for model in self.models]
+        found = run_folder.restore(self.folder, like, self.digest, or_start) if resume else None
+        if found:
+            self.batches.restore(found.metadata["data"])
+            self.saved = found.step
+        for i, model in enumerate(self.models):
+            model.state = found.state[i] if found else model.trainer.init(plain)
+            if found:
+                model.curves = Curves.from_json(found.metadata["curves"][i])
+            validate = model.validators[0]
+            if validate and self.steps < model.trainer.config.max_steps:
+                validate(model.state, 1)  # an error in it shows now
 
     def save(self) -> None:
-        """Writes a checkpoint, unless this step has one; what was read ahead is not in the batches' state."""
+        """Writes a checkpoint, unless this step has one."""
         if self.steps == self.saved:
             return
-        rundir.keep(
-            self.folder,
-            self.steps,
-            self.state,
-            observe.pack([self.curves]),
-            data=self.batches.state(),
-            run=self.digest,
-        )
+        curves = [model.curves.to_json() for model in self.models]
+        states = [model.state for model in self.models]
+        metadata = {"data": self.batches.state(), "curves": curves}
+        run_folder.save(self.folder, self.steps, states, metadata, self.digest)
         self.saved = self.steps
+
+    def train(self, per_step: tuple[int, str], stop_asked: Callable[[], bool]) -> None:
+        """Trains until the last step, or until asked to stop."""
+        config = self.models[0].trainer.config
+        last, intervals = config.max_steps, (config.logging_steps, config.eval_steps, config.save_steps)
+        if self.steps < last:
+            self.batches.read_ahead()  # workers take seconds to start
+        with contextlib.ExitStack() as opened:
+            progress = Progress({model.name: model.curves for model in self.models}, last, *per_step)
+            opened.enter_context(progress)
+            writer = MetricsWriter(self.folder, self.steps) if distributed.is_first() else None
+            if writer:
+                opened.enter_context(contextlib.closing(writer))
+            for begin, end in spans(self.steps, last, *intervals):
+                if stop_asked():
+                    self.save()
+                    return
+                batches: Any = itertools.islice(self.batches, end - begin)
+                if len(self.models) > 1:
+                    batches = list(batches)
+                for model in self.models:
+                    model.advance(batches)
+                    validate = model.validators[end == last]
+                    if validate and (end % config.eval_steps == 0 or end == last):
+                        model.curves.validation.append((end, validate(model.state)))
+                    if writer:
+                        writer.write(end, model.name, _line(model.curves, end, end - begin, per_step))
+                progress.show()
+                if end % config.save_steps == 0 or end == last:
+                    self.save()
+
+
+def _line(curves: Curves, step: int, steps: int, per_step: tuple[int, str]) -> dict[str, float]:
+    """The metrics of the last `steps` steps."""
+    line = {"loss": float(np.mean(curves.loss[-steps:])), "skipped_steps": curves.skips}
+    amount, unit = per_step
+    line[f"{unit}_per_second"] = len(curves.loss) * amount / max(curves.seconds, 1e-9)
+    if curves.saturations[-1]:
+        line["largest_saturation"] = max(curves.saturations[-1])
+    if curves.validation and curves.validation[-1][0] == step:
+        line["validation_loss"] = curves.validation[-1][1]
+    return line
 
 
 def _folder(
-    trainer: Trainer, examples: Examples, resume: bool, or_start: bool
-) -> tuple[pathlib.Path, rundir.Began, rundir.Began]:
-    """The run's folder, how the run in it began, and how it would now."""
-    folder = rundir.choose(trainer.config.output_dir, resume, or_start, _WORDS)
-    found = rundir.began(folder, [*(field.name for field in dataclasses.fields(trainer.config)), "rows"])
+    trainer: Trainer,
+    examples: Examples,
+    resume: bool,
+    or_start: bool,
+    now: RunMetadata,
+    fixed: Collection[str],
+) -> tuple[pathlib.Path, RunMetadata, RunMetadata]:
+    """The folder of the run, the metadata of the run in it, and those of this run."""
+    folder = run_folder.choose(trainer.config.output_dir, resume=resume, or_start=or_start, name="trainer")
+    found = run_folder.read(folder, now.settings)
     if not len(examples):
         raise ValueError("`source` is empty")
     trainer.check(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((trainer.rows, *x.shape), x.dtype), examples[0])
     )
-    _check_rows(trainer, folder, found.settings.get("rows", trainer.rows))
-    now = rundir.Began({**config.kept(trainer.config), "rows": trainer.rows}, examples.fingerprint())
-    lasting = {name: value for name, value in found.settings.items() if name not in _BATCH}
-    rundir.check_same(folder, found._replace(settings=lasting), now, _WORDS)
+    rows = found.settings.get("rows", trainer.rows)
+    if rows != trainer.rows:
+        raise ValueError(
+            f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: devices "
+            f"({trainer.placement.mesh.size}) x --gradient-accumulation-steps "
+            f"({trainer.config.gradient_accumulation_steps}) x --per-device-train-batch-size must be {rows}"
+        )
+    now = now._replace(data=examples.fingerprint())
+    run_folder.check_same(folder, found, now, fixed)
     return folder, found, now
 
 
-def _check_rows(trainer: Trainer, folder: pathlib.Path, rows: int) -> None:
-    """Raises ValueError if the run in `folder` has batches of another size, with the settings for its own."""
-    if rows == trainer.rows:
-        return
-    devices, steps = trainer.place.mesh.size, trainer.config.gradient_accumulation_steps
-    on = f"with {devices} device{'s' * (devices > 1)}"
-    if rows % (devices * steps) == 0:
-        advice = f"{on} give --per-device-train-batch-size {rows // devices // steps}"
-    elif rows % devices == 0:
-        size = rows // devices
-        advice = f"{on} give --per-device-train-batch-size {size} --gradient-accumulation-steps 1"
-    else:
-        advice = f"give a number of --devices that divides {rows}"
-    raise ValueError(f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: {advice}")
-
-
-def _begun(
+def _validators(
     trainer: Trainer,
-    folder: pathlib.Path,
-    digest: str,
-    batches: DevicePrefetch,
-    plain: Any,
-    resume: bool,
-    or_start: bool,
-) -> _Run:
-    """The run from its newest whole checkpoint on, or from its beginning."""
-    found = rundir.resume(folder, trainer.like, digest, or_start, _WORDS) if resume else None
-    if found is None:
-        return _Run(trainer, folder, digest, batches, trainer.init(plain), Curves())
-    batches.restore(found.data)
-    [curves] = observe.unpack(found.history)
-    return _Run(trainer, folder, digest, batches, found.state, curves, found.step)
-
-
-def _train(
-    run: _Run,
-    validate: Callable[[State], float] | None,
-    per_step: tuple[int, str],
-    stop_asked: Callable[[], bool],
-) -> None:
-    """Trains until the last step or until asked to stop."""
-    settings, name = run.trainer.config, str(run.trainer.config.precision)
-    last, intervals = settings.max_steps, (settings.logging_steps, settings.eval_steps, settings.save_steps)
-    if run.steps < last:
-        run.batches.read_ahead()  # workers take seconds to start
-    with Progress({name: run.curves}, last, *per_step) as progress:
-        for begin, end in spans(run.steps, last, *intervals):
-            if stop_asked():
-                run.save()
-                return
-            batches = itertools.islice(run.batches, end - begin)
-            run.state = advance(run.trainer.step, run.state, batches, run.curves)
-            if validate and (end % settings.eval_steps == 0 or end == last):
-                run.curves.validation.append((end, validate(run.state)))
-            progress.show()
-            if end % settings.save_steps == 0 or end == last:
-                run.save()
-
-
-def _validation(
-    trainer: Trainer,
-    source: Source | None,
+    sources: tuple[Source | None, Source | None],
     transform: Callable[[Any], Any] | None,
     loss: Loss | None,
-) -> Callable[..., float] | None:
-    """The mean loss of the first batches of a source, by default of all; None without a source."""
-    if (source is None) != (loss is None):
-        raise ValueError(
-            "`validation` and `validation_loss` go together: the rows, and how the model is called on them"
-        )
-    if source is None or loss is None:
-        return None
-    devices = trainer.place.mesh.size
-    rows = min(trainer.per_device, len(source) // devices) * devices
-    if not rows:
-        raise ValueError(f"`validation` has {len(source)} rows, fewer than the {devices} devices")
-    evaluate = trainer.evaluator(loss)
+) -> tuple[Validate | None, Validate | None]:
+    """The mean loss of the batches of both sources; None without sources."""
+    if (sources[0] is None) != (loss is None):
+        raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
+    if loss is None:
+        return None, None
+    evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
 
-    def validate(state: State, most: int | None = None) -> float:
-        with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
-            # One after the other: a queue of batches would take the memory of the next step.
-            losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
-        return float(np.mean(losses))
+    def validator(source: Any) -> Validate:
+        rows = min(trainer.per_device, len(source) // devices) * devices
+        if not rows:
+            raise ValueError(f"`validation` has {len(source)} rows, fewer than the {devices} devices")
 
-    return validate
+        def validate(state: State, most: int | None = None) -> float:
+            with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
+                # One after the other: a queue of batches would take the memory of the next step.
+                losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
+            return float(np.mean(losses))
+
+        return validate
+
+    return validator(sources[0]), validator(sources[1])
 
 
 def _per_step(source: Any, rows: int) -> tuple[int, str]:
-    """What a step sees: how many, of what."""
-    return (rows * source.context, "tokens") if isinstance(source, TokenFile) else (rows, "rows")
+    """The tokens of a step if rows are windows of a text, else its rows."""
+    context = getattr(source, "context", None)
+    return (rows * context, "tokens") if isinstance(context, int) else (rows, "rows")

@@ -1,4 +1,4 @@
-"""A training of any Flax model, as its `TrainConfig` says: the model, its loss and a batch are all it needs.
+"""`Trainer`: the compiled training step of any Flax model.
 
     def loss(model, batch):                                   # a mean over the rows of the batch
         logits = model(batch["tokens"][:, :-1])
@@ -7,10 +7,10 @@
     trainer = Trainer(model, loss, TrainConfig(recipe="O2"), {"tokens": np.zeros((1, 1025), np.int32)})
     state = trainer.init()
     for batch in batches:                                     # of `trainer.rows` rows
-        state, seen = trainer.step(state, batch)
+        state, metrics = trainer.step(state, batch)
 
-The same in a plain loop: `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumulate_gradients`, an
-optimizer of `fp8jax.optim`, `fp8jax.apply_updates`. The trainer is these, jitted once, its state donated.
+The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumulate_gradients`, an optimizer of
+`fp8jax.optim`, and `fp8jax.apply_updates` once, with the state donated.
 """
 
 import contextlib
@@ -26,27 +26,27 @@ from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
 from fp8jax.inspect import program as compiled_program
 from fp8jax.rewrite.lora import LoRA
-from fp8jax.train import observe, processes
-from fp8jax.train.batch import Found, budget_of_device, largest_batch
-from fp8jax.train.learner import Learner, Loss, State, learner_of
-from fp8jax.train.loader import Loader
-from fp8jax.train.observe import Seen
-from fp8jax.train.optimizers import optimizer_of
-from fp8jax.train.placement import Placement, over
-from fp8jax.train.settings import TrainConfig
-from fp8jax.train.to_device import DevicePrefetch, prefetch_to_device
+from fp8jax.train import distributed
+from fp8jax.train.config import TrainConfig
+from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
+from fp8jax.train.data.loader import Loader
+from fp8jax.train.metrics import StepMetrics, scale_metrics
+from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
+from fp8jax.train.step.learner import Learner, Loss, State, make_learner
+from fp8jax.train.step.optimizers import optimizer_of
+from fp8jax.train.step.placement import Placement, place
 
 
 class Trainer:
-    """A training step for batches of one size.
+    """The training step for batches of one size.
 
     Attributes:
         config: as given.
         model: the transformed model.
-        place: the devices.
-        found: how the batch size was found, if it was "auto".
-        per_device: rows that a device takes at once.
-        rows: of the batch that `step` takes: those of all devices and accumulation steps.
+        placement: of the state and of batches.
+        found: the search for the batch size, if it was "auto".
+        per_device: rows of a microbatch on a device.
+        rows: rows of a batch, over all devices and microbatches.
     """
 
     def __init__(self, model: Any, loss: Loss, config: TrainConfig, example: Any) -> None:
@@ -55,11 +55,11 @@ class Trainer:
         Args:
             model: a Flax module, Linen or NNX; it is not changed.
             loss: `loss(model, batch)`, see this module.
-            config: the settings.
-            example: a batch, of any number of rows.
+            config: the configuration.
+            example: a batch of any number of rows.
 
         Raises:
-            ValueError: the settings do not go together, or one row does not fit into the memory.
+            ValueError: the options contradict each other, or one row does not fit into the memory.
         """
         if config.compile_cache:
             jax.config.update("jax_compilation_cache_dir", config.compile_cache)
@@ -73,15 +73,15 @@ class Trainer:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
         self.model = adapters.transform(model, config.precision, **options)
         self._row = jax.tree.map(lambda x: _shape_of(x, np.shape(x)[1:]), example)
-        self._devices = processes.devices(config.devices)
-        self.found = self._largest() if config.is_auto else None
+        self._devices = distributed.devices(config.devices)
+        self.found = self._search() if config.is_auto else None
         self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
-        self.place, self.learner = self._for(self.per_device)
         self.rows = self._rows(self.per_device)
+        self.placement, self.learner = self._parts_for(self.per_device)
 
     @functools.cached_property
     def key(self) -> jax.Array:
-        """What all randomness of the run comes from."""
+        """The random key of the run."""
         return jax.random.key(self.config.seed)
 
     @functools.cached_property
@@ -90,35 +90,50 @@ class Trainer:
 
     @functools.cached_property
     def _compiled_step(self) -> Any:
-        return self._compile_step(self.place, self.learner, self.like, self.rows)
+        return self._compile_step(self.placement, self.learner, self.like, self.rows)
 
     @functools.cached_property
     def like(self) -> State:
-        """Shapes, dtypes and places of a state, as `checkpoint.newest` takes them."""
+        """Shapes, dtypes and shardings of a state, as `checkpoint.restore` takes them."""
         return self._like(self.learner, self._compiled_init, self.rows)
 
     @functools.cached_property
     def program(self) -> compiled_program.Program:
-        """What the step's program is made of, and the memory that it needs."""
+        """The compiled step: its GEMMs, its collectives, its memory."""
         return compiled_program.read(self._compiled_step)
 
-    def loader(self, source: Any, transform: Any = None) -> DevicePrefetch:
-        """Batches of `rows` rows on the devices, as the config says: see `Loader` and `prefetch_to_device`.
+    @property
+    def batch(self) -> Any:
+        """Shapes, dtypes and shardings of a batch that `step` takes."""
+        return self._batch(self.rows, self.placement.by_rows)
+
+    @functools.cached_property
+    def layers(self) -> str:
+        """Which layers run in FP8, and why the others do not: see `fp8jax.report`.
+
+        Raises:
+            ValueError: the loss does not call the model, but methods of it.
+        """
+        return self.learner.report(self._batch(self.per_device))
+
+    def loader(self, source: Any, transform: Any = None, *, shuffle: bool = True) -> DevicePrefetch:
+        """Batches of `rows` rows on the devices: see `Loader` and `prefetch_to_device`.
 
         Args:
             source: rows by number, as a `TokenFile`, a list or a dataset.
             transform: row -> row, run by the workers.
+            shuffle: a new order each epoch; False keeps the order of the source.
         """
-        config = self.config
-        host = Loader(
+        loader = Loader(
             source,
             batch=self.rows,
-            seed=config.seed,
-            workers=config.dataloader_num_workers,
+            seed=self.config.seed,
+            workers=self.config.dataloader_num_workers,
+            shuffle=shuffle,
             shard=(jax.process_index(), jax.process_count()),
             transform=transform,
         )
-        return prefetch_to_device(host, config.dataloader_prefetch_factor, self.place.rows)
+        return prefetch_to_device(loader, self.config.dataloader_prefetch_factor, self.placement.by_rows)
 
     def init(self, plain: Any = None) -> State:
         """The first state, on the devices.
@@ -134,171 +149,22 @@ class Trainer:
         restart = jax.jit(self.learner.restart, out_shardings=self._compiled_init.output_shardings)
         return restart(self.model.quantize(plain, state.variables))
 
-    def step(self, state: State, batch: Any) -> tuple[State, Seen]:
-        """The state after an optimizer step, and what was seen of it; the state that came is used up.
+    def step(self, state: State, batch: Any) -> tuple[State, StepMetrics]:
+        """The state after an optimizer step, and the metrics of the step; the given state is donated.
 
         Args:
-            state: from `init` or a step before.
-            batch: arrays of `rows` rows, on the host or as `place.feed` puts them on the devices.
+            state: from `init` or the step before.
+            batch: arrays of `rows` rows, on the host or as `placement.put` gives them.
 
         Raises:
             ValueError: the batch is not like the example, or of another size.
         """
         self.check(batch)
-        return self.place.one_at_a_time(self._compiled_step)(state, self.fed(batch), self.key)
+        return self.placement.one_at_a_time(self._compiled_step)(state, self.put(batch), self.key)
 
-    def fed(self, batch: Any) -> Any:
+    def put(self, batch: Any) -> Any:
         """A batch of the host on the devices."""
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.place.feed(x), batch)
-
-    def evaluator(self, loss: Loss) -> Callable[[State, Any], jax.Array]:
-        """A jitted function `(state, batch) -> loss` that changes nothing in the state.
-
-        Args:
-            loss: `loss(model, batch)`, a mean over rows, which calls the model as it is to be evaluated:
-                `model(x, train=False)`, or of an NNX module `model.eval()` first. A Linen model gets no
-                random streams and no mutable collections, so Flax raises where it asks for them; of an NNX
-                module what changes is a copy.
-
-        Returns:
-            The function; its batch has any number of rows that the devices divide, and is on the host or on
-            the devices. It compiles for each number anew.
-
-        Raises:
-            ValueError: from the function: the devices do not divide the rows of `batch`.
-        """
-        evaluate = functools.partial(self.learner.evaluate, loss)
-        jitted = self.place.one_at_a_time(jax.jit(evaluate, out_shardings=self.place.everywhere))
-
-        def mean_loss(state: State, batch: Any) -> jax.Array:
-            rows, devices = len(jax.tree.leaves(batch)[0]), self.place.mesh.size
-            if rows % devices:
-                raise ValueError(
-                    f"`batch`: expected rows that {devices} devices divide; got {rows}. Leave the last out."
-                )
-            with self._precision():
-                return jitted(state.variables, self.fed(batch))
-
-        return mean_loss
-
-    def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
-        """The step's program, for another batch size or for one GPU that is not here."""
-        rows = self._rows(per_device or self.per_device)
-        place, learner = self._for(per_device or self.per_device)
-        if not target:
-            state = self._like(learner, self._init_of_one, rows)
-            return self._compile_step(place, learner, state, rows)
-        step, batch = functools.partial(self._step, learner), self._batch(rows)
-        with self._precision():
-            state = jax.eval_shape(learner.init, self.key, batch)
-            return targets.compile_for(step, state, batch, self.key, target=target, donate_argnums=0)
-
-    @functools.cached_property
-    def _init_of_one(self) -> jax.stages.Compiled:
-        """Of one row for each device: where a state is does not depend on the rows of a batch."""
-        return self._compile_init(self._for(1)[1], self._rows(1))
-
-    def _compile_init(self, learner: Learner, rows: int) -> jax.stages.Compiled:
-        """What makes the first state, and says where its arrays are."""
-        with self._precision():
-            return jax.jit(learner.init).lower(self.key, self._batch(rows)).compile()
-
-    def _like(self, learner: Learner, init: jax.stages.Compiled, rows: int) -> State:
-        """The shapes of a state, where `init` puts it."""
-        with self._precision():
-            state = jax.eval_shape(learner.init, self.key, self._batch(rows))
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, init.output_shardings
-        )
-
-    def _compile_step(
-        self, place: Placement, learner: Learner, state: State, rows: int
-    ) -> jax.stages.Compiled:
-        """The step's program, which leaves a state where it was."""
-        at = jax.tree.map(lambda x: x.sharding, state)
-        step = functools.partial(self._step, learner)
-        with self._precision():
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=(at, place.everywhere))
-            return jitted.lower(state, self._batch(rows, place.rows), self.key).compile()
-
-    def plan(self, target: str | None = None) -> memory.Plan:
-        """The memory of a step on one device, read from the compiled program.
-
-        Args:
-            target: name of one GPU that is not here; None for the trainer's devices.
-
-        Raises:
-            ValueError: `target` with several devices or with moments on the host.
-        """
-        devices = self.place.mesh.size
-        if target and (devices > 1 or self.config.offload):
-            raise ValueError(f"`target`: {target} is one device with everything on it; leave it out.")
-        if target:
-            state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
-            read, batch = compiled_program.read(self.compile(target=target)), self._batch(self.rows)
-        else:
-            state, read, batch = self.like, self.program, self.batch
-        return memory.plan_of(
-            state.variables,
-            state.opt_state,
-            (batch, self.key, state.step),
-            total=read.total,
-            sent=read.sent(devices),
-            recipe=str(self.config.precision),
-            stage=self.config.zero,
-            devices=devices,
-        )
-
-    @functools.cached_property
-    def layers(self) -> str:
-        """Which layers run in FP8, and why the others do not: see `fp8jax.report`.
-
-        Raises:
-            ValueError: the loss does not call the model, but methods of it.
-        """
-        return self.learner.report(self._batch(self.per_device))
-
-    @property
-    def batch(self) -> Any:
-        """Shapes, dtypes and places of a batch that `step` takes."""
-        return self._batch(self.rows, self.place.rows)
-
-    def gradients(self) -> dict[str, Any]:
-        """Shapes and dtypes of a step's gradients, in "params"."""
-        return jax.eval_shape(self.learner.gradients, self.like, self._batch(self.rows), self.key)
-
-    def _step(self, learner: Learner, state: State, batch: Any, key: jax.Array) -> tuple[State, Seen]:
-        new, loss = learner.step(state, batch, key)
-        before, after = map(learner.collections, (state.variables, new.variables))
-        watched = observe.watch(before, after, self.config.precision)
-        return new, Seen(loss, optim.skipped(new.opt_state), watched)
-
-    def _largest(self) -> Found:
-        config = self.config
-        if config.target and len(self._devices) > 1:
-            raise ValueError(
-                f"--target {config.target} is one device that is not here; got {len(self._devices)} "
-                "--devices: leave one of them out"
-            )
-        budget = config.memory_budget * 1e9 or budget_of_device(config.target)
-        peak = lambda rows: compiled_program.read(self.compile(rows, config.target or None)).total  # noqa: E731
-        return largest_batch(peak, budget)
-
-    def _for(self, per_device: int) -> tuple[Placement, Learner]:
-        """The devices and the step for so many rows of each."""
-        place = over(self._devices, self._rows(per_device))
-        zero = place.zero(self.config.precision, self.config)
-        parts, tx = self.config.gradient_accumulation_steps, optimizer_of(self.config, zero)
-        return place, learner_of(self.model, self._loss, tx, microbatches=parts, zero=zero)
-
-    def _rows(self, per_device: int) -> int:
-        return per_device * len(self._devices) * self.config.gradient_accumulation_steps
-
-    def _batch(self, rows: int, sharding: Any = None) -> Any:
-        """The shapes of a batch of so many rows."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=sharding), self._row
-        )
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.placement.put(x), batch)
 
     def check(self, batch: Any) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
@@ -309,8 +175,142 @@ class Trainer:
                 f"`batch`: expected {expected}, {self.per_device} rows for each device; got {got}."
             )
 
+    def check_memory(self) -> None:
+        """Raises ValueError if the state alone needs more memory than the devices have."""
+        state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
+        check_fits(state, self.placement.mesh.size if self.config.zero else 1)
+
+    def evaluator(self, loss: Loss) -> Callable[[State, Any], jax.Array]:
+        """A jitted function `(state, batch) -> loss` that changes nothing in the state.
+
+        Args:
+            loss: `loss(model, batch)`, a mean over rows, which calls the model for evaluation:
+                `model(x, train=False)`, or `model.eval()` of an NNX module first. A Linen model gets no
+                random streams and no mutable collections; Flax raises if it asks for them. An NNX module is a
+                copy.
+
+        Returns:
+            The function. Its batch is on the host or on the devices and may have any number of rows that is a
+            multiple of the devices; each number is compiled anew. It raises ValueError for other numbers.
+        """
+        evaluate = functools.partial(self.learner.evaluate, loss)
+        jitted = self.placement.one_at_a_time(jax.jit(evaluate, out_shardings=self.placement.replicated))
+
+        def mean_loss(state: State, batch: Any) -> jax.Array:
+            rows, devices = len(jax.tree.leaves(batch)[0]), self.placement.mesh.size
+            if rows % devices:
+                raise ValueError(f"`batch`: expected a multiple of {devices} devices; got {rows} rows.")
+            with self._precision():
+                return jitted(state.variables, self.put(batch))
+
+        return mean_loss
+
+    def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
+        """The compiled step, for another batch size or for one GPU that is not here."""
+        rows = self._rows(per_device or self.per_device)
+        placement, learner = self._parts_for(per_device or self.per_device)
+        if not target:
+            state = self._like(learner, self._init_of_one_row, rows)
+            return self._compile_step(placement, learner, state, rows)
+        step, batch = functools.partial(self._step, learner), self._batch(rows)
+        with self._precision():
+            state = jax.eval_shape(learner.init, self.key, batch)
+            return targets.compile_for(step, state, batch, self.key, target=target, donate_argnums=0)
+
+    def plan(self, target: str | None = None) -> memory.Plan:
+        """The memory of a step on one device, read from the compiled program.
+
+        Args:
+            target: name of one GPU that is not here; None for the trainer's devices.
+
+        Raises:
+            ValueError: `target` with several devices or with moments on the host.
+        """
+        devices, batch = self.placement.mesh.size, self._batch(self.rows)
+        if target and (devices > 1 or self.config.offload):
+            raise ValueError(f"`target`: {target} is one device with everything on it; leave it out.")
+        if target:
+            state = jax.eval_shape(self.learner.init, self.key, batch)
+            program = compiled_program.read(self.compile(target=target))
+        else:
+            state, program, batch = self.like, self.program, self.batch
+        return memory.plan_of(
+            state.variables,
+            state.opt_state,
+            (batch, self.key, state.step),
+            total=program.total,
+            sent=program.sent(devices),
+            recipe=str(self.config.precision),
+            stage=self.config.zero,
+            devices=devices,
+        )
+
+    def gradients(self) -> dict[str, Any]:
+        """Shapes and dtypes of the gradients of a step, in "params"."""
+        return jax.eval_shape(self.learner.gradients, self.like, self._batch(self.rows), self.key)
+
+    @functools.cached_property
+    def _init_of_one_row(self) -> jax.stages.Compiled:
+        """Compiled for one row per device: the shardings of a state do not depend on the rows of a batch."""
+        return self._compile_init(self._parts_for(1)[1], self._rows(1))
+
+    def _compile_init(self, learner: Learner, rows: int) -> jax.stages.Compiled:
+        with self._precision():
+            return jax.jit(learner.init).lower(self.key, self._batch(rows)).compile()
+
+    def _like(self, learner: Learner, init: jax.stages.Compiled, rows: int) -> State:
+        with self._precision():
+            state = jax.eval_shape(learner.init, self.key, self._batch(rows))
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, init.output_shardings
+        )
+
+    def _compile_step(
+        self, placement: Placement, learner: Learner, state: State, rows: int
+    ) -> jax.stages.Compiled:
+        """The step, with the new state placed like the old one."""
+        shardings = jax.tree.map(lambda x: x.sharding, state), placement.replicated
+        with self._precision():
+            jitted = jax.jit(
+                functools.partial(self._step, learner), donate_argnums=0, out_shardings=shardings
+            )
+            return jitted.lower(state, self._batch(rows, placement.by_rows), self.key).compile()
+
+    def _step(self, learner: Learner, state: State, batch: Any, key: jax.Array) -> tuple[State, StepMetrics]:
+        new, loss = learner.step(state, batch, key)
+        before, after = map(learner.collections, (state.variables, new.variables))
+        scales = scale_metrics(before, after, self.config.precision)
+        return new, StepMetrics(loss, optim.skipped(new.opt_state), scales)
+
+    def _search(self) -> BatchSize:
+        target = self.config.target
+        if target and len(self._devices) > 1:
+            raise ValueError(
+                f"--target {target} is one device that is not here; got {len(self._devices)} --devices; leave"
+                " one of them out"
+            )
+        budget = self.config.memory_budget * 1e9 or budget_of_device(target)
+        peak = lambda rows: compiled_program.read(self.compile(rows, target or None)).total  # noqa: E731
+        return largest_batch(peak, budget)
+
+    def _parts_for(self, per_device: int) -> tuple[Placement, Learner]:
+        """The placement and the learner for so many rows per device."""
+        placement = place(self._devices, self._rows(per_device))
+        zero, config = placement.zero(self.config.precision, self.config), self.config
+        tx, microbatches = optimizer_of(config, zero), config.gradient_accumulation_steps
+        return placement, make_learner(self.model, self._loss, tx, microbatches=microbatches, zero=zero)
+
+    def _rows(self, per_device: int) -> int:
+        return per_device * len(self._devices) * self.config.gradient_accumulation_steps
+
+    def _batch(self, rows: int, sharding: Any = None) -> Any:
+        """The shapes of a batch of so many rows."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=sharding), self._row
+        )
+
     def _precision(self) -> AbstractContextManager[Any]:
-        """Of products in float32."""
+        """The precision of float32 GEMMs."""
         if not self.config.tf32:
             return contextlib.nullcontext()
         return jax.default_matmul_precision("tensorfloat32")

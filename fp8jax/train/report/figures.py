@@ -1,4 +1,4 @@
-"""The pictures of a run, as PNG: losses, scales, saturation.
+"""The pictures of a run as PNG: losses, scales, saturation.
 
 losses({"O2": curves, "bf16": other}) -> bytes
 scales(tensors, curves), saturations(tensors, curves) -> bytes
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax.train.extras import need
-from fp8jax.train.observe import OPERANDS, Curves, Tensor
+from fp8jax.train.errors import need
+from fp8jax.train.metrics import OPERANDS, Curves, ScaledTensor
 
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
 GREY = "#555555"
@@ -20,12 +20,12 @@ GREY = "#555555"
 def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
     """Training and validation loss of every model; with two models, their difference below.
 
-    A step that was skipped has a mark at the lower edge.
+    A skipped step has a mark at the lower edge.
     """
     names = list(curves)
     rows = 2 if len(names) == 2 else 1
     figure, axes = _subplots(rows, 1, size=(9, 4.6 + 1.6 * (rows - 1)), ratios=[3, 1][:rows], sharex=True)
-    # The twin lies below, wide and pale: two curves on top of each other are the expected result.
+    # The twin is drawn first, wide and pale, because the two curves should coincide.
     for number in reversed(range(len(names))):
         _draw_losses(axes[0][0], names[number], curves[names[number]], COLOURS[number], is_below=number > 0)
     axes[0][0].set_ylabel(label)
@@ -58,15 +58,15 @@ def _draw_difference(panel: Any, curves: Mapping[str, Curves]) -> None:
     panel.axhline(0, color=GREY, linewidth=0.8)
     panel.plot(np.arange(1, len(difference) + 1), difference, color=COLOURS[0], linewidth=1.2)
     panel.set_ylabel("{} - {}\n(same batches)".format(*curves))
-    # The first tenth, where the loss falls steeply, would set the scale for all of it.
+    # In the first tenth the loss falls steeply, which would set the range of the axis.
     late = difference[len(difference) // 10 :]
     limit = max(0.02, 1.3 * float(np.max(np.abs(late[np.isfinite(late)]), initial=0.0)))
     panel.set_ylim(-limit, limit)
 
 
-def scales(tensors: list[Tensor], curves: Curves) -> bytes:
+def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
     """One panel per kind of layer and operand; one line per layer, on a log2 axis."""
-    steps, values, _ = _watched(curves)
+    steps, values = curves.scale_steps, np.array(curves.scales)
     sites = list(dict.fromkeys(tensor.layer for tensor in tensors))
     operands = list(OPERANDS)
     size = (1.2 + 2.3 * len(sites), 6.6)
@@ -87,10 +87,10 @@ def scales(tensors: list[Tensor], curves: Curves) -> bytes:
     return _png(figure)
 
 
-def saturations(tensors: list[Tensor], curves: Curves) -> bytes:
-    """One map per operand: a row per layer, time to the right, red where casts clipped."""
+def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
+    """One map per operand: a row per layer, a column per logged step, red where casts clipped."""
     plt = need("matplotlib.pyplot")
-    steps, _, values = _watched(curves)
+    steps, values = curves.scale_steps, np.array(curves.saturations)
     colours = need("matplotlib.colors")
     operands = list(OPERANDS)
     rows = [[i for i, t in enumerate(tensors) if t.operand == operand] for operand in operands]
@@ -136,21 +136,13 @@ def _png(figure: Any) -> bytes:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A running mean over a fiftieth of the curve, narrower at its ends, of what is finite; else NaN."""
+    """The running mean of the finite values over a fiftieth of the curve; NaN where there are none."""
     half, is_finite = max(1, len(values) // 100), np.isfinite(values)
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    window = np.ones(2 * half + 1)
     sums, counts = (
-        np.concatenate([[0.0], np.cumsum(each)]) for each in (np.where(is_finite, values, 0), is_finite)
+        np.convolve(each, window)[half:-half] for each in (np.where(is_finite, values, 0.0), is_finite)
     )
-    count = counts[high] - counts[low]
-    return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan)
-
-
-def _watched(curves: Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, scales and saturations as arrays."""
-    arrays = curves.arrays()
-    return arrays["watched_steps"], arrays["scales"], arrays["saturations"]
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def _short(path: str) -> str:

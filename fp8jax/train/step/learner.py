@@ -1,11 +1,11 @@
-"""A transformed model, its loss and an optimizer as one step of pure functions, be it Linen or NNX.
+"""A transformed model, its loss and an optimizer as one step of pure functions, for Linen and NNX.
 
-    learner = learner_of(fp8jax.transform(model, recipe), loss, tx)
+    learner = make_learner(fp8jax.transform(model, recipe), loss, tx)
     state = learner.init(key, batch)
     state, loss = learner.step(state, batch, key)
 
-`loss(model, batch)` calls `model(*inputs)` as its layers are called: of a Linen model it gets a function that
-has the variables, of an NNX model the module. It is a mean over the batch, whose arrays have rows in front.
+`loss(model, batch)` calls `model(*inputs)`. For a Linen model it gets a function that has the variables, for
+an NNX model the module. It is a mean over the rows of the batch.
 """
 
 import functools
@@ -27,10 +27,10 @@ Loss = Callable[[Any, Any], jax.Array]
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """The state of a training."""
 
-    step: jax.Array  # shape=(), int32: how many were taken
-    variables: Any  # Flax's collections, or an NNX model's state
+    step: jax.Array  # shape=(), int32: steps done
+    variables: Any  # Flax's collections, or the state of an NNX model
     opt_state: Any
 
 
@@ -38,25 +38,25 @@ class Learner(NamedTuple):
     """Functions to be jitted; `step` may have its state donated."""
 
     init: Callable[[jax.Array, Any], State]
-    restart: Callable[[Any], State]  # of variables
+    restart: Callable[[Any], State]  # from variables
     step: Callable[[State, Any, jax.Array], tuple[State, jax.Array]]
-    evaluate: Callable[[Loss, Any, Any], jax.Array]  # another loss, of variables and a batch: no change
-    gradients: Callable[[State, Any, jax.Array], dict[str, Any]]  # those of a step, in "params"
-    collections: Callable[[Any], dict[str, Any]]  # of variables what is trained, and the scaling state
-    report: Callable[[Any], str]  # of a batch, or its shapes: which layers run in FP8
+    evaluate: Callable[[Loss, Any, Any], jax.Array]  # (loss, variables, batch); changes nothing
+    gradients: Callable[[State, Any, jax.Array], dict[str, Any]]  # of a step, in "params"
+    collections: Callable[[Any], dict[str, Any]]  # variables -> trained parameters and scaling state
+    report: Callable[[Any], str]  # batch, or its shapes -> which layers run in FP8
 
 
-def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: Any = None) -> Learner:
-    """How a transformed model learns.
+def make_learner(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: Any = None) -> Learner:
+    """The functions of a training.
 
     Args:
-        model: what `fp8jax.transform` made.
+        model: from `fp8jax.transform`.
         loss: see this module.
         tx: an optimizer for fp8jax's gradients.
-        microbatches: parts in which the gradient of a batch is taken, see `accumulate_gradients`.
+        microbatches: parts of a batch, see `accumulate_gradients`.
         zero: as in `value_and_grad`.
     """
-    kind = _OfLinen(model, loss) if isinstance(model, LinenModel) else _OfNNX(model, loss)
+    framework = _Linen(model, loss) if isinstance(model, LinenModel) else _NNX(model, loss)
     parts = microbatches * (1 if zero is None else zero.devices)
 
     def grad_of(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -65,44 +65,43 @@ def learner_of(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: 
         return adapters.accumulate_gradients(loss_fn, microbatches, has_aux=has_aux, zero=zero)
 
     def merged(aux: Any) -> Any:
-        """Auxiliary outputs of all parts as one: of devices the mean, of microbatches the last."""
+        """The auxiliary outputs of all parts as one: the mean over devices, the last of the microbatches."""
         aux = aux if zero is None else jax.tree.map(_mean, aux)
         return jax.tree.map(lambda x: x[-1], aux) if microbatches > 1 else aux
 
     def init(key: jax.Array, batch: Any) -> State:
-        return restart(kind.init(key, batch))
+        return restart(framework.init(key, batch))
 
     def restart(variables: Any) -> State:
-        variables = variables if zero is None else kind.placed(variables, zero)
-        return State(jnp.zeros((), jnp.int32), variables, tx.init(kind.trained(variables)))
+        variables = variables if zero is None else framework.placed(variables, zero)
+        return State(jnp.zeros((), jnp.int32), variables, tx.init(framework.trained(variables)))
 
-    def loss_and_gradients(variables: Any, batch: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
-        return kind.gradients(grad_of, merged, variables, batch, keys)
-
-    def keys_of(state: State, key: jax.Array) -> jax.Array:
-        return jax.random.split(jax.random.fold_in(key, state.step), parts)
+    def loss_and_gradients(state: State, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+        keys = jax.random.split(jax.random.fold_in(key, state.step), parts)
+        return framework.gradients(grad_of, merged, state.variables, batch, keys)
 
     def gradients(state: State, batch: Any, key: jax.Array) -> dict[str, Any]:
-        return kind.in_params(loss_and_gradients(state.variables, batch, keys_of(state, key))[1])
+        return framework.in_params(loss_and_gradients(state, batch, key)[1])
 
     def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
-        keys = keys_of(state, key)
-        loss, grads, variables = loss_and_gradients(state.variables, batch, keys)
-        updates, opt_state = tx.update(grads, state.opt_state, kind.trained(variables))
-        return State(state.step + 1, kind.updated(variables, updates), opt_state), loss
+        loss, grads, variables = loss_and_gradients(state, batch, key)
+        updates, opt_state = tx.update(grads, state.opt_state, framework.trained(variables))
+        return State(state.step + 1, framework.updated(variables, updates), opt_state), loss
 
-    return Learner(init, restart, step, kind.evaluate, gradients, kind.collections, kind.report)
+    return Learner(
+        init, restart, step, framework.evaluate, gradients, framework.collections, framework.report
+    )
 
 
 def _mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, axis=0, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
 
-class _OfLinen:
-    """Collections of variables, and random streams made of the step's key."""
+class _Linen:
+    """A Linen model: collections of variables, and random streams from the key of the step."""
 
     def __init__(self, model: LinenModel, loss: Loss) -> None:
-        self.model, self.loss_fn = model, loss
+        self.model, self.loss = model, loss
 
     def init(self, key: jax.Array, batch: Any) -> dict[str, Any]:
         variables: dict[str, Any] = {}
@@ -116,14 +115,15 @@ class _OfLinen:
             variables.update(new)
             return out if mutable is False else (out, {})
 
-        self.loss_fn(call, batch)
-        # What is sown grows with each call: it is read where it is asked for, and not kept.
+        self.loss(call, batch)
+        # Sown collections grow with each call: the loss may read them, but they are not part of the state.
         after = jax.eval_shape(lambda: self._call(variables, batch, key)[1])
-        kept = {
-            name: jax.tree.structure(tree) == jax.tree.structure(variables[name])
+        sown = {
+            name
             for name, tree in after.items()
+            if jax.tree.structure(tree) != jax.tree.structure(variables[name])
         }
-        return {name: tree for name, tree in variables.items() if kept.get(name, True)}
+        return {name: tree for name, tree in variables.items() if name not in sown}
 
     def placed(self, variables: dict[str, Any], zero: Any) -> dict[str, Any]:
         return zero.place(variables)
@@ -162,12 +162,12 @@ class _OfLinen:
             out, _ = self.model.init_with_output(keys, *args, **kwargs)
             return out if mutable is False else (out, {})
 
-        jax.eval_shape(functools.partial(self.loss_fn, call), batch)
+        jax.eval_shape(functools.partial(self.loss, call), batch)
         args, kwargs = _first(calls)
         return str(adapters.report(self.model, *args, rngs={"dropout": None}, **kwargs))
 
     def _call(self, variables: Mapping[str, Any], batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-        """The loss, and the collections that it changed."""
+        """The loss, and the collections that the model changed."""
         kept = [name for name in variables if name not in OURS]
         others: dict[str, Any] = {}
 
@@ -179,19 +179,19 @@ class _OfLinen:
             others.update({name: new[name] for name in kept if name in new})
             return out if mutable is False else (out, {name: new[name] for name in asked if name in new})
 
-        return self.loss_fn(call, batch), others
+        return self.loss(call, batch), others
 
 
-class _OfNNX:
-    """The state of a module, which has random streams of its own."""
+class _NNX:
+    """An NNX model: its state, with its own random streams."""
 
     def __init__(self, model: nnx.Module, loss: Loss) -> None:
-        self.graph, self.first = nnx.split(model)
-        self.loss_fn = loss
+        self.graph, self.variables = nnx.split(model)
+        self.loss = loss
 
     def init(self, key: jax.Array, batch: Any) -> Any:
         del key, batch
-        return self.first
+        return self.variables
 
     def placed(self, variables: Any, zero: Any) -> Any:
         graph, params, others = nnx.split(nnx.merge(self.graph, variables), nnx.Param, ...)
@@ -205,7 +205,7 @@ class _OfNNX:
     ) -> tuple[jax.Array, Any, Any]:
         del merged, keys
         model = nnx.merge(self.graph, variables)
-        loss, grads = grad_of(self.loss_fn, False)(model, batch)
+        loss, grads = grad_of(self.loss, False)(model, batch)
         return loss, nnx.as_pure(grads), nnx.split(model)[1]
 
     def updated(self, variables: Any, updates: Any) -> Any:
@@ -227,15 +227,15 @@ class _OfNNX:
         calls: list[Any] = []
 
         def traced(variables: Any, batch: Any) -> jax.Array:
-            return self.loss_fn(_Listening(nnx.merge(self.graph, variables), calls), batch)
+            return self.loss(_Recording(nnx.merge(self.graph, variables), calls), batch)
 
-        jax.eval_shape(traced, self.first, batch)
+        jax.eval_shape(traced, self.variables, batch)
         args, kwargs = _first(calls)
-        return str(adapters.report(nnx.merge(self.graph, self.first), *args, **kwargs))
+        return str(adapters.report(nnx.merge(self.graph, self.variables), *args, **kwargs))
 
 
-class _Listening:
-    """A module that notes the shapes it is called with."""
+class _Recording:
+    """A module that records the shapes of its calls."""
 
     def __init__(self, module: nnx.Module, calls: list[Any]) -> None:
         self._module, self._calls = module, calls

@@ -1,13 +1,14 @@
-"""A text as token ids in a file, of which only the windows that are read are in memory.
+"""A corpus of token ids in a file; only the windows that are read are in memory.
 
     write_tokens("train.npy", map(encode, documents), dtype=np.uint16)     # ids, or arrays of ids
     windows = TokenFile("train.npy", context=1024)
-    windows[7]                                       # shape=(1025,), int32: inputs and, one on, targets
-    TokenFile("train.bin", context=1024, dtype=np.uint16)    # raw ids, as nanoGPT's prepare.py leaves them
+    windows[7]                                       # shape=(1025,), int32: inputs and, shifted by one,
+    targets TokenFile("train.bin", context=1024, dtype=np.uint16)    # raw ids, as nanoGPT's prepare.py writes
+    them
 
-What is written is one array in NumPy's own format: its first bytes say dtype and length, and `np.load` reads
-it too. Windows stand side by side; the last target of one is the first input of the next, so that every token
-but the first is a target once. A tail shorter than a window is left out.
+The file is one array in NumPy's own format. Windows lie side by side: the last target of a window is the
+first input of the next, so every token but the first is a target once. A tail shorter than a window is left
+out.
 """
 
 import operator
@@ -31,21 +32,21 @@ def write_tokens(
     *,
     vocabulary: int | None = None,
 ) -> int:
-    """Writes token ids to a file, which appears when it is complete.
+    """Writes token ids to a file, which appears under its name when it is complete.
 
     Args:
-        path: of the file; one that is there is replaced.
-        tokens: whole numbers, or arrays or lists of them (documents), which are put one after the other.
-            It is read once and never held as a whole.
+        path: of the file; an existing file is replaced.
+        tokens: whole numbers, or arrays or lists of them (documents), which are concatenated. They are read
+            once and never held as a whole.
         dtype: uint16 for ids below 65536, or uint32.
-        vocabulary: the ids have to be below it; None for all that the dtype can hold, up to 2**31 - 1.
+        vocabulary: ids must be below it; None for the range of the dtype, up to 2**31 - 1.
 
     Returns:
         The number of tokens.
 
     Raises:
         ValueError: another dtype, or an id out of range.
-        TypeError: something that is no whole number.
+        TypeError: a token is not a whole number.
     """
     path, kind = pathlib.Path(path), _checked_dtype(dtype)
     limit = min(np.iinfo(kind).max, _LARGEST) + 1
@@ -70,16 +71,16 @@ def write_tokens(
 
 
 class TokenFile:
-    """The windows of a file of token ids: a sequence that is read from the disk as it is indexed.
+    """The windows of a file of token ids: a sequence that is read from the disk when it is indexed.
 
-    It pickles as its arguments, so that a worker process opens the file anew.
+    It pickles as its arguments, so a worker process opens the file itself.
 
     Args:
         path: of a file that `write_tokens` or `np.save` wrote, or of raw little-endian ids.
         context: tokens that the model sees; a window has one more, the last target.
-        dtype: uint16 or uint32 for raw ids; others bring their own.
-        vocabulary: ids have to be below it, which is checked as windows are read. JAX's gather would take
-            the last row of an embedding for one that is not, and say nothing.
+        dtype: uint16 or uint32, for raw ids only.
+        vocabulary: ids must be below it; checked when windows are read. For an id out of range, JAX's gather
+            would silently take the last row of an embedding.
 
     Raises:
         ValueError: the file is missing or cut off, holds no token ids, or is shorter than one window.
@@ -90,7 +91,7 @@ class TokenFile:
     ) -> None:
         if context < 1:
             raise ValueError(f"`context` must be at least 1; got {context}")
-        self.path = pathlib.Path(path).resolve()  # a worker may stand elsewhere
+        self.path = pathlib.Path(path).resolve()  # a worker may have another working directory
         self.context, self.vocabulary = context, vocabulary
         self._dtype = dtype
         self.tokens = _open(self.path, dtype)
@@ -113,7 +114,7 @@ class TokenFile:
         """Window number `index`: int32 array of shape (context + 1,).
 
         Raises:
-            IndexError: there are not so many.
+            IndexError: there are fewer windows.
             ValueError: it holds an id that is not below the vocabulary.
         """
         number = operator.index(index)
@@ -132,7 +133,7 @@ def _reopen(path: pathlib.Path, context: int, dtype: Any, vocabulary: int | None
 
 
 def _open(path: pathlib.Path, dtype: Any) -> np.ndarray:
-    """The ids, mapped into memory."""
+    """The ids, memory-mapped."""
     try:
         with open(path, "rb") as file:
             is_array = file.read(len(_MAGIC)) == _MAGIC
@@ -168,7 +169,7 @@ def _open_raw(path: pathlib.Path, dtype: Any) -> np.ndarray:
             f"{path} has {size} bytes, no multiple of the {kind.itemsize} of {kind}; it is cut off, or "
             "`dtype` is another"
         )
-    return np.memmap(path, kind, "r") if size else np.empty(0, kind)  # nothing cannot be mapped
+    return np.memmap(path, kind, "r") if size else np.empty(0, kind)  # an empty file cannot be mapped
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -179,13 +180,13 @@ def _checked_dtype(dtype: Any) -> np.dtype:
 
 
 def _write_header(file: Any, dtype: np.dtype, count: int) -> None:
-    """NumPy leaves room in it for any `count`, so that it can be written again when that is known."""
+    """NumPy pads the header for any `count`, so it can be written again when the count is known."""
     header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)
 
 
 def _chunks(tokens: Iterable[Any]) -> Iterator[np.ndarray]:
-    """The ids in arrays of whole numbers, shape=(n,)."""
+    """The ids in integer arrays of shape (n,)."""
     if isinstance(tokens, np.ndarray):
         pieces: Iterable[Any] = (tokens[i : i + _CHUNK] for i in range(0, len(tokens), _CHUNK))
     else:
@@ -198,7 +199,7 @@ def _chunks(tokens: Iterable[Any]) -> Iterator[np.ndarray]:
 
 
 def _gathered(tokens: Iterable[Any]) -> Iterator[Any]:
-    """What stands alone, in lists; documents as they are."""
+    """Single tokens in lists, documents as they are."""
     loose: list[Any] = []
     for token in tokens:
         if np.isscalar(token):
@@ -215,7 +216,7 @@ def _gathered(tokens: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_ids(ids: np.ndarray, limit: int, start: int, where: str) -> None:
-    """Raises ValueError for the first of them that is not in 0 <= id < limit."""
+    """Raises ValueError for the first id that is not in 0 <= id < limit."""
     if len(ids) and not (ids.min() >= 0 and ids.max() < limit):
         first = int(np.argmax((ids < 0) | (ids >= limit)))
         raise ValueError(

@@ -1,11 +1,11 @@
-"""Batches that are on the devices before a step asks for them.
+"""Batches on the devices before a step asks for them.
 
     batches = prefetch_to_device(Loader(...))
     for step, batch in zip(range(steps), batches):
         state = train_step(state, batch)
-        checkpoint.save(folder, step, state, history, data=batches.state())
+        checkpoint.save(folder, step, state, {"data": batches.state()})
 
-What was read ahead is not in `state()`: a run that goes on from it sees the batch after the last one it got.
+`state()` is that after the last batch that was handed out: a resumed run sees the batch after it.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class DevicePrefetch:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, as jax.Arrays; the copies of the `size` ones behind it are under way."""
+        """The next batch, as jax.Arrays; the copies of the `size` batches after it are under way."""
         self.read_ahead()
         if not self._ahead:
             raise StopIteration
@@ -35,7 +35,7 @@ class DevicePrefetch:
         return batch
 
     def read_ahead(self) -> None:
-        """Waits until the next batch and the `size` ones behind it were read, and hands none out."""
+        """Reads the next batch and the `size` batches after it, without handing one out."""
         while len(self._ahead) <= self._size:
             try:
                 batch = next(self._iterator)
@@ -44,24 +44,22 @@ class DevicePrefetch:
             self._ahead.append((jax.tree.map(self._put, batch), self._read_state()))
 
     def close(self) -> None:
-        """Forgets what was read ahead and closes the iterator, if that has a `close`."""
+        """Drops the batches that were read ahead and closes the iterator, if it has a `close`."""
         self._ahead.clear()
         getattr(self._iterator, "close", lambda: None)()
 
     def state(self) -> Any:
-        """The iterator's state after the last batch that was handed out, whatever was read ahead.
+        """The iterator's state after the last batch that was handed out.
 
         Raises:
             TypeError: the iterator has no `state`.
         """
         if self._state is None:
-            raise TypeError(
-                f"`iterator` is a {type(self._iterator).__name__}, which has no `state()` to keep"
-            )
+            raise TypeError(f"`iterator` is a {type(self._iterator).__name__}, which has no `state()`")
         return self._state
 
     def restore(self, state: Any) -> None:
-        """Forgets what was read ahead and restores the iterator."""
+        """Drops the batches that were read ahead and restores the iterator."""
         self._iterator.restore(state)
         self._ahead.clear()
         self._state = self._read_state()
@@ -72,26 +70,26 @@ class DevicePrefetch:
         return jax.make_array_from_process_local_data(self._sharding, rows)
 
     def _read_state(self) -> Any:
-        state = getattr(self._iterator, "state", None)
-        return None if state is None else state()
+        return getattr(self._iterator, "state", lambda: None)()
 
 
 def prefetch_to_device(
     iterator: Iterator[Any], size: int = 2, sharding: jax.sharding.Sharding | None = None
 ) -> DevicePrefetch:
-    """Copies batches to the devices before they are asked for: `jax.device_put` does not wait.
+    """Copies batches to the devices before they are asked for.
 
-    It starts no thread: what reads ahead on the host is the iterator, e.g. a `Loader`.
+    `jax.device_put` does not wait for the copy, so this needs no thread; the iterator, e.g. a `Loader`, reads
+    ahead on the host.
 
     Args:
         iterator: over pytrees of NumPy arrays.
         size: batches on the device besides the one in use.
-        sharding: of each array of a batch; None for the default device. Of many processes each gives
-            its rows, as a `Loader` with `shard` has them.
+        sharding: of each array of a batch; None for the default device. Each of many processes gives its
+            rows, as a `Loader` with `shard` has them.
 
     Returns:
         An iterator over the same batches as pytrees of jax.Array, with the `state()` and `restore(state)` of
-        the iterator, if that has them.
+        the iterator, if it has them.
 
     Raises:
         ValueError: `size` is below 0.

@@ -1,9 +1,9 @@
-"""What a run leaves behind: a table on the terminal, and in its folder pictures, a page and numbers.
+"""The report of a run: a table on the terminal, and in its folder pictures, a page and numbers.
 
     show(outcomes)                              # the table
     write(folder, about, outcomes)              # report.html, losses.png, ..., result.json
 
-`report.html` holds its pictures itself, so that it can be sent to someone as one file.
+`report.html` contains its pictures, so it can be sent to someone as one file.
 """
 
 import json
@@ -15,33 +15,33 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fp8jax.train import figures, page
-from fp8jax.train.extras import need
-from fp8jax.train.footprint import Footprint
-from fp8jax.train.observe import Bytes, Curves, Tensor
-from fp8jax.train.rundir import write as write_file
+from fp8jax.train.errors import need
+from fp8jax.train.metrics import Bytes, Curves, ScaledTensor
+from fp8jax.train.report import figures, page
+from fp8jax.train.report.memory import MemoryPart
+from fp8jax.train.run_folder import write as write_file
 
 
 class Outcome(NamedTuple):
     """One model at the end of a run."""
 
     curves: Curves
-    amount: int  # what a step sees
+    amount: int  # tokens or rows of a step
     parameters: int
     bytes: Bytes
-    tensors: list[Tensor]  # those with a delayed scale; may be empty
+    tensors: list[ScaledTensor]  # those with a delayed scale; may be empty
     layers: str  # which layers run in FP8 and why the others do not
-    footprint: Footprint  # the memory of a step
-    unit: str = "tokens"  # of `amount`
+    memory: list[MemoryPart]  # of a step
+    unit: str = "tokens"
 
     @property
     def validation_loss(self) -> float | None:
-        """The last one, taken after the last step; None where there was no validation."""
+        """The validation loss after the last step; None where there was no validation."""
         return self.curves.validation[-1][1] if self.curves.validation else None
 
     @property
     def final_loss(self) -> float:
-        """The last validation loss, or without one the mean training loss of the last tenth of the run."""
+        """The last validation loss; without one the mean training loss of the last tenth of the run."""
         if self.validation_loss is not None:
             return self.validation_loss
         last = self.curves.loss[-max(len(self.curves.loss) // 10, 1) :]
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
     @property
     def per_second(self) -> float:
-        """Of `amount`: in training steps, without compiling and evaluating."""
+        """Tokens or rows per second of training steps, without compiling and validation."""
         return len(self.curves.loss) * self.amount / max(self.curves.seconds, 1e-9)
 
 
@@ -105,37 +105,32 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
 
     Args:
         folder: of the run.
-        about: what else a reader wants to know: settings, data, device, versions; JSON values.
+        about: settings, data, device, versions, and so on; JSON values.
         outcomes: name -> outcome; the first is the recipe, a second one its twin.
 
     Returns:
-        The page's path.
+        The path of the page.
 
     Raises:
         OSError: a file cannot be written.
     """
-    pictures = _pictures(about, outcomes)
+    recipe = next(iter(outcomes.values()))
+    label = f"loss ({about['loss']})" if "loss" in about else "loss"
+    pictures = {"losses.png": figures.losses({name: o.curves for name, o in outcomes.items()}, label)}
+    if recipe.tensors and recipe.curves.scales:
+        pictures["scales.png"] = figures.scales(recipe.tensors, recipe.curves)
+        pictures["saturation.png"] = figures.saturations(recipe.tensors, recipe.curves)
     files: dict[str, str | bytes] = {
         **pictures,
         "result.json": json.dumps(_result(about, outcomes), indent=1, allow_nan=False),
         "report.html": page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures),
     }
     for name in files:
-        if (folder / name).is_dir():  # all of the files that were there stay, or none
+        if (folder / name).is_dir():  # checked first, so that either all files are replaced or none
             raise OSError(f"{folder / name} cannot be written (Is a directory); mend that and resume the run")
     for name, content in files.items():
         write_file(folder / name, content)
     return folder / "report.html"
-
-
-def _pictures(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, bytes]:
-    recipe = next(iter(outcomes.values()))
-    label = f"loss ({about['loss']})" if "loss" in about else "loss"
-    pictures = {"losses.png": figures.losses({name: o.curves for name, o in outcomes.items()}, label)}
-    if recipe.tensors and recipe.curves.watched:
-        pictures["scales.png"] = figures.scales(recipe.tensors, recipe.curves)
-        pictures["saturation.png"] = figures.saturations(recipe.tensors, recipe.curves)
-    return pictures
 
 
 def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
@@ -148,7 +143,7 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
             "skipped_steps": outcome.curves.skipped,
             "parameters": outcome.parameters,
             "bytes_per_parameter": outcome.bytes._asdict(),
-            "memory": [line._asdict() for line in outcome.footprint.lines],
+            "memory": [part._asdict() for part in outcome.memory],
             "training_losses": list(map(_number, outcome.curves.loss)),
             "validation_losses": [(step, _number(loss)) for step, loss in outcome.curves.validation],
         }
@@ -158,12 +153,12 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _number(x: float | None) -> float | None:
-    """None for infinity and NaN, which JSON has not, and which the loss of a skipped step may be."""
+    """None for infinity and NaN, which JSON does not have; the loss of a skipped step may be one."""
     return x if x is not None and math.isfinite(x) else None
 
 
 def machine() -> dict[str, Any]:
-    """What a run was on, for `about`."""
+    """The device and the versions of a run, for `about`."""
     return {
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
@@ -171,16 +166,16 @@ def machine() -> dict[str, Any]:
 
 
 def verdict(outcomes: Outcomes) -> str:
-    """How it ended, in a sentence or two."""
+    """The result in a sentence or two."""
     (name, recipe), *twins = outcomes.items()
-    what = _loss_name(outcomes)
+    loss = _loss_name(outcomes)
     if not twins:
-        return f"{name} reached a {what} of {recipe.final_loss:.4f}.".replace(", last tenth", "")
+        return f"{name} reached a {loss} of {recipe.final_loss:.4f}.".replace(", last tenth", "")
     twin_name, twin = twins[0]
     side = "above" if gap(outcomes) > 0 else "below"
     sizes = [o.bytes.weights + o.bytes.gradients + o.bytes.optimizer for o in (recipe, twin)]
     return (
-        f"{name} reached a {what} of {recipe.final_loss:.4f}, {abs(gap(outcomes)):.4f} {side} "
+        f"{name} reached a {loss} of {recipe.final_loss:.4f}, {abs(gap(outcomes)):.4f} {side} "
         f"its {twin_name} twin ({twin.final_loss:.4f}), which started from the same weights and saw the "
         f"same batches. Weights, gradients and optimizer state took {sizes[0]:.1f} bytes per parameter, the "
         f"twin's {sizes[1]:.1f}."

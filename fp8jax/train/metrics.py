@@ -1,0 +1,214 @@
+"""Metrics of a training run: loss, scales, saturation, bytes; and the files that they are written to.
+
+    names = scaled_tensors(variables)               # [ScaledTensor("h/attn/c_attn", "0", "input"), ...]
+    metrics = scale_metrics(before, after, recipe)  # inside of the jitted step
+    metrics.saturation                              # above 1: the cast of this step clipped
+
+The scaling state after a step says how well its FP8 casts fitted: the newest amax is that of the step, and
+the scale before the step, times the largest value of the format, is the range that the cast had.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax import formats
+from fp8jax.quantization import UNSET, is_scaled
+from fp8jax.recipe import Recipe
+from fp8jax.train.errors import need
+from fp8jax.variables import PARAMS, SCALING
+
+OPERANDS = ("input", "weight", "output gradient")  # the order in a dot's scaling state
+
+
+class ScaledTensor(NamedTuple):
+    """One operand of one FP8 layer."""
+
+    layer: str  # path in "params"
+    number: str  # index in a scan over layers, else ""
+    operand: str  # one of OPERANDS
+
+
+class ScaleMetrics(NamedTuple):
+    """The casts of one step, in the order of `scaled_tensors`."""
+
+    scale: jax.Array  # shape=(tensors,), float32: the scale for the next step
+    saturation: jax.Array  # shape=(tensors,), float32: amax / (scale of this step * the format's max)
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of one step; on the devices, to be fetched later."""
+
+    loss: jax.Array  # shape=(), float32
+    skipped: jax.Array  # shape=(), int32: steps skipped so far because of a gradient that was not finite
+    scales: ScaleMetrics
+
+
+def scaled_tensors(variables: Any) -> list[ScaledTensor]:
+    """The tensors with a delayed scale, in the order of `scale_metrics`."""
+    found = []
+    for path, state in _delayed_states(variables):
+        for *number, operand in np.ndindex(state["scale"].shape):
+            found.append(ScaledTensor(path, ",".join(map(str, number)), OPERANDS[operand]))
+    return found
+
+
+def scale_metrics(before: Any, after: Any, recipe: Recipe) -> ScaleMetrics:
+    """The scales and the saturation of a step.
+
+    Args:
+        before: variables that the step began with.
+        after: variables that it ended with.
+        recipe: its `gemm_formats` are those of the casts.
+    """
+    scales, saturations = [jnp.zeros(0)], [jnp.zeros(0)]
+    forward, backward = (formats.get(name).max for name in recipe.gemm_formats)
+    limits = jnp.array([forward, forward, backward], jnp.float32)
+    for (_, old), (_, new) in zip(_delayed_states(before), _delayed_states(after), strict=True):
+        largest = old["scale"] * jnp.broadcast_to(limits, old["scale"].shape)
+        ratio = new["amax_history"][..., 0] / largest
+        # The first step takes the scale from the tensor itself, which then fits.
+        ratio = jnp.where(old["scale"] == UNSET, 1.0, ratio)
+        scales.append(new["scale"].reshape(-1))
+        saturations.append(ratio.reshape(-1))
+    return ScaleMetrics(jnp.concatenate(scales), jnp.concatenate(saturations))
+
+
+def _delayed_states(variables: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(layer, state) of every dot with delayed scales, in a fixed order."""
+
+    def visit(path: tuple[str, ...], node: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if not isinstance(node, Mapping):
+            return
+        if "amax_history" in node:
+            yield "/".join(path).removesuffix("/kernel"), node
+            return
+        for name in sorted(node):
+            yield from visit((*path, name), node[name])
+
+    return visit((), variables.get(SCALING, {}))
+
+
+class Bytes(NamedTuple):
+    """Bytes per parameter of the arrays of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    scaling: float  # amax histories and scales: a few per layer
+
+
+def parameters(variables: Any) -> int:
+    """Number of trained values; scales are not counted."""
+    return sum(leaf.size for leaf in jax.tree.leaves(variables[PARAMS], is_leaf=is_scaled))
+
+
+def bytes_per_parameter(variables: Any, gradients: Any, opt_state: Any) -> Bytes:
+    """The bytes of arrays, divided by the number of parameters.
+
+    Args:
+        variables: with "params" and, if the recipe has any, the scaling state.
+        gradients: as `fp8jax.value_and_grad` gives them, or their shapes.
+        opt_state: any pytree.
+    """
+
+    def size(tree: Any) -> float:
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / count
+
+    count = parameters(variables)
+    scaling = size(variables.get(SCALING, {}))
+    return Bytes(size(variables[PARAMS]), size(gradients[PARAMS]), size(opt_state), scaling)
+
+
+@dataclasses.dataclass
+class Curves:
+    """The metrics of a model over its run; the lists grow."""
+
+    loss: list[float] = dataclasses.field(default_factory=list)  # of every step
+    validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (steps done, loss)
+    seconds: float = 0.0  # in training steps, without compiling
+    skipped: list[int] = dataclasses.field(default_factory=list)  # numbers of the skipped steps, from 1
+    skips: int = 0  # the optimizer's count of them
+    scale_steps: list[int] = dataclasses.field(default_factory=list)  # steps done, of each row below
+    scales: list[list[float]] = dataclasses.field(default_factory=list)  # rows as in `ScaleMetrics`
+    saturations: list[list[float]] = dataclasses.field(default_factory=list)
+
+    def add(self, steps: Sequence[StepMetrics], seconds: float) -> None:
+        """Appends a span of steps: each loss, the skipped steps, the last scales, the largest saturation."""
+        for step in steps:
+            self.loss.append(float(step.loss))
+            if step.skipped > self.skips:
+                self.skipped.append(len(self.loss))
+            self.skips = int(step.skipped)
+        self.seconds += seconds
+        self.scale_steps.append(len(self.loss))
+        self.scales.append(np.asarray(steps[-1].scales.scale).tolist())
+        self.saturations.append(np.max([step.scales.saturation for step in steps], axis=0).tolist())
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, for a checkpoint."""
+        return vars(self).copy()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Curves":
+        """The inverse of `to_json`, through a file too."""
+        return cls(**{**content, "validation": [(step, loss) for step, loss in content["validation"]]})
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl, one JSON object per line, and TensorBoard's files if a writer is installed.
+
+    Args:
+        folder: of the run.
+        step: steps done. Lines of later steps, which a resumed run does again, are removed.
+    """
+
+    def __init__(self, folder: pathlib.Path, step: int) -> None:
+        path = folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._file = open(path, "w", encoding="utf-8")
+        self._file.writelines(f"{line}\n" for line in lines if _step_of(line) <= step)
+        self._folder, self._step, self._boards = folder / "tensorboard", step, {}
+
+    def write(self, step: int, model: str, values: Mapping[str, float]) -> None:
+        """Writes the metrics of a model after `step` steps."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, "model": model, **finite}) + "\n")
+        self._file.flush()
+        if model not in self._boards:
+            self._boards[model] = _summary_writer(self._folder / model, self._step + 1)
+        for name, value in values.items() if self._boards[model] else ():
+            self._boards[model].add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        for board in filter(None, self._boards.values()):
+            board.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite if a kill cut the line off."""
+    try:
+        return json.loads(line)["step"]
+    except (LookupError, TypeError, ValueError):
+        return math.inf
+
+
+def _summary_writer(folder: pathlib.Path, first_step: int) -> Any:
+    """A TensorBoard writer; None if no package for it is installed."""
+    if importlib.util.find_spec("tensorboardX"):
+        module = "tensorboardX"
+    elif importlib.util.find_spec("tensorboard") and importlib.util.find_spec("torch"):
+        module = "torch.utils.tensorboard"
+    else:
+        return None
+    return need(module).SummaryWriter(str(folder), purge_step=first_step)

@@ -1,0 +1,235 @@
+"""The folder of a run. Process 0 reads and writes it for all.
+
+    runs/gpt-1/settings.json    # the settings and the data that the run began with
+              checkpoints/      # see `fp8jax.train.checkpoint`
+              saved.json        # the step of the newest checkpoint
+              metrics.jsonl     # see `fp8jax.train.metrics`
+              report.html ...   # see `fp8jax.train.report`
+
+No folder is overwritten: a new run needs a folder that is new or empty, and a resumed run needs the folder of
+a run with the same settings. A run takes its folder before it compiles. So of two runs that chose the same
+folder the second is refused, and a run that was killed while it compiled can be resumed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from fp8jax.train import checkpoint, distributed
+
+RUNS = pathlib.Path("runs")
+_SETTINGS, _SAVED = "settings.json", "saved.json"
+
+
+class RunMetadata(NamedTuple):
+    """The settings and the data that a run began with."""
+
+    settings: dict[str, Any]  # empty if there is no run
+    data: str  # fingerprint
+
+    @property
+    def digest(self) -> str:
+        """Identifies the run: runs with equal metadata are the same."""
+        return hashlib.sha256(json.dumps(self, sort_keys=True).encode()).hexdigest()
+
+
+def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: str = "gpt") -> pathlib.Path:
+    """Chooses the folder of a run; creates nothing.
+
+    Args:
+        folder: the folder, or "" for runs/NAME-N: the next free N, or with `resume` the newest.
+        resume: whether to go on with the run that is there.
+        or_start: whether `resume` may find no run.
+        name: of runs in folders that nobody named.
+
+    Raises:
+        ValueError: the folder is taken and `resume` is not set, or there is no run to resume, or the folder
+            cannot be used.
+    """
+    if or_start and not resume:
+        raise ValueError("or_start is an option of resume; add that, or leave it out")
+    return pathlib.Path(distributed.decide(lambda: str(_choose(folder, resume, or_start, name))))
+
+
+def _choose(given: str, resume: bool, or_start: bool, name: str) -> pathlib.Path:
+    folder = pathlib.Path(given) if given else _numbered(resume, name)
+    try:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise ValueError(f"{folder} is a file; give a folder for the run")
+        is_taken = folder.is_dir() and bool(os.listdir(folder))
+        has_run = is_taken and os.path.lexists(folder / _SETTINGS)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read ({error.strerror}); give another folder") from None
+    if is_taken and not has_run:
+        raise ValueError(f"{folder} holds files and no run ({_SETTINGS} is missing); give another folder")
+    if has_run and not resume:
+        raise ValueError(f"{folder} holds a run already: add resume to go on with it, or give another folder")
+    if resume and not has_run and not or_start:
+        raise ValueError(f"resume found no run in {folder}; give the folder of one, or add or_start")
+    for path in (folder, folder / "checkpoints"):
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            raise ValueError(f"{path} is read-only; copy the run to a folder that can be written")
+    return folder
+
+
+def _numbered(resume: bool, name: str) -> pathlib.Path:
+    names = (path.name for path in RUNS.glob(f"{name}-*"))
+    last = max((int(m[1]) for found in names if (m := re.fullmatch(rf"{name}-(\d+)", found))), default=0)
+    return RUNS / f"{name}-{max(1, last if resume else last + 1)}"
+
+
+def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
+    """The metadata of the run in `folder`; `RunMetadata({}, "")` if there is none.
+
+    Args:
+        folder: of the run.
+        names: the settings that this program knows.
+
+    Raises:
+        ValueError: the file is damaged, or of another version of the program.
+    """
+    path = folder / _SETTINGS
+    if not os.path.lexists(path):
+        return RunMetadata({}, "")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = RunMetadata(dict(content["settings"]), str(content["data"]))
+        if content["digest"] != found.digest:
+            raise ValueError("it was changed after the run began")
+    except (OSError, RecursionError, LookupError, TypeError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ValueError(
+            f"{path} is damaged ({reason}), so the run cannot be resumed; start a new run in another folder"
+        ) from None
+    if not found.settings.keys() <= {*names, "rows"}:
+        raise ValueError(f"another version of this program made the run in {folder}; start a new run")
+    return found
+
+
+def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed: Collection[str]) -> None:
+    """Raises ValueError if the run in the folder is not the one that is asked for.
+
+    Args:
+        folder: of the run.
+        found: its metadata.
+        now: those that are asked for.
+        fixed: the names of settings that a resumed run cannot change.
+    """
+    if not found.settings:
+        return
+    another = "or start a new run in another folder"
+    for name, value in found.settings.items():
+        if name in fixed and now.settings[name] != value:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"the run in {folder} has {flag} {value}, not {now.settings[name]}; leave {flag} as it was, "
+                f"{another}"
+            )
+    if found.data != now.data:
+        raise ValueError(f"the run in {folder} began with other data; give that, {another}")
+
+
+@contextlib.contextmanager
+def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterator[None]:
+    """Takes the folder of a new run by writing its metadata; an exception in the block gives it back.
+
+    Args:
+        folder: as `choose` gave it.
+        found: as `read` gave it; if there was a run, nothing is written.
+        now: the metadata of this run.
+
+    Raises:
+        ValueError: the folder cannot be written, or another run took it meanwhile.
+    """
+    is_new = not found.settings
+    # All processes ask: one that comes late finds what process 0 wrote.
+    distributed.decide(lambda: _take(folder, now) if is_new else None)
+    try:
+        yield
+    except Exception:
+        if is_new and distributed.is_first():
+            with contextlib.suppress(OSError):
+                (folder / _SETTINGS).unlink()
+                folder.rmdir()
+                if folder.parent == RUNS:
+                    RUNS.rmdir()  # unless it holds other runs
+        raise
+
+
+def _take(folder: pathlib.Path, now: RunMetadata) -> None:
+    path, content = folder / _SETTINGS, json.dumps({**now._asdict(), "digest": now.digest}, indent=1)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError:
+        raise ValueError(
+            f"another run took {folder} meanwhile; start again, or give another folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{folder} cannot be written: {reason}") from None
+
+
+def save(folder: pathlib.Path, step: int, state: Any, metadata: dict[str, Any], run: str) -> None:
+    """Writes a checkpoint, see `checkpoint.save`, and notes its step."""
+    checkpoint.save(folder / "checkpoints", step, state, metadata, run)
+    distributed.decide(lambda: write(folder / _SAVED, json.dumps({"step": step})))
+
+
+def restore(folder: pathlib.Path, like: Any, run: str, or_start: bool) -> checkpoint.Checkpoint | None:
+    """The newest undamaged checkpoint of a run, with a warning for each one that was skipped.
+
+    Args:
+        folder: of the run.
+        like, run: as in `checkpoint.restore`.
+        or_start: whether to begin again if all checkpoints are lost.
+
+    Returns:
+        The checkpoint; None if the run was killed before its first one, or began again.
+
+    Raises:
+        ValueError: checkpoints were saved, and all are damaged or lost.
+    """
+    found, skipped = checkpoint.restore(folder / "checkpoints", like, run)
+    last = distributed.decide(lambda: _last_saved(folder))
+    if not skipped and last > (found.step if found else 0):
+        skipped = [f"the checkpoint of step {last}: it was saved in {folder}, and is gone"]
+    if found is None and skipped and not or_start:
+        raise ValueError(
+            f"all checkpoints in {folder} are damaged or lost: {skipped[0]}; put one back, or begin at step "
+            "0 with or_start"
+        )
+    for reason in skipped:
+        distributed.warn(f"skipping {reason}")
+    if found is None:
+        distributed.warn(f"no checkpoint in {folder}, so the run starts at step 0")
+    return found
+
+
+def _last_saved(folder: pathlib.Path) -> int:
+    """The step that the run saved last; 0 if it saved none."""
+    with contextlib.suppress(OSError, RecursionError, LookupError, TypeError, ValueError):
+        return int(json.loads((folder / _SAVED).read_text(encoding="utf-8"))["step"])
+    return 0
+
+
+def write(path: pathlib.Path, content: str | bytes) -> None:
+    """Replaces a file at once: whenever the process dies, the file is the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written ({error.strerror}); mend that and resume the run") from None

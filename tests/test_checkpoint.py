@@ -1,0 +1,233 @@
+"""Checkpoints: every bit is restored, and damage is skipped."""
+
+import json
+import pathlib
+import resource
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import ScaledArray
+from fp8jax.train import checkpoint, run_folder
+from fp8jax.train.metrics import ScaleMetrics
+
+
+def make_state(seed=0):
+    """One leaf of every dtype and container that a training state has."""
+    values = jax.random.normal(jax.random.key(seed), (4, 8))
+    arrays = {
+        str(dtype): values.astype(dtype) for dtype in ("float32", "float16", "bfloat16", "float8_e4m3fn")
+    }
+    arrays["grad"] = values.astype(jnp.float8_e5m2)
+    scaled = {"kernel": ScaledArray(values.astype(jnp.float16), jnp.full((4, 1), 0.5 + seed))}
+    return [(arrays, scaled), ScaleMetrics(jnp.int32(seed), jnp.float32(seed)), None, ()]
+
+
+def bits(tree):
+    """Every leaf as (dtype, shape, bytes)."""
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with checkpoints of steps 2, 3 and 4, the newest three of four."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "run"
+    for step in (1, 2, 3, 4):
+        checkpoint.save(
+            folder, step, make_state(step), {"loss": [0.1 * step, float("inf")], "data": {"taken": step}}
+        )
+    return folder
+
+
+def copy_of(folder, tmp_path):
+    copy = tmp_path / "copy"
+    for path in folder.rglob("*"):
+        if path.is_file():
+            (copy / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(folder)).write_bytes(path.read_bytes())
+    return copy
+
+
+def test_checkpoint_keeps_every_bit(saved):
+    found, skipped = checkpoint.restore(saved, like=make_state())
+    assert found.step == 4 and skipped == []
+    assert jax.tree.structure(found.state) == jax.tree.structure(make_state(4))
+    assert bits(found.state) == bits(make_state(4))
+    assert found.metadata["loss"] == [0.1 * 4, float("inf")] and found.metadata["data"] == {"taken": 4}
+
+
+def test_only_the_newest_are_kept(saved):
+    assert sorted(path.name for path in saved.iterdir()) == [f"step_0000000{n}" for n in (2, 3, 4)]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    """One bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("harm", [cut, flip, pathlib.Path.unlink], ids=["cut", "flip", "delete"])
+def test_damage_to_any_file_is_noticed(saved, tmp_path, harm):
+    files = [p.relative_to(saved) for p in sorted((saved / "step_00000004").rglob("*")) if p.is_file()]
+    assert len(files) > 4
+    copy = copy_of(saved, tmp_path)
+    for file in files:
+        before = (saved / file).read_bytes()
+        if not before:
+            continue
+        harm(copy / file)
+        found, skipped = checkpoint.restore(copy, like=make_state())
+        assert found.step == 3 and len(skipped) == 1, file
+        assert "step_00000004" in skipped[0] and "missing or damaged" in skipped[0]
+        (copy / file).write_bytes(before)
+    assert bits(found.state) == bits(make_state(3))
+
+
+def test_a_partial_checkpoint_is_removed(saved, tmp_path):
+    copy = copy_of(saved, tmp_path)
+    (copy / "step_00000004").rename(copy / "step_00000004.orbax-checkpoint-tmp")
+    found, skipped = checkpoint.restore(copy, like=make_state())
+    assert found.step == 3 and not skipped
+    checkpoint.save(copy, 5, make_state(5))
+    assert sorted(path.name for path in copy.iterdir()) == [f"step_0000000{n}" for n in (2, 3, 5)]
+
+
+def test_a_kill_before_the_checksums(saved, tmp_path):
+    copy = copy_of(saved, tmp_path)
+    (copy / "step_00000004/sha256.0.json").unlink()
+    found, [skipped] = checkpoint.restore(copy, like=make_state())
+    assert found.step == 3 and "step_00000004: its checksums are missing" in skipped
+
+
+def test_the_checksums_of_every_process_are_needed(saved, tmp_path):
+    copy = copy_of(saved, tmp_path)
+    path = copy / "step_00000004/sha256.0.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}))
+    found, [skipped] = checkpoint.restore(copy, like=make_state())
+    assert found.step == 3 and "step_00000004: its checksums are missing" in skipped
+
+
+def swap(folder):
+    """Step 3 under the name of step 4, and the other way round."""
+    (folder / "step_00000003").rename(folder / "x")
+    (folder / "step_00000004").rename(folder / "step_00000003")
+    (folder / "x").rename(folder / "step_00000004")
+
+
+def replaced(make):
+    def harm(folder):
+        (folder / "step_00000004").rename(folder.parent / "moved")
+        make(folder / "step_00000004")
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    "harm, step, says",
+    [
+        (swap, 2, "it is the checkpoint of step 3 under another name"),
+        (lambda folder: (folder / "step_00000004").rename(folder / "step_00000009"), 3, "of step 4 under"),
+        (replaced(pathlib.Path.touch), 3, "its checksums are missing"),
+        (replaced(pathlib.Path.mkdir), 3, "its checksums are missing"),
+        (replaced(lambda path: path.symlink_to("nowhere")), 3, "its checksums are missing"),
+        (replaced(lambda path: path.symlink_to("step_00000003")), 3, "of step 3 under another name"),
+        (replaced(lambda path: path.symlink_to(path.parent.parent / "moved")), 4, None),
+        (lambda folder: (folder / "step_00000004/sha256.0.json").write_text("{}"), 3, "its checksums are"),
+        (lambda folder: [(folder / name).touch() for name in ("step_x", "step_", "notes")], 4, None),
+    ],
+)
+def test_a_checkpoint_knows_its_step(saved, tmp_path, harm, step, says):
+    """What is no checkpoint, or not that of its name, is skipped and does not hinder the next save."""
+    copy = copy_of(saved, tmp_path)
+    harm(copy)
+    found, skipped = checkpoint.restore(copy, like=make_state())
+    assert found.step == step and bits(found.state) == bits(make_state(step))
+    assert says is None if not skipped else says in skipped[0]
+    checkpoint.save(copy, 4, make_state(7))
+    found, _ = checkpoint.restore(copy, like=make_state())
+    assert found.step == 4 and bits(found.state) == bits(make_state(7))
+
+
+def test_a_checkpoint_of_another_run(tmp_path):
+    checkpoint.save(tmp_path, 1, make_state(1), run="other")
+    with pytest.raises(ValueError, match="step_00000001 is of another run, with other settings or data"):
+        checkpoint.restore(tmp_path, make_state(), run="this")
+    assert checkpoint.restore(tmp_path, make_state())[0].step == 1  # any run will do
+
+
+def test_damaged_checkpoints_are_set_aside(saved, tmp_path):
+    """They count for none of the three that are kept, and nothing of them is lost."""
+    copy = copy_of(saved, tmp_path)
+    for step in (3, 4):
+        (copy / f"step_0000000{step}/sha256.0.json").unlink()
+    assert checkpoint.restore(copy, make_state())[0].step == 2
+    checkpoint.save(copy, 3, make_state(5))
+    names = sorted(path.name for path in copy.iterdir())
+    damaged = ["damaged-step_00000003", "damaged-step_00000004"]
+    assert names == [*damaged, "step_00000002", "step_00000003"]
+    assert bits(checkpoint.restore(copy, make_state())[0].state) == bits(make_state(5))
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(saved, tmp_path, capfd):
+    copy, limit = copy_of(saved, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = sorted(copy.rglob("*"))
+    state = [*make_state(5)[:2], jax.random.normal(jax.random.key(0), (100_000,)), ()]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # Python has the system's signal ignored
+    try:
+        with pytest.raises(OSError) as caught:
+            checkpoint.save(copy, 5, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    says = "step_00000005 cannot be written (File too large); mend that and resume: step 4 is the last that"
+    assert says in str(caught.value) and len(str(caught.value)) < 400 and caught.value.__cause__ is None
+    assert capfd.readouterr().err == "" and sorted(copy.rglob("*")) == before
+
+
+@pytest.mark.parametrize("harm", ["damaged", "deleted", "deleted folder"])
+def test_a_run_that_lost_all_its_checkpoints_begins_again_only_if_told_to(tmp_path, harm, capsys):
+    assert (
+        run_folder.restore(tmp_path, make_state(), "run", or_start=False) is None
+    )  # killed before its first
+    assert "no checkpoint in" in capsys.readouterr().err
+    for step in (1, 2):
+        run_folder.save(tmp_path, step, make_state(step), {}, "run")
+    folder = tmp_path / "checkpoints"
+    shutil.rmtree(folder / "step_00000002")
+    assert run_folder.restore(tmp_path, make_state(), "run", or_start=False).step == 1
+    assert "the checkpoint of step 2: it was saved in" in capsys.readouterr().err
+    if harm == "damaged":
+        cut(folder / "step_00000001/run/metadata")
+    else:
+        shutil.rmtree(folder / "step_00000001" if harm == "deleted" else folder)
+    with pytest.raises(
+        ValueError, match="are damaged or lost: .*; put one back, or begin at step 0 with or_start"
+    ):
+        run_folder.restore(tmp_path, make_state(), "run", or_start=False)
+    assert capsys.readouterr().err == ""
+    assert run_folder.restore(tmp_path, make_state(), "run", or_start=True) is None
+    assert "so the run starts at step 0" in capsys.readouterr().err
+
+
+def test_no_checkpoint(tmp_path):
+    assert checkpoint.restore(tmp_path / "nothing", like=make_state()) == (None, [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state[:1],
+        lambda state: [state[0], ScaleMetrics(jnp.zeros((2,)), jnp.float32(0)), *state[2:]],
+    ],
+)
+def test_checkpoint_of_another_model(saved, change):
+    with pytest.raises(ValueError) as caught:
+        checkpoint.restore(saved, like=change(make_state()))
+    assert "is of another model or recipe" in str(caught.value)

@@ -1,0 +1,154 @@
+"""Scales, bytes, curves, and the files of metrics."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from fp8jax import Recipe, ScaledArray
+from fp8jax.quantization import UNSET
+from fp8jax.train import metrics
+from fp8jax.train.metrics import Curves, MetricsWriter, ScaledTensor, ScaleMetrics, StepMetrics
+
+
+def scaling_state(scale, newest):
+    history = np.zeros((*np.shape(scale), 4), np.float32)
+    history[..., 0] = newest
+    return {"scale": jnp.asarray(scale, jnp.float32), "amax_history": jnp.asarray(history)}
+
+
+def variables(scale, newest):
+    """Two layers: one alone, one scanned twice."""
+    stacked = scaling_state([scale, scale], [newest, newest])
+    return {
+        "params": {},
+        "_overwrite_with_gradient": {
+            "h": {"fc": {"kernel": stacked}},
+            "head": {"kernel": scaling_state(scale, newest)},
+        },
+    }
+
+
+def test_saturation_compares_the_new_amax_with_the_scale_that_was_used():
+    before = variables([1.0, 2.0, 0.5], [9.0, 9.0, 9.0])
+    after = variables([8.0, 16.0, 32.0], [448.0, 448.0, 4 * 57344.0])
+    expected = {"HYBRID": [1.0, 0.5, 8.0], "E4M3": [1.0, 0.5, 8.0 * 57344 / 448]}
+    for fp8_format, ratios in expected.items():
+        recipe = Recipe.parse(f"te,fp8_format={fp8_format}")
+        seen = jax.jit(metrics.scale_metrics, static_argnums=2)(before, after, recipe)
+        np.testing.assert_allclose(seen.saturation, np.tile(ratios, 3), rtol=1e-6)
+        np.testing.assert_array_equal(seen.scale, np.tile([8.0, 16.0, 32.0], 3))
+    first = metrics.scale_metrics(variables([UNSET] * 3, [0.0] * 3), after, Recipe.TE)
+    np.testing.assert_array_equal(first.saturation, np.ones(9))
+    names = metrics.scaled_tensors(before)
+    assert names[0] == ScaledTensor("h/fc", "0", "input") and names[5] == ScaledTensor(
+        "h/fc", "1", "output gradient"
+    )
+    assert names[6:] == [ScaledTensor("head", "", operand) for operand in metrics.OPERANDS]
+
+
+def test_nothing_is_watched_without_delayed_scales():
+    plain = {"params": {"kernel": jnp.ones(3)}}
+    seen = metrics.scale_metrics(plain, plain, Recipe.BF16)
+    assert seen.scale.shape == seen.saturation.shape == (0,) and metrics.scaled_tensors(plain) == []
+
+
+def test_bytes_count_every_leaf():
+    kernel = ScaledArray(jnp.zeros((10, 10), jnp.float16), jnp.ones((1, 1)))
+    params = {"kernel": kernel, "bias": jnp.zeros((10,), jnp.float32)}
+    grads = {
+        "kernel": ScaledArray(jnp.zeros((10, 10), jnp.float8_e4m3fn), jnp.ones(())),
+        "bias": jnp.zeros(10),
+    }
+    state = {"kernel": scaling_state(np.ones(3), np.ones(3))}
+    whole = {"params": params, "_overwrite_with_gradient": state}
+    assert metrics.parameters(whole) == 110
+    count = metrics.bytes_per_parameter(whole, {"params": grads}, {"mu": jnp.zeros((5,), jnp.int8)})
+    np.testing.assert_allclose(
+        count, np.array([200 + 4 + 40, 100 + 4 + 40, 5, 3 * 4 + 3 * 4 * 4]) / 110, rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("tensors", [0, 3])
+def test_curves_survive_a_file(tensors):
+    """JSON keeps every bit."""
+    curves = runs.make_curves(tensors=tensors)
+    curves.loss[3] = float("nan")
+    again = Curves.from_json(json.loads(json.dumps(curves.to_json())))
+    assert np.isnan(again.loss[3])
+    curves.loss[3] = again.loss[3] = 0.0
+    assert again == curves and len(again.scales) == 3 and len(again.scales[0]) == tensors
+    assert Curves.from_json(Curves().to_json()) == Curves()
+
+
+def test_steps_that_were_skipped_are_numbered_across_checkpoints():
+    def span(*skips):
+        return [StepMetrics(2.5, np.int32(count), ScaleMetrics(np.zeros(3), np.zeros(3))) for count in skips]
+
+    curves = Curves()
+    curves.add(span(1, 1, 2), 0.1)
+    curves = Curves.from_json(curves.to_json())
+    # Two optimizers in one may both count a step; it is one.
+    curves.add(span(2, 4, 4), 0.1)
+    assert curves.skipped == [1, 3, 5] and curves.skips == 4 and curves.loss == [2.5] * 6
+
+
+def test_a_span_of_steps_has_the_last_scale_and_the_largest_saturation():
+    curves = runs.make_curves()
+    assert curves.scale_steps[0] == 10 and curves.scales[0] == [9.5] * 3
+    assert curves.saturations[0] == [float(np.float32(0.1 * 9))] * 3
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_of_metrics_are_not_repeated(tmp_path):
+    """A resumed run removes the lines of the steps that it does again, and one that a kill cut off."""
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (10, 20, 30):
+        writer.write(step, "O2", {"loss": 1 / step, "skipped_steps": 0})
+    writer.write(40, "O2", {"loss": float("nan")})
+    writer.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [10, 20, 30, 40]
+    assert lines_of(tmp_path)[1] == {"step": 20, "model": "O2", "loss": 0.05, "skipped_steps": 0}
+    assert lines_of(tmp_path)[3]["loss"] is None
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5')
+    writer = MetricsWriter(tmp_path, 20)
+    writer.write(30, "O2", {"loss": 2.0})
+    writer.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [10, 20, 30]
+    assert lines_of(tmp_path)[2]["loss"] == 2.0
+
+
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
+    class Board:
+        def __init__(self, folder, purge_step):
+            self.folder, self.purge_step, self.scalars, self.is_closed = folder, purge_step, [], False
+            boards.append(self)
+
+        def add_scalar(self, name, value, step):
+            self.scalars.append((name, value, step))
+
+        def close(self):
+            self.is_closed = True
+
+    boards = []
+    monkeypatch.setattr(metrics, "_summary_writer", lambda folder, step: Board(folder, step))
+    writer = MetricsWriter(tmp_path, 20)
+    writer.write(30, "O2", {"loss": 2.0})
+    writer.write(40, "O2", {"loss": 1.0})
+    writer.close()
+    [board] = boards
+    assert (board.folder, board.purge_step, board.is_closed) == (tmp_path / "tensorboard/O2", 21, True)
+    assert board.scalars == [("loss", 2.0, 30), ("loss", 1.0, 40)]
+    monkeypatch.undo()
+    for package in ("tensorboardX", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert metrics._summary_writer(tmp_path, 1) is None

@@ -1,0 +1,177 @@
+"""The display of a run, and its report."""
+
+import html.parser
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+from fp8jax.inspect import program
+from fp8jax.train import metrics
+from fp8jax.train.metrics import Bytes, ScaledTensor, ScaleMetrics, StepMetrics
+from fp8jax.train.report import figures, report
+from fp8jax.train.report.memory import MemoryPart, memory_of_step, table
+from fp8jax.train.report.progress import Progress
+
+
+def test_without_a_terminal_progress_is_lines(capsys, monkeypatch):
+    curves = {"O2": runs.make_curves(10), "bf16": runs.make_curves(10)}
+    with Progress(curves, steps=20, amount=100) as progress:
+        progress.show()
+        progress.show()  # too soon for another line
+        for of_one in curves.values():
+            of_one.add([StepMetrics(1.5, 0, ScaleMetrics(np.zeros(3), np.zeros(3)))] * 10, seconds=0.5)
+        progress.show()  # the last one always comes
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 10/20") and "O2: loss 3.100 val 1.250, 4,000 tokens/s" in first
+    assert last.startswith("step 20/20") and "bf16: loss 1.500" in last and "2,000 tokens/s" in last
+
+
+TENSORS = [ScaledTensor("h/mlp/c_fc", "0", operand) for operand in metrics.OPERANDS]
+
+
+MEMORY = [MemoryPart("weights <", 1_510_000, None), MemoryPart("total", None, 7)]
+
+
+def make_outcome(loss=1.25, tensors=TENSORS):
+    curves = runs.make_curves(tensors=len(tensors))
+    curves.validation[-1] = (30, loss)
+    layers = "O2: 4 < 7 layers in FP8"
+    return report.Outcome(curves, 768, 1000, Bytes(2.0, 1.0, 3.0, 0.5), tensors, layers, MEMORY)
+
+
+class Page(html.parser.HTMLParser):
+    """The text of a page, its images, and its tags that were never closed."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.text, self.images, self.open = [], [], []
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "img":
+            self.images.append(dict(attributes)["src"])
+        elif tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert tag == self.open.pop()
+
+    def handle_data(self, content):
+        self.text.append(content)
+
+
+ABOUT = {"data": "some <text>", "device": "cpu", "settings": {"steps": 30, "lr": 0.001}}
+
+
+def test_report_holds_everything(tmp_path):
+    outcomes = {"O2": make_outcome(1.2612), "bf16": make_outcome(1.25, tensors=[])}
+    path = report.write(tmp_path, ABOUT, outcomes)
+    for name in ("losses.png", "scales.png", "saturation.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    page = Page(path.read_text())
+    text = " ".join(page.text)
+    assert len(page.images) == 3 and all(src.startswith("data:image/png;base64,") for src in page.images)
+    assert page.open == []
+    for expected in (
+        "1.2612",
+        "+0.0112",
+        "0.0112 above its bf16 twin",
+        "some <text>",
+        "4 < 7 layers",
+        "MB on one device",
+        "1.51",
+        "weights <",
+        "Skipped steps: none.",
+        "0.001",
+    ):
+        assert expected in text, expected
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["gap"] == pytest.approx(0.0112)
+    assert result["models"]["O2"]["training_losses"] == outcomes["O2"].curves.loss
+    assert result["models"]["bf16"]["validation_losses"] == [[15, 3.5], [30, 1.25]]
+    assert result["models"]["O2"]["memory"][1] == {
+        "part": "total",
+        "arrays": None,
+        "compiled": 7,
+    }
+    assert result["models"]["O2"]["bytes_per_parameter"] == Bytes(2.0, 1.0, 3.0, 0.5)._asdict()
+    assert result["models"]["O2"]["tokens_per_second"] == pytest.approx(30 * 768 / 0.75)
+
+
+def test_report_without_scales_says_so(tmp_path):
+    text = report.write(tmp_path, ABOUT, {"te": make_outcome(tensors=[])}).read_text()
+    assert "te has no delayed scales" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.png", "report.html", "result.json"]
+
+
+def test_skipped_steps_are_told_and_their_losses_are_no_numbers(tmp_path):
+    skipping = make_outcome(tensors=[])
+    skipping.curves.skipped += [3, 20]
+    skipping.curves.loss[2], skipping.curves.loss[19] = float("nan"), float("inf")
+    skipping.curves.validation[-1] = (30, float("nan"))
+    path = report.write(tmp_path, ABOUT, {"O2": skipping})
+    assert "O2 skipped 2 of 30 steps: 3, 20." in " ".join(Page(path.read_text()).text)
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+    assert result["models"]["O2"]["skipped_steps"] == [3, 20]
+    losses = result["models"]["O2"]["training_losses"]
+    assert [step for step, loss in enumerate(losses, 1) if loss is None] == [3, 20]
+    assert (
+        result["models"]["O2"]["validation_losses"][-1][1]
+        is result["models"]["O2"]["validation_loss"]
+        is None
+    )
+    assert report.rows({"O2": skipping})[4] == ["steps skipped", "2"]
+    before = (tmp_path / "losses.png").read_bytes()
+    skipping.curves.skipped.clear()
+    assert figures.losses({"O2": skipping.curves}) != before
+
+
+def test_without_validation_the_end_of_training_is_told(tmp_path):
+    outcome = make_outcome()._replace(unit="rows")
+    outcome.curves.validation.clear()
+    outcome.curves.loss[-3:] = [1.0, float("nan"), 2.0]
+    table = report.rows({"te": outcome})
+    assert table[1:3] == [["training loss, last tenth", "1.5000"], ["rows/s", "30,720"]]
+    assert report.verdict({"te": outcome}) == "te reached a training loss of 1.5000."
+
+
+def test_memory_of_arrays_and_of_the_program():
+    compiled = program.Program((), (), 1, 1, temporaries=50, arguments=36, outputs=20, donated=16)
+    variables, opt_state = {"w": jnp.zeros((2, 3))}, (jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.bfloat16))
+    found = memory_of_step(variables, opt_state, np.zeros(1, np.int32), compiled)
+    rows = {part.part.split(":")[0]: part[1:] for part in found}
+    assert rows["weights, with scales and statistics"] == (24, None)
+    assert rows["moments"] == (4, None) and rows["batch and counters"] == (8, None)
+    assert rows["arguments of a step"] == (36, 36)
+    assert rows["gradients, activations and temporaries"] == (None, 54)
+    assert rows["peak"] == (None, 90)
+    assert table(found)[0] == ["bytes on one device", "arrays", "compiled"]
+    assert table(found)[-1] == ["peak", "", "90"]
+
+
+def test_a_file_of_the_report_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"report.html cannot be written \(Is a directory\); mend that"):
+        report.write(tmp_path, ABOUT, {"te": make_outcome(tensors=[])})
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_table_on_the_terminal(capsys):
+    report.show({"O2": make_outcome(1.2612), "bf16": make_outcome(1.25)})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert ["validation", "loss", "1.2612", "1.2500"] in lines
+    assert ["gap", "+0.0112"] in lines
+    assert ["bytes", "per", "parameter:", "optimizer", "3.00", "3.00"] in lines
+
+
+def test_smoothing_is_a_running_mean():
+    np.testing.assert_allclose(figures._smooth(np.array([1.0, 4.0, 7.0, 4.0])), [2.5, 4.0, 5.0, 5.5])
+    infinite = figures._smooth(np.array([1.0, np.inf, 7.0, np.nan, np.nan, np.nan]))
+    np.testing.assert_allclose(infinite, [1.0, 4.0, 7.0, 7.0, np.nan, np.nan])

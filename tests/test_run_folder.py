@@ -1,0 +1,134 @@
+"""The folder of a run, and requests to stop."""
+
+import pathlib
+import signal
+from concurrent import futures
+
+import pytest
+
+from fp8jax.train import distributed, run_folder
+from fp8jax.train.run_folder import RunMetadata
+
+
+def test_folders_are_numbered_and_never_taken_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_folder.choose("", resume=False) == pathlib.Path("runs/gpt-1")
+    for name in ("gpt-2", "gpt-10", "gpt-x", "other-50"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert run_folder.choose("", resume=False) == pathlib.Path("runs/gpt-11")
+    (tmp_path / "runs/gpt-10/settings.json").touch()
+    assert run_folder.choose("", resume=True) == pathlib.Path("runs/gpt-10")
+    (tmp_path / "taken").mkdir()
+    assert run_folder.choose("taken", resume=False) == pathlib.Path("taken")
+    (tmp_path / "taken" / "settings.json").touch()
+    assert run_folder.choose("taken", resume=True) == pathlib.Path("taken")
+    with pytest.raises(ValueError, match="holds a run already: add resume to go on with it"):
+        run_folder.choose("taken", resume=False)
+
+
+@pytest.mark.parametrize(
+    "out, resume, or_start, says",
+    [
+        ("", True, False, "resume found no run in runs/gpt-1; give the folder of one, or add or_start"),
+        ("nothing", True, False, "resume found no run in nothing"),
+        ("empty", True, False, "resume found no run in empty"),
+        ("others", True, True, "others holds files and no run (settings.json is missing)"),
+        ("others", False, False, "others holds files and no run (settings.json is missing)"),
+        ("others/file", True, True, "others/file is a file"),
+        ("dangling", False, False, "dangling is a file"),
+        ("a" * 300, False, False, "cannot be read (File name too long)"),
+        ("empty", False, True, "or_start is an option of resume"),
+        ("", True, True, None),
+        ("nothing", True, True, None),
+        ("empty", True, True, None),
+    ],
+)
+def test_a_folder_without_a_run_is_not_resumed(tmp_path, monkeypatch, out, resume, or_start, says):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "others"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "others/file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    if says is None:
+        assert run_folder.choose(out, resume=resume, or_start=or_start) == pathlib.Path(out or "runs/gpt-1")
+        return
+    with pytest.raises(ValueError) as caught:
+        run_folder.choose(out, resume=resume, or_start=or_start)
+    assert says in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "settings.json").touch()
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path.name != "checkpoints")  # root may write anywhere
+    with pytest.raises(ValueError, match="checkpoints is read-only; copy the run to a folder that can be"):
+        run_folder.choose(str(tmp_path), resume=True)
+
+
+NONE = RunMetadata({}, "")
+NAMES = ["lr", "data", "save_steps"]
+
+
+def test_settings_of_a_resumed_run(tmp_path):
+    """It keeps its settings and its data; only options that change no number may differ."""
+    assert run_folder.read(tmp_path, NAMES) == NONE
+    settings = {"lr": 0.1, "data": "x", "save_steps": 5}
+    with run_folder.taken(tmp_path, NONE, RunMetadata(settings, "text")):
+        found = run_folder.read(tmp_path, NAMES)
+    assert found == RunMetadata(settings, "text")
+    with run_folder.taken(tmp_path, found, RunMetadata({**settings, "lr": 0.2}, "text")):
+        assert run_folder.read(tmp_path, NAMES) == found
+    moved = {**settings, "data": "y", "save_steps": 50}
+    run_folder.check_same(tmp_path, found, RunMetadata(moved, "text"), {"lr"})
+    with pytest.raises(ValueError, match="has --lr 0.1, not 0.2; leave --lr as it was, or start a new run"):
+        run_folder.check_same(tmp_path, found, RunMetadata({**moved, "lr": 0.2}, "text"), {"lr"})
+    with pytest.raises(ValueError, match="began with other data"):
+        run_folder.check_same(tmp_path, found, RunMetadata(moved, "other"), {"lr"})
+    with pytest.raises(ValueError, match="another version"):
+        run_folder.read(tmp_path, NAMES[1:])
+    whole = (tmp_path / "settings.json").read_text()
+    for damaged in (whole[:-5], "", "[]", "3", "{}", "[" * 10**5, whole.replace("0.1", "0.3")):
+        (tmp_path / "settings.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"settings.json is damaged \("):
+            run_folder.read(tmp_path, NAMES)
+
+
+def test_a_run_that_does_not_compile_gives_its_folder_back(tmp_path):
+    folder, now = tmp_path / "run", RunMetadata({"lr": 1}, "text")
+    for error, remains in ((RuntimeError, False), (KeyboardInterrupt, True)):
+        with pytest.raises(error), run_folder.taken(folder, NONE, now):
+            raise error
+        assert folder.exists() == remains
+    assert run_folder.read(folder, ["lr"]) == now
+
+
+def test_two_runs_that_chose_one_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (RunMetadata({"lr": lr}, "text") for lr in (1, 2))
+    folder, same = (run_folder.choose("", resume=False) for _ in range(2))
+    assert folder == same
+    with run_folder.taken(folder, NONE, first):
+        with pytest.raises(ValueError, match="another run took runs/gpt-1 meanwhile; start again, or give"):
+            with run_folder.taken(same, NONE, second):
+                pass
+    assert run_folder.read(folder, ["lr"]) == first
+
+
+def test_a_signal_asks_to_stop_and_the_second_interrupts():
+    before = signal.getsignal(signal.SIGTERM)
+    with distributed.stop_requests() as stop_asked:
+        assert not stop_asked()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop_asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_outside_of_the_main_thread_nothing_asks_to_stop():
+    def ask():
+        with distributed.stop_requests() as stop_asked:
+            return stop_asked(), signal.getsignal(signal.SIGTERM)
+
+    with futures.ThreadPoolExecutor() as threads:
+        assert threads.submit(ask).result() == (False, signal.getsignal(signal.SIGTERM))
