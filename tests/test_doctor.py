@@ -18,9 +18,10 @@ from jax import lax
 import fp8jax
 from fp8jax import backends, cli
 from fp8jax.backends import xla
-from fp8jax.inspect import gemms, machine, targets
-from fp8jax.inspect.memory.subject import subject
+from fp8jax.inspect import device as devices
+from fp8jax.inspect import gemms, targets
 from fp8jax.inspect.program import Gemm
+from fp8jax.inspect.subject import subject
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.report import Row as Told
 
@@ -168,7 +169,7 @@ def test_what_a_gpu_would_run_is_as_reported():
 # What XLA makes of such models on a GPU is seen here, and nowhere else: no error, no warning.
 FALLEN = {
     "joined": (Projections(), "te,scaling=current", {"q", "k", "v"}, "dot_merger_threshold_mb=0"),
-    "batch": (Experts(), "te", {"(no layer's)"}, "a batch of products with a scale each"),
+    "batch": (Experts(), "te", {"(no layer's)"}, "a batch of GEMMs with a scale each"),
     "vector": (
         fp8jax.transform(nn.Dense(1), "te", rules=[fp8jax.Rule(recipe="te")]),
         "te",
@@ -227,12 +228,12 @@ FELL = gemm("wgrad", kind="cublaslt", formats=WIDE)
         (GIVEN, [*RAN[:2], gemm("wgrad", kind="triton")], (9, 0), ""),
         ([], [gemm(role, kind="te") for role in ("fprop", "dgrad", "wgrad")], (9, 0), ""),  # none is XLA's
         (GIVEN, [*RAN[:2], FELL], (9, 0), "wgrad: a cublaslt GEMM of bf16 x bf16, not FP8; XLA did not find"),
-        (GIVEN, [*RAN, FELL], (9, 0), "a product: a cublaslt GEMM of bf16 x bf16"),
+        (GIVEN, [*RAN, FELL], (9, 0), "a GEMM: a cublaslt GEMM of bf16 x bf16"),
         (GIVEN, [FELL] * 3, (8, 0), "compute capability 8.0 has no FP8 GEMMs"),
-        ([*GIVEN[:2], E5M2], [*RAN[:2], FELL], (9, 0), "no product of E5M2 with E5M2"),
+        ([*GIVEN[:2], E5M2], [*RAN[:2], FELL], (9, 0), "no GEMM of E5M2 with E5M2"),
         (GIVEN, RAN[:2], (9, 0), "wgrad: computed without a GEMM of its own"),
         ([*GIVEN[:2], FELL], [*RAN[:2], FELL], (9, 0), "wgrad: JAX gives XLA bf16 x bf16 to multiply"),
-        ([], [], (9, 0), "none of its products is in the program"),
+        ([], [], (9, 0), "none of its GEMMs is in the program"),
     ],
 )
 def test_what_became_of_a_layer_is_judged(given, ran, capability, says):
@@ -258,49 +259,49 @@ def test_bad_input_is_named():
 
 
 def ways(device):
-    return {product.operands.partition(",")[0]: product.how for product in device.products[:4]}
+    return {product.operands.partition(",")[0]: product.how for product in device.support[:4]}
 
 
 @pytest.mark.parametrize(
     "platform, capability, fp8, bf16",
     [
-        ("cpu", None, machine.EMULATED, machine.WIDER),
-        ("gpu", (7, 5), machine.NOT_SUPPORTED, machine.NOT_SUPPORTED),
-        ("gpu", (8, 0), machine.NOT_SUPPORTED, machine.NATIVE),
-        ("gpu", (8, 9), machine.NATIVE, machine.NATIVE),
-        ("gpu", (10, 0), machine.NATIVE, machine.NATIVE),
-        ("gpu", None, machine.UNKNOWN, machine.UNKNOWN),
-        ("tpu", None, machine.UNKNOWN, machine.UNKNOWN),
+        ("cpu", None, devices.EMULATED, devices.WIDER),
+        ("gpu", (7, 5), devices.NOT_SUPPORTED, devices.NOT_SUPPORTED),
+        ("gpu", (8, 0), devices.NOT_SUPPORTED, devices.NATIVE),
+        ("gpu", (8, 9), devices.NATIVE, devices.NATIVE),
+        ("gpu", (10, 0), devices.NATIVE, devices.NATIVE),
+        ("gpu", None, devices.UNKNOWN, devices.UNKNOWN),
+        ("tpu", None, devices.UNKNOWN, devices.UNKNOWN),
     ],
 )
 def test_what_a_device_multiplies(platform, capability, fp8, bf16):
-    device = machine.Device("x", platform, capability, 1)
+    device = devices.Device("x", platform, capability, 1)
     assert (ways(device)["FP8"], ways(device)["BF16"]) == (fp8, bf16)
-    blocks = [product for product in device.products if product.scaling == "block"]
-    assert len(blocks) == 2 and {product.how for product in blocks} == {machine.NOT_SUPPORTED}
-    assert all(product.reason for product in device.products)
+    blocks = [product for product in device.support if product.scaling == "block"]
+    assert len(blocks) == 2 and {product.how for product in blocks} == {devices.NOT_SUPPORTED}
+    assert all(product.reason for product in device.support)
 
 
 def test_this_machine_is_described():
-    found = machine.examine()
+    found = devices.examine()
     [device] = found.devices
     assert (device.platform, device.number) == ("cpu", len(jax.local_devices()))
     assert found.versions["jax"] == jax.__version__ and "CUDA driver" not in found.versions
     [auto] = [backend.name for backend in found.backends if backend.is_auto]
     assert auto == backends.choose("auto").name
-    shown = machine.text(found)
+    shown = devices.text(found)
     assert "emulated, exactly" in shown and "reference  can run" in shown
     assert (
-        json.loads(json.dumps(machine.as_data(found)))["devices"][0]["products"][0]["how"]
+        json.loads(json.dumps(devices.as_data(found)))["devices"][0]["products"][0]["how"]
         == "emulated, exactly"
     )
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_a_target_is_described_in_the_place_of_what_is_here(name):
-    [device] = machine.examine(name).devices
+    [device] = devices.examine(name).devices
     assert device.name == targets.get(name).device
-    assert ways(device) == dict.fromkeys(["FP8", "BF16", "FP16"], machine.NATIVE)
+    assert ways(device) == dict.fromkeys(["FP8", "BF16", "FP16"], devices.NATIVE)
 
 
 @pytest.mark.parametrize(
@@ -313,13 +314,13 @@ def test_a_target_is_described_in_the_place_of_what_is_here(name):
     ],
 )
 def test_a_gpu_that_jax_does_not_see_is_trouble(monkeypatch, platforms, plugin, says):
-    monkeypatch.setattr(machine, "sees_nvidia", lambda: True)
-    monkeypatch.setattr(machine, "_version", lambda name: plugin)
+    monkeypatch.setattr(devices, "sees_nvidia", lambda: True)
+    monkeypatch.setattr(devices, "_version", lambda name: plugin)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    [trouble] = machine.examine().troubles
+    [trouble] = devices.examine().troubles
     assert trouble.startswith("this system has an NVIDIA GPU, but JAX has only CPUs") and says in trouble
     assert cli.main(["doctor"]) == 1
-    assert not machine.examine("h200").troubles
+    assert not devices.examine("h200").troubles
 
 
 def test_jax_without_any_device_is_trouble(monkeypatch):
@@ -327,9 +328,9 @@ def test_jax_without_any_device_is_trouble(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
     monkeypatch.setattr(jax, "local_devices", fail)
-    found = machine.examine()
+    found = devices.examine()
     assert found.devices == () and "Unable to initialize backend 'cuda'" in found.troubles[0]
-    assert "TROUBLE: JAX has no device" in machine.text(found)
+    assert "TROUBLE: JAX has no device" in devices.text(found)
 
 
 def test_versions_of_libraries_are_read_or_not_found(monkeypatch):
@@ -339,16 +340,16 @@ def test_versions_of_libraries_are_read_or_not_found(monkeypatch):
     plugin = types.SimpleNamespace(
         cuda_runtime_get_version=lambda: 13020, cudnn_get_version=missing, cublas_get_version=lambda: 130001
     )
-    monkeypatch.setattr(machine, "_plugin", lambda: plugin)
-    found = machine.cuda_versions()
+    monkeypatch.setattr(devices, "_plugin", lambda: plugin)
+    found = devices.cuda_versions()
     assert found == {
         "CUDA runtime": "13.2",
         "CUDA driver": "not found",
         "cuDNN": "not found",
         "cuBLAS": "13.0.1",
     }
-    monkeypatch.setattr(machine, "_plugin", lambda: None)
-    assert set(machine.cuda_versions().values()) == {"not found"}
+    monkeypatch.setattr(devices, "_plugin", lambda: None)
+    assert set(devices.cuda_versions().values()) == {"not found"}
 
 
 def test_what_is_missing_says_what_to_install(monkeypatch):
@@ -358,17 +359,17 @@ def test_what_is_missing_says_what_to_install(monkeypatch):
         return "1.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    states = {package.purpose: package.state for package in machine.examine().packages}
-    assert states[machine.EXTRAS["torch"][1]] == 'pip install "fp8jax[torch]": without torch'
-    assert states[machine.EXTRAS["train"][1]] == 'pip install "fp8jax[train]": without rich'
-    assert states[machine.EXTRAS["target"][1]] == "installed"
+    states = {package.purpose: package.state for package in devices.examine().packages}
+    assert states[devices.EXTRAS["torch"][1]] == 'pip install "fp8jax[torch]": without torch'
+    assert states[devices.EXTRAS["train"][1]] == 'pip install "fp8jax[train]": without rich'
+    assert states[devices.EXTRAS["target"][1]] == "installed"
 
 
 def test_extras_are_those_of_the_package(root):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(machine.EXTRAS) == set(project) - {"test"}
+    assert set(devices.EXTRAS) == set(project) - {"test"}
     for extra in ("train", "torch"):
-        for name in machine.EXTRAS[extra][0]:
+        for name in devices.EXTRAS[extra][0]:
             assert any(needed.startswith(name) for needed in project[extra])
 
 
@@ -399,7 +400,7 @@ def test_the_command_prints_json(capsys, monkeypatch):
 
 def test_importing_the_doctor_touches_no_device():
     code = (
-        "import fp8jax.inspect.machine\n"
+        "import fp8jax.inspect.device\n"
         "from jax._src import xla_bridge\n"
         "print(xla_bridge.backends_are_initialized())"
     )

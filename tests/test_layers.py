@@ -60,7 +60,7 @@ LIBRARIES = {
     "matplotlib": {"train": "eager", "inspect.chart": "lazy"},
     "yaml": {"train": "eager", "accelerate": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
-    "jax_cuda13_plugin": {"inspect.machine": "lazy"},
+    "jax_cuda13_plugin": {"inspect.device": "lazy"},
     "jax_plugins": {"inspect.targets": "lazy"},
 }
 

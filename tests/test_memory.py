@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fp8jax
 from fp8jax.comm import Zero
-from fp8jax.inspect import memory, program, targets
-from fp8jax.inspect.memory import cache, paper, subject
+from fp8jax.inspect import memory, program, subject, targets
+from fp8jax.inspect.memory import cache, paper
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled
 

@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 from fp8jax import cli
-from fp8jax.inspect import memory, targets
-from fp8jax.inspect.memory import advice, subject
+from fp8jax.inspect import memory, subject, targets
+from fp8jax.inspect.memory import advice
 from fp8jax.rewrite.report import Report, Row
 
 ARGUMENTS = ["--layers=2", "--heads=2", "--width=32", "--context=16", "--vocabulary=65", "--batch=2"]

@@ -113,7 +113,7 @@ class Planted:
 )
 def test_bytes_sent_around_a_ring(collective, numbers):
     """By hand, of 1024 numbers on each of 4 devices; in a loop as often as that runs."""
-    mesh, parts = targets.here(4), jax.P("devices")
+    mesh, parts = targets.mesh(devices=4), jax.P("devices")
     x = jax.ShapeDtypeStruct((4 * 1024,), jnp.float32, sharding=jax.NamedSharding(mesh, parts))
 
     def repeated(x):

@@ -113,7 +113,7 @@ def plant_versions(monkeypatch, versions):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    targets.mesh.cache_clear()
+    targets._mesh_of.cache_clear()
 
 
 def test_missing_plugin_is_one_clear_error(monkeypatch):

@@ -48,12 +48,12 @@ ENTRY %main (a: f8e5m2[64,48], sa: f32[1], b: f8e4m3fn[32,48], sb: f32[1]) -> bf
 def test_a_gemm_of_transformer_engine_is_what_its_operands_are(text, lhs, is_fp8, size):
     traffic = planted(text)
     [kernel] = traffic.kernels
-    assert (kernel.kind, kernel.gemm.lhs, kernel.gemm.out_shape) == ("te", lhs, (64, 32))
+    assert (kernel.gemm.kind, kernel.gemm.lhs, kernel.gemm.out_shape) == ("te", lhs, (64, 32))
     assert kernel.gemm.is_fp8 == is_fp8 and not kernel.gemm.fast
-    assert kernel.flops == 2 * 64 * 32 * 48
+    assert kernel.gemm.flops == 2 * 64 * 32 * 48
     # Its workspace is not counted.
     assert traffic.gemms == size * (64 + 32) * 48 + 4 * 4 + 2 * 64 * 32 and traffic.other == 0
-    assert traffic.seconds(ALL_FLOPS) == kernel.flops / (H200.fp8_flops if is_fp8 else H200.bf16_flops)
+    assert traffic.seconds(ALL_FLOPS) == kernel.gemm.flops / (H200.fp8_flops if is_fp8 else H200.bf16_flops)
     assert traffic.seconds(ALL_BYTES) == traffic.gemms / H200.bandwidth
 
 
@@ -69,7 +69,7 @@ def test_gemms_of_an_h200_have_the_rate_of_their_operands_and_their_own_flops():
     traffic = program.traffic_of(
         targets.compile_for(fn, *(map(jax.ShapeDtypeStruct, shapes, dtypes)), target="h200")
     )
-    found = {(k.kind, k.gemm.is_fp8, k.runs, k.flops) for k in traffic.kernels if k.gemm}
+    found = {(k.gemm.kind, k.gemm.is_fp8, k.runs, k.gemm.flops) for k in traffic.kernels if k.gemm}
     flops = {"loop": 2 * 128 * 256 * 256, "fp8": 2 * 512 * 512 * 64, "batch": 2 * 8 * 64 * 64 * 32}
     assert found == {
         ("cublaslt", False, 3, flops["loop"]),
@@ -87,7 +87,7 @@ def test_batches_and_fusions_of_this_machine_have_their_flops():
         return jnp.einsum("bij,bkj->bik", x, y), jnp.einsum("bij,jk->bik", x, z)
 
     traffic = program.traffic_of(jax.jit(fn).lower(x, y, z).compile())
-    assert sorted(kernel.flops for kernel in traffic.kernels if kernel.gemm) == [
+    assert sorted(kernel.gemm.flops for kernel in traffic.kernels if kernel.gemm) == [
         2 * 3 * 64 * 48 * 16,
         2 * 3 * 64 * 48 * 32,
     ]

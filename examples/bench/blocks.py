@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import output
 
 import fp8jax
-from fp8jax.inspect import program, targets
-from fp8jax.inspect.memory import subject
+from fp8jax.inspect import program, subject, targets
 
 SIZES = {"layers": 8, "heads": 8, "width": 512, "context": 512, "vocabulary": 8192, "batch": 4}
 TINY = {"layers": 2, "heads": 2, "width": 32, "context": 32, "vocabulary": 65, "batch": 2}

@@ -18,7 +18,7 @@ import jax
 import output
 
 from fp8jax.inspect import memory, targets
-from fp8jax.inspect.memory.subject import subject
+from fp8jax.inspect.subject import subject
 
 
 def rows(args: argparse.Namespace, target: str | None) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
-"""GPUs as values, and programs compiled for one that is not here.
+"""GPUs as values, and programs compiled for a GPU that is not here.
 
     compiled = targets.compile_for(step, variables, batch, target="h200")
     print(program.read(compiled))       # e.g. 6 cublaslt_f8 GEMMs, 51 kernels, 0.638 GB of temporaries
 
-XLA compiles ahead of time for a described GPU. The result is the optimized program that the GPU would get:
-which GEMMs are FP8 library calls, which fusions and collectives there are, how much memory it needs. It
-cannot run, so nothing is autotuned: GEMMs go to cuBLASLt, as most do on the real device, not to Triton.
-It needs JAX's CUDA plugin (`pip install "fp8jax[target]"`) and neither a GPU nor NVIDIA's libraries.
+XLA compiles ahead of time for a described GPU. The result is the optimized program that the GPU would run:
+its FP8 library calls, fusions, collectives and memory. XLA cannot autotune without the GPU: GEMMs go to
+cuBLASLt, as most do on the real device, not to Triton. Compiling needs JAX's CUDA plugin (`pip install
+"fp8jax[target]"`) and neither a GPU nor NVIDIA's libraries.
 """
 
 import dataclasses
@@ -54,34 +54,30 @@ class Target:
     threads: int = 2048
 
 
-# Capability, cores, L2, clock, memory: as the drivers report them (XLA's target_config/specs for the first
+_H100 = Target(
+    name="h100",
+    device="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    cores=132,
+    memory=84_929_347_584,
+    bandwidth=3_352_320_000_000,
+    l2=52_428_800,
+    clock_ghz=1.98,
+    bf16_flops=989.4e12,
+    fp8_flops=1978.9e12,
+)
+# Capability, cores, L2, clock and memory: as drivers report them (XLA's target_config/specs for the first
 # three). Peaks: NVIDIA's data sheets (H100 SXM; H200 SXM; HGX B200; L40S), halved where they count sparsity.
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target(
-            name="h100",
-            device="NVIDIA H100 80GB HBM3",
-            capability=(9, 0),
-            cores=132,
-            memory=84_929_347_584,
-            bandwidth=3_352_320_000_000,
-            l2=52_428_800,
-            clock_ghz=1.98,
-            bf16_flops=989.4e12,
-            fp8_flops=1978.9e12,
-        ),
-        Target(
+        _H100,
+        dataclasses.replace(
+            _H100,
             name="h200",
             device="NVIDIA H200",
-            capability=(9, 0),
-            cores=132,
             memory=150_754_820_096,
             bandwidth=4_800_000_000_000,
-            l2=52_428_800,
-            clock_ghz=1.98,
-            bf16_flops=989.4e12,
-            fp8_flops=1978.9e12,
         ),
         Target(
             name="b200",
@@ -119,10 +115,10 @@ _PLUGIN = "jax-cuda13-plugin"
 
 
 def get(target: str | Target) -> Target:
-    """The target of that name; a `Target` is returned as it is.
+    """The target with this name; a `Target` is returned unchanged.
 
     Raises:
-        ValueError: no such target; the message lists those there are.
+        ValueError: no such target; the message lists the legal names.
     """
     if isinstance(target, Target):
         return target
@@ -132,7 +128,7 @@ def get(target: str | Target) -> Target:
 
 
 def why_not() -> str | None:
-    """None if programs can be compiled for targets here, else the reason, and what to install."""
+    """None if programs can be compiled for targets, else the reason and what to install."""
     try:
         plugin = importlib.metadata.version(_PLUGIN)
     except importlib.metadata.PackageNotFoundError:
@@ -149,24 +145,37 @@ def why_not() -> str | None:
     return None
 
 
-@functools.cache
-def mesh(target: str | Target, devices: int = 1) -> Mesh:
-    """A mesh of `devices` GPUs of one host that are not here, along an axis "devices".
+def mesh(target: str | Target | None = None, devices: int = 1) -> Mesh:
+    """A mesh of `devices` devices along an axis "devices".
 
     Args:
-        target: name of a GPU, or a `Target`.
+        target: name of a GPU, or a `Target`: GPUs of one host that are not here. None: devices of this
+            process.
         devices: how many.
 
     Returns:
-        A mesh for the `NamedSharding`s of what is given to `compile_for`.
+        A mesh for the `NamedSharding`s of the arguments of `compile_for`.
 
     Raises:
-        ValueError: no such target, or `devices` is not positive.
-        RuntimeError: the CUDA plugin is missing, or of another version than jaxlib.
+        ValueError: no such target, `devices` is not positive, or this process has fewer devices.
+        RuntimeError: the CUDA plugin is missing, or its version is not jaxlib's.
     """
-    gpu = get(target)
     if devices < 1:
         raise ValueError(f"`devices`: expected a positive number; got {devices}.")
+    if target is not None:
+        return _mesh_of(get(target), devices)
+    found = jax.devices()
+    if len(found) < devices:
+        raise ValueError(
+            f"`devices`: expected at most {len(found)}, as this process has; got {devices}. Call "
+            f'`jax.config.update("jax_num_cpu_devices", {devices})` before JAX looks for devices, start the '
+            f"process with XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
+        )
+    return Mesh(np.array(found[:devices]), ("devices",))
+
+
+@functools.cache
+def _mesh_of(gpu: Target, devices: int) -> Mesh:
     if reason := why_not():
         raise RuntimeError(reason)
     topology = topologies.get_topology_desc(
@@ -178,78 +187,66 @@ def mesh(target: str | Target, devices: int = 1) -> Mesh:
     return Mesh(np.array(topology.devices), ("devices",))
 
 
-def here(devices: int = 1) -> Mesh:
-    """A mesh of `devices` devices of this process, along an axis "devices".
-
-    Raises:
-        ValueError: this process has fewer devices, or `devices` is not positive.
-    """
-    if devices < 1:
-        raise ValueError(f"`devices`: expected a positive number; got {devices}.")
-    found = jax.devices()
-    if len(found) < devices:
-        raise ValueError(
-            f"`devices`: expected at most {len(found)}, as this process has; got {devices}. Call "
-            f'`jax.config.update("jax_num_cpu_devices", {devices})` before JAX looks for devices, start the '
-            f"process with XLA_FLAGS=--xla_force_host_platform_device_count={devices}, or give a target."
-        )
-    return Mesh(np.array(found[:devices]), ("devices",))
-
-
-def compile_for(
+def lower_for(
     fn: Callable[..., Any],
     *args: Any,
-    target: str | Target = "h200",
+    target: str | Target | None = "h200",
     devices: int = 1,
     donate_argnums: int | tuple[int, ...] = (),
-) -> jax.stages.Compiled:
-    """`jax.jit(fn)` compiled for GPUs that are not here.
+) -> jax.stages.Lowered:
+    """`jax.jit(fn)` lowered for GPUs that are not here, or for this process's devices.
 
     Args:
         fn: the function. Its arguments are trees of arrays.
-        *args: arrays or `jax.ShapeDtypeStruct`s; only shapes, dtypes and weak types are looked at. A struct
-            whose sharding is on `mesh(target, devices)` keeps it; all else is replicated.
-        target: name of a GPU (one of `TARGETS`), or a `Target`.
+        *args: arrays or `jax.ShapeDtypeStruct`s; only shapes, dtypes and weak types are used. A struct with a
+            sharding on `mesh(target, devices)` keeps the sharding; every other argument is replicated.
+        target: name of a GPU (one of `TARGETS`), or a `Target`; None for this process's devices.
         devices: GPUs of one host.
         donate_argnums: as in `jax.jit`.
 
     Returns:
-        The compiled program: for `program.read`, `as_text()`, `memory_analysis()`. It cannot be called.
+        The lowered program, for `compile` and `program.read_lowered`.
 
     Raises:
         ValueError: no such target, or `devices` is not positive.
-        RuntimeError: the CUDA plugin is missing, or of another version than jaxlib.
+        RuntimeError: the CUDA plugin is missing, or its version is not jaxlib's.
     """
-    lowered = lower_for(fn, *args, target=target, devices=devices, donate_argnums=donate_argnums)
-    return lowered.compile(compiler_options=COMPILER_OPTIONS)
-
-
-def lower_for(
-    fn: Callable[..., Any],
-    *args: Any,
-    target: str | Target = "h200",
-    devices: int = 1,
-    donate_argnums: int | tuple[int, ...] = (),
-) -> jax.stages.Lowered:
-    """The program that `compile_for` compiles, before it is: for `program.read_lowered`.
-
-    Args, Raises: see `compile_for`.
-    """
-    gpus = mesh(target, devices)
-    replicated = NamedSharding(gpus, PartitionSpec())
+    jitted = jax.jit(fn, donate_argnums=donate_argnums)
+    if target is None:
+        return jitted.lower(*args)
+    replicated = NamedSharding(mesh(target, devices), PartitionSpec())
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         sharding = leaf.sharding if aval is leaf and leaf.sharding is not None else replicated
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
-    return jax.jit(fn, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
+    return jitted.lower(*jax.tree.map(place, args))
+
+
+def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.stages.Compiled:
+    """Compiles a program of `lower_for`, with the options that its target needs."""
+    return lowered.compile(compiler_options=None if target is None else COMPILER_OPTIONS)
+
+
+def compile_for(
+    fn: Callable[..., Any], *args: Any, target: str | Target | None = "h200", **options: Any
+) -> jax.stages.Compiled:
+    """`jax.jit(fn)` compiled for GPUs that are not here, or for this process's devices.
+
+    Args, Raises: see `lower_for`.
+
+    Returns:
+        The compiled program: for `program.read`, `as_text()`, `memory_analysis()`. A program for a target
+        cannot be called.
+    """
+    return compile(lower_for(fn, *args, target=target, **options), target)
 
 
 def _description(target: Target) -> str:
     """The target as the text of XLA's GpuTargetConfigProto."""
     major, minor = target.capability
-    # What is written as a number here is the same on every GPU that multiplies FP8.
+    # Literal numbers are the same on every GPU with FP8 GEMMs.
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024

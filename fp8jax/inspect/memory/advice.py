@@ -1,49 +1,29 @@
-"""Dimensions that cost more than they give: which ones, what they cost, and what to take instead.
+"""Dimensions that waste work: what they cost, and which sizes to take instead.
 
     print("\n".join(advise(model.report(*inputs))))
     up: 1000 outputs: no multiple of 16, so XLA multiplies copies padded to 1008, 2% of the work ...; take ...
 
-A GPU computes a matrix product in tiles. What of the last tile lies outside of the matrix is computed for
-nothing, and takes the time of the rest. cuBLASLt's FP8 products want dimensions that are multiples of 16.
-A dimension is a side of the result in two of a layer's three GEMMs, and is summed over in the third.
+A GPU computes a GEMM in tiles. The part of the last tile outside of the matrix takes as much time as the part
+inside. cuBLASLt's FP8 GEMMs take dimensions that are multiples of 16. A dimension is a side of the output in
+two of a layer's three GEMMs, and is contracted in the third.
 
 References:
     NVIDIA, Matrix Multiplication Background User's Guide, sections on tensor core requirements and tile
     quantization; cuBLAS documentation, `cublasLtMatmul` (FP8: dimensions are multiples of 16).
 """
 
-from typing import Any
-
-import jax
-
-from fp8jax import adapters
-from fp8jax.adapters import linen, nnx
-from fp8jax.inspect import models
-from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report
 
-ALIGNED = 16  # numbers, of an FP8 operand's dimensions
+ALIGNED = 16  # numbers: the unit of an FP8 operand's dimensions
 
-# Sides of cuBLAS's tiles: 128 where there is as much, also 64.
+# Sides of cuBLAS's tiles: 64 for dimensions up to 64, else 128.
 TILE, SMALL_TILE = 128, 64
 
 WORTH_TELLING = 0.01  # of the work
 
 
-def of_model(model: Any, recipe: Recipe | str, inputs: tuple[Any, ...]) -> list[str]:
-    """`advise` of a model, Linen or NNX, plain or transformed; nothing is computed."""
-    if linen.is_module(model):
-        model = adapters.transform(model, recipe)
-    elif nnx.is_module(model) and not nnx.recipes(model):
-        model = models.under(model, Recipe.parse(recipe))
-    found: list[Report] = []
-    # Traced, or the random key that a report starts from would be made on a device.
-    jax.eval_shape(lambda: found.append(adapters.report(model, *inputs)))
-    return advise(found[0])
-
-
 def advise(report: Report) -> list[str]:
-    """A line for each dimension of layers in FP8 that is worth changing; none if all are well."""
+    """A line for each dimension of FP8 layers that is worth changing."""
     layers: dict[tuple[str, int], list[str]] = {}
     for row in report.rows:
         if row.fp8 and row.gemm is not None:
@@ -59,13 +39,13 @@ def advise(report: Report) -> list[str]:
 
 
 def costs(size: int) -> str:
-    """What a dimension of this size costs; "" if that is nothing worth telling."""
-    said = []
+    """The cost of a dimension of this size, in words; "" if it is small."""
+    found = []
     if size % ALIGNED:
-        said.append(f"no multiple of {ALIGNED}, so XLA multiplies copies padded to {_up(size, ALIGNED)}")
+        found.append(f"no multiple of {ALIGNED}, so XLA multiplies copies padded to {_up(size, ALIGNED)}")
     if (lost := wasted(size)) >= WORTH_TELLING:
-        said.append(f"{lost:.0%} of the work on tiles of {_tile(size)} is for nothing")
-    return ", ".join(said)
+        found.append(f"{lost:.0%} of the work on tiles of {_tile(size)} is for nothing")
+    return ", ".join(found)
 
 
 def better(size: int) -> str:
@@ -76,7 +56,7 @@ def better(size: int) -> str:
 
 
 def wasted(size: int) -> float:
-    """The share of the work on tiles that lies outside of a dimension of this size."""
+    """The share of the tiles' work outside of a dimension of this size."""
     return 1 - size / _up(size, _tile(size))
 
 

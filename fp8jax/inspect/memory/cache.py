@@ -1,10 +1,11 @@
 """Finished rows of `fp8jax plan` on disk, so that a program is compiled only once.
 
-path = path_of(lowered, "h200", default_folder())
-row = read(path) or ...
-write(path, row)
+    path = path_of(lowered, "h200", default_folder())
+    row = read(path) or ...
+    write(path, row)
 
-A row is a small JSON file. Its name is a hash of the lowered program and of all that compiles it.
+A row is a small JSON file. Its name is a hash of the lowered program, of the compiler's version and options,
+and of the device.
 """
 
 import contextlib
@@ -20,20 +21,20 @@ import jax
 
 from fp8jax.inspect import targets
 
-_VERSION = 1  # of what is read from a program; raise it when that changes
+_VERSION = 1  # of `Row`; raise it when a field changes its meaning
 
 
 class Row(NamedTuple):
-    """What a plan takes from a compiled program."""
+    """The figures of a compiled program that a plan needs."""
 
     total: int  # bytes of the peak on one device
-    sent: int  # bytes that one device sends in a step
+    sent: int  # bytes that each device sends in a step
 
 
 def default_folder() -> pathlib.Path:
     """The user's cache folder: `fp8jax/plan` in `$XDG_CACHE_HOME`, which is by default `~/.cache`."""
     given = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
+    # The XDG specification ignores relative paths.
     base = given if given.is_absolute() else pathlib.Path.home() / ".cache"
     return base / "fp8jax" / "plan"
 
@@ -73,7 +74,7 @@ def _is_row(found: Any) -> bool:
 
 
 def write(path: pathlib.Path, row: Row) -> None:
-    """Writes a row, in whole or not at all. A folder that cannot be written is no error."""
+    """Writes a row atomically. A folder that cannot be written is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

@@ -1,9 +1,9 @@
 """FP8-LM's table of memory and traffic, next to programs compiled for the same settings.
 
 The paper trains with Megatron-LM: bfloat16 weights and float32 gradients on each GPU, moments and masters
-sharded (ZeRO stage 1), flash attention, no other remat. Our programs have float32 weights in `bf16` and `te`,
-rematerialize all but GEMM outputs, and hold one layer's attention scores in memory. Data parallelism is in
-the programs; tensor and pipeline parallelism, which fp8jax leaves to its user's mesh, are arithmetic on their
+sharded (ZeRO stage 1), flash attention, no other remat. Programs here have float32 weights in `bf16` and
+`te`, rematerialize all but GEMM outputs, and hold one layer's attention scores in memory. They contain the
+data parallelism; fp8jax leaves tensor and pipeline parallelism to its user's mesh, so here they divide the
 bytes.
 
 References:
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from fp8jax.inspect import targets
 from fp8jax.inspect.memory.planner import Plan, plan
-from fp8jax.inspect.memory.subject import subject
 from fp8jax.inspect.models import GPTS
+from fp8jax.inspect.subject import subject
 
 H100 = targets.get("h100")
 
@@ -27,35 +27,28 @@ class Setting(NamedTuple):
     """One row of the paper's table."""
 
     model: str
-    tensor: int
+    tensor: int  # degrees of tensor, pipeline and data parallelism
     pipeline: int
     data: int
-    recipe: str  # of ours
+    recipe: str  # the nearest recipe of ours
     batch: int  # sequences in a micro-batch
     memory: float  # GB on one GPU
-    traffic: float  # GB of weights and their gradients, of one GPU in a step
+    traffic: float  # GB of weights and their gradients that one GPU sends in a step
 
 
 SETTINGS = [
-    Setting(model, *degrees, *row)
-    for model, degrees, rows in (
-        (
-            "gpt-7b",
-            (1, 1, 32),
-            (("bf16", 2, 69.6, 37.2), ("te", 2, 77.3, 37.2), ("O2", 2, 49.4, 13.9), ("O2", 4, 69.3, 13.9)),
-        ),
-        (
-            "gpt-13b",
-            (2, 1, 16),
-            (("bf16", 2, 68.2, 34.3), ("te", 2, 76.4, 34.3), ("O2", 2, 48.9, 12.4), ("O2", 4, 67.8, 12.4)),
-        ),
-        (
-            "gpt-175b",
-            (8, 4, 4),
-            (("bf16", 1, 66.1, 23.4), ("te", 1, 69.6, 23.4), ("O2", 1, 40.3, 8.2), ("O2", 4, 57.7, 8.2)),
-        ),
-    )
-    for row in rows
+    Setting("gpt-7b", 1, 1, 32, "bf16", 2, 69.6, 37.2),
+    Setting("gpt-7b", 1, 1, 32, "te", 2, 77.3, 37.2),
+    Setting("gpt-7b", 1, 1, 32, "O2", 2, 49.4, 13.9),
+    Setting("gpt-7b", 1, 1, 32, "O2", 4, 69.3, 13.9),
+    Setting("gpt-13b", 2, 1, 16, "bf16", 2, 68.2, 34.3),
+    Setting("gpt-13b", 2, 1, 16, "te", 2, 76.4, 34.3),
+    Setting("gpt-13b", 2, 1, 16, "O2", 2, 48.9, 12.4),
+    Setting("gpt-13b", 2, 1, 16, "O2", 4, 67.8, 12.4),
+    Setting("gpt-175b", 8, 4, 4, "bf16", 1, 66.1, 23.4),
+    Setting("gpt-175b", 8, 4, 4, "te", 1, 69.6, 23.4),
+    Setting("gpt-175b", 8, 4, 4, "O2", 1, 40.3, 8.2),
+    Setting("gpt-175b", 8, 4, 4, "O2", 4, 57.7, 8.2),
 ]
 
 
@@ -67,7 +60,7 @@ def rows(
     """The settings compiled for H100s, next to the paper's figures.
 
     Args:
-        settings: of the paper.
+        settings: rows of the paper's table.
         cache: as in `memory.plan`.
         on_row: called with a row's name before its program is compiled.
     """
@@ -94,11 +87,12 @@ def rows(
 def on_one(setting: Setting, cache: pathlib.Path | None = None) -> Plan:
     """The plan for one GPU: the first stage of a pipeline, divided by the degree of tensor parallelism.
 
-    That stage has as many micro-batches under way as the pipeline has stages: they are compiled as one batch.
+    The first stage holds the activations of as many micro-batches as the pipeline has stages; here they are
+    one batch.
     """
     layers = GPTS[setting.model]["layers"] // setting.pipeline
     of = subject(setting.model, layers=layers, batch=setting.batch * setting.pipeline)
-    # The program of all tensors, for a GPU that holds them: XLA rematerializes what does not fit.
+    # The program has whole tensors, so it gets a larger GPU: XLA rematerializes where memory is short.
     target = dataclasses.replace(H100, memory=H100.memory * setting.tensor)
     options: dict[str, Any] = {"devices": setting.data, "stage": 1, "target": target, "cache": cache}
     planned = plan(of.model, setting.recipe, *of.inputs, loss=of.loss, **options)

@@ -1,57 +1,27 @@
-"""What a compiled program's kernels read and write, and how often it casts and transposes a tensor.
+"""Bytes that a compiled program's kernels move, and its casts and transposes of FP8 tensors.
 
     traffic = program.traffic_of(compiled)
-    traffic.other, traffic.gemms, traffic.casts, traffic.most_casts
-    traffic.seconds(targets.get("h200"))        # a roofline's estimate
+    traffic.other, traffic.gemms, traffic.most_casts, traffic.most_transposes
+    traffic.seconds(targets.get("h200"))        # a roofline estimate
 
-A tensor that a product takes in FP8 should be cast once, and be transposed once at most: GPUs before
-Blackwell multiply FP8 only with the contracted dim last in memory, and the product of a weight gradient
-contracts the dim that the others do not.
+Each operand of an FP8 GEMM should be cast once, and transposed at most once: GPUs before Blackwell take FP8
+operands only with the contracted dimension last in memory, and the GEMM of a weight gradient contracts
+another dimension than the other two GEMMs.
 """
 
 import collections
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fp8jax.inspect.program.compiled import Gemm, gemm_of
-from fp8jax.inspect.program.text import (
-    Instruction,
-    bytes_of,
-    dims_of,
-    dtype_of,
-    executed,
-    launches,
-    op_name,
-    parse,
-    trip_count,
-)
+import jax
 
-_Computations = dict[str, list[Instruction]]
-
-
-class Kernel(NamedTuple):
-    """What is launched at once: a fusion, a library call, a copy."""
-
-    gemm: Gemm | None  # which product it is, if it is one
-    moved: int  # bytes of all operands and results
-    runs: int  # trip counts of the loops around it; 1 where unknown
-    name: str  # where it was traced
-    text: str  # its name in the program, and its result
-
-    @property
-    def kind(self) -> str:
-        """Of GEMM; "" for other kernels."""
-        return self.gemm.kind if self.gemm else ""
-
-    @property
-    def flops(self) -> int:
-        """Of a GEMM; those of other kernels are not counted."""
-        return self.gemm.flops if self.gemm else 0
+from fp8jax.inspect.program.compiled import Kernel, kernels_of
+from fp8jax.inspect.program.hlo import Computation, Instruction, Module, first_of, parse
+from fp8jax.inspect.targets import Target
 
 
 class Traffic(NamedTuple):
-    """What the kernels of a program move; those in loops count as often as they run."""
+    """What the kernels of a program move; a kernel in a loop counts as often as it runs."""
 
     kernels: tuple[Kernel, ...]
     casts: dict[str, int]  # FP8 tensor -> places in the program that cast it from a wider format
@@ -68,7 +38,7 @@ class Traffic(NamedTuple):
         return self.outside("")
 
     def outside(self, scope: str) -> int:
-        """`other`, without the kernels that were traced in a scope of this name; "" is none."""
+        """`other` without the kernels that were traced in a named scope; "" leaves none out."""
         return sum(
             kernel.moved * kernel.runs
             for kernel in self.kernels
@@ -77,122 +47,79 @@ class Traffic(NamedTuple):
 
     @property
     def most_casts(self) -> int:
-        """Casts of the tensor that is cast most often."""
+        """The number of casts of the tensor that is cast most often."""
         return max(self.casts.values(), default=0)
 
     @property
     def most_transposes(self) -> int:
-        """Transposes of the tensor that is transposed most often."""
+        """The number of transposes of the tensor that is transposed most often."""
         return max(self.transposes.values(), default=0)
 
-    def seconds(self, target: Any) -> float:
-        """What the program takes at the peaks of a `targets.Target`: each kernel as long as its bytes take at
-        full bandwidth, or its FLOPs at the full rate, whichever is more. An estimate, without latencies."""
+    def seconds(self, target: Target) -> float:
+        """A roofline estimate without latencies: each kernel takes the time of its bytes at full bandwidth,
+        or of its FLOPs at the full rate, whichever is longer."""
         return sum(_seconds(kernel, target) * kernel.runs for kernel in self.kernels)
 
 
-def _seconds(kernel: Kernel, target: Any) -> float:
-    rate = target.fp8_flops if kernel.gemm and kernel.gemm.is_fp8 else target.bf16_flops
-    return max(kernel.moved / target.bandwidth, kernel.flops / rate)
+def _seconds(kernel: Kernel, target: Target) -> float:
+    gemm = kernel.gemm
+    rate = target.fp8_flops if gemm and gemm.is_fp8 else target.bf16_flops
+    return max(kernel.moved / target.bandwidth, (gemm.flops if gemm else 0) / rate)
 
 
-def traffic_of(compiled: Any) -> Traffic:
-    """Reads a compiled program.
+def traffic_of(compiled: jax.stages.Compiled) -> Traffic:
+    """Reads the traffic of a compiled program.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` or `targets.compile_for` gives.
+        compiled: the result of `jax.jit(f).lower(...).compile()` or `targets.compile_for`.
 
     Returns:
-        Its `Traffic`. A kernel that reads a slice of an operand counts the whole of it.
+        The program's `Traffic`. A kernel that reads a slice of an operand counts the whole operand.
 
     Raises:
         ValueError: the text has no entry computation.
     """
-    computations, entry = parse(compiled.as_text())
+    module = parse(compiled.as_text())
     casts, transposes = collections.Counter(), collections.Counter()
-    kernels = []
-    for instruction, body, runs in _launched(computations, entry, 1):
-        kernels.append(_kernel(instruction, body, computations, runs))
-        casts.update({_tensor(inner) for inner in _casts(instruction, computations)})
-        if _transposes(instruction, computations):
+    for instruction, body, _ in module.kernels():
+        inside = _inside(module, instruction)
+        # Each tensor once, though a kernel may write it twice. Scalars, such as constants, do not count.
+        casts.update({_tensor(inner) for inner in inside if _is_cast(inner)})
+        if len(instruction.operands) == 1 and _is_transpose(inside):
             transposes[_source(instruction.operands[0], body)] += 1
-    return Traffic(tuple(kernels), dict(casts), dict(transposes))
+    return Traffic(kernels_of(module), dict(casts), dict(transposes))
 
 
-def _launched(
-    computations: _Computations, name: str, runs: int
-) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
-    """What a computation launches, what stands around it, and how often it runs."""
-    body = {instruction.name: instruction for instruction in computations[name]}
-    for instruction in computations[name]:
-        if launches(instruction):
-            yield instruction, body, runs
-        for called in executed(instruction):
-            yield from _launched(computations, called, runs * trip_count(instruction))
-
-
-def _kernel(
-    instruction: Instruction, body: dict[str, Instruction], computations: _Computations, runs: int
-) -> Kernel:
-    shapes = {operand: body[operand].shape for operand in instruction.operands if operand in body}
-    gemm = gemm_of(instruction, shapes, computations, runs)
-    # A library's workspace, which follows its result, is not counted.
-    result = _first(instruction.shape) if gemm else instruction.shape
-    return Kernel(
-        gemm=gemm,
-        moved=sum(map(bytes_of, [result, *(shapes.get(operand, "") for operand in instruction.operands)])),
-        runs=runs,
-        name=op_name(instruction),
-        text=f"{instruction.name}: {instruction.shape}",
-    )
-
-
-def _first(shape: str) -> str:
-    """A shape as printed; of a tuple, its first element."""
-    found = re.search(r"[a-z]\w*\[[\d,]*\]", shape)
-    return found[0] if found else shape
-
-
-def _inside(instruction: Instruction, computations: _Computations) -> list[Instruction]:
-    """The instructions of a fusion, and of those within it; of anything else, itself."""
-    called = re.search(r"calls=%([\w.\-]+)", instruction.line)
-    if instruction.opcode != "fusion" or not called:
+def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
+    """The instructions of a fusion and of the fusions within; else the instruction itself."""
+    body = module.fused(instruction)
+    if not body:
         return [instruction]
-    return [deep for inner in computations[called[1]] for deep in _inside(inner, computations)]
+    return [deep for inner in body.values() for deep in _inside(module, inner)]
 
 
-def _casts(instruction: Instruction, computations: _Computations) -> list[Instruction]:
-    """The casts to FP8 within a kernel. One of a few numbers, as of a constant, is none."""
-    inside = _inside(instruction, computations)
-    return [
-        inner
-        for inner in inside
-        if inner.opcode == "convert" and dtype_of(inner.shape).startswith("f8") and dims_of(inner.shape)
-    ]
+def _is_cast(instruction: Instruction) -> bool:
+    dtype, dims = first_of(instruction.shape)
+    return instruction.opcode == "convert" and dtype.startswith("f8") and dims != ()
 
 
 def _tensor(cast: Instruction) -> str:
-    """Which tensor a cast is of: layer and operand, without what rematerialization and autodiff add."""
-    name = op_name(cast)
-    found = re.search(r"fp8jax:([^/]+).*?/(cast_\w+)", name)
-    return f"{found[1]} {found[2]}" if found else name
+    """The tensor that is cast: layer and operand, without the names that remat and autodiff add."""
+    found = re.search(r"fp8jax:([^/]+).*?/(cast_\w+)", cast.op_name)
+    return f"{found[1]} {found[2]}" if found else cast.op_name
 
 
-def _transposes(instruction: Instruction, computations: _Computations) -> bool:
-    """Whether a kernel only moves bytes of one FP8 tensor to other places."""
-    inside = [
-        inner for inner in _inside(instruction, computations) if inner.opcode not in ("parameter", "bitcast")
-    ]
+def _is_transpose(inside: list[Instruction]) -> bool:
+    """Whether a kernel only moves the bytes of an FP8 tensor."""
+    inside = [inner for inner in inside if inner.opcode not in ("parameter", "bitcast")]
     moves = [inner for inner in inside if inner.opcode in ("transpose", "copy")]
-    others = [
-        inner for inner in inside if inner.opcode not in ("transpose", "copy", "bitcast-convert", "reshape")
-    ]
-    is_narrow = bool(moves) and dtype_of(moves[0].shape) in ("f8e4m3fn", "f8e5m2", "u8")
-    return is_narrow and not others and len(instruction.operands) == 1
+    if not moves or first_of(moves[0].shape)[0] not in ("f8e4m3fn", "f8e5m2", "u8"):
+        return False
+    return all(inner in moves or inner.opcode in ("bitcast-convert", "reshape") for inner in inside)
 
 
-def _source(name: str, body: dict[str, Instruction]) -> str:
-    """The name of what was computed, behind what only passes it on."""
+def _source(name: str, body: Computation) -> str:
+    """The name of the tensor behind bitcasts and barriers."""
     while name in body and body[name].opcode in ("bitcast", "bitcast-convert", "opt-barrier"):
         name = body[name].operands[0]
     return name

@@ -1,0 +1,156 @@
+"""Models to inspect: a GPT of any size or a model of the user's, transformed, with its loss.
+
+subject("gpt-7b", batch=2)
+subject("gpt", experts=8, top_k=2)       # a mixture of experts in each layer
+subject("my_package.models:tiny")        # a function that returns (model, example inputs)
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fp8jax import adapters
+from fp8jax.adapters import linen
+from fp8jax.adapters import nnx as nnx_adapter
+from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
+from fp8jax.inspect.models import GPT, GPTS
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite.report import Report
+from fp8jax.variables import PARAMS, SCALING
+
+
+class Subject(NamedTuple):
+    """A model with one device's inputs."""
+
+    model: Any
+    inputs: tuple[Any, ...]
+    loss: Callable[..., jax.Array]  # loss(outputs, *inputs)
+
+
+def subject(
+    name: str, *, batch: int = 1, dtype: str = "bfloat16", remat: bool = True, **sizes: int
+) -> Subject:
+    """A model by its name.
+
+    Args:
+        name: "gpt", one of `GPTS`, or "module:function". The other arguments are for a GPT.
+        batch: sequences on one device.
+        dtype: of activations.
+        remat: whether the backward keeps only the outputs of GEMMs.
+        sizes: layers, heads, width, context or vocabulary, where they differ from the named model's; experts
+            and top_k.
+
+    Raises:
+        ValueError: no such model, or the sizes contradict each other.
+    """
+    if ":" in name:
+        return _of_user(name)
+    if name != "gpt" and name not in GPTS:
+        raise ValueError(
+            f"`model`: expected gpt, {', '.join(GPTS)} or package.module:function; got {name!r}."
+        )
+    whole: dict[str, Any] = {"vocabulary": 50304, **GPTS.get(name, GPTS["gpt-125m"]), **sizes}
+    if min(batch, *whole.values()) < 1:
+        raise ValueError(f"`model`: expected positive sizes; got {whole} and batch={batch}.")
+    if whole["width"] % whole["heads"]:
+        raise ValueError(f"`width` {whole['width']} is no multiple of `heads` {whole['heads']}; change one.")
+    if "top_k" in sizes and "experts" not in sizes:
+        raise ValueError(f"`top_k`: expected with `experts`, whose number it is; got {sizes['top_k']} alone.")
+    tokens = jax.ShapeDtypeStruct((batch, whole["context"]), jnp.int32)
+    return Subject(GPT(**whole, dtype=jnp.dtype(dtype), remat=remat), (tokens,), next_token_loss)
+
+
+def _of_user(name: str) -> Subject:
+    module, _, function = name.partition(":")
+    if not (module and function):
+        raise ValueError(f"`model`: expected package.module:function; got {name!r}.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (Exception, SystemExit) as error:  # the user's program may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"`model`: expected a function package.module:function; {name!r}: {reason}."
+        ) from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(
+            f"`model`: expected {name} to return (model, inputs), or (model, inputs, loss); got "
+            f"{type(made).__name__}."
+        )
+    model, inputs, *loss = made
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    return Subject(model, inputs, loss[0] if loss else mean_square)
+
+
+def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The mean cross-entropy in float32. Targets are not shifted, which makes no difference to memory."""
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def mean_square(outputs: jax.Array, *inputs: Any) -> jax.Array:
+    """The mean square of the outputs, a loss for any model."""
+    del inputs
+    return jnp.mean(jnp.square(outputs.astype(jnp.float32)))
+
+
+def transformed(model: Any, recipe: Recipe | str) -> Any:
+    """The model under the recipe; a transformed model unchanged. Shapes replace the arrays of an NNX module.
+
+    Raises:
+        TypeError: the model is no Flax module.
+    """
+    if linen.is_module(model):
+        return adapters.transform(model, recipe)
+    if isinstance(model, linen.LinenModel):
+        return model
+    if not nnx_adapter.is_module(model):
+        raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
+    is_plain = not nnx_adapter.recipes(model)
+    return nnx.eval_shape(lambda model: adapters.transform(model, recipe), model) if is_plain else model
+
+
+def loss_of(
+    model: Any, inputs: tuple[Any, ...], loss: Callable[..., jax.Array] = mean_square
+) -> tuple[Callable[..., jax.Array], Any]:
+    """The loss of a transformed model as a function of variables, and the shapes of the variables.
+
+    Args:
+        model: the result of `transformed`.
+        inputs: arrays or `jax.ShapeDtypeStruct`s.
+        loss: `loss(outputs, *inputs)`.
+
+    Returns:
+        `loss_fn(variables, *inputs)`, and a tree of `jax.ShapeDtypeStruct`s.
+    """
+    if isinstance(model, linen.LinenModel):
+        loss_fn = lambda variables, *inputs: loss(model.apply(variables, *inputs), *inputs)  # noqa: E731
+        return loss_fn, jax.eval_shape(lambda: model.init(jax.random.key(0), *_zeros(inputs)))
+    graph, params, states, *others = nnx.split(model, *KINDS)
+
+    def loss_of_module(variables: Any, *inputs: Any) -> jax.Array:
+        trained = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING])
+        module: Any = nnx.merge(graph, *trained, *_zeros(others))
+        return loss(module(*inputs), *inputs)
+
+    return loss_of_module, {PARAMS: tree_of(params), SCALING: tree_of(states)}
+
+
+def report_of(model: Any, inputs: tuple[Any, ...]) -> Report:
+    """The report of a transformed model. The model is traced, and computes nothing."""
+    found: list[Report] = []
+    # Outside a trace, the random key for a Linen model's variables would be computed on a device.
+    jax.eval_shape(lambda: found.append(adapters.report(model, *inputs)))
+    return found[0]
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
