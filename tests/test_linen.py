@@ -392,18 +392,18 @@ def test_mutable_collections_come_back_as_the_module_has_them():
     "model, recipe, error, message",
     [
         (object(), "O2", TypeError, "expected a Flax module, .* or a function of parameters; got object"),
-        (nn.Dense, "O2", TypeError, "or a function of parameters; got the class Dense, not an object"),
+        (nn.Dense, "O2", TypeError, "or a function of parameters; got the class Dense, not an instance"),
         (
             fp8jax.transform(nn.Dense(4), "te"),
             "O2",
             TypeError,
-            "got a LinenModel.*transform the original, its `.module`",
+            r"got a transformed model \(LinenModel\); transform its `.module`",
         ),
         (
             fp8jax.transform(lambda params, x: x @ params, "te"),
             "O2",
             TypeError,
-            "got a FunctionModel.*transform the original, its `.fn`",
+            r"got a transformed model \(FunctionModel\); transform its `.fn`",
         ),
         (nn.Dense(4), "O4", ValueError, "expected one of fp32, bf16, .*got 'O4'"),
     ],

@@ -534,7 +534,7 @@ def test_functions_for_nnx_refuse_others():
     for function in (fp8jax.adapters.nnx.freeze, fp8jax.adapters.nnx.dequantize):
         with pytest.raises(TypeError, match="expected an NNX module; got dict"):
             function({})
-    with pytest.raises(TypeError, match="expected what fp8jax.transform made; got dict"):
+    with pytest.raises(TypeError, match="expected a model from fp8jax.transform; got dict"):
         fp8jax.report({})
 
 
