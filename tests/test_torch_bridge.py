@@ -30,7 +30,7 @@ from fp8jax_torch.bridge import (  # noqa: E402
     optimizer_to_flax,
     to_flax,
 )
-from fp8jax_torch.bridge.crossing import to_jax, to_torch  # noqa: E402
+from fp8jax_torch.bridge.arrays import to_jax, to_torch  # noqa: E402
 
 WIDTH, OUT = 32, 48
 HIDDEN = 2 * WIDTH

@@ -1,4 +1,4 @@
-"""A run goes on in the other framework: weights, scales, moments, masters and step, bit for bit.
+"""Weights, scaling state and optimizer state between torch and Flax, bit for bit: a run goes on in the other.
 
     variables = to_flax(model.state_dict(), GPT2, like=variables)
     opt_state = optimizer_to_flax(optimizer, model, GPT2, like=opt_state)
@@ -6,17 +6,17 @@
     model.load_state_dict(from_flax(variables, GPT2, like=model.state_dict()))
     optimizer.load_state_dict(optimizer_from_flax(opt_state, model, GPT2, like=optimizer))
 
-`like` is the model, or the optimizer's state, that the run goes on in: of the same size, by the same recipe.
-What does not fit is an error that lists it. Which tensor is where, a `NameMap` says: `GPT2` and `LLAMA` for
-Hugging Face's names, `mapping_of(model)` where modules have the same names on both sides, or one of yours:
+`like` is the model, or the optimizer's state, in which the run goes on: of the same size and recipe. One
+error lists all differences. A `NameMap` says which tensor is where: `GPT2` and `LLAMA` for Hugging Face's
+names, `mapping_of(model)` for modules with the same names on both sides, or one of yours:
 
     NameMap((Rename(r"(.*)\\.weight", r"\\1/kernel", axes=(1, 0)), Rename(r"(.*)\\.bias", r"\\1/bias")))
     GPT2.stacked("h").moved("^transformer/", "")  # layers under `nn.scan`, and no module around them
 """
 
-from fp8jax_torch.bridge.derived import mapping_of as mapping_of
-from fp8jax_torch.bridge.hugging_face import GPT2 as GPT2
-from fp8jax_torch.bridge.hugging_face import LLAMA as LLAMA
+from fp8jax_torch.bridge.maps import GPT2 as GPT2
+from fp8jax_torch.bridge.maps import LLAMA as LLAMA
+from fp8jax_torch.bridge.maps import mapping_of as mapping_of
 from fp8jax_torch.bridge.names import NameMap as NameMap
 from fp8jax_torch.bridge.names import Place as Place
 from fp8jax_torch.bridge.names import Rename as Rename

@@ -1,4 +1,4 @@
-"""Where a torch tensor is in a Flax model: names, and the order of a tensor's dims.
+"""Maps from torch's tensor names to Flax paths, with the order of the dimensions.
 
     >>> mapping = NameMap((Rename(r"(.*)\\.weight", r"\\1/kernel", axes=(1, 0)),))
     >>> mapping.place("layers.3.up.weight")
@@ -6,8 +6,8 @@
     >>> mapping.stacked("layers").place("layers.3.up.weight")  # layers that Flax scans
     Place(path=('layers', 'up', 'kernel'), layer=(3,), axes=(1, 0), shape=None)
 
-A map is read from torch's names to Flax's only. The way back needs no inverse: both ways start from
-the names that the torch model has.
+A map leads from torch's names to Flax's only. The way back starts from the torch model's names, too, and
+needs no inverse.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Rename:
-    r"""What becomes of the torch tensors whose names a pattern fits.
+    r"""The place of torch tensors with names that match a pattern.
 
     Attributes:
         torch: regular expression of whole names in a `state_dict`.
-        flax: path of its place, with the groups of the pattern as `\1`; a "." counts as "/". A segment
-            `[3]` is no name but an index: the tensor is element 3 along axis 0 of the array at the
-            path without the segment. None: the tensor has no place in a Flax model and is left out.
-        axes: torch's dims in Flax's order, as `torch.permute` takes them; None is as they are.
-        shape: the Flax array's shape where it has other dims than these, one of them may be -1:
-            (-1, heads, width) of an attention's kernel, whose heads torch has in one dim.
+        flax: path of the place, with the groups of the pattern as `\1`; a "." counts as "/". A segment `[3]`
+            is an index: the tensor is element 3 along axis 0 of the array at the path without the segment.
+            None: the Flax model has no such array, and the tensor is left out.
+        axes: torch's dimensions in Flax's order, as `torch.permute` takes them; None keeps the order.
+        shape: the Flax array's shape where dimensions are split or joined, at most one of them -1:
+            (-1, heads, width) for an attention kernel, where torch has one dimension for all heads.
     """
 
     torch: str
@@ -37,7 +37,7 @@ class Rename:
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what no tensor can be moved by."""
+        """Raises ValueError for an illegal pattern, permutation or shape."""
         try:
             re.compile(self.torch)
         except re.error as error:
@@ -51,7 +51,7 @@ class Rename:
 
 
 class Place(NamedTuple):
-    """Where one torch tensor is among Flax variables, and in which order."""
+    """The place of one torch tensor among Flax variables."""
 
     path: tuple[str, ...]
     layer: tuple[int, ...] = ()
@@ -59,12 +59,12 @@ class Place(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A torch tensor in Flax's order."""
+        """Brings a torch tensor into Flax's order."""
         ordered = tensor if self.axes is None else tensor.permute(self.axes)
         return ordered if self.shape is None else ordered.reshape(self.shape)
 
     def restore(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """A tensor in Flax's order in torch's, there of shape `shape`."""
+        """Brings a tensor from Flax's order into torch's, with the shape `shape`."""
         if self.axes is None:
             return tensor.reshape(shape)
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
@@ -73,13 +73,13 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """Renames, of which the first that fits a name decides, and moves of the paths that they give.
+    """Renames, the first match of which decides, and moves within the resulting paths.
 
-    Maps add up: in `NameMap((Rename(...),)) + GPT2` the new rule goes before GPT-2's.
+    Maps add up: `NameMap((Rename(...),)) + GPT2` tries the new rename before GPT-2's.
 
     Attributes:
-        renames: in the order in which they are tried.
-        moves: pairs of a regular expression and what replaces it in a path, each applied in turn.
+        renames: tried in this order.
+        moves: pairs of a regular expression and its replacement in a path, applied in turn.
     """
 
     renames: tuple[Rename, ...]
@@ -89,28 +89,28 @@ class NameMap:
         return NameMap(self.renames + other.renames, self.moves + other.moves)
 
     def moved(self, pattern: str, path: str) -> "NameMap":
-        r"""The same tensors elsewhere, wherever a regular expression fits a part of a path.
+        r"""The map with a part of each path replaced.
 
         Args:
             pattern: regular expression, e.g. `"^transformer/"`.
-            path: what to put there, e.g. `""`.
+            path: the replacement, e.g. `""`.
         """
         return dataclasses.replace(self, moves=(*self.moves, (pattern, path)))
 
     def stacked(self, name: str) -> "NameMap":
-        """The same with numbered layers along axis 0 of each array, as `nn.scan` and `nnx.scan` keep them.
+        """The map with numbered layers along axis 0 of each array, as `nn.scan` and `nnx.scan` keep them.
 
         Args:
-            name: what holds the layers: with "h", `h/3/attn/...` is element 3 of `h/attn/...`.
+            name: of the container of the layers: with "h", `h/3/attn/...` is element 3 of `h/attn/...`.
         """
         return self.moved(rf"(^|/){re.escape(name)}/(\d+)/", rf"\g<1>{name}/[\g<2>]/")
 
     def fitting(self, name: str) -> Rename | None:
-        """The first rename that fits a torch name."""
+        """The first rename that matches a torch name."""
         return next((rename for rename in self.renames if re.fullmatch(rename.torch, name)), None)
 
     def place(self, name: str) -> Place | None:
-        """Where the torch tensor of a name is; None if no rename fits or it has no place."""
+        """The place of a torch tensor by its name; None if no rename matches or Flax has no such array."""
         rename = self.fitting(name)
         if rename is None or rename.flax is None:
             return None

@@ -1,27 +1,32 @@
 """Adam's state, between a `torch.optim.Optimizer` and an optax state.
 
-    torch, per parameter                                  optax, a tree of each
+    torch, per parameter                                  optax, a tree each
     exp_avg, exp_avg_scale                                adam.mu: ScaledArray, or array without a scale
     exp_avg_sq, exp_avg_sq_scale                          adam.nu
     master, master_scale (where the recipe has masters)   master
-    step                                                  adam.count, the same for all
+    step                                                  adam.count, one for all
     the optimizer's attribute `skipped`                   skipped
 
-What else a chain keeps stays as it is, but for its schedules' counters: these count skipped steps, too.
+The optax state is found by the names of its fields, anywhere in a chain: `AdamState(adam, master, skipped)`
+of fp8jax, or `ScaleByAdamState(count, mu, nu)` of optax. Other states of a chain stay, except the counters of
+schedules, which count skipped steps, too.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
-from fp8jax_torch.bridge.adam_state import MASTER, MOMENTS, adam_in, counters, entries
-from fp8jax_torch.bridge.check import check
-from fp8jax_torch.bridge.move import merged, split
 from fp8jax_torch.bridge.names import NameMap
-from fp8jax_torch.bridge.slots import paired
-from fp8jax_torch.bridge.trees import Key, codes_and_scale, named
-from fp8jax_torch.scaled import ScaledTensor, is_scaled
+from fp8jax_torch.bridge.pairs import paired
+from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named
+from fp8jax_torch.bridge.weights import leaves_of, tensors_of
+from fp8jax_torch.scaled import ScaledTensor
+
+_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+_MASTER = "master"
 
 
 def optimizer_to_flax(
@@ -30,32 +35,33 @@ def optimizer_to_flax(
     """The optax state of a torch Adam, bit for bit.
 
     Args:
-        optimizer: `fp8jax_torch.optim`'s or torch's own Adam or AdamW, after a step at least.
-        model: whose parameters it trains.
-        mapping: what is where, as for `to_flax`.
-        like: state of the optax optimizer, `tx.init(variables)`, of the same recipe; for NNX
+        optimizer: an Adam or AdamW of `fp8jax_torch.optim` or torch, after at least one step.
+        model: with the optimizer's parameters.
+        mapping: from torch's names, as for `to_flax`.
+        like: state of the optax optimizer, `tx.init(variables)`, with the same recipe; for NNX
             `optimizer.opt_state`.
 
     Returns:
-        A state of the structure of `like`. The FP8 moments of stacked layers have a scale per layer, as in
+        A state with the structure of `like`. FP8 moments of stacked layers have a scale per layer, as in
         torch, also where `like` has one for all (biases and norms).
 
     Raises:
-        ValueError: a parameter's state has no like on the other side, or one of another shape or format;
+        ValueError: a parameter's state has no partner on the other side, or one of another shape or format;
             parameters took different numbers of steps; or `like` has no Adam, or more than one.
     """
     tree = named(like)
-    adam, link = adam_in(tree)
+    adam, outer = _adam_in(tree)
     parameters = _parameters(optimizer, model)
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
-    _refuse_other_states(states)
+    _check_states(states)
     leaves: dict[Key, Any] = {}
-    for entry, prefix in entries(adam, link).items():
+    for entry, prefix in _entries(adam, outer).items():
         below = tree.below(prefix)
         tensors = {name: _tensor(state, entry) for name, state in states.items() if entry in state}
-        slots = paired(tensors, mapping, below)
-        check(f"optimizer` ({entry}) and `like", tensors, slots, below)
-        leaves |= {(*prefix, *key): leaf for key, leaf in merged(tensors, slots, below, share=False).items()}
+        pairs = paired(f"optimizer` ({entry}) and `like", tensors, mapping, below)
+        leaves |= {
+            (*prefix, *key): leaf for key, leaf in leaves_of(tensors, pairs, below, share=False).items()
+        }
     steps = {int(state["step"]) for state in states.values()}
     if len(steps) != 1:
         raise ValueError(
@@ -63,59 +69,98 @@ def optimizer_to_flax(
             f"optax; got {sorted(steps)}."
         )
     skipped = int(getattr(optimizer, "skipped", 0))
-    return tree.rebuilt(leaves | counters(tree, adam, link, steps.pop(), skipped))
+    return tree.rebuilt(leaves | _counters(tree, adam, outer, steps.pop(), skipped))
 
 
 def optimizer_from_flax(
     state: Any, model: torch.nn.Module, mapping: NameMap, like: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """The torch `state_dict` of an optax Adam's state: what `optimizer_to_flax` does, undone.
+    """The torch `state_dict` of an optax Adam's state: the inverse of `optimizer_to_flax`.
 
         optimizer.load_state_dict(optimizer_from_flax(state, model, GPT2, like=optimizer))
 
     Args:
         state: of an optax chain with one Adam; for NNX `optimizer.opt_state`.
-        model: whose parameters the torch optimizer trains.
-        mapping: what is where, as for `to_flax`.
-        like: the torch optimizer; its hyperparameters are kept.
+        model: with the torch optimizer's parameters.
+        mapping: from torch's names, as for `to_flax`.
+        like: the torch optimizer; its hyperparameters stay.
 
     Returns:
-        What `like.state_dict()` gives, with the optax state's moments, masters and step; and under
-        "skipped" the number of steps skipped, where optax counts them. All of it is copied.
+        `like.state_dict()` with copies of the optax state's moments, masters and step, and under "skipped"
+        the number of skipped steps, where optax counts them.
 
     Raises:
-        ValueError: a parameter has no like on the other side, or one of another shape; or `state` has no
+        ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
             Adam, or more than one.
     """
     tree = named(state)
-    adam, link = adam_in(tree)
+    adam, outer = _adam_in(tree)
     parameters = _parameters(like, model)
     count = float(tree.leaves[(*adam, "count")])
     states: dict[str, dict[str, Any]] = {
         name: {"step": torch.tensor(count, dtype=torch.float32)} for name in parameters
     }
-    for entry, prefix in entries(adam, link).items():
+    for entry, prefix in _entries(adam, outer).items():
         below = tree.below(prefix)
-        dtypes = {key: codes_and_scale(leaf) for key, leaf in below.leaves.items()}
         wanted = {}
         for name, parameter in parameters.items():
             place = mapping.place(name)
-            if entry == MASTER and (place is None or place.path not in below.leaves):
-                continue  # of an optimizer with masters not every parameter has one
-            wanted[name] = _like(parameter, dtypes.get(place.path) if place else None)
-        slots = paired(wanted, mapping, below)
-        check(f"state` ({'/'.join(prefix)}) and `like", wanted, slots, below)
-        for name, tensor in split(wanted, slots, below, share=False).items():
-            states[name] |= _in_entries(entry, tensor)
+            leaf = below.leaves.get(place.path) if place else None
+            if entry != _MASTER or leaf is not None:  # not every parameter has a master
+                wanted[name] = _like(parameter, leaf)
+        pairs = paired(f"state` ({'/'.join(prefix)}) and `like", wanted, mapping, below)
+        for name, tensor in tensors_of(below, pairs, wanted, share=False).items():
+            if isinstance(tensor, ScaledTensor):
+                states[name] |= {entry: tensor.codes, f"{entry}_scale": tensor.scale}
+            else:
+                states[name][entry] = tensor
     new = like.state_dict()
     new["state"] = dict(enumerate(states[name] for name in parameters))
-    if (*link, "skipped") in tree.leaves:
-        new["skipped"] = int(tree.leaves[(*link, "skipped")])
+    if (*outer, "skipped") in tree.leaves:
+        new["skipped"] = int(tree.leaves[(*outer, "skipped")])
     return new
 
 
+def _adam_in(tree: Tree) -> tuple[Key, Key]:
+    """The names of the one Adam in a state, and of fp8jax's state around it; the same for optax's Adam."""
+    found = {
+        key[:i]
+        for key in tree.leaves
+        for i, name in enumerate(key)
+        if name == "mu" and (*key[:i], "count") in tree.leaves
+    }
+    if len(found) != 1:
+        raise ValueError(
+            f"`like` or `state`: expected an optax state with one Adam (fields `mu`, `nu`, `count`); "
+            f"got {len(found)}."
+        )
+    [adam] = found
+    return adam, adam[:-1] if adam[-1:] == ("adam",) else adam
+
+
+def _entries(adam: Key, outer: Key) -> dict[str, Key]:
+    """The entries of a parameter's torch state, and the names of their optax trees."""
+    return {entry: (*adam, tree) for entry, tree in _MOMENTS.items()} | {_MASTER: (*outer, _MASTER)}
+
+
+def _counters(tree: Tree, adam: Key, outer: Key, step: int, skipped: int) -> dict[Key, jax.Array]:
+    """The counters of a state after so many steps taken and skipped."""
+    numbers = {}
+    for key in tree.leaves:
+        if key == (*adam, "count"):
+            numbers[key] = step
+        elif key == (*outer, "skipped"):
+            numbers[key] = skipped
+        elif key[-1] == "count" and key[: len(adam)] != adam:
+            numbers[key] = step + skipped  # a schedule's, which does not know of skipped steps
+    return {
+        key: jnp.full(tree.leaves[key].shape, number, tree.leaves[key].dtype)
+        for key, number in numbers.items()
+    }
+
+
 def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters by name, in the order of the numbers in its `state_dict`."""
+    """The optimizer's parameters by name, in the order of its `state_dict`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in listed):
@@ -123,10 +168,10 @@ def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dic
     return {names[id(parameter)]: parameter for parameter in listed}
 
 
-def _refuse_other_states(states: Mapping[str, Mapping[str, Any]]) -> None:
-    known = {"step", *(name for entry in (*MOMENTS, MASTER) for name in (entry, f"{entry}_scale"))}
+def _check_states(states: Mapping[str, Mapping[str, Any]]) -> None:
+    known = {"step", *(name for entry in (*_MOMENTS, _MASTER) for name in (entry, f"{entry}_scale"))}
     for name, state in states.items():
-        absent = {"step", *MOMENTS} - set(state)
+        absent = {"step", *_MOMENTS} - set(state)
         if absent:
             raise ValueError(
                 f"`optimizer`: expected the state of an Adam of every parameter; for {name} got "
@@ -141,22 +186,16 @@ def _refuse_other_states(states: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _tensor(state: Mapping[str, Any], entry: str) -> torch.Tensor:
-    """One moment or master; scaled if torch has a scale for it."""
+    """A moment or master, as a `ScaledTensor` where torch has a scale."""
     scale = state.get(f"{entry}_scale")
     return state[entry] if scale is None else ScaledTensor(state[entry], scale)
 
 
-def _in_entries(entry: str, tensor: Any) -> dict[str, torch.Tensor]:
-    if is_scaled(tensor):
-        return {entry: tensor.codes, f"{entry}_scale": tensor.scale}
-    return {entry: tensor}
-
-
-def _like(parameter: torch.Tensor, arrays: Any) -> torch.Tensor:
-    """A tensor without memory of a parameter's shape, in the format of Flax arrays."""
-    if arrays is None:
+def _like(parameter: torch.Tensor, leaf: Any) -> torch.Tensor:
+    """An empty tensor with a parameter's shape and a Flax leaf's format."""
+    if leaf is None:
         return torch.empty_like(parameter, device="meta")
-    codes, scale = arrays
+    codes, scale = codes_and_scale(leaf)
     dtype = getattr(torch, str(codes.dtype))
     empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
     return empty if scale is None else ScaledTensor(empty, torch.ones((), device=parameter.device))

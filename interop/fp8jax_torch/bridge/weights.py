@@ -1,15 +1,20 @@
-"""A model's weights and scaling state, between torch's `state_dict` and Flax variables."""
+"""A model's weights and scaling state, between torch's `state_dict` and Flax variables.
 
-from collections.abc import Mapping
+Torch does all reordering, splitting and stacking, in both directions: XLA on a CPU would move float8 arrays
+by way of float16.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fp8jax_torch.bridge.check import check
-from fp8jax_torch.bridge.move import merged, same_bits, split
-from fp8jax_torch.bridge.names import NameMap
-from fp8jax_torch.bridge.slots import paired, ties
-from fp8jax_torch.bridge.trees import named, nested
+from fp8jax.quantization import ScaledArray
+from fp8jax_torch.bridge.arrays import codes_of, same_bits, to_jax, to_torch
+from fp8jax_torch.bridge.names import NameMap, Place
+from fp8jax_torch.bridge.pairs import Pair, paired, ties
+from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named, nested
+from fp8jax_torch.scaled import ScaledTensor
 
 
 def to_flax(
@@ -17,61 +22,57 @@ def to_flax(
 ) -> Any:
     """The Flax variables of a torch model, bit for bit.
 
-    A `ScaledTensor` becomes a `ScaledArray` of the same codes on the same scale, a plain tensor an array
-    of its dtype, and the buffers of a layer's `fp8` the scaling state of its kernel.
+    A `ScaledTensor` becomes a `ScaledArray` with the same codes and scale, a plain tensor an array of the
+    same dtype, and the buffers of a layer's `fp8` the scaling state of its kernel.
 
     Args:
-        state_dict: torch's, of a model that is transformed or not.
-        mapping: what is where: `GPT2`, `LLAMA`, `mapping_of(model)`, or a `NameMap` of yours.
-        like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or what
-            `jax.eval_shape` makes of it; for NNX `nnx.state(model)`. Names, shapes, formats and
-            shardings are its. What torch does not have stays as it is here: `wgrad_scale`, and
-            collections other than parameters and scaling state. None: Linen variables of what torch
-            has, unchecked.
-        share: whether to use torch's memory where the order of dims allows it. What torch then writes in
-            place (a step of its optimizer) JAX sees; give one side up before the other goes on.
+        state_dict: of a torch model, transformed or not.
+        mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or a `NameMap` of yours.
+        like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or its
+            `jax.eval_shape`; for NNX `nnx.state(model)`. They give names, shapes, formats and shardings.
+            Leaves that torch does not have stay: `wgrad_scale`, and collections other than parameters and
+            scaling state. None: Linen variables of torch's tensors, unchecked.
+        share: whether to use torch's memory where the order of dimensions allows it. JAX then sees what torch
+            writes in place (a step of its optimizer); stop using one side before the other goes on.
 
     Returns:
-        Variables of the structure of `like` (`nnx.update(model, them)` puts them into an NNX model), or
-        nested dicts. Of tied tensors Flax gets the one that it has a place for.
+        Variables with the structure of `like` (`nnx.update(model, variables)` puts them into an NNX model),
+        or nested dicts. Flax gets one of two tied tensors where it has a place for one.
 
     Raises:
-        ValueError: a tensor has no like on the other side, or one of another shape or format; all that
-            do are listed.
+        ValueError: a tensor has no partner on the other side, or one of another shape or format; one error
+            lists all.
     """
     tree = None if like is None else named(like)
-    slots = paired(state_dict, mapping, tree)
-    check("state_dict", state_dict, slots, tree)
-    leaves = merged(state_dict, slots, tree, share=share)
+    pairs = paired("state_dict", state_dict, mapping, tree)
+    leaves = leaves_of(state_dict, pairs, tree, share=share)
     return nested(leaves) if tree is None else tree.rebuilt(leaves)
 
 
 def from_flax(
     variables: Any, mapping: NameMap, like: Mapping[str, torch.Tensor], *, share: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The torch `state_dict` of a Flax model, bit for bit: what `to_flax` does, undone.
+    """The torch `state_dict` of a Flax model, bit for bit: the inverse of `to_flax`.
 
         model.load_state_dict(from_flax(variables, GPT2, like=model.state_dict()))
 
     Args:
         variables: of a Linen model, or `nnx.state(model)`.
-        mapping: what is where, as for `to_flax`: from torch's names.
-        like: `state_dict` of the torch model, transformed by the same recipe. Names, shapes, formats and
-            devices are its; what Flax does not have (a rename to None) stays as it is here.
-        share: whether to use JAX's memory where it can be. Nothing may then write to the tensors;
+        mapping: from torch's names, as for `to_flax`.
+        like: `state_dict` of the torch model, transformed by the same recipe. It gives names, shapes, formats
+            and devices. Tensors that Flax does not have (a rename to None) stay.
+        share: whether to use JAX's memory where possible. Nothing may then write to the tensors;
             `load_state_dict` copies them.
 
     Returns:
         A tensor or `ScaledTensor` for each name in `like`.
 
     Raises:
-        ValueError: an array has no like on the other side, or one of another shape or format; all that
-            do are listed. Or torch ties two tensors that are different in Flax.
+        ValueError: an array has no partner on the other side, or one of another shape or format; one error
+            lists all. Or torch ties two tensors that differ in Flax.
     """
     tree = named(variables)
-    slots = paired(like, mapping, tree)
-    check("variables", like, slots, tree)
-    new = split(like, slots, tree, share=share)
+    new = tensors_of(tree, paired("variables", like, mapping, tree), like, share=share)
     for name, first in ties(like).items():
         if name in new and first in new and not same_bits(new[name], new[first]):
             raise ValueError(
@@ -79,3 +80,67 @@ def from_flax(
                 "two that differ. Untie them in the torch model (Hugging Face: `tie_word_embeddings=False`)."
             )
     return {name: new.get(name, tensor) for name, tensor in like.items()}
+
+
+def leaves_of(
+    tensors: Mapping[str, torch.Tensor], pairs: Sequence[Pair], tree: Tree | None, *, share: bool
+) -> dict[Key, Any]:
+    """The Flax leaves of paired torch tensors, on the devices of the tree's leaves.
+
+    Stacked layers have a scale each, also where the tree has one scale for all: for FP8 moments of parameters
+    that are not scaled.
+    """
+    parts: dict[Key, dict[tuple[int, ...], tuple[Any, Place]]] = {}
+    for pair in pairs:
+        parts.setdefault(pair.key, {}).setdefault(pair.place.layer, (tensors[pair.name], pair.place))
+    leaves = {}
+    for key, by_index in parts.items():
+        like = (None, None) if tree is None else codes_and_scale(tree.leaves[key])
+        layers = tuple(n + 1 for n in max(by_index))
+        ordered = [by_index[index] for index in sorted(by_index)]
+        first = ordered[0][0]
+        codes = _stacked([place.arrange(codes_of(tensor)) for tensor, place in ordered], layers)
+        if not share and codes.is_contiguous() and _memory(codes) == _memory(codes_of(first)):
+            codes = codes.clone()
+        scale = None
+        if isinstance(first, ScaledTensor):
+            scale = _stacked([tensor.scale.detach() for tensor, _ in ordered], layers).clone()
+            if layers or like[1] is None or like[1].ndim:
+                scale = scale.reshape(layers + (1,) * (codes.ndim - len(layers)))
+            scale = to_jax(scale, _sharding(like[1]) if like[1] is not None and like[1].ndim else None)
+        array = to_jax(codes, _sharding(like[0]))
+        leaves[key] = array if scale is None else ScaledArray(array, scale)
+    return leaves
+
+
+def tensors_of(
+    tree: Tree, pairs: Sequence[Pair], like: Mapping[str, torch.Tensor], *, share: bool
+) -> dict[str, torch.Tensor]:
+    """The torch tensors of paired Flax leaves, with the shapes and on the devices of `like`."""
+    whole: dict[Key, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    parts = {}
+    for name, key, place in pairs:
+        device, shape = like[name].device, like[name].shape
+        if key not in whole:
+            codes, scale = codes_and_scale(tree.leaves[key])
+            whole[key] = to_torch(codes, device), None if scale is None else to_torch(scale, device)
+        codes, scale = whole[key]
+        part = place.restore(codes[place.layer], shape)
+        part = part if share else part.clone(memory_format=torch.contiguous_format)
+        if scale is not None:
+            scale = scale[place.layer] if scale.ndim else scale
+            part = ScaledTensor(part, scale.reshape(()).clone(), like[name].dtype)
+        parts[name] = part
+    return parts
+
+
+def _stacked(parts: list[torch.Tensor], layers: tuple[int, ...]) -> torch.Tensor:
+    return torch.stack(parts).reshape(layers + tuple(parts[0].shape)) if layers else parts[0]
+
+
+def _sharding(leaf: Any) -> Any:
+    return getattr(leaf, "sharding", None)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

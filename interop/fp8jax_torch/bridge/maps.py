@@ -1,4 +1,4 @@
-"""The map of a model whose modules have the same names on both sides.
+"""Name maps: of GPT-2, of Llama, and of models with the same module names on both sides.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
 >>> mapping_of(model).place("0.weight"), mapping_of(model).place("1.weight").path
@@ -12,6 +12,30 @@ import torch
 
 from fp8jax_torch.bridge.names import NameMap, Rename
 
+# Paths of Hugging Face's Flax models, as in `transformer/h/0/attn/c_attn/kernel` and
+# `model/layers/0/self_attn/q_proj/kernel`, with kernels of `nn.Dense`, shape=(in, out). Hugging Face's own
+# Flax GPT-2 kept transposed kernels, and its Flax Llama called a norm's scale `weight`.
+GPT2 = NameMap(
+    (
+        Rename(r".*\.attn\.(?:masked_)?bias", None),  # causal masks in old checkpoints
+        Rename(r"((?:.*\.)?(?:wte|wpe))\.weight", r"\1/embedding"),
+        Rename(r"((?:.*\.)?ln_\w+)\.weight", r"\1/scale"),
+        Rename(r"(.*\.(?:c_attn|c_proj|c_fc|q_attn))\.weight", r"\1/kernel"),  # Conv1D, shape=(in, out)
+        Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
+        Rename(r"(.*)\.bias", r"\1/bias"),
+    )
+)
+LLAMA = NameMap(
+    (
+        Rename(r".*\.rotary_emb\.inv_freq", None),  # in old checkpoints
+        Rename(r"((?:.*\.)?embed_tokens)\.weight", r"\1/embedding"),
+        Rename(r"((?:.*[._])?(?:layer)?norm)\.weight", r"\1/scale"),
+        Rename(r"(.*\.\w+_proj)\.weight", r"\1/kernel", axes=(1, 0)),
+        Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
+        Rename(r"(.*)\.bias", r"\1/bias"),
+    )
+)
+
 _CONVOLUTIONS = {
     torch.nn.Conv1d: (2, 1, 0),
     torch.nn.Conv2d: (2, 3, 1, 0),
@@ -20,13 +44,12 @@ _CONVOLUTIONS = {
 
 
 def mapping_of(model: torch.nn.Module) -> NameMap:
-    """The map to a Flax model whose modules have the torch model's names.
+    """The map to a Flax model with the module names of a torch model.
 
-    A module `a.b.0` is `a/b/0`, and Flax's layers have their own names for what is in them: `kernel` of
-    Linear (transposed), of transformers' Conv1D (as it is) and of convolutions (channels last), `scale` of
-    norms, `embedding` of embeddings, `bias` of all. Other parameters and buffers keep their names and shapes.
-    With `NameMap.moved` names that differ are moved, with `NameMap.stacked` layers are stacked, and a
-    `NameMap` added before it says what is special.
+    A module `a.b.0` is `a/b/0`. Flax's names of its tensors are `kernel` in Linear (transposed),
+    transformers' Conv1D (in the same order) and convolutions (channels last), `scale` in norms, `embedding`
+    in embeddings and `bias` everywhere. Other parameters and buffers keep their names and shapes.
+    `NameMap.moved` and `NameMap.stacked` adapt the map, and renames added in front of it take precedence.
 
     Args:
         model: any torch model, transformed or not.
@@ -36,8 +59,8 @@ def mapping_of(model: torch.nn.Module) -> NameMap:
         the weights.
 
     Raises:
-        ValueError: a module with tensors that Flax has in another form: torch's MultiheadAttention and
-            recurrent ones.
+        ValueError: Flax has the tensors of a module in another form: torch's MultiheadAttention and recurrent
+            modules.
     """
     renames = []
     for path, module in model.named_modules():
@@ -54,14 +77,13 @@ def mapping_of(model: torch.nn.Module) -> NameMap:
         for name in tensors:
             full = f"{path}.{name}" if path else name
             to = f"{path}/{own if name == 'weight' else name}"
-            # As a template of a replacement it stands for itself.
-            to = to.replace("\\", r"\\")
+            to = to.replace("\\", r"\\")  # it is a template of a replacement
             renames.append(Rename(re.escape(full), to, axes if name == "weight" else None))
     return NameMap(tuple(renames))
 
 
 def _weight_of(module: Any) -> tuple[str, tuple[int, ...] | None]:
-    """What Flax calls a module's weight, and how it orders its dims."""
+    """Flax's name of a module's weight, and the order of its dimensions."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     for kind, axes in _CONVOLUTIONS.items():
         if isinstance(module, kind):
@@ -70,7 +92,7 @@ def _weight_of(module: Any) -> tuple[str, tuple[int, ...] | None]:
         return "kernel", (1, 0)
     if isinstance(module, torch.nn.Embedding):
         return "embedding", None
-    if "Conv1D" in kinds:  # of transformers, which keeps (in, out)
+    if "Conv1D" in kinds:  # transformers', shape=(in, out)
         return "kernel", None
-    # Models write RMS norms of their own.
+    # Models bring their own classes of RMS norms.
     return ("scale" if any("Norm" in kind for kind in kinds) else "weight"), None

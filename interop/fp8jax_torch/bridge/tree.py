@@ -1,12 +1,12 @@
-"""Flax variables as leaves by name, whatever they are kept in.
+"""Flax variables, and optimizer states, as leaves by name.
 
-Linen keeps the scaling state of a kernel in a collection of its own and NNX beside the kernel:
+Linen keeps the scaling state of a kernel in a separate collection, NNX beside the kernel:
 
     {"params": {"fc": {"kernel": k}}, "_overwrite_with_gradient": {"fc": {"kernel": {"scale": s}}}}
     {"fc": {"kernel": k, "kernel__fp8_scale": s}}
 
-Boxes around arrays (`nnx.Variable`, `nn.Partitioned`) and containers (`nnx.State`, `FrozenDict`) are kept:
-a tree with new leaves is of the same structure as the old one.
+Boxes around arrays (`nnx.Variable`, `nn.Partitioned`) and containers (`nnx.State`, `FrozenDict`) stay: a tree
+with new leaves has the structure of the old tree.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from fp8jax.quantization import ScaledArray, is_scaled
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
 NNX_STATE = "__fp8_"  # between a parameter's name and that of an entry of its scaling state
-# Written by each step before it is read, and JAX's alone.
+# JAX's alone: each step writes it before reading it.
 PASSING = "wgrad_scale"
 
 Key = tuple[str, ...]
@@ -28,7 +28,7 @@ Key = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A tree's leaves by their names, in its order; `ScaledArray`s are leaves."""
+    """The leaves of a tree by name, in order; `ScaledArray`s are leaves."""
 
     leaves: dict[Key, Any]
     treedef: Any = None
@@ -45,25 +45,25 @@ class Tree:
         return (*path[:-1], f"{path[-1]}{NNX_STATE}{entry}")
 
     def is_torchs(self, key: Key) -> bool:
-        """Whether a torch model has what is in the leaf: not so of `PASSING`, nor of other collections."""
+        """Whether a torch model has such a leaf; it has no `PASSING`, and no other collections."""
         if self.has_collections and key[0] not in (PARAMS, SCALING):
             return False
         return key[-1] != PASSING and not key[-1].endswith(NNX_STATE + PASSING)
 
     def below(self, prefix: Key) -> "Tree":
-        """The leaves below a name, under what is left of theirs; without collections."""
+        """The leaves below a name, by the remaining names; without collections."""
         depth = len(prefix)
         found = {key[depth:]: leaf for key, leaf in self.leaves.items() if key[:depth] == prefix}
         return Tree(found, has_collections=False)
 
     def rebuilt(self, new: Mapping[Key, Any]) -> Any:
-        """The tree with new leaves, each in what the old one was in; those that are not named stay."""
-        leaves = [boxed_as(old, new[key]) if key in new else old for key, old in self.leaves.items()]
+        """The tree with new leaves in the boxes of the old leaves; leaves without a new value stay."""
+        leaves = [_boxed_as(old, new[key]) if key in new else old for key, old in self.leaves.items()]
         return jax.tree.unflatten(self.treedef, leaves)
 
 
 def named(tree: Any) -> Tree:
-    """The leaves of Flax variables, or of an optimizer's state, by name."""
+    """The leaves of variables or of an optimizer's state, by name."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_scaled)
     leaves = {_name_of(path): leaf for path, leaf in pairs}
     return Tree(leaves, treedef, any(key[0] == PARAMS for key in leaves))
@@ -81,23 +81,18 @@ def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
 
 
 def codes_and_scale(leaf: Any) -> tuple[Any, Any]:
-    """The arrays of a leaf, without boxes; the scale is None if it has none."""
+    """Codes and scale of a leaf, without boxes; a plain array has the scale None."""
     arrays = jax.tree.leaves(leaf)
     return (arrays[0], ScaledArray.tree_unflatten(None, arrays).scale if is_scaled(leaf) else None)
 
 
-def boxed_as(old: Any, new: Any) -> Any:
-    """A leaf in the boxes, if any, that are around the arrays of another: optimizers of NNX have some."""
+def _boxed_as(old: Any, new: Any) -> Any:
+    """A leaf in the boxes around the arrays of another leaf; NNX's optimizers box codes and scales."""
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) if is_scaled(old) else new
 
 
-def scaled(codes: Any, scale: Any) -> Any:
-    """A leaf of these arrays."""
-    return codes if scale is None else ScaledArray(codes, scale)
-
-
 def _name_of(path: Any) -> Key:
-    """The names on the way to a leaf, without the attribute that its box keeps it in."""
+    """The names on the path to a leaf, without the attribute of a box around it."""
     if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return tuple(str(getattr(step, "key", getattr(step, "name", getattr(step, "idx", "")))) for step in path)

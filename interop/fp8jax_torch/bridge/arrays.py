@@ -1,0 +1,77 @@
+"""A tensor's bits, from torch to JAX and back without rounding.
+
+    >>> codes = torch.tensor([0.1, float("nan")]).to(torch.float8_e4m3fn)
+    >>> to_jax(codes).dtype
+    dtype(float8_e4m3fn)
+
+Dlpack shares memory where both libraries have the device. Elsewhere the bits move through the host's memory
+as unsigned integers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from fp8jax_torch.scaled import ScaledTensor
+
+_BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
+
+
+def to_jax(tensor: torch.Tensor, sharding: Any = None) -> jax.Array:
+    """A dense tensor as a JAX array, in the same memory where possible.
+
+    Args:
+        tensor: any dtype that JAX has, any shape; not a `ScaledTensor`.
+        sharding: of the array; None for dlpack's device, or JAX's first device.
+    """
+    tensor = tensor.detach().contiguous()
+    if _PLATFORMS.get(tensor.device.type) == jax.default_backend():
+        array = jnp.from_dlpack(tensor)
+    else:
+        bits = tensor.cpu().reshape(-1).view(_BITS[tensor.element_size()]).numpy()
+        array = jnp.asarray(bits.view(jnp.dtype(dtype_name(tensor))).reshape(tensor.shape))
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def to_torch(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array as a torch tensor on a device, in the same memory where possible.
+
+    Args:
+        array: any dtype that torch has, any shape.
+        device: of the tensor.
+    """
+    array = jnp.asarray(array)
+    devices = array.devices()
+    platform = next(iter(devices)).platform
+    if len(devices) == 1 and platform == _PLATFORMS.get(device.type):
+        return torch.from_dlpack(array).to(device)
+    host = np.array(array)  # a copy, which torch may write to
+    bits = host.reshape(-1).view(f"u{host.itemsize}")
+    dtype = getattr(torch, dtype_name(array))
+    return torch.from_numpy(bits).view(dtype).reshape(host.shape).to(device)
+
+
+def dtype_name(x: Any) -> str:
+    """The name of an array's or tensor's dtype, which both libraries spell alike."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def codes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A `ScaledTensor`'s codes, or the plain tensor itself; detached."""
+    return (tensor.codes if isinstance(tensor, ScaledTensor) else tensor).detach()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one form have the same codes and scales; NaNs are compared by their bits."""
+    pairs = [(codes_of(a), codes_of(b))]
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        pairs.append((a.scale, b.scale))
+    return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
