@@ -1,4 +1,4 @@
-"""What does the optimizer keep? Adam and AdamW with the recipe's moments and masters."""
+"""Adam and AdamW with the recipe's moments and masters, and skipping for other optimizers."""
 
 from fp8jax_torch.optim.adam import Adam as Adam
 from fp8jax_torch.optim.adam import AdamW as AdamW

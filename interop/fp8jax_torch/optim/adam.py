@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments and masters are kept in the formats of a recipe.
+"""Adam and AdamW with moments and master weights in a recipe's formats.
 
     >>> import torch
     >>> from fp8jax_torch.optim import AdamW
@@ -9,9 +9,9 @@
     >>> optimizer.state[weight]["exp_avg"].dtype, optimizer.state[weight]["exp_avg_sq"].dtype
     (torch.float8_e4m3fn, torch.float16)
 
-It is the step of `fp8jax.optim.adam`, see there: float32 arithmetic, moments rounded afterwards, each
-tensor on a fresh power-of-two scale; a step that would make a weight or a moment infinite or NaN changes
-nothing and is counted. The state is plain tensors: `torch.load` reads it with `weights_only=True`.
+The step is that of `fp8jax.optim.adam`: float32 arithmetic, moments rounded afterwards, each tensor on a new
+power-of-two scale. A step that would make a weight or a moment infinite or NaN changes nothing and is
+counted. The state consists of plain tensors: `torch.load` reads it with `weights_only=True`.
 
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.
@@ -27,10 +27,11 @@ from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
-from fp8jax_torch.optim.step import Kept, Leaf, Numbers, amaxes_of_step, take_step
-from fp8jax_torch.scaled import is_scaled, quantize, value
+from fp8jax_torch.optim.finite import largest
+from fp8jax_torch.optim.step import AdamScalars, ParamState, amaxes_of_step, take_step
+from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
-# Gradients below it, squared, are far from float32's end.
+# Gradients below this limit, squared, are far from float32's max.
 _SAFE = 2.0**60
 _SCALE = "_scale"
 
@@ -41,21 +42,21 @@ class Adam(torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them, as torch takes them: float tensors and `ScaledTensor`s.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.Adam`.
-        recipe: that of the model, or the text of one: its `moments` and `master_weight` columns are read.
-            None: FP8 weights get FP16 masters, and moments are E4M3 + FP16; `prepare` tells its recipe.
+        recipe: the model's, or its text, for the columns `moments` and `master_weight`. None: FP8 weights
+            have FP16 masters, and moments are E4M3 + FP16, until `prepare` sets its recipe.
 
     State of a parameter:
         step: shape=(), float32: steps taken.
-        exp_avg, exp_avg_sq: of the parameter's shape, in the moments' formats.
-        exp_avg_scale, exp_avg_sq_scale: shape=(), float32; only where the moments are narrow.
-        master, master_scale: of a parameter in E4M3, where the recipe keeps masters.
+        exp_avg, exp_avg_sq: the parameter's shape, in the moments' formats.
+        exp_avg_scale, exp_avg_sq_scale: shape=(), float32; only of quantized moments.
+        master, master_scale: of a parameter in E4M3, where the recipe has masters.
 
     Attributes:
-        skipped: steps not taken because something in them was not finite.
+        skipped: steps not taken because of inf or NaN.
 
     Raises:
-        ValueError: an illegal number, a parameter whose dtype is not floating, or a scaled parameter in
-            another format than the recipe's weights.
+        ValueError: an illegal number, a parameter that is not floating, or a scaled parameter in another
+            format than the recipe's weights.
     """
 
     decoupled = False
@@ -81,7 +82,7 @@ class Adam(torch.optim.Optimizer):
                 raise ValueError(f"`{name}`: expected 0 or more (betas: below 1); got {number}.")
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         self.skipped, self.has_skipped = 0, False
-        self._written: dict[torch.Tensor, Any] = {}  # the versions of parameters that their masters are of
+        self._written: dict[torch.Tensor, Any] = {}  # parameter -> its version when its master was written
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -102,7 +103,7 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def kept(self) -> Recipe:
-        """The recipe whose moments are kept, and whose masters where weights are in its format."""
+        """The recipe of the moments, and of the masters of weights in its format."""
         return Recipe.O3 if self.recipe is None else self.recipe
 
     @torch.no_grad()
@@ -112,31 +113,31 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        leaves = [
-            (self._leaf(parameter), self._numbers(group, parameter), parameter)
+        parameters = [
+            (parameter, self._state_of(parameter), self._scalars(group, parameter))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        self.has_skipped = not _is_finite(leaves)
+        self.has_skipped = not _is_finite(parameters)
         if self.has_skipped:
             self.skipped += 1
             return loss
-        for leaf, numbers, parameter in leaves:
-            take_step(leaf, numbers)
-            self.state[parameter]["step"].fill_(numbers.step)
-            codes = _codes(parameter)
+        for parameter, state, scalars in parameters:
+            take_step(state, scalars)
+            self.state[parameter]["step"].fill_(scalars.step)
+            codes, new = (x.codes if is_scaled(x) else x for x in (parameter, state.weight))
             if not codes.is_contiguous():
-                codes.copy_(leaf.weight.codes)
-            self._written[parameter] = _versions(parameter)
+                codes.copy_(new)
+            self._written[parameter] = _version(parameter)
         return loss
 
     def ensure_state(self, parameter: torch.Tensor, wide: torch.Tensor | None = None) -> dict[str, Any]:
-        """The state of a parameter, of which what is missing starts at zero.
+        """The state of a parameter; missing moments start at zero.
 
         Args:
-            parameter: one of the optimizer's.
-            wide: the value that a master starts from; by default the parameter's.
+            parameter: of the optimizer.
+            wide: the first value of a master; by default the parameter's value.
         """
         state = self.state[parameter]
         first, second = map(formats.get, self.kept.moments)
@@ -147,11 +148,11 @@ class Adam(torch.optim.Optimizer):
         if self._has_master(parameter) and "master" not in state:
             source = value(parameter.detach()) if wide is None else wide
             self.put(parameter, "master", source, formats.get(self.kept.master_weight))
-            self._written[parameter] = _versions(parameter)
+            self._written[parameter] = _version(parameter)
         return state
 
     def put(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor, format: Format) -> None:
-        """Keeps a float tensor as an entry of a parameter's state, in a format."""
+        """Stores a float tensor as an entry of a parameter's state, in a format."""
         state = self.state[parameter]
         if format == formats.FP32:
             state[name] = tensor.float().clone(memory_format=torch.contiguous_format)
@@ -159,52 +160,52 @@ class Adam(torch.optim.Optimizer):
         q = quantize(tensor, format, power_of_two=True)
         state[name], state[name + _SCALE] = q.codes.contiguous(), q.scale
 
+    def entry(self, parameter: torch.Tensor, name: str) -> Any:
+        """An entry of a parameter's state: a plain tensor, a `ScaledTensor`, or None."""
+        state = self.state[parameter]
+        if name + _SCALE in state:
+            return ScaledTensor(state[name], state[name + _SCALE])
+        return state.get(name)
+
     def _has_master(self, parameter: Any) -> bool:
         if self.kept.master_weight == "-" or not is_scaled(parameter):
             return False
         return casts.format_of(parameter.codes.dtype).name == self.kept.weight
 
     def _refresh_master(self, parameter: Any) -> None:
-        """Where a weight is no rounding of its master, as one that was loaded is not, the weight counts."""
-        state, weight = self.state[parameter], parameter.detach()
-        scale = state.get("master" + _SCALE)
-        wide = casts.to_float(state["master"]) if scale is None else casts.to_float(state["master"]) * scale
+        """Sets the master to the weight where the weight, as after loading, is not the rounded master."""
+        weight, wide = parameter.detach(), value(self.entry(parameter, "master"))
         rounded = casts.cast(wide * (1 / weight.scale), casts.format_of(weight.codes.dtype))
         stale = casts.to_float(rounded) != casts.to_float(weight.codes)
         if stale.any():
             format = formats.get(self.kept.master_weight)
             self.put(parameter, "master", torch.where(stale, value(weight).float(), wide), format)
 
-    def _leaf(self, parameter: Any) -> Leaf:
+    def _state_of(self, parameter: Any) -> ParamState:
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        if "master" in state and self._written.get(parameter) != _versions(parameter):
+        if "master" in state and self._written.get(parameter) != _version(parameter):
             self._refresh_master(parameter)
-        kept = [
-            Kept(state[name], state.get(name + _SCALE)) if name in state else None
-            for name in ("exp_avg", "exp_avg_sq", "master")
-        ]
-        mu, nu, master = kept
-        return Leaf(_kept(parameter.grad), mu, nu, _kept(parameter.detach()), master)  # pyright: ignore
+        mu, nu, master = (self.entry(parameter, name) for name in ("exp_avg", "exp_avg_sq", "master"))
+        return ParamState(_contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), master)
 
-    def _numbers(self, group: dict[str, Any], parameter: torch.Tensor) -> Numbers:
+    def _scalars(self, group: dict[str, Any], parameter: torch.Tensor) -> AdamScalars:
         step = int(self.state[parameter]["step"]) + 1
         lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = group["betas"]
-        betas = (float(beta1), float(beta2))
-        return Numbers(lr, betas, eps, decay, self.decoupled, group["maximize"], step)
+        beta1, beta2 = map(float, group["betas"])
+        return AdamScalars(lr, (beta1, beta2), eps, decay, self.decoupled, group["maximize"], step)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and "skipped"."""
         return {**super().state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, or the state of a `torch.optim.Adam` or `AdamW`: moments are brought
-        into the recipe's formats where they are in others.
+        """Loads the result of `state_dict`, or the state of a `torch.optim.Adam` or `AdamW`; moments are
+        rounded to the recipe's formats.
 
         Raises:
-            ValueError: it is not that of as many parameters.
+            ValueError: the state has another number of parameters.
         """
         # torch's own would cast the codes to the parameters' dtype.
         super().load_state_dict({**state_dict, "state": {}})
@@ -216,7 +217,7 @@ class Adam(torch.optim.Optimizer):
         self.skipped = state_dict.get("skipped", 0)
 
     def take_state(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
-        """Puts a parameter's state, copied, in the recipe's formats."""
+        """Copies a parameter's saved state, rounded to the recipe's formats."""
         first, second = map(formats.get, self.kept.moments)
         wanted = {"exp_avg": first, "exp_avg_sq": second}
         if self._has_master(parameter) and "master" in saved:
@@ -242,7 +243,7 @@ class Adam(torch.optim.Optimizer):
             else:
                 wide = casts.to_float(tensor)
                 self.put(parameter, name, wide if scale is None else wide * scale.to(wide.device), format)
-        self._written[parameter] = _versions(parameter)
+        self._written[parameter] = _version(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "recipe": self.recipe, "skipped": self.skipped}
@@ -250,8 +251,8 @@ class Adam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.has_skipped = False
-        # Of a copy, weights and masters are of one time.
-        self._written = {parameter: _versions(parameter) for parameter in self.state}
+        # A copy has weights and masters of one time.
+        self._written = {parameter: _version(parameter) for parameter in self.state}
 
 
 class AdamW(Adam):
@@ -273,60 +274,23 @@ class AdamW(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, recipe=recipe, maximize=maximize)
 
 
-def _codes(parameter: Any) -> torch.Tensor:
-    """What a parameter's numbers are kept in."""
-    return parameter.codes if is_scaled(parameter) else parameter
-
-
-def _versions(parameter: Any) -> tuple[int, ...]:
-    """Others whenever a scaled parameter was written."""
+def _version(parameter: Any) -> tuple[int, ...]:
+    """A version that changes whenever a scaled parameter is written."""
     if not is_scaled(parameter):
         return ()
     return id(parameter.codes), parameter.codes._version, parameter.scale._version
 
 
-def _kept(tensor: Any) -> Kept:
-    if is_scaled(tensor):
-        return Kept(tensor.codes.contiguous(), tensor.scale)
-    return Kept(tensor.contiguous(), None)
+def _contiguous(x: Any) -> Any:
+    return ScaledTensor(x.codes.contiguous(), x.scale) if is_scaled(x) else x.contiguous()
 
 
-def _is_finite(leaves: list[Any]) -> bool:
-    """Whether no step along any parameter makes a number infinite or NaN."""
-    if not leaves:
-        return True
-    worst = max(torch.stack(amaxes).max().item() for amaxes in _by_device(leaves).values())
+def _is_finite(parameters: list[tuple[Any, ParamState, AdamScalars]]) -> bool:
+    """Whether no parameter's step makes a number infinite or NaN."""
+    worst = largest(state.grad for _, state, _ in parameters)
     if not math.isfinite(worst):
         return False
-    is_tame = all(max(n.lr, n.weight_decay) < _SAFE and n.eps > 1 / _SAFE for _, n, _ in leaves)
+    is_tame = all(max(s.lr, s.weight_decay) < _SAFE and s.eps > 1 / _SAFE for _, _, s in parameters)
     if worst < _SAFE and is_tame:
         return True
-    return all(amaxes_of_step(leaf, numbers).isfinite().all() for leaf, numbers, _ in leaves)
-
-
-def _by_device(leaves: list[Any]) -> dict[Any, list[torch.Tensor]]:
-    """The gradients' amaxes."""
-    found: dict[Any, list[torch.Tensor]] = {}
-    for leaf, _, _ in leaves:
-        found.setdefault(leaf.grad.codes.device, []).append(_amax(leaf.grad))
-    return found
-
-
-def amax_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of a plain or scaled tensor; inf where there is inf or NaN."""
-    return _amax(_kept(tensor))
-
-
-def _amax(kept: Kept) -> torch.Tensor:
-    """Largest magnitude; inf where there is inf or NaN."""
-    if kept.codes.dtype != torch.float8_e4m3fn or not kept.codes.numel():
-        seen = casts.amax(kept.codes)
-    else:
-        # As bytes without their sign, codes have the order of their magnitudes, and NaN beyond all. The
-        # largest signed byte is the largest positive code, the largest unsigned one the largest negative.
-        positive, negative = kept.codes.view(torch.int8).max(), kept.codes.view(torch.uint8).max() & 0x7F
-        largest = torch.maximum(positive.clamp(min=0).to(torch.uint8), negative)
-        seen = casts.amax(largest.view(torch.float8_e4m3fn).float())
-    return (
-        seen if kept.scale is None else (seen * kept.scale).nan_to_num(nan=float("inf"), posinf=float("inf"))
-    )
+    return all(amaxes_of_step(state, scalars).isfinite().all() for _, state, scalars in parameters)
