@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 INIT = nn.initializers.normal(0.02)
-PRODUCT = "product"  # the name under which `nn.remat` knows the outputs of the linear layers
+PRODUCT = "product"  # names the outputs of the linear layers for `nn.remat`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class GPTConfig:
     context: int = 64
     bias: bool = False
     tied: bool = False  # whether the head is the embedding's transpose
-    dtype: str = "float32"  # of activations between the matrix products
-    remat: bool = True  # keep only the products for the backward, and recompute what lies between them
-    policy: Any = None  # of rematerialization, in the place of "only the products"
-    attention: str = "plain"  # written out here, or `jax.nn.dot_product_attention`'s "xla" or "cudnn"
+    dtype: str = "float32"  # of activations between GEMMs
+    remat: bool = True  # save only the outputs of the linear layers, and recompute the rest in the backward
+    policy: Any = None  # of rematerialization, instead of that one
+    attention: str = "plain"  # the one of this file, or "xla" or "cudnn" of `jax.nn.dot_product_attention`
 
     def __post_init__(self) -> None:
         if self.attention not in ("plain", "xla", "cudnn"):
@@ -52,14 +52,14 @@ class Attention(nn.Module):
         """(batch, time, width) -> the same."""
         batch, time, width = x.shape
         heads = self.config.heads
-        # One product for all three.
+        # One GEMM for query, key and value.
         qkv = product(linear(self.config, 3 * width, "c_attn"), x)
         qkv = qkv.reshape(batch, time, 3, heads, width // heads)
         y = attend(qkv) if self.config.attention == "plain" else self.attend_by_name(qkv)
         return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
 
     def attend_by_name(self, qkv: jax.Array) -> jax.Array:
-        """As `attend`, by an implementation of JAX's."""
+        """The same as `attend`, by an implementation of JAX."""
         query, key, value = (qkv[:, :, i] for i in range(3))
         chosen: Any = self.config.attention
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
@@ -87,7 +87,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: tokens look at each other, then each thinks for itself."""
+    """A transformer block: attention, then the MLP, each with a residual connection."""
 
     config: GPTConfig
 
@@ -125,21 +125,21 @@ class GPT(nn.Module):
 
 
 def linear(config: GPTConfig, features: int, name: str, *, bias: bool = True, share: float = 1.0) -> nn.Dense:
-    """A linear layer; `share` is that of its output's initial variance among layers that are summed."""
+    """A linear layer; `share` scales the initial variance of its output."""
     init = nn.initializers.normal(0.02 * share**0.5)
     return nn.Dense(features, use_bias=config.bias and bias, dtype=config.dtype, kernel_init=init, name=name)
 
 
 def residual_linear(config: GPTConfig, features: int, name: str) -> nn.Dense:
-    """One of the two per block whose outputs the residual stream sums."""
+    """A linear layer that adds to the residual stream; there are two per block."""
     return linear(config, features, name, share=1 / (2 * config.layers))
 
 
 def product(layer: nn.Dense, x: jax.Array) -> jax.Array:
-    """The layer's output, marked as worth keeping for the backward."""
+    """The output of a linear layer, named for rematerialization."""
     return checkpoint_name(layer(x), PRODUCT)
 
 
 def norm(config: GPTConfig, name: str) -> nn.LayerNorm:
-    """A layer norm, whose bias follows that of the linear layers."""
+    """A layer norm, with a bias if the linear layers have one."""
     return nn.LayerNorm(epsilon=1e-5, use_bias=config.bias, dtype=config.dtype, name=name)

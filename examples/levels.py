@@ -6,7 +6,7 @@
 
 The model and the validation are those of train_gpt.py; all of its options work here but --recipe, --twin and
 --resume. Prints a table and leaves it, with all curves in one picture, in the run's
-folder: levels.json, levels.png. "update ms" is the optimizer's share of a step, compiled by itself.
+folder: levels.json, levels.png. "update ms" is the time of the optimizer, compiled by itself.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROUNDS = 20  # of the update's time
 
 
 def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
-    """One level's run, as a row of the table."""
+    """Trains at a level, and gives its row of the table."""
     run = train_gpt.prepare([*argv, "--recipe", name, "--no-twin"])
     fitted, (trainer,) = train_gpt.fit(run), run.trainers
     if fitted.steps < run.config.steps:

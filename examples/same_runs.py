@@ -1,4 +1,4 @@
-"""Runs of which some shall be the same: what torch_same_recipe.py prints and draws of them."""
+"""Tables and pictures of runs that should be equal, for torch_same_recipe.py."""
 
 import dataclasses
 import pathlib
@@ -11,13 +11,13 @@ import numpy as np
 
 from fp8jax.train.metrics import Bytes
 
-# Of runs that shall be the same. The second pair is the measure: it differs by rounding alone.
+# Pairs of runs that should be equal. The second pair differs only by rounding: it is the reference.
 PAIRS = (("torch", "JAX"), ("torch", "reversed"), ("torch>JAX", "torch"), ("JAX>torch", "JAX"))
 
 
 @dataclasses.dataclass
 class Run:
-    """One of the runs that are compared."""
+    """A run."""
 
     side: Any  # has step, evaluate, bytes, skipped
     see: Callable[[np.ndarray], np.ndarray] = lambda batch: batch
@@ -27,7 +27,7 @@ class Run:
 
     @property
     def milliseconds(self) -> float:
-        """Of a step, the median."""
+        """The median time of a step."""
         return 1e3 * statistics.median(self.seconds)
 
     def advance(self, batches: dict[int, np.ndarray]) -> None:
@@ -64,12 +64,12 @@ def run_rows(runs: dict[str, Run]) -> list[list[str]]:
 
 
 def distances(run: Run, other: Run) -> dict[int, float]:
-    """By step, of those that both did."""
+    """The distance of the losses, by step, where both runs have one."""
     return {step: abs(loss - other.losses[step]) for step, loss in run.losses.items() if step in other.losses}
 
 
 def mean_of(numbers: dict[int, float], steps: range) -> float:
-    """Of some steps; NaN if there are none."""
+    """The mean over the given steps; NaN if there are none."""
     found = [numbers[step] for step in steps if step in numbers]
     return statistics.mean(found) if found else float("nan")
 

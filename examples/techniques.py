@@ -1,13 +1,12 @@
-"""What each technique for training on one accelerator is worth: measured on and off, on the same model.
+"""The effect of each technique for training on one accelerator, on the same model with and without it.
 
     python examples/techniques.py                       # on this machine; minutes
     python examples/techniques.py --target h200         # and the bytes of the programs compiled for an H200
     python examples/techniques.py --only LoRA adafactor --record examples/records
 
-A decoder of plain Flax layers, which knows nothing of any technique, and a `TrainConfig` that is changed in
-one setting at a time. Tokens per second are medians of steps that take turns, so that a machine that slows
-down slows all of them; bytes are XLA's own, of the step's program: arguments, results and all between at the
-fullest moment. The table's lines are those of Hugging Face's guide for a single GPU.
+The model is a decoder of plain Flax layers. One option of `TrainConfig` changes at a time. Tokens per second
+are medians of steps that alternate between the two, so a machine that slows down slows both. Bytes are XLA's
+peak memory of the compiled step. The rows are those of Hugging Face's guide for a single GPU.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from fp8jax.train import TrainConfig, Trainer
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 import output
 
-# Line of the guide -> (off, on): settings that differ in one technique.
+# Row of the guide -> (off, on): options that differ in one technique.
 BASE: dict[str, Any] = {"bf16": True, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
 SMALL = {**BASE, "per_device_train_batch_size": 2}
 TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -51,7 +50,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"recipe": "te"},
         {"recipe": "te", "gradient_checkpointing": "fp8"},
     ),
-    # What is kept for each weight shows beside few activations.
+    # With few rows, the bytes per weight are not hidden by activations.
     "optimizer: adamw_8bit, 2 rows": (SMALL, {**SMALL, "optim": "adamw_8bit"}),
     "optimizer: adafactor, 2 rows": (SMALL, {**SMALL, "optim": "adafactor"}),
     "PEFT: LoRA of rank 8, 2 rows": (SMALL, {**SMALL, "lora_rank": 8}),
@@ -60,7 +59,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Sizes(NamedTuple):
-    """Of the decoder."""
+    """The sizes of the decoder."""
 
     layers: int = 4
     width: int = 256
@@ -73,7 +72,7 @@ TINY = Sizes(layers=2, width=32, heads=2, context=16, vocabulary=64)
 
 
 class Block(nn.Module):
-    """A decoder's layer."""
+    """A transformer block of the decoder."""
 
     sizes: Sizes
 
@@ -116,7 +115,7 @@ class Measured:
 
 
 def prepare(settings: dict[str, Any], sizes: Sizes) -> Measured:
-    """The trainer of these settings, with a batch of random tokens."""
+    """The trainer of these options, with a batch of random tokens."""
     config = TrainConfig(**settings)
     dtype = jnp.float32 if config.precision.gemm == "FP32" else jnp.bfloat16
     if config.fp16:
@@ -131,14 +130,14 @@ _READY: dict[str, Measured] = {}
 
 
 def prepared(settings: dict[str, Any], sizes: Sizes) -> Measured:
-    """As `prepare`, each only once."""
+    """Like `prepare`, but makes each trainer once."""
     name = f"{sorted(settings.items())} {sizes}"
     _READY[name] = _READY.get(name) or prepare(settings, sizes)
     return _READY[name]
 
 
 def speeds(pair: tuple[Measured, Measured], rounds: int) -> list[float]:
-    """Tokens per second of both, taking turns; a round before them warms up."""
+    """Tokens per second of both, in alternating steps after a warm-up round."""
     states = [each.trainer.init() for each in pair]
     seconds: list[list[float]] = [[], []]
     for number in range(rounds + 1):
@@ -154,14 +153,14 @@ def speeds(pair: tuple[Measured, Measured], rounds: int) -> list[float]:
 
 @functools.cache
 def megabytes(each: Measured, target: str | None = None) -> float:
-    """What the step's program needs at its fullest moment."""
+    """The peak memory of the compiled step."""
     if target is None:
         return each.trainer.program.total / 1e6
     return program.read(each.trainer.compile(target=target)).total / 1e6
 
 
 def row(name: str, sizes: Sizes, rounds: int, target: str | None) -> dict[str, Any]:
-    """One technique, off and on."""
+    """The row of a technique, off and on."""
     off, on = TECHNIQUES[name]
     pair = prepared(off, sizes), prepared(on, sizes)
     before, after = speeds(pair, rounds)
@@ -220,9 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="techniques whose line has one of these words"
-    )
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only techniques with one of these words")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each that are timed")
     parser.add_argument(
         "--target", choices=list(targets.TARGETS), help="a GPU that is not here: bytes there too"

@@ -20,7 +20,7 @@ def short_text(folder):
 
 def curves(run):
     """Everything that a run recorded but its time. JSON keeps every bit of a float."""
-    newest = sorted(run.glob("checkpoints/step_*"))[-1]
+    newest = sorted(run.glob("checkpoints/step_????????"))[-1]
     recorded = json.loads((newest / "run/metadata").read_text())["curves"]
     for of_one_model in recorded:
         del of_one_model["seconds"]

@@ -69,6 +69,8 @@ def save(
         _write_checksums(path)
         distributed.wait_for_all()
     except Exception as error:  # tensorstore raises many types
+        if distributed.is_loss(error):
+            raise
         for partial in folder.glob(f"{path.name}*"):
             shutil.rmtree(partial, ignore_errors=True)  # on a full disk it takes the room that the next needs
         last, reason = last_step(folder), _reason(error)

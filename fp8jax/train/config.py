@@ -53,7 +53,7 @@ def option(
     """A field of a configuration.
 
     Args:
-        default: its value if nobody gives one.
+        default: its value if none is given.
         help: its line of `--help`.
         least, below: a number must satisfy least <= value < below.
         choices: the legal words.

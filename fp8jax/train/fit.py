@@ -95,6 +95,8 @@ def fit(
         with blame_input():
             check_packages()
             check_about(about or {}, trainer)
+            if twin and twin.config.precision == trainer.config.precision:
+                raise ValueError(f"`twin`: expected another recipe; both are {trainer.config.precision}")
             now = RunMetadata({**(settings or saved_options(trainer.config)), "rows": trainer.rows}, "")
             fixed = fixed or fixed_options(trainer.config)
             folder, found, now = _folder(trainer, Examples(source, transform), resume, or_start, now, fixed)
@@ -108,15 +110,14 @@ def fit(
                     print(f"{text.splitlines()[0]}; compiling", flush=True)
                 run = _Run(models, folder, (found if found.settings else now).digest, batches)
                 run.begin(plain, resume, or_start)
-        distributed.wait_for_all()  # compiling takes some processes longer than others
         with distributed.stop_requests() as stop_asked:
             run.train(_per_step(source, trainer.rows), stop_asked)
     if run.steps < trainer.config.max_steps:
         print(f"stopped and saved after step {run.steps} in {folder}; resume goes on with it", flush=True)
     elif distributed.is_first():
         about = {"data": f"{len(source):,} rows of a {type(source).__name__}", **(about or {})}
-        kept = [(model.trainer, model.state, model.curves) for model in models]
-        page = write_report(folder, about, now.settings, kept, layers, _per_step(source, trainer.rows))
+        results = [(model.trainer, model.state, model.curves) for model in models]
+        page = write_report(folder, about, now.settings, results, layers, _per_step(source, trainer.rows))
         print(f"report: {page}", flush=True)
     first, *second = (Fitted(folder, model.state, model.curves, run.steps) for model in models)
     return first._replace(twin=second[0] if second else None)
@@ -172,6 +173,7 @@ class _Run:
         for model in self.models:
             model.trainer.check_memory()
             _ = model.trainer.program
+        distributed.wait_for_all()  # compiling takes some processes longer than gloo waits for them
         like = [model.trainer.like for model in self.models]
         found = run_folder.restore(self.folder, like, self.digest, or_start) if resume else None
         if found:

@@ -45,11 +45,10 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
         folder: the folder, or "" for runs/NAME-N: the next free N, or with `resume` the newest.
         resume: whether to go on with the run that is there.
         or_start: whether `resume` may find no run.
-        name: of runs in folders that nobody named.
+        name: see `folder`.
 
     Raises:
-        ValueError: the folder is taken and `resume` is not set, or there is no run to resume, or the folder
-            cannot be used.
+        ValueError: the folder holds a run and `resume` is not set, or none and it is, or cannot be used.
     """
     if or_start and not resume:
         raise ValueError("or_start is an option of resume; add that, or leave it out")

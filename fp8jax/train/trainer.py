@@ -32,9 +32,9 @@ from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
-from fp8jax.train.step.learner import Learner, Loss, State, make_learner
+from fp8jax.train.step.learner import Loss, State, make_learner
 from fp8jax.train.step.optimizers import optimizer_of
-from fp8jax.train.step.placement import Placement, place
+from fp8jax.train.step.placement import place
 
 
 class Trainer:
@@ -64,7 +64,7 @@ class Trainer:
         if config.compile_cache:
             jax.config.update("jax_compilation_cache_dir", config.compile_cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        self.config, self._loss = config, loss
+        self.config = config
         options: dict[str, Any] = {}
         if config.gradient_checkpointing != "none":
             options["gradient_checkpointing"] = config.gradient_checkpointing
@@ -73,11 +73,13 @@ class Trainer:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
         self.model = adapters.transform(model, config.precision, **options)
         self._row = jax.tree.map(lambda x: _shape_of(x, np.shape(x)[1:]), example)
-        self._devices = distributed.devices(config.devices)
+        self.placement = place(distributed.devices(config.devices))
+        zero = self.placement.zero(config.precision, config)
+        tx, microbatches = optimizer_of(config, zero), config.gradient_accumulation_steps
+        self.learner = make_learner(self.model, loss, tx, microbatches=microbatches, zero=zero)
         self.found = self._search() if config.is_auto else None
         self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
         self.rows = self._rows(self.per_device)
-        self.placement, self.learner = self._parts_for(self.per_device)
 
     @functools.cached_property
     def key(self) -> jax.Array:
@@ -85,17 +87,29 @@ class Trainer:
         return jax.random.key(self.config.seed)
 
     @functools.cached_property
-    def _compiled_init(self) -> Any:
-        return self._compile_init(self.learner, self.rows)
+    def _compiled_init(self) -> jax.stages.Compiled:
+        """Compiled for one row per device: a state does not depend on the rows of a batch."""
+        with self._precision():
+            return jax.jit(self.learner.init).lower(self.key, self._batch(self._rows(1))).compile()
 
     @functools.cached_property
-    def _compiled_step(self) -> Any:
-        return self._compile_step(self.placement, self.learner, self.like, self.rows)
+    def _compiled_step(self) -> jax.stages.Compiled:
+        return self._compile_step(self.rows)
+
+    @functools.cached_property
+    def _shapes(self) -> State:
+        """Shapes and dtypes of a state."""
+        with self._precision():
+            return jax.eval_shape(self.learner.init, self.key, self._batch(self._rows(1)))
 
     @functools.cached_property
     def like(self) -> State:
         """Shapes, dtypes and shardings of a state, as `checkpoint.restore` takes them."""
-        return self._like(self.learner, self._compiled_init, self.rows)
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            self._shapes,
+            self._compiled_init.output_shardings,
+        )
 
     @functools.cached_property
     def program(self) -> compiled_program.Program:
@@ -142,7 +156,7 @@ class Trainer:
             plain: variables of the untransformed Linen module to start from, as a checkpoint has them; an NNX
                 module brings its own.
         """
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self.rows))
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self._rows(1)))
         state = self._compiled_init(self.key, zeros)
         if plain is None:
             return state
@@ -175,10 +189,15 @@ class Trainer:
                 f"`batch`: expected {expected}, {self.per_device} rows for each device; got {got}."
             )
 
+    def trace(self) -> tuple[State, tuple[State, StepMetrics]]:
+        """Shapes and dtypes of a state, and of the results of a step; compiles nothing."""
+        with self._precision():
+            step = jax.eval_shape(self._step, self._shapes, self._batch(self.rows), self.key)
+        return self._shapes, step
+
     def check_memory(self) -> None:
         """Raises ValueError if the state alone needs more memory than the devices have."""
-        state = jax.eval_shape(self.learner.init, self.key, self._batch(self.rows))
-        check_fits(state, self.placement.mesh.size if self.config.zero else 1)
+        check_fits(self._shapes, self.placement.mesh.size if self.config.zero else 1)
 
     def evaluator(self, loss: Loss) -> Callable[[State, Any], jax.Array]:
         """A jitted function `(state, batch) -> loss` that changes nothing in the state.
@@ -208,14 +227,11 @@ class Trainer:
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
         """The compiled step, for another batch size or for one GPU that is not here."""
         rows = self._rows(per_device or self.per_device)
-        placement, learner = self._parts_for(per_device or self.per_device)
         if not target:
-            state = self._like(learner, self._init_of_one_row, rows)
-            return self._compile_step(placement, learner, state, rows)
-        step, batch = functools.partial(self._step, learner), self._batch(rows)
+            return self._compile_step(rows)
         with self._precision():
-            state = jax.eval_shape(learner.init, self.key, batch)
-            return targets.compile_for(step, state, batch, self.key, target=target, donate_argnums=0)
+            arguments = self._shapes, self._batch(rows), self.key
+            return targets.compile_for(self._step, *arguments, target=target, donate_argnums=0)
 
     def plan(self, target: str | None = None) -> memory.Plan:
         """The memory of a step on one device, read from the compiled program.
@@ -230,8 +246,7 @@ class Trainer:
         if target and (devices > 1 or self.config.offload):
             raise ValueError(f"`target`: {target} is one device with everything on it; leave it out.")
         if target:
-            state = jax.eval_shape(self.learner.init, self.key, batch)
-            program = compiled_program.read(self.compile(target=target))
+            state, program = self._shapes, compiled_program.read(self.compile(target=target))
         else:
             state, program, batch = self.like, self.program, self.batch
         return memory.plan_of(
@@ -249,59 +264,29 @@ class Trainer:
         """Shapes and dtypes of the gradients of a step, in "params"."""
         return jax.eval_shape(self.learner.gradients, self.like, self._batch(self.rows), self.key)
 
-    @functools.cached_property
-    def _init_of_one_row(self) -> jax.stages.Compiled:
-        """Compiled for one row per device: the shardings of a state do not depend on the rows of a batch."""
-        return self._compile_init(self._parts_for(1)[1], self._rows(1))
-
-    def _compile_init(self, learner: Learner, rows: int) -> jax.stages.Compiled:
-        with self._precision():
-            return jax.jit(learner.init).lower(self.key, self._batch(rows)).compile()
-
-    def _like(self, learner: Learner, init: jax.stages.Compiled, rows: int) -> State:
-        with self._precision():
-            state = jax.eval_shape(learner.init, self.key, self._batch(rows))
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, init.output_shardings
-        )
-
-    def _compile_step(
-        self, placement: Placement, learner: Learner, state: State, rows: int
-    ) -> jax.stages.Compiled:
+    def _compile_step(self, rows: int) -> jax.stages.Compiled:
         """The step, with the new state placed like the old one."""
-        shardings = jax.tree.map(lambda x: x.sharding, state), placement.replicated
+        shardings = jax.tree.map(lambda x: x.sharding, self.like), self.placement.replicated
         with self._precision():
-            jitted = jax.jit(
-                functools.partial(self._step, learner), donate_argnums=0, out_shardings=shardings
-            )
-            return jitted.lower(state, self._batch(rows, placement.by_rows), self.key).compile()
+            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
+            return jitted.lower(self.like, self._batch(rows, self.placement.by_rows), self.key).compile()
 
-    def _step(self, learner: Learner, state: State, batch: Any, key: jax.Array) -> tuple[State, StepMetrics]:
-        new, loss = learner.step(state, batch, key)
-        before, after = map(learner.collections, (state.variables, new.variables))
+    def _step(self, state: State, batch: Any, key: jax.Array) -> tuple[State, StepMetrics]:
+        new, loss = self.learner.step(state, batch, key)
+        before, after = map(self.learner.collections, (state.variables, new.variables))
         scales = scale_metrics(before, after, self.config.precision)
         return new, StepMetrics(loss, optim.skipped(new.opt_state), scales)
 
     def _search(self) -> BatchSize:
-        target = self.config.target
-        if target and len(self._devices) > 1:
-            raise ValueError(
-                f"--target {target} is one device that is not here; got {len(self._devices)} --devices; leave"
-                " one of them out"
-            )
+        target, devices = self.config.target, self.placement.mesh.size
+        if target and devices > 1:
+            raise ValueError(f"--target {target} is one device that is not here; got {devices} --devices")
         budget = self.config.memory_budget * 1e9 or budget_of_device(target)
         peak = lambda rows: compiled_program.read(self.compile(rows, target or None)).total  # noqa: E731
         return largest_batch(peak, budget)
 
-    def _parts_for(self, per_device: int) -> tuple[Placement, Learner]:
-        """The placement and the learner for so many rows per device."""
-        placement = place(self._devices, self._rows(per_device))
-        zero, config = placement.zero(self.config.precision, self.config), self.config
-        tx, microbatches = optimizer_of(config, zero), config.gradient_accumulation_steps
-        return placement, make_learner(self.model, self._loss, tx, microbatches=microbatches, zero=zero)
-
     def _rows(self, per_device: int) -> int:
-        return per_device * len(self._devices) * self.config.gradient_accumulation_steps
+        return per_device * self.placement.mesh.size * self.config.gradient_accumulation_steps
 
     def _batch(self, rows: int, sharding: Any = None) -> Any:
         """The shapes of a batch of so many rows."""

@@ -11,6 +11,7 @@ first input of the next, so every token but the first is a target once. A tail s
 out.
 """
 
+import itertools
 import operator
 import os
 import pathlib
@@ -186,33 +187,20 @@ def _write_header(file: Any, dtype: np.dtype, count: int) -> None:
 
 
 def _chunks(tokens: Iterable[Any]) -> Iterator[np.ndarray]:
-    """The ids in integer arrays of shape (n,)."""
+    """The ids in integer arrays of shape (n,): single ids together, documents as they are."""
     if isinstance(tokens, np.ndarray):
-        pieces: Iterable[Any] = (tokens[i : i + _CHUNK] for i in range(0, len(tokens), _CHUNK))
-    else:
-        pieces = _gathered(tokens)
-    for piece in pieces:
-        chunk = np.asarray(piece).ravel()
-        if len(chunk) and chunk.dtype.kind not in "iu":
-            raise TypeError(f"`tokens` must be whole numbers, or arrays of them; got {chunk.dtype}")
-        yield chunk
+        tokens = np.array_split(tokens, max(len(tokens) // _CHUNK, 1))
+    for is_single, group in itertools.groupby(tokens, np.isscalar):
+        for piece in _lists(group) if is_single else group:
+            chunk = np.asarray(piece).ravel()
+            if len(chunk) and chunk.dtype.kind not in "iu":
+                raise TypeError(f"`tokens` must be whole numbers, or arrays of them; got {chunk.dtype}")
+            yield chunk
 
 
-def _gathered(tokens: Iterable[Any]) -> Iterator[Any]:
-    """Single tokens in lists, documents as they are."""
-    loose: list[Any] = []
-    for token in tokens:
-        if np.isscalar(token):
-            loose.append(token)
-            if len(loose) < _CHUNK:
-                continue
-        if loose:
-            yield loose
-            loose = []
-        if not np.isscalar(token):
-            yield token
-    if loose:
-        yield loose
+def _lists(tokens: Iterator[Any]) -> Iterator[list[Any]]:
+    while piece := list(itertools.islice(tokens, _CHUNK)):
+        yield piece
 
 
 def _check_ids(ids: np.ndarray, limit: int, start: int, where: str) -> None:

@@ -5,6 +5,7 @@ scales(tensors, curves), saturations(tensors, curves) -> bytes
 """
 
 import io
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,46 +66,43 @@ def _draw_difference(panel: Any, curves: Mapping[str, Curves]) -> None:
 
 
 def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
-    """One panel per kind of layer and operand; one line per layer, on a log2 axis."""
-    steps, values = curves.scale_steps, np.array(curves.scales)
-    sites = list(dict.fromkeys(tensor.layer for tensor in tensors))
-    operands = list(OPERANDS)
-    size = (1.2 + 2.3 * len(sites), 6.6)
-    figure, axes = _subplots(len(operands), len(sites), size=size, sharex=True, sharey="row")
-    for column, site in enumerate(sites):
-        axes[0][column].set_title(_short(site), fontsize=10)
-        axes[-1][column].set_xlabel("step")
-        for row, operand in enumerate(operands):
-            panel = axes[row][column]
-            lines = [i for i, t in enumerate(tensors) if (t.layer, t.operand) == (site, operand)]
-            for i in lines:
-                colour = _depth_colour(tensors[i].number, len(lines))
-                panel.plot(steps, values[:, i], color=colour, linewidth=1.3, label=tensors[i].number or None)
-            panel.set_yscale("log", base=2)
-            if column == 0:
-                panel.set_ylabel(f"scale of the\n{operand}")
-    _legend_of_layers(figure, axes[0][0])
+    """One panel per kind of layer and operand; one line per layer, dark for the first, on a log2 axis."""
+    plt, values = need("matplotlib.pyplot"), np.array(curves.scales)
+    layers = list(dict.fromkeys(tensor.layer for tensor in tensors))
+    size = (1.2 + 2.3 * len(layers), 6.6)
+    figure, axes = _subplots(len(OPERANDS), len(layers), size=size, sharex=True, sharey="row")
+    for (row, operand), (column, layer) in itertools.product(enumerate(OPERANDS), enumerate(layers)):
+        panel = axes[row][column]
+        lines = [i for i, tensor in enumerate(tensors) if (tensor.layer, tensor.operand) == (layer, operand)]
+        for depth, i in enumerate(lines):
+            colour = plt.get_cmap("viridis")(0.9 * depth / max(len(lines) - 1, 1))
+            label = tensors[i].number or None
+            panel.plot(curves.scale_steps, values[:, i], color=colour, linewidth=1.3, label=label)
+        panel.set_yscale("log", base=2)
+        panel.set(
+            title="" if row else _short(layer),
+            xlabel="step" if operand == OPERANDS[-1] else "",
+            ylabel="" if column else f"scale of the\n{operand}",
+        )
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, title="layer", loc="outside right upper", frameon=False, fontsize=8)
     return _png(figure)
 
 
 def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
     """One map per operand: a row per layer, a column per logged step, red where casts clipped."""
-    plt = need("matplotlib.pyplot")
-    steps, values = curves.scale_steps, np.array(curves.saturations)
-    colours = need("matplotlib.colors")
-    operands = list(OPERANDS)
-    rows = [[i for i, t in enumerate(tensors) if t.operand == operand] for operand in operands]
+    values = np.array(curves.saturations)
+    rows = [[i for i, t in enumerate(tensors) if t.operand == operand] for operand in OPERANDS]
     size = (10, 1.6 + 0.17 * sum(map(len, rows)))
-    figure, axes = _subplots(len(operands), 1, size=size, sharex=True)
-    norm = colours.TwoSlopeNorm(1.0, 0.0, 2.0)
-    edges = np.concatenate([[0], steps])
-    image: Any = None
-    for panel, operand, chosen in zip(axes[:, 0], operands, rows, strict=True):
-        image = panel.pcolormesh(
-            edges, np.arange(len(chosen) + 1), values[:, chosen].T, cmap=plt.get_cmap("RdBu_r"), norm=norm
-        )
+    figure, axes = _subplots(len(OPERANDS), 1, size=size, sharex=True)
+    norm = need("matplotlib.colors").TwoSlopeNorm(1.0, 0.0, 2.0)
+    edges, image = [0, *curves.scale_steps], None
+    for panel, operand, chosen in zip(axes[:, 0], OPERANDS, rows, strict=True):
+        heights = np.arange(len(chosen) + 1)
+        image = panel.pcolormesh(edges, heights, values[:, chosen].T, cmap="RdBu_r", norm=norm)
         labels = [f"{_short(tensors[i].layer)} {tensors[i].number}".strip() for i in chosen]
-        panel.set_yticks(np.arange(len(chosen)) + 0.5, labels, fontsize=7)
+        panel.set_yticks(heights[:-1] + 0.5, labels, fontsize=7)
         panel.invert_yaxis()
         panel.set_title(operand, fontsize=10, loc="left")
         panel.grid(False)
@@ -116,8 +114,7 @@ def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
 
 def _subplots(rows: int, columns: int, size: tuple[float, float], ratios: Any = None, **share: Any) -> Any:
     need("matplotlib").use("Agg")
-    plt = need("matplotlib.pyplot")
-    figure, axes = plt.subplots(
+    figure, axes = need("matplotlib.pyplot").subplots(
         rows, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=ratios, **share
     )
     for panel in axes.flat:
@@ -148,23 +145,3 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 def _short(path: str) -> str:
     """`h/attn/c_attn` -> `attn/c_attn`."""
     return "/".join(path.split("/")[-2:])
-
-
-def _depth_colour(number: str, layers: int) -> Any:
-    """Dark for the first layer of a scan, light for the last."""
-    depth = int(number.split(",")[0]) / max(layers - 1, 1) if number else 0.0
-    return need("matplotlib.pyplot").get_cmap("viridis")(0.9 * depth)
-
-
-def _legend_of_layers(figure: Any, panel: Any) -> None:
-    handles, labels = panel.get_legend_handles_labels()
-    if labels:
-        figure.legend(
-            handles,
-            labels,
-            title="layer",
-            loc="outside right upper",
-            frameon=False,
-            fontsize=8,
-            title_fontsize=8,
-        )

@@ -1,6 +1,6 @@
 """The placement of a data-parallel step: a mesh, the sharding of a batch, and ZeRO's sharding of the state.
 
-placement = place(distributed.devices(0), rows=config.batch)
+placement = place(distributed.devices(0))
 zero = placement.zero(recipe, config)          # for the gradient and the optimizer
 loss = step(state, placement.put(batch))
 """
@@ -57,8 +57,6 @@ class Placement(NamedTuple):
         return jax.make_array_from_callback(batch.shape, self.by_rows, lambda index: batch[index])
 
 
-def place(devices: Sequence[Any], rows: int) -> Placement:
-    """A placement on these devices; raises ValueError if they cannot share the rows of a batch evenly."""
-    if rows % len(devices):
-        raise ValueError(f"a batch must be a multiple of the {len(devices)} devices; got {rows} rows")
+def place(devices: Sequence[Any]) -> Placement:
+    """A placement on these devices."""
     return Placement(Mesh(np.array(devices), ("data",)))
