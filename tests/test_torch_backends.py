@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import rules
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CURRENT = Recipe.parse("te,scaling=current")
@@ -103,19 +104,17 @@ def sqnr(right, got):
         ("*", "", True),
     ],
 )
-def test_a_pattern_means_what_it_means_in_jax(pattern, path, is_match):
-    from fp8jax.rewrite import rules
-
-    assert layers.matches(pattern, path) is is_match
+def test_patterns(pattern, path, is_match):
     assert rules.matches(pattern, path) is is_match
 
 
-def test_the_recipe_says_why_a_layer_is_not_in_fp8():
+def test_patterns_choose_layers():
     recipe = dataclasses.replace(Recipe.TE, include=("h/*",), exclude=("*_proj",))
-    assert layers.why_not(recipe, layers.path_of("h.0.fc")) is None
-    assert layers.why_not(recipe, "h/0/c_proj") == "exclude=*_proj"
-    assert layers.why_not(recipe, "out") == "not in include=h/*"
-    assert layers.why_not(Recipe.BF16, "h/0/fc") == "gemm=BF16"
+    model = nn.ModuleDict({"h": nn.ModuleDict({"fc": nn.Linear(2, 2), "c_proj": nn.Linear(2, 2)})})
+    model["out"] = nn.Linear(2, 2)
+    reasons = layers.choose(model, recipe, lambda module: None)
+    assert reasons == {"h/fc": None, "h/c_proj": "exclude=*_proj", "out": "not in include=h/*"}
+    assert set(layers.choose(model, Recipe.BF16, lambda module: None).values()) == {"gemm=BF16"}
 
 
 @pytest.mark.parametrize("field", ["include", "exclude"])
@@ -124,8 +123,8 @@ def test_a_pattern_that_matches_no_layer_is_an_error(field):
     with pytest.raises(
         ValueError, match=f"the {field} pattern 'qkv' matches no layer; the layers are odd, up"
     ):
-        layers.check_patterns(recipe, list(layers.linears(block())))
-    layers.check_patterns(Recipe.TE, ["a"])  # the default exclude need not match
+        layers.choose(block(), recipe, lambda module: None)
+    layers.choose(block(), Recipe.TE, lambda module: None)  # the default exclude need not match
 
 
 def test_conv1d_is_a_linear_layer():
@@ -137,7 +136,7 @@ def test_conv1d_is_a_linear_layer():
 
 def test_every_module_with_weights_has_a_row():
     recipe = dataclasses.replace(Recipe.TE, exclude=())
-    _, rows = base.plan("any", block(), recipe, lambda module: None, base.no_product)
+    _, rows = base.plan("any", block(), recipe, lambda module: None, base.no_gemm)
     assert [(row.path, row.kind, row.shape) for row in rows] == [
         ("embed", "Embedding", (32, 16)),
         ("norm", "LayerNorm", (16,)),

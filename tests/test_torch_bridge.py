@@ -301,7 +301,7 @@ def with_changes(state_dict, **changes):
             f"a scale; Flax has float8_e4m3fn[{HIDDEN}, {OUT}] codes on a scale",
         ),
         ("te", {}, f"Flax has float32[{HIDDEN}, {OUT}]"),
-        ("O2", {"last__weight": torch.zeros(3)}, "last.weight: shape [3] does not take axes=(1, 0)"),
+        ("O2", {"last__weight": torch.zeros(3)}, "but shape [3] does not take axes=(1, 0)"),
         ("O2, amax_history_len=4", {}, "float32[3, 16]; Flax has float32[3, 4]"),
     ],
 )

@@ -1,7 +1,7 @@
 """Casts and scales on torch tensors, bit for bit those of `fp8jax.quantization`.
 
-Rounding is to nearest even, what is beyond a format's max becomes it, NaN stays NaN, and an amax that
-says nothing gives scale 1; see `fp8jax.quantization` for the reasons.
+Casts round to nearest even and saturate; NaN stays NaN. An amax that is not usable gives scale 1. See
+`fp8jax.quantization` for the reasons.
 """
 
 from typing import Any
@@ -20,7 +20,8 @@ _DTYPES = {
     "FP32": torch.float32,
 }
 _FLOAT32 = torch.finfo(torch.float32)
-# A float16 of the bits of an E4M3 code is smaller by the difference of their exponents' biases.
+# The factor from a float16 with the bits of an E4M3 code to the code's value: the difference of exponent
+# biases.
 BIAS_OF_HALF = 2.0 ** (15 - 7)
 
 
@@ -43,8 +44,8 @@ def to_float(codes: torch.Tensor) -> torch.Tensor:
     """Codes as float32, exactly."""
     if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu" or codes.numel() == 0:
         return codes.float()
-    # torch's own conversion on a CPU is scalar. But for their bias the bits of E4M3 are those of a float16
-    # moved by seven, except that E4M3's NaNs would be numbers.
+    # torch's conversion on a CPU is scalar. Except for the exponent bias, E4M3's bits are those of a float16
+    # shifted by seven; only E4M3's NaNs would become numbers.
     bits = codes.view(torch.int8)
     if (bits & 0x7F).max() == 0x7F:
         return codes.float()
@@ -61,7 +62,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def usable(amax: torch.Tensor) -> torch.Tensor:
-    """Where an amax says something: positive, finite and not subnormal."""
+    """Whether an amax is positive, finite and not subnormal."""
     return (amax >= _FLOAT32.tiny) & (amax <= _FLOAT32.max)
 
 
@@ -80,10 +81,10 @@ def scale_of(
 
 
 def factor_of(amax: torch.Tensor, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> torch.Tensor:
-    """The reciprocal of `scale_of` where the amax is usable, else any number."""
+    """The reciprocal of `scale_of` for a usable amax, else any number."""
     limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
     if power_of_two:
-        # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
+        # One subtraction for exponents and fractions: a borrow from the exponent is the floor.
         bits = limit.view(torch.int32) - amax.view(torch.int32)
         exponent = ((bits >> 23) - margin).clamp(-126, 126)
         return ((exponent + 127) << 23).view(torch.float32)
@@ -91,5 +92,5 @@ def factor_of(amax: torch.Tensor, limit: Any, *, margin: int = 0, power_of_two: 
 
 
 def without_infinities(x: torch.Tensor) -> torch.Tensor:
-    """`x` with NaN for what is infinite: saturated, it would look like a large number."""
+    """`x` with NaN for inf, which saturated would look like a large number."""
     return torch.where(x.isfinite(), x, torch.nan)

@@ -1,4 +1,4 @@
-"""Says what to install where torch is missing, before anything else is imported."""
+"""An error for a missing torch that says what to install; imported before all other modules."""
 
 try:
     import torch as torch

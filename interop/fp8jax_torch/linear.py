@@ -1,7 +1,7 @@
-"""Layers whose product runs under a recipe: the user's own modules, of whom only `forward` is another.
+"""Linear layers under a recipe: the user's modules with another `forward`.
 
-A layer keeps its name, its parameters' names and its class as a base, so that whoever asks
-`isinstance(layer, nn.Linear)` gets the same answer.
+A layer keeps its name, its parameters' names and its class as a base class, so `isinstance(layer, nn.Linear)`
+stays true.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ class FP8Product(Mixin):
         return out if self.bias is None else out + self.bias.to(dtype)
 
 
-class WideProduct(Mixin):
-    """Mixin of an `nn.Linear` or a Conv1D: multiplies in the wider format `gemm`."""
+class HighProduct(Mixin):
+    """Mixin of an `nn.Linear` or a Conv1D: multiplies in the high-precision format `gemm`."""
 
     in_out: bool
     gemm: str
@@ -47,18 +47,18 @@ class WideProduct(Mixin):
 
 
 def make_product(layer: Any, recipe: Recipe, in_out: bool) -> None:
-    """Changes the class of a plain layer to one that multiplies as the recipe says."""
+    """Changes the class of a plain layer to one that follows the recipe."""
     layer.in_out = in_out
     if recipe.gemm == "FP8":
         layer.fp8 = ScalingState(recipe, layer.weight.device)
         layer.__class__ = mixed(FP8Product, type(layer))
     else:
         layer.gemm = recipe.gemm
-        layer.__class__ = mixed(WideProduct, type(layer))
+        layer.__class__ = mixed(HighProduct, type(layer))
 
 
 def make_plain(layer: Any, plain: dict[int, nn.Parameter]) -> nn.Parameter:
-    """The inverse of `make_product`; returns the plain weight, which `plain` has by the scaled one's id."""
+    """Undoes `make_product`; returns the plain weight. `plain` maps ids of scaled weights to plain ones."""
     for name in ("in_out", "fp8", "gemm"):
         if hasattr(layer, name):
             delattr(layer, name)
@@ -71,11 +71,11 @@ def make_plain(layer: Any, plain: dict[int, nn.Parameter]) -> nn.Parameter:
 
 def is_product(module: nn.Module) -> bool:
     """Whether `make_product` made it."""
-    return isinstance(module, FP8Product | WideProduct)
+    return isinstance(module, FP8Product | HighProduct)
 
 
 def _dtype_of_output(layer: Any, x: torch.Tensor) -> torch.dtype:
-    """What torch computes in: autocast's dtype, or the promoted dtype of what takes part."""
+    """The dtype in which torch computes: autocast's, or the promoted dtype of input and weight."""
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -1,11 +1,11 @@
-"""Objects of a user's class that do one thing otherwise: their class becomes one of a mixin and theirs."""
+"""Mixins for objects of a user's class: the object's class becomes a class of the mixin and its own."""
 
 import functools
 from typing import Any
 
 
 class Mixin:
-    """What objects of `mixed` classes have in common: they are copied and pickled by both parts' names."""
+    """Base of mixins: objects of `mixed` classes are copied and pickled by the names of both parts."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = super().__reduce_ex__(2)
@@ -14,7 +14,7 @@ class Mixin:
 
 @functools.cache
 def mixed(mixin: type[Mixin], base: type) -> Any:
-    """The class of an object of class `base` that does what `mixin` has."""
+    """The class of a mixin and a base class."""
     return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": __name__})
 
 
@@ -24,6 +24,6 @@ def unmixed(made: type) -> type:
 
 
 def _empty(mixin: type[Mixin], base: type) -> Any:
-    """What is unpickled, before its state comes."""
+    """An unpickled object without its state."""
     made = mixed(mixin, base)
     return made.__new__(made)

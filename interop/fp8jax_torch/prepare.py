@@ -1,4 +1,4 @@
-"""What a user calls: a model and an optimizer go in, those to train with come out."""
+"""Preparing a model and an optimizer for a recipe, the report, and the way back."""
 
 import copy
 from typing import Any
@@ -22,27 +22,26 @@ def prepare(
     *,
     inplace: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """The model and the optimizer to train with; the loop stays as it is.
+    """The model and the optimizer to train with; the training loop does not change.
 
     Args:
-        model: any module; its linear layers (`nn.Linear`, transformers' `Conv1D`) take part.
-        optimizer: a torch optimizer of its parameters, or None. An Adam or AdamW is replaced by one that
-            keeps the recipe's moments and masters; its groups, options and state are carried over. Any other
-            skips steps along gradients that are not finite, and counts them in `skipped`, as ours does.
+        model: any module with linear layers (`nn.Linear`, transformers' `Conv1D`).
+        optimizer: a torch optimizer of its parameters, or None. An Adam or AdamW becomes one with the
+            recipe's moments and masters, with the same groups, options and state. Other optimizers skip steps
+            with a gradient that is not finite, and count them in `skipped`.
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
-        backend: "native", "te", "msamp" or "torchao"; "auto" is MS-AMP if it is installed, else
-            TransformerEngine if it can run here, else native, each only if it can express the recipe.
-        inplace: whether the given model is changed; else a copy of it and of the optimizer is. Of the given
-            optimizer nothing is to be used afterwards either way, and schedulers are to be made for the one
-            returned.
+        backend: "native", "te", "msamp", "torchao" or "auto", see `fp8jax_torch.backends.choose`.
+        inplace: whether to change the given model and optimizer; else copies are changed. In both cases use
+            only the optimizer that is returned, also for schedulers.
 
     Returns:
-        (model, optimizer). `report(model)` says what runs in FP8, and who multiplies.
+        (model, optimizer). `report(model)` lists the layers in FP8 and the backend.
 
     Raises:
-        ValueError: the recipe cannot be parsed or the backend cannot express it; the model, or one in it, was
-            prepared already; a pattern of the recipe's matches no layer, or no layer can run in FP8; an
-            optimizer that cannot keep what the recipe says, or that a scheduler was made of.
+        TypeError: `model` is no module.
+        ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a part of it
+            was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
+            optimizer cannot keep the recipe's formats, or has a scheduler.
         ImportError: the library of the named backend is not installed.
         RuntimeError: the named backend cannot run here.
     """
@@ -77,14 +76,14 @@ def _refuse_prepared(model: nn.Module) -> None:
 def transform(
     model: nn.Module, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
 ) -> nn.Module:
-    """The model alone, see `prepare`. Its scaling states advance where a forward follows a backward: with
-    gradient accumulation once per microbatch. An optimizer of torch's takes steps that are not finite;
-    `fp8jax_torch.optim.skipping(optimizer)` skips them."""
+    """`prepare` without an optimizer. Scaling states advance at the first forward after a backward, so once
+    per microbatch. `fp8jax_torch.optim.skipping(optimizer)` makes torch's optimizers skip steps that are not
+    finite."""
     return prepare(model, None, recipe, backend, inplace=inplace)[0]
 
 
 def report(model: nn.Module) -> Report:
-    """What runs in FP8 of a prepared model, what does not and why, and who multiplies.
+    """The report of a prepared model: its layers in FP8, the reasons for the others, and the backend.
 
     Raises:
         TypeError: `model` was not prepared.
@@ -95,13 +94,12 @@ def report(model: nn.Module) -> Report:
             f"`model`: expected what fp8jax_torch.prepare returned; got {type(model).__name__} without a "
             "report. If it was wrapped since, give what is within."
         )
-    # Where it is now decides who multiplies.
+    # The note depends on the present device.
     return found._replace(note=native.note(model)) if found.why.startswith(native.NAME) else found
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """A plain copy of a natively prepared model: its own layers again, weights of their values, no scaling
-    state."""
+    """A plain copy of a natively prepared model: plain layers and weights, no scaling state."""
     model = copy.deepcopy(model)
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():

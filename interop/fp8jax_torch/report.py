@@ -1,4 +1,4 @@
-"""Which layers run in FP8, which do not, and why: nothing falls back silently."""
+"""The report of a prepared model: which layers run in FP8, and why the others do not."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from fp8jax_torch.backends.base import Row
 
 
 class Report(NamedTuple):
-    """The modules of a model that have weights, in the model's order; `str` is a table."""
+    """The modules with weights, in the model's order; `str` gives a table."""
 
     recipe: str
-    why: str  # the backend, and why it was chosen
+    why: str  # the backend, and the reason for its choice
     rows: tuple[Row, ...]
     note: str = ""
 

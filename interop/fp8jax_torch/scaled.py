@@ -1,4 +1,4 @@
-"""A tensor kept in few bits, as a `torch.Tensor`: codes and a scale, `value = codes * scale`.
+"""A quantized tensor as a `torch.Tensor`: codes and a scale, `value = codes * scale`.
 
     >>> import torch
     >>> from fp8jax import formats
@@ -9,9 +9,9 @@
     >>> weight + 1  # arithmetic acts on the value and returns a plain tensor
     tensor([   1.1046,   -1.0089,  301.0000])
 
-It stands wherever a tensor stands: as a parameter, as a gradient, in a `state_dict`. What torch writes in
-place (an optimizer's step, `grad.add_`, `load_state_dict`) is rounded again on a fresh power-of-two
-scale; what it multiplies in place (`clip_grad_norm_`) changes the scale alone.
+It can be a parameter, a gradient, or an entry of a `state_dict`. In-place writes (an optimizer's step,
+`grad.add_`, `load_state_dict`) round on a new power-of-two scale. In-place multiplication (`clip_grad_norm_`)
+changes only the scale.
 """
 
 from typing import Any
@@ -28,13 +28,13 @@ _aten = torch.ops.aten
 
 
 class ScaledTensor(torch.Tensor):
-    """Codes and the scale that gives them their meaning: `value = codes * scale`.
+    """Codes and their scale: `value = codes * scale`.
+
+    To torch it has the shape and device of the codes, and the dtype of the value that was quantized.
 
     Attributes:
-        codes: any shape, dtype that of an E4M3, E5M2, FP16 or BF16 code.
-        scale: float32, shape ().
-
-    To torch it has codes' shape and device, and the dtype that the value had when it was quantized.
+        codes: any shape, in E4M3, E5M2, FP16 or BF16.
+        scale: shape=(), float32.
     """
 
     codes: torch.Tensor
@@ -42,7 +42,7 @@ class ScaledTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: Any = torch.float32) -> "ScaledTensor":
-        """See the class; `dtype` is the value's."""
+        """See the class; `dtype` is that of the value."""
         if scale.shape != () or scale.dtype != torch.float32:
             raise ValueError(
                 "`scale`: expected float32 of shape (); got "
@@ -55,7 +55,7 @@ class ScaledTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    # Results of operations are what they are, not made `ScaledTensor`s.
+    # Results of operations stay plain tensors.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
@@ -66,12 +66,12 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """As torch's; what is assigned is rounded to this format, if it is not scaled itself."""
+        """As torch's; an assigned plain tensor is rounded to this tensor's format."""
         return torch.Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # torch's own knows of shape, dtype and device alone, and would leave the numbers as they were.
+        # torch's setter only sets shape, dtype and device.
         if not isinstance(new, ScaledTensor):
             new = quantize(new, casts.format_of(self.codes.dtype), power_of_two=True)
         torch.Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,14 +82,14 @@ class ScaledTensor(torch.Tensor):
         return (casts.to_float(self.codes) * self.scale).to(dtype or self.dtype)
 
     def requantize_(self, x: torch.Tensor) -> "ScaledTensor":
-        """Takes the values of `x`, of its own shape, in its own format on a fresh power-of-two scale."""
+        """Writes the values of `x`, of the same shape, in this format on a new power-of-two scale."""
         new = quantize(x, casts.format_of(self.codes.dtype), power_of_two=True)
         self.codes.copy_(new.codes)
         self.scale.copy_(new.scale)
         return _written(self)
 
     def storage(self) -> Any:
-        """Raises RuntimeError, which tells whoever writes safetensors what to save instead."""
+        """Raises RuntimeError, with what to save instead of safetensors."""
         raise RuntimeError(
             "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes "
             "and a scale. Save it with torch.save (in accelerate: safe_serialization=False), or save "
@@ -97,13 +97,13 @@ class ScaledTensor(torch.Tensor):
         )
 
     def share_memory_(self) -> "ScaledTensor":
-        """As torch's, which would crash: it takes the tensor for one with memory of its own."""
+        """As torch's, for the memory of codes and scale."""
         self.codes.share_memory_()
         self.scale.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether other processes see what is written."""
+        """Whether other processes see writes."""
         return self.codes.is_shared()
 
     def __repr__(self, **ignored: Any) -> str:
@@ -123,12 +123,12 @@ class ScaledTensor(torch.Tensor):
 
 
 def _rebuilt(codes: Any, scale: Any, dtype: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    """What was pickled."""
+    """The unpickled tensor."""
     scaled = ScaledTensor(codes, scale, dtype)
     return torch.nn.Parameter(scaled, requires_grad) if is_parameter else scaled.requires_grad_(requires_grad)
 
 
-# So that `torch.load` gives back what `torch.save` wrote, with its default of loading no code.
+# `torch.load` loads no code by default, except what is registered here.
 torch.serialization.add_safe_globals([_rebuilt])
 
 
@@ -140,20 +140,20 @@ def quantize(
     Args:
         x: floating tensor or `ScaledTensor`, any shape; detached.
         format: format of the codes, or its name.
-        scale: float32, shape (). By default the one that maps the largest magnitude of `x` to the
-            format's max: current scaling; and at most the one whose largest value is finite.
+        scale: float32, shape=(). By default current scaling: the scale that maps the largest magnitude of `x`
+            to the format's max, and at most `largest_scale`.
         margin: binary headroom of the default scale.
         power_of_two: whether the default scale is a power of two.
 
     Raises:
-        TypeError: `x` is not a floating tensor, or `format` is no format.
-        ValueError: the format is E8M0, which is one of scales, or is not known.
+        TypeError: `x` is no floating tensor, or `format` is no format.
+        ValueError: the format is unknown, or E8M0, a format of scales.
     """
     format = formats.parse(format)
     if not x.is_floating_point():
         raise TypeError(f"`x`: expected a floating tensor to quantize; got {x.dtype}.")
     if format == formats.E8M0:
-        raise ValueError("`format`: expected a format of tensors; got E8M0, which is one of scales.")
+        raise ValueError("`format`: expected a format of tensors; got E8M0, a format of scales.")
     dtype, x = x.dtype, value(x.detach()).float()
     if scale is None:
         scale = casts.scale_of(casts.amax(x), format.max, margin=margin, power_of_two=power_of_two)
@@ -163,7 +163,7 @@ def quantize(
 
 
 def quantize_gradient(x: torch.Tensor) -> ScaledTensor:
-    """A weight gradient in E4M3 on a power-of-two scale of its own; what is infinite becomes NaN."""
+    """A weight gradient in E4M3 on a new power-of-two scale; inf becomes NaN."""
     return quantize(casts.without_infinities(value(x)), formats.E4M3, power_of_two=True)
 
 
@@ -178,13 +178,13 @@ def value(x: Any) -> Any:
 
 
 def _written(x: ScaledTensor) -> ScaledTensor:
-    """`x`, of whose parts a write is counted: below autograd torch does not, and a backward may need them."""
+    """Returns `x`, and counts a write for the backward's check; below autograd torch does not."""
     torch.autograd.graph.increment_version((x.codes, x.scale))
     return x
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Any operation, on values; what it writes is rounded again."""
+    """Runs any operation on values, and rounds what it writes."""
     written: list[tuple[ScaledTensor, torch.Tensor]] = []
 
     def plain(x: Any, is_written: bool) -> Any:
@@ -211,7 +211,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _mapped(function: Any) -> Any:
-    """A special case that does `function` to codes and scale."""
+    """An operation that applies `function` to codes and scale."""
     return lambda func, x, **kwargs: ScaledTensor(function(x.codes), function(x.scale), x.dtype)
 
 
@@ -234,7 +234,7 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def _times(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
-    """A number times the value is the number times the scale."""
+    """Multiplies by a number in the scale alone."""
     is_number = not isinstance(factor, torch.Tensor) or (factor.ndim == 0 and not is_scaled(factor))
     if not isinstance(x, ScaledTensor) or not is_number or kwargs:
         return _on_values(func, (x, factor), kwargs)
@@ -255,7 +255,7 @@ def _zero(func: Any, x: ScaledTensor) -> ScaledTensor:
 
 
 def _like(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A plain tensor; the values of `x` are not looked at."""
+    """A plain tensor with the shape, dtype and device of `x`."""
     return func(x.scale.to(x.dtype).expand(x.shape), *args, **kwargs)
 
 
@@ -266,23 +266,11 @@ _SPECIAL: dict[Any, Any] = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
     _aten.zero_.default: _zero,
-    _aten.mul_.Tensor: _times,
-    _aten.mul_.Scalar: _times,
-    _aten.div_.Tensor: _times,
-    _aten.div_.Scalar: _times,
+    **{overload: _times for op in (_aten.mul_, _aten.div_) for overload in (op.Tensor, op.Scalar)},
     _aten._foreach_mul_.Tensor: _times_each,
     _aten._foreach_mul_.Scalar: _times_each,
     **{
-        func: _like
-        for func in (
-            _aten.empty_like.default,
-            _aten.zeros_like.default,
-            _aten.ones_like.default,
-            _aten.full_like.default,
-            _aten.new_empty.default,
-            _aten.new_zeros.default,
-            _aten.new_ones.default,
-            _aten.new_full.default,
-        )
+        getattr(_aten, name).default: _like
+        for name in "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
     },
 }

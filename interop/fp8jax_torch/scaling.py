@@ -1,8 +1,8 @@
-"""The scaling state of one layer: what `fp8jax.scaling` keeps for the three operands of a dot.
+"""The scaling state of one layer, as in `fp8jax.scaling`, for the three operands of a dot product.
 
-It is a submodule named `fp8` of each FP8 layer, so that `state_dict` has it. A backward pass notes the
-amaxes; `advance` brings them into the window, once per optimizer step however many microbatches, uses of
-a layer and recomputations under activation checkpointing there were: they merge by their maximum.
+It is a submodule named `fp8` of each FP8 layer, and so a part of `state_dict`. A backward pass records
+amaxes; microbatches, several uses of a layer and recomputed activations merge by their maximum. `advance`
+moves the amaxes into the window once per optimizer step.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ class ScalingState(torch.nn.Module):
     """Scaling state of the operands input, weight and output gradient, in this order.
 
     Buffers, of delayed scaling only:
-        scale: shape=(3,), float32: what the next cast uses.
-        amax_history: shape=(3, amax_history_len), float32: newest first, 0 where nothing was seen.
-        step: shape=(), float32: steps seen modulo interval; only where interval > 1.
+        scale: shape=(3,), float32: for the next cast.
+        amax_history: shape=(3, amax_history_len), float32: newest first, 0 without an amax.
+        step: shape=(), float32: steps modulo interval; only where interval > 1.
         seen: shape=(3,), float32: largest usable amaxes since the last `advance`; not saved.
     """
 
@@ -44,7 +44,7 @@ class ScalingState(torch.nn.Module):
         self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
 
     def scale_for(self, operand: int, amax: torch.Tensor, limit: float) -> torch.Tensor:
-        """The scale of an operand's cast, this step; its amax is float32, shape ()."""
+        """The scale of an operand's cast in this step; its amax is float32, shape=()."""
         margin = self.recipe.margin
         if self.recipe.scaling != "delayed":
             return casts.scale_of(amax, limit, margin=margin)
@@ -54,7 +54,7 @@ class ScalingState(torch.nn.Module):
         return torch.where(kept == UNSET, casts.scale_of(amax, limit, margin=margin), kept)
 
     def see(self, amaxes: list[torch.Tensor]) -> None:
-        """Notes the amaxes of one product."""
+        """Records the amaxes of one dot product."""
         if self.recipe.scaling == "delayed":
             new = torch.stack(amaxes)
             self.seen.copy_(torch.maximum(self.seen, torch.where(casts.usable(new), new, 0.0)))
@@ -62,7 +62,7 @@ class ScalingState(torch.nn.Module):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Brings what was seen into the window, for the next step."""
+        """Moves the recorded amaxes into the window, and sets the scales of the next step."""
         if not self.is_due:
             return
         recipe = self.recipe
@@ -72,7 +72,7 @@ class ScalingState(torch.nn.Module):
         scale = casts.scale_of(window, limits, margin=recipe.margin, otherwise=self.scale)
         if recipe.interval > 1:
             is_due = self.step == 0
-            if recipe.first_scale != "one":  # nobody waits for a scale of his own
+            if recipe.first_scale != "one":  # an operand without a scale of its own does not wait
                 is_due = is_due | (self.amax_history.amax(1) == 0)
             scale = torch.where(is_due, scale, self.scale)
             self.step.copy_((self.step + 1) % recipe.interval)
@@ -81,13 +81,13 @@ class ScalingState(torch.nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was seen: a skipped step leaves the state as it was."""
+        """Drops the recorded amaxes: a skipped step leaves the state unchanged."""
         if self.is_due:
             self.seen.zero_()
             self.is_due = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
-        """A move to a device; the state is float32 whatever the model is cast to."""
+        """A move to a device; the state stays float32 when the model is cast."""
         kept = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, new in self._buffers.items():
@@ -95,21 +95,11 @@ class ScalingState(torch.nn.Module):
                 self._buffers[name] = kept[name].to(new.device)  # pyright: ignore[reportOptionalMemberAccess]
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """A checkpoint of the plain model has no scaling state: then it stays as it is."""
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
+        """Accepts a checkpoint of the plain model, without scaling state; the state then stays unchanged."""
+        metadata, strict, missing_keys, *errors = args
         missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
         if any(name.startswith(prefix) for name in state_dict):
             missing_keys += missing
 

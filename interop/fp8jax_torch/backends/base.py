@@ -1,13 +1,15 @@
-"""What a backend is: a module with a name, two questions and one action.
+"""What a backend is: a module with a name, two questions and two actions.
 
-    NAME                                    how the user asks for it
+    NAME                                    as the user asks for it
+    PACKAGE                                 its library, looked for without importing it
     supports(device) -> reason or None      can it run here?
     refuses(recipe) -> reason or None       can it express the recipe?
+    plan(model, recipe)                     what `prepare` would do to each layer, see `plan`
     prepare(model, optimizer, recipe)       the model and the optimizer to train with, as `Prepared`
 
-A reason is one sentence that a user can act on. A backend for a library of others also has PACKAGE, so
-that the library is looked for without being imported (some change torch when they are), and
-`plan(model, recipe)`, what `prepare` would do to each layer.
+A reason is one sentence that a user can act on. `prepare` changes the model in place. It raises ValueError
+where a pattern of the recipe matches no layer, where no layer can run in FP8, and for an optimizer that
+cannot keep the recipe's formats.
 """
 
 import importlib
@@ -21,10 +23,10 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 
-# Of NVIDIA's GPUs, those from which on there are FP8 tensor cores: Ada 8.9, Hopper 9.0.
+# Compute capability of the first of NVIDIA's GPUs with FP8 tensor cores: Ada 8.9, then Hopper 9.0.
 FP8_CAPABILITY = (8, 9)
 
-# Recipe fields that are the same in all recipes whose FP8 stays inside the matched layers' GEMMs.
+# Recipe fields with these values keep FP8 inside the matched layers' GEMMs.
 ONLY_GEMM: dict[str, tuple[Any, ...]] = {
     "gemm": ("FP8",),
     "comm": ("FP32",),
@@ -36,41 +38,26 @@ ONLY_GEMM: dict[str, tuple[Any, ...]] = {
 
 
 class Row(NamedTuple):
-    """What happened to one module that has weights of its own.
-
-    Attributes:
-        path: its name in `named_modules()` with "/" for the dots.
-        kind: its class's name, as it was before.
-        shape: its weight's shape as torch keeps it; () without any weight.
-        fp8: whether its matrix products are in FP8.
-        reason: why not, or None.
-    """
+    """One module with weights of its own."""
 
     path: str
-    kind: str
-    shape: tuple[int, ...]
-    fp8: bool
-    reason: str | None
+    kind: str  # its class's name before `prepare`
+    shape: tuple[int, ...]  # of its weight; () without a weight
+    fp8: bool  # whether its GEMMs are in FP8
+    reason: str | None  # why not
 
 
 class Prepared(NamedTuple):
-    """What to train with.
-
-    Attributes:
-        model: runs in FP8 when it is called.
-        optimizer: of that model's parameters; None if none was given and the backend needs none of its own.
-        rows: one for every module that has weights of its own.
-        note: what the user should know besides, "" if nothing.
-    """
+    """A model and an optimizer to train with."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None  # None without a given one, unless the backend makes one
     rows: list[Row]
-    note: str
+    note: str  # for the user; "" without one
 
 
 class NoLayer(ValueError):
-    """Nobody asks for FP8 to get none: a backend can take no layer of the model."""
+    """A backend can run no layer of the model in FP8."""
 
 
 class Package(NamedTuple):
@@ -80,35 +67,34 @@ class Package(NamedTuple):
     install: str
 
     def missing(self) -> str | None:
-        """Why it cannot be imported, as far as can be said without importing it; or None."""
+        """The reason why the library is not found, without importing it; or None."""
         try:
             found = importlib.util.find_spec(self.name)
-        except ValueError:  # it was put into sys.modules by hand, without a spec
+        except ValueError:  # a module in sys.modules without a spec
             found = True
         return None if found else f"{self.name} is not installed"
 
     def unusable(self, module: str | None = None) -> str | None:
-        """Why `module` of it, by default itself, cannot be imported, with what to do; or None."""
+        """The reason why a module of the library, by default the library, cannot be imported; or None."""
         if self.missing():
             return f"{self.missing()}; get it with {self.install}"
         module = module or self.name
         try:
             importlib.import_module(module)
-        # A library that finds no driver, or not its own version of CUDA, raises what it likes.
-        except Exception as error:
+        except Exception as error:  # a library without its driver or its version of CUDA may raise anything
             return f"{module} is installed but cannot be imported ({error}); reinstall it with {self.install}"
         return None
 
 
 def this_device(device: torch.device | None) -> torch.device:
-    """`device`, or the one that a model would be trained on here."""
+    """`device`, or this machine's default."""
     if device is not None:
         return torch.device(device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def why_no_fp8_gpu(name: str, device: torch.device) -> str | None:
-    """Why a device has no FP8 tensor cores for the library `name`, or None."""
+    """The reason why a device has no FP8 tensor cores for the library `name`, or None."""
     if device.type != "cuda":
         return f"{name} needs a CUDA device; got {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -122,15 +108,15 @@ def why_no_fp8_gpu(name: str, device: torch.device) -> str | None:
 
 
 def refused(name: str, recipe: Recipe, legal: Mapping[str, tuple[Any, ...]]) -> str | None:
-    """The first field of the recipe whose value is not among the legal ones, as a reason."""
+    """The first field of the recipe with a value that is not legal, as a reason; or None."""
     for field, values in legal.items():
         got = getattr(recipe, field)
         if got not in values:
-            return f"{name} has no {field}={shown(got)}, only {' or '.join(map(shown, values))}"
+            return f"{name} has no {field}={_shown(got)}, only {' or '.join(map(_shown, values))}"
     return None
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A field's value as `Recipe.parse` reads it."""
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -142,32 +128,39 @@ def plan(
     unable: Callable[[nn.Module], str | None],
     other: Callable[[nn.Module], str],
 ) -> tuple[dict[str, str | None], list[Row]]:
-    """What a backend would do to a model, which stays as it is.
+    """What a backend would do to a model, which does not change.
 
     Args:
-        name: the backend's.
+        name: of the backend.
         model: any model.
-        recipe: whose patterns choose.
-        unable: why the backend cannot run a linear layer in FP8, or None.
-        other: what to say of a module that is no linear layer.
+        recipe: with patterns.
+        unable: the reason why the backend cannot run a linear layer in FP8, or None.
+        other: the reason for a module that is no linear layer.
 
     Returns:
-        By path of each linear layer None if it will run in FP8, else why not; and the rows.
+        For each linear layer's path None if it will run in FP8, else the reason; and the rows.
 
     Raises:
-        ValueError: a pattern of the recipe's matches no layer.
-        NoLayer: not one layer would run in FP8.
+        ValueError: a pattern of the recipe matches no layer.
+        NoLayer: no layer would run in FP8.
     """
     reasons = layers.choose(model, recipe, unable)
     rows = rows_of(model, reasons, other)
-    check_any(name, rows)
-    return reasons, rows
+    if any(row.fp8 for row in rows):
+        return reasons, rows
+    linear = [row for row in rows if row.path in reasons]
+    because = [f"{row.path or row.kind}: {row.reason}" for row in linear or rows] or ["it has no weights"]
+    shown = "; ".join([*because[:3], *["..."] * (len(because) > 3)])
+    raise NoLayer(
+        f"{name}: expected a layer that can run in FP8; got none ({shown}). "
+        'Use backend="native", or change the recipe\'s patterns.'
+    )
 
 
 def rows_of(
     model: nn.Module, reasons: Mapping[str, str | None], other: Callable[[nn.Module], str]
 ) -> list[Row]:
-    """The rows of a model before a backend changes it; the arguments are what `plan` says."""
+    """The rows of a model before a backend changes it; the arguments are those of `plan`."""
     return [
         Row(path, type(module).__name__, _shape(module), reason is None, reason)
         for path, module in layers.weighted(model).items()
@@ -175,32 +168,22 @@ def rows_of(
     ]
 
 
-def check_any(name: str, rows: list[Row]) -> None:
-    """Raises NoLayer if no row is in FP8."""
-    if any(row.fp8 for row in rows):
-        return
-    linear = [row for row in rows if "Linear" in row.kind or "Conv1D" in row.kind]
-    because = [f"{row.path or row.kind}: {row.reason}" for row in linear or rows]
-    because = [*because[:3], "..."] if len(because) > 3 else because or ["it has no weights"]
-    raise NoLayer(
-        f"{name}: expected a layer that can run in FP8; got none ({'; '.join(because)}). "
-        'Use backend="native", or change the recipe\'s patterns.'
-    )
-
-
-def no_product(module: nn.Module) -> str:
-    """Why a module that is no linear layer is not in FP8."""
+def no_gemm(module: nn.Module) -> str:
+    """The reason why a module that is no linear layer is not in FP8."""
     if layers.is_norm(module):
         return "a normalization, not a matrix product"
-    if isinstance(module, nn.Embedding):
-        return "looked up, not multiplied"
-    return "not a linear layer"
+    return "looked up, not multiplied" if isinstance(module, nn.Embedding) else "not a linear layer"
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the weight decay of an Adam or AdamW is decoupled."""
+    by_setting = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.AdamW) or by_setting
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
-    """The weight's, or the first parameter's."""
+    """The shape of the weight, or of the first parameter."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight", next(iter(parameters.values()), None))
-    if isinstance(weight, nn.parameter.UninitializedParameter) or weight is None:
-        return ()
-    return tuple(weight.shape)
+    is_lazy = isinstance(weight, nn.parameter.UninitializedParameter)
+    return () if is_lazy or weight is None else tuple(weight.shape)

@@ -5,9 +5,9 @@
 | O1, O2                                             | `initialize(model, optimizer, opt_level)`            |
 | te+O2, or O1 and O2 with another gemm column       | TransformerEngine's layers, `use_te=True`            |
 
-MS-AMP looks for "h100" in the GPU's name and leaves FP8 without a word elsewhere, so other GPUs are
-refused. Importing it replaces `torch.nn.functional.linear` and TransformerEngine's classes: it is imported
-last.
+MS-AMP runs in FP8 only where the GPU's name contains "h100", and warns of nothing elsewhere, so other GPUs
+are refused. Importing it replaces `torch.nn.functional.linear` and TransformerEngine's classes, so it is
+imported last.
 """
 
 import copy
@@ -41,7 +41,7 @@ _OWN_SCALING: dict[str, tuple[Any, ...]] = {
 
 
 def supports(device: torch.device | None = None) -> str | None:
-    """Why it cannot run on `device`, or None: it needs an H100."""
+    """None on an H100, else the reason."""
     if PACKAGE.missing():
         return PACKAGE.unusable()
     device = base.this_device(device)
@@ -54,10 +54,7 @@ def supports(device: torch.device | None = None) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """Which field of the recipe it has nothing for, or None.
-
-    What MS-AMP's own layers cannot do in the gemm column is asked of TransformerEngine, which it can use.
-    """
+    """The field of the recipe that MS-AMP, also through TransformerEngine, cannot express; or None."""
     columns = {
         "gemm": ("FP8",),
         "weight": ("FP16",),
@@ -75,29 +72,22 @@ def refuses(recipe: Recipe) -> str | None:
 
 
 def uses_te(recipe: Recipe) -> bool:
-    """Whether the gemm column is not that of MS-AMP's own layers."""
+    """Whether the gemm column needs TransformerEngine's layers instead of MS-AMP's."""
     return base.refused(NAME, recipe, _OWN_SCALING) is not None
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
-    """`msamp.initialize` at the recipe's level.
+    """`msamp.initialize` at the recipe's level; see `base`.
 
-    Args:
-        model: changed in place; chosen layers get parameters of MS-AMP's own type.
-        optimizer: Adam or AdamW over the model's parameters that has not stepped yet. It is left as it is;
-            MS-AMP's takes its place, with the same groups. None: MS-AMP makes an AdamW of defaults.
-        recipe: one that `refuses` lets pass.
-
-    Raises:
-        ValueError: a pattern of the recipe's matches no layer, no layer can run in FP8, or the optimizer
-            is none that MS-AMP continues.
+    The optimizer is an Adam or AdamW before its first step. It does not change; MS-AMP's optimizer with the
+    same groups replaces it. Without one, MS-AMP makes an AdamW with its defaults.
 
     References:
         MS-AMP 0.4.0, msamp/__init__.py, nn/linear.py, te/replacer.py, optim/.
     """
     if optimizer is not None:
         _check(optimizer)
-    # First of all: it puts its own classes into TransformerEngine's place.
+    # First, since it replaces TransformerEngine's classes.
     msamp = importlib.import_module("msamp")
     use_te = uses_te(recipe)
     reasons, rows = plan(model, recipe)
@@ -110,8 +100,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
         model, None if optimizer is None else _for_msamp(optimizer), opt_level=level, use_te=use_te
     )
     if isinstance(optimizer, torch.optim.Adam):
-        # Since torch 2.7 its AdamW is an Adam too, which MS-AMP asks first; the two differ in this alone.
-        new.use_adam = not _is_decoupled(optimizer)
+        # Since torch 2.7 AdamW is a subclass of Adam, for which MS-AMP looks first; only this field differs.
+        new.use_adam = not base.is_decoupled(optimizer)
     if use_te:
         te.run_in_fp8(model, recipe)
     notes = ["across devices, call optimizer.all_reduce_grads(model) before each step"]
@@ -123,7 +113,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
 
 
 def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
-    """What `prepare` would do to each layer: see `base.plan`."""
+    """See `base.plan`."""
     use_te = uses_te(recipe)
     found = layers.linears(model)
     shared = {found[path]: other for path, other in layers.shared_weights(model).items()}
@@ -138,25 +128,25 @@ def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[
             return "it stands in more than one place, and MS-AMP would make several of it"
         return _unable(module)
 
-    return base.plan(NAME, model, recipe, unable, te.other if use_te else base.no_product)
+    return base.plan(NAME, model, recipe, unable, te.other if use_te else base.no_gemm)
 
 
 def _unable(module: nn.Module) -> str | None:
-    """Why MS-AMP's own linear layer cannot take the layer's place, or None; it pads dims itself."""
+    """The reason why MS-AMP's linear layer, which pads dimensions, cannot replace the layer; or None."""
     if layers.is_conv1d(module):
         return "Conv1D keeps its weight as (in, out), and MS-AMP takes nn.Linear only"
     return layers.why_not_swapped(module)
 
 
 def _mark(model: nn.Module, reasons: dict[str, str | None]) -> None:
-    """Says to MS-AMP, in its way, which linear layers it leaves alone."""
+    """Marks the linear layers that MS-AMP leaves as they are."""
     for path, module in layers.linears(model).items():
         if reasons[path] is not None:
             module.use_fp32_linear = True  # pyright: ignore[reportArgumentType]
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """What MS-AMP would drop, or fail on at the first step."""
+    """Refuses an optimizer that MS-AMP would not continue, or that would fail at the first step."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise ValueError(
             f"`optimizer`: MS-AMP takes torch.optim.Adam or AdamW; got {type(optimizer).__name__}."
@@ -171,16 +161,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _for_msamp(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy that MS-AMP may write to, without the setting of newer torch that its optimizers do not know."""
+    """A copy for MS-AMP to write to, without the setting of newer torch that its optimizers do not have."""
     new = copy.copy(optimizer)
     new.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    new.defaults = {
-        name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"
-    }
+    new.defaults = {**optimizer.defaults}
+    new.defaults.pop("decoupled_weight_decay", None)
     return new
-
-
-def _is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its weight decay is AdamW's."""
-    by_setting = optimizer.defaults.get("decoupled_weight_decay", False)
-    return isinstance(optimizer, torch.optim.AdamW) or by_setting

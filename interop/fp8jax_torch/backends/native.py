@@ -1,9 +1,8 @@
-"""Our own backend: every recipe, with nothing but torch, on any device.
+"""The backend without other libraries: every recipe, on any device.
 
-FP8 layers are the user's own modules with another `forward` (`linear`); their weights are `ScaledTensor`s
-where the recipe keeps them narrow, their weight gradients leave in FP8, and Adam keeps its moments and
-masters in the recipe's formats (`optim`). A GPU without FP8 tensor cores, and a CPU, emulate the products,
-and the note says so.
+FP8 layers are the user's modules with another `forward` (`linear`). Their weights are `ScaledTensor`s in the
+recipe's format, their weight gradients FP8, and Adam keeps moments and masters in the recipe's formats
+(`optim`). CPUs, and GPUs without FP8 tensor cores, emulate the GEMMs; the note says so.
 """
 
 import dataclasses
@@ -26,49 +25,48 @@ from fp8jax_torch.scaling import ScalingState
 
 NAME = "native"
 
+# Options of torch's Adam that `fp8jax_torch.optim` does not have.
+_OPTIONS_OF_TORCH = "params amsgrad foreach capturable differentiable fused decoupled_weight_decay".split()
+
 
 def supports(device: torch.device | None = None) -> str | None:
-    """None: it runs wherever torch does."""
+    """None: this backend runs everywhere."""
     return None
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """Which column it cannot express, or None: all but `comm` it can, and that too on one process."""
-    if recipe.comm != "FP32" and _world_size() > 1:
+    """None, or the column that several processes cannot have."""
+    if _world_size() == 1:
+        return None
+    ddp = "torch's DistributedDataParallel"
+    if recipe.comm != "FP32":
         return (
-            f"native has no comm={recipe.comm}: torch's DistributedDataParallel moves gradients in float32; "
-            "say comm=FP32,weight=FP32,weight_grad=FP32"
+            f"native has no comm={recipe.comm}: {ddp} moves gradients in float32; say "
+            "comm=FP32,weight=FP32,weight_grad=FP32"
         )
-    if (recipe.weight != "FP32" or recipe.weight_grad != "FP32") and _world_size() > 1:
+    if recipe.weight != "FP32" or recipe.weight_grad != "FP32":
         return (
             f"native has no weight={recipe.weight}, weight_grad={recipe.weight_grad} over several processes: "
-            "torch's DistributedDataParallel adds plain tensors"
+            f"{ddp} adds plain tensors"
         )
     return None
 
 
 def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
-    """Makes the chosen layers multiply as the recipe says, and the optimizer keep what it says.
+    """Makes the chosen layers and the optimizer follow the recipe; see `base`.
 
-    Args:
-        model: changed in place.
-        optimizer: of its parameters, or None. An Adam or AdamW becomes ours where the recipe keeps
-            something narrow; any other stays itself, if the recipe leaves moments and masters to it.
-        recipe: one that `refuses` lets pass.
-
-    Raises:
-        ValueError: a pattern of the recipe's matches no layer; an optimizer that cannot keep its state
-            as the recipe says, or that has parameters the model has not; a model already prepared.
+    An Adam or AdamW of torch becomes that of `fp8jax_torch.optim` where the recipe has low-precision weights,
+    moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32.
     """
     if any(is_product(module) for module in model.modules()):
         raise ValueError("`model`: expected a plain model; got one that was prepared already.")
     found, shared = layers.linears(model), layers.shared_weights(model)
     if recipe.gemm == "FP8":
-        reasons, rows = base.plan(NAME, model, recipe, layers.why_not_called, base.no_product)
+        reasons, rows = base.plan(NAME, model, recipe, layers.why_not_called, base.no_gemm)
     else:
         reasons = {path: layers.why_not_called(module) for path, module in found.items()}
         said = {path: reason or f"gemm={recipe.gemm}" for path, reason in reasons.items()}
-        rows = base.rows_of(model, said, base.no_product)
+        rows = base.rows_of(model, said, base.no_gemm)
     chosen = {path: module for path, module in found.items() if reasons[path] is None}
     plain = {path for path in chosen if shared.get(path, path) not in chosen}
     changed = _Changed({}, {})
@@ -87,21 +85,18 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
 
 
 def note(model: nn.Module) -> str:
-    """What to know of a prepared model where it now is."""
-    layers_of_it: list[Any] = [module for module in model.modules() if isinstance(module, FP8Product)]
-    devices = {layer.weight.device for layer in layers_of_it}
-    said = [why for device in devices if (why := why_no_fp8(device))]
-    if any(layer.fp8.recipe.weight == "FP32" for layer in layers_of_it) and any(
-        layer.fp8.recipe.weight != "FP32" for layer in layers_of_it
-    ):
-        said.append(
+    """A note on a prepared model on its present device."""
+    fp8: list[Any] = [module for module in model.modules() if isinstance(module, FP8Product)]
+    notes = [why for device in {layer.weight.device for layer in fp8} if (why := why_no_fp8(device))]
+    if len({layer.fp8.recipe.weight == "FP32" for layer in fp8}) > 1:
+        notes.append(
             "weights that layers outside FP8 share stay in their own dtype, and so do their gradients"
         )
-    return "; ".join(said)
+    return "; ".join(notes)
 
 
 def _leave_fast_path(model: nn.Module) -> None:
-    """In evaluation torch's encoder reads its layers' weights and does not call them; so it does."""
+    """Makes torch's encoder call its layers in evaluation, where its fast path reads their weights."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
@@ -110,13 +105,13 @@ def _leave_fast_path(model: nn.Module) -> None:
 
 
 class _Changed(NamedTuple):
-    """Parameters that took the place of others."""
+    """Parameters that replace plain parameters."""
 
-    new: dict[nn.Parameter, nn.Parameter]  # by the plain one
-    wide: dict[nn.Parameter, torch.Tensor]  # by the new one, the plain one's value
+    new: dict[nn.Parameter, nn.Parameter]  # plain -> new
+    wide: dict[nn.Parameter, torch.Tensor]  # new -> value of the plain parameter
 
     def scale(self, module: nn.Module, recipe: Recipe) -> None:
-        """Keeps a layer's weight in the recipe's format, once if it is several layers'."""
+        """Quantizes a layer's weight to the recipe's format; a shared weight once."""
         plain: Any = module.weight
         if recipe.gemm != "FP8" or recipe.weight == "FP32" or is_scaled(plain):
             return
@@ -128,14 +123,14 @@ class _Changed(NamedTuple):
 
 
 def _of_shared(recipe: Recipe) -> Recipe:
-    """For a layer whose weight another module reads as it is."""
+    """The recipe of a layer that shares its weight with a module outside FP8."""
     if recipe.gemm != "FP8":
         return recipe
     return dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
 
 
 def _prepared(optimizer: Any, recipe: Recipe, changed: _Changed, known: set[Any]) -> Any:
-    """An optimizer of the new parameters, in whose state the recipe's formats are."""
+    """An optimizer of the new parameters, with its state in the recipe's formats."""
     known = known | set(changed.new)
     if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("`optimizer`: expected one of the model's parameters; got one with others too.")
@@ -163,7 +158,7 @@ def _prepared(optimizer: Any, recipe: Recipe, changed: _Changed, known: set[Any]
 
 
 def _as_ours(optimizer: Any, recipe: Recipe, changed: _Changed) -> Adam:
-    """Our Adam or AdamW in the place of torch's, with its groups, and its state in the recipe's formats."""
+    """The `Adam` or `AdamW` that replaces torch's, with its groups, and its state in the recipe's formats."""
     groups = []
     for group in optimizer.param_groups:
         for name in ("amsgrad", "differentiable"):
@@ -171,10 +166,7 @@ def _as_ours(optimizer: Any, recipe: Recipe, changed: _Changed) -> Adam:
                 raise ValueError(f"`optimizer`: expected {name}=False, which FP8 moments have not; got True.")
         kept = {name: option for name, option in group.items() if name not in _OPTIONS_OF_TORCH}
         groups.append({**kept, "params": [changed.new.get(p, p) for p in group["params"]]})
-    is_decoupled = isinstance(optimizer, torch.optim.AdamW) or any(
-        group.get("decoupled_weight_decay") for group in optimizer.param_groups
-    )
-    ours = (AdamW if is_decoupled else Adam)(groups, recipe=recipe)
+    ours = (AdamW if base.is_decoupled(optimizer) else Adam)(groups, recipe=recipe)
     for old, group in zip(optimizer.param_groups, groups, strict=True):
         for plain, parameter in zip(old["params"], group["params"], strict=True):
             if optimizer.state.get(plain):
@@ -184,59 +176,46 @@ def _as_ours(optimizer: Any, recipe: Recipe, changed: _Changed) -> Adam:
     return ours
 
 
-_OPTIONS_OF_TORCH = {
-    "params",
-    "amsgrad",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-}
-
-
 class _AfterStep:
-    """Brings the amaxes of a step into the scaling states, or drops those of a skipped one."""
+    """A hook that advances the scaling states after a step, and forgets the amaxes of a skipped step."""
 
     def __init__(self, states: list[ScalingState]):
         self.states = states
 
     def __call__(self, optimizer: Any, *ignored: Any) -> None:
-        if getattr(optimizer, "has_skipped", False):
-            self.forget()
-            return
         for state in self.states:
-            state.advance()
+            state.forget() if getattr(optimizer, "has_skipped", False) else state.advance()
 
     def forget(self) -> None:
-        """Drops what was seen since the last step."""
+        """Drops the amaxes since the last step."""
         for state in self.states:
             state.forget()
 
 
 class Advancing(Skipping):
-    """Mixin of an optimizer, which torch copies and pickles without its hooks: with the one that advances."""
+    """Mixin of an optimizer that keeps `_AfterStep` in copies and pickles, where torch drops all hooks."""
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """As torch's; what was seen goes with the gradients, as after a step that a loss scaler skipped."""
+        """As torch's; drops amaxes with the gradients, as after a step that a loss scaler skipped."""
         super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
         self.on_skip()
 
     def on_skip(self: Any) -> None:
-        """Drops what was seen since the last step."""
-        for hook in self._optimizer_step_post_hooks.values():
-            if isinstance(hook, _AfterStep):
-                hook.forget()
+        """Drops the amaxes since the last step."""
+        for hook in self._own_hooks().values():
+            hook.forget()
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        hooks = self._optimizer_step_post_hooks
-        ours = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, _AfterStep))
-        return {**super().__getstate__(), "_optimizer_step_post_hooks": ours}  # pyright: ignore
+        return {**super().__getstate__(), "_optimizer_step_post_hooks": self._own_hooks()}  # pyright: ignore
+
+    def _own_hooks(self: Any) -> OrderedDict[int, _AfterStep]:
+        hooks = self._optimizer_step_post_hooks.items()
+        return OrderedDict((key, hook) for key, hook in hooks if isinstance(hook, _AfterStep))
 
 
 def _advance(model: nn.Module, inputs: Any) -> None:
-    """Without an optimizer a step ends where the next forward begins."""
-    # Not one that recomputes activations, which a backward has begun.
+    """Advances the scaling states before a forward, where no optimizer ends a step."""
+    # A forward within a backward recomputes activations.
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         return
     for state in _states(model):

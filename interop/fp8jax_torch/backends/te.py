@@ -1,4 +1,4 @@
-"""TransformerEngine's layers in place of torch's, run under its autocast with a recipe that says the same.
+"""TransformerEngine's layers in place of torch's, under its autocast with an equal recipe.
 
 | recipe                                     | TransformerEngine                                         |
 |--------------------------------------------|-----------------------------------------------------------|
@@ -7,12 +7,10 @@
 | interval                                   | until 1.7; later versions update in every step            |
 | override_linear_precision=False+False+True | until 1.13                                                |
 
-Parameters stay the same objects under the same names, so what refers to them stays right: an optimizer, a
-tied embedding. A checkpoint of the plain model loads; one of the swapped model has a key `_extra_state` per
-layer besides, with its scales.
-
-Both generations of the interface are served: `autocast(recipe=...)`, since 2.9, and
-`fp8_autocast(fp8_recipe=...)`.
+Parameters stay the same objects with the same names, as optimizers and tied embeddings need. A checkpoint of
+the plain model loads; a checkpoint of the prepared model also has a key `_extra_state` per layer, with
+scales. TransformerEngine's interface is `autocast(recipe=...)` since 2.9, and `fp8_autocast(fp8_recipe=...)`
+before.
 """
 
 import contextlib
@@ -32,9 +30,9 @@ NAME = "te"
 
 PACKAGE = base.Package("transformer_engine", "pip install --no-build-isolation transformer_engine[pytorch]")
 
-# An FP8 GEMM of cuBLASLt needs rows of whole 16 bytes: the input's in the forward, the output gradient's in
-# the backward. TransformerEngine's own check of the weight asks for 8 of the first only, and its backward
-# then fails: 2.18, pytorch/utils.py and common/gemm/cublaslt_gemm.cu.
+# An FP8 GEMM of cuBLASLt needs rows of a multiple of 16 bytes, for the input in the forward and the output
+# gradient in the backward. TransformerEngine only checks the weight, for multiples of 8, so its backward
+# fails later: 2.18, pytorch/utils.py and common/gemm/cublaslt_gemm.cu.
 _MULTIPLE = 16
 
 _NO_OVERRIDE = (False, False, False)
@@ -42,7 +40,7 @@ _WGRAD_OVERRIDE = (False, False, True)
 
 
 def supports(device: torch.device | None = None) -> str | None:
-    """Why it cannot run on `device`, or None: it needs a GPU of compute capability 8.9 or higher."""
+    """None on a GPU of compute capability 8.9 or higher, else the reason."""
     if PACKAGE.missing():
         return PACKAGE.unusable()
     return (
@@ -53,18 +51,19 @@ def supports(device: torch.device | None = None) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """Which field of the recipe it has nothing for, or None.
+    """The field of the recipe that TransformerEngine cannot express, or None.
 
-    Any `first_scale` passes, although TransformerEngine starts with scale 1: only the first step
-    differs, and `prepare` says so.
+    TransformerEngine starts with scale 1. Every `first_scale` is legal, since only the first step differs;
+    `prepare` notes it.
     """
     return base.refused(NAME, recipe, base.ONLY_GEMM) or refuses_gemm(NAME, recipe)
 
 
 def refuses_gemm(name: str, recipe: Recipe) -> str | None:
-    """Which field about the gemm column it has nothing for, or None; `name` is who is asked.
+    """The field of the gemm column that the installed version, by default the newest, cannot express; or
+    None.
 
-    Where versions differ, the installed one answers, and the newest if none is.
+    `name` is the backend's.
     """
     old = _installed_default()
     if recipe.scaling == "current":
@@ -73,7 +72,7 @@ def refuses_gemm(name: str, recipe: Recipe) -> str | None:
         only = {"margin": (0,), "override_linear_precision": (_NO_OVERRIDE,)}
         reason = base.refused(name, recipe, only)
         return f"{reason}, with scaling=current" if reason else None
-    # 1.8 to 2.1 have an `interval` that nothing reads, and say so by the default -1.
+    # 1.8 to 2.1 have an `interval` that nothing reads, with the default -1.
     if recipe.interval != 1 and getattr(old, "interval", -1) < 0:
         return f"{name} has no interval={recipe.interval} since transformer_engine 1.8, only 1"
     overrides = (
@@ -86,21 +85,12 @@ def refuses_gemm(name: str, recipe: Recipe) -> str | None:
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
-    """Swaps the chosen `nn.Linear`s and the `nn.LayerNorm`s, and runs the model under the autocast.
+    """Replaces `nn.Linear`s and `nn.LayerNorm`s, and runs the model under the autocast; see `base`.
 
-    FP8 is on whenever the model is called, in evaluation too. The state of delayed scaling moves when a
-    call of the whole model ends, so a part of the model called alone is not in FP8, and activations are
-    recomputed with `transformer_engine.pytorch.checkpoint`, not with torch's. A layer called with a number
-    of rows that is no multiple of 8, as BERT's pooler in a small batch, is refused by TransformerEngine when
-    it runs: exclude it.
-
-    Args:
-        model: changed in place; the parameters stay the same objects.
-        optimizer: returned, of a class that skips steps that are not finite.
-        recipe: one that `refuses` lets pass.
-
-    Raises:
-        ValueError: a pattern of the recipe's matches no layer, or no layer can run in FP8.
+    FP8 is on in every call of the whole model, also in evaluation, and off in a call of a part: the state of
+    delayed scaling advances when a call of the model ends. Activations are recomputed with
+    `transformer_engine.pytorch.checkpoint`, not with torch's. TransformerEngine refuses at run time a number
+    of rows that is no multiple of 8, as in BERT's pooler in a small batch: exclude such a layer.
 
     References:
         TransformerEngine 1.0 to 2.18, pytorch/module/linear.py, layernorm.py, fp8.py, quantization.py.
@@ -113,12 +103,12 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
 
 
 def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
-    """What `prepare` would do to each layer: see `base.plan`."""
+    """See `base.plan`."""
     return base.plan(NAME, model, recipe, unable, other)
 
 
 def unable(module: Any) -> str | None:
-    """Why `te.Linear` cannot take the layer's place, or None."""
+    """The reason why `te.Linear` cannot replace the layer, or None."""
     if layers.is_conv1d(module):
         return "Conv1D keeps its weight as (in, out), and te.Linear as (out, in)"
     if reason := layers.why_not_swapped(module):
@@ -129,35 +119,30 @@ def unable(module: Any) -> str | None:
 
 
 def swap(model: nn.Module, reasons: Mapping[str, str | None]) -> nn.Module:
-    """The model with `te.Linear` for the layers whose reason is None and `te.LayerNorm` for those it can."""
+    """Replaces linear layers without a reason, and layer norms where possible, by TransformerEngine's."""
     found = layers.linears(model)
-    chosen = [found[path] for path, reason in reasons.items() if reason is None]
+    new = {found[path]: _linear(found[path]) for path, reason in reasons.items() if reason is None}
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    return layers.swap(
-        model,
-        {
-            **{module: _linear(module) for module in chosen},
-            **{module: _norm(module) for module in norms if _why_plain_norm(module) is None},
-        },
-    )
+    new |= {module: _norm(module) for module in norms if _why_plain_norm(module) is None}
+    return layers.swap(model, new)
 
 
 def run_in_fp8(model: nn.Module, recipe: Recipe) -> None:
-    """From now on every call of the model is under the autocast."""
+    """Runs every call of the model under the autocast."""
     autocast = _Autocast(_te_recipe(recipe))
     model.register_forward_pre_hook(autocast.enter, prepend=True)
     model.register_forward_hook(autocast.leave, always_call=True)
 
 
 def note_on(recipe: Recipe) -> str:
-    """How what runs differs from the recipe, or ""."""
+    """How the model differs from the recipe, or ""."""
     if recipe.scaling == "delayed" and recipe.first_scale != "one":
         return f"TransformerEngine's first step has scale 1 (first_scale=one, not {recipe.first_scale})"
     return ""
 
 
 class _Autocast:
-    """Two forward hooks: the context is entered before a module's forward and left after it."""
+    """Two forward hooks, which enter a context before a module's forward and leave it afterwards."""
 
     def __init__(self, recipe: Any):
         self.recipe = recipe
@@ -169,18 +154,18 @@ class _Autocast:
         self.entered.append(context)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Empty if entering failed: a hook that is always called is called then too.
+        # Empty if entering failed: this hook is always called.
         if self.entered:
             self.entered.pop().__exit__(None, None, None)
 
 
 def _scales_may_be_missing(model: nn.Module, keys: Any) -> None:
-    """So that a checkpoint of the plain model loads under `strict`; the scales then start anew."""
+    """Lets a checkpoint of the plain model load under `strict`; scales start anew."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
 
 
 def _context(recipe: Any) -> contextlib.AbstractContextManager[Any]:
-    """The autocast of the installed generation."""
+    """The autocast of the installed version."""
     te = _te()
     if hasattr(te, "autocast"):
         return te.autocast(enabled=True, recipe=recipe)
@@ -188,7 +173,7 @@ def _context(recipe: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _te_recipe(recipe: Recipe) -> Any:
-    """The recipe's gemm column as TransformerEngine says it."""
+    """The recipe's gemm column as a recipe of TransformerEngine."""
     recipes = _recipes()
     format = recipes.Format[recipe.fp8_format]
     if recipe.scaling == "current":
@@ -197,7 +182,7 @@ def _te_recipe(recipe: Recipe) -> Any:
     if recipe.interval != 1:
         more["interval"] = recipe.interval
     if recipe.override_linear_precision != _NO_OVERRIDE:
-        # Its GEMMs read fields of a type of its own; a plain tuple passes its check and fails there.
+        # The GEMMs need TransformerEngine's own type; a plain tuple passes the check and fails later.
         default = recipes.DelayedScaling().override_linear_precision
         more["override_linear_precision"] = default._replace(wgrad=True)
     return recipes.DelayedScaling(
@@ -223,7 +208,7 @@ def _linear(linear: Any) -> nn.Module:
 
 
 def _norm(norm: Any) -> nn.Module:
-    # The first parameter is `hidden_size` in 1.x and `normalized_shape` since: by its place.
+    # By position: the first parameter is `hidden_size` in 1.x and `normalized_shape` in 2.x.
     [size] = norm.normalized_shape
     return _with_parameters_of(
         norm, _te().LayerNorm(size, eps=norm.eps, params_dtype=norm.weight.dtype, device=norm.weight.device)
@@ -238,7 +223,7 @@ def _with_parameters_of(old: Any, new: Any) -> nn.Module:
 
 
 def _why_plain_norm(norm: nn.LayerNorm) -> str | None:
-    """Why `te.LayerNorm`, which has one axis, a weight and a bias, cannot take its place; or None."""
+    """The reason why `te.LayerNorm`, with one axis, a weight and a bias, cannot replace a norm; or None."""
     if norm.weight is None or norm.bias is None:
         return "without a bias" if norm.weight is not None else "without a weight"
     if len(norm.normalized_shape) != 1:
@@ -249,8 +234,8 @@ def _why_plain_norm(norm: nn.LayerNorm) -> str | None:
 
 
 def other(module: nn.Module) -> str:
-    """What to say of a module that is no linear layer."""
-    reason = base.no_product(module)
+    """The row's reason for a module that is no linear layer."""
+    reason = base.no_gemm(module)
     if not isinstance(module, nn.LayerNorm):
         return reason
     why = _why_plain_norm(module)
@@ -258,7 +243,7 @@ def other(module: nn.Module) -> str:
 
 
 def _own_reason() -> str | None:
-    """What TransformerEngine itself says about this GPU: it looks at the CUDA and cuBLASLt versions too."""
+    """TransformerEngine's own reason, from the GPU, CUDA and cuBLASLt; or None."""
     te = _te()
     if hasattr(te, "is_fp8_available"):
         available, reason = te.is_fp8_available(return_reason=True)
@@ -277,7 +262,7 @@ def _recipes() -> Any:
 
 
 def _installed_default() -> Any:
-    """A `DelayedScaling()` of the installed version, None if there is none."""
+    """A `DelayedScaling()` of the installed version, or None."""
     if PACKAGE.unusable("transformer_engine.common.recipe"):
         return None
     return _recipes().DelayedScaling()

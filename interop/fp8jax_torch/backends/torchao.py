@@ -1,7 +1,7 @@
-"""torchao's `Float8Linear` in place of `nn.Linear`: current scaling, parameters as they were.
+"""torchao's `Float8Linear` in place of `nn.Linear`, for recipes with `scaling=current`.
 
-It scales each operand by its own amax in each step, so a recipe needs `scaling=current`; weights, gradients
-and moments stay in full precision. On CPU it multiplies in float32 what it rounded to FP8.
+Weights, gradients and moments stay in full precision. On a CPU torchao rounds to FP8 and multiplies in
+float32.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ NAME = "torchao"
 
 PACKAGE = base.Package("torchao", "pip install torchao")
 
-# torch._scaled_mm on a GPU takes no others; torchao 0.18.0, Float8LinearConfig.pad_inner_dim.
+# Dimensions for torch._scaled_mm on a GPU; torchao 0.18.0, Float8LinearConfig.pad_inner_dim.
 _MULTIPLE = 16
 
 _DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 
 def supports(device: torch.device | None = None) -> str | None:
-    """Why it cannot run on `device`, or None: on CPU (emulated) and on GPUs with FP8 tensor cores it can."""
+    """None on a CPU (emulated) and on a GPU with FP8 tensor cores, else the reason."""
     device = base.this_device(device)
     reason = None if device.type == "cpu" else base.why_no_fp8_gpu("torchao", device)
     if PACKAGE.missing() is None and reason:
@@ -34,24 +34,16 @@ def supports(device: torch.device | None = None) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """Which field of the recipe it has nothing for, or None.
+    """The field of the recipe that torchao cannot express, or None.
 
-    The fields of delayed scaling alone (interval, amax_history_len, amax_compute_algo, first_scale) say
-    nothing about a recipe with scaling=current, which is the only one that it has.
+    The fields of delayed scaling (interval, amax_history_len, amax_compute_algo, first_scale) have no meaning
+    with scaling=current.
     """
     return base.refused(NAME, recipe, {**base.ONLY_GEMM, "scaling": ("current",), "margin": (0,)})
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
-    """Swaps the chosen `nn.Linear`s for torchao's.
-
-    Args:
-        model: changed in place; the parameters stay the same objects.
-        optimizer: returned, of a class that skips steps that are not finite.
-        recipe: one that `refuses` lets pass.
-
-    Raises:
-        ValueError: a pattern of the recipe's matches no layer, or no layer can run in FP8.
+    """Replaces the chosen `nn.Linear`s by torchao's, with the same parameters; see `base`.
 
     References:
         torchao 0.18.0, torchao/float8/config.py and float8_linear_utils.py.
@@ -61,10 +53,10 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     emulate = layers.device_of(model).type == "cpu"
     reasons, rows = plan(model, recipe)
     found = layers.linears(model)
-    # By identity: torchao asks about a layer under each of its names.
+    # By identity, since torchao asks about a layer under each of its names.
     chosen = {found[path] for path, reason in reasons.items() if reason is None}
     config = _config(recipe, emulate=emulate)
-    # Again for a layer that stands in two places of one parent: torchao sees the first only.
+    # Repeated for a layer in two places of one parent, of which torchao sees the first.
     while any(module in chosen for module in model.modules()):
         model = convert_to_float8_training(
             model, module_filter_fn=lambda module, name: module in chosen, config=config
@@ -74,9 +66,9 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
 
 
 def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
-    """What `prepare` would do to each layer: see `base.plan`."""
+    """See `base.plan`."""
     emulate = layers.device_of(model).type == "cpu"
-    return base.plan(NAME, model, recipe, lambda module: _unable(module, emulate), base.no_product)
+    return base.plan(NAME, model, recipe, lambda module: _unable(module, emulate), base.no_gemm)
 
 
 def _config(recipe: Recipe, *, emulate: bool) -> Any:
@@ -86,7 +78,7 @@ def _config(recipe: Recipe, *, emulate: bool) -> Any:
     forward, backward = (_DTYPES[name] for name in recipe.gemm_formats)
 
     def cast(dtype: torch.dtype, high_precision: bool) -> Any:
-        # A new one for each operand, its dtype said: torchao writes into those that do not say it.
+        # A new object with a dtype for each operand: torchao writes into objects without a dtype.
         scaling = ScalingType.DISABLED if high_precision else ScalingType.DYNAMIC
         return CastConfig(scaling_type=scaling, target_dtype=dtype)
 
@@ -103,7 +95,7 @@ def _config(recipe: Recipe, *, emulate: bool) -> Any:
 
 
 def _unable(module: Any, emulate: bool) -> str | None:
-    """Why torchao cannot take the layer, or None."""
+    """The reason why torchao cannot replace the layer, or None."""
     if layers.is_conv1d(module):
         return "Conv1D keeps its weight as (in, out), and torchao takes nn.Linear only"
     if reason := layers.why_not_swapped(module):

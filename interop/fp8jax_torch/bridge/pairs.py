@@ -5,7 +5,7 @@ the weight beside it (`fc.weight`).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,23 +27,15 @@ _ADVICE = (
 )
 
 
+Index = tuple[int, ...]
+
+
 class Pair(NamedTuple):
     """A torch tensor's name, its Flax leaf, and its place in that leaf."""
 
     name: str
     key: Key
     place: Place
-
-
-class _Form(NamedTuple):
-    """The dtype and shape that both sides must have."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    is_scaled: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{' codes on a scale' if self.is_scaled else ''}"
 
 
 def paired(
@@ -62,26 +54,21 @@ def paired(
             all.
     """
     pairs, unknown = _pairs(tensors, mapping, tree)
-    in_torch, in_flax, different = [], [], []
-    parts: dict[Key, dict[tuple[int, ...], Pair]] = {}
+    different: list[str] = []
+    first: dict[tuple[Key, Index], Pair] = {}
     for pair in pairs:
-        where = _path(pair.key, pair.place.layer)
-        first = parts.setdefault(pair.key, {}).setdefault(pair.place.layer, pair)
-        if first != pair and not ties({"one": tensors[first.name], "other": tensors[pair.name]}):
-            different.append(f"{first.name} and {pair.name} are both {where}")
-        form = _form_in_flax(tensors[pair.name], pair.place)
-        if isinstance(form, str):
-            different.append(f"{pair.name}: {form}")
-        elif tree is not None and pair.key not in tree.leaves:
-            in_torch.append(f"{pair.name}, which would be {where}")
-        elif tree is not None and (found := _difference(form, tree.leaves[pair.key], pair.place.layer)):
-            different.append(f"torch's {pair.name} would be {where}, {form}; Flax has {found}")
-    for key in parts if tree is None else {**parts, **tree.leaves}:
-        if tree is None or (key in tree.leaves and tree.is_torchs(key)):
-            in_flax += _without_tensor(key, parts.get(key, {}), tree)
+        other = first.setdefault((pair.key, pair.place.layer), pair)
+        if other != pair and not ties({"one": tensors[other.name], "other": tensors[pair.name]}):
+            different.append(f"{other.name} and {pair.name} are both {_path(pair.key, pair.place.layer)}")
+    in_flax = _forms_in_flax(tree, list(first))
+    for where, pair in first.items():
+        form = _form_of(tensors[pair.name], pair.place)
+        found = in_flax.get(where, form)
+        if found is not None and found != form:
+            different.append(f"torch's {pair.name} would be {_path(*where)}, {form}; Flax has {found}")
     lists = {
-        "only in torch": in_torch,
-        "only in Flax": in_flax,
+        "only in torch": [f"{first[w].name}, which would be {_path(*w)}" for w in first if w not in in_flax],
+        "only in Flax": [", ".join(filter(None, (_path(*w), in_flax[w]))) for w in in_flax if w not in first],
         "different": different,
         "no rename fits": unknown,
     }
@@ -134,52 +121,43 @@ def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return tied
 
 
-def _form_in_flax(tensor: torch.Tensor, place: Place) -> _Form | str:
-    """The form of a torch tensor in Flax's order, or the reason why it has none."""
+def _form_of(tensor: torch.Tensor, place: Place) -> str:
+    """The form of a torch tensor in Flax's order."""
     try:
         shape = place.arrange(torch.empty(tensor.shape, device="meta")).shape
     except RuntimeError:
-        return f"shape {list(tensor.shape)} does not take axes={place.axes}, shape={place.shape}"
-    return _Form(dtype_name(codes_of(tensor)), tuple(shape), is_scaled(tensor))
+        return f"but shape {list(tensor.shape)} does not take axes={place.axes}, shape={place.shape}"
+    return _form(codes_of(tensor), shape, is_scaled(tensor))
 
 
-def _form(leaf: Any, leading: int = 0) -> _Form:
-    """The form of one layer of a Flax leaf with `leading` axes of layers."""
-    codes, scale = codes_and_scale(leaf)
-    return _Form(dtype_name(codes), tuple(codes.shape[leading:]), scale is not None)
+def _forms_in_flax(tree: Tree | None, places: list[tuple[Key, Index]]) -> dict[tuple[Key, Index], str | None]:
+    """The form of each layer of each Flax leaf; without a tree None for each layer up to the last place."""
+    indices: dict[Key, list[Index]] = {}
+    for key, index in places:
+        indices.setdefault(key, []).append(index)
+    forms = {}
+    for key in indices if tree is None else filter(tree.is_torchs, tree.leaves):
+        depth, form = len(indices.get(key, [()])[0]), None
+        if tree is None:
+            layers = tuple(int(n) + 1 for n in np.max(indices[key], axis=0))
+        else:
+            codes, scale = codes_and_scale(tree.leaves[key])
+            layers, shape = tuple(codes.shape[:depth]), codes.shape[depth:]
+            form = _form(codes, shape, scale is not None)
+            if scale is not None and tuple(scale.shape) not in ((), layers + (1,) * len(shape)):
+                form = f"scales of shape {list(scale.shape)}, and a torch tensor has one"
+        forms |= {(key, index): form for index in np.ndindex(*layers)}
+    return forms
 
 
-def _difference(form: _Form, leaf: Any, index: tuple[int, ...]) -> str:
-    """The form of a Flax leaf whose part cannot be a tensor of another form; "" if it can."""
-    codes, scale = codes_and_scale(leaf)
-    layers = tuple(codes.shape[: len(index)])
-    if len(layers) < len(index) or any(i >= n for i, n in zip(index, layers, strict=True)):
-        return f"{list(layers)} layers"
-    found = _form(leaf, len(index))
-    if form != found:
-        return str(found)
-    if scale is not None and tuple(scale.shape) not in ((), layers + (1,) * len(form.shape)):
-        return f"scales of shape {list(scale.shape)}, and a torch tensor has one"
-    return ""
+def _form(codes: Any, shape: Sequence[int], is_scaled: bool) -> str:
+    return f"{dtype_name(codes)}{list(shape)}{' codes on a scale' if is_scaled else ''}"
 
 
-def _without_tensor(key: Key, parts: Mapping[tuple[int, ...], Pair], tree: Tree | None) -> list[str]:
-    """The layers of a leaf that have no torch tensor."""
-    indices = list(parts) or [()]
-    if tree is None:
-        layers, form = tuple(int(n) + 1 for n in np.max(indices, axis=0)), ""
-    else:
-        leaf = tree.leaves[key]
-        layers = tuple(codes_and_scale(leaf)[0].shape[: len(indices[0])])
-        form = f", {_form(leaf, len(layers))}"
-    return [_path(key, index) + form for index in np.ndindex(*layers) if index not in parts]
-
-
-def _path(key: Key, index: tuple[int, ...]) -> str:
+def _path(key: Key, index: Index) -> str:
     return "/".join(key) + "".join(f"[{i}]" for i in index)
 
 
-def _listed(kind: str, lines: Iterable[str]) -> str:
-    lines = list(lines)
+def _listed(kind: str, lines: list[str]) -> str:
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "".join(f"  {kind}: {line}\n" for line in lines[:_SHOWN] + more)

@@ -26,7 +26,7 @@ def to_flax(
     same dtype, and the buffers of a layer's `fp8` the scaling state of its kernel.
 
     Args:
-        state_dict: of a torch model, transformed or not.
+        state_dict: of a torch model.
         mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or a `NameMap` of yours.
         like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or its
             `jax.eval_shape`; for NNX `nnx.state(model)`. They give names, shapes, formats and shardings.

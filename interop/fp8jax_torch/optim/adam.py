@@ -60,6 +60,7 @@ class Adam(torch.optim.Optimizer):
     """
 
     decoupled = False
+    default_decay = 0.0  # of `weight_decay`
 
     def __init__(
         self,
@@ -67,11 +68,12 @@ class Adam(torch.optim.Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         recipe: Recipe | str | None = None,
         maximize: bool = False,
     ):
+        weight_decay = self.default_decay if weight_decay is None else weight_decay
         for name, number, fits in (
             ("lr", lr, lr >= 0),
             ("betas", betas, all(0 <= beta < 1 for beta in betas)),
@@ -256,22 +258,10 @@ class Adam(torch.optim.Optimizer):
 
 
 class AdamW(Adam):
-    """`torch.optim.AdamW` with the recipe's moments and masters; weight decay is decoupled, see `Adam`."""
+    """`torch.optim.AdamW` with the recipe's moments and masters; `weight_decay` is decoupled, see `Adam`."""
 
     decoupled = True
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        recipe: Recipe | str | None = None,
-        maximize: bool = False,
-    ):
-        super().__init__(params, lr, betas, eps, weight_decay, recipe=recipe, maximize=maximize)
+    default_decay = 1e-2
 
 
 def _version(parameter: Any) -> tuple[int, ...]:

@@ -1,0 +1,95 @@
+"""The choice of a backend.
+
+"auto" is MS-AMP if it is installed, else TransformerEngine if it can run here, else native; each only if it
+can express the recipe. torchao runs only by name.
+"""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from fp8jax.recipe import Recipe
+from fp8jax_torch.backends import base
+
+NAMES = ("msamp", "te", "torchao", "native")
+
+_PREFERRED = ("msamp", "te")
+
+
+def choose(
+    name: str, recipe: Recipe, device: torch.device | str | None = None, model: nn.Module | None = None
+) -> tuple[ModuleType, str]:
+    """The backend to use and the reason, in one line.
+
+    Args:
+        name: "auto" or one of `NAMES`.
+        recipe: to express.
+        device: of the model; None is the GPU if there is one.
+        model: "auto" passes by a library that can run no layer of the model, such as GPT-2's for libraries
+            that only know `nn.Linear`.
+
+    Returns:
+        The backend's module, and text such as
+        "native: msamp is not installed; transformer_engine is not installed".
+
+    Raises:
+        ValueError: an unknown name, a recipe that the named backend cannot express, or a pattern of the
+            recipe that matches no layer.
+        ImportError: the named backend's library is not installed.
+        RuntimeError: the named backend cannot run here.
+
+    References:
+        Accelerate 1.15.0, docs/source/usage_guides/low_precision_training.md: its order of backends.
+    """
+    where = base.this_device(None if device is None else torch.device(device))
+    if name != "auto":
+        return _named(name, recipe, where), f"{name}: asked for"
+    passed: list[str] = []
+    for candidate in _PREFERRED:
+        module = _module(candidate)
+        # In this order: `supports` imports the library, and importing MS-AMP changes torch.
+        reason = (
+            module.PACKAGE.missing()
+            or module.refuses(recipe)
+            or (model is not None and _why_no_layer(module, model, recipe))
+            or module.supports(where)
+        )
+        if reason is None:
+            return module, f"{candidate}: {'; '.join(passed) or 'the first choice'}"
+        passed.append(reason)
+    return _named("native", recipe, where), f"native: {'; '.join(passed)}"
+
+
+def _module(name: str) -> ModuleType:
+    if name not in NAMES:
+        raise ValueError(f"`backend`: expected one of auto, {', '.join(NAMES)}; got {name!r}.")
+    return importlib.import_module(f"fp8jax_torch.backends.{name}")
+
+
+def _why_no_layer(module: ModuleType, model: nn.Module, recipe: Recipe) -> str | None:
+    try:
+        module.plan(model, recipe)
+    except base.NoLayer:
+        return f"{module.NAME} can take no layer of the model"
+    return None
+
+
+def _named(name: str, recipe: Recipe, device: torch.device) -> ModuleType:
+    """The backend of that name; raises as `choose` says if it cannot do this here."""
+    module = _module(name)
+    package = getattr(module, "PACKAGE", None)
+    instead = "" if name == "native" else ' Or use backend="native".'
+    if package is not None and package.missing():
+        raise ImportError(
+            f"`backend`: {name!r} cannot run here: {package.missing()}. "
+            f"Get it with {package.install}.{instead}"
+        )
+    if reason := module.refuses(recipe):
+        raise ValueError(
+            f"`backend`: {name!r} cannot express the recipe {recipe}: {reason}. Change the recipe.{instead}"
+        )
+    if reason := module.supports(device):
+        raise RuntimeError(f"`backend`: {name!r} cannot run here: {reason}.{instead}")
+    return module
