@@ -125,7 +125,7 @@ def read(cls: type, argv: Sequence[str] | None = None, description: str = "") ->
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", metavar="FILE", help="YAML file with these options")
-    for field in dataclasses.fields(cls):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: not field.metadata["saved"]):
         kind: dict[str, Any] = {"type": field.type}
         if field.type is bool:
             kind = {"action": library.ActionYesNo(yes_prefix="", no_prefix="no-")}
@@ -140,6 +140,8 @@ def read(cls: type, argv: Sequence[str] | None = None, description: str = "") ->
         near = suggestion("--" + (unknown[1] or unknown[2]).strip("-"), flags) if unknown else ""
         raise ValueError(f"{message}{near}; --help lists the options") from None
     for path in given.pop("config", []):
+        if path is None:
+            raise ValueError("--config expects the path of a YAML file, not its content")
         _refuse_duplicates(pathlib.Path(path))
     return given
 

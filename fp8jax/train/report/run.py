@@ -21,7 +21,7 @@ def write_report(
     layers: Sequence[str],
     per_step: tuple[int, str],
 ) -> pathlib.Path:
-    """Shows the table and writes the page, see `report.write`.
+    """Shows the table and writes the page, see `report.write`; returns the path of the page.
 
     Args:
         folder: of the run.
@@ -30,9 +30,6 @@ def write_report(
         models: each trainer, its last state, and its metrics.
         layers: for each model which layers run in FP8.
         per_step: the tokens or rows of a step, and their unit.
-
-    Returns:
-        The path of the page.
     """
     outcomes = {}
     for (trainer, state, curves), text in zip(models, layers, strict=True):
