@@ -1,4 +1,4 @@
-"""Accelerate's vocabulary: what its objects, files and variables say, and its nine defects, mended.
+"""Accelerate's objects, files and environment variables as recipes, and its nine defects, mended.
 
 The classes here have the names, fields and values of accelerate 1.15.0's after its `__post_init__`, which
 asks for TransformerEngine or MS-AMP to be installed. "Launched" is the environment that its
@@ -19,7 +19,7 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe
-from fp8jax.accelerate.settings import DEFAULTS
+from fp8jax.accelerate import SETTINGS
 
 
 @dataclasses.dataclass
@@ -231,7 +231,8 @@ def test_every_setting_of_transformer_engines_reaches_its_field_alone():
         "amax_compute_algo": "max",
         "override_linear_precision": (False, True, False),
     }
-    assert set(changes) == set(DEFAULTS["TE"]) - {"use_autocast_during_eval", "use_mxfp8_block_scaling"}
+    of_te = {name for name, spec in SETTINGS.items() if spec.backend == "TE"}
+    assert set(changes) == of_te - {"use_autocast_during_eval", "use_mxfp8_block_scaling"}
     default = Recipe.te(amax_compute_algo="most_recent")
     for name, value in changes.items():
         got = Recipe.from_accelerate({name: value})

@@ -1,0 +1,350 @@
+"""HuggingFace Accelerate's FP8 settings, read as a preset and the fields that differ from it.
+
+    read(TERecipeKwargs(margin=2))                      # ("te", {"margin": 2, ...})
+    read({"backend": "msamp", "opt_level": "O1"})       # ("O1", {})
+    read("config.yaml")                                 # its mixed_precision and its fp8_config
+    read(None, {"ACCELERATE_MIXED_PRECISION": "bf16"})  # ("bf16", {})
+
+Accelerate is not imported: objects are read by their attributes. `Recipe.from_accelerate` documents the
+settings. A value may be a Python object in a dataclass, text in an environment variable, or what YAML parses:
+there `override_linear_precision: (false, false, true)` is text, and `backend: no` is False.
+"""
+
+import dataclasses
+import difflib
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+_CLASSES = {
+    "FP8RecipeKwargs": None,  # has a `backend`
+    "TERecipeKwargs": "TE",
+    "MSAMPRecipeKwargs": "MSAMP",
+    "AORecipeKwargs": "AO",
+}
+_PRECISIONS = {"no": "fp32", "fp16": "fp16_amp", "bf16": "bf16", "fp8": "fp8"}
+_CONFIG = ("mixed_precision", "fp8_config")
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+_PREFIX = "ACCELERATE_FP8_"
+# The environment's spelling of override_linear_precision.
+_GEMMS = (f"{_PREFIX}OVERRIDE_FPROP", f"{_PREFIX}OVERRIDE_DGRAD", f"{_PREFIX}OVERRIDE_WGRAD")
+# TransformerEngine's settings that are no field of a recipe.
+_NO_FIELDS = ("use_autocast_during_eval", "use_mxfp8_block_scaling")
+# `accelerate launch` sets all of these for every backend.
+_LAUNCHED = {"fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo", "opt_level"}
+# Spellings of accelerate's questionnaire, its documentation and its environment variables.
+_ALIASES = {
+    "format": "fp8_format",
+    "optimization_level": "opt_level",
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+}
+
+
+# A preset's name, and values by the names of a recipe's fields.
+Preset = tuple[str, dict[str, Any]]
+
+
+class _Setting(NamedTuple):
+    """A value, and the key that the user gave it under."""
+
+    key: str
+    value: Any
+
+
+def read(source: object, environ: Mapping[str, str] | None = None) -> Preset:
+    """The preset that settings ask for.
+
+    Args and errors: those of `Recipe.from_accelerate`.
+    """
+    if source is None:
+        environ = os.environ if environ is None else environ
+        given = {key: value for key, value in environ.items() if key.startswith(_PREFIX)}
+        if not given and _VARIABLE not in environ:
+            raise _error(f"expected a `source`, or {_VARIABLE} or {_PREFIX}* in the environment; got neither")
+        return _with_precision(environ.get(_VARIABLE), _VARIABLE, _gather(given, is_launched=True))
+    if environ is not None:
+        raise _error("`environ` is read where no `source` is given; got both")
+    if isinstance(source, str | os.PathLike):
+        return _from_config(_load(source))
+    given = source if isinstance(source, Mapping) else _attributes(source)
+    return _from_config(given) if _is_config(given) else _preset(_gather(given))
+
+
+def _from_config(content: Mapping[Any, Any]) -> Preset:
+    """The preset of a whole configuration. Its other keys are not about precision."""
+    given: dict[str, Any] = {}
+    for key, value in content.items():
+        _check_top_level(key)
+        if _plain(key) in given and _plain(key) in _CONFIG:
+            raise _error(f"expected {_plain(key)} once; got it twice")
+        given[_plain(key)] = value
+    block = given.get("fp8_config") or {}
+    if not isinstance(block, Mapping):
+        raise _error(f"`fp8_config` is a block of `key: value`; got {block!r}")
+    return _with_precision(given.get("mixed_precision"), "mixed_precision", _gather(block))
+
+
+def _with_precision(precision: object, key: str, settings: Mapping[str, _Setting]) -> Preset:
+    """The preset of a mixed precision and FP8 settings. One of the two may be missing."""
+    if precision is None and not settings:
+        raise _error(f"expected `{key}` or settings of FP8; got neither")
+    word = "fp8" if precision is None else _word(key, precision, _PRECISIONS)
+    if word == "fp8":
+        return _preset(settings)
+    if settings:
+        got = ", ".join(f"{setting.key}={setting.value!r}" for setting in settings.values())
+        raise _error(f"settings of FP8 need {key}=fp8; got {key}={word} and {got}")
+    return _PRECISIONS[word], {}
+
+
+def _is_config(given: Mapping[Any, Any]) -> bool:
+    return any(_plain(key) in _CONFIG for key in given)
+
+
+def _check_top_level(key: object) -> None:
+    """Refuses a key that was meant for `mixed_precision` or `fp8_config`; the others are accelerate's own."""
+    name = _plain(key)
+    if name in _CONFIG:
+        return
+    # accelerate has a block "fsdp_config", which is as close to "fp8_config" as many typing errors.
+    near = difflib.get_close_matches(name, _CONFIG, n=1, cutoff=0.85) if name != "fsdp_config" else []
+    if near:
+        raise _error(f"unknown {key} (did you mean {near[0]}?); expected {' and '.join(_CONFIG)}")
+    if _name(key) is not None or name.startswith("fp8"):
+        raise _error(f"expected {key} in the block fp8_config; got it beside {' and '.join(_CONFIG)}")
+
+
+def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
+    """The content of a configuration file."""
+    try:
+        import yaml
+    except ImportError:
+        raise ImportError(
+            "from_accelerate: a config.yaml is read by PyYAML; run: pip install 'fp8jax[train]'"
+        ) from None
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            """Refuses a key that occurs twice in one block; YAML would keep the last value."""
+            node, seen = super().compose_mapping_node(anchor), set()
+            for key in (key for key, _ in node.value if key.id == "scalar"):
+                if key.value in seen:
+                    again = f"got it again in line {key.start_mark.line + 1}"
+                    raise _error(f"expected `{key.value}` once in a block of {os.fspath(path)}; {again}")
+                seen.add(key.value)
+            return node
+
+    try:
+        content = yaml.load(pathlib.Path(path).read_text(encoding="utf-8"), Loader)
+    except UnicodeDecodeError:
+        raise _error(f"{os.fspath(path)} is no YAML: it is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise _error(f"{os.fspath(path)} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, Mapping) or not _is_config(content):
+        raise _error(f"expected `mixed_precision:` or `fp8_config:` in {os.fspath(path)}; got neither")
+    return content
+
+
+def _attributes(source: object) -> dict[str, Any]:
+    """An object's attributes, with the backend if its class names one."""
+    if isinstance(source, type) or not (dataclasses.is_dataclass(source) or hasattr(source, "__dict__")):
+        raise TypeError(
+            "from_accelerate: expected `source` to be an object like TERecipeKwargs(...), a mapping, the "
+            f"path of a config.yaml, or None for the environment; got {source!r}."
+        )
+    if dataclasses.is_dataclass(source):
+        names = [field.name for field in dataclasses.fields(source)]
+    else:
+        names = [name for name in vars(source) if not name.startswith("_")]
+    found = {name: getattr(source, name) for name in names}
+    named = [cls.__name__ for cls in type(source).__mro__ if cls.__name__ in _CLASSES]
+    return {"backend": _CLASSES[named[0]], **found} if named else found
+
+
+def _gather(given: Mapping[Any, Any], is_launched: bool = False) -> dict[str, _Setting]:
+    """The settings by accelerate's names; None counts as not given.
+
+    Args:
+        given: values by any spelling of the settings' names.
+        is_launched: whether `accelerate launch` set them: it sets every setting, to the default where the
+            user gave none or used the questionnaire's spelling, which it does not read.
+    """
+    given = {key: value for key, value in given.items() if value is not None}
+    if any(key in given for key in _GEMMS):
+        if given.get(_GEMMS[0]) in ("(", "["):
+            expected = (
+                "true false; write `override_linear_precision: [false, false, true]` in the config.yaml, as "
+                "`accelerate launch` passes on single letters of text"
+            )
+            raise _illegal(_GEMMS[0], given[_GEMMS[0]], expected)
+        given[f"{_PREFIX}OVERRIDE_LINEAR_PRECISION"] = [
+            _boolean(key, given.pop(key, False)) for key in _GEMMS
+        ]
+    if unknown := [str(key) for key in given if _name(key) is None]:
+        raise _unknown(unknown)
+    settings: dict[str, _Setting] = {}
+    for key, raw in given.items():
+        name = cast(str, _name(key))
+        setting = _Setting(str(key), SETTINGS[name].parse(str(key), raw))
+        earlier = settings.setdefault(name, setting)
+        if earlier.value == setting.value:
+            continue
+        chosen = [each for each in (earlier, setting) if each.value != SETTINGS[name].default]
+        if not is_launched or len(chosen) != 1:
+            raise _error(
+                f"expected one value of `{name}`; got {earlier.key}={earlier.value!r} and "
+                f"{setting.key}={setting.value!r}"
+            )
+        [settings[name]] = chosen
+    # A launch sets opt_level to its default for TransformerEngine, too.
+    if is_launched and _LAUNCHED <= settings.keys() and settings["opt_level"].value == "O2":
+        del settings["opt_level"]
+    return settings
+
+
+def _preset(settings: Mapping[str, _Setting]) -> Preset:
+    """The preset of the settings' backend. Refuses settings of other backends."""
+    given = {name: setting.value for name, setting in settings.items()}
+    backend = given.get("backend") or ("MSAMP" if "opt_level" in given else "TE")
+    defaults = {name: spec.default for name, spec in SETTINGS.items() if spec.backend == backend}
+    for name, (key, value) in settings.items():
+        other, _, default = SETTINGS[name]
+        # FP8RecipeKwargs and `accelerate launch` set the other backends' defaults, too.
+        if other in ("", backend) or (other != "MSAMP" and value == default):
+            continue
+        combined = "; Recipe.parse('te+O2') is TransformerEngine's scaling in MS-AMP's O2"
+        raise _error(
+            f"`{key}` is for backend {other}, and the backend is {backend}, which has "
+            f"{', '.join(defaults)}; got {key}={value!r}{combined if other == 'MSAMP' else ''}"
+        )
+    values = {name: given.get(name, default) for name, default in defaults.items()}
+    if backend == "MSAMP":
+        return values["opt_level"], {}
+    return "te", {name: value for name, value in values.items() if name not in _NO_FIELDS}
+
+
+def _plain(key: object) -> str:
+    """A key in lower case, with underscores."""
+    return str(key).strip().lower().replace("-", "_")
+
+
+def _name(key: object) -> str | None:
+    """Accelerate's name of a setting in any spelling, or None."""
+    name = _plain(key).removeprefix(_PREFIX.lower()).removeprefix("fp8_")
+    name = _ALIASES.get(name, name)
+    return name if name in SETTINGS else None
+
+
+def _unknown(keys: list[str]) -> ValueError:
+    """One error for all unknown keys."""
+    legal = (*SETTINGS, *_ALIASES)
+    if keys[0].startswith(_PREFIX):
+        legal = (*(f"{_PREFIX}{name.removeprefix('fp8_').upper()}" for name in SETTINGS), *_GEMMS)
+    shown = []
+    for key in keys:
+        near = difflib.get_close_matches(key if key.startswith(_PREFIX) else _plain(key), legal, n=1)
+        shown.append(f"{key} (did you mean {near[0]}?)" if near else key)
+    return _error(f"unknown {', '.join(shown)}; expected some of {', '.join(legal)}")
+
+
+def _error(text: str) -> ValueError:
+    return ValueError(f"from_accelerate: {text}.")
+
+
+def _illegal(key: str, got: object, expected: str) -> ValueError:
+    return _error(f"`{key}` is one of: {expected}; got {got!r}")
+
+
+def _boolean(key: str, raw: object) -> bool:
+    """A boolean, 0 or 1, or a word that accelerate's `str_to_bool` knows."""
+    word = str(raw).strip().lower() if isinstance(raw, int | str) else None
+    if word in ("y", "yes", "t", "true", "on", "1"):
+        return True
+    if word in ("n", "no", "f", "false", "off", "0"):
+        return False
+    raise _illegal(key, raw, "true false")
+
+
+def _word(key: str, raw: object, legal: Iterable[str]) -> str:
+    """A word of `legal`, in any case; YAML reads an unquoted `no` as False."""
+    text = "no" if raw is False else raw
+    for word in legal:
+        if isinstance(text, str) and text.strip().casefold() == word.casefold():
+            return word
+    raise _illegal(key, raw, " ".join(legal))
+
+
+def _integer(key: str, raw: object) -> int:
+    try:
+        if type(raw) is int or isinstance(raw, str):
+            return int(raw)
+    except ValueError:
+        pass
+    raise _illegal(key, raw, "an integer")
+
+
+def _override(key: str, raw: object) -> tuple[bool, ...]:
+    items = raw.strip().strip("()[]").split(",") if isinstance(raw, str) else raw
+    # The questionnaire first asks whether to override any, and older files have its "no" as it is.
+    if items is False or (isinstance(raw, str) and raw.strip().lower() in ("no", "false")):
+        return (False, False, False)
+    if not isinstance(items, list | tuple) or len(items) != 3:
+        raise _illegal(key, raw, "false, or three booleans: fprop dgrad wgrad")
+    return tuple(_boolean(key, item) for item in items)
+
+
+def _format(key: str, raw: object) -> str:
+    if isinstance(raw, str) and raw.strip().upper() == "E5M2":
+        raise _illegal(key, raw, "HYBRID E4M3 (E5M2 is too coarse for a forward that trains)")
+    return _word(key, raw, ("HYBRID", "E4M3"))
+
+
+def _mxfp8(key: str, raw: object) -> bool:
+    if _boolean(key, raw):
+        raise _illegal(key, raw, "false (here a scale is one per tensor, not one per MXFP8 block)")
+    return False
+
+
+def _backend(key: str, raw: object) -> str | None:
+    """TE or MSAMP, which accelerate's templates spell MS-AMP; None where the other settings decide."""
+    word = raw.strip().lower().replace("-", "").replace("_", "") if isinstance(raw, str) else raw
+    if word == "ao":
+        expected = (
+            "TE MSAMP auto (torchao's settings have no recipe; Recipe.parse('te,scaling=current') scales as "
+            "it does, and `exclude` keeps the first and the last layer out)"
+        )
+        raise _illegal(key, raw, expected)
+    if word is False or word in ("no", "auto"):
+        return None
+    return _word(key, word, ("TE", "MSAMP", "auto"))
+
+
+class _Spec(NamedTuple):
+    """What a setting is for, how its values are parsed, and accelerate's default."""
+
+    backend: str
+    parse: Callable[[str, Any], Any]
+    default: Any
+
+
+# Defaults are those of accelerate 1.15.0 (utils/dataclasses.py). TransformerEngine's own amax_compute_algo is
+# "max", and MS-AMP's own opt_level is O1.
+SETTINGS = {
+    "backend": _Spec("", _backend, None),
+    "fp8_format": _Spec("TE", _format, "HYBRID"),
+    "margin": _Spec("TE", _integer, 0),
+    "interval": _Spec("TE", _integer, 1),
+    "amax_history_len": _Spec("TE", _integer, 1024),
+    "amax_compute_algo": _Spec("TE", functools.partial(_word, legal=("max", "most_recent")), "most_recent"),
+    "override_linear_precision": _Spec("TE", _override, (False, False, False)),
+    "use_autocast_during_eval": _Spec("TE", _boolean, False),
+    "use_mxfp8_block_scaling": _Spec("TE", _mxfp8, False),
+    "opt_level": _Spec("MSAMP", functools.partial(_word, legal=("O1", "O2")), "O2"),
+    "config": _Spec("AO", lambda _, raw: raw, None),
+    "module_filter_func": _Spec("AO", lambda _, raw: raw, None),
+    "pad_inner_dim": _Spec("AO", _boolean, True),
+    "enable_fsdp_float8_all_gather": _Spec("AO", _boolean, True),
+}
