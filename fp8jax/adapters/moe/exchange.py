@@ -2,21 +2,20 @@
 
     rows, sizes, way = send(x, experts, num_experts)      # each token's rows, sorted by expert
     y = ...                                               # each row through its expert
-    x = bring_back(y, gates, way)                         # the sum of a token's rows by their gates
+    x = bring_back(y, gates, way)                         # the sum of each token's rows times their gates
 
-No expert has a capacity: there is room for all rows wherever they go, and none is dropped.
+Experts have no capacity: there is room for all rows wherever they go, and no token is dropped.
 
-Over a mesh axis each device has its part of the experts and of the tokens. It gets all tokens (an
-all-gather), takes the rows of its own experts, and the sums that devices made of their rows are added
-where the token came from (a reduce-scatter in float32). For what must fit without a capacity that is
-less on the wire than an all-to-all, whose parts must each have room for every row: a token crosses once,
-not `top_k` times.
+Over a mesh axis each device has some of the experts and some of the tokens. An all-gather gives it all
+tokens, of which it takes the rows of its own experts. A reduce-scatter in float32 adds the devices' sums on
+the device that has the token. Without a capacity this sends less than an all-to-all, in which each pair of
+devices needs room for every row: a token is sent once, not `top_k` times.
 
 References:
     GShard, arXiv 2006.16668, section 3.2 (experts over devices); MegaBlocks, arXiv 2211.15841.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,64 +23,113 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, Shaped
 
-from fp8jax.dot import ExpertSharding, wide_ragged_dot
+from fp8jax.adapters.moe.routing import Route
+from fp8jax.dot import ExpertSharding
 from fp8jax.platforms import over_axis
+
+Dense = Callable[[jax.Array, jax.Array], jax.Array]  # (rows, sizes of the experts' groups) to rows
 
 
 class Way(NamedTuple):
-    """Where rows came from; over a mesh axis each device's, one after the other."""
+    """The origin of the rows; over a mesh axis that of each device, concatenated."""
 
-    order: jax.Array  # shape=(rows,), int32: the choice, token * top_k + i, of each row
-    place: jax.Array  # shape=(tokens, top_k), int32: the row of each choice; `rows` if it is not here
+    order: Int[Array, " rows"]  # int32, the choice, token * top_k + i, of each row
+    place: Int[Array, "tokens top_k"]  # int32, the row of each choice; `rows` if the row is elsewhere
 
 
-def send(x: jax.Array, experts: jax.Array, num_experts: int, over: ExpertSharding | None = None) -> Any:
+def feed_forward(
+    x: Shaped[Array, "*batch width"],
+    chosen: Route,
+    up: Dense,
+    gate: Dense | None,
+    down: Dense,
+    activation: Callable[[jax.Array], jax.Array],
+    over: ExpertSharding | None,
+) -> Shaped[Array, "*batch width"]:
+    """Each token through its experts, `down(activation(up(x)))` or `down(activation(gate(x)) * up(x))`."""
+    tokens = x.reshape(-1, x.shape[-1])
+    rows, sizes, way = send(tokens, chosen.experts, chosen.load.size, over)
+    hidden = up(rows, sizes)
+    hidden = activation(hidden) if gate is None else activation(gate(rows, sizes)) * hidden
+    out = down(hidden, sizes)
+    return bring_back(out, chosen.gates, way, over).astype(out.dtype).reshape(x.shape)
+
+
+def send(
+    x: Shaped[Array, "tokens width"],
+    experts: Int[Array, "tokens top_k"],
+    num_experts: int,
+    over: ExpertSharding | None = None,
+) -> tuple[Shaped[Array, "rows width"], Int[Array, " num_experts"], Way]:
     """The rows of all experts.
 
     Args:
-        x: shape=(tokens, width).
-        experts: int32, shape=(tokens, top_k): those of each token, none twice.
-        num_experts: how many there are.
-        over: the mesh axis over which tokens and experts are split, if they are.
+        x: the tokens.
+        experts: int32, the experts of each token, all different.
+        num_experts: number of experts.
+        over: the mesh axis that shards tokens and experts, if any.
 
     Returns:
-        rows, shape=(tokens * top_k, width), sorted by expert; the number of each expert's,
-        shape=(num_experts,), int32; and the way back. Over devices all three are those of one device
-        after the other, with room for `tokens * min(top_k, its experts)` rows on each.
+        The rows sorted by expert, tokens * top_k of them; the number of rows of each expert, int32; and the
+        way back. Over a mesh axis all three are concatenated over the devices, with room for
+        `tokens * min(top_k, experts of a device)` rows on each.
     """
-    here = _parts(num_experts, x.shape[0], over)
-    return _on_each(functools.partial(_send, here, over), over)(x, experts)
+    own = _experts_of_device(num_experts, x.shape[0], over)
+
+    def on_device(x: jax.Array, experts: jax.Array) -> Any:
+        first: Any = 0
+        if over is not None:
+            x, experts = (lax.all_gather(part, over.axis_name, tiled=True) for part in (x, experts))
+            first = lax.axis_index(over.axis_name) * own
+        tokens, top_k = experts.shape
+        group = experts.reshape(-1) - first
+        group = jnp.where((group >= 0) & (group < own), group, own)  # other devices' experts last
+        order = jnp.argsort(group, stable=True).astype(jnp.int32)
+        sizes = jnp.zeros(own, jnp.int32).at[group].add(1, mode="drop")
+        rows = tokens * min(top_k, own)
+        numbers = jnp.arange(order.size, dtype=order.dtype)
+        place = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+        place = jnp.where(place < jnp.sum(sizes), place, rows).reshape(tokens, top_k)
+        way = Way(order[:rows], place)
+        return _to_rows(x, way), sizes, way
+
+    return _on_each(on_device, over)(x, experts)
 
 
-def bring_back(y: jax.Array, gates: jax.Array, way: Way, over: ExpertSharding | None = None) -> jax.Array:
-    """The sum of each token's rows, times their gates, in float32.
+def bring_back(
+    y: Shaped[Array, "rows width"],
+    gates: Float[Array, "tokens top_k"],
+    way: Way,
+    over: ExpertSharding | None = None,
+) -> Float[Array, "tokens width"]:
+    """The sum of each token's rows times their gates, in float32.
 
     Args:
-        y: shape=(rows, width), in the order that `send` gave.
-        gates: float32, shape=(tokens, top_k).
-        way: what `send` gave.
-        over: as for `send`.
-
-    Returns:
-        float32, shape=(tokens, width).
+        y: the experts' outputs, in the order of `send`'s rows.
+        gates: float32.
+        way: from `send`.
+        over: as in `send`.
     """
-    return _on_each(functools.partial(_bring_back, over), over)(y, gates, way)
+
+    def on_device(y: jax.Array, gates: jax.Array, way: Way) -> jax.Array:
+        if over is not None:
+            gates = lax.all_gather(gates, over.axis_name, tiled=True)
+        sums = jnp.sum(_to_choices(y, way).astype(jnp.float32) * gates[:, :, None], axis=1)
+        return sums if over is None else lax.psum_scatter(sums, over.axis_name, tiled=True)
+
+    return _on_each(on_device, over)(y, gates, way)
 
 
-def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, over: ExpertSharding | None = None) -> jax.Array:
-    """`lax.ragged_dot` of floats, of each device's rows and experts; see `fp8jax.dot.wide_ragged_dot`."""
-    return wide_ragged_dot(lhs, rhs, group_sizes, over)
-
-
-def _on_each(function: Any, over: ExpertSharding | None) -> Any:
+def _on_each(function: Callable[..., Any], over: ExpertSharding | None) -> Callable[..., Any]:
     if over is None:
         return function
     return over_axis(function, over.mesh, over.axis_name, P(over.axis_name))
 
 
-def _parts(experts: int, tokens: int, over: ExpertSharding | None) -> int:
-    """The experts of one device; raises ValueError if the devices cannot have equal parts."""
+def _experts_of_device(experts: int, tokens: int, over: ExpertSharding | None) -> int:
+    """The number of experts on a device; raises ValueError if the devices cannot have equal shares."""
     if over is None:
         return experts
     mesh, axis = over
@@ -103,36 +151,8 @@ def _parts(experts: int, tokens: int, over: ExpertSharding | None) -> int:
     return experts // devices
 
 
-def _send(experts_here: int, over: ExpertSharding | None, x: jax.Array, experts: jax.Array) -> Any:
-    first = 0
-    if over is not None:
-        x, experts = (lax.all_gather(part, over.axis_name, tiled=True) for part in (x, experts))
-        first = lax.axis_index(over.axis_name) * experts_here
-    tokens, top_k = experts.shape
-    own = experts.reshape(-1) - first
-    own = jnp.where((own >= 0) & (own < experts_here), own, experts_here)  # others last
-    order = jnp.argsort(own, stable=True).astype(jnp.int32)
-    sizes = jnp.zeros(experts_here, jnp.int32).at[own].add(1, mode="drop")
-    rows = tokens * min(top_k, experts_here)
-    place = (
-        jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    )
-    place = jnp.where(place < jnp.sum(sizes), place, rows).reshape(tokens, top_k)
-    way = Way(order[:rows], place)
-    return _to_rows(x, way), sizes, way
-
-
-def _bring_back(over: ExpertSharding | None, y: jax.Array, gates: jax.Array, way: Way) -> jax.Array:
-    if over is not None:
-        gates = lax.all_gather(gates, over.axis_name, tiled=True)
-    sums = jnp.sum(_to_choices(y, way).astype(jnp.float32) * gates[:, :, None], axis=1)
-    if over is None:
-        return sums
-    return lax.psum_scatter(sums, over.axis_name, tiled=True)
-
-
-# Each is the other's transpose. JAX's own transpose of a gather is a scatter, slow and on a GPU not always
-# the same; where each choice has one row, it can be a gather too.
+# Each function is the other's transpose. JAX's own transpose of a gather is a scatter, which is slow, and on
+# a GPU not deterministic. Here each choice has at most one row, so the transpose is a gather, too.
 
 
 @jax.custom_vjp

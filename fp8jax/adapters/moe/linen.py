@@ -8,31 +8,30 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Shaped
 
-from fp8jax.adapters.moe import exchange
+from fp8jax.adapters.moe.exchange import feed_forward
 from fp8jax.adapters.moe.routing import LOSSES, check, route
-from fp8jax.dot import ExpertSharding
+from fp8jax.dot import ExpertSharding, wide_ragged_dot
 
-# Each expert's kernel as `nn.Dense` has it.
-EXPERTS_INIT = nn.initializers.lecun_normal(batch_axis=(0,))
+EXPERTS_INIT = nn.initializers.lecun_normal(batch_axis=(0,))  # for each expert as in `nn.Dense`
 ROUTER_INIT = nn.initializers.lecun_normal()
 
 
 class ExpertDense(nn.Module):
     """A dense layer without bias for each expert, on rows sorted by expert.
 
-    Its kernel, "kernel", has shape (num_experts, in_features, features). Under a recipe it has a scaling
-    state, and so scales, for each expert.
+    Its parameter "kernel" has shape (num_experts, in_features, features). Under a recipe each expert has its
+    own scaling state.
 
     Attributes:
-        features: of the output.
-        num_experts: how many kernels.
-        dtype: of the computation; by default the promoted dtype of input and kernel.
-        param_dtype: of the kernel.
-        kernel_init: its initializer, of the kernel's shape.
-        promote_dtype: casts input and kernel to one dtype, as in `nn.Dense`.
-        ragged_dot: multiplies: `ragged_dot(rows, kernel, sizes, over)`.
-        over: mesh axis over which the experts are split, if they are.
+        features: output features.
+        num_experts: number of kernels.
+        dtype: dtype of the computation; None is the promoted dtype of input and kernel.
+        param_dtype: dtype of the kernel.
+        kernel_init: initializer of the kernel.
+        ragged_dot: `ragged_dot(rows, kernel, sizes, over)`, as `jax.lax.ragged_dot`.
+        over: the mesh axis that shards the experts, if any.
     """
 
     features: int
@@ -40,28 +39,29 @@ class ExpertDense(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Any] = EXPERTS_INIT
-    promote_dtype: Callable[..., Any] = promote_dtype
-    ragged_dot: Callable[..., Any] = exchange.ragged_dot
+    ragged_dot: Callable[..., jax.Array] = wide_ragged_dot
     over: ExpertSharding | None = None
 
     @nn.compact
-    def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """(rows, in_features) and the number of each expert's rows to (rows, features)."""
+    def __call__(
+        self, rows: Float[Array, "rows in_features"], sizes: Int[Array, " num_experts"]
+    ) -> Float[Array, "rows features"]:
+        """The outputs of the rows, of which the first `sizes[0]` belong to the first expert, and so on."""
         shape = (self.num_experts, rows.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        rows, kernel, _ = self.promote_dtype(rows, kernel, None, dtype=self.dtype)
+        rows, kernel = promote_dtype(rows, kernel, dtype=self.dtype)
         return self.ragged_dot(rows, kernel, sizes, over=self.over)
 
 
 class ExpertRouter(nn.Module):
-    """The logits of the experts, in float32 under any recipe: a small product whose errors move tokens."""
+    """The experts' logits, in float32 under any recipe: a small matmul, but its errors move tokens."""
 
     num_experts: int
     kernel_init: Callable[..., Any] = ROUTER_INIT
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(tokens, width) to (tokens, num_experts) float32."""
+    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens num_experts"]:
+        """The float32 logits."""
         shape = (x.shape[-1], self.num_experts)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
         return jnp.dot(x.astype(jnp.float32), jnp.asarray(kernel))
@@ -71,20 +71,19 @@ class MoE(nn.Module):
     """A feed-forward layer of experts, `top_k` of which see each token.
 
     Parameters: "router", "up", "down", and if `gated` "gate", each with a "kernel". The collection
-    "intermediates", where it is mutable, gets `load_balance_loss`, `router_z_loss` and `load`
-    (see `routing.Route`).
+    "intermediates", if mutable, gets `load_balance_loss`, `router_z_loss` and `load` (see `Route`).
 
     Attributes:
-        hidden_features: of each expert.
-        num_experts: how many.
+        hidden_features: hidden features of each expert.
+        num_experts: number of experts.
         top_k: experts of a token.
-        activation: between up and down.
+        activation: function between up and down.
         gated: whether an expert is `down(activation(gate(x)) * up(x))`, not `down(activation(up(x)))`.
-        dtype: of the experts' computation; by default the promoted dtype of input and kernels.
-        param_dtype: of the experts' kernels. The router's is float32.
-        kernel_init: of the experts' kernels, shape=(num_experts, in, out).
-        router_init: of the router's.
-        mesh: given, experts and tokens are split over the devices of one of its axes.
+        dtype: dtype of the experts' computation; None is the promoted dtype of input and kernels.
+        param_dtype: dtype of the experts' kernels. The router's kernel is float32.
+        kernel_init: initializer of the experts' kernels, shape=(num_experts, in, out).
+        router_init: initializer of the router's kernel.
+        mesh: if given, experts and tokens are sharded over the devices of one of its axes.
         expert_axis: the name of that axis.
     """
 
@@ -101,30 +100,24 @@ class MoE(nn.Module):
     expert_axis: str = "expert"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., width) to the same shape.
+    def __call__(self, x: Shaped[Array, "*batch width"]) -> Shaped[Array, "*batch width"]:
+        """The sum of the outputs of each token's experts times their gates.
 
         Raises:
-            ValueError: `top_k` is more than the experts, or experts or tokens do not divide by the
-                devices.
+            ValueError: `top_k` exceeds the number of experts, or experts or tokens are not divisible by the
+                number of devices.
         """
         check(self.num_experts, self.top_k)
         over = None if self.mesh is None else ExpertSharding(self.mesh, self.expert_axis)
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = ExpertRouter(self.num_experts, self.router_init, name="router")(tokens)
+        logits = ExpertRouter(self.num_experts, self.router_init, name="router")(x.reshape(-1, x.shape[-1]))
         chosen = route(logits, self.top_k)
         for name in (*LOSSES, "load"):
             self.sow("intermediates", name, getattr(chosen, name))
 
         def dense(features: int, name: str) -> ExpertDense:
-            numbers = (self.dtype, self.param_dtype, self.kernel_init)
-            return ExpertDense(features, self.num_experts, *numbers, over=over, name=name)
+            options = {"dtype": self.dtype, "param_dtype": self.param_dtype, "kernel_init": self.kernel_init}
+            return ExpertDense(features, self.num_experts, over=over, name=name, **options)
 
-        rows, sizes, way = exchange.send(tokens, chosen.experts, self.num_experts, over)
-        hidden = dense(self.hidden_features, "up")(rows, sizes)
-        if self.gated:
-            hidden = self.activation(dense(self.hidden_features, "gate")(rows, sizes)) * hidden
-        else:
-            hidden = self.activation(hidden)
-        out = dense(x.shape[-1], "down")(hidden, sizes)
-        return exchange.bring_back(out, chosen.gates, way, over).astype(out.dtype).reshape(x.shape)
+        up, down = dense(self.hidden_features, "up"), dense(x.shape[-1], "down")
+        gate = dense(self.hidden_features, "gate") if self.gated else None
+        return feed_forward(x, chosen, up, gate, down, self.activation, over)

@@ -8,24 +8,27 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Shaped
 
-from fp8jax.adapters.moe import exchange
+from fp8jax.adapters.moe.exchange import feed_forward
 from fp8jax.adapters.moe.linen import EXPERTS_INIT, ROUTER_INIT
 from fp8jax.adapters.moe.routing import LOSSES, check, route
-from fp8jax.dot import ExpertSharding
+from fp8jax.dot import ExpertSharding, wide_ragged_dot
 
 
 class Routed(nnx.Variable):
-    """What a router's last call says of itself: a loss, or the experts' load."""
+    """A value of a router's last call: a loss, or the experts' load."""
 
 
 class ExpertDense(nnx.Module):
     """A dense layer without bias for each expert, on rows sorted by expert.
 
+    Its `kernel` has shape (num_experts, in_features, out_features).
+
     Args:
-        in_features: of the input.
-        out_features: of the output.
-        num_experts: how many kernels; `kernel` has shape (num_experts, in_features, out_features).
+        in_features: input features.
+        out_features: output features.
+        num_experts: number of kernels.
         dtype, param_dtype, kernel_init, over: see `fp8jax.adapters.moe.linen.ExpertDense`.
         rngs: for the kernels.
     """
@@ -45,38 +48,39 @@ class ExpertDense(nnx.Module):
         shape = (num_experts, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         self.dtype, self.param_dtype, self.over = dtype, param_dtype, over
-        self.promote_dtype, self.ragged_dot = promote_dtype, exchange.ragged_dot
 
-    def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """(rows, in_features) and the number of each expert's rows to (rows, out_features)."""
-        rows, kernel, _ = self.promote_dtype((rows, self.kernel[...], None), dtype=self.dtype)
-        return self.ragged_dot(rows, kernel, sizes, over=self.over)
+    def __call__(
+        self, rows: Float[Array, "rows in_features"], sizes: Int[Array, " num_experts"]
+    ) -> Float[Array, "rows out_features"]:
+        """The outputs of the rows, of which the first `sizes[0]` belong to the first expert, and so on."""
+        rows, kernel = promote_dtype((rows, self.kernel[...]), dtype=self.dtype)
+        return wide_ragged_dot(rows, kernel, sizes, over=self.over)
 
 
 class ExpertRouter(nnx.Module):
-    """The logits of the experts, in float32 under any recipe: a small product whose errors move tokens."""
+    """The experts' logits, in float32 under any recipe: a small matmul, but its errors move tokens."""
 
     def __init__(self, features: int, num_experts: int, kernel_init: Callable[..., Any], rngs: nnx.Rngs):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (features, num_experts), jnp.float32))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(tokens, width) to (tokens, num_experts) float32."""
+    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens num_experts"]:
+        """The float32 logits."""
         return jnp.dot(x.astype(jnp.float32), jnp.asarray(self.kernel[...]))
 
 
 class MoE(nnx.Module):
     """A feed-forward layer of experts, `top_k` of which see each token.
 
-    Parts: `router`, `up`, `down`, and if `gated` `gate`, each with a `kernel`. A call leaves
-    `load_balance_loss`, `router_z_loss` and `load` (see `routing.Route`) in `Routed` variables, as a
-    BatchNorm leaves its statistics: those of the last call.
+    Layers: `router`, `up`, `down`, and if `gated` `gate`, each with a `kernel`. A call leaves
+    `load_balance_loss`, `router_z_loss` and `load` (see `Route`) in `Routed` variables, as a BatchNorm leaves
+    its statistics.
 
     Args:
         in_features: the width of tokens.
         hidden_features, num_experts, top_k, activation, gated, dtype, param_dtype, kernel_init,
             router_init, mesh, expert_axis: see `fp8jax.adapters.moe.linen.MoE`.
-        keep_losses: whether calls leave them. Without, a call changes nothing, and so may stand in a
-            trace that the module does not belong to, e.g. a `jax.jit` that closes over it.
+        keep_losses: False leaves nothing, so that a call changes no variable and works inside a trace that
+            the module does not belong to, e.g. a `jax.jit` that closes over it.
         rngs: for the kernels.
 
     Raises:
@@ -105,38 +109,26 @@ class MoE(nnx.Module):
         over = None if mesh is None else ExpertSharding(mesh, expert_axis)
 
         def dense(in_features: int, out_features: int) -> ExpertDense:
-            numbers = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init}
-            return ExpertDense(in_features, out_features, num_experts, **numbers, over=over, rngs=rngs)
+            options = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init}
+            return ExpertDense(in_features, out_features, num_experts, over=over, rngs=rngs, **options)
 
-        self.num_experts, self.top_k, self.activation, self.gated = num_experts, top_k, activation, gated
+        self.num_experts, self.top_k, self.activation = num_experts, top_k, activation
         self.keep_losses, self.over = keep_losses, over
         self.router = ExpertRouter(in_features, num_experts, router_init, rngs)
         self.up = dense(in_features, hidden_features)
-        if gated:
-            self.gate = dense(in_features, hidden_features)
+        self.gate = dense(in_features, hidden_features) if gated else None
         self.down = dense(hidden_features, in_features)
         for name in LOSSES:
             setattr(self, name, Routed(jnp.zeros((), jnp.float32)))
         self.load = Routed(jnp.zeros(num_experts, jnp.float32))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., width) to the same shape.
+    def __call__(self, x: Shaped[Array, "*batch width"]) -> Shaped[Array, "*batch width"]:
+        """The sum of the outputs of each token's experts times their gates.
 
         Raises:
-            ValueError: experts or tokens do not divide by the devices.
+            ValueError: experts or tokens are not divisible by the number of devices.
         """
-        tokens = x.reshape(-1, x.shape[-1])
-        chosen = route(self.router(tokens), self.top_k)
+        chosen = route(self.router(x.reshape(-1, x.shape[-1])), self.top_k)
         for name in (*LOSSES, "load") if self.keep_losses else ():
             getattr(self, name).set_value(getattr(chosen, name))
-        rows, sizes, way = exchange.send(tokens, chosen.experts, self.num_experts, self.over)
-        hidden = self.up(rows, sizes)
-        hidden = self.activation(self.gate(rows, sizes)) * hidden if self.gated else self.activation(hidden)
-        out = self.down(hidden, sizes)
-        return exchange.bring_back(out, chosen.gates, way, self.over).astype(out.dtype).reshape(x.shape)
-
-
-def losses_of(model: nnx.Module) -> dict[str, list[Any]]:
-    """The losses that the layers' last calls left."""
-    layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, MoE)]
-    return {name: [getattr(layer, name).get_value() for layer in layers] for name in LOSSES}
+        return feed_forward(x, chosen, self.up, self.gate, self.down, self.activation, self.over)

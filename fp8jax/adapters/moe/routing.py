@@ -1,4 +1,4 @@
-"""Which experts get a token, and the losses that keep a router balanced and its logits small.
+"""The router's choice of experts for each token, and the losses that balance the experts.
 
     >>> import jax.numpy as jnp
     >>> from fp8jax.adapters.moe.routing import route
@@ -11,43 +11,46 @@
 
 References:
     GShard, arXiv 2006.16668, section 2.2; Switch Transformers, arXiv 2101.03961, section 2.2, equations 4
-    to 6 (the loss for balance); ST-MoE, arXiv 2202.08906, section 3, equation 5 (the loss of logits);
+    to 6 (the load balancing loss); ST-MoE, arXiv 2202.08906, section 3, equation 5 (the router z-loss);
     Mixtral of Experts, arXiv 2401.04088, section 2.1 (gates over the chosen experts).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, Float, Int
 
-LOAD_BALANCE, ROUTER_Z = LOSSES = ("load_balance_loss", "router_z_loss")
+LOSSES = ("load_balance_loss", "router_z_loss")
 
 
 class Route(NamedTuple):
     """The experts of each token."""
 
-    experts: jax.Array  # shape=(tokens, top_k), int32
-    gates: jax.Array  # shape=(tokens, top_k), float32: what their outputs are multiplied with
-    load: jax.Array  # shape=(experts,), float32: each one's part of all choices
-    load_balance_loss: jax.Array  # shape=(), float32
-    router_z_loss: jax.Array  # shape=(), float32
+    experts: Int[Array, "tokens top_k"]  # int32
+    gates: Float[Array, "tokens top_k"]  # float32, the weights of the experts' outputs
+    load: Float[Array, " experts"]  # float32, each expert's fraction of all choices
+    load_balance_loss: Float[Array, ""]  # float32
+    router_z_loss: Float[Array, ""]  # float32
 
 
-def route(logits: jax.Array, top_k: int) -> Route:
+def route(logits: Float[Array, "tokens experts"], top_k: int) -> Route:
     """The `top_k` experts of each token by the router's logits, computed in float32.
 
-    With the probabilities `p = softmax(logits)` the gates are those of the chosen experts divided by their
-    sum, as in Mixtral; with `top_k=1` the probability itself, as in Switch, or the router would have no
-    gradient.
+    With the probabilities `p = softmax(logits)`, the gates are those of the chosen experts divided by their
+    sum, as in Mixtral. With `top_k=1` the gate is the probability itself, as in Switch, because a constant
+    gate would give the router no gradient.
 
-    * `load_balance_loss`: `experts * sum(load * mean(p, axis=0))`, where `load` is each expert's part of
-      all choices and has no gradient. 1 where both are uniform, which is its minimum over routers whose
-      choices follow their probabilities; `experts / top_k` where all tokens go to the same experts.
+    * `load_balance_loss`: `experts * sum(load * mean(p, axis=0))`, where `load` has no gradient. It is 1 if
+      load and probabilities are uniform, the minimum over routers with choices that follow their
+      probabilities, and `experts / top_k` if all tokens go to the same experts.
     * `router_z_loss`: `mean(logsumexp(logits)**2)`.
 
     Args:
-        logits: float array, shape=(tokens, experts).
+        logits: the router's output.
         top_k: experts of a token.
 
     Raises:
@@ -68,7 +71,7 @@ def route(logits: jax.Array, top_k: int) -> Route:
 
 
 def check(num_experts: int, top_k: int) -> None:
-    """Raises ValueError if no router can choose so many of the experts."""
+    """Raises ValueError if a router cannot choose `top_k` experts."""
     if num_experts < 1:
         raise ValueError(f"`num_experts`: expected a positive number; got {num_experts}.")
     if not 1 <= top_k <= num_experts:
@@ -78,24 +81,36 @@ def check(num_experts: int, top_k: int) -> None:
         )
 
 
-def weighted_sum(found: Mapping[str, list[Any]], load_balance: float, router_z: float) -> jax.Array:
-    """The losses of all layers, each kind with its weight."""
-    kinds = ((LOAD_BALANCE, load_balance), (ROUTER_Z, router_z))
-    terms = [weight * jnp.sum(loss) for name, weight in kinds for loss in found[name]]
+def auxiliary_loss(
+    model: nnx.Module | Mapping[str, Any], *, load_balance: float = 1e-2, router_z: float = 1e-3
+) -> Float[Array, ""]:
+    """The routers' part of a loss: the sum of their losses over all layers, each with its weight.
+
+    Args:
+        model: an NNX module after its call, or the collections that Linen's
+            `apply(..., mutable=["intermediates"])` returns with the output.
+        load_balance: weight of `load_balance_loss`; Switch has 1e-2.
+        router_z: weight of `router_z_loss`; ST-MoE has 1e-3.
+
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        ValueError: there are no such losses.
+    """
+    is_nnx = isinstance(model, nnx.Module)
+    sown = dict(nnx.to_flat_state(nnx.state(model))) if is_nnx else flatten_dict(dict(model))
+    terms = [
+        weight * jnp.sum(loss)
+        for name, weight in zip(LOSSES, (load_balance, router_z), strict=True)
+        for path, losses in sown.items()
+        if name in path
+        for loss in jax.tree.leaves(losses)
+    ]
+    if not terms:
+        raise ValueError(
+            "`model`: expected an NNX module with MoE layers, or the 'intermediates' of a Linen model with "
+            "some; got none. Give `apply` mutable=['intermediates'], and under `nn.scan` that collection an "
+            "axis."
+        )
     return sum(terms, jnp.zeros((), jnp.float32))
-
-
-def collected(tree: Any) -> dict[str, list[Any]]:
-    """The losses in a tree of mappings, as `sow` leaves them."""
-    found: dict[str, list[Any]] = {name: [] for name in LOSSES}
-    for name, losses in _entries(tree):
-        found[name] += jax.tree.leaves(losses)
-    return found
-
-
-def _entries(tree: Any) -> Iterator[tuple[str, Any]]:
-    for name, below in tree.items():
-        if name in LOSSES:
-            yield name, below
-        elif isinstance(below, Mapping):
-            yield from _entries(below)
