@@ -7,8 +7,7 @@
 A checkpoint has the state, the metrics, and the position in the data. So a run that was stopped or killed
 ends, when it is resumed, with the same losses as one that was left alone, bit for bit. Ctrl-C and SIGTERM
 finish the steps up to the next display, save, and return. A run can go on with other devices or microbatches
-if its batches keep their number of
-rows: the same rows, with other roundings.
+if its batches keep their number of rows: the same rows, with other roundings.
 """
 
 import contextlib
@@ -28,13 +27,11 @@ from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Loader, Source
 from fp8jax.train.errors import blame_input, check_packages
 from fp8jax.train.metrics import Curves, MetricsWriter
+from fp8jax.train.report import report
 from fp8jax.train.report.progress import Progress
-from fp8jax.train.report.run import check_about, write_report
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.learner import Loss, State
 from fp8jax.train.trainer import Trainer
-
-Validate = Callable[..., float]  # (state, most batches) -> mean loss
 
 
 class Fitted(NamedTuple):
@@ -90,16 +87,20 @@ def fit(
             not installed.
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
-    trainers = [trainer, *([twin] if twin else [])]
+    trainers, config = [trainer, *([twin] if twin else [])], trainer.config
     with contextlib.ExitStack() as opened:
         with blame_input():
             check_packages()
-            check_about(about or {}, trainer)
-            if twin and twin.config.precision == trainer.config.precision:
-                raise ValueError(f"`twin`: expected another recipe; both are {trainer.config.precision}")
-            now = RunMetadata({**(settings or saved_options(trainer.config)), "rows": trainer.rows}, "")
-            fixed = fixed or fixed_options(trainer.config)
-            folder, found, now = _folder(trainer, Examples(source, transform), resume, or_start, now, fixed)
+            report.check_about(about or {}, trainer)
+            if twin and twin.config.precision == config.precision:
+                raise ValueError(f"`twin`: expected another recipe; both are {config.precision}")
+            kept = {**(settings or saved_options(config)), "rows": trainer.rows}
+            folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
+            found = run_folder.read(folder, kept)
+            examples = Examples(source, transform)
+            _check_rows(trainer, examples, folder, found)
+            now = RunMetadata(kept, examples.fingerprint())
+            run_folder.check_same(folder, found, now, fixed or fixed_options(config))
             batches = trainer.loader(source, transform, shuffle=shuffle)
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation
@@ -110,14 +111,21 @@ def fit(
                     print(f"{text.splitlines()[0]}; compiling", flush=True)
                 run = _Run(models, folder, (found if found.settings else now).digest, batches)
                 run.begin(plain, resume, or_start)
+        context = getattr(source, "context", None)  # of windows of a text
+        is_text = isinstance(context, int)
+        per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
         with distributed.stop_requests() as stop_asked:
-            run.train(_per_step(source, trainer.rows), stop_asked)
-    if run.steps < trainer.config.max_steps:
+            run.train(per_step, stop_asked)
+    if run.steps < config.max_steps:
         print(f"stopped and saved after step {run.steps} in {folder}; resume goes on with it", flush=True)
     elif distributed.is_first():
         about = {"data": f"{len(source):,} rows of a {type(source).__name__}", **(about or {})}
-        results = [(model.trainer, model.state, model.curves) for model in models]
-        page = write_report(folder, about, now.settings, results, layers, _per_step(source, trainer.rows))
+        outcomes = {
+            model.name: report.outcome_of(model.trainer, model.state, model.curves, text, per_step)
+            for model, text in zip(models, layers, strict=True)
+        }
+        page = report.write(folder, {**about, **report.facts(trainer, now.settings)}, outcomes)
+        report.show(outcomes)
         print(f"report: {page}", flush=True)
     first, *second = (Fitted(folder, model.state, model.curves, run.steps) for model in models)
     return first._replace(twin=second[0] if second else None)
@@ -131,12 +139,19 @@ def spans(start: int, stop: int, *intervals: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+class _Validators(NamedTuple):
+    """(state, most batches) -> mean loss."""
+
+    regular: Callable[..., float] | None
+    final: Callable[..., float] | None  # after the last step
+
+
 @dataclasses.dataclass
 class _Model:
     """One of the models of a run."""
 
     trainer: Trainer
-    validators: tuple[Validate | None, Validate | None]  # before and after the last step
+    validators: _Validators
     state: Any = None
     curves: Curves = dataclasses.field(default_factory=Curves)
 
@@ -183,18 +198,18 @@ class _Run:
             model.state = found.state[i] if found else model.trainer.init(plain)
             if found:
                 model.curves = Curves.from_json(found.metadata["curves"][i])
-            validate = model.validators[0]
-            if validate and self.steps < model.trainer.config.max_steps:
-                validate(model.state, 1)  # an error in it shows now
+            if model.validators.regular and self.steps < model.trainer.config.max_steps:
+                model.validators.regular(model.state, 1)  # an error in it shows now
 
     def save(self) -> None:
         """Writes a checkpoint, unless this step has one."""
         if self.steps == self.saved:
             return
         curves = [model.curves.to_json() for model in self.models]
-        states = [model.state for model in self.models]
         metadata = {"data": self.batches.state(), "curves": curves}
-        run_folder.save(self.folder, self.steps, states, metadata, self.digest)
+        run_folder.save(
+            self.folder, self.steps, [model.state for model in self.models], metadata, self.digest
+        )
         self.saved = self.steps
 
     def train(self, per_step: tuple[int, str], stop_asked: Callable[[], bool]) -> None:
@@ -203,12 +218,11 @@ class _Run:
         last, intervals = config.max_steps, (config.logging_steps, config.eval_steps, config.save_steps)
         if self.steps < last:
             self.batches.read_ahead()  # workers take seconds to start
-        with contextlib.ExitStack() as opened:
-            progress = Progress({model.name: model.curves for model in self.models}, last, *per_step)
-            opened.enter_context(progress)
-            writer = MetricsWriter(self.folder, self.steps) if distributed.is_first() else None
-            if writer:
-                opened.enter_context(contextlib.closing(writer))
+        curves = {model.name: model.curves for model in self.models}
+        writing = contextlib.nullcontext()
+        if distributed.is_first():
+            writing = contextlib.closing(MetricsWriter(self.folder, self.steps))
+        with Progress(curves, last, *per_step) as progress, writing as writer:
             for begin, end in spans(self.steps, last, *intervals):
                 if stop_asked():
                     self.save()
@@ -218,39 +232,18 @@ class _Run:
                     batches = list(batches)
                 for model in self.models:
                     model.advance(batches)
-                    validate = model.validators[end == last]
+                    validate = model.validators.final if end == last else model.validators.regular
                     if validate and (end % config.eval_steps == 0 or end == last):
                         model.curves.validation.append((end, validate(model.state)))
                     if writer:
-                        writer.write(end, model.name, _line(model.curves, end, end - begin, per_step))
+                        writer.write(end, model.name, model.curves.line(end - begin, *per_step))
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
 
 
-def _line(curves: Curves, step: int, steps: int, per_step: tuple[int, str]) -> dict[str, float]:
-    """The metrics of the last `steps` steps."""
-    line = {"loss": float(np.mean(curves.loss[-steps:])), "skipped_steps": curves.skips}
-    amount, unit = per_step
-    line[f"{unit}_per_second"] = len(curves.loss) * amount / max(curves.seconds, 1e-9)
-    if curves.saturations[-1]:
-        line["largest_saturation"] = max(curves.saturations[-1])
-    if curves.validation and curves.validation[-1][0] == step:
-        line["validation_loss"] = curves.validation[-1][1]
-    return line
-
-
-def _folder(
-    trainer: Trainer,
-    examples: Examples,
-    resume: bool,
-    or_start: bool,
-    now: RunMetadata,
-    fixed: Collection[str],
-) -> tuple[pathlib.Path, RunMetadata, RunMetadata]:
-    """The folder of the run, the metadata of the run in it, and those of this run."""
-    folder = run_folder.choose(trainer.config.output_dir, resume=resume, or_start=or_start, name="trainer")
-    found = run_folder.read(folder, now.settings)
+def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:
+    """Raises ValueError if the rows do not fit the trainer, or the trainer's batches not the run's."""
     if not len(examples):
         raise ValueError("`source` is empty")
     trainer.check(
@@ -263,9 +256,6 @@ def _folder(
             f"({trainer.placement.mesh.size}) x --gradient-accumulation-steps "
             f"({trainer.config.gradient_accumulation_steps}) x --per-device-train-batch-size must be {rows}"
         )
-    now = now._replace(data=examples.fingerprint())
-    run_folder.check_same(folder, found, now, fixed)
-    return folder, found, now
 
 
 def _validators(
@@ -273,15 +263,15 @@ def _validators(
     sources: tuple[Source | None, Source | None],
     transform: Callable[[Any], Any] | None,
     loss: Loss | None,
-) -> tuple[Validate | None, Validate | None]:
-    """The mean loss of the batches of both sources; None without sources."""
+) -> _Validators:
+    """The mean loss of the batches of each source; None without sources."""
     if (sources[0] is None) != (loss is None):
         raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
     if loss is None:
-        return None, None
+        return _Validators(None, None)
     evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
 
-    def validator(source: Any) -> Validate:
+    def validator(source: Any) -> Callable[..., float]:
         rows = min(trainer.per_device, len(source) // devices) * devices
         if not rows:
             raise ValueError(f"`validation` has {len(source)} rows, fewer than the {devices} devices")
@@ -294,10 +284,4 @@ def _validators(
 
         return validate
 
-    return validator(sources[0]), validator(sources[1])
-
-
-def _per_step(source: Any, rows: int) -> tuple[int, str]:
-    """The tokens of a step if rows are windows of a text, else its rows."""
-    context = getattr(source, "context", None)
-    return (rows * context, "tokens") if isinstance(context, int) else (rows, "rows")
+    return _Validators(*map(validator, sources))

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,19 +82,15 @@ def scale_metrics(before: Any, after: Any, recipe: Recipe) -> ScaleMetrics:
     return ScaleMetrics(jnp.concatenate(scales), jnp.concatenate(saturations))
 
 
-def _delayed_states(variables: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(layer, state) of every dot with delayed scales, in a fixed order."""
-
-    def visit(path: tuple[str, ...], node: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        if not isinstance(node, Mapping):
-            return
-        if "amax_history" in node:
-            yield "/".join(path).removesuffix("/kernel"), node
-            return
-        for name in sorted(node):
-            yield from visit((*path, name), node[name])
-
-    return visit((), variables.get(SCALING, {}))
+def _delayed_states(variables: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """(layer, state) of every dot with delayed scales, in the order of their paths."""
+    is_state = lambda node: isinstance(node, Mapping) and "amax_history" in node  # noqa: E731
+    found = jax.tree.leaves_with_path(variables.get(SCALING, {}), is_leaf=is_state)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/kernel"), state)
+        for path, state in found
+        if is_state(state)
+    ]
 
 
 class Bytes(NamedTuple):
@@ -152,6 +148,24 @@ class Curves:
         self.scale_steps.append(len(self.loss))
         self.scales.append(np.asarray(steps[-1].scales.scale).tolist())
         self.saturations.append(np.max([step.scales.saturation for step in steps], axis=0).tolist())
+
+    @property
+    def steps_per_second(self) -> float:
+        """The mean speed of training steps, without compiling and validation."""
+        return len(self.loss) / max(self.seconds, 1e-9)
+
+    def line(self, steps: int, amount: int, unit: str) -> dict[str, float]:
+        """The metrics of the last `steps` steps, of `amount` rows or tokens each."""
+        line = {
+            "loss": float(np.mean(self.loss[-steps:])),
+            "skipped_steps": self.skips,
+            f"{unit}_per_second": self.steps_per_second * amount,
+        }
+        if self.saturations[-1]:
+            line["largest_saturation"] = max(self.saturations[-1])
+        if self.validation and self.validation[-1][0] == len(self.loss):
+            line["validation_loss"] = self.validation[-1][1]
+        return line
 
     def to_json(self) -> dict[str, Any]:
         """All fields, for a checkpoint."""

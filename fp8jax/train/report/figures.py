@@ -1,8 +1,4 @@
-"""The pictures of a run as PNG: losses, scales, saturation.
-
-losses({"O2": curves, "bf16": other}) -> bytes
-scales(tensors, curves), saturations(tensors, curves) -> bytes
-"""
+"""The pictures of a run as PNG: losses, scales, saturation."""
 
 import io
 import itertools
@@ -25,7 +21,9 @@ def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
     """
     names = list(curves)
     rows = 2 if len(names) == 2 else 1
-    figure, axes = _subplots(rows, 1, size=(9, 4.6 + 1.6 * (rows - 1)), ratios=[3, 1][:rows], sharex=True)
+    figure, axes = _subplots(
+        rows, 1, size=(9, 4.6 + 1.6 * (rows - 1)), height_ratios=[3, 1][:rows], sharex=True
+    )
     # The twin is drawn first, wide and pale, because the two curves should coincide.
     for number in reversed(range(len(names))):
         _draw_losses(axes[0][0], names[number], curves[names[number]], COLOURS[number], is_below=number > 0)
@@ -112,10 +110,10 @@ def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
     return _png(figure)
 
 
-def _subplots(rows: int, columns: int, size: tuple[float, float], ratios: Any = None, **share: Any) -> Any:
+def _subplots(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Any:
     need("matplotlib").use("Agg")
     figure, axes = need("matplotlib.pyplot").subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=ratios, **share
+        rows, columns, figsize=size, squeeze=False, layout="constrained", **options
     )
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)

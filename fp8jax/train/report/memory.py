@@ -1,10 +1,7 @@
-"""The memory of a step by part: bytes of its arrays, and of the compiled program.
+"""The memory of a step by part: bytes on one device of its arrays, and of the compiled program.
 
-    found = memory_of_step(variables, opt_state, batch, program)
-    print(table(found))            # a heading, then a line for each part
-
-All numbers are bytes on one device. The compiled program does not tell gradients, activations and temporaries
-apart.
+found = memory_of_step(variables, opt_state, batch, program)
+print(table(found))            # a heading, then a line for each part
 """
 
 from collections.abc import Sequence
@@ -25,12 +22,7 @@ class MemoryPart(NamedTuple):
 
 
 def memory_of_step(variables: Any, opt_state: Any, batch: Any, program: Program) -> list[MemoryPart]:
-    """The memory of a step.
-
-    Args:
-        variables, opt_state, batch: the arguments of the step, as arrays or as shapes with shardings.
-        program: the compiled step.
-    """
+    """The memory of a compiled step with these arguments: arrays, or shapes with shardings."""
     arrays = bytes_by_kind(variables, opt_state, batch)
     return [
         MemoryPart("weights, with scales and statistics", arrays["weights"], None),

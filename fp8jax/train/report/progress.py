@@ -29,46 +29,44 @@ class Progress:
 
     def __init__(self, curves: Mapping[str, Curves], steps: int, amount: int, unit: str = "tokens"):
         self.curves, self.steps, self.amount, self.unit = curves, steps, amount, unit
-        self.is_live = sys.stdout.isatty()
         self.begun_at = self.line_is_due = time.monotonic()
         self.begun_with = self._done()
         self.last = {name: (len(one.loss), one.seconds) for name, one in curves.items()}
+        self.bars: Any = None
+        if sys.stdout.isatty():
+            rich = need("rich.progress")
+            name, text = rich.TextColumn("{task.description:>6}"), rich.TextColumn("{task.fields[text]}")
+            self.bars = rich.Progress(name, rich.BarColumn(bar_width=16), rich.MofNCompleteColumn(), text)
+            self.tasks = {name: self.bars.add_task(name, total=steps, text="") for name in curves}
 
     def __enter__(self) -> "Progress":
-        if self.is_live:
-            rich = need("rich.progress")
-            fields = [rich.TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "speed", "eta")]
-            name, bar = rich.TextColumn("{task.description:>6}"), rich.BarColumn(bar_width=16)
-            self.bars = rich.Progress(name, bar, rich.MofNCompleteColumn(), *fields)
-            empty = {"loss": "", "speed": "", "eta": ""}
-            self.tasks = {name: self.bars.add_task(name, total=self.steps, **empty) for name in self.curves}
+        if self.bars:
             self.bars.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self.is_live:
+        if self.bars:
             self.bars.stop()
 
     def show(self) -> None:
         """Updates the display."""
-        eta = self._eta()
-        fields = {name: self._fields(name, curves) for name, curves in self.curves.items()}
-        if self.is_live:
-            for name, (loss, speed) in fields.items():
+        texts = {name: self._text(name, curves) for name, curves in self.curves.items()}
+        if self.bars:
+            for name, text in texts.items():
                 done = len(self.curves[name].loss)
-                self.bars.update(self.tasks[name], completed=done, loss=loss, speed=speed, eta=eta)
+                self.bars.update(self.tasks[name], completed=done, text=f"{text} {self._eta()}")
         elif time.monotonic() >= self.line_is_due or self._done() == self.steps:
             self.line_is_due = time.monotonic() + SECONDS_BETWEEN_LINES
-            models = " | ".join(f"{name}: {loss}, {speed}" for name, (loss, speed) in fields.items())
-            print(f"step {self._done()}/{self.steps}  {models}  {eta}", flush=True)
+            models = " | ".join(f"{name}: {text}" for name, text in texts.items())
+            print(f"step {self._done()}/{self.steps}  {models}  {self._eta()}", flush=True)
 
     def _done(self) -> int:
         return min(len(curves.loss) for curves in self.curves.values())
 
-    def _fields(self, name: str, curves: Curves) -> tuple[str, str]:
+    def _text(self, name: str, curves: Curves) -> str:
         """The newest loss, and the speed since the last call."""
         if not curves.loss:
-            return "", ""
+            return ""
         steps, seconds = len(curves.loss), curves.seconds
         old_steps, old_seconds = self.last[name]
         if seconds <= old_seconds:
@@ -76,7 +74,7 @@ class Progress:
         self.last[name] = (steps, seconds)
         speed = (steps - old_steps) * self.amount / max(seconds - old_seconds, 1e-9)
         validation = f" val {curves.validation[-1][1]:.3f}" if curves.validation else ""
-        return f"loss {curves.loss[-1]:.3f}{validation}", f"{speed:,.0f} {self.unit}/s"
+        return f"loss {curves.loss[-1]:.3f}{validation}, {speed:,.0f} {self.unit}/s"
 
     def _eta(self) -> str:
         """Remaining time, estimated from the time since the display began."""

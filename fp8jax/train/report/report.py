@@ -1,5 +1,6 @@
 """The report of a run: a table on the terminal, and in its folder pictures, a page and numbers.
 
+    outcomes = {"O2": outcome_of(trainer, state, curves, layers, (768, "tokens"))}
     show(outcomes)                              # the table
     write(folder, about, outcomes)              # report.html, losses.png, ..., result.json
 
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.train import metrics
 from fp8jax.train.errors import need
 from fp8jax.train.metrics import Bytes, Curves, ScaledTensor
 from fp8jax.train.report import figures, page
-from fp8jax.train.report.memory import MemoryPart
+from fp8jax.train.report.memory import MemoryPart, memory_of_step
 from fp8jax.train.run_folder import write as write_file
+from fp8jax.train.step.learner import State
+from fp8jax.train.trainer import Trainer
 
 
 class Outcome(NamedTuple):
@@ -49,20 +53,48 @@ class Outcome(NamedTuple):
         return sum(finite) / len(finite) if finite else math.nan
 
     @property
-    def per_second(self) -> float:
-        """Tokens or rows per second of training steps, without compiling and validation."""
-        return len(self.curves.loss) * self.amount / max(self.curves.seconds, 1e-9)
+    def loss_name(self) -> str:
+        """The name of the final loss."""
+        return "training loss" if self.validation_loss is None else "validation loss"
 
 
 Outcomes = Mapping[str, Outcome]
 
 
+def outcome_of(
+    trainer: Trainer, state: State, curves: Curves, layers: str, per_step: tuple[int, str]
+) -> Outcome:
+    """The outcome of a trainer.
+
+    Args:
+        trainer: of the run.
+        state: after the last step.
+        curves: the metrics of the run.
+        layers: which layers run in FP8, see `Trainer.layers`.
+        per_step: the tokens or rows of a step, and their unit.
+    """
+    collections = trainer.learner.collections(state.variables)
+    return Outcome(
+        curves=curves,
+        amount=per_step[0],
+        unit=per_step[1],
+        parameters=metrics.parameters(collections),
+        bytes=metrics.bytes_per_parameter(collections, trainer.gradients(), state.opt_state),
+        tensors=metrics.scaled_tensors(collections),
+        layers=layers,
+        memory=memory_of_step(
+            state.variables, state.opt_state, (trainer.batch, trainer.key, state.step), trainer.program
+        ),
+    )
+
+
 def rows(outcomes: Outcomes) -> list[list[str]]:
     """The comparison as text: a heading, then one row per quantity."""
-    unit, loss = next(iter(outcomes.values())).unit, _loss_name(outcomes)
+    first = next(iter(outcomes.values()))
+    loss = first.loss_name + (", last tenth" if first.validation_loss is None else "")
     lines: list[tuple[str, Any]] = [
         (loss, lambda o: f"{o.final_loss:.4f}"),
-        (f"{unit}/s", lambda o: f"{o.per_second:,.0f}"),
+        (f"{first.unit}/s", lambda o: f"{o.curves.steps_per_second * o.amount:,.0f}"),
         ("steps", lambda o: f"{len(o.curves.loss):,}"),
         ("steps skipped", lambda o: f"{len(o.curves.skipped):,}"),
         ("parameters", lambda o: f"{o.parameters:,}"),
@@ -82,11 +114,6 @@ def gap(outcomes: Outcomes) -> float:
     """Final loss of the first model minus that of the second."""
     first, second = outcomes.values()
     return first.final_loss - second.final_loss
-
-
-def _loss_name(outcomes: Outcomes) -> str:
-    is_validated = next(iter(outcomes.values())).validation_loss is not None
-    return "validation loss" if is_validated else "training loss, last tenth"
 
 
 def show(outcomes: Outcomes) -> None:
@@ -137,7 +164,7 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
     models = {
         name: {
             "validation_loss": _number(outcome.validation_loss),
-            f"{outcome.unit}_per_second": outcome.per_second,
+            f"{outcome.unit}_per_second": outcome.curves.steps_per_second * outcome.amount,
             "seconds_in_steps": outcome.curves.seconds,
             "steps": len(outcome.curves.loss),
             "skipped_steps": outcome.curves.skipped,
@@ -157,26 +184,43 @@ def _number(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-def machine() -> dict[str, Any]:
-    """The device and the versions of a run, for `about`."""
-    return {
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-    }
-
-
 def verdict(outcomes: Outcomes) -> str:
     """The result in a sentence or two."""
     (name, recipe), *twins = outcomes.items()
-    loss = _loss_name(outcomes)
+    reached = f"{name} reached a {recipe.loss_name} of {recipe.final_loss:.4f}"
     if not twins:
-        return f"{name} reached a {loss} of {recipe.final_loss:.4f}.".replace(", last tenth", "")
+        return f"{reached}."
     twin_name, twin = twins[0]
     side = "above" if gap(outcomes) > 0 else "below"
     sizes = [o.bytes.weights + o.bytes.gradients + o.bytes.optimizer for o in (recipe, twin)]
     return (
-        f"{name} reached a {loss} of {recipe.final_loss:.4f}, {abs(gap(outcomes)):.4f} {side} "
-        f"its {twin_name} twin ({twin.final_loss:.4f}), which started from the same weights and saw the "
-        f"same batches. Weights, gradients and optimizer state took {sizes[0]:.1f} bytes per parameter, the "
-        f"twin's {sizes[1]:.1f}."
+        f"{reached}, {abs(gap(outcomes)):.4f} {side} its {twin_name} twin ({twin.final_loss:.4f}), which "
+        "started from the same weights and saw the same batches. Weights, gradients and optimizer state took "
+        f"{sizes[0]:.1f} bytes per parameter, the twin's {sizes[1]:.1f}."
     )
+
+
+def facts(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `about` that the report knows itself: device, versions, size, settings."""
+    return {
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "devices": trainer.placement.mesh.size,
+        "rows of a step": trainer.rows,
+        "settings": settings,
+    }
+
+
+def check_about(about: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raises ValueError for an `about` that the report cannot hold, or says itself."""
+    try:
+        json.dumps(dict(about), allow_nan=False)
+        odd = next((repr(name) for name in about if not isinstance(name, str)), None)
+    except (TypeError, ValueError) as error:
+        odd = str(error)
+    if odd:
+        raise ValueError(f"`about`: expected names with values that JSON can hold; got {odd}")
+    taken = sorted(about.keys() & {*facts(trainer, {}), "gap", "models"})  # `_result` adds the last two
+    if taken:
+        listed = ", ".join(f"`{name}`" for name in taken)
+        raise ValueError(f"`about`: the report itself says {listed}; give it another name")
