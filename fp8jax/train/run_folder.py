@@ -24,6 +24,7 @@ from fp8jax.train import checkpoint, distributed
 
 RUNS = pathlib.Path("runs")
 _SETTINGS, _SAVED = "settings.json", "saved.json"
+_UNREADABLE = (OSError, RecursionError, LookupError, TypeError, ValueError)  # errors of damaged JSON
 
 
 class RunMetadata(NamedTuple):
@@ -52,11 +53,13 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
     """
     if or_start and not resume:
         raise ValueError("or_start is an option of resume; add that, or leave it out")
-    return pathlib.Path(distributed.decide(lambda: str(_choose(folder, resume, or_start, name))))
+    return pathlib.Path(
+        distributed.decide(lambda: _choose(folder or _numbered(resume, name), resume, or_start))
+    )
 
 
-def _choose(given: str, resume: bool, or_start: bool, name: str) -> pathlib.Path:
-    folder = pathlib.Path(given) if given else _numbered(resume, name)
+def _choose(chosen: str, resume: bool, or_start: bool) -> str:
+    folder = pathlib.Path(chosen)
     try:
         if os.path.lexists(folder) and not folder.is_dir():
             raise ValueError(f"{folder} is a file; give a folder for the run")
@@ -73,13 +76,13 @@ def _choose(given: str, resume: bool, or_start: bool, name: str) -> pathlib.Path
     for path in (folder, folder / "checkpoints"):
         if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"{path} is read-only; copy the run to a folder that can be written")
-    return folder
+    return str(folder)
 
 
-def _numbered(resume: bool, name: str) -> pathlib.Path:
+def _numbered(resume: bool, name: str) -> str:
     names = (path.name for path in RUNS.glob(f"{name}-*"))
     last = max((int(m[1]) for found in names if (m := re.fullmatch(rf"{name}-(\d+)", found))), default=0)
-    return RUNS / f"{name}-{max(1, last if resume else last + 1)}"
+    return str(RUNS / f"{name}-{max(1, last if resume else last + 1)}")
 
 
 def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
@@ -100,8 +103,8 @@ def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
         found = RunMetadata(dict(content["settings"]), str(content["data"]))
         if content["digest"] != found.digest:
             raise ValueError("it was changed after the run began")
-    except (OSError, RecursionError, LookupError, TypeError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
+    except _UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{path} is damaged ({reason}), so the run cannot be resumed; start a new run in another folder"
         ) from None
@@ -111,7 +114,7 @@ def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
 
 
 def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed: Collection[str]) -> None:
-    """Raises ValueError if the run in the folder is not the one that is asked for.
+    """Raises ValueError if the run in the folder, if there is one, is not the one that is asked for.
 
     Args:
         folder: of the run.
@@ -119,18 +122,17 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
         now: those that are asked for.
         fixed: the names of settings that a resumed run cannot change.
     """
-    if not found.settings:
-        return
-    another = "or start a new run in another folder"
     for name, value in found.settings.items():
         if name in fixed and now.settings[name] != value:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
                 f"the run in {folder} has {flag} {value}, not {now.settings[name]}; leave {flag} as it was, "
-                f"{another}"
+                "or start a new run in another folder"
             )
-    if found.data != now.data:
-        raise ValueError(f"the run in {folder} began with other data; give that, {another}")
+    if found.settings and found.data != now.data:
+        raise ValueError(
+            f"the run in {folder} began with other data; give that, or start a new run in another folder"
+        )
 
 
 @contextlib.contextmanager
@@ -161,18 +163,17 @@ def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterato
 
 
 def _take(folder: pathlib.Path, now: RunMetadata) -> None:
-    path, content = folder / _SETTINGS, json.dumps({**now._asdict(), "digest": now.digest}, indent=1)
+    content = json.dumps({**now._asdict(), "digest": now.digest}, indent=1)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
+        with open(folder / _SETTINGS, "x", encoding="utf-8") as file:
             file.write(content)
     except FileExistsError:
         raise ValueError(
             f"another run took {folder} meanwhile; start again, or give another folder"
         ) from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{folder} cannot be written: {reason}") from None
+        raise ValueError(f"{folder} cannot be written: {getattr(error, 'strerror', error)}") from None
 
 
 def save(folder: pathlib.Path, step: int, state: Any, metadata: dict[str, Any], run: str) -> None:
@@ -213,7 +214,7 @@ def restore(folder: pathlib.Path, like: Any, run: str, or_start: bool) -> checkp
 
 def _last_saved(folder: pathlib.Path) -> int:
     """The step that the run saved last; 0 if it saved none."""
-    with contextlib.suppress(OSError, RecursionError, LookupError, TypeError, ValueError):
+    with contextlib.suppress(*_UNREADABLE):
         return int(json.loads((folder / _SAVED).read_text(encoding="utf-8"))["step"])
     return 0
 

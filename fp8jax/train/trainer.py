@@ -32,7 +32,7 @@ from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
-from fp8jax.train.step.learner import Loss, State, make_learner
+from fp8jax.train.step.learner import Learner, Loss, State
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
 
@@ -72,11 +72,11 @@ class Trainer:
         if config.lora_rank:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
         self.model = adapters.transform(model, config.precision, **options)
-        self._row = jax.tree.map(lambda x: _shape_of(x, np.shape(x)[1:]), example)
+        self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _shapes(example))
         self.placement = place(distributed.devices(config.devices))
         zero = self.placement.zero(config.precision, config)
         tx, microbatches = optimizer_of(config, zero), config.gradient_accumulation_steps
-        self.learner = make_learner(self.model, loss, tx, microbatches=microbatches, zero=zero)
+        self.learner = Learner(self.model, loss, tx, microbatches=microbatches, zero=zero)
         self.found = self._search() if config.is_auto else None
         self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
         self.rows = self._rows(self.per_device)
@@ -93,10 +93,6 @@ class Trainer:
             return jax.jit(self.learner.init).lower(self.key, self._batch(self._rows(1))).compile()
 
     @functools.cached_property
-    def _compiled_step(self) -> jax.stages.Compiled:
-        return self._compile_step(self.rows)
-
-    @functools.cached_property
     def _shapes(self) -> State:
         """Shapes and dtypes of a state."""
         with self._precision():
@@ -110,6 +106,10 @@ class Trainer:
             self._shapes,
             self._compiled_init.output_shardings,
         )
+
+    @functools.cached_property
+    def _compiled_step(self) -> jax.stages.Compiled:
+        return self.compile()
 
     @functools.cached_property
     def program(self) -> compiled_program.Program:
@@ -183,7 +183,7 @@ class Trainer:
     def check(self, batch: Any) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
         expected = self._batch(self.rows)
-        got = jax.tree.map(lambda x: _shape_of(x, np.shape(x)), batch)
+        got = _shapes(batch)
         if got != expected:
             raise ValueError(
                 f"`batch`: expected {expected}, {self.per_device} rows for each device; got {got}."
@@ -192,8 +192,7 @@ class Trainer:
     def trace(self) -> tuple[State, tuple[State, StepMetrics]]:
         """Shapes and dtypes of a state, and of the results of a step; compiles nothing."""
         with self._precision():
-            step = jax.eval_shape(self._step, self._shapes, self._batch(self.rows), self.key)
-        return self._shapes, step
+            return self._shapes, jax.eval_shape(self._step, self._shapes, self._batch(self.rows), self.key)
 
     def check_memory(self) -> None:
         """Raises ValueError if the state alone needs more memory than the devices have."""
@@ -227,11 +226,14 @@ class Trainer:
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
         """The compiled step, for another batch size or for one GPU that is not here."""
         rows = self._rows(per_device or self.per_device)
-        if not target:
-            return self._compile_step(rows)
         with self._precision():
-            arguments = self._shapes, self._batch(rows), self.key
-            return targets.compile_for(self._step, *arguments, target=target, donate_argnums=0)
+            if target:
+                arguments = self._shapes, self._batch(rows), self.key
+                return targets.compile_for(self._step, *arguments, target=target, donate_argnums=0)
+            # The new state is placed like the old one.
+            shardings = jax.tree.map(lambda x: x.sharding, self.like), self.placement.replicated
+            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
+            return jitted.lower(self.like, self._batch(rows, self.placement.by_rows), self.key).compile()
 
     def plan(self, target: str | None = None) -> memory.Plan:
         """The memory of a step on one device, read from the compiled program.
@@ -264,13 +266,6 @@ class Trainer:
         """Shapes and dtypes of the gradients of a step, in "params"."""
         return jax.eval_shape(self.learner.gradients, self.like, self._batch(self.rows), self.key)
 
-    def _compile_step(self, rows: int) -> jax.stages.Compiled:
-        """The step, with the new state placed like the old one."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.like), self.placement.replicated
-        with self._precision():
-            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
-            return jitted.lower(self.like, self._batch(rows, self.placement.by_rows), self.key).compile()
-
     def _step(self, state: State, batch: Any, key: jax.Array) -> tuple[State, StepMetrics]:
         new, loss = self.learner.step(state, batch, key)
         before, after = map(self.learner.collections, (state.variables, new.variables))
@@ -282,17 +277,14 @@ class Trainer:
         if target and devices > 1:
             raise ValueError(f"--target {target} is one device that is not here; got {devices} --devices")
         budget = self.config.memory_budget * 1e9 or budget_of_device(target)
-        peak = lambda rows: compiled_program.read(self.compile(rows, target or None)).total  # noqa: E731
-        return largest_batch(peak, budget)
+        return largest_batch(lambda rows: compiled_program.read(self.compile(rows, target)).total, budget)
 
     def _rows(self, per_device: int) -> int:
         return per_device * self.placement.mesh.size * self.config.gradient_accumulation_steps
 
     def _batch(self, rows: int, sharding: Any = None) -> Any:
         """The shapes of a batch of so many rows."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=sharding), self._row
-        )
+        return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape), sharding=sharding), self._row)
 
     def _precision(self) -> AbstractContextManager[Any]:
         """The precision of float32 GEMMs."""
@@ -301,6 +293,8 @@ class Trainer:
         return jax.default_matmul_precision("tensorfloat32")
 
 
-def _shape_of(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """With the dtype that an array has on a device: float32 for NumPy's float64."""
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(x.dtype))
+def _shapes(tree: Any) -> Any:
+    """With the dtypes that arrays have on a device: float32 for NumPy's float64."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree
+    )

@@ -1,6 +1,6 @@
 """A transformed model, its loss and an optimizer as one step of pure functions, for Linen and NNX.
 
-    learner = make_learner(fp8jax.transform(model, recipe), loss, tx)
+    learner = Learner(fp8jax.transform(model, recipe), loss, tx)
     state = learner.init(key, batch)
     state, loss = learner.step(state, batch, key)
 
@@ -14,14 +14,16 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from fp8jax import adapters
 from fp8jax.adapters.linen import LinenModel
 from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
+from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
-from fp8jax.variables import OURS, PARAMS, SCALING
+from fp8jax.variables import OURS, PARAMS, SCALING, has_params
 
 Loss = Callable[[Any, Any], jax.Array]
 
@@ -34,20 +36,8 @@ class State(NamedTuple):
     opt_state: Any
 
 
-class Learner(NamedTuple):
-    """Functions to be jitted; `step` may have its state donated."""
-
-    init: Callable[[jax.Array, Any], State]
-    restart: Callable[[Any], State]  # from variables
-    step: Callable[[State, Any, jax.Array], tuple[State, jax.Array]]
-    evaluate: Callable[[Loss, Any, Any], jax.Array]  # (loss, variables, batch); changes nothing
-    gradients: Callable[[State, Any, jax.Array], dict[str, Any]]  # of a step, in "params"
-    collections: Callable[[Any], dict[str, Any]]  # variables -> trained parameters and scaling state
-    report: Callable[[Any], str]  # batch, or its shapes -> which layers run in FP8
-
-
-def make_learner(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero: Any = None) -> Learner:
-    """The functions of a training.
+class Learner:
+    """The functions of a training, to be jitted; `step` may have its state donated.
 
     Args:
         model: from `fp8jax.transform`.
@@ -56,41 +46,73 @@ def make_learner(model: Any, loss: Loss, tx: Any, *, microbatches: int = 1, zero
         microbatches: parts of a batch, see `accumulate_gradients`.
         zero: as in `value_and_grad`.
     """
-    framework = _Linen(model, loss) if isinstance(model, LinenModel) else _NNX(model, loss)
-    parts = microbatches * (1 if zero is None else zero.devices)
 
-    def grad_of(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        if microbatches == 1:
-            return adapters.value_and_grad(loss_fn, has_aux=has_aux, zero=zero)
-        return adapters.accumulate_gradients(loss_fn, microbatches, has_aux=has_aux, zero=zero)
+    def __init__(
+        self,
+        model: Any,
+        loss: Loss,
+        tx: optax.GradientTransformationExtraArgs,
+        *,
+        microbatches: int = 1,
+        zero: Zero | None = None,
+    ) -> None:
+        self._framework = _Linen(model, loss) if isinstance(model, LinenModel) else _NNX(model, loss)
+        self._tx, self._microbatches, self._zero = tx, microbatches, zero
+        self.evaluate = self._framework.evaluate  # (loss, variables, batch) -> loss
+        self.collections = self._framework.collections  # variables -> trained parameters and scaling state
 
-    def merged(aux: Any) -> Any:
-        """The auxiliary outputs of all parts as one: the mean over devices, the last of the microbatches."""
-        aux = aux if zero is None else jax.tree.map(_mean, aux)
-        return jax.tree.map(lambda x: x[-1], aux) if microbatches > 1 else aux
+    def init(self, key: jax.Array, batch: Any) -> State:
+        """The first state; of the batch only shapes and dtypes count."""
+        return self.restart(self._framework.init(key, batch))
 
-    def init(key: jax.Array, batch: Any) -> State:
-        return restart(framework.init(key, batch))
+    def restart(self, variables: Any) -> State:
+        """The first state with these variables."""
+        if self._zero is not None:
+            variables = self._framework.placed(variables, self._zero)
+        opt_state = self._tx.init(self._framework.trained(variables))
+        return State(jnp.zeros((), jnp.int32), variables, opt_state)
 
-    def restart(variables: Any) -> State:
-        variables = variables if zero is None else framework.placed(variables, zero)
-        return State(jnp.zeros((), jnp.int32), variables, tx.init(framework.trained(variables)))
+    def step(self, state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
+        """The next state, and the loss."""
+        loss, grads, variables = self._gradients(state, batch, key)
+        updates, opt_state = self._tx.update(grads, state.opt_state, self._framework.trained(variables))
+        return State(state.step + 1, self._framework.updated(variables, updates), opt_state), loss
 
-    def loss_and_gradients(state: State, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def gradients(self, state: State, batch: Any, key: jax.Array) -> dict[str, Any]:
+        """The gradients of a step, in "params"."""
+        grads = self._gradients(state, batch, key)[1]
+        return {PARAMS: grads[PARAMS] if has_params(grads) else grads}
+
+    def report(self, batch: Any) -> str:
+        """Which layers run in FP8, and why the others do not; of the batch only shapes and dtypes count.
+
+        Raises:
+            ValueError: the loss does not call the model.
+        """
+        model, calls = self._framework.calls(batch)
+        if not calls:
+            raise ValueError(
+                "`loss`: expected it to call `model(...)`; it did not, so there is nothing to report."
+            )
+        args, kwargs = calls[0]
+        return str(adapters.report(model, *args, **kwargs))
+
+    def _gradients(self, state: State, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+        """The loss, its gradients, and the variables after the forward pass."""
+        parts = self._microbatches * (1 if self._zero is None else self._zero.devices)
         keys = jax.random.split(jax.random.fold_in(key, state.step), parts)
-        return framework.gradients(grad_of, merged, state.variables, batch, keys)
+        return self._framework.gradients(self._value_and_grad, self._merged, state.variables, batch, keys)
 
-    def gradients(state: State, batch: Any, key: jax.Array) -> dict[str, Any]:
-        return framework.in_params(loss_and_gradients(state, batch, key)[1])
+    def _value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        if self._microbatches == 1:
+            return adapters.value_and_grad(loss_fn, has_aux=has_aux, zero=self._zero)
+        return adapters.accumulate_gradients(loss_fn, self._microbatches, has_aux=has_aux, zero=self._zero)
 
-    def step(state: State, batch: Any, key: jax.Array) -> tuple[State, jax.Array]:
-        loss, grads, variables = loss_and_gradients(state, batch, key)
-        updates, opt_state = tx.update(grads, state.opt_state, framework.trained(variables))
-        return State(state.step + 1, framework.updated(variables, updates), opt_state), loss
-
-    return Learner(
-        init, restart, step, framework.evaluate, gradients, framework.collections, framework.report
-    )
+    def _merged(self, aux: Any) -> Any:
+        """The auxiliary outputs of all parts as one: the mean over devices, the last of the microbatches."""
+        if self._zero is not None:
+            aux = jax.tree.map(_mean, aux)
+        return jax.tree.map(lambda x: x[-1], aux) if self._microbatches > 1 else aux
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -104,18 +126,7 @@ class _Linen:
         self.model, self.loss = model, loss
 
     def init(self, key: jax.Array, batch: Any) -> dict[str, Any]:
-        variables: dict[str, Any] = {}
-
-        def call(*args: Any, mutable: Any = False, **kwargs: Any) -> Any:
-            kwargs.pop("rngs", None)
-            if variables:
-                return self.model.apply(variables, *args, mutable=mutable, rngs={"dropout": key}, **kwargs)
-            rngs = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
-            out, new = self.model.init_with_output(rngs, *args, **kwargs)
-            variables.update(new)
-            return out if mutable is False else (out, {})
-
-        self.loss(call, batch)
+        variables = self._initialized(key, batch, calls=[])
         # Sown collections grow with each call: the loss may read them, but they are not part of the state.
         after = jax.eval_shape(lambda: self._call(variables, batch, key)[1])
         sown = {
@@ -125,10 +136,10 @@ class _Linen:
         }
         return {name: tree for name, tree in variables.items() if name not in sown}
 
-    def placed(self, variables: dict[str, Any], zero: Any) -> dict[str, Any]:
+    def placed(self, variables: dict[str, Any], zero: Zero) -> dict[str, Any]:
         return zero.place(variables)
 
-    def trained(self, variables: Any) -> Any:
+    def trained(self, variables: dict[str, Any]) -> dict[str, Any]:
         return variables
 
     def gradients(
@@ -146,25 +157,29 @@ class _Linen:
     def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
         return loss(functools.partial(self.model.apply, variables), batch)
 
-    def in_params(self, grads: Any) -> dict[str, Any]:
-        return {PARAMS: grads[PARAMS]}
-
     def collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         return {PARAMS: variables[PARAMS], SCALING: variables.get(SCALING, {})}
 
-    def report(self, batch: Any) -> str:
+    def calls(self, batch: Any) -> tuple[LinenModel, list[Any]]:
         calls: list[Any] = []
+        jax.eval_shape(lambda batch: self._initialized(jax.random.key(0), batch, calls), batch)
+        return self.model, calls
 
-        def call(*args: Any, mutable: Any = False, **kwargs: Any) -> Any:
-            kwargs.pop("rngs", None)
-            calls.append(_shapes((args, kwargs)))
-            keys = {name: jax.random.key(0) for name in (PARAMS, "dropout")}
-            out, _ = self.model.init_with_output(keys, *args, **kwargs)
+    def _initialized(self, key: jax.Array, batch: Any, calls: list[Any]) -> dict[str, Any]:
+        """New variables; the shapes of the calls of the model are appended to `calls`."""
+        variables: dict[str, Any] = {}
+
+        def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
+            calls.append(_shapes((args, {**kwargs, "rngs": {"dropout": None}})))
+            if variables:
+                return self.model.apply(variables, *args, mutable=mutable, rngs={"dropout": key}, **kwargs)
+            streams = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
+            out, new = self.model.init_with_output(streams, *args, **kwargs)
+            variables.update(new)
             return out if mutable is False else (out, {})
 
-        jax.eval_shape(functools.partial(self.loss, call), batch)
-        args, kwargs = _first(calls)
-        return str(adapters.report(self.model, *args, rngs={"dropout": None}, **kwargs))
+        self.loss(call, batch)
+        return variables
 
     def _call(self, variables: Mapping[str, Any], batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         """The loss, and the collections that the model changed."""
@@ -193,7 +208,7 @@ class _NNX:
         del key, batch
         return self.variables
 
-    def placed(self, variables: Any, zero: Any) -> Any:
+    def placed(self, variables: Any, zero: Zero) -> Any:
         graph, params, others = nnx.split(nnx.merge(self.graph, variables), nnx.Param, ...)
         return nnx.split(nnx.merge(graph, zero.place(params), others))[1]
 
@@ -216,22 +231,18 @@ class _NNX:
     def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
         return loss(nnx.merge(self.graph, variables), batch)
 
-    def in_params(self, grads: Any) -> dict[str, Any]:
-        return {PARAMS: grads}
-
     def collections(self, variables: Any) -> dict[str, Any]:
         state = tree_of(nnx.state(nnx.merge(self.graph, variables), FP8State))
         return {PARAMS: self.trained(variables), SCALING: state}
 
-    def report(self, batch: Any) -> str:
+    def calls(self, batch: Any) -> tuple[nnx.Module, list[Any]]:
         calls: list[Any] = []
 
         def traced(variables: Any, batch: Any) -> jax.Array:
             return self.loss(_Recording(nnx.merge(self.graph, variables), calls), batch)
 
         jax.eval_shape(traced, self.variables, batch)
-        args, kwargs = _first(calls)
-        return str(adapters.report(nnx.merge(self.graph, self.variables), *args, **kwargs))
+        return nnx.merge(self.graph, self.variables), calls
 
 
 class _Recording:
@@ -249,15 +260,6 @@ class _Recording:
 
 
 def _shapes(tree: Any) -> Any:
-    def shape(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
-
-    return jax.tree.map(shape, tree)
-
-
-def _first(calls: list[Any]) -> Any:
-    if not calls:
-        raise ValueError(
-            "`loss`: expected it to call `model(...)`; it did not, so there is nothing to report."
-        )
-    return calls[0]
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree
+    )

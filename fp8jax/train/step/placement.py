@@ -21,16 +21,8 @@ class Placement(NamedTuple):
     """A mesh with one axis, "data"."""
 
     mesh: Mesh
-
-    @property
-    def replicated(self) -> NamedSharding:
-        """The whole array on every device."""
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def by_rows(self) -> NamedSharding:
-        """The same number of rows on every device."""
-        return NamedSharding(self.mesh, PartitionSpec("data"))
+    replicated: NamedSharding  # the whole array on every device
+    by_rows: NamedSharding  # the same number of rows on every device
 
     def zero(self, recipe: Recipe, config: DeviceConfig) -> Zero | None:
         """The sharding of the state; None on a single device without offload."""
@@ -59,4 +51,5 @@ class Placement(NamedTuple):
 
 def place(devices: Sequence[Any]) -> Placement:
     """A placement on these devices."""
-    return Placement(Mesh(np.array(devices), ("data",)))
+    mesh = Mesh(np.array(devices), ("data",))
+    return Placement(mesh, NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data")))
