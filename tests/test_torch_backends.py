@@ -136,7 +136,7 @@ def test_conv1d_is_a_linear_layer():
 
 def test_every_module_with_weights_has_a_row():
     recipe = dataclasses.replace(Recipe.TE, exclude=())
-    _, rows = base.plan("any", block(), recipe, lambda module: None, base.no_gemm)
+    rows = base.plan("any", block(), recipe, lambda module: None, base.no_gemm)
     assert [(row.path, row.kind, row.shape) for row in rows] == [
         ("embed", "Embedding", (32, 16)),
         ("norm", "LayerNorm", (16,)),
@@ -280,9 +280,10 @@ def test_te_is_believed_about_itself(monkeypatch, gpu, version):
     assert te.supports(CUDA) == "transformer_engine says: CUDA is too old."
 
 
-def test_what_to_install_is_said(absent):
-    assert "pip install" in te.supports(CPU) and "transformer_engine[pytorch]" in te.supports(CPU)
-    assert "github.com/Azure/MS-AMP" in msamp.supports(CPU)
+def test_what_to_install_is_said(absent, gpu):
+    gpu("NVIDIA H100", (9, 0))
+    assert "pip install" in te.supports(CUDA) and "transformer_engine[pytorch]" in te.supports(CUDA)
+    assert "github.com/Azure/MS-AMP" in msamp.supports(CUDA)
 
 
 def test_a_library_that_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, gpu):
@@ -327,7 +328,7 @@ def test_auto_imports_no_library_that_the_recipe_does_not_want(monkeypatch, tmp_
 
 
 def test_a_named_backend_runs_or_says_why_not(monkeypatch, absent, native, gpu):
-    assert backends.choose("torchao", CURRENT, "cpu") == (torchao, "torchao: asked for")
+    assert backends.choose("torchao", CURRENT, CPU) == (torchao, "torchao: asked for")
     assert backends.choose("native", CURRENT, CPU)[0] is native
     with pytest.raises(ImportError, match="'msamp' cannot run here: msamp is not installed. Get it with"):
         backends.choose("msamp", Recipe.O2, CPU)
@@ -455,7 +456,7 @@ def test_msamp_is_initialized_at_the_recipes_level(monkeypatch, recipe, level):
     assert (given["opt_level"], given["use_te"], given["model"]) == (level, False, model)
     reasons = {row.path: row.reason for row in prepared.rows}
     assert [row.path for row in prepared.rows if row.fp8] == ["up", "down"]
-    assert reasons["lm_head"] == "its weight is also that of embed, and MS-AMP would part them"
+    assert reasons["lm_head"] == "its weight is also that of embed, and MS-AMP would separate the two"
     assert (
         model.odd.use_fp32_linear
         and model.lm_head.use_fp32_linear

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 from fp8jax_torch import ScaledTensor, dequantize, prepare, quantize, transform
-from fp8jax_torch.linear import FP8Product
+from fp8jax_torch.linear import FP8
 from fp8jax_torch.mixins import mixed
 from fp8jax_torch.scaled import value
 from torch import nn
@@ -67,7 +67,7 @@ def test_a_whole_model_is_read_where_none_was_prepared_yet():
     pair = prepared("O2")
     mixed.cache_clear()
     twin = saved_and_loaded(pair)
-    assert isinstance(twin[0][0], FP8Product)
+    assert isinstance(twin[0][0], FP8)
     assert isinstance(twin[0][0], nn.Linear)
     assert_same(pair[0], twin[0])
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_is_said():
     plain = net()
     optimizer = torch.optim.AdamW(plain.parameters())
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with pytest.raises(ValueError, match="Make the scheduler of that one, after `prepare`"):
+    with pytest.raises(ValueError, match="Make the scheduler of the returned optimizer, after `prepare`"):
         prepare(plain, optimizer, "O2", inplace=True)
     _, same = prepare(net(), None, "te")
     assert same is None

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8jax_torch import casts, dequantize, prepare, report, transform
-from fp8jax_torch.product import multiply, scaled_mm, why_no_fp8
+from fp8jax_torch.matmul import matmul, scaled_mm, why_emulated
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 from fp8jax_torch.scaling import ScalingState
 from torch import nn
@@ -84,7 +84,7 @@ def test_products_and_states_are_those_of_transformer_engine(case, in_out):
         x, w, g = (torch.from_numpy(DATA[f"{case}/{name}"][step].copy()) for name in "xwg")
         x.requires_grad_()
         w = nn.Parameter(w if in_out else w.t().contiguous())
-        y = multiply(x, w, state, in_out=in_out, dtype=torch.float32)
+        y = matmul(x, w, state, in_out=in_out, dtype=torch.float32)
         y.backward(g)
         state.advance()
         dw = w.grad if in_out else w.grad.t()
@@ -144,7 +144,7 @@ def test_products_gradients_and_states_are_those_of_jax(recipe, dtype):
         y, dx, dw, jax_state = layer(jax_x, jax_w, jax_g, jax_state)
         torch_x = torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_()
         weight = nn.Parameter(torch_w)
-        out = multiply(torch_x, weight, state, in_out=True, dtype=getattr(torch, dtype))
+        out = matmul(torch_x, weight, state, in_out=True, dtype=getattr(torch, dtype))
         out.backward(torch.from_numpy(g).to(getattr(torch, dtype)))
         state.advance()
         assert is_scaled(weight.grad) == (row.weight_grad == "E4M3")
@@ -216,8 +216,7 @@ def test_the_gemm_of_a_gpu_is_that_of_the_emulation(shape):
 
 
 def test_a_device_without_fp8_is_named():
-    assert "emulated" in why_no_fp8(torch.device("cpu"))
-    assert "cpu" in why_no_fp8(torch.device("cpu"))
+    assert why_emulated(torch.device("cpu")).endswith("emulated, exactly: FP8 needs a CUDA device; got cpu")
 
 
 def sqnr(got, want):
@@ -365,7 +364,7 @@ def test_what_cannot_be_is_refused():
         prepare(net, torch.optim.SGD(net.parameters(), 0.1), "O2")
     with pytest.raises(ValueError, match="expected amsgrad=False"):
         prepare(net, torch.optim.AdamW(net.parameters(), amsgrad=True), "O2")
-    with pytest.raises(ValueError, match="one of the model's parameters"):
+    with pytest.raises(ValueError, match="only parameters of the model"):
         prepare(net, torch.optim.AdamW(Net().parameters()), "O2")
     message = "got a Net that was prepared already. Give the original model, or `fp8jax_torch.dequantize"
     with pytest.raises(ValueError, match=message):
@@ -380,7 +379,7 @@ def test_what_cannot_be_is_refused():
         prepare(nn.Sequential(nn.LayerNorm(3)), None, "O2")
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module; got str"):
         prepare("net", None, "O2")
-    with pytest.raises(TypeError, match="what fp8jax_torch.prepare returned"):
+    with pytest.raises(TypeError, match="that fp8jax_torch.prepare returned"):
         report(net)
 
 
@@ -391,7 +390,7 @@ def test_the_report_accounts_for_every_module_with_weights():
     assert "1 of 4 modules with weights in FP8" in text
     assert "native: msamp is not installed; transformer_engine is not installed" in text
     assert "exclude=down" in text
-    assert "emulated, exactly: the device is cpu" in text
+    assert "emulated, exactly: FP8 needs a CUDA device; got cpu" in text
 
 
 def test_a_plain_checkpoint_loads_and_comes_back():

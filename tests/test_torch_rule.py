@@ -13,7 +13,7 @@ from fp8jax.scaling.merge import from_fp8_grad, to_fp8_grad
 torch = pytest.importorskip("torch", reason="the same on torch needs torch: pip install fp8jax[torch]")
 
 import fp8jax_torch  # noqa: E402
-from fp8jax_torch.product import multiply  # noqa: E402
+from fp8jax_torch.matmul import matmul  # noqa: E402
 from fp8jax_torch.scaled import value  # noqa: E402
 from fp8jax_torch.scaling import ScalingState  # noqa: E402
 
@@ -81,7 +81,7 @@ def steps_on_torch(recipe):
         if recipe.weight != "FP32":
             w = fp8jax_torch.quantize(w, formats.get(recipe.weight), power_of_two=True)
         w = torch.nn.Parameter(w)
-        y = multiply(x, w, state, in_out=True, dtype=torch.bfloat16)
+        y = matmul(x, w, state, in_out=True, dtype=torch.bfloat16)
         y.backward(torch.from_numpy(g).bfloat16())
         state.advance()
         yield y.detach(), x.grad, value(w.grad), state.state_dict()

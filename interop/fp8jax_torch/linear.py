@@ -7,76 +7,74 @@ stays true.
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import nn
 
 from fp8jax import formats
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
-from fp8jax_torch.mixins import Mixin, mixed, unmixed
-from fp8jax_torch.product import multiply, without_autocast
+from fp8jax_torch.layers import is_conv1d
+from fp8jax_torch.matmul import matmul, without_autocast
+from fp8jax_torch.mixins import mixed, unmixed
 from fp8jax_torch.scaled import is_scaled, value
 from fp8jax_torch.scaling import ScalingState
 
 
-class FP8Product(Mixin):
-    """Mixin of an `nn.Linear` or a Conv1D: multiplies in FP8; `fp8` is its scaling state."""
+class Converted:
+    """Base of the mixins of an `nn.Linear` or a Conv1D."""
 
     in_out: bool  # whether the weight's shape is (in, out)
+
+    def forward(self: Any, x: Float[torch.Tensor, "... k"]) -> Float[torch.Tensor, "... n"]:
+        """`x @ weight + bias`, in the dtype of autocast, or the promoted dtype of input and weight."""
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        out = self._matmul(x, dtype)
+        return out if self.bias is None else out + self.bias.to(dtype)
+
+
+class FP8(Converted):
+    """Mixin that multiplies in FP8."""
+
     fp8: ScalingState
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """`x @ weight + bias`, shape=(..., out)."""
-        dtype = _dtype_of_output(self, x)
-        out = multiply(x, self.weight, self.fp8, in_out=self.in_out, dtype=dtype)
-        return out if self.bias is None else out + self.bias.to(dtype)
+    def _matmul(self: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return matmul(x, self.weight, self.fp8, in_out=self.in_out, dtype=dtype)
 
 
-class HighProduct(Mixin):
-    """Mixin of an `nn.Linear` or a Conv1D: multiplies in the high-precision format `gemm`."""
+class HighPrecision(Converted):
+    """Mixin that multiplies in the high-precision format `gemm`."""
 
-    in_out: bool
     gemm: str
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """`x @ weight + bias`, shape=(..., out)."""
-        dtype, gemm = _dtype_of_output(self, x), casts.dtype_of(formats.get(self.gemm))
+    def _matmul(self: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        gemm = casts.dtype_of(formats.get(self.gemm))
         with without_autocast(x.device):
             weight = value(self.weight).to(gemm)
-            out = (x.to(gemm) @ (weight if self.in_out else weight.t())).to(dtype)
-        return out if self.bias is None else out + self.bias.to(dtype)
+            return (x.to(gemm) @ (weight if self.in_out else weight.t())).to(dtype)
 
 
-def make_product(layer: Any, recipe: Recipe, in_out: bool) -> None:
-    """Changes the class of a plain layer to one that follows the recipe."""
-    layer.in_out = in_out
+def convert(layer: Any, recipe: Recipe) -> None:
+    """Changes the class of a plain layer to a class that follows the recipe."""
+    layer.in_out = is_conv1d(layer)
     if recipe.gemm == "FP8":
         layer.fp8 = ScalingState(recipe, layer.weight.device)
-        layer.__class__ = mixed(FP8Product, type(layer))
+        layer.__class__ = mixed(FP8, type(layer))
     else:
         layer.gemm = recipe.gemm
-        layer.__class__ = mixed(HighProduct, type(layer))
+        layer.__class__ = mixed(HighPrecision, type(layer))
 
 
-def make_plain(layer: Any, plain: dict[int, nn.Parameter]) -> nn.Parameter:
-    """Undoes `make_product`; returns the plain weight. `plain` maps ids of scaled weights to plain ones."""
+def restore(layer: Any, plain: dict[int, nn.Parameter]) -> None:
+    """Undoes `convert`, with a plain weight. `plain` maps ids of scaled weights to plain weights."""
     for name in ("in_out", "fp8", "gemm"):
         if hasattr(layer, name):
             delattr(layer, name)
     layer.__class__ = unmixed(type(layer))
     weight = layer.weight
-    if not is_scaled(weight):
-        return weight
-    return plain.setdefault(id(weight), nn.Parameter(value(weight.detach()), weight.requires_grad))
-
-
-def is_product(module: nn.Module) -> bool:
-    """Whether `make_product` made it."""
-    return isinstance(module, FP8Product | HighProduct)
-
-
-def _dtype_of_output(layer: Any, x: torch.Tensor) -> torch.dtype:
-    """The dtype in which torch computes: autocast's, or the promoted dtype of input and weight."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(x.dtype, layer.weight.dtype)
+    if is_scaled(weight):
+        new = nn.Parameter(value(weight.detach()), weight.requires_grad)
+        layer.weight = plain.setdefault(id(weight), new)

@@ -1,21 +1,14 @@
-"""Mixins for objects of a user's class: the object's class becomes a class of the mixin and its own."""
+"""Mixins for objects of a user's class: the class becomes a subclass of the mixin and the old class."""
 
 import functools
 from typing import Any
 
 
-class Mixin:
-    """Base of mixins: objects of `mixed` classes are copied and pickled by the names of both parts."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(2)
-        return _empty, type(self).__bases__, *state
-
-
 @functools.cache
-def mixed(mixin: type[Mixin], base: type) -> Any:
-    """The class of a mixin and a base class."""
-    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": __name__})
+def mixed(mixin: type, base: type) -> Any:
+    """The subclass of a mixin and a class; its objects are copied and pickled by the names of both."""
+    methods = {"__module__": __name__, "__reduce_ex__": _reduce}
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), methods)
 
 
 def unmixed(made: type) -> type:
@@ -23,7 +16,12 @@ def unmixed(made: type) -> type:
     return made.__bases__[1]
 
 
-def _empty(mixin: type[Mixin], base: type) -> Any:
+def _reduce(self: Any, protocol: Any) -> Any:
+    _, _, *state = super(type(self), self).__reduce_ex__(2)
+    return _empty, type(self).__bases__, *state
+
+
+def _empty(mixin: type, base: type) -> Any:
     """An unpickled object without its state."""
     made = mixed(mixin, base)
     return made.__new__(made)

@@ -1,17 +1,39 @@
-"""Preparing a model and an optimizer for a recipe, the report, and the way back."""
+"""`prepare` a model and an optimizer for a recipe, `report` on it, and `dequantize` it."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from fp8jax.recipe import Recipe
 from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import native
-from fp8jax_torch.linear import is_product, make_plain
-from fp8jax_torch.report import Report
+from fp8jax_torch.backends.base import Row
+from fp8jax_torch.linear import Converted, restore
 
 _REPORT = "_fp8jax_report"
+
+
+class Report(NamedTuple):
+    """The modules with weights, in the model's order; `str` gives a table."""
+
+    recipe: str
+    why: str  # the backend, and the reason for its choice
+    rows: tuple[Row, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        cells = [("layer", "kind", "weight", "FP8")]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape))
+            cells.append((row.path or "(root)", row.kind, shape, row.reason or "yes"))
+        widths = [max(len(line[column]) for line in cells) for column in range(3)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in cells
+        ]
+        count = sum(row.fp8 for row in self.rows)
+        summary = [f"{self.recipe}: {count} of {len(self.rows)} modules with weights in FP8", self.why]
+        return "\n".join([*summary, *lines, *([self.note] if self.note else [])])
 
 
 def prepare(
@@ -26,20 +48,20 @@ def prepare(
 
     Args:
         model: any module with linear layers (`nn.Linear`, transformers' `Conv1D`).
-        optimizer: a torch optimizer of its parameters, or None. An Adam or AdamW becomes one with the
-            recipe's moments and masters, with the same groups, options and state. Other optimizers skip steps
-            with a gradient that is not finite, and count them in `skipped`.
+        optimizer: a torch optimizer of the model's parameters, or None. An Adam or AdamW gets moments and
+            masters in the recipe's formats, and keeps its groups, options and state. Other optimizers skip
+            steps with a gradient that is not finite, and count them in `skipped`.
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
         backend: "native", "te", "msamp", "torchao" or "auto", see `fp8jax_torch.backends.choose`.
-        inplace: whether to change the given model and optimizer; else copies are changed. In both cases use
-            only the optimizer that is returned, also for schedulers.
+        inplace: whether to change the given model and optimizer instead of copies. In both cases use only the
+            returned optimizer, also for schedulers.
 
     Returns:
-        (model, optimizer). `report(model)` lists the layers in FP8 and the backend.
+        (model, optimizer). `report(model)` says which layers are in FP8, and by which backend.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a part of it
+        TypeError: `model` is not a module.
+        ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a submodule
             was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
             optimizer cannot keep the recipe's formats, or has a scheduler.
         ImportError: the library of the named backend is not installed.
@@ -48,22 +70,6 @@ def prepare(
     recipe = Recipe.parse(recipe)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
-    _refuse_prepared(model)
-    chosen, why = backends.choose(backend, recipe, layers.device_of(model), model)
-    given = optimizer
-    if not inplace:
-        model, optimizer = copy.deepcopy((model, optimizer))
-    model, optimizer, rows, note = chosen.prepare(model, optimizer, recipe)
-    if optimizer is not given and hasattr(getattr(given, "step", None), "_wrapped_by_lr_sched"):
-        raise ValueError(
-            "`optimizer`: expected one without a scheduler; got one whose scheduler would go on with it, and "
-            "not with the optimizer that is returned. Make the scheduler of that one, after `prepare`."
-        )
-    setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
-    return model, optimizer
-
-
-def _refuse_prepared(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, _REPORT):
             within = f" with a {type(module).__name__} in it" if name else ""
@@ -71,19 +77,33 @@ def _refuse_prepared(model: nn.Module) -> None:
                 f"`model`: expected a plain model; got a {type(model).__name__}{within} that was prepared "
                 "already. Give the original model, or `fp8jax_torch.dequantize(model)` of a native one."
             )
+    chosen, why = backends.choose(backend, recipe, layers.device_of(model), model)
+    given = optimizer
+    if not inplace:
+        model, optimizer = copy.deepcopy((model, optimizer))
+    model, optimizer, rows, note = chosen.prepare(model, optimizer, recipe)
+    if optimizer is not given and hasattr(getattr(given, "step", None), "_wrapped_by_lr_sched"):
+        raise ValueError(
+            "`optimizer`: expected one without a scheduler; got one with a scheduler, which would not act on "
+            "the returned optimizer. Make the scheduler of the returned optimizer, after `prepare`."
+        )
+    setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
+    return model, optimizer
 
 
 def transform(
     model: nn.Module, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
 ) -> nn.Module:
-    """`prepare` without an optimizer. Scaling states advance at the first forward after a backward, so once
-    per microbatch. `fp8jax_torch.optim.skipping(optimizer)` makes torch's optimizers skip steps that are not
-    finite."""
+    """`prepare` without an optimizer.
+
+    Scaling states advance at the first forward after a backward, so once per microbatch.
+    `fp8jax_torch.optim.skipping(optimizer)` makes an optimizer skip steps that are not finite.
+    """
     return prepare(model, None, recipe, backend, inplace=inplace)[0]
 
 
 def report(model: nn.Module) -> Report:
-    """The report of a prepared model: its layers in FP8, the reasons for the others, and the backend.
+    """The report of a prepared model: which layers run in FP8, why others do not, and the backend.
 
     Raises:
         TypeError: `model` was not prepared.
@@ -91,8 +111,8 @@ def report(model: nn.Module) -> Report:
     found = getattr(model, _REPORT, None)
     if found is None:
         raise TypeError(
-            f"`model`: expected what fp8jax_torch.prepare returned; got {type(model).__name__} without a "
-            "report. If it was wrapped since, give what is within."
+            f"`model`: expected a model that fp8jax_torch.prepare returned; got a {type(model).__name__} "
+            "without a report. If a wrapper is around the model, give the model inside."
         )
     # The note depends on the present device.
     return found._replace(note=native.note(model)) if found.why.startswith(native.NAME) else found
@@ -103,8 +123,8 @@ def dequantize(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        if is_product(module):
-            module.weight = make_plain(module, plain)
+        if isinstance(module, Converted):
+            restore(module, plain)
         if hasattr(module, _REPORT):
             delattr(module, _REPORT)
     return model

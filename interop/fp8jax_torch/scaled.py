@@ -14,9 +14,11 @@ It can be a parameter, a gradient, or an entry of a `state_dict`. In-place write
 changes only the scale.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
+from jaxtyping import Float, Shaped
 from torch.utils import _pytree as pytree
 
 from fp8jax import formats
@@ -41,7 +43,12 @@ class ScaledTensor(torch.Tensor):
     scale: torch.Tensor
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: Any = torch.float32) -> "ScaledTensor":
+    def __new__(
+        cls,
+        codes: Float[torch.Tensor, "..."],
+        scale: Float[torch.Tensor, ""],
+        dtype: torch.dtype = torch.float32,
+    ) -> "ScaledTensor":
         """See the class; `dtype` is that of the value."""
         if scale.shape != () or scale.dtype != torch.float32:
             raise ValueError(
@@ -60,12 +67,10 @@ class ScaledTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
-        return _on_values(func, args, kwargs) if special is None else special(func, *args, **kwargs)
+        return _OPERATIONS.get(func, _on_values)(func, *args, **(kwargs or {}))
 
     @property
-    def data(self) -> Any:
+    def data(self) -> torch.Tensor:
         """As torch's; an assigned plain tensor is rounded to this tensor's format."""
         return torch.Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -77,11 +82,11 @@ class ScaledTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
         self.codes, self.scale = new.codes, new.scale
 
-    def dequantize(self, dtype: Any = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Float[torch.Tensor, "..."]:
         """The value as a plain tensor: `codes * scale`, computed in float32 and cast to `dtype`."""
         return (casts.to_float(self.codes) * self.scale).to(dtype or self.dtype)
 
-    def requantize_(self, x: torch.Tensor) -> "ScaledTensor":
+    def requantize_(self, x: Float[torch.Tensor, "..."]) -> "ScaledTensor":
         """Writes the values of `x`, of the same shape, in this format on a new power-of-two scale."""
         new = quantize(x, casts.format_of(self.codes.dtype), power_of_two=True)
         self.codes.copy_(new.codes)
@@ -89,21 +94,21 @@ class ScaledTensor(torch.Tensor):
         return _written(self)
 
     def storage(self) -> Any:
-        """Raises RuntimeError, with what to save instead of safetensors."""
+        """Raises RuntimeError, which names the ways to save that do not need a storage."""
         raise RuntimeError(
-            "`ScaledTensor`: expected a tensor with memory of its own, as safetensors writes it; got codes "
-            "and a scale. Save it with torch.save (in accelerate: safe_serialization=False), or save "
+            "`ScaledTensor`: expected a tensor with a storage, as safetensors needs; got codes and a "
+            "scale. Save it with torch.save (in accelerate: safe_serialization=False), or save "
             "`fp8jax_torch.dequantize(model)`."
         )
 
     def share_memory_(self) -> "ScaledTensor":
-        """As torch's, for the memory of codes and scale."""
+        """As torch's: moves codes and scale to shared memory."""
         self.codes.share_memory_()
         self.scale.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Whether other processes see writes."""
+        """Whether codes and scale are in shared memory."""
         return self.codes.is_shared()
 
     def __repr__(self, **ignored: Any) -> str:
@@ -133,9 +138,16 @@ torch.serialization.add_safe_globals([_rebuilt])
 
 
 def quantize(
-    x: torch.Tensor, format: Format | str, scale: Any = None, *, margin: int = 0, power_of_two: bool = False
+    x: Shaped[torch.Tensor, "..."],
+    format: Format | str,
+    scale: float | Float[torch.Tensor, ""] | None = None,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
 ) -> ScaledTensor:
-    """Casts `x / scale` to `format`: `fp8jax.quantize`, bit for bit, with one scale for the tensor.
+    """Casts `x / scale` to `format`, rounding to nearest even and saturating; NaN stays NaN.
+
+    Bit for bit `fp8jax.quantize` with one scale for the tensor.
 
     Args:
         x: floating tensor or `ScaledTensor`, any shape; detached.
@@ -146,7 +158,7 @@ def quantize(
         power_of_two: whether the default scale is a power of two.
 
     Raises:
-        TypeError: `x` is no floating tensor, or `format` is no format.
+        TypeError: `x` is not a floating tensor, or `format` is not a format.
         ValueError: the format is unknown, or E8M0, a format of scales.
     """
     format = formats.parse(format)
@@ -162,19 +174,21 @@ def quantize(
     return ScaledTensor(casts.cast(x * (1 / scale), format), scale, dtype)
 
 
-def quantize_gradient(x: torch.Tensor) -> ScaledTensor:
+def quantize_gradient(x: Float[torch.Tensor, "..."]) -> ScaledTensor:
     """A weight gradient in E4M3 on a new power-of-two scale; inf becomes NaN."""
-    return quantize(casts.without_infinities(value(x)), formats.E4M3, power_of_two=True)
+    x = value(x)
+    # Saturated, inf would look like a large number.
+    return quantize(torch.where(x.isfinite(), x, torch.nan), formats.E4M3, power_of_two=True)
 
 
-def is_scaled(x: Any) -> bool:
+def is_scaled(x: Any) -> TypeGuard[ScaledTensor]:
     """Whether `x` is a `ScaledTensor`."""
     return isinstance(x, ScaledTensor)
 
 
 def value(x: Any) -> Any:
     """`x` dequantized if it is a `ScaledTensor`, else `x` itself."""
-    return x.dequantize() if isinstance(x, ScaledTensor) else x
+    return x.dequantize() if is_scaled(x) else x
 
 
 def _written(x: ScaledTensor) -> ScaledTensor:
@@ -183,40 +197,38 @@ def _written(x: ScaledTensor) -> ScaledTensor:
     return x
 
 
-def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs any operation on values, and rounds what it writes."""
+def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operation on dequantized tensors, and quantizes what it writes in place."""
     written: list[tuple[ScaledTensor, torch.Tensor]] = []
 
-    def plain(x: Any, is_written: bool) -> Any:
-        if not isinstance(x, ScaledTensor):
-            return x
-        dense = x.dequantize()
-        if is_written:
-            written.append((x, dense))
-        return dense
-
-    def every(tree: Any, argument: Any) -> Any:
+    def dequantized(tree: Any, argument: Any) -> Any:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        return pytree.tree_map(lambda x: plain(x, is_written), tree)
+
+        def leaf(x: Any) -> Any:
+            plain = value(x)
+            if plain is not x and is_written:
+                written.append((x, plain))
+            return plain
+
+        return pytree.tree_map(leaf, tree)
 
     schema = func._schema.arguments
     by_name = {argument.name: argument for argument in schema}
-    new_args = [every(arg, argument) for arg, argument in zip(args, schema, strict=False)]
-    new_kwargs = {name: every(arg, by_name[name]) for name, arg in kwargs.items()}
-    out = func(*new_args, **new_kwargs)
-    for scaled, dense in written:
-        scaled.requantize_(dense)
-    scaled_of = {id(dense): scaled for scaled, dense in written}
+    new_args = [dequantized(arg, argument) for arg, argument in zip(args, schema, strict=False)]
+    out = func(*new_args, **{name: dequantized(arg, by_name[name]) for name, arg in kwargs.items()})
+    for scaled, plain in written:
+        scaled.requantize_(plain)
+    scaled_of = {id(plain): scaled for scaled, plain in written}
     return pytree.tree_map(lambda x: scaled_of.get(id(x), x), out)
 
 
-def _mapped(function: Any) -> Any:
-    """An operation that applies `function` to codes and scale."""
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., ScaledTensor]:
+    """The operation that applies `function` to codes and scale."""
     return lambda func, x, **kwargs: ScaledTensor(function(x.codes), function(x.scale), x.dtype)
 
 
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> torch.Tensor:
-    """A move to a device stays scaled; a cast to another dtype gives plain values."""
+    """A move to a device gives a `ScaledTensor`; a cast to another dtype gives a plain tensor."""
     if kwargs.get("dtype") not in (None, x.dtype):
         return func(x.dequantize(), **kwargs)
     to = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
@@ -233,17 +245,17 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     return x.requantize_(value(source).to(x.device).expand(x.shape))
 
 
-def _times(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
-    """Multiplies by a number in the scale alone."""
+def _rescale(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
+    """Multiplies or divides by a number: only the scale changes."""
     is_number = not isinstance(factor, torch.Tensor) or (factor.ndim == 0 and not is_scaled(factor))
-    if not isinstance(x, ScaledTensor) or not is_number or kwargs:
-        return _on_values(func, (x, factor), kwargs)
+    if not is_scaled(x) or not is_number or kwargs:
+        return _on_values(func, x, factor, **kwargs)
     func(x.scale, factor)
     return _written(x)
 
 
-def _times_each(func: Any, tensors: Any, factor: Any) -> None:
-    """`_times` of a list, as `clip_grad_norm_(foreach=True)` has it."""
+def _rescale_each(func: Any, tensors: Any, factor: Any) -> None:
+    """`_rescale` of a list, for `clip_grad_norm_(foreach=True)`."""
     for x in tensors:
         x.mul_(factor)
 
@@ -259,18 +271,16 @@ def _like(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> torch.Tensor
     return func(x.scale.to(x.dtype).expand(x.shape), *args, **kwargs)
 
 
-_SPECIAL: dict[Any, Any] = {
+_NEW = "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _mapped(torch.Tensor.detach),
     _aten.alias.default: _mapped(torch.Tensor.detach),
     _aten.clone.default: _mapped(torch.clone),
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
     _aten.zero_.default: _zero,
-    **{overload: _times for op in (_aten.mul_, _aten.div_) for overload in (op.Tensor, op.Scalar)},
-    _aten._foreach_mul_.Tensor: _times_each,
-    _aten._foreach_mul_.Scalar: _times_each,
-    **{
-        getattr(_aten, name).default: _like
-        for name in "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
-    },
+    **{overload: _rescale for op in (_aten.mul_, _aten.div_) for overload in (op.Tensor, op.Scalar)},
+    _aten._foreach_mul_.Tensor: _rescale_each,
+    _aten._foreach_mul_.Scalar: _rescale_each,
+    **{getattr(_aten, name).default: _like for name in _NEW},
 }

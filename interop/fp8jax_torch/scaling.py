@@ -1,14 +1,17 @@
-"""The scaling state of one layer, as in `fp8jax.scaling`, for the three operands of a dot product.
+"""The scaling state of one layer, as in `fp8jax.scaling`, for input, weight and output gradient.
 
 It is a submodule named `fp8` of each FP8 layer, and so a part of `state_dict`. A backward pass records
 amaxes; microbatches, several uses of a layer and recomputed activations merge by their maximum. `advance`
-moves the amaxes into the window once per optimizer step.
+moves the amaxes into the history once per optimizer step.
 """
 
 from typing import Any
 
 import torch
+from jaxtyping import Float
 
+from fp8jax import formats
+from fp8jax.formats import Format
 from fp8jax.quantization import FIRST_SCALES, UNSET
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts
@@ -23,56 +26,56 @@ class ScalingState(torch.nn.Module):
         scale: shape=(3,), float32: for the next cast.
         amax_history: shape=(3, amax_history_len), float32: newest first, 0 without an amax.
         step: shape=(), float32: steps modulo interval; only where interval > 1.
-        seen: shape=(3,), float32: largest usable amaxes since the last `advance`; not saved.
+        recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; not saved.
     """
 
     scale: torch.Tensor
     amax_history: torch.Tensor
     step: torch.Tensor
-    seen: torch.Tensor
+    recorded: torch.Tensor
 
-    def __init__(self, recipe: Recipe, device: Any = None):
+    def __init__(self, recipe: Recipe, device: torch.device | None = None):
         super().__init__()
         self.recipe = recipe
-        self.is_due = False
+        self.has_recorded = False
         if recipe.scaling != "delayed":
             return
         self.register_buffer("scale", torch.tensor(FIRST_SCALES[recipe.first_scale], device=device))
         self.register_buffer("amax_history", torch.zeros(3, recipe.amax_history_len, device=device))
         if recipe.interval > 1:
             self.register_buffer("step", torch.zeros((), device=device))
-        self.register_buffer("seen", torch.zeros(3, device=device), persistent=False)
+        self.register_buffer("recorded", torch.zeros(3, device=device), persistent=False)
 
-    def scale_for(self, operand: int, amax: torch.Tensor, limit: float) -> torch.Tensor:
-        """The scale of an operand's cast in this step; its amax is float32, shape=()."""
+    def scale_for(self, operand: int, amax: Float[torch.Tensor, ""], limit: float) -> Float[torch.Tensor, ""]:
+        """The scale of an operand's cast in this step, by its amax, float32."""
         margin = self.recipe.margin
         if self.recipe.scaling != "delayed":
             return casts.scale_of(amax, limit, margin=margin)
-        kept = self.scale[operand].clone()
+        scale = self.scale[operand].clone()
         if self.recipe.first_scale != "tensor":
-            return kept
-        return torch.where(kept == UNSET, casts.scale_of(amax, limit, margin=margin), kept)
+            return scale
+        return torch.where(scale == UNSET, casts.scale_of(amax, limit, margin=margin), scale)
 
-    def see(self, amaxes: list[torch.Tensor]) -> None:
-        """Records the amaxes of one dot product."""
+    def record(self, amaxes: list[torch.Tensor]) -> None:
+        """Records the amaxes of the three operands of one matmul."""
         if self.recipe.scaling == "delayed":
             new = torch.stack(amaxes)
-            self.seen.copy_(torch.maximum(self.seen, torch.where(casts.usable(new), new, 0.0)))
-            self.is_due = True
+            self.recorded.copy_(torch.maximum(self.recorded, torch.where(casts.usable(new), new, 0.0)))
+            self.has_recorded = True
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Moves the recorded amaxes into the window, and sets the scales of the next step."""
-        if not self.is_due:
+        """Moves the recorded amaxes into the history, and sets the scales of the next step."""
+        if not self.has_recorded:
             return
         recipe = self.recipe
-        history = torch.cat([self.seen[:, None], self.amax_history[:, :-1]], 1)
-        window = self.seen if recipe.amax_compute_algo == "most_recent" else history.amax(1)
-        limits = torch.tensor([format.max for format in operand_formats(recipe)], device=self.seen.device)
-        scale = casts.scale_of(window, limits, margin=recipe.margin, otherwise=self.scale)
+        history = torch.cat([self.recorded[:, None], self.amax_history[:, :-1]], 1)
+        amaxes = self.recorded if recipe.amax_compute_algo == "most_recent" else history.amax(1)
+        limits = torch.tensor([format.max for format in operand_formats(recipe)], device=amaxes.device)
+        scale = casts.scale_of(amaxes, limits, margin=recipe.margin, otherwise=self.scale)
         if recipe.interval > 1:
             is_due = self.step == 0
-            if recipe.first_scale != "one":  # an operand without a scale of its own does not wait
+            if recipe.first_scale != "one":  # the first scale of an operand does not wait
                 is_due = is_due | (self.amax_history.amax(1) == 0)
             scale = torch.where(is_due, scale, self.scale)
             self.step.copy_((self.step + 1) % recipe.interval)
@@ -82,17 +85,17 @@ class ScalingState(torch.nn.Module):
 
     def forget(self) -> None:
         """Drops the recorded amaxes: a skipped step leaves the state unchanged."""
-        if self.is_due:
-            self.seen.zero_()
-            self.is_due = False
+        if self.has_recorded:
+            self.recorded.zero_()
+            self.has_recorded = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
         """A move to a device; the state stays float32 when the model is cast."""
-        kept = dict(self._buffers)
+        old = dict(self.named_buffers())
         super()._apply(fn, recurse)
-        for name, new in self._buffers.items():
-            if new is not None and new.dtype != torch.float32:
-                self._buffers[name] = kept[name].to(new.device)  # pyright: ignore[reportOptionalMemberAccess]
+        for name, new in self.named_buffers():
+            if new.dtype != torch.float32:
+                self._buffers[name] = old[name].to(new.device)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
@@ -104,7 +107,7 @@ class ScalingState(torch.nn.Module):
             missing_keys += missing
 
 
-def operand_formats(recipe: Recipe) -> list[Any]:
+def operand_formats(recipe: Recipe) -> list[Format]:
     """The formats of input, weight and output gradient."""
-    forward, backward = map(casts.formats.get, recipe.gemm_formats)
+    forward, backward = map(formats.get, recipe.gemm_formats)
     return [forward, forward, backward]

@@ -1,10 +1,10 @@
-"""What a backend is: a module with a name, two questions and two actions.
+"""What the backends have in common. A backend is a module:
 
-    NAME                                    as the user asks for it
+    NAME                                    as in `prepare(backend=...)`
     PACKAGE                                 its library, looked for without importing it
     supports(device) -> reason or None      can it run here?
     refuses(recipe) -> reason or None       can it express the recipe?
-    plan(model, recipe)                     what `prepare` would do to each layer, see `plan`
+    plan(model, recipe) -> rows             what `prepare` would do to each layer, see `plan`
     prepare(model, optimizer, recipe)       the model and the optimizer to train with, as `Prepared`
 
 A reason is one sentence that a user can act on. `prepare` changes the model in place. It raises ValueError
@@ -23,9 +23,6 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 
-# Compute capability of the first of NVIDIA's GPUs with FP8 tensor cores: Ada 8.9, then Hopper 9.0.
-FP8_CAPABILITY = (8, 9)
-
 # Recipe fields with these values keep FP8 inside the matched layers' GEMMs.
 ONLY_GEMM: dict[str, tuple[Any, ...]] = {
     "gemm": ("FP8",),
@@ -41,19 +38,23 @@ class Row(NamedTuple):
     """One module with weights of its own."""
 
     path: str
-    kind: str  # its class's name before `prepare`
+    kind: str  # name of its class before `prepare`
     shape: tuple[int, ...]  # of its weight; () without a weight
-    fp8: bool  # whether its GEMMs are in FP8
-    reason: str | None  # why not
+    reason: str | None  # why its GEMMs are not in FP8
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its GEMMs are in FP8."""
+        return self.reason is None
 
 
 class Prepared(NamedTuple):
     """A model and an optimizer to train with."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None  # None without a given one, unless the backend makes one
+    optimizer: torch.optim.Optimizer | None  # None if none was given, unless the backend makes one
     rows: list[Row]
-    note: str  # for the user; "" without one
+    note: str  # for the user; may be empty
 
 
 class NoLayer(ValueError):
@@ -86,68 +87,44 @@ class Package(NamedTuple):
         return None
 
 
-def this_device(device: torch.device | None) -> torch.device:
-    """`device`, or this machine's default."""
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def why_no_fp8_gpu(name: str, device: torch.device) -> str | None:
-    """The reason why a device has no FP8 tensor cores for the library `name`, or None."""
-    if device.type != "cuda":
-        return f"{name} needs a CUDA device; got {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
-        needed, got = (".".join(map(str, c)) for c in (FP8_CAPABILITY, capability))
-        return (
-            f"{name} needs compute capability {needed} or higher; got {got} "
-            f"({torch.cuda.get_device_name(device)})"
-        )
-    return None
-
-
 def refused(name: str, recipe: Recipe, legal: Mapping[str, tuple[Any, ...]]) -> str | None:
     """The first field of the recipe with a value that is not legal, as a reason; or None."""
+
+    def show(value: Any) -> str:
+        """As `Recipe.parse` reads it."""
+        return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
     for field, values in legal.items():
         got = getattr(recipe, field)
         if got not in values:
-            return f"{name} has no {field}={_shown(got)}, only {' or '.join(map(_shown, values))}"
+            return f"{name} has no {field}={show(got)}, only {' or '.join(map(show, values))}"
     return None
-
-
-def _shown(value: Any) -> str:
-    """A field's value as `Recipe.parse` reads it."""
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def plan(
     name: str,
     model: nn.Module,
     recipe: Recipe,
-    unable: Callable[[nn.Module], str | None],
+    why_not: Callable[[nn.Module], str | None],
     other: Callable[[nn.Module], str],
-) -> tuple[dict[str, str | None], list[Row]]:
-    """What a backend would do to a model, which does not change.
+) -> list[Row]:
+    """The rows that a backend's `prepare` would report; the model does not change.
 
     Args:
         name: of the backend.
         model: any model.
         recipe: with patterns.
-        unable: the reason why the backend cannot run a linear layer in FP8, or None.
-        other: the reason for a module that is no linear layer.
-
-    Returns:
-        For each linear layer's path None if it will run in FP8, else the reason; and the rows.
+        why_not: the reason why the backend cannot run a linear layer in FP8, or None.
+        other: the reason for a module that is not a linear layer.
 
     Raises:
         ValueError: a pattern of the recipe matches no layer.
         NoLayer: no layer would run in FP8.
     """
-    reasons = layers.choose(model, recipe, unable)
+    reasons = layers.choose(model, recipe, why_not)
     rows = rows_of(model, reasons, other)
     if any(row.fp8 for row in rows):
-        return reasons, rows
+        return rows
     linear = [row for row in rows if row.path in reasons]
     because = [f"{row.path or row.kind}: {row.reason}" for row in linear or rows] or ["it has no weights"]
     shown = "; ".join([*because[:3], *["..."] * (len(because) > 3)])
@@ -160,25 +137,41 @@ def plan(
 def rows_of(
     model: nn.Module, reasons: Mapping[str, str | None], other: Callable[[nn.Module], str]
 ) -> list[Row]:
-    """The rows of a model before a backend changes it; the arguments are those of `plan`."""
+    """The rows of a model, by the reasons of its linear layers and of other modules."""
     return [
-        Row(path, type(module).__name__, _shape(module), reason is None, reason)
+        Row(path, type(module).__name__, _shape(module), reasons[path] if path in reasons else other(module))
         for path, module in layers.weighted(model).items()
-        for reason in [reasons[path] if path in reasons else other(module)]
     ]
 
 
 def no_gemm(module: nn.Module) -> str:
-    """The reason why a module that is no linear layer is not in FP8."""
+    """The reason why a module that is not a linear layer is not in FP8."""
     if layers.is_norm(module):
-        return "a normalization, not a matrix product"
+        return "a normalization, not a GEMM"
     return "looked up, not multiplied" if isinstance(module, nn.Embedding) else "not a linear layer"
+
+
+def why_not_replaced(name: str, module: Any, multiple: int = 1) -> str | None:
+    """The reason why a library's layer with the same weight cannot replace a linear layer; or None.
+
+    Args:
+        name: of the library's layer.
+        module: a linear layer.
+        multiple: of which the dimensions of the weight must be multiples.
+    """
+    if layers.is_conv1d(module):
+        return f"Conv1D keeps its weight as (in, out), and {name} as (out, in)"
+    if reason := layers.why_not_swapped(module):
+        return reason
+    if any(size % multiple for size in module.weight.shape):
+        return f"its dims {list(module.weight.shape)} are not all multiples of {multiple}"
+    return None
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the weight decay of an Adam or AdamW is decoupled."""
-    by_setting = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
-    return isinstance(optimizer, torch.optim.AdamW) or by_setting
+    by_option = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.AdamW) or by_option
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

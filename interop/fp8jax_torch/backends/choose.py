@@ -15,20 +15,18 @@ from fp8jax_torch.backends import base
 
 NAMES = ("msamp", "te", "torchao", "native")
 
-_PREFERRED = ("msamp", "te")
-
 
 def choose(
-    name: str, recipe: Recipe, device: torch.device | str | None = None, model: nn.Module | None = None
+    name: str, recipe: Recipe, device: torch.device, model: nn.Module | None = None
 ) -> tuple[ModuleType, str]:
     """The backend to use and the reason, in one line.
 
     Args:
         name: "auto" or one of `NAMES`.
         recipe: to express.
-        device: of the model; None is the GPU if there is one.
-        model: "auto" passes by a library that can run no layer of the model, such as GPT-2's for libraries
-            that only know `nn.Linear`.
+        device: of the model.
+        model: "auto" passes over a library that can run no layer of the model, as GPT-2's layers for
+            libraries that replace only `nn.Linear`.
 
     Returns:
         The backend's module, and text such as
@@ -43,28 +41,25 @@ def choose(
     References:
         Accelerate 1.15.0, docs/source/usage_guides/low_precision_training.md: its order of backends.
     """
-    where = base.this_device(None if device is None else torch.device(device))
     if name != "auto":
-        return _named(name, recipe, where), f"{name}: asked for"
-    passed: list[str] = []
-    for candidate in _PREFERRED:
+        return _named(name, recipe, device), f"{name}: asked for"
+    reasons: list[str] = []
+    for candidate in ("msamp", "te"):
         module = _module(candidate)
         # In this order: `supports` imports the library, and importing MS-AMP changes torch.
         reason = (
             module.PACKAGE.missing()
             or module.refuses(recipe)
             or (model is not None and _why_no_layer(module, model, recipe))
-            or module.supports(where)
+            or module.supports(device)
         )
         if reason is None:
-            return module, f"{candidate}: {'; '.join(passed) or 'the first choice'}"
-        passed.append(reason)
-    return _named("native", recipe, where), f"native: {'; '.join(passed)}"
+            return module, f"{candidate}: {'; '.join(reasons) or 'the first choice'}"
+        reasons.append(reason)
+    return _named("native", recipe, device), f"native: {'; '.join(reasons)}"
 
 
 def _module(name: str) -> ModuleType:
-    if name not in NAMES:
-        raise ValueError(f"`backend`: expected one of auto, {', '.join(NAMES)}; got {name!r}.")
     return importlib.import_module(f"fp8jax_torch.backends.{name}")
 
 
@@ -77,7 +72,9 @@ def _why_no_layer(module: ModuleType, model: nn.Module, recipe: Recipe) -> str |
 
 
 def _named(name: str, recipe: Recipe, device: torch.device) -> ModuleType:
-    """The backend of that name; raises as `choose` says if it cannot do this here."""
+    """The backend of that name; raises as `choose` says."""
+    if name not in NAMES:
+        raise ValueError(f"`backend`: expected one of auto, {', '.join(NAMES)}; got {name!r}.")
     module = _module(name)
     package = getattr(module, "PACKAGE", None)
     instead = "" if name == "native" else ' Or use backend="native".'

@@ -5,8 +5,8 @@
 | O1, O2                                             | `initialize(model, optimizer, opt_level)`            |
 | te+O2, or O1 and O2 with another gemm column       | TransformerEngine's layers, `use_te=True`            |
 
-MS-AMP runs in FP8 only where the GPU's name contains "h100", and warns of nothing elsewhere, so other GPUs
-are refused. Importing it replaces `torch.nn.functional.linear` and TransformerEngine's classes, so it is
+MS-AMP runs in FP8 only where the GPU's name contains "h100". Elsewhere it gives no warning, so other GPUs are
+refused. Importing MS-AMP replaces `torch.nn.functional.linear` and TransformerEngine's classes, so it is
 imported last.
 """
 
@@ -20,6 +20,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base, te
+from fp8jax_torch.matmul import why_no_fp8
 
 NAME = "msamp"
 
@@ -40,12 +41,9 @@ _OWN_SCALING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def supports(device: torch.device | None = None) -> str | None:
+def supports(device: torch.device) -> str | None:
     """None on an H100, else the reason."""
-    if PACKAGE.missing():
-        return PACKAGE.unusable()
-    device = base.this_device(device)
-    if reason := base.why_no_fp8_gpu("msamp", device):
+    if reason := why_no_fp8("msamp", device):
         return reason
     name = torch.cuda.get_device_name(device)
     if "h100" not in name.lower():
@@ -54,7 +52,7 @@ def supports(device: torch.device | None = None) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """The field of the recipe that MS-AMP, also through TransformerEngine, cannot express; or None."""
+    """The field of the recipe that MS-AMP, with or without TransformerEngine, cannot express; or None."""
     columns = {
         "gemm": ("FP8",),
         "weight": ("FP16",),
@@ -89,12 +87,14 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
         _check(optimizer)
     # First, since it replaces TransformerEngine's classes.
     msamp = importlib.import_module("msamp")
-    use_te = uses_te(recipe)
-    reasons, rows = plan(model, recipe)
+    use_te, rows = uses_te(recipe), plan(model, recipe)
     if use_te:
-        model = te.swap(model, reasons)
+        model = te.swap(model, rows)
     else:
-        _mark(model, reasons)
+        in_fp8 = {row.path for row in rows if row.fp8}
+        for path, module in layers.linears(model).items():
+            if path not in in_fp8:
+                module.use_fp32_linear = True  # pyright: ignore[reportArgumentType]
     level = _LEVELS[recipe.moments]
     model, new = msamp.initialize(
         model, None if optimizer is None else _for_msamp(optimizer), opt_level=level, use_te=use_te
@@ -106,47 +106,32 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
         te.run_in_fp8(model, recipe)
     notes = ["across devices, call optimizer.all_reduce_grads(model) before each step"]
     if optimizer is None:
-        notes.append("MS-AMP made the optimizer, an AdamW of its defaults")
+        notes.append("MS-AMP made the optimizer, an AdamW with its defaults")
     if use_te and te.note_on(recipe):
         notes.append(te.note_on(recipe))
     return base.Prepared(model, new, rows, f"MS-AMP {level}: {'; '.join(notes)}")
 
 
-def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
+def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
     """See `base.plan`."""
-    use_te = uses_te(recipe)
-    found = layers.linears(model)
+    use_te, found = uses_te(recipe), layers.linears(model)
     shared = {found[path]: other for path, other in layers.shared_weights(model).items()}
     places = [child for parent in model.modules() for child in parent._modules.values()]
 
-    def unable(module: nn.Module) -> str | None:
+    def why_not(module: nn.Module) -> str | None:
         if module in shared:
-            return f"its weight is also that of {shared[module]}, and MS-AMP would part them"
+            return f"its weight is also that of {shared[module]}, and MS-AMP would separate the two"
         if use_te:
-            return te.unable(module)
+            return te.why_not(module)
         if sum(place is module for place in places) > 1:
-            return "it stands in more than one place, and MS-AMP would make several of it"
-        return _unable(module)
+            return "it is in more than one place of the model, and MS-AMP would make several layers of it"
+        return base.why_not_replaced("MS-AMP's layer", module)  # which pads dimensions
 
-    return base.plan(NAME, model, recipe, unable, te.other if use_te else base.no_gemm)
-
-
-def _unable(module: nn.Module) -> str | None:
-    """The reason why MS-AMP's linear layer, which pads dimensions, cannot replace the layer; or None."""
-    if layers.is_conv1d(module):
-        return "Conv1D keeps its weight as (in, out), and MS-AMP takes nn.Linear only"
-    return layers.why_not_swapped(module)
-
-
-def _mark(model: nn.Module, reasons: dict[str, str | None]) -> None:
-    """Marks the linear layers that MS-AMP leaves as they are."""
-    for path, module in layers.linears(model).items():
-        if reasons[path] is not None:
-            module.use_fp32_linear = True  # pyright: ignore[reportArgumentType]
+    return base.plan(NAME, model, recipe, why_not, te.other if use_te else base.no_gemm)
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that MS-AMP would not continue, or that would fail at the first step."""
+    """Refuses an optimizer that MS-AMP cannot continue, or that would fail at the first step."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         raise ValueError(
             f"`optimizer`: MS-AMP takes torch.optim.Adam or AdamW; got {type(optimizer).__name__}."
@@ -161,7 +146,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _for_msamp(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy for MS-AMP to write to, without the setting of newer torch that its optimizers do not have."""
+    """A copy for MS-AMP to write to, without the option of newer torch that its optimizers do not have."""
     new = copy.copy(optimizer)
     new.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     new.defaults = {**optimizer.defaults}

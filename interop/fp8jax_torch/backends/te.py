@@ -9,13 +9,12 @@
 
 Parameters stay the same objects with the same names, as optimizers and tied embeddings need. A checkpoint of
 the plain model loads; a checkpoint of the prepared model also has a key `_extra_state` per layer, with
-scales. TransformerEngine's interface is `autocast(recipe=...)` since 2.9, and `fp8_autocast(fp8_recipe=...)`
-before.
+scales. The context is `autocast(recipe=...)` since 2.9, and `fp8_autocast(fp8_recipe=...)` before.
 """
 
 import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base
+from fp8jax_torch.matmul import why_no_fp8
 from fp8jax_torch.optim.skipping import skipping
 
 NAME = "te"
@@ -39,12 +39,10 @@ _NO_OVERRIDE = (False, False, False)
 _WGRAD_OVERRIDE = (False, False, True)
 
 
-def supports(device: torch.device | None = None) -> str | None:
+def supports(device: torch.device) -> str | None:
     """None on a GPU of compute capability 8.9 or higher, else the reason."""
-    if PACKAGE.missing():
-        return PACKAGE.unusable()
     return (
-        base.why_no_fp8_gpu("transformer_engine", base.this_device(device))
+        why_no_fp8("transformer_engine", device)
         or PACKAGE.unusable("transformer_engine.pytorch")
         or _own_reason()
     )
@@ -53,17 +51,16 @@ def supports(device: torch.device | None = None) -> str | None:
 def refuses(recipe: Recipe) -> str | None:
     """The field of the recipe that TransformerEngine cannot express, or None.
 
-    TransformerEngine starts with scale 1. Every `first_scale` is legal, since only the first step differs;
-    `prepare` notes it.
+    Every `first_scale` is legal: TransformerEngine's first scale is 1, `prepare` notes it, and only the first
+    step differs.
     """
     return base.refused(NAME, recipe, base.ONLY_GEMM) or refuses_gemm(NAME, recipe)
 
 
 def refuses_gemm(name: str, recipe: Recipe) -> str | None:
-    """The field of the gemm column that the installed version, by default the newest, cannot express; or
-    None.
+    """The field of the gemm column that the installed version cannot express, or None.
 
-    `name` is the backend's.
+    Without an installed version the newest version counts. `name` is the backend's.
     """
     old = _installed_default()
     if recipe.scaling == "current":
@@ -87,48 +84,42 @@ def refuses_gemm(name: str, recipe: Recipe) -> str | None:
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
     """Replaces `nn.Linear`s and `nn.LayerNorm`s, and runs the model under the autocast; see `base`.
 
-    FP8 is on in every call of the whole model, also in evaluation, and off in a call of a part: the state of
-    delayed scaling advances when a call of the model ends. Activations are recomputed with
-    `transformer_engine.pytorch.checkpoint`, not with torch's. TransformerEngine refuses at run time a number
-    of rows that is no multiple of 8, as in BERT's pooler in a small batch: exclude such a layer.
+    FP8 is on in every call of the whole model, also in evaluation, and off in a call of a submodule: the
+    state of delayed scaling advances when a call of the model ends. Recompute activations with
+    `transformer_engine.pytorch.checkpoint`, not with torch's. At run time TransformerEngine refuses a number
+    of rows that is not a multiple of 8, as in BERT's pooler in a small batch: exclude such a layer.
 
     References:
         TransformerEngine 1.0 to 2.18, pytorch/module/linear.py, layernorm.py, fp8.py, quantization.py.
     """
-    reasons, rows = plan(model, recipe)
-    model = swap(model, reasons)
+    rows = plan(model, recipe)
+    model = swap(model, rows)
     run_in_fp8(model, recipe)
     model.register_load_state_dict_post_hook(_scales_may_be_missing)
     return base.Prepared(model, optimizer and skipping(optimizer), rows, note_on(recipe))
 
 
-def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
+def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
     """See `base.plan`."""
-    return base.plan(NAME, model, recipe, unable, other)
+    return base.plan(NAME, model, recipe, why_not, other)
 
 
-def unable(module: Any) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """The reason why `te.Linear` cannot replace the layer, or None."""
-    if layers.is_conv1d(module):
-        return "Conv1D keeps its weight as (in, out), and te.Linear as (out, in)"
-    if reason := layers.why_not_swapped(module):
-        return reason
-    if any(size % _MULTIPLE for size in module.weight.shape):
-        return f"its dims {list(module.weight.shape)} are not all multiples of {_MULTIPLE}"
-    return None
+    return base.why_not_replaced("te.Linear", module, _MULTIPLE)
 
 
-def swap(model: nn.Module, reasons: Mapping[str, str | None]) -> nn.Module:
-    """Replaces linear layers without a reason, and layer norms where possible, by TransformerEngine's."""
+def swap(model: nn.Module, rows: Sequence[base.Row]) -> nn.Module:
+    """Replaces the linear layers in FP8, and layer norms where possible, by TransformerEngine's."""
     found = layers.linears(model)
-    new = {found[path]: _linear(found[path]) for path, reason in reasons.items() if reason is None}
+    new = {found[row.path]: _linear(found[row.path]) for row in rows if row.fp8}
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     new |= {module: _norm(module) for module in norms if _why_plain_norm(module) is None}
     return layers.swap(model, new)
 
 
 def run_in_fp8(model: nn.Module, recipe: Recipe) -> None:
-    """Runs every call of the model under the autocast."""
+    """Runs every call of the model under TransformerEngine's autocast."""
     autocast = _Autocast(_te_recipe(recipe))
     model.register_forward_pre_hook(autocast.enter, prepend=True)
     model.register_forward_hook(autocast.leave, always_call=True)
@@ -142,14 +133,18 @@ def note_on(recipe: Recipe) -> str:
 
 
 class _Autocast:
-    """Two forward hooks, which enter a context before a module's forward and leave it afterwards."""
+    """Two forward hooks, which enter TransformerEngine's autocast before a forward and leave it after."""
 
     def __init__(self, recipe: Any):
         self.recipe = recipe
         self.entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        context = _context(self.recipe)
+        te = _te()
+        if hasattr(te, "autocast"):
+            context = te.autocast(enabled=True, recipe=self.recipe)
+        else:
+            context = te.fp8_autocast(enabled=True, fp8_recipe=self.recipe)
         context.__enter__()
         self.entered.append(context)
 
@@ -160,16 +155,8 @@ class _Autocast:
 
 
 def _scales_may_be_missing(model: nn.Module, keys: Any) -> None:
-    """Lets a checkpoint of the plain model load under `strict`; scales start anew."""
+    """Lets a checkpoint of the plain model load under `strict`; scales stay as they are."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith("_extra_state")]
-
-
-def _context(recipe: Any) -> contextlib.AbstractContextManager[Any]:
-    """The autocast of the installed version."""
-    te = _te()
-    if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=recipe)
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
 def _te_recipe(recipe: Recipe) -> Any:
@@ -195,24 +182,17 @@ def _te_recipe(recipe: Recipe) -> Any:
 
 
 def _linear(linear: Any) -> nn.Module:
-    return _with_parameters_of(
-        linear,
-        _te().Linear(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            params_dtype=linear.weight.dtype,
-            device=linear.weight.device,
-        ),
-    )
+    weight, has_bias = linear.weight, linear.bias is not None
+    sizes = (linear.in_features, linear.out_features)
+    new = _te().Linear(*sizes, bias=has_bias, params_dtype=weight.dtype, device=weight.device)
+    return _with_parameters_of(linear, new)
 
 
 def _norm(norm: Any) -> nn.Module:
     # By position: the first parameter is `hidden_size` in 1.x and `normalized_shape` in 2.x.
     [size] = norm.normalized_shape
-    return _with_parameters_of(
-        norm, _te().LayerNorm(size, eps=norm.eps, params_dtype=norm.weight.dtype, device=norm.weight.device)
-    )
+    new = _te().LayerNorm(size, eps=norm.eps, params_dtype=norm.weight.dtype, device=norm.weight.device)
+    return _with_parameters_of(norm, new)
 
 
 def _with_parameters_of(old: Any, new: Any) -> nn.Module:
@@ -223,7 +203,7 @@ def _with_parameters_of(old: Any, new: Any) -> nn.Module:
 
 
 def _why_plain_norm(norm: nn.LayerNorm) -> str | None:
-    """The reason why `te.LayerNorm`, with one axis, a weight and a bias, cannot replace a norm; or None."""
+    """Why `te.LayerNorm`, with one axis, a weight and a bias, cannot replace a norm; or None."""
     if norm.weight is None or norm.bias is None:
         return "without a bias" if norm.weight is not None else "without a weight"
     if len(norm.normalized_shape) != 1:
@@ -234,7 +214,7 @@ def _why_plain_norm(norm: nn.LayerNorm) -> str | None:
 
 
 def other(module: nn.Module) -> str:
-    """The row's reason for a module that is no linear layer."""
+    """The reason for a module that is not a linear layer."""
     reason = base.no_gemm(module)
     if not isinstance(module, nn.LayerNorm):
         return reason

@@ -1,6 +1,6 @@
 """torchao's `Float8Linear` in place of `nn.Linear`, for recipes with `scaling=current`.
 
-Weights, gradients and moments stay in full precision. On a CPU torchao rounds to FP8 and multiplies in
+Weights, gradients and moments stay in high precision. On a CPU torchao rounds to FP8 and multiplies in
 float32.
 """
 
@@ -9,28 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8jax import formats
 from fp8jax.recipe import Recipe
-from fp8jax_torch import layers
+from fp8jax_torch import casts, layers
 from fp8jax_torch.backends import base
+from fp8jax_torch.matmul import why_no_fp8
 from fp8jax_torch.optim.skipping import skipping
 
 NAME = "torchao"
 
 PACKAGE = base.Package("torchao", "pip install torchao")
 
-# Dimensions for torch._scaled_mm on a GPU; torchao 0.18.0, Float8LinearConfig.pad_inner_dim.
+# Of torch._scaled_mm on a GPU; torchao 0.18.0, Float8LinearConfig.pad_inner_dim.
 _MULTIPLE = 16
 
-_DTYPES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
-
-def supports(device: torch.device | None = None) -> str | None:
+def supports(device: torch.device) -> str | None:
     """None on a CPU (emulated) and on a GPU with FP8 tensor cores, else the reason."""
-    device = base.this_device(device)
-    reason = None if device.type == "cpu" else base.why_no_fp8_gpu("torchao", device)
-    if PACKAGE.missing() is None and reason:
-        return reason
-    return PACKAGE.unusable("torchao.float8")
+    return (device.type != "cpu" and why_no_fp8("torchao", device)) or PACKAGE.unusable("torchao.float8")
 
 
 def refuses(recipe: Recipe) -> str | None:
@@ -42,40 +38,46 @@ def refuses(recipe: Recipe) -> str | None:
     return base.refused(NAME, recipe, {**base.ONLY_GEMM, "scaling": ("current",), "margin": (0,)})
 
 
+def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
+    """See `base.plan`."""
+    multiple = 1 if _is_emulated(model) else _MULTIPLE
+
+    def why_not(module: nn.Module) -> str | None:
+        return base.why_not_replaced("torchao's layer", module, multiple)
+
+    return base.plan(NAME, model, recipe, why_not, base.no_gemm)
+
+
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
-    """Replaces the chosen `nn.Linear`s by torchao's, with the same parameters; see `base`.
+    """Replaces the chosen `nn.Linear`s by torchao's layers, with the same parameters; see `base`.
 
     References:
         torchao 0.18.0, torchao/float8/config.py and float8_linear_utils.py.
     """
     from torchao.float8 import convert_to_float8_training
 
-    emulate = layers.device_of(model).type == "cpu"
-    reasons, rows = plan(model, recipe)
-    found = layers.linears(model)
+    emulate, rows, found = _is_emulated(model), plan(model, recipe), layers.linears(model)
     # By identity, since torchao asks about a layer under each of its names.
-    chosen = {found[path] for path, reason in reasons.items() if reason is None}
+    chosen = {found[row.path] for row in rows if row.fp8}
     config = _config(recipe, emulate=emulate)
-    # Repeated for a layer in two places of one parent, of which torchao sees the first.
+    # torchao replaces a layer in two places of one parent only in the first place.
     while any(module in chosen for module in model.modules()):
         model = convert_to_float8_training(
             model, module_filter_fn=lambda module, name: module in chosen, config=config
         )
-    note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in full precision"
+    note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in high precision"
     return base.Prepared(model, optimizer and skipping(optimizer), rows, note if emulate else "")
 
 
-def plan(model: nn.Module, recipe: Recipe) -> tuple[dict[str, str | None], list[base.Row]]:
-    """See `base.plan`."""
-    emulate = layers.device_of(model).type == "cpu"
-    return base.plan(NAME, model, recipe, lambda module: _unable(module, emulate), base.no_gemm)
+def _is_emulated(model: nn.Module) -> bool:
+    return layers.device_of(model).type == "cpu"
 
 
 def _config(recipe: Recipe, *, emulate: bool) -> Any:
     """The recipe's gemm column as torchao's configuration."""
     from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType
 
-    forward, backward = (_DTYPES[name] for name in recipe.gemm_formats)
+    forward, backward = (casts.dtype_of(formats.get(name)) for name in recipe.gemm_formats)
 
     def cast(dtype: torch.dtype, high_precision: bool) -> Any:
         # A new object with a dtype for each operand: torchao writes into objects without a dtype.
@@ -92,14 +94,3 @@ def _config(recipe: Recipe, *, emulate: bool) -> Any:
         cast_config_grad_output_for_grad_weight=cast(backward, wgrad),
         emulate=emulate,
     )
-
-
-def _unable(module: Any, emulate: bool) -> str | None:
-    """The reason why torchao cannot replace the layer, or None."""
-    if layers.is_conv1d(module):
-        return "Conv1D keeps its weight as (in, out), and torchao takes nn.Linear only"
-    if reason := layers.why_not_swapped(module):
-        return reason
-    if not emulate and any(size % _MULTIPLE for size in module.weight.shape):
-        return f"its dims {list(module.weight.shape)} are not all multiples of {_MULTIPLE}"
-    return None

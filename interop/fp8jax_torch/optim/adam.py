@@ -9,9 +9,9 @@
     >>> optimizer.state[weight]["exp_avg"].dtype, optimizer.state[weight]["exp_avg_sq"].dtype
     (torch.float8_e4m3fn, torch.float16)
 
-The step is that of `fp8jax.optim.adam`: float32 arithmetic, moments rounded afterwards, each tensor on a new
-power-of-two scale. A step that would make a weight or a moment infinite or NaN changes nothing and is
-counted. The state consists of plain tensors: `torch.load` reads it with `weights_only=True`.
+The step is that of `fp8jax.optim.adam`: float32 arithmetic, then moments are rounded, each tensor on a new
+power-of-two scale. A step that would make a weight or a moment infinite or NaN is skipped and counted. The
+state consists of plain tensors: `torch.load` reads it with `weights_only=True`.
 
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.
@@ -22,12 +22,13 @@ import math
 from typing import Any
 
 import torch
+from jaxtyping import Float
 
 from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
-from fp8jax_torch.optim.finite import largest
+from fp8jax_torch.optim.skipping import Skipping, largest
 from fp8jax_torch.optim.step import AdamScalars, ParamState, amaxes_of_step, take_step
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
@@ -36,23 +37,24 @@ _SAFE = 2.0**60
 _SCALE = "_scale"
 
 
-class Adam(torch.optim.Optimizer):
-    """`torch.optim.Adam` with the recipe's moments and masters; weight decay is L2.
+class Adam(Skipping, torch.optim.Optimizer):
+    """`torch.optim.Adam` with moments and master weights in the recipe's formats; weight decay is L2.
 
     Args:
         params: parameters, or groups of them, as torch takes them: float tensors and `ScaledTensor`s.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.Adam`.
-        recipe: the model's, or its text, for the columns `moments` and `master_weight`. None: FP8 weights
-            have FP16 masters, and moments are E4M3 + FP16, until `prepare` sets its recipe.
+        recipe: the model's recipe, or its text; sets `moments` and `master_weight`. None: E4M3 weights have
+            FP16 masters, and moments are E4M3 + FP16, until `prepare` sets the recipe.
 
     State of a parameter:
         step: shape=(), float32: steps taken.
         exp_avg, exp_avg_sq: the parameter's shape, in the moments' formats.
         exp_avg_scale, exp_avg_sq_scale: shape=(), float32; only of quantized moments.
-        master, master_scale: of a parameter in E4M3, where the recipe has masters.
+        master, master_scale: the master weight; only of a parameter in E4M3, where the recipe has masters.
 
     Attributes:
-        skipped: steps not taken because of inf or NaN.
+        skipped: number of skipped steps.
+        has_skipped: whether the last step was skipped.
 
     Raises:
         ValueError: an illegal number, a parameter that is not floating, or a scaled parameter in another
@@ -83,8 +85,7 @@ class Adam(torch.optim.Optimizer):
             if not fits:
                 raise ValueError(f"`{name}`: expected 0 or more (betas: below 1); got {number}.")
         self.recipe = None if recipe is None else Recipe.parse(recipe)
-        self.skipped, self.has_skipped = 0, False
-        self._written: dict[torch.Tensor, Any] = {}  # parameter -> its version when its master was written
+        self._versions: dict[torch.Tensor, Any] = {}  # of parameters, when their masters were written
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
@@ -104,13 +105,13 @@ class Adam(torch.optim.Optimizer):
             check_weights(self.recipe, formats)
 
     @property
-    def kept(self) -> Recipe:
-        """The recipe of the moments, and of the masters of weights in its format."""
+    def state_recipe(self) -> Recipe:
+        """The recipe whose moments and master weights the state has: O3 where `recipe` is None."""
         return Recipe.O3 if self.recipe is None else self.recipe
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step, or none if something in it is not finite; returns what `closure` returns."""
+        """One step, skipped if a new weight or moment is not finite; returns what `closure` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,30 +132,42 @@ class Adam(torch.optim.Optimizer):
             codes, new = (x.codes if is_scaled(x) else x for x in (parameter, state.weight))
             if not codes.is_contiguous():
                 codes.copy_(new)
-            self._written[parameter] = _version(parameter)
+            self._versions[parameter] = _version(parameter)
         return loss
 
-    def ensure_state(self, parameter: torch.Tensor, wide: torch.Tensor | None = None) -> dict[str, Any]:
+    def ensure_state(
+        self, parameter: torch.Tensor, master: Float[torch.Tensor, "..."] | None = None
+    ) -> dict[str, torch.Tensor]:
         """The state of a parameter; missing moments start at zero.
 
         Args:
             parameter: of the optimizer.
-            wide: the first value of a master; by default the parameter's value.
+            master: first value of a missing master weight; by default the parameter's value.
         """
         state = self.state[parameter]
-        first, second = map(formats.get, self.kept.moments)
         state.setdefault("step", torch.zeros(()))
-        for name, format in (("exp_avg", first), ("exp_avg_sq", second)):
-            if name not in state:
-                self.put(parameter, name, torch.zeros(parameter.shape, device=parameter.device), format)
-        if self._has_master(parameter) and "master" not in state:
-            source = value(parameter.detach()) if wide is None else wide
-            self.put(parameter, "master", source, formats.get(self.kept.master_weight))
-            self._written[parameter] = _version(parameter)
+        for name, format in self._formats_of(parameter).items():
+            if name in state:
+                continue
+            if name == "master":
+                first = value(parameter.detach()) if master is None else master
+                self._versions[parameter] = _version(parameter)
+            else:
+                first = torch.zeros(parameter.shape, device=parameter.device)
+            self._store(parameter, name, first, format)
         return state
 
-    def put(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor, format: Format) -> None:
-        """Stores a float tensor as an entry of a parameter's state, in a format."""
+    def _formats_of(self, parameter: torch.Tensor) -> dict[str, Format]:
+        """The formats of a parameter's moments and, if it has one, of its master weight."""
+        recipe = self.state_recipe
+        names: dict[str, str] = dict(zip(("exp_avg", "exp_avg_sq"), recipe.moments, strict=True))
+        if recipe.master_weight != "-" and is_scaled(parameter):
+            if casts.format_of(parameter.codes.dtype).name == recipe.weight:
+                names["master"] = recipe.master_weight
+        return {entry: formats.get(name) for entry, name in names.items()}
+
+    def _store(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor, format: Format) -> None:
+        """Stores a plain tensor as an entry of a parameter's state, quantized to a format."""
         state = self.state[parameter]
         if format == formats.FP32:
             state[name] = tensor.float().clone(memory_format=torch.contiguous_format)
@@ -162,34 +175,29 @@ class Adam(torch.optim.Optimizer):
         q = quantize(tensor, format, power_of_two=True)
         state[name], state[name + _SCALE] = q.codes.contiguous(), q.scale
 
-    def entry(self, parameter: torch.Tensor, name: str) -> Any:
+    def _entry(self, parameter: torch.Tensor, name: str) -> Any:
         """An entry of a parameter's state: a plain tensor, a `ScaledTensor`, or None."""
         state = self.state[parameter]
         if name + _SCALE in state:
             return ScaledTensor(state[name], state[name + _SCALE])
         return state.get(name)
 
-    def _has_master(self, parameter: Any) -> bool:
-        if self.kept.master_weight == "-" or not is_scaled(parameter):
-            return False
-        return casts.format_of(parameter.codes.dtype).name == self.kept.weight
-
     def _refresh_master(self, parameter: Any) -> None:
-        """Sets the master to the weight where the weight, as after loading, is not the rounded master."""
-        weight, wide = parameter.detach(), value(self.entry(parameter, "master"))
-        rounded = casts.cast(wide * (1 / weight.scale), casts.format_of(weight.codes.dtype))
-        stale = casts.to_float(rounded) != casts.to_float(weight.codes)
-        if stale.any():
-            format = formats.get(self.kept.master_weight)
-            self.put(parameter, "master", torch.where(stale, value(weight).float(), wide), format)
+        """Sets the master to the weight where the weight is not the rounded master, as after loading."""
+        weight, master = parameter.detach(), value(self._entry(parameter, "master"))
+        rounded = casts.cast(master * (1 / weight.scale), casts.format_of(weight.codes.dtype))
+        is_stale = casts.to_float(rounded) != casts.to_float(weight.codes)
+        if is_stale.any():
+            master = torch.where(is_stale, value(weight).float(), master)
+            self._store(parameter, "master", master, self._formats_of(parameter)["master"])
 
     def _state_of(self, parameter: Any) -> ParamState:
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        if "master" in state and self._written.get(parameter) != _version(parameter):
+        if "master" in state and self._versions.get(parameter) != _version(parameter):
             self._refresh_master(parameter)
-        mu, nu, master = (self.entry(parameter, name) for name in ("exp_avg", "exp_avg_sq", "master"))
+        mu, nu, master = (self._entry(parameter, name) for name in ("exp_avg", "exp_avg_sq", "master"))
         return ParamState(_contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), master)
 
     def _scalars(self, group: dict[str, Any], parameter: torch.Tensor) -> AdamScalars:
@@ -197,10 +205,6 @@ class Adam(torch.optim.Optimizer):
         lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
         beta1, beta2 = map(float, group["betas"])
         return AdamScalars(lr, (beta1, beta2), eps, decay, self.decoupled, group["maximize"], step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, and "skipped"."""
-        return {**super().state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, or the state of a `torch.optim.Adam` or `AdamW`; moments are
@@ -215,15 +219,13 @@ class Adam(torch.optim.Optimizer):
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(saved, own, strict=True):
             if number in state_dict["state"]:
-                self.take_state(parameter, state_dict["state"][number])
-        self.skipped = state_dict.get("skipped", 0)
+                self.load_param_state(parameter, state_dict["state"][number])
 
-    def take_state(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
+    def load_param_state(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
         """Copies a parameter's saved state, rounded to the recipe's formats."""
-        first, second = map(formats.get, self.kept.moments)
-        wanted = {"exp_avg": first, "exp_avg_sq": second}
-        if self._has_master(parameter) and "master" in saved:
-            wanted["master"] = formats.get(self.kept.master_weight)
+        wanted = self._formats_of(parameter)
+        if "master" not in saved:
+            wanted.pop("master", None)
         unknown = {name.removesuffix(_SCALE) for name in saved} - {"step", "master", *wanted}
         if unknown:
             raise ValueError(
@@ -243,18 +245,17 @@ class Adam(torch.optim.Optimizer):
                 if scale is not None:
                     self.state[parameter][name + _SCALE] = scale.to(parameter.device, copy=True)
             else:
-                wide = casts.to_float(tensor)
-                self.put(parameter, name, wide if scale is None else wide * scale.to(wide.device), format)
-        self._written[parameter] = _version(parameter)
+                plain = casts.to_float(tensor) * (1.0 if scale is None else scale.to(tensor.device))
+                self._store(parameter, name, plain, format)
+        self._versions[parameter] = _version(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "recipe": self.recipe, "skipped": self.skipped}
+        return {**super().__getstate__(), "recipe": self.recipe}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.has_skipped = False
-        # A copy has weights and masters of one time.
-        self._written = {parameter: _version(parameter) for parameter in self.state}
+        # The weights and masters of a copy are of the same step.
+        self._versions = {parameter: _version(parameter) for parameter in self.state}
 
 
 class AdamW(Adam):
@@ -265,7 +266,7 @@ class AdamW(Adam):
 
 
 def _version(parameter: Any) -> tuple[int, ...]:
-    """A version that changes whenever a scaled parameter is written."""
+    """Changes whenever a scaled parameter is written."""
     if not is_scaled(parameter):
         return ()
     return id(parameter.codes), parameter.codes._version, parameter.scale._version

@@ -1,31 +1,26 @@
-"""Any torch optimizer, skipping and counting steps with a gradient that is not finite.
-
-    optimizer = skipping(torch.optim.AdamW(model.parameters()))
-    optimizer.step()
-    optimizer.skipped
-
-`fp8jax_torch.optim.Adam` and `AdamW` do so without it.
-"""
+"""`skipping`: makes any torch optimizer skip and count steps with a gradient that is not finite."""
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from fp8jax_torch.mixins import Mixin, mixed
-from fp8jax_torch.optim.adam import Adam
-from fp8jax_torch.optim.finite import largest
+import torch
+
+from fp8jax_torch import casts
+from fp8jax_torch.mixins import mixed
+from fp8jax_torch.scaled import is_scaled
 
 
 class _NotFinite(Exception):
     """Ends a step before it changes anything."""
 
 
-class Skipping(Mixin):
+class Skipping:
     """Mixin of an optimizer.
 
     Attributes:
-        skipped: steps not taken because a gradient was not finite.
+        skipped: number of skipped steps.
         has_skipped: whether the last step was skipped.
     """
 
@@ -33,10 +28,8 @@ class Skipping(Mixin):
     has_skipped = False
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own step; without a step and its hooks where a gradient is not finite."""
+        """The optimizer's step; no step and no step hooks where a gradient is not finite."""
         parent: Any = super()
-        if isinstance(self, Adam):
-            return parent.step(closure)
         loss: Any = None
 
         def check() -> None:
@@ -59,20 +52,16 @@ class Skipping(Mixin):
             return parent.step(*args, **kwargs)
         except _NotFinite:
             self.skipped, self.has_skipped = self.skipped + 1, True
-            self.on_skip()
             return loss
 
-    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # torch calls hooks in the step within
-
-    def on_skip(self) -> None:
-        """Runs in place of a skipped step."""
+    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As torch's, and "skipped"."""
         return {**super().state_dict(), "skipped": self.skipped}  # pyright: ignore
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's; a state without "skipped" is legal, too."""
+        """As torch's; "skipped" may be missing."""
         super().load_state_dict(state_dict)  # pyright: ignore
         self.skipped = state_dict.get("skipped", 0)
 
@@ -81,12 +70,24 @@ class Skipping(Mixin):
 
 
 def skipping(optimizer: Any, mixin: type[Skipping] = Skipping) -> Any:
-    """Makes an optimizer skip: its class becomes a class of the mixin and its own."""
+    """Makes an optimizer skip steps with a gradient that is not finite.
+
+        optimizer = skipping(torch.optim.AdamW(model.parameters()))
+        optimizer.step()
+        optimizer.skipped
+
+    Args:
+        optimizer: any torch optimizer. `fp8jax_torch.optim.Adam` and `AdamW` skip without this function.
+        mixin: `Skipping` or a subclass.
+
+    Returns:
+        The given optimizer; its class becomes a subclass of the mixin and its old class.
+    """
     if isinstance(optimizer, mixin):
         return optimizer
     optimizer.__class__ = mixed(mixin, type(optimizer))
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-        # A scheduler replaced `step` by a function of the former class's step.
+        # A scheduler replaced `step` by a function that calls the old class's step.
         optimizer.step = _step_of_class(weakref.ref(optimizer))
     return optimizer
 
@@ -99,3 +100,26 @@ def _step_of_class(optimizer: Any) -> Any:
 
     step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
     return step
+
+
+def largest(grads: Iterable[torch.Tensor]) -> float:
+    """The largest magnitude in gradients, plain, sparse, complex or scaled; inf where one is not finite.
+
+    Synchronizes once for each device and dtype.
+    """
+    extremes: dict[Any, list[torch.Tensor]] = {}
+    for grad in grads:
+        for extreme in _extremes(grad):
+            extremes.setdefault((extreme.device, extreme.dtype), []).append(extreme)
+    found = [torch.stack(each).abs().max().item() for each in extremes.values()]
+    return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
+
+
+def _extremes(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Minimum and maximum of a gradient, NaN where it contains NaN; for a scaled gradient its amax."""
+    if is_scaled(grad):
+        return (casts.amax(casts.to_float(grad.codes)) * grad.scale,)
+    numbers = grad.detach()
+    numbers = numbers._values() if numbers.is_sparse else numbers
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    return tuple(torch.aminmax(numbers)) if numbers.numel() else ()

@@ -1,15 +1,16 @@
-"""One Adam step of one parameter, in float32.
+"""One Adam step for one parameter, in float32.
 
-Quantized tensors are dequantized to float32, updated, and rounded on new power-of-two scales. The order of
+Quantized tensors are dequantized to float32, updated, and quantized on new power-of-two scales. The order of
 the operations is MS-AMP's: ties are common between E4M3 numbers, and another order would round them
 otherwise. A step needs float32 memory for one parameter at a time.
 """
 
 import math
-import struct
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Float
 
 from fp8jax_torch import casts
 from fp8jax_torch.scaled import is_scaled
@@ -18,11 +19,11 @@ from fp8jax_torch.scaled import is_scaled
 class ParamState(NamedTuple):
     """The tensors that a step reads and writes for one parameter: plain, or `ScaledTensor`s; contiguous."""
 
-    grad: Any
-    mu: Any
-    nu: Any
-    weight: Any
-    master: Any  # None without a master weight
+    grad: torch.Tensor
+    mu: torch.Tensor
+    nu: torch.Tensor
+    weight: torch.Tensor
+    master: torch.Tensor | None
 
 
 class AdamScalars(NamedTuple):
@@ -38,13 +39,13 @@ class AdamScalars(NamedTuple):
 
     @property
     def decays(self) -> tuple[float, float, float]:
-        """The decay rates of the moments and the weight."""
+        """The decay rates of the first and second moment and the weight."""
         decay = 1 - self.lr * self.weight_decay if self.decoupled else 1.0
         return _float32(self.betas[0]), _float32(self.betas[1]), decay
 
 
 def take_step(state: ParamState, scalars: AdamScalars) -> None:
-    """Updates the weight, the moments and the master of one parameter in place."""
+    """Updates the weight, the moments and the master weight of one parameter in place."""
     in_place = state[:4]
     if not any(map(is_scaled, in_place)) and all(x.dtype == torch.float32 for x in in_place):
         _advance_fused(*in_place, scalars)
@@ -54,14 +55,14 @@ def take_step(state: ParamState, scalars: AdamScalars) -> None:
     _write(state.nu, nu)
     amax = casts.amax(weight)
     if state.master is not None:
-        # The weight is rounded from the stored master, on the scale of the exact weight.
+        # The weight is rounded from the stored master weight, on the scale of the exact weight.
         _write(state.master, weight)
         weight = _dequantized(state.master)
     _write(state.weight, weight, amax)
 
 
-def amaxes_of_step(state: ParamState, scalars: AdamScalars) -> torch.Tensor:
-    """Largest magnitudes of the new moments and weight, float32, shape=(3,), inf for NaN; writes nothing."""
+def amaxes_of_step(state: ParamState, scalars: AdamScalars) -> Float[torch.Tensor, "3"]:
+    """The amaxes of the new moments and weight, float32, inf for NaN; writes nothing."""
     return torch.stack([casts.amax(tensor) for tensor in _advanced(state, scalars)])
 
 
@@ -76,17 +77,16 @@ def _advanced(state: ParamState, scalars: AdamScalars) -> tuple[torch.Tensor, to
     return mu, nu, weight
 
 
-def _dequantized(x: Any, factor: float = 1.0) -> torch.Tensor:
+def _dequantized(x: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
     """The value times a factor, float32, in new memory."""
-    codes = x.codes if is_scaled(x) else x
+    # A scale that is a power of two does not round the factor.
+    codes, factor = (x.codes, x.scale * factor) if is_scaled(x) else (x, factor)
     wide = casts.to_float(codes)
-    wide = wide.clone() if wide is codes else wide
-    # Times a power of two the factor loses nothing.
-    return wide.mul_(x.scale * factor if is_scaled(x) else factor)
+    return wide * factor if wide is codes else wide.mul_(factor)
 
 
-def _write(x: Any, new: torch.Tensor, amax: torch.Tensor | None = None) -> None:
-    """Rounds a float32 tensor into `x`, on the scale of an amax, by default of its own."""
+def _write(x: torch.Tensor, new: torch.Tensor, amax: torch.Tensor | None = None) -> None:
+    """Writes a float32 tensor to `x`; quantizes it on the scale of `amax`, by default its own."""
     if not is_scaled(x):
         x.copy_(new)
         return
@@ -107,11 +107,10 @@ def _advance(
     mu.add_(torch.mul(grad, sign * _float32(1 - beta1)))
     nu.addcmul_(grad, grad, value=_float32(1 - beta2))
     # lr m / c1 / (sqrt(v) / sqrt(c2) + eps), with the bias corrections c1 and c2.
-    step = scalars.step
-    root = math.sqrt(1 - beta2**step)
+    root = math.sqrt(1 - beta2**scalars.step)
     # As `sqrt`, which on a CPU waits for the threads of a library.
     denominator = torch.pow(nu, 0.5).add_(scalars.eps * root)
-    weight.addcdiv_(mu, denominator, value=-scalars.lr * root / (1 - beta1**step))
+    weight.addcdiv_(mu, denominator, value=-scalars.lr * root / (1 - beta1**scalars.step))
 
 
 def _advance_fused(
@@ -120,13 +119,10 @@ def _advance_fused(
     """`_advance` by torch's fused Adam, with other last bits: for first moments that are not E4M3."""
     kernels: Any = torch.ops.aten
     fused = kernels._fused_adamw_ if scalars.decoupled else kernels._fused_adam_
+    step = torch.tensor(float(scalars.step), device=weight.device)
+    tensors = ([weight], [grad], [mu], [nu], [], [step])
     fused(
-        [weight],
-        [grad],
-        [mu],
-        [nu],
-        [],
-        [torch.tensor(float(scalars.step), device=weight.device)],
+        *tensors,
         lr=scalars.lr,
         beta1=scalars.betas[0],
         beta2=scalars.betas[1],
@@ -139,4 +135,4 @@ def _advance_fused(
 
 def _float32(number: float) -> float:
     """Rounds to float32, as JAX and MS-AMP do."""
-    return struct.unpack("f", struct.pack("f", number))[0]
+    return float(np.float32(number))

@@ -1,9 +1,9 @@
-"""The FP8 dot product of a layer, and its gradients: an autograd function around the three GEMMs.
+"""The FP8 matmul of a layer: an autograd function around its three GEMMs.
 
-Input, weight and output gradient are cast to FP8 once each, and the residuals are FP8 codes. GEMMs accumulate
-in float32 and multiply by both scales before they cast to the output's dtype. The weight gradient leaves in
-the weight's dtype, or as E4M3 codes on a power-of-two scale where the recipe says so. An output gradient with
-inf or NaN makes both other gradients NaN, so that the step is skipped.
+Input, weight and output gradient are quantized to FP8 once each, and the residuals are FP8. GEMMs accumulate
+in float32 and multiply by both scales before they cast to the output's dtype. The weight gradient has the
+weight's dtype, or is quantized to E4M3 on a power-of-two scale where the recipe says so. An output gradient
+with inf or NaN makes both other gradients NaN, so that the step is skipped.
 
 On a GPU with FP8 tensor cores the GEMMs are `torch._scaled_mm`. Elsewhere the codes are multiplied in
 float32, where each product is exact: the numbers are the same except for the order of the sums.
@@ -15,43 +15,52 @@ import math
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch.autograd.function import once_differentiable
 
 from fp8jax_torch import casts
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
 from fp8jax_torch.scaling import GRAD, LHS, RHS, ScalingState, operand_formats
 
+# Compute capability of the first of NVIDIA's GPUs with FP8 tensor cores: Ada 8.9, then Hopper 9.0.
+_FP8_CAPABILITY = (8, 9)
 
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, state: ScalingState, *, in_out: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """`x @ weight` in FP8 as the recipe of `state` says.
+
+def matmul(
+    x: Float[torch.Tensor, "... k"],
+    weight: Float[torch.Tensor, "a b"],
+    state: ScalingState,
+    *,
+    in_out: bool,
+    dtype: torch.dtype,
+) -> Float[torch.Tensor, "... n"]:
+    """`x @ weight.T` in FP8, as the recipe of `state` says.
 
     Args:
-        x: floating, shape=(..., k).
-        weight: `ScaledTensor` or floating tensor, shape=(n, k), or (k, n) if `in_out`.
-        state: of this layer.
-        in_out: whether the weight is (k, n), as transformers' Conv1D has it.
+        x: shape=(..., k).
+        weight: plain or `ScaledTensor`, shape=(n, k), or (k, n) if `in_out`.
+        state: scaling state of the layer.
+        in_out: whether the weight is (k, n), as in transformers' Conv1D.
         dtype: of the output.
 
     Returns:
-        shape=(..., n). Its gradients: for `x` in its dtype, for `weight` in its own or as an E4M3
-        `ScaledTensor`.
+        shape=(..., n). The gradient for `x` has its dtype; the gradient for `weight` has the weight's, or is
+        an E4M3 `ScaledTensor`.
     """
     with without_autocast(x.device):
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0
-        out: Any = _Product.apply(matrix, weight, state, in_out, dtype)
+        out: Any = _Matmul.apply(matrix, weight, state, in_out, dtype)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-def without_autocast(device: torch.device) -> Any:
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context without autocast."""
     if not torch.amp.is_autocast_available(device.type):  # as on "meta"
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any) -> Any:
         fprop_is_high, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
@@ -61,8 +70,11 @@ class _Product(torch.autograd.Function):
         high_weight = value(weight).to(dtype) if fprop_is_high or dgrad_is_high else None
         lhs, rhs = (high_x, high_weight) if fprop_is_high else (q_x, q_weight)
         out = _gemm(lhs, rhs if in_out else _transposed(rhs), dtype, fast=True)
-        residuals = [high_x if wgrad_is_high else q_x, high_weight if dgrad_is_high else q_weight]
-        ctx.save_for_backward(x_amax, weight_amax, *(part for x in residuals for part in _parts(x)))
+        residuals: list[Any] = [
+            *([high_x] if wgrad_is_high else [q_x.codes, q_x.scale]),
+            *([high_weight] if dgrad_is_high else [q_weight.codes, q_weight.scale]),
+        ]
+        ctx.save_for_backward(x_amax, weight_amax, *residuals)
         ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight.dtype, dtype)
         return out
 
@@ -71,9 +83,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         state, in_out, (x_dtype, weight_dtype, dtype) = ctx.state, ctx.in_out, ctx.dtypes
         _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
-        x_amax, weight_amax, *parts = ctx.saved_tensors
+        x_amax, weight_amax, *residuals = ctx.saved_tensors
         x, weight = (
-            parts.pop(0) if is_high else ScaledTensor(parts.pop(0), parts.pop(0))
+            residuals.pop(0) if is_high else ScaledTensor(residuals.pop(0), residuals.pop(0))
             for is_high in (wgrad_is_high, dgrad_is_high)
         )
         [grad] = grads
@@ -82,7 +94,7 @@ class _Product(torch.autograd.Function):
             # Saturated, an infinite gradient would look like a large one: a NaN scale makes both gradients
             # NaN.
             q_grad = ScaledTensor(q_grad.codes, torch.where(grad_amax < math.inf, q_grad.scale, math.nan))
-            state.see([x_amax, weight_amax, grad_amax])
+            state.record([x_amax, weight_amax, grad_amax])
             dx = dweight = None
             if ctx.needs_input_grad[0]:
                 rhs = _transposed(weight) if in_out else weight
@@ -99,19 +111,14 @@ class _Product(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-def _quantize(state: ScalingState, operand: int, x: Any) -> tuple[torch.Tensor, ScaledTensor]:
-    """The amax of `x`, and `x` in FP8 on the scale of its scaling state; FP8 codes of that format stay."""
+def _quantize(state: ScalingState, operand: int, x: torch.Tensor) -> tuple[torch.Tensor, ScaledTensor]:
+    """The amax of an operand, and the operand in FP8; a `ScaledTensor` in the operand's format stays."""
     format = operand_formats(state.recipe)[operand]
     if is_scaled(x) and x.codes.dtype == casts.dtype_of(format):
         return x.scale * format.max, ScaledTensor(x.codes, x.scale)  # the largest possible amax
     x = value(x)
     amax = casts.amax(x)
     return amax, quantize(x, format, state.scale_for(operand, amax, format.max))
-
-
-def _parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that autograd saves."""
-    return [tensor.codes, tensor.scale] if is_scaled(tensor) else [tensor]
 
 
 def _transposed(matrix: Any) -> Any:
@@ -133,47 +140,51 @@ def _high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torc
     """lhs (m, k) @ rhs (k, n), accumulated in float32 and cast once."""
     if lhs.dtype == dtype:
         return lhs @ rhs
-    # torch has this wider output only, and only on a GPU.
+    # torch has only this wider output, and only on a GPU.
     if lhs.is_cuda and lhs.dtype.itemsize == 2 and dtype == torch.float32:
         return torch.mm(lhs, rhs, out_dtype=dtype)
-    wide = torch.promote_types(lhs.dtype, dtype)
-    return (lhs.to(wide) @ rhs.to(wide)).to(dtype)
+    common = torch.promote_types(lhs.dtype, dtype)
+    return (lhs.to(common) @ rhs.to(common)).to(dtype)
 
 
-def scaled_mm(lhs: ScaledTensor, rhs: ScaledTensor, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
+def scaled_mm(
+    lhs: ScaledTensor, rhs: ScaledTensor, dtype: torch.dtype, *, fast: bool
+) -> Float[torch.Tensor, "m n"]:
     """lhs (m, k) @ rhs (k, n) by `torch._scaled_mm`, which takes lhs by rows, rhs by columns, and k and n in
     multiples of 16."""
     (m, k), n = lhs.shape, rhs.shape[1]
-    a, b = _padded(lhs.codes, 1, 16), _padded(rhs.codes.t(), 16, 16)
+    a, b = _padded(lhs.codes, 1), _padded(rhs.codes.t(), 16)
     out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b.t(), lhs.scale, rhs.scale, out_dtype=dtype, use_fast_accum=fast
     )
     return out[:m, :n] if k else out.zero_()
 
 
-def _padded(codes: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The codes in row order, padded by zeros to multiples of `rows` and `columns`."""
-    more = (-codes.shape[1] % columns, -codes.shape[0] % rows)
-    if any(more):
-        padded = torch.nn.functional.pad(codes.contiguous().view(torch.uint8), (0, more[0], 0, more[1]))
-        return padded.view(codes.dtype)
-    return codes.contiguous()
+def _padded(codes: torch.Tensor, rows: int) -> torch.Tensor:
+    """The codes in row order, padded by zeros to multiples of `rows` rows and 16 columns."""
+    codes, pad = codes.contiguous(), (0, -codes.shape[1] % 16, 0, -codes.shape[0] % rows)
+    return torch.nn.functional.pad(codes.view(torch.uint8), pad).view(codes.dtype) if any(pad) else codes
 
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device has FP8 GEMMs: a GPU of compute capability 8.9 or more."""
-    return why_no_fp8(device) is None
+    """Whether `torch._scaled_mm` runs on the device."""
+    return why_emulated(device) is None
 
 
-def why_no_fp8(device: torch.device) -> str | None:
-    """None if the device has FP8 GEMMs, else the reason."""
+def why_emulated(device: torch.device) -> str | None:
+    """The reason why FP8 GEMMs are emulated on the device, or None."""
+    reason = "FP8 was not tried with ROCm" if torch.version.hip else why_no_fp8("FP8", device)
+    return f"FP8 GEMMs are emulated, exactly: {reason}" if reason else None
+
+
+def why_no_fp8(name: str, device: torch.device) -> str | None:
+    """The reason why the device has no FP8 tensor cores, which `name` needs; or None."""
     if device.type != "cuda":
-        reason = f"the device is {device.type}"
-    elif torch.version.hip:
-        reason = "this backend was not tried with ROCm"
-    elif (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        reason = f"compute capability {found[0]}.{found[1]}, and FP8 needs 8.9"
-    else:
+        return f"{name} needs a CUDA device; got {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _FP8_CAPABILITY:
         return None
-    return f"FP8 products are emulated, exactly: {reason}"
+    needed, got = (".".join(map(str, c)) for c in (_FP8_CAPABILITY, capability))
+    gpu = torch.cuda.get_device_name(device)
+    return f"{name} needs compute capability {needed} or higher; got {got} ({gpu})"
