@@ -43,7 +43,7 @@ SIDEWAYS = {
     ("optim", "comm"): "the step of a Zero is taken in parts",
 }
 
-ANYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_module_names)
+ANYWHERE = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_module_names)
 
 # Library -> the modules or folders that may import it; a "lazy" one only inside a function.
 LIBRARIES = {
