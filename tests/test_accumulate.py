@@ -239,6 +239,21 @@ def test_a_loss_and_a_zero_of_other_types_are_refused(gradient):
         gradient(lambda variables: 0.0, zero=2)
 
 
+@pytest.mark.parametrize(
+    "loss, options, got",
+    [
+        (lambda params, x: x @ params, {}, r"float32\[2\]"),
+        (lambda params, x: (jnp.sum(params), x), {}, r"\('float32\[\]', 'float32\[2, 3\]'\)"),
+        (lambda params, x: jnp.sum(params), {"has_aux": True}, r"float32\[\]"),
+        (lambda params, x: jnp.int32(1), {}, r"int32\[\]"),
+        (lambda params, x: None, {}, "None"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_refused(loss, options, got):
+    with pytest.raises(TypeError, match=f"`loss_fn`: expected a float scalar.*; got {got}. Return the mean"):
+        fp8jax.value_and_grad(loss, **options)(jnp.ones(3), jnp.ones((2, 3)))
+
+
 def test_one_bad_part_lowers_the_loss_scale_once():
     model, variables = model_of("fp16_amp")
     bad = X.copy()

@@ -6,17 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.comm.reduce import on_shared_scale
-from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
+from fp8jax.gradients.devices import ShardContext, over_devices
 from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
 from fp8jax.gradients.loss import check_arguments, for_optimizers, on_one_device
 from fp8jax.gradients.slots import quantized
-from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, quantize_gradient, value
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, value
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 
 def accumulate_gradients(
@@ -58,8 +56,8 @@ def accumulate_gradients(
     check_arguments(loss_fn, zero)
     _check_parts(microbatches)
     names = names_of(keys)
-    make = functools.partial(_on_one_device, loss_fn, microbatches, has_aux, format, names or ())
-    run = for_optimizers(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
+    on_device = functools.partial(_on_one_device, microbatches, has_aux, format, names or ())
+    run = for_optimizers(loss_fn, over_devices(on_device, zero, has_aux))
     parts = microbatches if zero is None else microbatches * zero.devices
 
     @functools.wraps(loss_fn)
@@ -77,37 +75,35 @@ _ADVICE = 'a keyword argument, with its name in `keys`, as in accumulate_gradien
 
 
 def _on_one_device(
-    loss_fn: Callable[..., Any],
     microbatches: int,
     has_aux: bool,
     format: str,
     names: tuple[str, ...],
-    local: ShardContext | None,
-) -> Callable[..., Any]:
-    grad_fn = on_one_device(loss_fn, has_aux, local)
+    context: ShardContext,
+    loss_fn: Callable[..., Any],
+    variables: Any,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Any]:
+    """The mean loss and the mean gradients of a device's microbatches, see `loss.on_one_device`."""
 
-    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = {name: kwargs.pop(name) for name in names}
+    def one(part: Any) -> Any:
+        args, keys = part
+        return on_one_device(has_aux, context, loss_fn, variables, args, {**kwargs, **keys})
 
-        def one(part: Any) -> Any:
-            args, keys = part
-            return grad_fn(variables, *args, **kwargs, **keys)
+    def add(sums: Any, part: Any) -> tuple[Any, Any]:
+        out, grads = one(part)
+        return _add(sums, grads, microbatches), out
 
-        def add(sums: Any, part: Any) -> tuple[Any, Any]:
-            out, grads = one(part)
-            return _add(sums, grads, microbatches), out
-
-        first = 0 if local is None else lax.axis_index(local.zero.axis) * microbatches
-        keys = jax.vmap(functools.partial(fold_in, keys))(first + jnp.arange(microbatches))
-        parts = jax.tree.map(lambda x: _split(x, microbatches), args), keys
-        _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
-        sums, out = jax.lax.scan(add, _no_sums(shapes, format), parts)
-        loss, aux = out if has_aux else (out, None)
-        loss = jnp.mean(loss)
-        grads = _finished(sums, shapes, variables, local)
-        return ((loss, aux) if has_aux else loss), grads
-
-    return wrapped
+    numbers = context.device_index * microbatches + jnp.arange(microbatches)
+    keys = jax.vmap(functools.partial(fold_in, {name: kwargs[name] for name in names}))(numbers)
+    parts = jax.tree.map(lambda x: _split(x, microbatches), args), keys
+    _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
+    sums, out = jax.lax.scan(add, _no_sums(shapes, format), parts)
+    loss, aux = out if has_aux else (out, None)
+    loss = jnp.mean(loss)
+    grads = _finished(sums, shapes, variables, context)
+    return ((loss, aux) if has_aux else loss), grads
 
 
 def _check_parts(microbatches: Any) -> None:
@@ -134,17 +130,12 @@ def _no_sums(grads: Any, format: str) -> Any:
             return ScaledArray(jnp.zeros_like(leaf.data, sums.dtype), jnp.ones_like(leaf.scale))
         return jnp.zeros_like(leaf.data if is_scaled(leaf) else leaf, jnp.float32)
 
-    def unseen(least: float) -> Any:
-        return lambda leaf: jnp.full(leaf.shape, least, leaf.dtype)
+    def unseen(tree: Any, least: float) -> Any:
+        return jax.tree.map(lambda leaf: jnp.full(leaf.shape, least, leaf.dtype), tree)
 
-    if not has_params(grads):
-        return jax.tree.map(zeros, grads, is_leaf=is_scaled)
     start = {PARAMS: jax.tree.map(zeros, grads[PARAMS], is_leaf=is_scaled)}
-    if SCALING in grads:
-        start[SCALING] = jax.tree.map(unseen(-jnp.inf), grads[SCALING])
-    if LOSS_SCALE in grads:
-        start[LOSS_SCALE] = jax.tree.map(unseen(2**30), grads[LOSS_SCALE])
-    return start
+    least = {SCALING: -jnp.inf, LOSS_SCALE: 2**30}
+    return start | {name: unseen(grads[name], least[name]) for name in grads if name != PARAMS}
 
 
 def _add(sums: Any, grads: Any, parts: int) -> Any:
@@ -156,36 +147,19 @@ def _add(sums: Any, grads: Any, parts: int) -> Any:
             return new
         return quantize(new, format_of(total), power_of_two=True, blocks=total.scale.shape)
 
-    if not has_params(grads):
-        return jax.tree.map(add, sums, grads, is_leaf=is_scaled)
     # One microbatch with inf or NaN lowers the loss scale.
     merge = {SCALING: jnp.maximum, LOSS_SCALE: jnp.minimum}
     others = {name: jax.tree.map(merge[name], sums[name], grads[name]) for name in grads if name != PARAMS}
     return {PARAMS: jax.tree.map(add, sums[PARAMS], grads[PARAMS], is_leaf=is_scaled), **others}
 
 
-def _finished(sums: Any, shapes: Any, variables: Any, local: ShardContext | None) -> Any:
+def _finished(sums: Any, shapes: Any, variables: Any, context: ShardContext) -> Any:
     """The sums converted to the gradients' formats."""
-    params = shapes[PARAMS] if has_params(shapes) else shapes
-    shardings = (
-        jax.tree.map(lambda leaf: GradSharding(), params, is_leaf=is_scaled)
-        if local is None
-        else local.shardings
-    )
 
-    def in_format(like: Any, total: Any, sharding: GradSharding) -> Any:
-        if not is_scaled(like):
-            return total.astype(like.dtype)
-        if sharding.shard is not None:
-            return on_shared_scale(value(total), like.scale.shape, sharding.shard.axis_name)
-        return quantize_gradient(total, like.scale.shape)
+    def as_float(like: Any, total: Any) -> Any:
+        return value(total) if is_scaled(like) else total.astype(like.dtype)
 
-    if not has_params(sums):
-        return jax.tree.map(in_format, shapes, sums, shardings, is_leaf=is_scaled)
-    grads = {**sums, PARAMS: jax.tree.map(in_format, params, sums[PARAMS], shardings, is_leaf=is_scaled)}
-    if SCALING in sums:
-        old = variables[SCALING]
-        grads[PARAMS], grads[SCALING] = quantized(
-            grads[PARAMS], variables[PARAMS], sums[SCALING], old, shardings
-        )
-    return grads
+    grads = jax.tree.map(as_float, shapes[PARAMS], sums[PARAMS], is_leaf=is_scaled)
+    states, old = sums.get(SCALING, {}), variables.get(SCALING, {})
+    grads, states = quantized(grads, variables[PARAMS], states, old, context.shardings)
+    return sums | {PARAMS: grads} | ({SCALING: states} if SCALING in sums else {})

@@ -49,7 +49,7 @@ def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> Non
             )
         for leaf in jax.tree.leaves(kwargs[name]):
             if not (_is_typed(leaf) or _is_raw(leaf, stacked=True)):
-                raise ValueError(f"`keys`: expected random keys in {name!r}; got {_shown(leaf)}.")
+                raise ValueError(f"`keys`: expected random keys in {name!r}; got {shown(leaf)}.")
 
 
 def refuse_whole(args: Any, parts: int, advice: str) -> None:
@@ -60,7 +60,7 @@ def refuse_whole(args: Any, parts: int, advice: str) -> None:
         is_one = parts > 1 and _is_raw(leaf) and any(jnp.shape(x)[:1] != leaf.shape for x in leaves)
         if is_one or (_is_typed(leaf) and not leaf.ndim):
             raise ValueError(
-                f"`args`: expected arrays of a batch; got a random key {_shown(leaf)}, which has no rows. "
+                f"`args`: expected arrays of a batch; got a random key {shown(leaf)}, which has no rows. "
                 f"Give it as {advice}."
             )
 
@@ -77,5 +77,6 @@ def _is_raw(x: Any, stacked: bool = False) -> bool:
     return x.shape == shape or (stacked and x.shape[-1:] == shape)
 
 
-def _shown(x: Any) -> str:
+def shown(x: Any) -> str:
+    """A short description of an argument for an error message."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.extend.core
+import jax.numpy as jnp
 
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
-from fp8jax.gradients.devices import GradSharding, ShardContext, over_devices
+from fp8jax.gradients.devices import GradFn, ShardContext, over_devices
+from fp8jax.gradients.keys import shown
 from fp8jax.gradients.slots import quantized
 from fp8jax.gradients.traced import gradient
-from fp8jax.quantization import as_gradients, is_scaled
+from fp8jax.quantization import as_gradients
 from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
 
@@ -41,25 +42,47 @@ def value_and_grad(
 
     Raises:
         ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices.
-        TypeError: `loss_fn` is not a function, or `zero` is not a `Zero`.
+        TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
     References:
         FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
     """
     check_arguments(loss_fn, zero)
-    make = functools.partial(on_one_device, loss_fn, has_aux)
-    return for_optimizers(loss_fn, make(None) if zero is None else over_devices(make, zero, has_aux))
+    return for_optimizers(loss_fn, over_devices(functools.partial(on_one_device, has_aux), zero, has_aux))
 
 
-def for_optimizers(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `grad_fn` so that it returns an optimizer's inputs: `settled` scaling states, `ScaledGradient`s,
-    and for whole variables `Gradients`."""
+def check_arguments(loss_fn: Any, zero: Any) -> None:
+    """Raises TypeError if `loss_fn` is not callable or `zero` is not a `Zero`."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn`: expected a function; got {type(loss_fn).__name__}. Give the function that computes "
+            "the loss, then call the result with that function's arguments."
+        )
+    if not isinstance(zero, Zero | None):
+        raise TypeError(
+            f"`zero`: expected a fp8jax.comm.Zero or None; got {zero!r}. Make one, as in "
+            "fp8jax.comm.Zero(mesh, recipe, stage=2)."
+        )
+
+
+def for_optimizers(loss_fn: Callable[..., Any], grad_fn: GradFn) -> Callable[..., Any]:
+    """The gradient function for whole variables and for parameters alone, with an optimizer's inputs as its
+    outputs: `settled` scaling states, `ScaledGradient`s, and for whole variables `Gradients`.
+
+    Args:
+        loss_fn: the user's function, of variables or of parameters.
+        grad_fn: computes the gradients of a function of whole variables.
+    """
+
+    def of_params(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(variables[PARAMS], *args, **kwargs)
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        out, grads = grad_fn(variables, *args, **kwargs)
-        if not has_params(grads):
-            return out, as_gradients(grads)
+        if not has_params(variables):
+            out, grads = grad_fn(of_params, {PARAMS: variables}, args, kwargs)
+            return out, as_gradients(grads[PARAMS])
+        out, grads = grad_fn(loss_fn, variables, args, kwargs)
         if SCALING in grads:
             grads = {**grads, SCALING: _jitted_settled(grads[SCALING], variables[SCALING])}
         return out, sealed({**grads, PARAMS: as_gradients(grads[PARAMS])})
@@ -67,83 +90,58 @@ def for_optimizers(loss_fn: Callable[..., Any], grad_fn: Callable[..., Any]) -> 
     return wrapped
 
 
-def check_arguments(loss_fn: Any, zero: Any) -> None:
-    """Raises TypeError if `loss_fn` is not callable or `zero` is not a `Zero`."""
-    if not callable(loss_fn):
-        raise TypeError(f"`loss_fn`: expected a function; got {type(loss_fn).__name__}.")
-    if not isinstance(zero, Zero | None):
-        raise TypeError(f"`zero`: expected a fp8jax.comm.Zero or None; got {zero!r}.")
-
-
-def on_one_device(
-    loss_fn: Callable[..., Any], has_aux: bool, local: ShardContext | None
-) -> Callable[..., Any]:
-    """`value_and_grad` on one device; with `local`, on one of many, with its shards of the variables.
-
-    With `local` the loss is divided by the number of devices. Dots reduce some gradients over the devices;
-    `ShardContext` reduces the others. The scaling states are not yet `settled`, so that they can be merged
-    with those of other microbatches and devices.
-    """
-
-    @functools.wraps(loss_fn)
-    def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        if has_params(variables) and LOSS_SCALE in variables:
-            return _with_loss_scale(loss_fn, has_aux, local, variables, args, kwargs)
-
-        def run(variables: Any) -> Any:
-            return _value_and_grad(loss_fn, has_aux, local, variables, args, kwargs)
-
-        # JAX adds arrays of an extended dtype only in compiled code.
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
-        return run(variables) if is_traced else jax.jit(run)(variables)
-
-    return wrapped
-
-
 _jitted_settled = jax.jit(settled)
 
 
-def _value_and_grad(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    local: ShardContext | None,
-    variables: Any,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    is_flax = has_params(variables)
-    params, old = (variables[PARAMS], variables.get(SCALING, {})) if is_flax else (variables, {})
-    if local is None:
-        shardings, divisor = jax.tree.map(lambda leaf: GradSharding(), params, is_leaf=is_scaled), 1
-    else:
-        params, shardings, divisor = local.whole(params), local.shardings, local.zero.devices
-    inside = {**variables, PARAMS: params} if is_flax else params
-    found = gradient(loss_fn, has_aux, inside, args, kwargs, shardings, divisor)
-    if not is_flax:
-        return found.out, found.grads
-    grads, state = quantized(found.grads, params, from_cotangents(found.state), old, shardings)
-    return found.out, {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
-
-
-def _with_loss_scale(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    local: ShardContext | None,
-    variables: Any,
-    args: Any,
-    kwargs: Any,
+def on_one_device(
+    has_aux: bool, context: ShardContext, loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """`value_and_grad` with loss scaling: the gradients of the scaled loss, unscaled."""
-    state = variables[LOSS_SCALE]
+    """The loss and its gradients on one device, perhaps one of many with its shards of the variables.
 
-    def scaled(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        out = loss_fn(variables, *args, **kwargs)
-        return (out[0] if has_aux else out) * state["scale"], out
+    The loss is divided by the number of devices. Dots reduce some gradients over the devices; `over_devices`
+    reduces the others. The scaling states are not yet `settled`, so that they can be merged with those of
+    other microbatches and devices.
+    """
 
-    variables = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
-    (_, out), grads = on_one_device(scaled, True, local)(variables, *args, **kwargs)
-    if local is not None:
-        loss, *aux = out if has_aux else (out,)
-        out = (loss / local.zero.devices, *aux) if has_aux else loss / local.zero.devices
-    grads[PARAMS], new_state = loss_scale.unscale(grads[PARAMS], state)
-    return out, {**grads, LOSS_SCALE: new_state}
+    def run(variables: Any) -> Any:
+        inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
+        inside[PARAMS] = params = context.whole(variables[PARAMS])
+        scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
+        scaled = functools.partial(_scaled_loss, loss_fn, has_aux, context.devices, scale)
+        (loss, aux), grads, state = gradient(scaled, inside, args, kwargs, context.shardings)
+        old = variables.get(SCALING, {})
+        grads, state = quantized(grads, params, from_cotangents(state), old, context.shardings)
+        new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
+        if scale is not None:
+            new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])
+        return ((loss, aux) if has_aux else loss), new
+
+    # JAX adds arrays of an extended dtype only in compiled code.
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
+    return run(variables) if is_traced else jax.jit(run)(variables)
+
+
+def _scaled_loss(
+    loss_fn: Callable[..., Any], has_aux: bool, devices: int, scale: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, tuple[Any, Any]]:
+    """The loss to differentiate, with loss scaling if `scale` is not None; and the loss to report, and
+    auxiliary outputs."""
+    loss, aux = _loss_and_aux(loss_fn(*args, **kwargs), has_aux)
+    scaled = loss if scale is None else loss * scale
+    if devices == 1:
+        return scaled, (loss, aux)
+    mean = loss / devices
+    return (mean if scale is None else scaled / devices), (mean, aux)
+
+
+def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    loss, aux = out if has_aux and is_pair else (out, None)
+    is_scalar = isinstance(loss, float) or getattr(loss, "shape", None) == ()
+    if (has_aux and not is_pair) or not is_scalar or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(
+            f"`loss_fn`: expected a float scalar{' and auxiliary outputs' if has_aux else ''} as its result; "
+            f"got {jax.tree.map(shown, out)}. Return the mean over the batch, and to return more than that, "
+            "return a pair and pass `has_aux=True`."
+        )
+    return loss, aux

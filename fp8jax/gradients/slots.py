@@ -51,7 +51,7 @@ def quantized(grads: Any, params: Any, state: Any, old: Any, shardings: Any) -> 
     """The gradients in their formats, and the scaling states with the gradients' scales.
 
     Args:
-        grads: the slots' cotangents, a tree like the parameters; or `ScaledArray`s.
+        grads: the slots' cotangents, a tree like the parameters; or float sums of microbatches.
         params: the parameters.
         state: the new scaling states.
         old: the scaling states of this step. A kernel without a gradient keeps its scale.
@@ -77,8 +77,6 @@ def quantized(grads: Any, params: Any, state: Any, old: Any, shardings: Any) -> 
 
 def _quantized(grad: Any, param: Any, scale: jax.Array, shard: Any) -> ScaledArray:
     """One gradient as a `ScaledArray`; `scale` is the scale of `FP8_GRAD` codes."""
-    if is_scaled(grad):
-        return grad
     blocks = scale.shape + (1,) * (param.ndim - scale.ndim) if scale.ndim else ()
     blocks = param.scale.shape if is_scaled(param) else blocks
     if grad.dtype == FP8_GRAD:

@@ -16,7 +16,6 @@ from fp8jax.rewrite import (
     Context,
     Plan,
     Tracked,
-    Uses,
     Way,
     aval_of,
     evaluate,
@@ -27,15 +26,7 @@ from fp8jax.rewrite import (
     plain_parameters,
 )
 from fp8jax.scaling.merge import to_fm32
-from fp8jax.variables import PARAMS, SCALING, has_params
-
-
-class Gradient(NamedTuple):
-    """A loss and its gradients, before `slots.quantized`."""
-
-    out: Any  # the loss, or the loss and auxiliary outputs
-    grads: Any  # tree like the parameters: float arrays, or `FP8_GRAD` codes with their scale in the state
-    state: Any  # the state's cotangents, dtype `fm32`
+from fp8jax.variables import PARAMS, SCALING
 
 
 class _Param(NamedTuple):
@@ -65,86 +56,59 @@ class _Param(NamedTuple):
         return jax.ShapeDtypeStruct(self.shard.whole_shape(self.leaf.shape), aval.dtype)
 
 
-class _Trace(NamedTuple):
-    """The jaxpr of a loss."""
-
-    jaxpr: Any
-    consts: Any
-    out_tree: Any  # of (loss, aux)
-    ways: list[Way | None]
-    uses: Mapping[tuple[str, ...], Uses]
-    context: Context
-
-
 def gradient(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    variables: Any,
-    args: Any,
-    kwargs: Any,
-    shardings: Any,
-    divisor: int = 1,
-) -> Gradient:
-    """`jax.value_and_grad(loss_fn)(variables, *args, **kwargs)`.
+    loss_fn: Callable[..., Any], variables: Mapping[str, Any], args: Any, kwargs: Any, shardings: Any
+) -> tuple[Any, Any, Any]:
+    """The gradients of `loss_fn(variables, *args, **kwargs)`, a pair of a scalar and auxiliary outputs.
 
     Args:
-        loss_fn, has_aux: as in `value_and_grad`.
-        variables, args, kwargs: arguments of the loss; on one of many devices, its shards.
+        loss_fn: the loss.
+        variables, args, kwargs: its arguments; on one of many devices, its shards.
         shardings: the `GradSharding` of each parameter; a tree like the parameters.
-        divisor: the loss is divided by it.
+
+    Returns:
+        The auxiliary outputs; the gradients before `slots.quantized`, float arrays or `FP8_GRAD` codes with
+        their scale in the state; and the state's cotangents, dtype `fm32`.
     """
-    is_flax = has_params(variables)
-    collections = variables if is_flax else {PARAMS: variables}
-    others = {name: tree for name, tree in collections.items() if name not in (PARAMS, SCALING)}
-    flat, treedef = jax.tree.flatten_with_path(collections[PARAMS], is_leaf=is_scaled)
+    others = {name: tree for name, tree in variables.items() if name not in (PARAMS, SCALING)}
+    flat, treedef = jax.tree.flatten_with_path(variables[PARAMS], is_leaf=is_scaled)
     shards = treedef.flatten_up_to(shardings)
     params = [_Param(*pair, sharding.shard) for pair, sharding in zip(flat, shards, strict=True)]
-    state = to_fm32(collections.get(SCALING, {}))
+    state = to_fm32(variables.get(SCALING, {}))
     rest, rest_treedef = jax.tree.flatten((others, args, kwargs))
     arrays = [x for x in rest if is_array(x)]
 
     def call(leaves: list[Any], state: Any, arrays: list[Any]) -> tuple[Any, Any]:
         given = iter(arrays)
         others, args, kwargs = rest_treedef.unflatten([next(given) if is_array(x) else x for x in rest])
-        inside = treedef.unflatten(leaves)
-        if is_flax:
-            inside = {**others, PARAMS: inside, **({SCALING: state} if SCALING in variables else {})}
-        out = loss_fn(inside, *args, **kwargs)
-        value, aux = out if has_aux else (out, None)
-        return (value / divisor if divisor > 1 else value), aux
+        scaling = {SCALING: state} if SCALING in variables else {}
+        return loss_fn({**others, PARAMS: treedef.unflatten(leaves), **scaling}, *args, **kwargs)
 
-    trace = _trace(call, params, state, arrays)
+    with plain_parameters():
+        made = jax.make_jaxpr(call, return_shape=True)([each.aval for each in params], state, arrays)
+    closed, shapes = made
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    found = find(jaxpr, [each.way for each in params])
+    context = Context(Plan.of((), found.programs), "auto")
     slots = [
-        grad_slot(each.leaf, each.shard, state_at(state, each.path), trace.uses.get(each.names))
+        grad_slot(each.leaf, each.shard, state_at(state, each.path), found.uses.get(each.names))
         for each in params
     ]
     is_own = [slot is each.leaf for slot, each in zip(slots, params, strict=True)]
 
     def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
-        ins = [_input(*each) for each in zip(params, slots, trace.ways, is_own, strict=True)]
-        inputs = [*ins, *jax.tree.leaves(state), *arrays]
-        return trace.out_tree.unflatten(evaluate(trace.context, trace.jaxpr, trace.consts, inputs, {}))
+        ins = [_input(*each) for each in zip(params, slots, is_own, strict=True)]
+        outs = evaluate(context, jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.
-    grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
-    (value, aux), (grads, new_state) = grad_fn(slots, state)
-    return Gradient((value, aux) if has_aux else value, treedef.unflatten(grads), new_state)
+    grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
+    (grads, new_state), out = grad_fn(slots, state)
+    return out, treedef.unflatten(grads), new_state
 
 
-def _trace(call: Callable[..., Any], params: list[_Param], state: Any, arrays: list[Any]) -> _Trace:
-    """Traces `call(leaves, state, arrays)` with plain parameters."""
-    with plain_parameters():
-        made = jax.make_jaxpr(call, return_shape=True)([each.aval for each in params], state, arrays)
-    closed, shapes = made
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    ways = [each.way for each in params]
-    found = find(jaxpr, ways)
-    context = Context(Plan.of((), found.programs), "auto")
-    return _Trace(jaxpr, closed.consts, jax.tree.structure(shapes), ways, found.uses, context)
-
-
-def _input(param: _Param, slot: Any, way: Way | None, is_own: bool) -> Any:
+def _input(param: _Param, slot: Any, is_own: bool) -> Any:
     """A parameter as an input of `evaluate`; its gradient is that of `slot`, which may be the parameter."""
-    if way is None:
+    if param.way is None:
         return slot
-    return Tracked(slot, None, way) if is_own else Tracked(param.leaf, slot, way, param.shard)
+    return Tracked(slot, None, param.way) if is_own else Tracked(param.leaf, slot, param.way, param.shard)

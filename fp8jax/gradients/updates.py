@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from fp8jax.gradients.keys import shown
 from fp8jax.optim.replace_update import replaces
 from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, value
 from fp8jax.variables import PARAMS, check_gradients, has_params
@@ -57,8 +58,8 @@ def _stepped(params: Any, updates: Any) -> Any:
         if not (
             update is None or is_scaled(update) or _shape(leaf) == _shape(update) or _shape(update) == ()
         ):
-            wanted, at = _shown(value(leaf)), jax.tree_util.keystr(path)
-            raise ValueError(f"`updates`: expected {wanted} at {at}; got {_shown(update)}. {_REMEDY}")
+            wanted, at = shown(value(leaf)), jax.tree_util.keystr(path)
+            raise ValueError(f"`updates`: expected {wanted} at {at}; got {shown(update)}. {_REMEDY}")
     return treedef.unflatten(_step(leaf, update) for (_, leaf), update in zip(paths, new, strict=True))
 
 
@@ -82,10 +83,6 @@ def _another_tree(paths: Any, updates: Any) -> ValueError:
 
 def _shape(update: Any) -> Any:
     return getattr(update, "shape", None if not isinstance(update, int | float) else ())
-
-
-def _shown(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 
 def _unless_zero(leaf: Any, update: Any) -> Any:
