@@ -1,10 +1,10 @@
-"""Dynamic loss scaling: float16 gradients are kept in range by a factor on the loss.
+"""Dynamic loss scaling, which keeps float16 gradients in range.
 
-    variables["loss_scale"]      # {"scale": ..., "good_steps": ...}, where a recipe's gemm is FP16
+    variables["loss_scale"]      # {"scale": ..., "good_steps": ...}, if the recipe's gemm is FP16
 
-The loss is multiplied by the scale before the backward, and the gradients are divided by it
-after. A step with an infinite or NaN gradient halves the scale, and the optimizer skips it;
-2000 steps without one double it.
+The loss is multiplied by the scale before the backward, and the gradients are divided by it afterwards. A
+step with an infinite or NaN gradient halves the scale, and the optimizer skips the step; `INTERVAL` steps
+without one double it.
 
 References:
     Mixed Precision Training, arXiv 1710.03740, section 3.2; the constants are those of
@@ -15,6 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from fp8jax.quantization import ScaledArray, is_scaled
 
 State = dict[str, jax.Array]
 
@@ -27,13 +30,13 @@ def init() -> State:
 
     Returns:
         scale: shape=(), float32, a power of two.
-        good_steps: shape=(), int32: steps since it changed.
+        good_steps: shape=(), int32: number of steps since the scale changed.
     """
     return {"scale": jnp.float32(FIRST), "good_steps": jnp.zeros((), jnp.int32)}
 
 
-def update(state: State, is_finite: jax.Array) -> State:
-    """The state after a step whose gradients were all finite, or not."""
+def update(state: State, is_finite: Bool[Array, ""]) -> State:
+    """The state after a step; `is_finite` says whether all of its gradients were finite."""
     scale, good = state["scale"], state["good_steps"] + 1
     grown = jnp.where(good >= INTERVAL, scale * GROWTH, scale)
     return {
@@ -42,8 +45,13 @@ def update(state: State, is_finite: jax.Array) -> State:
     }
 
 
-def unscale(grads: Any, state: State) -> tuple[Any, State]:
-    """Gradients of the loss from those of the scaled loss, and the state for the next step."""
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(grads)]
-    grads = jax.tree.map(lambda g: (g * (1 / state["scale"])).astype(g.dtype), grads)
+def unscale(grads: PyTree, state: State) -> tuple[PyTree, State]:
+    """The gradients of the loss from those of the scaled loss, in the same formats; and the next state."""
+    finite = [jnp.all(jnp.isfinite(g.data if is_scaled(g) else g)) for g in jax.tree.leaves(grads, is_scaled)]
+
+    def unscaled(g: Any) -> Any:
+        factor = 1 / state["scale"]
+        return ScaledArray(g.data, g.scale * factor) if is_scaled(g) else (g * factor).astype(g.dtype)
+
+    grads = jax.tree.map(unscaled, grads, is_leaf=is_scaled)
     return grads, update(state, jnp.all(jnp.stack([jnp.array(True), *finite])))

@@ -182,6 +182,19 @@ WRONG = {
 }
 
 
+def test_an_fp8_layer_beside_float16_layers():
+    """The loss is scaled for the float16 layer, and both gradients are divided by the loss scale."""
+    model = fp8jax.transform(MLP(), "fp16_amp", rules=[fp8jax.Rule("first", "O2,scaling=current")])
+    variables = model.init(jax.random.key(0), X)
+    _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
+    params = jax.tree.map(value, variables["params"], is_leaf=is_scaled)
+    want = jax.grad(lambda params: jnp.mean(MLP().apply({"params": params}, X) ** 2))(params)
+    for name in ("first", "second"):
+        got, expected = value(grads["params"][name]["kernel"]), want[name]["kernel"]
+        assert is_scaled(grads["params"][name]["kernel"]) == (name == "first")
+        assert np.linalg.norm(got - expected) < 0.2 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("name", WRONG)
 def test_updates_of_another_tree_are_refused_in_a_line(name, is_whole):
