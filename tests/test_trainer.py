@@ -120,34 +120,64 @@ def test_what_settings_mean():
     assert TrainConfig(per_device_train_batch_size="auto").is_auto
 
 
-# What does not go together, and a word of the reason.
+# Options that are refused, and the beginning of the message.
 REFUSED = [
-    ({"per_device_train_batch_size": "large"}, "one of auto; got large"),
-    ({"per_device_train_batch_size": 0}, "at least 1"),
-    ({"gradient_checkpointing": "all"}, "one of none, full"),
-    ({"optim": "adamw_8bits"}, "did you mean adamw_8bit"),
-    ({"fp16": True, "bf16": True}, "two precisions"),
-    ({"recipe": "O2", "bf16": True}, "two precisions"),
-    ({"tf32": True, "fp16": True}, "float32 GEMMs"),
-    ({"bf16": True, "gradient_checkpointing": "fp8"}, "bf16 has none"),
-    ({"checkpoint_blocks": "Block"}, "--gradient-checkpointing"),
-    ({"memory_budget": 1.0}, "auto"),
-    ({"target": "h200"}, "auto"),
-    ({"per_device_train_batch_size": "auto", "target": "h900"}, "h900"),
-    ({"optim": "adafactor", "recipe": "O3"}, "master"),
-    ({"optim": "adafactor", "zero": 1}, "use adamw"),
-    ({"optim": "adamw_8bit", "zero": 2}, "use adamw"),
-    ({"optim": "adamw_8bit", "offload": True}, "--offload"),
-    ({"lora_rank": 4, "zero": 1}, "--zero"),
-    ({"lora_rank": 4, "fp16": True}, "loss scale"),
-    ({"warmup_steps": 1000}, "--max-steps"),
+    (
+        {"per_device_train_batch_size": "large"},
+        "--per-device-train-batch-size must be one of auto; got large",
+    ),
+    ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size must be at least 1 and below 2"),
+    (
+        {"gradient_checkpointing": "all"},
+        "--gradient-checkpointing must be one of none, full, dots, fp8; got all",
+    ),
+    (
+        {"optim": "adamw_8bits"},
+        "--optim must be one of adamw, adamw_torch, adamw_torch_fused, adamw_8bit, adam",
+    ),
+    ({"fp16": True, "bf16": True}, "--fp16 and --bf16 are two precisions; leave one out"),
+    ({"recipe": "O2", "bf16": True}, "--bf16 and --recipe O2 are two precisions; leave one out"),
+    ({"recipe": "O2", "fp16": True}, "--fp16 and --recipe O2 are two precisions; leave one out"),
+    ({"tf32": True, "fp16": True}, "--tf32 is for float32 GEMMs, and --fp16 has none; leave it out"),
+    (
+        {"bf16": True, "gradient_checkpointing": "fp8"},
+        "--gradient-checkpointing fp8 keeps FP8 operands, and bf16 has none; use full or dots",
+    ),
+    (
+        {"checkpoint_blocks": "Block"},
+        "--checkpoint-blocks is an option of --gradient-checkpointing; add that",
+    ),
+    ({"memory_budget": 1.0}, "--memory-budget and --target are for --per-device-train-batch-size auto; add"),
+    ({"target": "h200"}, "--memory-budget and --target are for --per-device-train-batch-size auto; add that"),
+    ({"per_device_train_batch_size": "auto", "target": "h900"}, "`target`: expected one of h100, h200, b200"),
+    ({"optim": "adafactor", "recipe": "O3"}, "--optim adafactor keeps no master weights, and O3 needs them"),
+    (
+        {"optim": "adafactor", "zero": 1},
+        "--zero shares the moments of adamw; got --optim adafactor; use adamw",
+    ),
+    (
+        {"optim": "adamw_8bit", "zero": 2},
+        "--zero shares the moments of adamw; got --optim adamw_8bit; use adamw",
+    ),
+    (
+        {"optim": "adamw_8bit", "offload": True},
+        "--offload is for the moments of adamw; got --optim adamw_8bit",
+    ),
+    (
+        {"lora_rank": 4, "zero": 1},
+        "--lora-rank has few moments and supports neither --zero nor --offload; leave",
+    ),
+    ({"lora_rank": 4, "fp16": True}, "--fp16 has no loss scale for adapters of --lora-rank; use --bf16"),
+    ({"warmup_steps": 1000}, "--warmup-steps 1000 must be fewer than --max-steps 1000"),
+    ({"min_learning_rate": 1.0}, "--min-learning-rate 1.0 must be at most --learning-rate 5e-05"),
 ]
 
 
 @pytest.mark.parametrize("settings, says", REFUSED)
-def test_contradictions_are_refused(settings, says):
-    with pytest.raises(ValueError, match=says):
+def test_refused_options(settings, says):
+    with pytest.raises(ValueError) as caught:
         TrainConfig(**settings)
+    assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize(
