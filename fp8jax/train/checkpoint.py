@@ -63,7 +63,7 @@ def save(
     path = _path(folder, step)
     try:
         distributed.decide(lambda: _set_aside(folder, step))
-        with _quiet(), _manager(folder) as manager:
+        with _manager(folder) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(content))
             manager.save(step, args=items, force=True)
         _write_checksums(path)
@@ -102,15 +102,15 @@ def restore(folder: pathlib.Path, like: Any, run: str = "") -> tuple[Checkpoint 
         if distributed.any_of(bool(damage)):
             skipped.append(f"{path}: {damage or 'a file is missing or damaged'}")
             continue
-        with _quiet(), _manager(folder) as manager:
-            content = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        with _manager(folder) as manager:
+            content = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
             if content["step"] != step:
                 skipped.append(f"{path}: it is the checkpoint of step {content['step']} under another name")
                 continue
             _check(path, content, like, run)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
             items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))
-        return Checkpoint(step, items.state, content), skipped
+        return Checkpoint(step, items["state"], content), skipped
     return None, skipped
 
 
@@ -119,7 +119,9 @@ def last_step(folder: pathlib.Path) -> int:
     return max(_steps(folder), default=0)
 
 
-def _manager(folder: pathlib.Path) -> ocp.CheckpointManager:
+@contextlib.contextmanager
+def _manager(folder: pathlib.Path) -> Iterator[ocp.CheckpointManager]:
+    """Orbax's manager, without the tracebacks that its threads print for each part of an error."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEPT,
         step_prefix="step",
@@ -127,7 +129,14 @@ def _manager(folder: pathlib.Path) -> ocp.CheckpointManager:
         cleanup_tmp_directories=True,
         enable_async_checkpointing=False,
     )
-    return ocp.CheckpointManager(folder, options=options)
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    was_off, log.disabled, sys.unraisablehook = log.disabled, True, lambda args: None
+    try:
+        with ocp.CheckpointManager(folder, options=options) as manager:
+            yield manager
+        sys.unraisablehook = hook  # after an error the threads go on for a while
+    finally:
+        log.disabled = was_off
 
 
 def _path(folder: pathlib.Path, step: int) -> pathlib.Path:
@@ -169,13 +178,15 @@ def _damage(path: pathlib.Path) -> str:
             raise ValueError
     except (OSError, RecursionError, LookupError, TypeError, ValueError, AttributeError):
         return "its checksums are missing or damaged"
-    for name, digest in files[jax.process_index() :: jax.process_count()]:
-        try:
-            if _sha256(path / name) != digest:
-                return f"{name} is missing or damaged"
-        except OSError:
-            return f"{name} is missing or damaged"
-    return ""
+    share = files[jax.process_index() :: jax.process_count()]
+    damaged = next((name for name, digest in share if not _is_whole(path / name, digest)), None)
+    return f"{damaged} is missing or damaged" if damaged else ""
+
+
+def _is_whole(file: pathlib.Path, digest: str) -> bool:
+    with contextlib.suppress(OSError):
+        return _sha256(file) == digest
+    return False
 
 
 def _sha256(file: pathlib.Path) -> str:
@@ -200,18 +211,6 @@ def _check(path: pathlib.Path, content: dict[str, Any], like: Any, run: str) -> 
                 f"{path} is of another model or recipe: its {name} is {there}, this run's is {here}; resume "
                 "with the settings that the run began with"
             )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences orbax's threads, which print a traceback for each part of an error that is raised too."""
-    log, hook = logging.getLogger("absl"), sys.unraisablehook
-    was_off, log.disabled, sys.unraisablehook = log.disabled, True, lambda args: None
-    try:
-        yield
-        sys.unraisablehook = hook  # after an error the threads go on for a while
-    finally:
-        log.disabled = was_off
 
 
 def _reason(error: Exception) -> str:

@@ -8,8 +8,10 @@ from the command line. The names of `TrainConfig` are those of Transformers' `Tr
 """
 
 import argparse
+import collections
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import numbers
@@ -18,7 +20,7 @@ import pathlib
 import re
 import reprlib
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fp8jax.inspect import targets
@@ -64,9 +66,7 @@ def option(
     return dataclasses.field(default=default, metadata={"help": help, **rules})
 
 
-def start_option(default: Any, help: str, **rules: Any) -> Any:
-    """An option of one start of the program: a run does not keep its value."""
-    return option(default, help, saved=False, **rules)
+start_option = functools.partial(option, saved=False)
 
 
 def saved_options(config: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def validate(config: Any) -> None:
             if not value.isprintable():
                 raise ValueError(f"{_flag(field)} must be printable text; got {value!a}")
             if rules["choices"] and value not in rules["choices"]:
-                near, legal = suggestion(value, rules["choices"]), ", ".join(rules["choices"])
+                near, legal = _suggestion(value, rules["choices"]), ", ".join(rules["choices"])
                 raise ValueError(f"{_flag(field)} must be one of {legal}; got {value}{near}")
         elif rules["least"] is not None:
             # The counters on the devices are int32.
@@ -131,33 +131,31 @@ def read(cls: type, argv: Sequence[str] | None = None, description: str = "") ->
             kind = {"action": library.ActionYesNo(yes_prefix="", no_prefix="no-")}
         help = field.metadata["help"].replace("%", "%%")
         parser.add_argument(_flag(field), default=field.default, help=help, **kind)
-    flags = [_flag(field) for field in dataclasses.fields(cls)]
     try:
         given = vars(parser.parse_args(argv, defaults=False))
     except argparse.ArgumentError as error:
         message = " ".join(str(error).split())[:400]
-        unknown = re.search(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message)
-        near = suggestion("--" + (unknown[1] or unknown[2]).strip("-"), flags) if unknown else ""
+        unknown = re.search(r"unrecognized arguments: -*(\S+)|Option '(\S+)' is not accepted", message)
+        flags = map(_flag, dataclasses.fields(cls))
+        near = _suggestion(f"--{unknown[1] or unknown[2]}", flags) if unknown else ""
         raise ValueError(f"{message}{near}; --help lists the options") from None
     for path in given.pop("config", []):
         if path is None:
             raise ValueError("--config expects the path of a YAML file, not its content")
-        _refuse_duplicates(pathlib.Path(path))
+        # YAML's loaders take the last of two equal keys and say nothing.
+        keys = re.findall(r"(?m)^([\w-]+)\s*:", pathlib.Path(path).read_text())
+        [(key, count)] = collections.Counter(key.replace("-", "_") for key in keys).most_common(1) or [
+            ("", 0)
+        ]
+        if count > 1:
+            raise ValueError(f"--config {path} says `{key}` twice; leave one of them out")
     return given
 
 
-def suggestion(word: str, legal: Collection[str]) -> str:
+def _suggestion(word: str, legal: Iterable[str]) -> str:
     """` (did you mean X?)` for the nearest legal word, or nothing."""
     near = difflib.get_close_matches(word, list(legal), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
-
-
-def _refuse_duplicates(path: pathlib.Path) -> None:
-    """YAML's loaders take the last of two equal keys and say nothing."""
-    keys = [key.replace("-", "_") for key in re.findall(r"(?m)^([\w-]+)\s*:", path.read_text())]
-    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-    if twice is not None:
-        raise ValueError(f"--config {path} says `{twice}` twice; leave one of them out")
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:
@@ -186,7 +184,7 @@ class DeviceConfig:
     heartbeat: int = start_option(30, "seconds of silence after which a process counts as lost", least=2)
     devices: int = start_option(1, "devices of this process, 0 for all; with --distributed all", least=0)
     zero: int = start_option(
-        0, "ZeRO stage: devices share 1 moments, 2 and gradients, 3 and weights", least=0, below=4
+        0, "ZeRO stage: 1 shares moments, 2 and gradients, 3 and weights", least=0, below=4
     )
     offload: bool = start_option(False, "keep the optimizer's moments in the host's memory")
 
@@ -206,15 +204,9 @@ class TrainConfig(DeviceConfig):
     tf32: bool = option(False, "TF32 for float32 GEMMs, where the device has it")
     # batch
     per_device_train_batch_size: int | str = option(
-        8,
-        "rows of a microbatch on a device, or auto: the most that fit",
-        least=1,
-        choices=(AUTO,),
-        fixed=False,
+        8, "rows of a microbatch on a device; auto: the most that fit", least=1, choices=(AUTO,), fixed=False
     )
-    memory_budget: float = option(
-        0.0, "for auto: GB of each device; 0: what XLA may allocate", least=0, fixed=False
-    )
+    memory_budget: float = option(0.0, "for auto: GB of a device; 0: what XLA may use", least=0, fixed=False)
     target: str = option("", "for auto: a GPU that is not here, as h200", fixed=False)
     gradient_accumulation_steps: int = option(1, "microbatches of an optimizer step", least=1, fixed=False)
     gradient_checkpointing: str = option(
@@ -225,13 +217,11 @@ class TrainConfig(DeviceConfig):
     checkpoint_blocks: str = option("", "classes or paths of those blocks; by default they are found")
     # optimizer
     optim: str = option(
-        "adamw", "adamw (moments as in the recipe), adamw_8bit or adafactor", choices=OPTIMIZERS
+        "adamw", "adamw (with the recipe's moments), adamw_8bit, adafactor", choices=OPTIMIZERS
     )
     learning_rate: float = option(5e-5, "learning rate after the warm-up", least=0)
     min_learning_rate: float = option(0.0, "learning rate at the last step; not for constant", least=0)
-    lr_scheduler_type: str = option(
-        "linear", "decay of the rate: constant, linear or cosine", choices=SCHEDULES
-    )
+    lr_scheduler_type: str = option("linear", "decay of the rate", choices=SCHEDULES)
     warmup_steps: int = option(0, "steps of the linear warm-up", least=0)
     max_steps: int = option(1000, "optimizer steps", least=1)
     weight_decay: float = option(0.0, "decoupled weight decay, of matrices only", least=0)
@@ -250,7 +240,7 @@ class TrainConfig(DeviceConfig):
     compile_cache: str = start_option("", "folder of compiled programs, which later starts read")
     output_dir: str = start_option("", "folder of the run; by default runs/trainer-N")
     logging_steps: int = option(
-        10, "steps between two lines of metrics; a stop waits for one", least=1, fixed=False
+        10, "steps between lines of metrics; a stop waits for one", least=1, fixed=False
     )
     eval_steps: int = option(500, "steps between validations", least=1)
     save_steps: int = option(500, "steps between checkpoints", least=1, fixed=False)
@@ -282,19 +272,20 @@ class TrainConfig(DeviceConfig):
 def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]]:
     """Whether two options contradict each other, and the reason."""
     half = "--fp16" if config.fp16 else "--bf16" if config.bf16 else ""
-    checkpointing, optim, is_adamw = config.gradient_checkpointing, config.optim, config.optimizer == "adamw"
+    optim, is_adamw = config.optim, config.optimizer == "adamw"
     needs_masters = config.optimizer == "adafactor" and recipe.master_weight != "-"
-    is_late, rates = config.warmup_steps >= config.max_steps, (config.min_learning_rate, config.learning_rate)
+    warmup, steps = config.warmup_steps, config.max_steps
+    rate, least = config.learning_rate, config.min_learning_rate
     return [
         (config.fp16 and config.bf16, "--fp16 and --bf16 are two precisions; leave one out"),
         (config.recipe and half, f"{half} and --recipe {config.recipe} are two precisions; leave one out"),
         (config.tf32 and half, f"--tf32 is for float32 GEMMs, and {half} has none; leave it out"),
         (
-            checkpointing == "fp8" and recipe.gemm != "FP8",
+            config.gradient_checkpointing == "fp8" and recipe.gemm != "FP8",
             f"--gradient-checkpointing fp8 keeps FP8 operands, and {recipe} has none; use full or dots",
         ),
         (
-            config.checkpoint_blocks and checkpointing == "none",
+            config.checkpoint_blocks and config.gradient_checkpointing == "none",
             "--checkpoint-blocks is an option of --gradient-checkpointing; add that",
         ),
         (
@@ -312,6 +303,6 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
             config.lora_rank and config.fp16,
             "--fp16 has no loss scale for adapters of --lora-rank; use --bf16",
         ),
-        (is_late, f"--warmup-steps {config.warmup_steps} must be fewer than --max-steps {config.max_steps}"),
-        (rates[0] > rates[1], f"--min-learning-rate {rates[0]} must be at most --learning-rate {rates[1]}"),
+        (warmup >= steps, f"--warmup-steps {warmup} must be fewer than --max-steps {steps}"),
+        (least > rate, f"--min-learning-rate {least} must be at most --learning-rate {rate}"),
     ]

@@ -33,10 +33,6 @@ LOST = 75  # exit status when another process is gone: EX_TEMPFAIL of sysexits.h
 _DAY = 24 * 3600 * 1000  # ms: process 0 may take long; if it dies, JAX ends the wait
 _LOSS = ("gloo", "nccl", "coordination")  # words of JAX 0.10's errors when another process is gone
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-_EXPECTED = (
-    "--coordinator HOST:PORT --processes N --process I, or torchrun's variables "
-    f"({', '.join(_TORCHRUN)}), or Slurm's (start with srun)"
-)
 _numbers = itertools.count()
 
 
@@ -51,17 +47,14 @@ def cluster_of(config: DeviceConfig, environ: Mapping[str, str]) -> dict[str, An
     unset = {"coordinator": "", "processes": 0, "process": -1}
     given = {name: getattr(config, name) for name in unset if getattr(config, name) != unset[name]}
     if not config.distributed:
-        if given:
-            raise ValueError(
-                f"--{next(iter(given))} is for many processes; add --distributed or leave it out"
-            )
+        for name in given:
+            raise ValueError(f"--{name} is for many processes; add --distributed or leave it out")
         return {}
     torchrun = _torchrun(environ)
     for name in given.keys() & torchrun.keys():
         if given[name] != torchrun[name]:
             raise ValueError(f"--{name} {given[name]} contradicts torchrun's {torchrun[name]}; leave it out")
-    found = {**torchrun, **given}
-    address, count, index = (found.get(name) for name in unset)
+    address, count, index = ({**torchrun, **given}.get(name) for name in unset)
     if address and not re.fullmatch(r"\S+:\d{1,5}", address):
         raise ValueError(f"the coordinator must be HOST:PORT; got {address}")
     if count and index is not None and index >= count:
@@ -104,7 +97,10 @@ def initialize(config: DeviceConfig) -> None:
             heartbeat_timeout_seconds=config.heartbeat,
         )
     except ValueError as error:
-        raise ValueError(f"--distributed found no launcher ({error}); expected {_EXPECTED}") from None
+        raise ValueError(
+            f"--distributed found no launcher ({error}); expected --coordinator HOST:PORT --processes N "
+            f"--process I, or torchrun's variables ({', '.join(_TORCHRUN)}), or Slurm's (start with srun)"
+        ) from None
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the processes cannot meet: {error}") from None
     if not is_first():
@@ -154,20 +150,20 @@ def decide(make: Callable[[], Any]) -> Any:
     name = f"fp8jax/decision-{next(_numbers)}"
     if is_first():
         try:
-            outcome = {"value": make()}
+            outcome = [make(), ""]
         except ValueError as error:
-            outcome = {"error": str(error)}
+            outcome = [None, str(error)]
         client.key_value_set(name, json.dumps(outcome))
-    outcome = json.loads(client.blocking_key_value_get(name, _DAY))
-    if "error" in outcome:
-        raise ValueError(outcome["error"])
-    return outcome["value"]
+    value, error = json.loads(client.blocking_key_value_get(name, _DAY))
+    if error:
+        raise ValueError(error)
+    return value
 
 
 def wait_for_all() -> None:
     """Waits until all processes are here."""
     client = distributed.global_state.client
-    if client is not None:
+    if client:
         client.wait_at_barrier(f"fp8jax/barrier-{next(_numbers)}", _DAY)
 
 

@@ -1,8 +1,7 @@
 """Errors of the user's input, and packages of the extra `train`.
 
 with blame_input():
-    config = TrainConfig(**config.read(TrainConfig))    # a ValueError becomes `BadInput`, with a message of
-    one line
+    config = TrainConfig(**config.read(TrainConfig))    # a ValueError becomes `BadInput`, on one line
 """
 
 import contextlib
@@ -38,15 +37,11 @@ def need(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        raise ImportError(_advice([module])) from None
+        raise ImportError(f"not installed: {module}; run: pip install 'fp8jax[train]'") from None
 
 
 def check_packages() -> None:
     """Raises ImportError if a package of the extra `train` is missing, before any work is done."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(_advice(missing))
-
-
-def _advice(missing: list[str]) -> str:
-    return f"not installed: {', '.join(missing)}; run: pip install 'fp8jax[train]'"
+        raise ImportError(f"not installed: {', '.join(missing)}; run: pip install 'fp8jax[train]'")
