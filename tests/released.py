@@ -1,7 +1,7 @@
 """MS-AMP and TransformerEngine as far as their interface goes: parameters of the released functions, as data.
 
-The modules made from them fail on a call that would not fit the real ones. Linear layers of TransformerEngine
-multiply operands that were rounded to E4M3; everything else computes what torch computes.
+The modules made from them fail on a call that would not fit the real ones. TransformerEngine's linear layers
+run all three GEMMs on FP8 codes, in the format of the autocast's recipe; other modules compute as torch's do.
 """
 
 import dataclasses
@@ -135,11 +135,37 @@ def package(monkeypatch, **modules):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def rounded(x):
-    """E4M3 on the scale of the largest magnitude, with the gradient of the identity."""
-    scale = x.detach().abs().amax() / 448
-    codes = (x.detach() / scale).to(torch.float8_e4m3fn)
-    return x + (codes.to(x.dtype) * scale - x.detach())
+class FP8Matmul(torch.autograd.Function):
+    """`x @ weight.T` and its gradients as products of FP8 codes, with current scales; x has shape (m, k)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, format):
+        codes = [to_fp8(tensor, format.value[0]) for tensor in (x, weight)]
+        ctx.codes, ctx.largest = codes, format.value[1]
+        return gemm(codes[0], transposed(codes[1]))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.codes
+        grad = to_fp8(grad, ctx.largest)
+        return gemm(grad, weight), gemm(transposed(grad), x), None
+
+
+def to_fp8(x, largest):
+    """Codes in the format with this maximum, and their scale."""
+    scale = x.abs().amax().clamp(min=1e-30) / largest
+    return (x / scale).to({448: torch.float8_e4m3fn, 57344: torch.float8_e5m2}[largest]), scale
+
+
+def transposed(codes_and_scale):
+    return codes_and_scale[0].t(), codes_and_scale[1]
+
+
+def gemm(lhs, rhs):
+    """Each product of two codes is exact in float32."""
+    (lhs, lhs_scale), (rhs, rhs_scale) = lhs, rhs
+    assert lhs.dtype.itemsize == rhs.dtype.itemsize == 1, "not in FP8"
+    return lhs.float() @ rhs.float() * (lhs_scale * rhs_scale)
 
 
 def fake_te(monkeypatch, version, available=True):
@@ -168,9 +194,10 @@ def fake_te(monkeypatch, version, available=True):
 
         def forward(self, inp):
             assert running, "not under the autocast"
-            return functional.linear(
-                rounded(inp), rounded(self.weight), self.bias if self.bias.numel() else None
-            )
+            recipe = running[-1].get("recipe") or running[-1]["fp8_recipe"]
+            out = FP8Matmul.apply(inp.flatten(0, -2), self.weight, recipe.fp8_format)
+            out = out.unflatten(0, inp.shape[:-1])
+            return out + self.bias if self.bias.numel() else out
 
     class LayerNorm(nn.Module):
         def __init__(self, *args, **kwargs):
