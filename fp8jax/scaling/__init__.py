@@ -7,7 +7,6 @@ is their interface. `merge` combines the scaling states of several uses of a lay
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import current, delayed
 from fp8jax.scaling.base import Scaling as Scaling
-from fp8jax.scaling.base import State as State
 
 
 def of_recipe(recipe: Recipe) -> Scaling:

@@ -1,18 +1,18 @@
 """`Scaling`, the interface of scaling methods."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
+from jaxtyping import Array, Float
 
-State = dict[str, jax.Array]
+State = dict[str, Float[Array, "..."]]
 
 
 class Scaling(NamedTuple):
     """Three pure functions over a dict of float32 arrays, as in optax.
 
-        state = scaling.init(n)                     # for the n operands of a dot
-        scale = scaling.scale(state, i, amax, max)  # for the cast of operand i, this step
+        state = scaling.init(n)                       # for the n operands of a dot
+        scale = scaling.scale(state, i, amax, max)    # for the cast of operand i, this step
         state = scaling.update(state, amaxes, maxes)  # for the next step
 
     `amax` is the amax of operand i, shape (); `max` is the max of its format. `update` takes all operands at
@@ -20,5 +20,5 @@ class Scaling(NamedTuple):
     """
 
     init: Callable[[int], State]
-    scale: Callable[[State, int, jax.Array, float], jax.Array]
-    update: Callable[[State, jax.Array, Any], State]
+    scale: Callable[[State, int, Float[Array, ""], float], Float[Array, ""]]
+    update: Callable[[State, Float[Array, " n"], Float[Array, " n"]], State]

@@ -6,9 +6,7 @@ References:
     TransformerEngine `Float8CurrentScaling`.
 """
 
-from typing import Any
-
-import jax
+from jaxtyping import Array, Float
 
 from fp8jax.quantization import scale_of
 from fp8jax.recipe import Recipe
@@ -18,16 +16,7 @@ from fp8jax.scaling.base import Scaling, State
 def build(recipe: Recipe) -> Scaling:
     """Current scaling with the recipe's margin."""
 
-    def init(operands: int) -> State:
-        del operands
-        return {}
-
-    def scale(state: State, operand: int, amax: jax.Array, limit: float) -> jax.Array:
-        del state, operand
+    def scale(state: State, operand: int, amax: Float[Array, ""], limit: float) -> Float[Array, ""]:
         return scale_of(amax, limit, margin=recipe.margin)
 
-    def update(state: State, amaxes: jax.Array, limits: Any) -> State:
-        del amaxes, limits
-        return state
-
-    return Scaling(init, scale, update)
+    return Scaling(init=lambda operands: {}, scale=scale, update=lambda state, amaxes, limits: state)

@@ -11,9 +11,9 @@ State of a dot's n operands:
     amax_history  # shape=(n, amax_history_len), float32: newest first, 0 for steps without an amax
     step          # shape=(), float32: number of steps modulo interval; only if interval > 1
 
-Intended differences from TransformerEngine: an infinite or NaN amax enters the history as 0, so that a bad
-step does not freeze the scale until it leaves the history. Subnormal amaxes cannot give an infinite factor.
-Before the first amax the scale is a typical scale with headroom (`scaled.TYPICAL`).
+Differences from TransformerEngine: an infinite or NaN amax enters the history as 0, so that a bad step does
+not freeze the scale until it leaves the history. A subnormal amax counts as none. Before the first amax the
+scale is a typical scale with headroom (`quantization.TYPICAL`).
 
 A cast does not wait for the tensor's amax, so XLA fuses the cast and the amax with the tensor's computation.
 `first_scale="tensor"` uses the amax of the first tensor: the first step is scaled exactly, but every step
@@ -23,12 +23,10 @@ References:
     TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433, section 3.2.
 """
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float
 
 from fp8jax.quantization import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.recipe import Recipe
@@ -47,7 +45,7 @@ def build(recipe: Recipe) -> Scaling:
             state["step"] = jnp.zeros((), jnp.float32)
         return state
 
-    def scale(state: State, operand: int, amax: jax.Array, limit: float) -> jax.Array:
+    def scale(state: State, operand: int, amax: Float[Array, ""], limit: float) -> Float[Array, ""]:
         kept = lax.index_in_dim(state["scale"], operand, keepdims=False)
         if recipe.first_scale != "tensor":
             return kept
@@ -56,7 +54,7 @@ def build(recipe: Recipe) -> Scaling:
         factor = factor_of(amax, limit, margin=recipe.margin)
         return select(first, 1.0, kept) / select(first & usable(amax), factor, 1.0)
 
-    def update(state: State, amaxes: jax.Array, limits: Any) -> State:
+    def update(state: State, amaxes: Float[Array, " n"], limits: Float[Array, " n"]) -> State:
         newest = select(usable(amaxes), amaxes, 0.0)
         # Shift the history by pad and select, which XLA fuses with the following operations.
         moved = lax.pad(state["amax_history"], np.float32(0), [(0, 0, 0), (1, -1, 0)])

@@ -15,8 +15,7 @@ merge, so that any scale with an amax is larger:
     scales of two uses    2**-9, -2**-3    ->    2**-9
                          -2**-3, -2**-3    ->    2**-3
 
-`fm32` is Flax's dtype for this purpose, and `FP8_GRAD` is derived from its base class. Besides `models/`,
-only this module imports flax.
+`fm32` is Flax's dtype for this purpose, and `FP8_GRAD` is derived from its base class.
 """
 
 import dataclasses
@@ -30,6 +29,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import Fp8MetaTyRules, fm32, fp8_meta_dtype_wrapper
 from jax import lax
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float8e4m3fn, PyTree, Shaped
 
 from fp8jax.formats import E4M3
 from fp8jax.quantization import select, to_bytes
@@ -50,121 +50,109 @@ class _CodesDType(fp8_meta_dtype_wrapper):
 FP8_GRAD = _CodesDType(jnp.dtype(jnp.uint8))
 
 
-def to_fm32(tree: Any) -> Any:
+def to_fm32(tree: PyTree) -> PyTree:
     """Converts float32 leaves to `fm32`; `fm32` leaves stay.
 
     The gradient with respect to a float32 leaf is its next value.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    others = [i for i, leaf in enumerate(leaves) if leaf.dtype != fm32]
-    for i, leaf in zip(others, _to_fm32([leaves[i] for i in others]) if others else (), strict=True):
-        leaves[i] = leaf
-    return treedef.unflatten(leaves)
+    floats = [leaf for leaf in leaves if leaf.dtype != fm32]
+    converted = iter(_to_fm32(floats) if floats else ())
+    return treedef.unflatten([leaf if leaf.dtype == fm32 else next(converted) for leaf in leaves])
 
 
-def from_fm32(tree: Any) -> Any:
+def from_fm32(tree: PyTree) -> PyTree:
     """Converts `fm32` leaves to float32, `unmarked`; other leaves stay."""
-    return jax.tree.map(lambda x: _unmarked(_to_float32(x)) if x.dtype == fm32 else x, tree)
+    return jax.tree.map(lambda x: unmarked(from_cotangents(x)) if x.dtype == fm32 else x, tree)
 
 
 def _as_fm32(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.convert_element_type(x, fm32), tree)
 
 
-def _to_float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
-
-
 _to_fm32 = jax.custom_vjp(_as_fm32)
 _to_fm32.defvjp(lambda old: (_as_fm32(old), old), lambda old, new: (settled(from_cotangents(new), old),))
 
 
-def to_cotangents(state: Any) -> Any:
+def to_cotangents(state: PyTree) -> PyTree:
     """A dot's next state as cotangents of its state: `marked`, as `fm32`."""
     return _as_fm32(marked(state))
 
 
-def from_cotangents(tree: Any) -> Any:
+def from_cotangents(tree: PyTree) -> PyTree:
     """Merged cotangents as float32 arrays: `marked`, and -inf for unused states.
 
     They can be merged further by max with cotangents of the same state; then `settled` gives the next state.
     """
-    return _to_float32(tree)
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
 
 
-def marked(tree: Any) -> Any:
+def marked(tree: PyTree) -> PyTree:
     """The next states with negative scales for operands without an amax in this step."""
 
-    def is_state(node: Any) -> bool:
+    def is_delayed(node: Any) -> bool:
         return isinstance(node, Mapping) and "amax_history" in node
 
     def mark(node: Any) -> Any:
-        if not is_state(node):
+        if not is_delayed(node):
             return node
         is_new = node["amax_history"][..., 0] > 0
         return type(node)({**node, "scale": jnp.where(is_new, node["scale"], -jnp.abs(node["scale"]))})
 
-    return jax.tree.map(mark, tree, is_leaf=is_state)
+    return jax.tree.map(mark, tree, is_leaf=is_delayed)
 
 
-def settled(merged: Any, old: Any) -> Any:
+def settled(merged: PyTree, old: PyTree) -> PyTree:
     """The next states: the merged states, unmarked, and the old states where nothing was merged."""
     return jax.tree.map(lambda new, old: select(new == -jnp.inf, old, lax.abs(new)), merged, old)
 
 
-def unmarked(merged: Any) -> Any:
+def unmarked(merged: PyTree) -> PyTree:
     """The merged states with positive scales; -inf (nothing merged) stays."""
-    return jax.tree.map(_unmarked, merged)
+    return settled(merged, merged)
 
 
-def _unmarked(x: jax.Array) -> jax.Array:
-    return select(x == -jnp.inf, x, lax.abs(x))
-
-
-def zero_fp8_grad(like: jax.Array) -> jax.Array:
+def zero_fp8_grad(like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Zeros of dtype `FP8_GRAD`, with the shape of `like`."""
     return to_fp8_grad(jnp.zeros_like(like, E4M3.dtype))
 
 
-def to_fp8_grad(data: jax.Array) -> jax.Array:
+def to_fp8_grad(data: Float8e4m3fn[Array, "..."]) -> Shaped[Array, "..."]:
     """Converts E4M3 codes to dtype `FP8_GRAD`, which cannot be added."""
     return lax.convert_element_type(to_bytes(data), FP8_GRAD)
 
 
-def from_fp8_grad(codes: jax.Array) -> jax.Array:
+def from_fp8_grad(codes: Shaped[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
     """Converts `FP8_GRAD` to E4M3 codes."""
     return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
 
 
-def broadcast_under_vmap(tree: Any, *operands: Any) -> Any:
+def broadcast_under_vmap(tree: PyTree, *operands: Array) -> PyTree:
     """`tree` unchanged; under a vmap of the operands only, a copy for each example.
 
     Under vmap JAX sums the cotangents of an unmapped array over the examples, and the extended dtypes have no
     sum. The cotangents of an `fm32` leaf's copies are merged by max instead. Per-example gradients (a vmap of
     the gradient) are not merged.
     """
-    return jax.tree.map(lambda leaf: _along_p.bind(leaf, *operands), tree)
+    return jax.tree.map(lambda leaf: _broadcast_p.bind(leaf, *operands), tree)
 
 
-_along_p = jex.Primitive("broadcast_under_vmap")
-_along_p.def_impl(lambda leaf, *operands: leaf)
-_along_p.def_abstract_eval(lambda leaf, *operands: leaf)
-mlir.register_lowering(_along_p, lambda ctx, leaf, *operands: [leaf])
-ad.primitive_jvps[_along_p] = lambda primals, tangents: (_along_p.bind(*primals), tangents[0])
+_broadcast_p = jex.Primitive("broadcast_under_vmap")
+_broadcast_p.def_impl(lambda leaf, *operands: leaf)
+_broadcast_p.def_abstract_eval(lambda leaf, *operands: leaf)
+mlir.register_lowering(_broadcast_p, lambda ctx, leaf, *operands: [leaf])
+ad.primitive_jvps[_broadcast_p] = lambda primals, tangents: (_broadcast_p.bind(*primals), tangents[0])
 
 
 def _batch(args: Any, dims: Any) -> Any:
-    (leaf, *operands), (dim, *theirs) = args, dims
-    mapped = [(x, d) for x, d in zip(operands, theirs, strict=True) if d is not None]
-    if dim is not None or not mapped:
-        return _along_p.bind(*args), dim
-    if leaf.dtype not in (FP8_GRAD, fm32):
-        return leaf, None
-    x, d = mapped[0]
-    return _copies(leaf, x.shape[d]), 0
+    (leaf, *operands), (dim, *operand_dims) = args, dims
+    sizes = [x.shape[d] for x, d in zip(operands, operand_dims, strict=True) if d is not None]
+    if dim is not None or not sizes:
+        return _broadcast_p.bind(*args), dim
+    return (_copies(leaf, sizes[0]), 0) if leaf.dtype in (FP8_GRAD, fm32) else (leaf, None)
 
 
-batching.primitive_batchers[_along_p] = _batch
+batching.primitive_batchers[_broadcast_p] = _batch
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -174,9 +162,9 @@ def _copies(leaf: jax.Array, count: int) -> jax.Array:
     return lax.convert_element_type(jnp.broadcast_to(plain, (count, *leaf.shape)), dtype)
 
 
-def _merge_copies(count: int, kept: None, cotangents: jax.Array) -> tuple[jax.Array]:
+def _merge_copies(count: int, residuals: None, cotangents: jax.Array) -> tuple[jax.Array]:
     assert cotangents.dtype == fm32
-    return (_as_fm32(jnp.max(_to_float32(cotangents), axis=0)),)
+    return (_as_fm32(jnp.max(from_cotangents(cotangents), axis=0)),)
 
 
 _copies.defvjp(lambda leaf, count: (_copies(leaf, count), None), _merge_copies)
