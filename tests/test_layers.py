@@ -50,7 +50,7 @@ LIBRARIES = {
     "flax": {
         "adapters": "eager",
         "inspect": "eager",  # models to look at a recipe with
-        "train.step.learner": "eager",
+        "train.step.network": "eager",
         "scaling.merge": "eager",  # borrows the dtype whose addition is max
     },
     "optax": {"optim": "eager", "gradients": "eager", "train.step.optimizers": "eager"},

@@ -30,7 +30,7 @@ from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
 from fp8jax.train.report.progress import Progress
 from fp8jax.train.run_folder import RunMetadata
-from fp8jax.train.step.learner import Loss, State
+from fp8jax.train.step.network import Loss, State
 from fp8jax.train.trainer import Trainer
 
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax import adapters, optim
@@ -32,9 +33,10 @@ from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
-from fp8jax.train.step.learner import Learner, Loss, State
+from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
+from fp8jax.variables import PARAMS, has_params
 
 
 class Trainer:
@@ -43,6 +45,7 @@ class Trainer:
     Attributes:
         config: as given.
         model: the transformed model.
+        network: the model and the loss as functions of variables.
         placement: of the state and of batches.
         found: the search for the batch size, if it was "auto".
         per_device: rows of a microbatch on a device.
@@ -75,8 +78,8 @@ class Trainer:
         self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _shapes(example))
         self.placement = place(distributed.devices(config.devices))
         zero = self.placement.zero(config.precision, config)
-        tx, microbatches = optimizer_of(config, zero), config.gradient_accumulation_steps
-        self.learner = Learner(self.model, loss, tx, microbatches=microbatches, zero=zero)
+        self.network = network_of(self.model, loss, config.gradient_accumulation_steps, zero)
+        self._tx = optimizer_of(config, zero)
         self.found = self._search() if config.is_auto else None
         self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
         self.rows = self._rows(self.per_device)
@@ -90,13 +93,13 @@ class Trainer:
     def _compiled_init(self) -> jax.stages.Compiled:
         """Compiled for one row per device: a state does not depend on the rows of a batch."""
         with self._precision():
-            return jax.jit(self.learner.init).lower(self.key, self._batch(self._rows(1))).compile()
+            return jax.jit(self._init).lower(self.key, self._batch(self._rows(1))).compile()
 
     @functools.cached_property
     def _shapes(self) -> State:
         """Shapes and dtypes of a state."""
         with self._precision():
-            return jax.eval_shape(self.learner.init, self.key, self._batch(self._rows(1)))
+            return jax.eval_shape(self._init, self.key, self._batch(self._rows(1)))
 
     @functools.cached_property
     def like(self) -> State:
@@ -128,7 +131,7 @@ class Trainer:
         Raises:
             ValueError: the loss does not call the model, but methods of it.
         """
-        return self.learner.report(self._batch(self.per_device))
+        return self.network.report(self._batch(self.per_device))
 
     def loader(self, source: Any, transform: Any = None, *, shuffle: bool = True) -> DevicePrefetch:
         """Batches of `rows` rows on the devices: see `Loader` and `prefetch_to_device`.
@@ -160,7 +163,7 @@ class Trainer:
         state = self._compiled_init(self.key, zeros)
         if plain is None:
             return state
-        restart = jax.jit(self.learner.restart, out_shardings=self._compiled_init.output_shardings)
+        restart = jax.jit(self._first_state, out_shardings=self._compiled_init.output_shardings)
         return restart(self.model.quantize(plain, state.variables))
 
     def step(self, state: State, batch: Any) -> tuple[State, StepMetrics]:
@@ -211,7 +214,7 @@ class Trainer:
             The function. Its batch is on the host or on the devices and may have any number of rows that is a
             multiple of the devices; each number is compiled anew. It raises ValueError for other numbers.
         """
-        evaluate = functools.partial(self.learner.evaluate, loss)
+        evaluate = functools.partial(self.network.evaluate, loss)
         jitted = self.placement.one_at_a_time(jax.jit(evaluate, out_shardings=self.placement.replicated))
 
         def mean_loss(state: State, batch: Any) -> jax.Array:
@@ -264,13 +267,25 @@ class Trainer:
 
     def gradients(self) -> dict[str, Any]:
         """Shapes and dtypes of the gradients of a step, in "params"."""
-        return jax.eval_shape(self.learner.gradients, self.like, self._batch(self.rows), self.key)
+        arguments = self.like.variables, self._batch(self.rows), self.key
+        grads = jax.eval_shape(self.network.gradients, *arguments)[1]
+        return {PARAMS: grads[PARAMS] if has_params(grads) else grads}
+
+    def _init(self, key: jax.Array, batch: Any) -> State:
+        return self._first_state(self.network.init(key, batch))
+
+    def _first_state(self, variables: Any) -> State:
+        variables = self.network.placed(variables)
+        return State(jnp.zeros((), jnp.int32), variables, self._tx.init(self.network.trained(variables)))
 
     def _step(self, state: State, batch: Any, key: jax.Array) -> tuple[State, StepMetrics]:
-        new, loss = self.learner.step(state, batch, key)
-        before, after = map(self.learner.collections, (state.variables, new.variables))
+        key = jax.random.fold_in(key, state.step)
+        loss, grads, variables = self.network.gradients(state.variables, batch, key)
+        updates, opt_state = self._tx.update(grads, state.opt_state, self.network.trained(variables))
+        new = State(state.step + 1, self.network.updated(variables, updates), opt_state)
+        before, after = map(self.network.collections, (state.variables, new.variables))
         scales = scale_metrics(before, after, self.config.precision)
-        return new, StepMetrics(loss, optim.skipped(new.opt_state), scales)
+        return new, StepMetrics(loss, optim.skipped(opt_state), scales)
 
     def _search(self) -> BatchSize:
         target, devices = self.config.target, self.placement.mesh.size

@@ -22,7 +22,7 @@ from fp8jax.train.metrics import Bytes, Curves, ScaledTensor
 from fp8jax.train.report import figures, page
 from fp8jax.train.report.memory import MemoryPart, memory_of_step
 from fp8jax.train.run_folder import write as write_file
-from fp8jax.train.step.learner import State
+from fp8jax.train.step.network import State
 from fp8jax.train.trainer import Trainer
 
 
@@ -73,7 +73,7 @@ def outcome_of(
         layers: which layers run in FP8, see `Trainer.layers`.
         per_step: the tokens or rows of a step, and their unit.
     """
-    collections = trainer.learner.collections(state.variables)
+    collections = trainer.network.collections(state.variables)
     return Outcome(
         curves=curves,
         amount=per_step[0],

@@ -1,0 +1,238 @@
+"""A transformed model and its loss as pure functions of variables, for Linen and NNX.
+
+    network = network_of(fp8jax.transform(model, recipe), loss)
+    variables = network.init(key, batch)
+    loss, grads, variables = network.gradients(variables, batch, key)
+
+`loss(model, batch)` calls `model(*inputs)`. For a Linen model it gets a function that has the variables, for
+an NNX model the module. It is a mean over the rows of the batch.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fp8jax import adapters
+from fp8jax.adapters.linen import LinenModel
+from fp8jax.adapters.nnx import FP8State
+from fp8jax.adapters.nnx.gradient import tree_of
+from fp8jax.comm import Zero
+from fp8jax.gradients import apply_updates
+from fp8jax.variables import OURS, PARAMS, SCALING
+
+Loss = Callable[[Any, Any], jax.Array]
+
+
+class State(NamedTuple):
+    """The state of a training."""
+
+    step: jax.Array  # shape=(), int32: steps done
+    variables: Any  # Flax's collections, or the state of an NNX model
+    opt_state: Any
+
+
+def network_of(model: Any, loss: Loss, microbatches: int = 1, zero: Zero | None = None) -> "_Linen | _NNX":
+    """The functions of a model and its loss.
+
+    Args:
+        model: from `fp8jax.transform`.
+        loss: see this module.
+        microbatches: parts of a batch, see `accumulate_gradients`.
+        zero: as in `value_and_grad`.
+    """
+    if isinstance(model, LinenModel):
+        return _Linen(model, loss, microbatches, zero)
+    return _NNX(model, loss, microbatches, zero)
+
+
+class _Network:
+    """The part that is the same for Linen and NNX."""
+
+    def __init__(self, loss: Loss, microbatches: int, zero: Zero | None) -> None:
+        self.loss, self.microbatches, self.zero = loss, microbatches, zero
+
+    def _value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+        if self.microbatches == 1:
+            return adapters.value_and_grad(loss_fn, has_aux=has_aux, zero=self.zero)
+        return adapters.accumulate_gradients(loss_fn, self.microbatches, has_aux=has_aux, zero=self.zero)
+
+    def _report(self, model: Any, calls: list[Any], **options: Any) -> str:
+        if not calls:
+            raise ValueError(
+                "`loss`: expected it to call `model(...)`; it did not, so there is nothing to report."
+            )
+        args, kwargs = calls[0]
+        return str(adapters.report(model, *args, **kwargs, **options))
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    return jnp.mean(x, axis=0, dtype=x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+
+
+class _Linen(_Network):
+    """A Linen model: collections of variables, and random streams from the key of the step."""
+
+    def __init__(self, model: LinenModel, loss: Loss, microbatches: int, zero: Zero | None) -> None:
+        super().__init__(loss, microbatches, zero)
+        self.model = model
+
+    def init(self, key: jax.Array, batch: Any) -> dict[str, Any]:
+        """New variables; of the batch only shapes and dtypes count."""
+        variables = self._initialized(key, batch, calls=[])
+        # Sown collections grow with each call: the loss may read them, but they are not part of the state.
+        after = jax.eval_shape(lambda: self._call(variables, batch, key)[1])
+        sown = {
+            name
+            for name, tree in after.items()
+            if jax.tree.structure(tree) != jax.tree.structure(variables[name])
+        }
+        return {name: tree for name, tree in variables.items() if name not in sown}
+
+    def placed(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """The variables as ZeRO shards them."""
+        return variables if self.zero is None else self.zero.place(variables)
+
+    def trained(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """The part of the variables that the optimizer gets."""
+        return variables
+
+    def gradients(self, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+        """The loss, its gradients, and the variables after the forward pass."""
+        keys = jax.random.split(key, self.microbatches * (1 if self.zero is None else self.zero.devices))
+
+        def loss_fn(variables: Any, batch: Any, keys: jax.Array) -> Any:
+            return self._call(variables, batch, keys[0])
+
+        (loss, others), grads = self._value_and_grad(loss_fn, has_aux=True)(variables, batch, keys)
+        # Of the parts of a batch: the mean over the devices, and the last of the microbatches.
+        others = others if self.zero is None else jax.tree.map(_mean, others)
+        others = others if self.microbatches == 1 else jax.tree.map(lambda x: x[-1], others)
+        return loss, grads, {**variables, **others}
+
+    def updated(self, variables: Any, updates: Any) -> Any:
+        """The variables after an optimizer step."""
+        return apply_updates(variables, updates)
+
+    def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
+        """The loss of a batch by another loss function; the variables stay as they are."""
+        return loss(functools.partial(self.model.apply, variables), batch)
+
+    def collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The trained parameters and the scaling state."""
+        return {PARAMS: variables[PARAMS], SCALING: variables.get(SCALING, {})}
+
+    def report(self, batch: Any) -> str:
+        """Which layers run in FP8, and why the others do not.
+
+        Raises:
+            ValueError: the loss does not call the model.
+        """
+        calls: list[Any] = []
+        jax.eval_shape(lambda batch: self._initialized(jax.random.key(0), batch, calls), batch)
+        return self._report(self.model, calls, rngs={"dropout": None})
+
+    def _initialized(self, key: jax.Array, batch: Any, calls: list[Any]) -> dict[str, Any]:
+        """New variables; the shapes of the calls of the model are appended to `calls`."""
+        variables: dict[str, Any] = {}
+
+        def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
+            calls.append(_shapes((args, kwargs)))
+            if variables:
+                return self.model.apply(variables, *args, mutable=mutable, rngs={"dropout": key}, **kwargs)
+            streams = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
+            out, new = self.model.init_with_output(streams, *args, **kwargs)
+            variables.update(new)
+            return out if mutable is False else (out, {})
+
+        self.loss(call, batch)
+        return variables
+
+    def _call(self, variables: Mapping[str, Any], batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+        """The loss, and the collections that the model changed."""
+        kept = [name for name in variables if name not in OURS]
+        others: dict[str, Any] = {}
+
+        def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
+            inside = {**variables, **others}
+            asked = [mutable] if isinstance(mutable, str) else list(mutable or ())
+            rngs = {"dropout": key} if rngs is None else rngs
+            out, new = self.model.apply(inside, *args, mutable=[*kept, *asked], rngs=rngs, **kwargs)
+            others.update({name: new[name] for name in kept if name in new})
+            return out if mutable is False else (out, {name: new[name] for name in asked if name in new})
+
+        return self.loss(call, batch), others
+
+
+class _NNX(_Network):
+    """An NNX model: its state, with its own random streams. The methods are those of `_Linen`."""
+
+    def __init__(self, model: nnx.Module, loss: Loss, microbatches: int, zero: Zero | None) -> None:
+        super().__init__(loss, microbatches, zero)
+        self.graph, self.variables = nnx.split(model)
+
+    def init(self, key: jax.Array, batch: Any) -> Any:
+        del key, batch
+        return self.variables
+
+    def placed(self, variables: Any) -> Any:
+        if self.zero is None:
+            return variables
+        graph, params, others = nnx.split(self._module(variables), nnx.Param, ...)
+        return nnx.split(nnx.merge(graph, self.zero.place(params), others))[1]
+
+    def trained(self, variables: Any) -> Any:
+        return nnx.as_pure(nnx.state(self._module(variables), nnx.Param))
+
+    def gradients(self, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+        del key
+        model = self._module(variables)
+        loss, grads = self._value_and_grad(self.loss)(model, batch)
+        return loss, nnx.as_pure(grads), nnx.split(model)[1]
+
+    def updated(self, variables: Any, updates: Any) -> Any:
+        model = self._module(variables)
+        nnx.update(model, apply_updates(nnx.as_pure(nnx.state(model, nnx.Param)), updates))
+        return nnx.split(model)[1]
+
+    def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
+        return loss(self._module(variables), batch)
+
+    def collections(self, variables: Any) -> dict[str, Any]:
+        state = tree_of(nnx.state(self._module(variables), FP8State))
+        return {PARAMS: self.trained(variables), SCALING: state}
+
+    def report(self, batch: Any) -> str:
+        calls: list[Any] = []
+
+        def traced(variables: Any, batch: Any) -> jax.Array:
+            return self.loss(_Recording(self._module(variables), calls), batch)
+
+        jax.eval_shape(traced, self.variables, batch)
+        return self._report(self._module(self.variables), calls)
+
+    def _module(self, variables: Any) -> Any:
+        return nnx.merge(self.graph, variables)
+
+
+class _Recording:
+    """A module that records the shapes of its calls."""
+
+    def __init__(self, module: Any, calls: list[Any]) -> None:
+        self._module, self._calls = module, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append(_shapes((args, kwargs)))
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree
+    )
