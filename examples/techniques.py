@@ -2,20 +2,21 @@
 
     python examples/techniques.py                       # on this machine; minutes
     python examples/techniques.py --target h200         # and the bytes of the programs compiled for an H200
-    python examples/techniques.py --only LoRA adafactor --record examples/records
+    python examples/techniques.py --only LoRA adafactor --png ratios.png --record examples/records
 
 The model is a decoder of plain Flax layers. One option of `TrainConfig` changes at a time. Tokens per second
 are medians of steps that alternate between the two, so a machine that slows down slows both. Bytes are XLA's
-peak memory of the compiled step. The rows are those of Hugging Face's guide for a single GPU.
+peak memory of the compiled step. The rows are those of Hugging Face's guide for a single GPU; `--only` keeps
+those with one of its words.
 """
 
-import argparse
 import functools
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,11 +30,12 @@ from fp8jax.inspect import program, targets
 from fp8jax.train import TrainConfig, Trainer
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
+import clock
 import output
 
-# Row of the guide -> (off, on): options that differ in one technique.
 BASE: dict[str, Any] = {"bf16": True, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
 SMALL = {**BASE, "per_device_train_batch_size": 2}
+# Row of the guide -> (off, on): options that differ in one technique.
 TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batch size: 8, not 2": (SMALL, BASE),
     "gradient accumulation: 2 x 4, not 8": (BASE, {**SMALL, "gradient_accumulation_steps": 4}),
@@ -107,100 +109,77 @@ def loss(model: Any, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-class Measured:
-    """One configuration, ready to step."""
-
-    def __init__(self, trainer: Trainer, tokens: np.ndarray) -> None:
-        self.trainer, self.tokens = trainer, tokens  # tokens: shape=(rows, time + 1), int32, a batch
-
-
-def prepare(settings: dict[str, Any], sizes: Sizes) -> Measured:
-    """The trainer of these options, with a batch of random tokens."""
-    config = TrainConfig(**settings)
+def prepare(config: TrainConfig, sizes: Sizes) -> Trainer:
+    """The trainer of a configuration."""
     dtype = jnp.float32 if config.precision.gemm == "FP32" else jnp.bfloat16
-    if config.fp16:
-        dtype = jnp.float16
-    example = np.zeros((1, sizes.context + 1), np.int32)
-    trainer = Trainer(Decoder(sizes, dtype), loss, config, example)
-    shape = (trainer.rows, sizes.context + 1)
-    return Measured(trainer, np.random.default_rng(0).integers(0, sizes.vocabulary, shape).astype(np.int32))
+    decoder = Decoder(sizes, jnp.float16 if config.fp16 else dtype)
+    return Trainer(decoder, loss, config, np.zeros((1, sizes.context + 1), np.int32))
 
 
-_READY: dict[str, Measured] = {}
+def speeds(trainers: list[Trainer], sizes: Sizes, rounds: int) -> list[float]:
+    """Tokens per second of each, in alternating steps after a warm-up step."""
+    turns = {}
+    for number, trainer in enumerate(trainers):
+        shape = trainer.rows, sizes.context + 1
+        tokens = np.random.default_rng(0).integers(0, sizes.vocabulary, shape).astype(np.int32)
+        turns[str(number)] = clock.once(steps(trainer, tokens))
+    times = clock.take_turns(turns, rounds)
+    seconds = [statistics.median(taken) for taken in times.values()]
+    return [trainer.rows * sizes.context / each for trainer, each in zip(trainers, seconds, strict=True)]
 
 
-def prepared(settings: dict[str, Any], sizes: Sizes) -> Measured:
-    """Like `prepare`, but makes each trainer once."""
-    name = f"{sorted(settings.items())} {sizes}"
-    _READY[name] = _READY.get(name) or prepare(settings, sizes)
-    return _READY[name]
+def steps(trainer: Trainer, tokens: np.ndarray) -> Callable[[], jax.Array]:
+    """A step that goes on from the step before, and returns its loss."""
+    state = trainer.init()
 
+    def step() -> jax.Array:
+        nonlocal state
+        state, seen = trainer.step(state, tokens)
+        return seen.loss
 
-def speeds(pair: tuple[Measured, Measured], rounds: int) -> list[float]:
-    """Tokens per second of both, in alternating steps after a warm-up round."""
-    states = [each.trainer.init() for each in pair]
-    seconds: list[list[float]] = [[], []]
-    for number in range(rounds + 1):
-        for i, each in enumerate(pair):
-            start = time.perf_counter()
-            states[i], seen = each.trainer.step(states[i], each.tokens)
-            jax.block_until_ready(seen.loss)
-            if number:
-                seconds[i].append(time.perf_counter() - start)
-    counts = [each.tokens[:, 1:].size for each in pair]
-    return [count / statistics.median(taken) for count, taken in zip(counts, seconds, strict=True)]
+    return step
 
 
 @functools.cache
-def megabytes(each: Measured, target: str | None = None) -> float:
+def megabytes(trainer: Trainer, target: str = "") -> float:
     """The peak memory of the compiled step."""
-    if target is None:
-        return each.trainer.program.total / 1e6
-    return program.read(each.trainer.compile(target=target)).total / 1e6
+    return (program.read(trainer.compile(target=target)) if target else trainer.program).total / 1e6
 
 
-def row(name: str, sizes: Sizes, rounds: int, target: str | None) -> dict[str, Any]:
+def row(name: str, trainers: list[Trainer], sizes: Sizes, rounds: int, target: str) -> dict[str, Any]:
     """The row of a technique, off and on."""
-    off, on = TECHNIQUES[name]
-    pair = prepared(off, sizes), prepared(on, sizes)
-    before, after = speeds(pair, rounds)
-    here = [megabytes(each) for each in pair]
+    before, after = speeds(trainers, sizes, rounds)
     found = {
         "technique": name,
         "tokens/s off": round(before),
         "tokens/s on": round(after),
         "on / off": after / before,
-        "MB off": here[0],
-        "MB on": here[1],
-        "on / off ": here[1] / here[0],
     }
+    off, on = map(megabytes, trainers)
+    found |= {"MB off": off, "MB on": on, "on / off ": on / off}
     if target:
-        there = [megabytes(each, target) for each in pair]
-        found |= {
-            f"{target} MB off": there[0],
-            f"{target} MB on": there[1],
-            "on / off  ": there[1] / there[0],
-        }
+        off, on = (megabytes(trainer, target) for trainer in trainers)
+        found |= {f"{target} MB off": off, f"{target} MB on": on, "on / off  ": on / off}
     return found
 
 
-def starts(sizes: Sizes) -> list[dict[str, Any]]:
+def starts(sizes: Sizes) -> output.Rows:
     """Seconds to trace and compile the step at a first start, and at a second one with a compile cache."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in ("first start", "second start"):
             jax.clear_caches()
             compilation_cache.reset_cache()
-            each = prepare({**BASE, "compile_cache": folder}, sizes)
+            trainer = prepare(TrainConfig(**BASE, compile_cache=folder), sizes)
             start = time.perf_counter()
-            each.trainer.init()
-            _ = each.trainer.program
+            trainer.init()
+            _ = trainer.program
             rows.append({"compile cache": name, "seconds": time.perf_counter() - start})
     jax.config.update("jax_compilation_cache_dir", None)
     return rows
 
 
-def picture(rows: list[dict[str, Any]], path: str) -> None:
+def picture(rows: output.Rows, path: str) -> None:
     """Draws both ratios of each technique as bars."""
     import matplotlib.pyplot as plt
 
@@ -216,26 +195,25 @@ def picture(rows: list[dict[str, Any]], path: str) -> None:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = output.parse(
+        __doc__,
+        tiny={"rounds": 1},
+        choices={"target": targets.TARGETS},
+        only=[""],  # which is in each name
+        rounds=5,
+        target="",
+        png="",
     )
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="only techniques with one of these words")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each that are timed")
-    parser.add_argument(
-        "--target", choices=list(targets.TARGETS), help="a GPU that is not here: bytes there too"
-    )
-    parser.add_argument("--png", metavar="FILE", help="draw the ratios")
-    output.add_options(parser)
-    args = parser.parse_args()
     if args.target and (reason := targets.why_not()):
         sys.exit(reason)
-    sizes, rounds = (TINY, 1) if args.tiny else (Sizes(), args.rounds)
-    names = [name for name in TECHNIQUES if not args.only or any(word in name for word in args.only)]
+    sizes = TINY if args.tiny else Sizes()
+    names = [name for name in TECHNIQUES if any(word in name for word in args.only)]
     if not names:
         sys.exit(f"--only {' '.join(args.only)} is in none of: {', '.join(TECHNIQUES)}")
-    rows = []
+    prepared, rows = functools.cache(prepare), []
     for name in names:
-        rows.append(row(name, sizes, rounds, args.target))
+        trainers = [prepared(TrainConfig(**settings), sizes) for settings in TECHNIQUES[name]]
+        rows.append(row(name, trainers, sizes, args.rounds, args.target))
         print(f"{len(rows)} of {len(names)}: {name}", file=sys.stderr, flush=True)
     if args.png:
         picture(rows, args.png)

@@ -4,12 +4,11 @@
     python examples/bench/batch.py --budget 4 --recipes bf16 O2     # of 4 GB of this machine's memory
     python examples/bench/batch.py --tiny
 
-Programs of the training step are compiled until one fits and the one of a row more does not; none is run.
-The decoder is that of examples/techniques.py: plain Flax layers, by default 12 scanned ones of 768, 12 heads,
-32768 words and rows of 512 tokens.
+Training steps are compiled, and do not run, until one fits and the step with one more row does not. The
+decoder is that of examples/techniques.py: plain Flax layers, by default 12 scanned layers of 768, 12 heads,
+32768 words and rows of 512 tokens. The default budget is the memory that XLA may take.
 """
 
-import argparse
 import pathlib
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import output
 
 from fp8jax.inspect import targets
+from fp8jax.train import TrainConfig
 from fp8jax.train.step.batch_size import budget_of_device
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -25,10 +25,14 @@ import techniques
 
 
 def row(recipe: str, budget: float, target: str, sizes: techniques.Sizes) -> dict[str, Any]:
-    """What was found, and how many programs it took."""
-    settings = {"per_device_train_batch_size": "auto", "memory_budget": budget, "target": target}
+    """The batch found, and the number of programs compiled for it."""
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": "auto",
+        "memory_budget": budget,
+        "target": target,
+    }
     start = time.perf_counter()
-    found = techniques.prepare({**settings, "recipe": recipe}, sizes).trainer.found
+    found = techniques.prepare(TrainConfig(recipe=recipe, **settings), sizes).found
     assert found is not None  # since the batch size is "auto"
     return {
         "recipe": recipe,
@@ -43,25 +47,21 @@ def row(recipe: str, budget: float, target: str, sizes: techniques.Sizes) -> dic
 
 def main() -> None:
     """Searches and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    sizes = {"layers": 12, "width": 768, "heads": 12, "context": 512, "vocabulary": 32768}
+    args = output.parse(
+        __doc__,
+        tiny={**techniques.TINY._asdict(), "budget": 0.002},
+        choices={"target": targets.TARGETS},
+        recipes=["bf16", "O2"],
+        target="",
+        budget=0.0,
+        **sizes,
     )
-    parser.add_argument("--recipes", nargs="+", default=["bf16", "O2"])
-    parser.add_argument("--target", choices=list(targets.TARGETS), help="a GPU that is not here")
-    parser.add_argument("--budget", type=float, default=0.0, help="GB; by default what XLA may take")
-    for name, default in {"layers": 12, "width": 768, "heads": 12, "context": 512}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    output.add_options(parser)
-    args = parser.parse_args()
     if args.target and (reason := targets.why_not()):
         sys.exit(reason)
-    sizes = techniques.Sizes(args.layers, args.width, args.heads, args.context, args.vocabulary)
-    budget = args.budget
-    if args.tiny:
-        sizes, budget = techniques.TINY, 0.002
-    budget = budget or budget_of_device(args.target or "") / 1e9
-    rows = [row(recipe, budget, args.target or "", sizes) for recipe in args.recipes]
+    sizes = techniques.Sizes(*(getattr(args, name) for name in sizes))
+    budget = args.budget or budget_of_device(args.target) / 1e9
+    rows = [row(recipe, budget, args.target, sizes) for recipe in args.recipes]
     device = args.target or output.cpu_name()
     title = f"{device}, {sizes.layers} layers of {sizes.width}, rows of {sizes.context} tokens"
     output.finish("batch", device, {title: rows}, args)

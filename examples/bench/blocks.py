@@ -4,12 +4,12 @@
     python examples/bench/blocks.py --target cpu
     python examples/bench/blocks.py --json
 
-A training step of a GPT (8 scanned layers of 512, 4 sequences of 512 tokens, bfloat16) that has no
-rematerialization of its own, under each `gradient_checkpointing` of `fp8jax.transform`. Temporaries are what
-the program needs besides its arguments and results.
+A training step of a GPT (8 scanned layers of 512, 4 sequences of 512 tokens, bfloat16) without
+rematerialization of its own, under each `gradient_checkpointing` of `fp8jax.transform`. Temporaries are the
+program's bytes besides arguments and results.
 """
 
-import argparse
+import sys
 from typing import Any
 
 import jax
@@ -23,26 +23,18 @@ SIZES = {"layers": 8, "heads": 8, "width": 512, "context": 512, "vocabulary": 81
 TINY = {"layers": 2, "heads": 2, "width": 32, "context": 32, "vocabulary": 65, "batch": 2}
 
 
-def compiled(step: Any, args: tuple[Any, ...], target: str | None, **donated: Any) -> program.Program:
-    """The program of a function."""
-    if target is None:
-        return program.read(jax.jit(step, **donated).lower(*args).compile())
-    return program.read(targets.compile_for(step, *args, target=target, **donated))
-
-
-def of_blocks(recipe: str, sizes: dict[str, Any], target: str | None) -> list[dict[str, Any]]:
+def rows(recipe: str, sizes: dict[str, Any], target: str | None) -> output.Rows:
     """One row per setting."""
-    of, rows = subject.subject("gpt", remat=False, **sizes), []
-    for keep in ("none", "dots", "fp8", "full"):
-        if keep == "fp8" and recipe == "bf16":
-            continue  # it has no FP8 operands
+    of, found = subject.subject("gpt", remat=False, **sizes), []
+    for keep in ("none", "dots", "full") if recipe == "bf16" else ("none", "dots", "fp8", "full"):
         model = fp8jax.transform(of.model, recipe, gradient_checkpointing=keep)
-        found = compiled(*step_of(of, model, recipe), target, donate_argnums=(0, 1))
-        row = {"recipe": recipe, "gradient_checkpointing": keep, "temporaries MB": found.temporaries / 1e6}
-        rows.append(row)
-        row["/ none"] = row["temporaries MB"] / rows[0]["temporaries MB"]
-        row["GEMMs"] = found.count()
-    return rows
+        step, args = step_of(of, model, recipe)
+        read = program.read(targets.compile_for(step, *args, target=target, donate_argnums=(0, 1)))
+        row = {"recipe": recipe, "gradient_checkpointing": keep, "temporaries MB": read.temporaries / 1e6}
+        found.append(row)
+        row["/ none"] = row["temporaries MB"] / found[0]["temporaries MB"]
+        row["GEMMs"] = read.count()
+    return found
 
 
 def step_of(of: subject.Subject, model: Any, recipe: str) -> tuple[Any, tuple[Any, ...]]:
@@ -63,21 +55,16 @@ def step_of(of: subject.Subject, model: Any, recipe: str) -> tuple[Any, tuple[An
 
 
 def main() -> None:
-    """Compiles, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target", default="h200", choices=[*targets.TARGETS, "cpu"])
-    parser.add_argument("--recipes", nargs="+", default=["te", "bf16"], metavar="RECIPE")
-    output.add_options(parser)
-    args = parser.parse_args()
+    """Compiles and prints."""
+    choices = {"target": [*targets.TARGETS, "cpu"]}
+    args = output.parse(__doc__, choices=choices, target="h200", recipes=["te", "bf16"])
     target = None if args.target == "cpu" else args.target
     if target is not None and (reason := targets.why_not()):
-        parser.error(reason)
+        sys.exit(reason)
     sizes = TINY if args.tiny else SIZES
-    rows = [row for recipe in args.recipes for row in of_blocks(recipe, sizes, target)]
-    sections = {"training step of a GPT": rows}
-    output.finish("blocks", output.cpu_name() if target is None else args.target, sections, args)
+    found = [row for recipe in args.recipes for row in rows(recipe, sizes, target)]
+    device = output.cpu_name() if target is None else target
+    output.finish("blocks", device, {"training step of a GPT": found}, args)
 
 
 if __name__ == "__main__":

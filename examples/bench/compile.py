@@ -1,16 +1,14 @@
-"""Seconds to trace and compile a training step on this machine, for each way of multiplying.
+"""Seconds to trace and compile a training step on this machine, for each way of computing dense layers.
 
     python examples/bench/compile.py
     python examples/bench/compile.py --rounds 5 --ways bf16 "fp8jax te"
     python examples/bench/compile.py --json
 
-Two programs of a transformer with 6 blocks that are not scanned, width 128: loss and gradients, and with
-the optimizer's step (Adam; fp8jax's own for fp8jax). Every sample is a process of its own, since what one
-compiled makes the next one faster; the ways take turns; figures are medians, and "/ bf16" compares within
-this one run.
+Two programs of a transformer with 6 blocks that are not scanned, width 128: loss and gradients, and with the
+optimizer's step (Adam; fp8jax's for fp8jax). Each sample is a process of its own, since one compilation makes
+the next one faster. The ways take turns; figures are medians, and "/ bf16" compares within this run.
 """
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import statistics
@@ -21,25 +19,23 @@ import output
 import ways
 
 PROGRAMS = ("loss and gradients", "whole step")
-DEFAULT = ("float32", "bf16", "flax Fp8DotGeneral", "fp8jax te", "fp8jax O2")
+DEFAULT = ["float32", "bf16", "flax Fp8DotGeneral", "fp8jax te", "fp8jax O2"]
 
 
-def sample(way_name: str, program: str, layers: int) -> list[float]:
+def sample(name: str, program: str, layers: int) -> list[float]:
     """Seconds to trace, to lower and to compile."""
     import jax
     import jax.numpy as jnp
     import optax
-    from step import Sizes, Transformer
+    from layer import stack
 
     import fp8jax
 
-    way = ways.WAYS[way_name]
-    sizes = Sizes(layers=layers, width=128, heads=4, batch=4, context=64)
-    model, gradients = ways.loss_and_gradient(way, Transformer(way.dense, way.dtype, sizes))
-    x = jax.ShapeDtypeStruct((sizes.batch, sizes.context, sizes.width), way.dtype)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    is_ours = way_name.startswith("fp8jax")
-    tx = fp8jax.optim.adamw(1e-3, way_name.split()[1]) if is_ours else optax.adamw(1e-3)
+    way = ways.WAYS[name]
+    model, gradients = ways.loss_and_gradient(way, stack(way, layers, heads=4))
+    variables, x = ways.shapes(way, model, (4, 64, 128))
+    is_ours = name.startswith("fp8jax")
+    tx = fp8jax.optim.adamw(1e-3, name.split()[1]) if is_ours else optax.adamw(1e-3)
 
     def whole(variables: Any, opt_state: Any, x: jax.Array) -> Any:
         loss, grads = gradients(variables, x)
@@ -50,7 +46,7 @@ def sample(way_name: str, program: str, layers: int) -> list[float]:
     step, args = gradients, (variables, x)
     if program == "whole step":
         step, args = whole, (variables, jax.eval_shape(tx.init, variables), x)
-    jax.jit(jnp.sin).lower(1.0).compile()  # what the first compilation of a process costs is nobody's
+    jax.jit(jnp.sin).lower(1.0).compile()  # the first compilation of a process does not count
     times = [time.perf_counter()]
     traced = jax.jit(step).trace(*args)
     times.append(time.perf_counter())
@@ -61,7 +57,7 @@ def sample(way_name: str, program: str, layers: int) -> list[float]:
     return [end - begin for begin, end in zip(times, times[1:], strict=False)]
 
 
-def rows(names: list[str], program: str, rounds: int, layers: int) -> list[dict[str, Any]]:
+def rows(names: list[str], program: str, rounds: int, layers: int) -> output.Rows:
     """One row per way."""
     samples: dict[str, list[list[float]]] = {name: [] for name in names}
     fresh = multiprocessing.get_context("spawn")
@@ -69,32 +65,22 @@ def rows(names: list[str], program: str, rounds: int, layers: int) -> list[dict[
         for name in names:
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as process:
                 samples[name].append(process.submit(sample, name, program, layers).result())
-    medians = {name: [statistics.median(part) for part in zip(*samples[name], strict=True)] for name in names}
     totals = {name: statistics.median(map(sum, samples[name])) for name in names}
-    return [
-        {
-            "way": name,
-            **dict(zip(("trace s", "lower s", "compile s"), medians[name], strict=True)),
-            "total s": totals[name],
-            **{f"/ {plain}": totals[name] / totals[plain] for plain in ("float32", "bf16") if plain in names},
-        }
-        for name in names
-    ]
+    found = []
+    for name in names:
+        medians = map(statistics.median, zip(*samples[name], strict=True))
+        row = {"way": name, **dict(zip(("trace s", "lower s", "compile s"), medians, strict=True))}
+        references = [plain for plain in ("float32", "bf16") if plain in names]
+        ratios = {f"/ {plain}": totals[name] / totals[plain] for plain in references}
+        found.append({**row, "total s": totals[name], **ratios})
+    return found
 
 
 def main() -> None:
     """Measures both programs, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="samples of each way")
-    parser.add_argument("--ways", nargs="+", default=list(DEFAULT), choices=list(ways.WAYS), metavar="WAY")
-    output.add_options(parser)
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    rounds, layers = (1, 1) if args.tiny else (args.rounds, 6)
-    sections = {program: rows(args.ways, program, rounds, layers) for program in PROGRAMS}
+    args = output.parse(__doc__, tiny={"rounds": 1}, choices={"ways": ways.WAYS}, rounds=3, ways=DEFAULT)
+    layers = 1 if args.tiny else 6
+    sections = {program: rows(args.ways, program, args.rounds, layers) for program in PROGRAMS}
     output.finish("compile", output.cpu_name(), sections, args)
 
 

@@ -1,32 +1,34 @@
-"""The transformer layer that the benchmarks measure, as TransformerEngine's published figures have it.
+"""The transformer layer that the benchmarks measure, with the sizes of TransformerEngine's published figures.
 
-    layer = Layer(dense=nn.Dense, dtype=jnp.bfloat16)        # (sequences, time, 4096) -> the same
+    model = stack(ways.WAYS["bf16"], count=1)        # (sequences, time, 4096) -> the same
 
-A layer norm before each half, causal attention between one product for queries, keys and values and one back,
-a gelu MLP. Its four dense layers come from outside (see ways.py); attention's own products stay in its dtype.
+A layer norm before each half, causal attention, a gelu MLP four times as wide. A way (see ways.py) computes
+the four dense layers; attention's GEMMs stay in the model's dtype.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
+import ways
 
 # hidden 4096, ffn 16384, 15872 tokens
 WIDTH, HEADS, SEQUENCES, TIME = 4096, 32, 31, 512
 
 
 class Layer(nn.Module):
-    """A decoder's layer; the MLP is four times as wide."""
+    """A decoder layer."""
 
     dense: Callable[..., nn.Module]
     dtype: Any
     heads: int = HEADS
-    attention: Any = "xla"  # an implementation of `jax.nn.dot_product_attention`
+    attention: Any = "xla"  # implementation of `jax.nn.dot_product_attention`
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(sequences, time, width) -> the same."""
+        """Maps x, shape=(sequences, time, width), to the same shape."""
         sequences, time, width = x.shape
         y = nn.LayerNorm(dtype=self.dtype, name="norm_1")(x)
         qkv = self.dense(3 * width, name="qkv")(y)
@@ -48,7 +50,12 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(sequences, time, width) -> the same."""
+        """Maps x, shape=(sequences, time, width), to the same shape."""
         for index in range(self.count):
             x = self.layer(name=f"layer_{index}")(x)
         return x
+
+
+def stack(way: ways.Way, count: int = 1, heads: int = HEADS, attention: str = "xla") -> Layers:
+    """Layers computed in a way."""
+    return Layers(functools.partial(Layer, way.dense, way.dtype, heads, attention), count)

@@ -1,4 +1,4 @@
-"""Tokens per second that a Loader reads, and what a step waits for its batch.
+"""Tokens per second that a Loader reads, and how long a step waits for its batch.
 
     python examples/bench/loader.py
     python examples/bench/loader.py --tokens 1000000000 --workers 0 2 4
@@ -6,16 +6,15 @@
 
 A file of random uint16 ids, windows of 1025, batches of 32.
 
-"alone": million tokens per second of a Loader with nothing behind it, by workers, of windows as they are and
-with a transform in pure Python of about 1 ms, as much as a slow tokenizer. "waiting": a step of matrix
-products, some 0.1 s of all cores, waits for its batch of slow examples: read when it is asked for, ahead by a
-thread, or by a worker; and copied to the device when the step asks, or ahead. "step" is all but that.
+"alone": million tokens per second of a Loader that feeds no step, by workers, of plain windows and with a
+transform of about 1 ms of Python, as long as a slow tokenizer. "waiting": a step of GEMMs, about 0.1 s of all
+cores, waits for its batch of slow examples: read on request, ahead by a thread, or by a worker; and copied to
+the device on request, or ahead. "step" is the step's remaining time.
 
 The ways take turns, and each reads as many batches as it keeps ready before the clock starts; figures are
-medians over the rounds. What it takes to start workers is not counted.
+medians over the rounds. The start of workers does not count.
 """
 
-import argparse
 import contextlib
 import pathlib
 import statistics
@@ -37,7 +36,7 @@ READ = {"when asked": {"prefetch": 0}, "by a thread": {}, "by a worker": {"worke
 
 
 def slow(window: np.ndarray) -> np.ndarray:
-    """The window as it was, after 10 passes over its pairs, as byte-pair encoding makes them."""
+    """The same window, after 10 passes over its pairs, as in byte-pair encoding."""
     ids, pairs = window.tolist(), {}
     for _ in range(10):
         pairs = {pair: rank for rank, pair in enumerate(zip(ids, ids[1:], strict=False))}
@@ -45,14 +44,14 @@ def slow(window: np.ndarray) -> np.ndarray:
 
 
 def write_corpus(path: pathlib.Path, count: int) -> None:
-    """`count` random ids, a part at a time."""
+    """Writes `count` random ids in parts."""
     random, part = np.random.default_rng(0), 1 << 20
     sizes = [part] * (count // part) + [count % part]
     write_tokens(path, (random.integers(VOCABULARY, size=size) for size in sizes))
 
 
 def per_second(loader: Iterator[Any], ready: int, batches: int) -> float:
-    """Million tokens."""
+    """Million tokens per second."""
     for _ in range(ready):
         next(loader)
     begun = time.perf_counter()
@@ -74,7 +73,7 @@ def alone(source: TokenFile, workers: list[int], rounds: int, batches: int) -> l
         }
         for _ in range(rounds):
             for (count, title), loader in loaders.items():
-                # What takes microseconds is read for longer.
+                # Fast ways read more batches.
                 most = batches if titles[title] else 10 * batches
                 rates[count, title].append(per_second(loader, 2 * count + 4, most))
     return [
@@ -84,7 +83,7 @@ def alone(source: TokenFile, workers: list[int], rounds: int, batches: int) -> l
 
 
 def make_step(size: int, products: int) -> Any:
-    """batch -> a number, after so many matrix products."""
+    """A step of so many GEMMs."""
     weights = jnp.full((size, size), 1 / size)
 
     @jax.jit
@@ -96,7 +95,7 @@ def make_step(size: int, products: int) -> Any:
 
 
 def waits(batches: Iterator[Any], step: Any, count: int) -> tuple[float, float]:
-    """Milliseconds that a step waits and that it takes, medians over `count` steps."""
+    """Milliseconds that a step waits and computes, medians over `count` steps."""
     waited, worked = [], []
     for _ in range(count + 4):
         begun = time.perf_counter()
@@ -131,22 +130,16 @@ def waiting(source: TokenFile, rounds: int, count: int, size: int) -> list[dict[
 
 def main() -> None:
     """Measures both, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="in the file")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="numbers of workers")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each way")
-    output.add_options(parser)
-    args = parser.parse_args()
-    rounds, batches, size = (1, 2, 64) if args.tiny else (args.rounds, 10, 1200)
+    tiny = {"tokens": 100_000, "workers": [0], "rounds": 1}
+    args = output.parse(__doc__, tiny=tiny, tokens=100_000_000, workers=[0, 1, 2], rounds=5)
+    batches, size = (2, 64) if args.tiny else (10, 1200)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "corpus.npy"
-        write_corpus(path, min(args.tokens, 100_000) if args.tiny else args.tokens)
+        write_corpus(path, args.tokens)
         source = TokenFile(path, CONTEXT, vocabulary=VOCABULARY)
         sections = {
-            "alone": alone(source, [0] if args.tiny else args.workers, rounds, batches),
-            "waiting": waiting(source, rounds, batches, size),
+            "alone": alone(source, args.workers, args.rounds, batches),
+            "waiting": waiting(source, args.rounds, batches, size),
         }
     output.finish("loader", output.cpu_name(), sections, args, PACKAGES)
 

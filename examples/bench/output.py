@@ -1,35 +1,78 @@
-"""What a benchmark prints and keeps: one table for people, the same rows as JSON for programs."""
+"""A benchmark's command line, its tables for people, and its records for programs."""
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+Rows = list[dict[str, Any]]
 
 PACKAGES = ("jax", "jaxlib", "flax", "qwix", "ml_dtypes")
 
 
+def parse(
+    doc: str | None,
+    *,
+    tiny: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Iterable[str]] | None = None,
+    **defaults: Any,
+) -> argparse.Namespace:
+    """The command line: an option for each default, --json, --record and --tiny.
+
+    Args:
+        doc: the program's docstring, shown by --help.
+        tiny: values that --tiny sets.
+        choices: legal values, by option.
+        defaults: by option, with its type; a list takes several values.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        legal = list(choices[name]) if choices and name in choices else None
+        kind = type(default[0] if isinstance(default, list) else default)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=default,
+            nargs="+" if isinstance(default, list) else None,
+            choices=legal,
+            metavar=name.upper(),
+            help=f"{'one of ' + ', '.join(legal) + '; ' if legal else ''}by default {default}",
+        )
+    add_options(parser)
+    args = parser.parse_args()
+    if getattr(args, "rounds", 1) < 1:
+        parser.error("--rounds must be at least 1")
+    for name, value in (tiny or {}).items() if args.tiny else ():
+        setattr(args, name, value)
+    return args
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """--json, --record and --tiny, which every benchmark has."""
+    """--json, --record and --tiny."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--record", metavar="DIR", help="also keep the result in DIR/DATE_DEVICE_NAME/")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows, aligned, under their keys; the first column to the left, numbers to the right."""
-    titles = list(rows[0])
-    cells = [titles, *([_cell(row[title]) for title in titles] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(titles))]
-    lines = []
-    for line in cells:
-        first, *others = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        lines.append("  ".join([first, *(cell.strip().rjust(len(cell)) for cell in others)]).rstrip())
-    return "\n".join(lines)
+def table(rows: Rows) -> str:
+    """The rows under their keys, columns after the first aligned to the right."""
+    cells = [list(rows[0]), *([_cell(row[title]) for title in rows[0]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
 
 
 def _cell(value: Any) -> str:
@@ -38,8 +81,8 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table of a page."""
+def markdown(rows: Rows) -> str:
+    """The rows as a table in Markdown."""
     titles = list(rows[0])
     lines = [titles, ["---"] * len(titles), *([_cell(row.get(title)) for title in titles] for row in rows)]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -48,11 +91,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def finish(
     name: str,
     device: str,
-    sections: dict[str, list[dict[str, Any]]],
+    sections: dict[str, Rows],
     args: argparse.Namespace,
     packages: tuple[str, ...] = PACKAGES,
 ) -> None:
-    """Prints the sections (title -> rows), and records them, with the packages' versions, if asked to."""
+    """Prints the sections, rows by title, and with --record keeps them with the packages' versions."""
     if args.json:
         print(json.dumps(sections, indent=2))
     else:
@@ -66,14 +109,15 @@ def finish(
 
 
 def environment(device: str, packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """What a record says of where it was made: date, device, command, commit, versions."""
-    here = pathlib.Path(sys.argv[0]).resolve()
-    program = f"examples/{'' if here.parent.name == 'examples' else 'bench/'}{here.name}"
+    """Date, device, command, commit and versions of a run."""
+    program = pathlib.Path(sys.argv[0]).resolve()
+    folder = "examples/" if program.parent.name == "examples" else "examples/bench/"
+    git = ["git", "-C", os.path.dirname(__file__) or ".", "describe", "--always", "--dirty", "--abbrev=12"]
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,
-        "command": " ".join(["python", program, *sys.argv[1:]]),
-        "commit": _commit(),
+        "command": " ".join(["python", f"{folder}{program.name}", *sys.argv[1:]]),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
         "python": platform.python_version(),
         **{package: _version(package) for package in packages},
     }
@@ -87,15 +131,21 @@ def _version(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """This machine's processor in a few letters: "cpu2" for two cores of any kind."""
-    import os
-
+    """This machine's CPU by its cores: "cpu2"."""
     return f"cpu{os.cpu_count()}"
 
 
-def _commit() -> str:
-    """The commit that ran, "-dirty" if the tree has changes, "" outside a repository."""
-    here = pathlib.Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    run = subprocess.run(git, capture_output=True, text=True)
-    return run.stdout.strip() if run.returncode == 0 else ""
+def use_cpu_devices(count: int) -> None:
+    """Splits the CPU into so many devices, or exits if the process has fewer already."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):  # JAX has initialized its devices
+        jax.config.update("jax_num_cpu_devices", count)
+    if count > jax.device_count():
+        sys.exit(f"--devices {count}: this process has {jax.device_count()} devices")
+
+
+def gemms(read: Any) -> dict[str, int]:
+    """FP8 GEMMs of a `fp8jax.inspect.program.Program`, and the others."""
+    fp8 = read.count("cublaslt_f8")
+    return {"FP8 GEMMs": fp8, "other GEMMs": read.count() - fp8}

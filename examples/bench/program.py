@@ -1,32 +1,29 @@
-"""What a GPU would run: training steps compiled for one that is not here, and what is in the programs.
+"""Training steps compiled for a GPU that is not here: their GEMMs, kernels, memory and traffic.
 
     python examples/bench/program.py --target h200
     python examples/bench/program.py --target b200 --json
     python examples/bench/program.py --target h200 --record examples/records
 
-Loss and all gradients (of layers and MLP blocks their input's too), of:
+Loss and all gradients, for layers and MLP blocks also of the input, of:
 
-- a transformer layer (layer.py: hidden 4096, ffn 16384, 15872 tokens) in each of the ways of ways.py: GEMMs;
-  gigabytes that GEMMs and all other kernels read and write ("less attention": without those between its
-  products, which are the same in all ways; here they are plain, since cuDNN's cannot be compiled without it);
-  how often the tensor is cast to FP8, and transposed, for which that is most often; and what all this takes
-  at the peaks of the device's memory and tensor cores, an estimate;
-- MLP blocks (LayerNorm, Dense 4096 -> 16384, gelu, Dense -> 4096, residual) on 8192 tokens in bf16, their
-  dense layers multiplied in each of the ways of ways.py. "total" counts arguments and outputs too: XLA uses
-  the outputs' buffers while it computes, so a way whose gradients are small needs more temporaries;
-- a GPT of 12 layers: its temporaries, as it is and under rematerialization that keeps the products, or the
-  FP8 operands (`fp8jax.dot.save_fp8_operands`);
-- the GPT of train_gpt.py, to see that each layer that `model.report` lists in FP8 has its three FP8 GEMMs.
+- a transformer layer (layer.py: hidden 4096, ffn 16384, 15872 tokens) in each way of ways.py: GEMMs;
+  gigabytes that GEMMs and all other kernels read and write ("less attention": without the kernels of
+  attention, which are the same in all ways, and plain here, since cuDNN's cannot be compiled without cuDNN);
+  casts to FP8 and transposes of the tensor that has most of them; and a roofline estimate of the time;
+- MLP blocks (LayerNorm, Dense 4096 -> 16384, gelu, Dense -> 4096, residual) on 8192 tokens in bf16, in each
+  way. "total" counts arguments and outputs, too: XLA computes in the outputs' buffers, so a way with small
+  gradients needs more temporaries;
+- a GPT of 12 layers: temporaries without rematerialization, and with one that keeps the outputs of GEMMs or
+  the FP8 operands (`fp8jax.dot.save_fp8_operands`);
+- the GPT of train_gpt.py: the FP8 GEMMs of each layer that `model.report` lists in FP8.
 
 Needs `pip install "fp8jax[target]"`, no GPU, and no XLA_FLAGS.
 """
 
-import argparse
 import dataclasses
-import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -34,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import output
 import ways
-from layer import SEQUENCES, TIME, WIDTH, Layer, Layers
+from layer import SEQUENCES, TIME, WIDTH, stack
 
 import fp8jax
 from fp8jax.inspect import gemms, program, targets
@@ -61,51 +58,47 @@ class Blocks(nn.Module):
         return x
 
 
+def compile_way(way: ways.Way, model: nn.Module, shape: tuple[int, ...], target: str) -> jax.stages.Compiled:
+    """Loss and gradients of a model computed in a way, compiled for the target."""
+    made, step = ways.loss_and_gradient(way, model, input_too=True)
+    return targets.compile_for(step, *ways.shapes(way, made, shape), target=target)
+
+
 def compile_blocks(way: ways.Way, count: int, tokens: int, width: int, target: str) -> program.Program:
-    """Loss and gradients of the blocks, compiled for the target."""
-    model, step = ways.loss_and_gradient(way, Blocks(way.dense, way.dtype, count), input_too=True)
-    x = jax.ShapeDtypeStruct((tokens, width), way.dtype)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    return program.read(targets.compile_for(step, variables, x, target=target))
+    """The program of the MLP blocks."""
+    return program.read(compile_way(way, Blocks(way.dense, way.dtype, count), (tokens, width), target))
 
 
-def blocks_rows(
-    names: Iterable[str], count: int, tokens: int, width: int, target: str
-) -> list[dict[str, Any]]:
-    """One row per way: what its program has."""
+def blocks_rows(names: list[str], count: int, tokens: int, width: int, target: str) -> output.Rows:
+    """One row per way."""
     programs = {name: compile_blocks(ways.WAYS[name], count, tokens, width, target) for name in names}
-    return [{"way": name, **describe(read, programs.get("bf16"))} for name, read in programs.items()]
-
-
-def describe(read: program.Program, reference: program.Program | None) -> dict[str, Any]:
-    """A program in one row: GEMMs by kind, kernels, memory, and memory relative to the reference's."""
-    fp8 = [gemm for gemm in read.gemms if gemm.kind == "cublaslt_f8"]
-    return {
-        "FP8 GEMMs": len(fp8),
-        "fast": sum(gemm.fast for gemm in fp8),
-        "precise": sum(not gemm.fast for gemm in fp8),
-        "other GEMMs": len(read.gemms) - len(fp8),
-        "float32 outputs": sum(gemm.out == "f32" for gemm in read.gemms),
-        "kernels": read.kernels,
-        "temporaries GB": read.temporaries / 1e9,
-        "/ bf16": read.temporaries / reference.temporaries if reference else None,
-        "total GB": read.total / 1e9,
-        "/ bf16 ": read.total / reference.total if reference else None,
-    }
-
-
-def layer_rows(names: Iterable[str], shape: tuple[int, int, int], target: str) -> list[dict[str, Any]]:
-    """One row per way: what the program of a transformer layer has and moves."""
-    rows, reference = [], None
-    for name in ["bf16", *(name for name in names if name != "bf16")]:
-        way = ways.WAYS[name]
-        layer = functools.partial(
-            Layer, way.dense, way.dtype, heads=min(32, shape[-1] // 16), attention="xla"
+    bf16, rows = programs.get("bf16"), []
+    for name, read in programs.items():
+        counts, fast = output.gemms(read), [gemm.fast for gemm in read.gemms if gemm.kind == "cublaslt_f8"]
+        rows.append(
+            {
+                "way": name,
+                "FP8 GEMMs": counts["FP8 GEMMs"],
+                "fast": sum(fast),
+                "precise": len(fast) - sum(fast),
+                "other GEMMs": counts["other GEMMs"],
+                "float32 outputs": sum(gemm.out == "f32" for gemm in read.gemms),
+                "kernels": read.kernels,
+                "temporaries GB": read.temporaries / 1e9,
+                "/ bf16": read.temporaries / bf16.temporaries if bf16 else None,
+                "total GB": read.total / 1e9,
+                "/ bf16 ": read.total / bf16.total if bf16 else None,
+            }
         )
-        model, step = ways.loss_and_gradient(way, Layers(layer), input_too=True)
-        x = jax.ShapeDtypeStruct(shape, way.dtype)
-        variables = jax.eval_shape(model.init, jax.random.key(0), x)
-        compiled = targets.compile_for(step, variables, x, target=target)
+    return rows
+
+
+def layer_rows(names: list[str], shape: tuple[int, int, int], target: str) -> output.Rows:
+    """One row per way: the program of a transformer layer, and its traffic."""
+    rows, reference = [], None
+    for name in dict.fromkeys(("bf16", *names)):
+        way = ways.WAYS[name]
+        compiled = compile_way(way, stack(way, heads=min(32, shape[-1] // 16)), shape, target)
         read, traffic = program.read(compiled), program.traffic_of(compiled)
         figures = {
             "other GB": traffic.other / 1e9,
@@ -114,26 +107,15 @@ def layer_rows(names: Iterable[str], shape: tuple[int, int, int], target: str) -
             "estimated ms": 1e3 * traffic.seconds(targets.get(target)),
         }
         reference = reference or figures
-        rows.append(
-            {
-                "way": name,
-                "FP8 GEMMs": read.count("cublaslt_f8"),
-                "other GEMMs": read.count() - read.count("cublaslt_f8"),
-                "GEMM GB": traffic.gemms / 1e9,
-                **{
-                    key: each
-                    for n, (title, figure) in enumerate(figures.items())
-                    for key, each in ((title, figure), ("/ bf16" + " " * n, figure / reference[title]))
-                },
-                "casts": traffic.most_casts,
-                "transposes": traffic.most_transposes,
-            }
-        )
+        row = {"way": name, **output.gemms(read), "GEMM GB": traffic.gemms / 1e9}
+        for number, (title, figure) in enumerate(figures.items()):
+            row |= {title: figure, "/ bf16" + " " * number: figure / reference[title]}
+        rows.append({**row, "casts": traffic.most_casts, "transposes": traffic.most_transposes})
     return rows
 
 
-def remat_rows(recipes: Iterable[str], config: GPTConfig, batch: int, target: str) -> list[dict[str, Any]]:
-    """One row per recipe and kind of rematerialization: temporaries of a GPT, and the casts of a tensor."""
+def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -> output.Rows:
+    """One row per recipe and rematerialization: temporaries of a GPT, and the casts of a tensor."""
     products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
     kept = {"everything": None, "products": products, "FP8 operands": fp8jax.dot.save_fp8_operands}
     rows, reference = [], {}
@@ -171,8 +153,8 @@ def compile_gpt(model: Any, context: int, batch: int, target: str) -> jax.stages
     return targets.compile_for(fp8jax.value_and_grad(loss), variables, tokens, target=target)
 
 
-def gpt_rows(recipe: str, config: GPTConfig, batch: int, target: str) -> list[dict[str, Any]]:
-    """One row per layer of the GPT: the report's word, and the GEMMs that the program has for it."""
+def gpt_rows(recipe: str, config: GPTConfig, batch: int, target: str) -> output.Rows:
+    """One row per layer of the GPT: its reason in the report, and its FP8 GEMMs in the program."""
     tokens = jax.ShapeDtypeStruct((batch, config.context), jnp.int32)
     return [
         {
@@ -186,21 +168,17 @@ def gpt_rows(recipe: str, config: GPTConfig, batch: int, target: str) -> list[di
 
 def main() -> None:
     """Compiles, reads, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = output.parse(
+        __doc__,
+        tiny={"tokens": 64, "width": 32, "blocks": [1]},
+        choices={"target": targets.TARGETS, "ways": ways.WAYS},
+        target="h200",
+        ways=list(ways.WAYS)[1:],
+        blocks=[1, 4],
+        tokens=8192,
+        width=4096,
+        recipe="O2",
     )
-    parser.add_argument("--target", default="h200", choices=list(targets.TARGETS))
-    parser.add_argument(
-        "--ways", nargs="+", default=list(ways.WAYS)[1:], choices=list(ways.WAYS), metavar="WAY"
-    )
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4], help="MLP blocks in a row")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--recipe", default="O2", help="of the GPT")
-    output.add_options(parser)
-    args = parser.parse_args()
-    if args.tiny:
-        args.tokens, args.width, args.blocks = 64, 32, [1]
     if reason := targets.why_not():
         sys.exit(reason)
     shape = (2, 32, 64) if args.tiny else (SEQUENCES, TIME, WIDTH)
@@ -213,7 +191,7 @@ def main() -> None:
     if args.tiny:
         deep = dataclasses.replace(deep, heads=4, width=64, context=32)
     title = f"{args.target}, GPT, 12 layers of {deep.width}, {16 * deep.context} tokens"
-    sections[title] = remat_rows(("te",) if args.tiny else ("te", "O2"), deep, 16, args.target)
+    sections[title] = remat_rows(["te"] if args.tiny else ["te", "O2"], deep, 16, args.target)
     config = GPTConfig(vocabulary=96, dtype="bfloat16", remat=False)
     sections[f"{args.target}, GPT, {args.recipe}"] = gpt_rows(args.recipe, config, 12, args.target)
     output.finish("program", args.target, sections, args)

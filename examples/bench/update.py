@@ -1,21 +1,21 @@
-"""What an optimizer step costs: kernels, memory and traffic on a GPU that is not here, time on this machine.
+"""An optimizer step: kernels, memory and traffic on a GPU that is not here, time on this machine.
 
     python examples/bench/update.py
     python examples/bench/update.py --target b200 --leaves 24 --size 4096
     python examples/bench/update.py --record examples/records
 
-`tx.update` and `apply_updates` in one program, parameters and state donated, for square leaves whose
-gradients come in the recipe's format; `optax.adamw` in float32 is the reference. "temporaries %" is of the
-float32 size of the parameters, "of a leaf" in float32 leaves. "moved" is what all kernels read and write;
-"/ state" is relative to the bytes of parameters, gradients and moments. On this machine the recipes take
-turns, and the leaves are fewer.
+`tx.update` and `apply_updates` in one program, with donated parameters and state, for square leaves (`--size`
+rows and columns) with gradients in the recipe's format. The reference is `optax.adamw` in float32.
+"temporaries %" is relative to the float32 size of the parameters, "of a leaf" to a float32 leaf. "moved" are
+the bytes that all kernels read and write, "/ state" relative to the bytes of parameters, gradients and
+moments. On this machine the recipes take turns, with fewer leaves.
 """
 
-import argparse
 import statistics
-import time
+from collections.abc import Callable
 from typing import Any
 
+import clock
 import jax
 import jax.numpy as jnp
 import optax
@@ -26,7 +26,7 @@ from fp8jax import Recipe, ScaledArray, formats
 from fp8jax.inspect import program, targets
 
 OPTAX = "optax.adamw"
-# The optimizers of float32 weights and gradients; recipes are those of `fp8jax.optim.adamw`.
+# Optimizers of float32 weights and gradients; the recipes are for `fp8jax.optim.adamw`.
 OPTIMIZERS = {
     OPTAX: lambda: optax.adamw(3e-4),
     "adamw_8bit": lambda: fp8jax.optim.adamw_8bit(3e-4, "fp32"),
@@ -86,52 +86,49 @@ def on_target(way: str, leaves: int, size: int, target: str) -> dict[str, Any]:
     return row(way, program.read(compiled), leaves, size, nbytes(shapes))
 
 
-def here(ways: list[str], leaves: int, size: int, rounds: int) -> list[dict[str, Any]]:
+def loop(run: Any, shapes: Any) -> Callable[[], Any]:
+    """A step that goes on from the step before."""
+    # Codes of small numbers, with scale 1: a CPU computes zeros in other ways.
+    params, state, grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+
+    def step() -> Any:
+        nonlocal params, state
+        params, state = run(params, state, grads)
+        return params, state
+
+    return step
+
+
+def here(ways: list[str], leaves: int, size: int, rounds: int) -> output.Rows:
     """Steps on this machine, taking turns."""
-    runs: dict[str, Any] = {}
+    turns, facts = {}, {}
     for way in ways:
         tx, *shapes = arguments(way, leaves, size)
         compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*shapes).compile()
-        # Codes of small numbers, with scale 1: zeros would take other ways through the processor.
-        params, state, grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
-        runs[way] = [compiled, params, state, grads, nbytes(shapes), []]
-    for _ in range(rounds + 1):
-        for way in ways:
-            compiled, params, state, grads, _, times = runs[way]
-            begun = time.perf_counter()
-            params, state = jax.block_until_ready(compiled(params, state, grads))
-            times.append(time.perf_counter() - begun)
-            runs[way][1:3] = params, state
+        turns[way] = clock.once(loop(compiled, shapes))
+        facts[way] = row(way, program.read(compiled), leaves, size, nbytes(shapes))
+    times = clock.take_turns(turns, rounds)
     rows = []
-    for way, (compiled, *_, state_bytes, times) in runs.items():
-        milliseconds = 1e3 * statistics.median(times[1:])
-        read = row(way, program.read(compiled), leaves, size, state_bytes)
-        rows.append(
-            {
-                "way": way,
-                "step ms": milliseconds,
-                "ns / parameter": 1e6 * milliseconds / leaves / size**2,
-                **read,
-            }
-        )
+    for way in ways:
+        seconds = statistics.median(times[way])
+        speed = {"step ms": 1e3 * seconds, "ns / parameter": 1e9 * seconds / leaves / size**2}
+        rows.append({"way": way, **speed, **facts[way]})
     return rows
 
 
 def main() -> None:
     """Compiles, runs, prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = output.parse(
+        __doc__,
+        tiny={"leaves": 3, "size": 64, "leaves_here": 2, "rounds": 2},
+        choices={"target": targets.TARGETS, "ways": WAYS},
+        target="h200",
+        ways=WAYS,
+        leaves=100,
+        size=1871,
+        leaves_here=8,
+        rounds=10,
     )
-    parser.add_argument("--target", default="h200", choices=list(targets.TARGETS))
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, metavar="WAY")
-    parser.add_argument("--leaves", type=int, default=100)
-    parser.add_argument("--size", type=int, default=1871, help="rows and columns of a leaf")
-    parser.add_argument("--leaves-here", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=10)
-    output.add_options(parser)
-    args = parser.parse_args()
-    if args.tiny:
-        args.leaves, args.size, args.leaves_here, args.rounds = 3, 64, 2, 2
     sections = {}
     if targets.why_not() is None:
         title = f"{args.target}, {args.leaves} leaves of {args.size} x {args.size}"

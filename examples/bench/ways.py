@@ -1,11 +1,12 @@
-"""The ways of multiplying that the benchmarks compare: one model, its layers' GEMMs done by each of them.
+"""The ways of computing a model's dense layers that the benchmarks compare.
 
-A benchmark's model takes its `nn.Dense` from outside. A way says which one, what is done to the finished
-model, and how its loss is differentiated. Attention's own products stay in the model's dtype for all.
-`WAYS` run on any machine where `why_not()` is None; `THROUGH_TE` need TransformerEngine, and so a GPU.
+A benchmark's model takes its `nn.Dense` as an argument. A way gives the dense layer, transforms the model,
+and differentiates its loss. Attention's GEMMs stay in the model's dtype. `WAYS` run on any machine where
+`why_not()` is None; `THROUGH_TE` need TransformerEngine, and so a GPU.
 """
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,24 +19,19 @@ from flax.linen import fp8_ops
 import fp8jax
 from fp8jax import backends
 
-
-def _nothing() -> None:
-    return None
+BF16 = functools.partial(nn.Dense, dtype=jnp.bfloat16)
+OURS = ("te", "te,scaling=current", "O2", "O2,scaling=current")
 
 
 class Way(NamedTuple):
-    """One way of multiplying."""
+    """One way of computing the dense layers."""
 
     name: str
-    dtype: Any  # of the model's computations
-    dense: Callable[..., nn.Module]
-    transform: Callable[[nn.Module], Any]  # makes the model that has `init` and `apply`
+    dense: Callable[..., nn.Module] = BF16
+    transform: Callable[[nn.Module], Any] = lambda model: model  # returns a model with `init` and `apply`
     value_and_grad: Callable[..., Callable[..., Any]] = jax.value_and_grad
-    why_not: Callable[[], str | None] = _nothing  # None, or what is missing here
-
-
-def _same(model: nn.Module) -> nn.Module:
-    return model
+    why_not: Callable[[], str | None] = lambda: None  # None, or what is missing here
+    dtype: Any = jnp.bfloat16  # of the model's activations
 
 
 def _missing(package: str) -> str | None:
@@ -57,73 +53,56 @@ def _qwix(model: nn.Module) -> nn.Module:
 
 def _ours(recipe: str) -> Way:
     transform = functools.partial(fp8jax.transform, recipe=recipe)
-    return Way(f"fp8jax {recipe}", jnp.bfloat16, BF16, transform, fp8jax.value_and_grad)
+    return Way(f"fp8jax {recipe}", transform=transform, value_and_grad=fp8jax.value_and_grad)
 
 
 def _through_te(recipe: str) -> Way:
-    """Our recipe, the products by TransformerEngine."""
-    way, transform = _ours(recipe), functools.partial(fp8jax.transform, recipe=recipe, backend="te")
-    name = f"{way.name} through TransformerEngine"
-    return way._replace(name=name, transform=transform, why_not=_why_not_te)
-
-
-def _why_not_te() -> str | None:
-    return backends.BACKENDS["te"].supports(is_batched=False)
+    """fp8jax's recipe, with GEMMs by TransformerEngine."""
+    return _ours(recipe)._replace(
+        name=f"fp8jax {recipe} through TransformerEngine",
+        transform=functools.partial(fp8jax.transform, recipe=recipe, backend="te"),
+        why_not=lambda: backends.BACKENDS["te"].supports(is_batched=False),
+    )
 
 
 def _te_dense(recipe: str, features: int, **options: Any) -> nn.Module:
-    """A dense layer whose product is TransformerEngine's own, under one of its recipes."""
+    """A dense layer with TransformerEngine's own dot product, under a recipe of TransformerEngine."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
     te_flax = importlib.import_module("transformer_engine.jax.flax")
-    product = te_flax.make_dot_general_cls(getattr(recipes, recipe)())
-    return BF16(features, dot_general_cls=product, **options)
+    return BF16(features, dot_general_cls=te_flax.make_dot_general_cls(getattr(recipes, recipe)()), **options)
 
 
 def _of_te(name: str, recipe: str) -> Way:
-    """TransformerEngine by itself."""
+    """TransformerEngine alone."""
     dense = functools.partial(_te_dense, recipe)
-    why_not = functools.partial(_missing, "transformer_engine")
-    return Way(f"TransformerEngine {name}", jnp.bfloat16, dense, _same, why_not=why_not)
+    return Way(f"TransformerEngine {name}", dense, why_not=lambda: _missing("transformer_engine"))
 
 
-BF16 = functools.partial(nn.Dense, dtype=jnp.bfloat16)
+def _named(*ways: Way) -> dict[str, Way]:
+    return {way.name: way for way in ways}
 
 
-OURS = ("te", "te,scaling=current", "O2", "O2,scaling=current")
-
-WAYS: dict[str, Way] = {
-    way.name: way
-    for way in (
-        Way("float32", jnp.float32, functools.partial(nn.Dense, dtype=jnp.float32), _same),
-        Way("bf16", jnp.bfloat16, BF16, _same),
-        Way(
-            "flax Fp8DotGeneral",
-            jnp.bfloat16,
-            functools.partial(BF16, dot_general_cls=fp8_ops.Fp8DotGeneral),
-            _same,
-        ),
-        Way("qwix", jnp.bfloat16, BF16, _qwix, why_not=functools.partial(_missing, "qwix")),
-        *map(_ours, OURS),
-    )
-}
-
-THROUGH_TE: dict[str, Way] = {
-    way.name: way
-    for way in (
-        *map(_through_te, OURS[:2]),
-        _of_te("delayed", "DelayedScaling"),
-        _of_te("current", "Float8CurrentScaling"),
-    )
-}
+WAYS = _named(
+    Way("float32", functools.partial(nn.Dense, dtype=jnp.float32), dtype=jnp.float32),
+    Way("bf16"),
+    Way("flax Fp8DotGeneral", functools.partial(BF16, dot_general_cls=fp8_ops.Fp8DotGeneral)),
+    Way("qwix", transform=_qwix, why_not=lambda: _missing("qwix")),
+    *map(_ours, OURS),
+)
+THROUGH_TE = _named(
+    *map(_through_te, OURS[:2]),
+    _of_te("delayed", "DelayedScaling"),
+    _of_te("current", "Float8CurrentScaling"),
+)
 
 
 def loss_and_gradient(
     way: Way, model: nn.Module, *, input_too: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """The model made this way, and a function of (variables, input) that gives loss and gradients.
+    """The transformed model, and a function of (variables, input) that returns the loss and its gradients.
 
-    The loss is the mean square of the output. With `input_too` the input has a gradient as well, as it would
-    inside a larger model: it counts as one more parameter.
+    The loss is the mean square of the output. With `input_too` the input has a gradient, too, as it would
+    inside a larger model: it becomes one more parameter.
     """
     made = way.transform(model)
 
@@ -140,3 +119,9 @@ def loss_and_gradient(
         return way.value_and_grad(loss_with_input)(with_input)
 
     return made, step_with_input if input_too else way.value_and_grad(mean_square)
+
+
+def shapes(way: Way, model: Any, shape: tuple[int, ...]) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Shapes of the model's variables and of an input."""
+    x = jax.ShapeDtypeStruct(shape, way.dtype)
+    return jax.eval_shape(model.init, jax.random.key(0), x), x

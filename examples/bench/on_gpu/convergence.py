@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from on_gpu import clock, gpt
+from on_gpu import gpt
 from on_gpu.notes import Given, Notes
 
 LEVELS = ("bf16", "O2")
@@ -87,7 +87,7 @@ def prepared(size: gpt.Size, given: Given, notes: Notes) -> dict[str, Run]:
     learners = {level: gpt.Learner(size, level, given.attention) for level in LEVELS}
     every = [(level, what) for level in LEVELS for what in ("init", "step", "loss")]
     calls = {each: functools.partial(gpt.compiled, learners[each[0]], each[1]) for each in every}
-    done = clock.compile_all(calls, notes)
+    done = notes.compile_all(calls)
     return {
         level: Run(done[level, "step"], done[level, "loss"], done[level, "init"](jax.random.key(0)))
         for level in LEVELS

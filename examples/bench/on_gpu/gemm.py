@@ -8,13 +8,13 @@ layer keeps it: cuBLASLt takes FP8 operands with the summed axis last, so XLA tr
 from collections.abc import Callable
 from typing import Any
 
+import clock
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import backends, formats, quantize
 from fp8jax.inspect import program
-from on_gpu import clock
 from on_gpu.notes import Given, Notes
 
 # Size of the square matrices -> pairs of them.
@@ -65,7 +65,7 @@ def times_of(size: int, pairs: int, given: Given, notes: Notes, until: float) ->
 
     ways = {BF16: (in_bf16, wide), OURS: (multiplied(LAST), narrow), OURS_KN: (multiplied(FIRST), narrow)}
     lowered = {name: jax.jit(function).lower(each) for name, (function, each) in ways.items()}
-    compiled = clock.compile_all({name: each.compile for name, each in lowered.items()}, notes)
+    compiled = notes.compile_all({name: each.compile for name, each in lowered.items()})
     timers = {
         name: clock.timer(lambda run=run, name=name: run(ways[name][1])) for name, run in compiled.items()
     }
@@ -73,7 +73,7 @@ def times_of(size: int, pairs: int, given: Given, notes: Notes, until: float) ->
         run, wait = torch_product(narrow, given.device)
         timers[TORCH] = clock.timer(run, wait)
     counts = {name: program.read(run).count("cublaslt_f8") for name, run in compiled.items()}
-    return clock.take_turns(timers, until, given.rounds), counts
+    return clock.take_turns(timers, given.rounds, until), counts
 
 
 def torch_product(pairs: list[Any], device: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -9,25 +9,26 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import clock
 import jax
-import layer as model
+import layer
+import output
 import ways
 
 from fp8jax.inspect import program
-from on_gpu import clock
 from on_gpu.notes import Given, Notes
 
 BF16, FLAX = "bf16", "flax Fp8DotGeneral"
 DELAYED, CURRENT = "fp8jax te", "fp8jax te,scaling=current"
 WAYS = {**ways.WAYS, **ways.THROUGH_TE}
 GROUPS = ((BF16, DELAYED, CURRENT, FLAX), tuple(ways.THROUGH_TE))
-SHAPE = (model.SEQUENCES, model.TIME, model.WIDTH)
+SHAPE = (layer.SEQUENCES, layer.TIME, layer.WIDTH)
 TINY = (2, 16, 32)
 
 
 def measure(given: Given, notes: Notes) -> None:
     """One table."""
-    shape, heads = (TINY, 2) if given.tiny else (SHAPE, model.HEADS)
+    shape, heads = (TINY, 2) if given.tiny else (SHAPE, layer.HEADS)
     timers: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
     for number, names in enumerate(GROUPS):
@@ -38,22 +39,23 @@ def measure(given: Given, notes: Notes) -> None:
                     notes.skip(name, reason)
                 else:
                     steps[name] = lowered(WAYS[name], shape, heads, given.attention)
-        compiled = clock.compile_all({name: step.compile for name, (step, _) in steps.items()}, notes)
+        compiled = notes.compile_all({name: step.compile for name, (step, _) in steps.items()})
         for name, run in compiled.items():
             with notes.attempt(name):
                 timers[name] = clock.timer(ready(run, *steps[name][1]))
-                facts[name] = facts_of(run)
+                read = program.read(run)
+                sizes = {"kernels": read.kernels, "temporaries GB": read.temporaries / 1e9}
+                facts[name] = {**output.gemms(read), **sizes}
         if compiled:
             until = given.until if number else time.time() + given.left / 2
-            times = clock.take_turns(timers, until, given.rounds)
+            times = clock.take_turns(timers, given.rounds, until)
             notes.table(f"transformer layer {shape}, loss and gradients", rows(times, facts))
             judge(times, notes)
 
 
 def lowered(way: ways.Way, shape: Any, heads: int, attention: str) -> tuple[Any, Any]:
     """A way's step, to be compiled, and what it takes."""
-    layer = model.Layer(way.dense, way.dtype, heads, attention)
-    made, step = ways.loss_and_gradient(way, layer, input_too=True)
+    made, step = ways.loss_and_gradient(way, layer.stack(way, 1, heads, attention), input_too=True)
     x = jax.random.normal(jax.random.key(1), shape, way.dtype)
     variables = jax.jit(made.init)(jax.random.key(0), x)
     return jax.jit(step).lower(variables, x), (variables, x)
@@ -65,17 +67,6 @@ def ready(run: Any, variables: Any, x: Any) -> Callable[[], Any]:
     if state in variables:
         variables = {**variables, state: run(variables, x)[1][state]}
     return lambda: run(variables, x)
-
-
-def facts_of(run: Any) -> dict[str, Any]:
-    """What the program has."""
-    read = program.read(run)
-    return {
-        "FP8 GEMMs": read.count("cublaslt_f8"),
-        "other GEMMs": read.count() - read.count("cublaslt_f8"),
-        "kernels": read.kernels,
-        "temporaries GB": read.temporaries / 1e9,
-    }
 
 
 def rows(times: clock.Times, facts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,16 +7,17 @@
 Notes are on disk after every addition, so that a section which is killed leaves what it had.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-Rows = list[dict[str, Any]]
+from output import Rows
 
 
 class Given(NamedTuple):
@@ -89,6 +90,16 @@ class Notes:
             first = (str(error).strip() or "no message").splitlines()[0]
             self.error(what, traceback.format_exc())
             self.skip(what, f"failed: {type(error).__name__}: {first[:200]}")
+
+    def compile_all(self, compiles: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+        """What the functions compile, side by side, by name; a failure is noted and left out."""
+        done = {}
+        with concurrent.futures.ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 1) // 2))) as pool:
+            futures = {name: pool.submit(compile_one) for name, compile_one in compiles.items()}
+        for name, future in futures.items():
+            with self.attempt(f"compiling {name if isinstance(name, str) else ' '.join(name)}"):
+                done[name] = future.result()
+        return done
 
     def _add(self, kind: str, name: str, value: Any) -> None:
         self.found[kind][name] = value

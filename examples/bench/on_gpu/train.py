@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import clock
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.inspect import program
-from on_gpu import clock, gpt
+from on_gpu import gpt
 from on_gpu.notes import Given, Notes
 
 # The levels that are judged, then the others.
@@ -45,7 +46,7 @@ def measure(given: Given, notes: Notes, name: str) -> None:
         took = time.time() - begun
         if turns:
             until = given.until if number else time.time() + given.left / 3
-            times = clock.take_turns(turns, until, given.rounds)
+            times = clock.take_turns(turns, given.rounds, until)
             notes.table(f"{name}, train step, {size.batch} x {size.context} tokens", rows(times, facts, size))
             judge(name, times, facts, notes)
 
@@ -55,7 +56,7 @@ def compiled(learners: list[gpt.Learner], notes: Notes) -> dict[gpt.Learner, lis
     every = [(learner, what) for learner in learners for what in PROGRAMS]
     names = [f"{learner.level} {what}" for learner, what in every]
     calls = (functools.partial(gpt.compiled, *each) for each in every)
-    done = clock.compile_all(dict(zip(names, calls, strict=True)), notes)
+    done = notes.compile_all(dict(zip(names, calls, strict=True)))
     found = {each: [done.get(f"{each.level} {what}") for what in PROGRAMS] for each in learners}
     return {learner: programs for learner, programs in found.items() if all(programs)}
 
