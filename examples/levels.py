@@ -4,9 +4,9 @@
     python examples/levels.py --data shakespeare.txt --steps 2000
     python examples/levels.py --levels bf16 O2 O3 --seed 7 --out runs/levels
 
-The model and the validation are those of train_gpt.py; all of its options work here but --recipe, --twin and
---resume. Prints a table and leaves it, with all curves in one picture, in the run's
-folder: levels.json, levels.png. "update ms" is the time of the optimizer, compiled by itself.
+Model and validation are those of train_gpt.py; all its options work here but --recipe, --twin and --resume.
+Prints a table and leaves levels.json and levels.png, with all curves, in the run's folder. "update ms" is the
+time of the optimizer, compiled by itself.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,25 +27,29 @@ from fp8jax.recipe import PRESETS
 from fp8jax.train import metrics
 from fp8jax.train.step.optimizers import optimizer_of
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
+import clock
+import output
+
 BASELINE = "bf16"
 ROUNDS = 20  # of the update's time
+FIGURES = ("weights", "gradients", "optimizer", "bytes", "step ms", "update ms")
 
 
 def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Trains at a level, and gives its row of the table."""
+    """Trains at a level; returns its row of the table."""
     run = train_gpt.prepare([*argv, "--recipe", name, "--no-twin"])
     fitted, (trainer,) = train_gpt.fit(run), run.trainers
     if fitted.steps < run.config.steps:
         raise KeyboardInterrupt
     variables, opt_state, curves = fitted.state.variables, fitted.state.opt_state, fitted.curves
-    sizes = metrics.bytes_per_parameter(variables, trainer.gradients(), opt_state)
+    bytes_of = metrics.bytes_per_parameter(variables, trainer.gradients(), opt_state)
+    sizes = {name: float(getattr(bytes_of, name)) for name in ("weights", "gradients", "optimizer")}
     return {
         "level": name,
         "validation loss": curves.validation[-1][1],
-        "weights": float(sizes.weights),
-        "gradients": float(sizes.gradients),
-        "optimizer": float(sizes.optimizer),
-        "bytes": float(sizes.weights + sizes.gradients + sizes.optimizer),
+        **sizes,
+        "bytes": sum(sizes.values()),
         "step ms": 1e3 * curves.seconds / fitted.steps,
         "skipped": curves.skips,
         "update ms": update_time(trainer, variables, opt_state),
@@ -64,36 +67,28 @@ def update_time(trainer: train.Trainer, variables: Any, opt_state: Any) -> float
 
     grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), trainer.gradients())
     compiled = jax.jit(update, donate_argnums=(0, 1)).lower(variables, opt_state, grads).compile()
-    times = []
-    for _ in range(ROUNDS + 1):
-        begun = time.perf_counter()
-        variables, opt_state = jax.block_until_ready(compiled(variables, opt_state, grads))
-        times.append(time.perf_counter() - begun)
-    return 1e3 * statistics.median(times[1:])
+
+    def step() -> Any:
+        nonlocal variables, opt_state
+        variables, opt_state = compiled(variables, opt_state, grads)
+        return variables, opt_state
+
+    return 1e3 * statistics.median(clock.take_turns({"update": clock.once(step)}, ROUNDS)["update"])
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows, and each level's gap to the baseline."""
+def table(rows: output.Rows) -> str:
+    """The rows without their curves, and each level's gap to the baseline."""
     base = {row["level"]: row["validation loss"] for row in rows}.get(BASELINE)
-    titles = "level,validation loss,gap,weights,gradients,optimizer,bytes,step ms,update ms,skipped".split(
-        ","
-    )
-    cells: list[list[str]] = [list(titles)]
+    shown = []
     for row in rows:
-        gap = "-" if base is None else f"{row['validation loss'] - base:+.4f}"
-        loss, numbers = f"{row['validation loss']:.4f}", (f"{row[title]:.2f}" for title in titles[3:9])
-        cells.append([row["level"], loss, gap, *numbers, str(row["skipped"])])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in cells
-    ]
-    return "\n".join(lines)
+        loss = row["validation loss"]
+        cells = {"level": row["level"], "validation loss": f"{loss:.4f}"}
+        cells["gap"] = None if base is None else f"{loss - base:+.4f}"
+        shown.append(cells | {title: f"{row[title]:.2f}" for title in FIGURES} | {"skipped": row["skipped"]})
+    return output.table(shown)
 
 
-def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+def draw(rows: output.Rows, path: pathlib.Path) -> None:
     """All training curves, smoothed over a fiftieth of the run."""
     from matplotlib.figure import Figure
 

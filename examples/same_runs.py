@@ -1,15 +1,18 @@
 """Tables and pictures of runs that should be equal, for torch_same_recipe.py."""
 
 import dataclasses
+import itertools
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from fp8jax.train.metrics import Bytes
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
+import output
 
 # Pairs of runs that should be equal. The second pair differs only by rounding: it is the reference.
 PAIRS = (("torch", "JAX"), ("torch", "reversed"), ("torch>JAX", "torch"), ("JAX>torch", "JAX"))
@@ -38,46 +41,35 @@ class Run:
             self.seconds.append(time.perf_counter() - begun)
 
 
-def loss_rows(runs: dict[str, Run], ends: Collection[int]) -> list[list[str]]:
+def loss_rows(runs: dict[str, Run], ends: Collection[int]) -> output.Rows:
     """Means over the steps since the row before, of losses and, after "|", of distances step by step."""
-    pairs = [pair for pair in PAIRS if pair[0] in runs]
-    rows = [["step", *runs, *(f"|{a} - {b}|" for a, b in pairs)]]
-    for first, last in zip([0, *sorted(ends)], sorted(ends), strict=False):
-        steps = range(first + 1, last + 1)
-        means = [mean_of(run.losses, steps) for run in runs.values()]
-        far = [mean_of(distances(runs[a], runs[b]), steps) for a, b in pairs]
-        cells = [*(f"{x:.4f}" for x in means), *(f"{x:.1e}" for x in far)]
-        rows.append([str(last), *("-" if cell == "nan" else cell for cell in cells)])
+    pairs = {f"|{a} - {b}|": distances(runs[a], runs[b]) for a, b in PAIRS if a in runs}
+    columns = {name: (run.losses, ".4f") for name, run in runs.items()}
+    columns |= {name: (apart, ".1e") for name, apart in pairs.items()}
+    rows = []
+    for first, last in itertools.pairwise([0, *sorted(ends)]):
+        row: dict[str, Any] = {"step": last}
+        for name, (numbers, places) in columns.items():
+            found = [numbers[step] for step in range(first + 1, last + 1) if step in numbers]
+            row[name] = format(statistics.mean(found), places) if found else None
+        rows.append(row)
     return rows
 
 
-def run_rows(runs: dict[str, Run]) -> list[list[str]]:
+def run_rows(runs: dict[str, Run]) -> output.Rows:
     """What each run ends with and costs; bytes are per parameter, ms the median of a step."""
-    rows = [["run", "validation loss", *Bytes._fields, "sum", "ms/step", "skipped"]]
+    rows = []
     for name, run in runs.items():
-        sizes = run.side.bytes()
-        numbers = [f"{size:.2f}" for size in (*sizes, sum(sizes))]
-        rows.append(
-            [name, f"{run.validation:.4f}", *numbers, f"{run.milliseconds:.1f}", str(run.side.skipped)]
-        )
+        bytes_of = run.side.bytes()
+        sizes = {key: f"{size:.2f}" for key, size in (bytes_of._asdict() | {"sum": sum(bytes_of)}).items()}
+        speed = {"ms/step": f"{run.milliseconds:.1f}", "skipped": run.side.skipped}
+        rows.append({"run": name, "validation loss": f"{run.validation:.4f}", **sizes, **speed})
     return rows
 
 
 def distances(run: Run, other: Run) -> dict[int, float]:
     """The distance of the losses, by step, where both runs have one."""
     return {step: abs(loss - other.losses[step]) for step, loss in run.losses.items() if step in other.losses}
-
-
-def mean_of(numbers: dict[int, float], steps: range) -> float:
-    """The mean over the given steps; NaN if there are none."""
-    found = [numbers[step] for step in steps if step in numbers]
-    return statistics.mean(found) if found else float("nan")
-
-
-def table(rows: list[list[str]]) -> str:
-    """The rows, aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
 
 
 def draw(runs: dict[str, Run], title: str, cross: int, path: pathlib.Path) -> None:

@@ -38,7 +38,7 @@ import transformers
 from fp8jax_torch.bridge import GPT2, from_flax, optimizer_from_flax, optimizer_to_flax, to_flax
 from fp8jax_torch.scaled import is_scaled
 from gpt_model import GPT, GPTConfig
-from same_runs import Run, draw, loss_rows, run_rows, table
+from same_runs import Run, draw, loss_rows, output, run_rows
 
 import fp8jax
 from fp8jax import train
@@ -275,7 +275,7 @@ def keep(runs: dict[str, Run], config: Config, command: str) -> str:
     folder = pathlib.Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     ends = {1, config.cross, *np.linspace(0, config.steps, ROWS + 1, dtype=int).tolist()} - {0}
-    tables = "\n\n".join(map(table, (loss_rows(runs, ends), run_rows(runs))))
+    tables = "\n\n".join(map(output.table, (loss_rows(runs, ends), run_rows(runs))))
     modules = (jax, torch, transformers)
     result = {
         "command": command,
