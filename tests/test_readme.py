@@ -1,20 +1,20 @@
-"""README.md's code runs: its Python blocks as they stand, its shell blocks where they are quick.
+"""README.md's code runs, and its commands exist.
 
 - ```python blocks of one section run in one namespace, in order; each section starts afresh. They print
   what stands in the section's ```text blocks.
 - ```text $ fp8jax ... blocks are what this command prints, or a part of it.
-- ```sh quick blocks are run, in the root, with this Python first on the path.
-- every other ```sh block is read: the ./dev commands, the programs and the flags it names must exist.
+- each line of a ```sh block names a program, and flags that the program's own --help lists.
 - ```pycon and unmarked blocks are left alone.
 """
 
-import os
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from typing import NamedTuple
 
 import pytest
@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 class Block(NamedTuple):
-    """A fenced block: info string ("python", "sh quick"), its section's heading, its code, its first line."""
+    """A fenced block: info string ("python", "sh"), its section's heading, its code, its first line."""
 
     info: str
     section: str
@@ -91,42 +91,52 @@ def run_section(blocks, name):
     return namespace
 
 
-def shell_commands(block):
-    """The block's command lines: comments dropped, continued lines joined, a leading $ taken off."""
-    code = block.code.replace("\\\n", " ")
-    lines = (shlex.split(line, comments=True) for line in code.splitlines())
-    return [words[1:] if words[0] == "$" else words for words in lines if words]
+def complaint_about(line, helps, extras):
+    """What a line of a ```sh block names that this project does not have, or None.
+
+    helps: gives the help of a program's words, e.g. ("fp8jax", "plan"); None if there is no such program.
+    extras: those that pip can install.
+    """
+    words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    script = next((word for word in words if word.endswith(".py")), None)
+    if words[:2] == ["pip", "install"]:
+        unknown = set(re.findall(r"\[(\w+)\]", words[2])) - extras
+        return f"no extra {unknown}" if unknown else None
+    program = (script,) if script else tuple(words[:2])
+    text = helps(program)
+    if text is None:
+        return f"there is no {' '.join(program)}"
+    flags = re.findall(r"(?<!\S)--[a-z][\w-]*", line.partition(program[-1])[2])  # also those in the comment
+    unknown = sorted(set(flags) - set(re.findall(r"--[a-z][\w-]*", text)))
+    return f"{' '.join(program)} does not know {', '.join(unknown)}" if unknown else None
 
 
-def complaint_about(words, root):
-    """What the command names that this project does not have, or None."""
-    words = [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]
-    program = next((word for word in words if word.endswith(".py") and "/" in word), None)
-    if words and words[0].endswith("./dev"):
-        command = words[1] if len(words) > 1 else "help"
-        if not re.search(rf"^#   {re.escape(command)}\b", (root / "dev").read_text(), re.MULTILINE):
-            return f"./dev has no command {command}"
-        program = "examples/train_gpt.py" if command == "train" else None
-    if program is None:
-        return None
-    if not (root / program).is_file():
-        return f"there is no {program}"
-    sources = [root / program, *(root / "fp8jax" / "train").glob("*.py")]
-    source = "".join(path.read_text() for path in sources)
-    flags = [word.split("=")[0] for word in words if word.startswith("--")]
-    unknown = [flag for flag in flags if flag not in source and flag[2:].replace("-", "_") not in source]
-    return f"{program} does not know {', '.join(unknown)}" if unknown else None
+@pytest.fixture
+def helps(capsys, monkeypatch):
+    """The help of a program of this project, for which it is run."""
 
+    def text_of(program):
+        if program[0] == "./dev":
+            listed = subprocess.run([ROOT / "dev", "help"], capture_output=True, text=True, check=True).stdout
+            if not re.search(rf"^  {re.escape(program[1])}\b", listed, re.MULTILINE):
+                return None
+            # Its arguments go on to the program.
+            program = {"train": ("examples/train_gpt.py",)}.get(program[1], program)
+        if program[0] == "./dev":
+            return ""
+        if program[0] == "fp8jax":
+            run = lambda: cli.main([*program[1:], "--help"])  # noqa: E731
+        elif (ROOT / program[0]).is_file():
+            monkeypatch.syspath_prepend((ROOT / program[0]).parent)
+            run = lambda: runpy.run_path(str(ROOT / program[0]), run_name="__main__")  # noqa: E731
+        else:
+            return None
+        monkeypatch.setattr(sys, "argv", [program[0], "--help"])
+        with pytest.raises(SystemExit) as end:
+            run()
+        return capsys.readouterr().out if end.value.code in (0, None) else None
 
-def run_quick(block, root):
-    """Runs a ```sh quick block and returns what it printed; a failing command raises."""
-    path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
-    run = subprocess.run(
-        ["sh", "-euc", block.code], cwd=root, env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
-    if run.returncode:
-        raise AssertionError(f"line {block.line}: exit status {run.returncode}\n{run.stdout}{run.stderr}")
-    return run.stdout
+    return text_of
 
 
 def readme_text():
@@ -134,15 +144,20 @@ def readme_text():
     return path.read_text() if path.is_file() else ""
 
 
-def shell_blocks(quick):
-    blocks = [block for block in blocks_of(readme_text()) if block.info.split()[:1] in (["sh"], ["bash"])]
-    return [block for block in blocks if ("quick" in block.info.split()) == quick]
+COMMANDS = [
+    line
+    for block in blocks_of(readme_text())
+    if block.info.split()[:1] == ["sh"]
+    for line in block.code.replace("\\\n", " ").splitlines()
+    if line
+]
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 @pytest.mark.parametrize("section", python_sections(readme_text()))
 def test_python_blocks_run_and_print_what_is_shown(section, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_section(python_sections(readme_text())[section], "README.md")
+    run_section(python_sections(readme_text())[section], "README.md")
     printed = capsys.readouterr().out
     shown = [block for block in outputs(readme_text()) if block.section == section and not command_of(block)]
     assert [block.line for block in shown if not prints(block, printed)] == [], printed
@@ -178,15 +193,9 @@ def test_commands_print_what_is_shown(block, capsys, monkeypatch, tmp_path):
     assert prints(block, printed), printed
 
 
-@pytest.mark.parametrize("block", shell_blocks(quick=True), ids=lambda block: f"line{block.line}")
-def test_quick_commands_run(block):
-    assert run_quick(block, ROOT) is not None
-
-
-@pytest.mark.parametrize("block", shell_blocks(quick=False), ids=lambda block: f"line{block.line}")
-def test_other_commands_name_what_exists(block):
-    complaints = [complaint_about(words, ROOT) for words in shell_commands(block)]
-    assert [complaint for complaint in complaints if complaint] == []
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_exist_with_their_flags(line, helps):
+    assert complaint_about(line, helps, EXTRAS) is None
 
 
 def test_every_name_in_the_package_is_found_after_its_import():
@@ -222,11 +231,6 @@ y = x + 1
 ```python
 assert "x" not in globals()
 z = 3
-```
-```sh quick
-# a comment
-echo "two words" \\
-  more
 ```
 ````text
 ```python
@@ -265,28 +269,22 @@ def test_unclosed_block_is_an_error():
         blocks_of("```python\nx = 1\n")
 
 
-def test_shell_blocks_are_read_and_run(tmp_path):
-    [block] = [block for block in blocks_of(PLANTED) if block.info == "sh quick"]
-    assert shell_commands(block) == [["echo", "two words", "more"]]
-    assert run_quick(block, tmp_path) == "two words more\n"
-    with pytest.raises(AssertionError, match="exit status 3"):
-        run_quick(block._replace(code="exit 3"), tmp_path)
-
-
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("./dev help", None),
+        ("./dev train --steps 3", None),
         ("JAX_PLATFORMS=cpu ./dev test -q", None),
-        ("./dev launch", "./dev has no command launch"),
+        ("./dev launch", "there is no ./dev launch"),
+        ("./dev train --stepz 3", "./dev train does not know --stepz"),
         ("python examples/missing.py", "there is no examples/missing.py"),
-        ("python examples/known.py --steps 3", None),
-        ("python examples/known.py --stepz=3", "examples/known.py does not know --stepz"),
-        ("pip install fp8jax", None),
+        ("torchrun --nproc-per-node 2 examples/train_gpt.py --steps 3", None),
+        ("python examples/train_gpt.py    # --twins too", "examples/train_gpt.py does not know --twins"),
+        ("fp8jax plan --target h200", None),
+        ("fp8jax plans", "there is no fp8jax plans"),
+        ("fp8jax plan --device 3", "fp8jax plan does not know --device"),
+        ('pip install ".[train]"', None),
+        ('pip install ".[trains]"', "no extra {'trains'}"),
     ],
 )
-def test_commands_that_name_what_is_missing_are_found(tmp_path, line, says):
-    (tmp_path / "dev").write_text((ROOT / "dev").read_text())
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "known.py").write_text("parser.add_argument('--steps')")
-    assert complaint_about(shlex.split(line), tmp_path) == says
+def test_commands_that_name_what_is_missing_are_found(line, says, helps):
+    assert complaint_about(line, helps, EXTRAS) == says
