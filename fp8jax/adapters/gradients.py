@@ -8,7 +8,7 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.adapters import nnx
-from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, is_split, of_devices
+from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, is_split, mean_of_devices
 from fp8jax.comm import Zero
 
 
@@ -33,8 +33,7 @@ def value_and_grad(
         returns the loss and an `nnx.State` of gradients of its `nnx.Param`s, as `nnx.value_and_grad` does,
         and writes the new scaling state and statistics to the module.
     """
-    grad_of = functools.partial(gradients.value_and_grad, zero=zero)
-    return _of_either(loss_fn, grad_of, has_aux, functools.partial(_of_devices, zero), zero)
+    return _of_any(loss_fn, has_aux, functools.partial(gradients.value_and_grad, zero=zero), zero, None)
 
 
 def accumulate_gradients(
@@ -52,40 +51,34 @@ def accumulate_gradients(
         `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of an NNX
         module need no name. All microbatches see the incoming statistics; those of the last one are kept.
     """
-
-    def grad_of(loss_fn: Any, has_aux: bool) -> Any:
-        return gradients.accumulate_gradients(
-            loss_fn, microbatches, has_aux=has_aux, format=format, zero=zero, keys=keys
-        )
-
-    def last(aux: Any) -> Any:
-        return _of_devices(zero, jax.tree.map(lambda x: x[-1], aux))
-
-    return _of_either(loss_fn, grad_of, has_aux, last, zero, microbatches)
+    grad_of = functools.partial(
+        gradients.accumulate_gradients, microbatches=microbatches, format=format, zero=zero, keys=keys
+    )
+    return _of_any(loss_fn, has_aux, grad_of, zero, microbatches)
 
 
-def _of_devices(zero: Zero | None, stacked: Any) -> Any:
-    return stacked if zero is None else of_devices(stacked)
-
-
-def _of_either(
-    loss_fn: Any,
-    grad_of: Callable[..., Any],
+def _of_any(
+    loss_fn: Callable[..., Any],
     has_aux: bool,
-    last: Callable[[Any], Any],
+    grad_of: Callable[..., Any],
     zero: Zero | None,
-    microbatches: int = 1,
+    microbatches: int | None,
 ) -> Callable[..., Any]:
     """The gradient function for variables, modules and states."""
+
+    def merged(states: Any) -> Any:
+        last = states if microbatches is None else jax.tree.map(lambda x: x[-1], states)
+        return last if zero is None else mean_of_devices(last)
+
     of_variables = grad_of(loss_fn, has_aux=has_aux)
-    parts = microbatches * (1 if zero is None else zero.devices)
-    of_module = gradient_of_module(loss_fn, has_aux, lambda pure: grad_of(pure, has_aux=True), last, parts)
     of_states = gradient_of_states(loss_fn, functools.partial(grad_of, has_aux=has_aux))
+    parts = (microbatches or 1) * (1 if zero is None else zero.devices)
+    of_module = gradient_of_module(loss_fn, has_aux, functools.partial(grad_of, has_aux=True), merged, parts)
 
     @functools.wraps(loss_fn)
-    def of_either(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_any(model: Any, *args: Any, **kwargs: Any) -> Any:
         if nnx.is_module(model):
             return of_module(model, *args, **kwargs)
         return (of_states if is_split(model) else of_variables)(model, *args, **kwargs)
 
-    return of_either
+    return of_any

@@ -1,7 +1,7 @@
-"""The calls of a transformed NNX module: its modules get subclasses whose methods are rewritten.
+"""Calls of a transformed NNX module. Each of its modules gets a subclass with rewritten methods.
 
-The outermost call is traced with plain arrays for parameters and evaluated with FP8 dot products; calls
-inside of it are part of that trace. What the call changed or made is put into the module afterwards.
+The outermost call is traced with plain arrays for parameters and evaluated with FP8 dot products. Inner calls
+are part of that trace. Afterwards the module gets the variables that the call changed or created.
 """
 
 import contextlib
@@ -10,25 +10,23 @@ import dataclasses
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw
 from fp8jax.rewrite import FunctionModel, is_array
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
-# The attribute of a module's class that says how its calls are rewritten. It is none of the module itself,
-# since the bridge from Linen takes those for variables.
-_REWRITTEN = "rewritten__fp8"
-
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """How a module's calls are rewritten: a constant of the model's graph."""
+    """How a module's calls are rewritten; an attribute of its class, because the bridge from Linen takes the
+    attributes of a module for variables."""
 
     function: FunctionModel  # one for all modules of a model
     path: tuple[Any, ...]
@@ -36,9 +34,9 @@ class Rewritten:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is constant in a call of a method."""
+    """The constants of a method call."""
 
-    graph: Any  # of the module, and of the modules among its arguments
+    graph: Any  # of the module and the modules among its arguments
     method: Callable[..., Any]
     path: tuple[Any, ...]
     leaves: tuple[Any, ...]  # of the arguments; None for arrays, `_NODE` for modules
@@ -46,81 +44,74 @@ class _Call:
 
 
 _NODE = object()
-# What a function cannot do while it is traced.
-_LOOKS_AT_VALUES = (
+# Errors of a function that needs values while it is traced.
+_NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
 
-_is_traced: contextvars.ContextVar[Any] = contextvars.ContextVar("fp8jax_nnx_call", default=None)
+_active: contextvars.ContextVar[FunctionModel | None] = contextvars.ContextVar("fp8jax_nnx", default=None)
 
 
 def rewrite(model: nnx.Module, function: FunctionModel) -> None:
-    """Makes the calls of a module, and of those within it, rewritten ones."""
+    """Rewrites the calls of a module and of the modules in it."""
     for path, module in modules_of(model):
         _change_class(module, functools.partial(_subclass, rewritten=Rewritten(function, path)))
 
 
-def restored(model: Any) -> Any:
-    """Undoes `_rewrite`, and removes what else `transform` put into the modules."""
+def restore(model: nnx.Module) -> None:
+    """Undoes `rewrite`, and removes everything else that `transform` put into the modules."""
     for _, module in modules_of(model):
         for name in [name for name in vars(module) if name.endswith("__fp8") or STATE in name]:
             delattr(module, name)
-        # A class of the user's may have the name of its base: only what `transform` made is undone.
+        # Look in the class itself: a user may have subclassed a rewritten class.
         _change_class(module, lambda cls: vars(cls).get("plain__fp8", cls))
-    return model
 
 
-def plain_method(model: Any, name: str) -> Callable[..., Any]:
-    """The method as the user wrote it."""
-    return vars(getattr(type(model), name))["__wrapped__"]
-
-
-def rewritten_of(model: Any) -> Rewritten | None:
-    """How a module's calls are rewritten; None if they are not."""
-    return getattr(type(model), _REWRITTEN, None)
+def rewritten_of(model: nnx.Module) -> Rewritten | None:
+    """How a module's calls are rewritten; None for a plain module."""
+    return getattr(type(model), "rewritten__fp8", None)
 
 
 def _subclass(cls: type, rewritten: Rewritten) -> type:
-    """A subclass whose methods are rewritten."""
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    methods = {}
+    """A subclass with rewritten methods."""
+    names: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
     for base in reversed([base for base in cls.__mro__ if base not in nnx.Module.__mro__]):
         for name, method in vars(base).items():
             if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_"):
-                methods[name] = _method(method)
-    own = {"plain__fp8": cls, _REWRITTEN: rewritten}
-    return type(cls)(cls.__name__, (cls,), {**names, **methods, **own})
+                names[name] = _rewritten_method(method)
+    return type(cls)(cls.__name__, (cls,), {**names, "plain__fp8": cls, "rewritten__fp8": rewritten})
 
 
-def _method(method: Callable[..., Any]) -> Callable[..., Any]:
+def _change_class(module: nnx.Module, class_of: Callable[[type], type]) -> None:
+    # NNX would take a plain assignment for an attribute of the model.
+    object.__setattr__(module, "__class__", class_of(type(module)))
+
+
+def _rewritten_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    is_call = method.__name__ == "__call__"
+
     @functools.wraps(method)
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-        rewritten = rewritten_of(module)
-        is_call = method.__name__ == "__call__"
-        if rewritten is None or not (is_call or _multiplies(module)):
+        function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
+        if not is_call and not any(name.endswith(f"{STATE}scale") for name in vars(module)):
+            return method(module, *args, **kwargs)  # without kernels of its own
+        if _active.get() is not function:
+            return _run(method, module, args, kwargs)
+        name = "/".join(map(str, path))
+        with function.annotations.call(name, module) if is_call else contextlib.nullcontext():
             return method(module, *args, **kwargs)
-        if _is_traced.get() is rewritten.function:
-            path = "/".join(map(str, rewritten.path))
-            annotations = rewritten.function.annotations
-            with annotations.call(path, module) if is_call else contextlib.nullcontext():
-                return method(module, *args, **kwargs)
-        return _rewritten_call(rewritten, method, module, args, kwargs)
 
     return call
 
 
-def _multiplies(module: Any) -> bool:
-    """Whether a module has kernels of its own."""
-    return any(name.endswith(f"{STATE}scale") for name in vars(module))
-
-
-def _rewritten_call(rewritten: Rewritten, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    nodes, operands = operands_of(rewritten, method, module, args, kwargs)
+def _run(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    """The outermost call."""
+    nodes, operands = _operands(method, module, args, kwargs)
     try:
-        result, changes = rewritten.function.apply(*operands)
-    except _LOOKS_AT_VALUES:
+        result, changes = module.rewritten__fp8.function.apply(*operands)
+    except _NEEDS_VALUES:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise
         name = f"{type(module).__name__}.{method.__name__}"
@@ -143,93 +134,82 @@ def _child(node: Any, name: Any) -> Any:
     return node[name] if isinstance(name, int) else getattr(node, name)
 
 
-def operands_of(rewritten: Rewritten, method: Any, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def operands_of(module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
+    """The operands of a rewritten module's function for a call of a method, given by its name."""
+    return _operands(vars(getattr(type(module), method))["__wrapped__"], module, args, kwargs)[1]
+
+
+def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The module and those among its arguments, and the operands of the rewritten function."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    nodes = (module, *(leaf for leaf in leaves if _is_node(leaf)))
-    arrays = [leaf for leaf in leaves if not _is_node(leaf) and is_array(leaf)]
-    static = tuple(_NODE if _is_node(x) else None if is_array(x) else x for x in leaves)
-    has_adapters = rewritten.function.settings.lora is not None
-    kinds: Any = nnx.Any(nnx.Param, Frozen)
-    kinds = nnx.All(kinds, nnx.Not(nnx.LoRAParam)) if has_adapters else kinds
-    graph, params, rest = nnx.split(nodes, kinds, ...)
+    nodes = (module, *filter(_is_node, leaves))
+    leaves = [_NODE if _is_node(leaf) else leaf for leaf in leaves]
+    function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
+    has_adapters = function.settings.lora is not None
+
+    def is_param(path: Any, variable: Any) -> bool:
+        is_adapter = has_adapters and isinstance(variable, nnx.LoRAParam)
+        return path[0] == 0 and isinstance(variable, nnx.Param | Frozen) and not is_adapter
+
+    graph, params, rest = nnx.split(nodes, is_param, ...)
     states, adapters = {}, {}
-    for path, variable in nnx.to_flat_state(rest):
-        names = [*map(str, rewritten.path), *map(str, path[1:])]
-        if path[0] == 0 and isinstance(variable, FP8State):
-            _put(states, state_path(names), variable.get_value())
-        elif path[0] == 0 and isinstance(variable, nnx.LoRAParam):
-            _put(adapters, names, variable.get_value())
-    own, others = ({k: v for k, v in params.items() if (k == 0) == is_own} for is_own in (True, False))
-    tree = own.get(0, {})
-    for name in reversed(rewritten.path):
+    for (node, *below), variable in nnx.to_flat_state(rest):
+        names = [*map(str, path), *map(str, below)]
+        if node == 0 and isinstance(variable, FP8State):
+            states[state_path(names)] = variable.get_value()
+        elif node == 0 and has_adapters and isinstance(variable, nnx.LoRAParam):
+            adapters[tuple(names)] = variable.get_value()
+    tree = params.get(0, {})
+    for name in reversed(path):
         tree = {str(name): tree}
-    variables = {PARAMS: tree, SCALING: states}
-    if has_adapters:
-        variables = {PARAMS: adapters, FROZEN: tree, SCALING: states}
-    call = _Call(graph, method, rewritten.path, static, treedef)
-    return nodes, (variables, others, rest, arrays, call)
+    variables = {PARAMS: unflatten_dict(adapters), FROZEN: tree} if has_adapters else {PARAMS: tree}
+    variables[SCALING] = unflatten_dict(states)
+    static = tuple(None if is_array(leaf) else leaf for leaf in leaves)
+    call = _Call(graph, method, path, static, treedef)
+    return nodes, (variables, rest, [leaf for leaf in leaves if is_array(leaf)], call)
 
 
-def _put(tree: dict[str, Any], path: list[str], new: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = new
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
 
-def run_call(params: Any, others: Any, rest: Any, arrays: Any, call: _Call) -> Any:
-    """The plain call, of plain parameters: its result, and the variables that it changed or made."""
+def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, list[Any]]:
+    """The plain call with plain parameters: its result, and the variables that it changed or created."""
     for name in call.path:
         params = params[str(name)]
-    params = nnx.State({**({0: params} if params else {}), **others})
-    module, *nodes = nnx.merge(call.graph, params, rest)
-    rewritten: Any = rewritten_of(module)
-    annotations = rewritten.function.annotations
-    thaw((module, *nodes))
-    _refuse_changes((module, *nodes))
-    before = {path: variable.get_value() for path, variable in _variables((module, *nodes))}
-    constants = _constants((module, *nodes))
-    given, of_nodes = iter(arrays), iter(nodes)
-    leaves = [
-        next(of_nodes) if leaf is _NODE else next(given) if leaf is None else leaf for leaf in call.leaves
-    ]
+    nodes = nnx.merge(call.graph, nnx.State({0: params} if params else {}), rest)
+    module: Any = nodes[0]
+    thaw(nodes)
+    _refuse_assignments(nodes)
+    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(nodes))}
+    constants = _constants(nodes)
+    given, modules = iter(arrays), iter(nodes[1:])
+    leaves = (next(modules) if x is _NODE else next(given) if x is None else x for x in call.leaves)
     args, kwargs = call.treedef.unflatten(leaves)
-    token = _is_traced.set(rewritten.function)
+    function = module.rewritten__fp8.function
+    token = _active.set(function)
     try:
-        with annotations.call("/".join(map(str, call.path)), module):
+        with function.annotations.call("/".join(map(str, call.path)), module):
             result = call.method(module, *args, **kwargs)
     finally:
-        _is_traced.reset(token)
-    _refuse_changed(constants, _constants((module, *nodes)))
+        _active.reset(token)
+    _check_constants(constants, _constants(nodes))
     changes = []
-    for path, variable in _variables((module, *nodes)):
-        is_new = path not in before
-        if not isinstance(variable, nnx.Param | Frozen | FP8State) and (
-            is_new or not _is_same(before[path], variable.get_value())
-        ):
+    for path, variable in nnx.to_flat_state(nnx.state(nodes)):
+        is_new = path not in values
+        is_changed = is_new or not _is_same(values[path], variable.get_value())
+        if is_changed and not isinstance(variable, nnx.Param | Frozen | FP8State):
             changes.append(((path, variable), is_new))
     return result, changes
 
 
-def _constants(nodes: Any) -> dict[Any, Any]:
-    """The numbers and texts among the attributes, by path."""
-    found = nnx.iter_graph(nodes)
-    return {path: x for path, x in found if x is None or isinstance(x, bool | int | float | str)}
+def _is_same(old: Any, new: Any) -> bool:
+    olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
+    return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))
 
 
-def _refuse_changed(before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    """Raises ValueError if a call changed an attribute that is no variable: the module would not have it."""
-    for path, old in before.items():
-        new = after.get(path, old)
-        if type(new) is not type(old) or new != old:
-            raise ValueError(
-                f"`model`: expected a call that changes variables alone; it changed the attribute "
-                f"{'/'.join(map(str, path[1:]))!r} from {old!r} to {new!r}. Make it an nnx.Variable."
-            )
-
-
-def _refuse_changes(nodes: Any) -> None:
-    """Makes an assignment to a parameter raise: the module would not have it."""
+def _refuse_assignments(nodes: Any) -> None:
+    """Makes an assignment to a parameter raise: the new value would be lost."""
 
     def refuse(param: Any, new: Any) -> Any:
         del new
@@ -243,19 +223,17 @@ def _refuse_changes(nodes: Any) -> None:
             variable.set_metadata(on_set_value=refuse)
 
 
-def _variables(nodes: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(nnx.to_flat_state(nnx.state(nodes)))
+def _constants(nodes: Any) -> dict[Any, Any]:
+    """The numbers and texts among the attributes, by path."""
+    return {path: x for path, x in nnx.iter_graph(nodes) if isinstance(x, bool | int | float | str | None)}
 
 
-def _is_same(old: Any, new: Any) -> bool:
-    olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
-    return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))
-
-
-def _is_node(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Pytree | nnx.Variable)
-
-
-def _change_class(module: Any, class_of: Callable[[type], type]) -> None:
-    # NNX would take an assignment for an attribute of the model.
-    object.__setattr__(module, "__class__", class_of(type(module)))
+def _check_constants(before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Raises ValueError if a call changed an attribute that is no variable: the new value would be lost."""
+    for path, old in before.items():
+        new = after.get(path, old)
+        if type(new) is not type(old) or new != old:
+            raise ValueError(
+                f"`model`: expected a call that changes variables alone; it changed the attribute "
+                f"{'/'.join(map(str, path[1:]))!r} from {old!r} to {new!r}. Make it an nnx.Variable."
+            )

@@ -1,6 +1,7 @@
-"""The gradient of a loss of an NNX module, or of its states, by way of variables of dicts."""
+"""Gradients of a loss of an NNX module, or of its states, by way of variables that are nested dicts."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path
 from fp8jax.gradients.keys import fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
-# What of a model is trained, what is scaled with, what does not change, and the rest.
+# The parts of a module: trained parameters, scaling states, the loss scale, frozen parameters, all others.
 KINDS = (nnx.Param, FP8State, LossScale, Frozen, ...)
 
 
@@ -21,17 +23,17 @@ def gradient_of_module(
     loss_fn: Callable[..., Any],
     has_aux: bool,
     grad_of: Callable[[Callable[..., Any]], Any],
-    last: Callable[[Any], Any] = lambda aux: aux,
-    parts: int = 1,
+    merged: Callable[[Any], Any],
+    parts: int,
 ) -> Callable[..., Any]:
-    """A function that gives the gradient of a loss of a module.
+    """A function that returns the gradient of a loss of a module.
 
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`.
-        has_aux: whether it gives more than the loss.
+        has_aux: whether it also returns auxiliary outputs.
         grad_of: the gradient, with auxiliary outputs, of a loss of variables.
-        last: of the auxiliary outputs that the gradient gives, the last call's.
-        parts: in how many the batch is split: each has random streams of its own.
+        merged: one module state from the states of all microbatches and devices.
+        parts: number of microbatches times devices; each has its own random streams.
     """
 
     @functools.wraps(loss_fn)
@@ -42,88 +44,75 @@ def gradient_of_module(
             variables[LOSS_SCALE] = variable.get_value()
 
         def pure(variables: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
-            # New variables, which belong to this trace and may be changed in it.
-            others = jax.tree.map(lambda x: x, (scales, frozen, rest))
+            # Copies, which belong to this trace, so that it may change them.
+            constants, changing = jax.tree.map(lambda x: x, ((scales, frozen), rest))
             if parts > 1:
-                others = (*others[:2], _with_keys(others[2], lambda key: fold_in(key, number[0])))
-            inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING]), *others
-            inside = nnx.merge(graph, *inside)
+                changing = _with_keys(
+                    changing, lambda _, key: key.replace(fold_in(key.get_value(), number[0]))
+                )
+            trained = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING])
+            inside = nnx.merge(graph, *trained, *constants, changing)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            *_, after = nnx.split(inside, *KINDS)
+            after = nnx.split(inside, *KINDS)[-1]
             if parts > 1:
-                after = _with_keys(after, dict(_keys(rest)))
+                old = dict(nnx.to_flat_state(rest))
+                after = _with_keys(after, lambda path, key: old.get(path, key))
             return loss, (aux, after)
 
         numbers = np.arange(parts, dtype=np.int32) if parts > 1 else None  # split as a batch is
         (loss, (aux, after)), grads = grad_of(pure)(variables, numbers, *args, **kwargs)
-        nnx.update(model, last(after), put_in(states, grads[SCALING]))
+        nnx.update(model, merged(after), put_in(states, grads[SCALING]))
         for path, variable in nnx.to_flat_state(scales):
             nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
-        grads = put_in(params, grads[PARAMS])
-        return ((loss, aux) if has_aux else loss), grads
+        return ((loss, aux) if has_aux else loss), put_in(params, grads[PARAMS])
 
     return wrapped
 
 
 def is_split(variables: Any) -> bool:
-    """Whether variables are `nnx.State`s: the parameters alone, or collections of which they are one."""
-    params = variables[PARAMS] if has_params(variables) else variables
-    return isinstance(params, nnx.State)
+    """Whether variables are `nnx.State`s: parameters alone, or collections with a state of parameters."""
+    return isinstance(variables[PARAMS] if has_params(variables) else variables, nnx.State)
 
 
 def gradient_of_states(
     loss_fn: Callable[..., Any], grad_of: Callable[[Callable[..., Any]], Any]
 ) -> Callable[..., Any]:
-    """A function that gives the gradient of a loss of a module's states, see `is_split`.
+    """A function that returns the gradient of a loss of a module's states, see `is_split`.
 
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)`.
-        grad_of: the gradient of a loss of variables that are trees of dicts.
+        grad_of: the gradient of a loss of variables that are nested dicts.
     """
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        is_alone = not has_params(variables)
-        states = {PARAMS: variables} if is_alone else variables
+        states = variables if has_params(variables) else {PARAMS: variables}
 
         def with_states(trees: Any) -> Any:
-            return {
+            new = {
                 name: put_in(states[name], tree) if isinstance(states[name], nnx.State) else tree
                 for name, tree in trees.items()
             }
+            return new if states is variables else new[PARAMS]
 
         def pure(trees: Any, *args: Any, **kwargs: Any) -> Any:
-            inside = with_states(trees)
-            return loss_fn(inside[PARAMS] if is_alone else inside, *args, **kwargs)
+            return loss_fn(with_states(trees), *args, **kwargs)
 
         trees = {name: tree_of(s) if isinstance(s, nnx.State) else s for name, s in states.items()}
         out, grads = grad_of(pure)(trees, *args, **kwargs)
-        grads = with_states(grads)
-        return out, grads[PARAMS] if is_alone else grads
+        return out, with_states(grads)
 
     return wrapped
 
 
-def _keys(state: Any) -> list[tuple[Any, Any]]:
-    """The paths and keys of random streams."""
-    found = nnx.to_flat_state(state)
-    return [(path, each.get_value()) for path, each in found if isinstance(each, nnx.RngKey)]
+def _with_keys(state: nnx.State, new: Callable[[Any, nnx.RngKey], Any]) -> nnx.State:
+    """The state with other keys of random streams, `new(path, key)`."""
+    return nnx.map_state(lambda path, x: new(path, x) if isinstance(x, nnx.RngKey) else x, state)
 
 
-def _with_keys(state: Any, new: Any) -> Any:
-    """The state with other keys: a function of the old ones, or keys by path."""
-    flat = []
-    for path, variable in nnx.to_flat_state(state):
-        if isinstance(variable, nnx.RngKey) and (callable(new) or path in new):
-            variable = variable.replace(new(variable.get_value()) if callable(new) else new[path])
-        flat.append((path, variable))
-    return nnx.from_flat_state(flat)
-
-
-def of_devices(state: Any) -> Any:
-    """One state of those of the devices, stacked: rows of intermediates put together, else the mean of
-    what differs."""
+def mean_of_devices(state: nnx.State) -> nnx.State:
+    """One state from the stacked states of the devices: intermediates concatenated, the mean of others."""
 
     def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -133,34 +122,26 @@ def of_devices(state: Any) -> Any:
     def rows(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x
 
-    flat = []
-    for path, variable in nnx.to_flat_state(state):
-        merge = rows if isinstance(variable, nnx.Intermediate) else mean
-        flat.append((path, jax.tree.map(merge, variable)))
-    return nnx.from_flat_state(flat)
+    def merged(_: Any, variable: Any) -> Any:
+        return jax.tree.map(rows if isinstance(variable, nnx.Intermediate) else mean, variable)
+
+    return nnx.map_state(merged, state)
 
 
 def tree_of(state: Any) -> dict[Any, Any]:
-    """The values of a state of variables, or of their values, as nested dicts; a scaling state is one in its
-    kernel's place."""
-    tree: dict[Any, Any] = {}
-    for path, variable in nnx.to_flat_state(state):
-        *parents, name = state_path(path)
-        below = tree
-        for part in parents:
-            below = below.setdefault(part, {})
-        below[name] = variable.get_value() if isinstance(variable, nnx.Variable) else variable
-    return tree
+    """A state as nested dicts of values, with the scaling state of a kernel at the kernel's path."""
+    values = {
+        state_path(path): variable.get_value() if isinstance(variable, nnx.Variable) else variable
+        for path, variable in nnx.to_flat_state(state)
+    }
+    return unflatten_dict(values)
 
 
 def put_in(state: Any, tree: Any) -> Any:
     """The state with the values of such a tree."""
 
-    def found(path: Any) -> Any:
-        return functools.reduce(lambda below, part: below[part], state_path(path), tree)
-
-    def replaced(variable: Any, new: Any) -> Any:
+    def replaced(path: Any, variable: Any) -> Any:
+        new = functools.reduce(operator.getitem, state_path(path), tree)
         return variable.replace(new) if isinstance(variable, nnx.Variable) else new
 
-    flat = nnx.to_flat_state(state)
-    return nnx.from_flat_state([(path, replaced(variable, found(path))) for path, variable in flat])
+    return nnx.map_state(replaced, state)

@@ -1,5 +1,6 @@
-"""The variables of a transformed NNX module, and where its parameters are."""
+"""The variables of a transformed NNX module, and the places of its parameters."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -7,20 +8,20 @@ from flax import nnx
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
 STATE = "__fp8_"
 
-# The class that a frozen parameter had, where it was not `nnx.Param` itself.
+# Metadata of a frozen parameter: its class before, if not `nnx.Param` itself.
 CLASS = "class__fp8"
 
 
 class FP8State(nnx.Variable):
-    """An array of a dot product's scaling state, see `fp8jax.init_state`; stacked as the kernel is."""
+    """An array of a dot product's scaling state (`fp8jax.init_state`), stacked as the kernel is."""
 
 
 class Frozen(nnx.Variable):
-    """A parameter that is not trained, of a model with adapters; stacked as it was."""
+    """A parameter that is not trained, in a model with adapters."""
 
 
 class LossScale(nnx.Variable):
-    """The loss scale of a model whose GEMMs are float16, see `fp8jax.loss_scale`."""
+    """The loss scale of a model with float16 GEMMs (`fp8jax.loss_scale`)."""
 
 
 # The bridge from Linen asks for names.
@@ -29,36 +30,36 @@ for _name, _variable in (("fp8_state", FP8State), ("frozen", Frozen), ("loss_sca
 
 
 def modules_of(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
-    """The modules within a module, and itself, by path."""
+    """A module and the modules in it, by path; a list, so that a loop over it may change the model."""
     return list(nnx.iter_modules(model))
 
 
 class Place(NamedTuple):
-    """Where a parameter is."""
+    """The place of a parameter."""
 
-    owner: Any  # the module that has it
-    name: str  # of its attribute; "a/b" within one that is a dict or a list
+    owner: Any  # its module
+    name: str  # its attribute; "a/b" for a parameter in an attribute that is a dict or a list
     param: Any
 
 
 def places_of(model: nnx.Module) -> dict[tuple[str, ...], Place]:
-    """The parameters of a module by path; a shared one is at its first."""
+    """The parameters of a module by path; a shared parameter at its first path."""
     modules, places = dict(modules_of(model)), {}
-    for parts, param in nnx.iter_graph(model):
+    for path, param in nnx.iter_graph(model):
         if isinstance(param, nnx.Param | Frozen):
-            at = next(n for n in range(len(parts) - 1, -1, -1) if parts[:n] in modules)
-            place = Place(modules[parts[:at]], "/".join(map(str, parts[at:])), param)
-            places[tuple(map(str, parts))] = place
+            at = next(n for n in range(len(path) - 1, -1, -1) if path[:n] in modules)
+            place = Place(modules[path[:at]], "/".join(map(str, path[at:])), param)
+            places[tuple(map(str, path))] = place
     return places
 
 
-def state_path(path: Any) -> list[Any]:
-    """The path of a scaling state's array in the tree of states: that of its parameter, and its own name."""
+def state_path(path: Sequence[Any]) -> tuple[Any, ...]:
+    """The path of a variable in the tree of its collection: a scaling state's array is below its kernel."""
     *parents, name = path
     if not (isinstance(name, str) and STATE in name):
-        return [*parents, name]
+        return tuple(path)
     param, part = name.split(STATE)
-    return [*parents, *param.split("/"), part]
+    return (*parents, *param.split("/"), part)
 
 
 def thaw(nodes: Any) -> None:
