@@ -138,8 +138,6 @@ def _gemm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor
 
 def _high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """lhs (m, k) @ rhs (k, n), accumulated in float32 and cast once."""
-    if lhs.dtype == dtype:
-        return lhs @ rhs
     # torch has only this wider output, and only on a GPU.
     if lhs.is_cuda and lhs.dtype.itemsize == 2 and dtype == torch.float32:
         return torch.mm(lhs, rhs, out_dtype=dtype)

@@ -71,7 +71,7 @@ def prepare(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
     for name, module in model.named_modules():
-        if hasattr(module, _REPORT):
+        if hasattr(module, _REPORT) or isinstance(module, Converted):
             within = f" with a {type(module).__name__} in it" if name else ""
             raise ValueError(
                 f"`model`: expected a plain model; got a {type(model).__name__}{within} that was prepared "

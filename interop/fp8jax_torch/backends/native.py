@@ -58,8 +58,6 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     An Adam or AdamW of torch becomes that of `fp8jax_torch.optim` where the recipe has low-precision weights,
     moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32.
     """
-    if any(isinstance(module, Converted) for module in model.modules()):
-        raise ValueError("`model`: expected a plain model; got one that was prepared already.")
     found, shared = layers.linears(model), layers.shared_weights(model)
     if recipe.gemm == "FP8":
         rows = base.plan(NAME, model, recipe, layers.why_not_called, base.no_gemm)

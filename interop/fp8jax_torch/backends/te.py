@@ -12,7 +12,6 @@ the plain model loads; a checkpoint of the prepared model also has a key `_extra
 scales. The context is `autocast(recipe=...)` since 2.9, and `fp8_autocast(fp8_recipe=...)` before.
 """
 
-import contextlib
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base
 from fp8jax_torch.matmul import why_no_fp8
+from fp8jax_torch.mixins import mixed
 from fp8jax_torch.optim.skipping import skipping
 
 NAME = "te"
@@ -72,13 +72,10 @@ def refuses_gemm(name: str, recipe: Recipe) -> str | None:
     # 1.8 to 2.1 have an `interval` that nothing reads, with the default -1.
     if recipe.interval != 1 and getattr(old, "interval", -1) < 0:
         return f"{name} has no interval={recipe.interval} since transformer_engine 1.8, only 1"
-    overrides = (
-        (_NO_OVERRIDE, _WGRAD_OVERRIDE) if hasattr(old, "override_linear_precision") else (_NO_OVERRIDE,)
-    )
+    can_override = hasattr(old, "override_linear_precision")
+    overrides = (_NO_OVERRIDE, _WGRAD_OVERRIDE) if can_override else (_NO_OVERRIDE,)
     reason = base.refused(name, recipe, {"override_linear_precision": overrides})
-    if reason and len(overrides) == 1:
-        return f"{reason}, since transformer_engine 2.0"
-    return reason
+    return f"{reason}, since transformer_engine 2.0" if reason and not can_override else reason
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
@@ -119,10 +116,25 @@ def swap(model: nn.Module, rows: Sequence[base.Row]) -> nn.Module:
 
 
 def run_in_fp8(model: nn.Module, recipe: Recipe) -> None:
-    """Runs every call of the model under TransformerEngine's autocast."""
-    autocast = _Autocast(_te_recipe(recipe))
-    model.register_forward_pre_hook(autocast.enter, prepend=True)
-    model.register_forward_hook(autocast.leave, always_call=True)
+    """Runs every call of the model under TransformerEngine's autocast, with an equal recipe."""
+    model.te_recipe = _te_recipe(recipe)
+    model.__class__ = mixed(UnderAutocast, type(model))
+
+
+class UnderAutocast:
+    """Mixin of a module that is called under TransformerEngine's autocast."""
+
+    te_recipe: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module`."""
+        te = _te()
+        if hasattr(te, "autocast"):
+            context = te.autocast(enabled=True, recipe=self.te_recipe)
+        else:
+            context = te.fp8_autocast(enabled=True, fp8_recipe=self.te_recipe)
+        with context:
+            return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def note_on(recipe: Recipe) -> str:
@@ -130,28 +142,6 @@ def note_on(recipe: Recipe) -> str:
     if recipe.scaling == "delayed" and recipe.first_scale != "one":
         return f"TransformerEngine's first step has scale 1 (first_scale=one, not {recipe.first_scale})"
     return ""
-
-
-class _Autocast:
-    """Two forward hooks, which enter TransformerEngine's autocast before a forward and leave it after."""
-
-    def __init__(self, recipe: Any):
-        self.recipe = recipe
-        self.entered: list[contextlib.AbstractContextManager[Any]] = []
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        te = _te()
-        if hasattr(te, "autocast"):
-            context = te.autocast(enabled=True, recipe=self.recipe)
-        else:
-            context = te.fp8_autocast(enabled=True, fp8_recipe=self.recipe)
-        context.__enter__()
-        self.entered.append(context)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Empty if entering failed: this hook is always called.
-        if self.entered:
-            self.entered.pop().__exit__(None, None, None)
 
 
 def _scales_may_be_missing(model: nn.Module, keys: Any) -> None:
@@ -243,6 +233,4 @@ def _recipes() -> Any:
 
 def _installed_default() -> Any:
     """A `DelayedScaling()` of the installed version, or None."""
-    if PACKAGE.unusable("transformer_engine.common.recipe"):
-        return None
-    return _recipes().DelayedScaling()
+    return None if PACKAGE.unusable("transformer_engine.common.recipe") else _recipes().DelayedScaling()

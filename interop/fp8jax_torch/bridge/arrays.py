@@ -4,7 +4,7 @@
     >>> to_jax(codes).dtype
     dtype(float8_e4m3fn)
 
-Dlpack shares memory where both libraries have the device. Elsewhere the bits move through the host's memory
+Dlpack shares memory where both libraries have the device. Elsewhere the bits are copied through host memory
 as unsigned integers.
 """
 
@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jaxtyping import Shaped
 
-from fp8jax_torch.scaled import ScaledTensor
+from fp8jax_torch.scaled import is_scaled
 
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu"}
 
 
-def to_jax(tensor: torch.Tensor, sharding: Any = None) -> jax.Array:
+def to_jax(
+    tensor: Shaped[torch.Tensor, "..."], sharding: jax.sharding.Sharding | None = None
+) -> Shaped[jax.Array, "..."]:
     """A dense tensor as a JAX array, in the same memory where possible.
 
     Args:
@@ -37,7 +40,9 @@ def to_jax(tensor: torch.Tensor, sharding: Any = None) -> jax.Array:
     return array if sharding is None else jax.device_put(array, sharding)
 
 
-def to_torch(array: jax.Array | np.ndarray, device: torch.device) -> torch.Tensor:
+def to_torch(
+    array: Shaped[jax.Array | np.ndarray, "..."], device: torch.device
+) -> Shaped[torch.Tensor, "..."]:
     """An array as a torch tensor on a device, in the same memory where possible.
 
     Args:
@@ -62,16 +67,14 @@ def dtype_name(x: Any) -> str:
 
 def codes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A `ScaledTensor`'s codes, or the plain tensor itself; detached."""
-    return (tensor.codes if isinstance(tensor, ScaledTensor) else tensor).detach()
+    return (tensor.codes if is_scaled(tensor) else tensor).detach()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one form have the same codes and scales; NaNs are compared by their bits."""
-    pairs = [(codes_of(a), codes_of(b))]
-    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        pairs.append((a.scale, b.scale))
-    return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
 
+    def bits(x: torch.Tensor) -> list[torch.Tensor]:
+        parts = [x.codes, x.scale] if is_scaled(x) else [x]
+        return [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in parts]
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return all(map(torch.equal, bits(a), bits(b)))

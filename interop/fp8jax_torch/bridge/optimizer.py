@@ -7,15 +7,14 @@
     step                                                  adam.count, one for all
     the optimizer's attribute `skipped`                   skipped
 
-The optax state is found by the names of its fields, anywhere in a chain: `AdamState(adam, master, skipped)`
-of fp8jax, or `ScaleByAdamState(count, mu, nu)` of optax. Other states of a chain stay, except the counters of
+The names of its fields find the optax state anywhere in a chain: `AdamState(adam, master, skipped)` of
+fp8jax, or `ScaleByAdamState(count, mu, nu)` of optax. Other states of the chain stay, except the counters of
 schedules, which count skipped steps, too.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 
@@ -23,10 +22,9 @@ from fp8jax_torch.bridge.names import NameMap
 from fp8jax_torch.bridge.pairs import paired
 from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
-from fp8jax_torch.scaled import ScaledTensor
+from fp8jax_torch.scaled import ScaledTensor, is_scaled
 
-_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
-_MASTER = "master"
+_ENTRIES = ("exp_avg", "exp_avg_sq", "master")
 
 
 def optimizer_to_flax(
@@ -50,26 +48,26 @@ def optimizer_to_flax(
             parameters took different numbers of steps; or `like` has no Adam, or more than one.
     """
     tree = named(like)
-    adam, outer = _adam_in(tree)
-    parameters = _parameters(optimizer, model)
-    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
-    _check_states(states)
+    keys = _keys_in(tree)
+    states = {
+        name: optimizer.state.get(parameter, {}) for name, parameter in _parameters(optimizer, model).items()
+    }
+    step, skipped = _steps_of(states), int(getattr(optimizer, "skipped", 0))
     leaves: dict[Key, Any] = {}
-    for entry, prefix in _entries(adam, outer).items():
-        below = tree.below(prefix)
+    for entry in _ENTRIES:
+        below = tree.below(keys[entry])
         tensors = {name: _tensor(state, entry) for name, state in states.items() if entry in state}
         pairs = paired(f"optimizer` ({entry}) and `like", tensors, mapping, below)
-        leaves |= {
-            (*prefix, *key): leaf for key, leaf in leaves_of(tensors, pairs, below, share=False).items()
-        }
-    steps = {int(state["step"]) for state in states.values()}
-    if len(steps) != 1:
-        raise ValueError(
-            "`optimizer`: expected parameters that took the same number of steps, which is one number in "
-            f"optax; got {sorted(steps)}."
-        )
-    skipped = int(getattr(optimizer, "skipped", 0))
-    return tree.rebuilt(leaves | _counters(tree, adam, outer, steps.pop(), skipped))
+        new = leaves_of(tensors, pairs, below, share=False)
+        leaves |= {(*keys[entry], *key): leaf for key, leaf in new.items()}
+    counters = {keys["step"]: step, keys["skipped"]: skipped}
+    adam = keys["step"][:-1]
+    for key, old in tree.leaves.items():
+        if key[-1] == "count" and key[: len(adam)] != adam:
+            counters[key] = step + skipped  # of a schedule
+        if key in counters:
+            leaves[key] = jnp.full(old.shape, counters[key], old.dtype)
+    return tree.rebuilt(leaves)
 
 
 def optimizer_from_flax(
@@ -86,43 +84,43 @@ def optimizer_from_flax(
         like: the torch optimizer; its hyperparameters stay.
 
     Returns:
-        `like.state_dict()` with copies of the optax state's moments, masters and step, and under "skipped"
-        the number of skipped steps, where optax counts them.
+        `like.state_dict()` with copies of the optax state's moments, masters and step; and "skipped", the
+        number of skipped steps, if the optax state counts them.
 
     Raises:
         ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
             Adam, or more than one.
     """
     tree = named(state)
-    adam, outer = _adam_in(tree)
+    keys = _keys_in(tree)
     parameters = _parameters(like, model)
-    count = float(tree.leaves[(*adam, "count")])
+    step = float(tree.leaves[keys["step"]])
     states: dict[str, dict[str, Any]] = {
-        name: {"step": torch.tensor(count, dtype=torch.float32)} for name in parameters
+        name: {"step": torch.tensor(step, dtype=torch.float32)} for name in parameters
     }
-    for entry, prefix in _entries(adam, outer).items():
-        below = tree.below(prefix)
+    for entry in _ENTRIES:
+        below = tree.below(keys[entry])
         wanted = {}
         for name, parameter in parameters.items():
             place = mapping.place(name)
             leaf = below.leaves.get(place.path) if place else None
-            if entry != _MASTER or leaf is not None:  # not every parameter has a master
+            if entry != "master" or leaf is not None:  # not every parameter has a master
                 wanted[name] = _like(parameter, leaf)
-        pairs = paired(f"state` ({'/'.join(prefix)}) and `like", wanted, mapping, below)
+        pairs = paired(f"state` ({'/'.join(keys[entry])}) and `like", wanted, mapping, below)
         for name, tensor in tensors_of(below, pairs, wanted, share=False).items():
-            if isinstance(tensor, ScaledTensor):
+            if is_scaled(tensor):
                 states[name] |= {entry: tensor.codes, f"{entry}_scale": tensor.scale}
             else:
                 states[name][entry] = tensor
     new = like.state_dict()
-    new["state"] = dict(enumerate(states[name] for name in parameters))
-    if (*outer, "skipped") in tree.leaves:
-        new["skipped"] = int(tree.leaves[(*outer, "skipped")])
+    new["state"] = dict(enumerate(states.values()))
+    if keys["skipped"] in tree.leaves:
+        new["skipped"] = int(tree.leaves[keys["skipped"]])
     return new
 
 
-def _adam_in(tree: Tree) -> tuple[Key, Key]:
-    """The names of the one Adam in a state, and of fp8jax's state around it; the same for optax's Adam."""
+def _keys_in(tree: Tree) -> dict[str, Key]:
+    """The keys of the one Adam's fields in an optax state, by the names of torch's entries."""
     found = {
         key[:i]
         for key in tree.leaves
@@ -135,28 +133,9 @@ def _adam_in(tree: Tree) -> tuple[Key, Key]:
             f"got {len(found)}."
         )
     [adam] = found
-    return adam, adam[:-1] if adam[-1:] == ("adam",) else adam
-
-
-def _entries(adam: Key, outer: Key) -> dict[str, Key]:
-    """The entries of a parameter's torch state, and the names of their optax trees."""
-    return {entry: (*adam, tree) for entry, tree in _MOMENTS.items()} | {_MASTER: (*outer, _MASTER)}
-
-
-def _counters(tree: Tree, adam: Key, outer: Key, step: int, skipped: int) -> dict[Key, jax.Array]:
-    """The counters of a state after so many steps taken and skipped."""
-    numbers = {}
-    for key in tree.leaves:
-        if key == (*adam, "count"):
-            numbers[key] = step
-        elif key == (*outer, "skipped"):
-            numbers[key] = skipped
-        elif key[-1] == "count" and key[: len(adam)] != adam:
-            numbers[key] = step + skipped  # a schedule's, which does not know of skipped steps
-    return {
-        key: jnp.full(tree.leaves[key].shape, number, tree.leaves[key].dtype)
-        for key, number in numbers.items()
-    }
+    outer = adam[:-1] if adam[-1:] == ("adam",) else adam
+    keys = {"exp_avg": (*adam, "mu"), "exp_avg_sq": (*adam, "nu"), "step": (*adam, "count")}
+    return keys | {"master": (*outer, "master"), "skipped": (*outer, "skipped")}
 
 
 def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -168,21 +147,28 @@ def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dic
     return {names[id(parameter)]: parameter for parameter in listed}
 
 
-def _check_states(states: Mapping[str, Mapping[str, Any]]) -> None:
-    known = {"step", *(name for entry in (*_MOMENTS, _MASTER) for name in (entry, f"{entry}_scale"))}
+def _steps_of(states: Mapping[str, Mapping[str, Any]]) -> int:
+    """The number of steps that each parameter took; raises ValueError for other states than Adam's."""
+    known = {"step", *_ENTRIES, *(f"{entry}_scale" for entry in _ENTRIES)}
     for name, state in states.items():
-        absent = {"step", *_MOMENTS} - set(state)
-        if absent:
+        if absent := {"step", "exp_avg", "exp_avg_sq"} - set(state):
             raise ValueError(
                 f"`optimizer`: expected the state of an Adam of every parameter; for {name} got "
                 f"none of {sorted(absent)}. It has them after a step in which the parameter had a gradient; "
                 "before that, `tx.init` gives the state."
             )
-        if set(state) - known:
+        if unknown := set(state) - known:
             raise ValueError(
-                f"`optimizer`: expected an Adam; got one that keeps {sorted(set(state) - known)}, here for "
-                f"{name}, which optax's does not (`amsgrad`)."
+                f"`optimizer`: expected an Adam without amsgrad; for {name} got the entries {sorted(unknown)} "
+                "too."
             )
+    steps = {int(state["step"]) for state in states.values()}
+    if len(steps) != 1:
+        raise ValueError(
+            "`optimizer`: expected parameters that took the same number of steps, which is one number in "
+            f"optax; got {sorted(steps)}."
+        )
+    return steps.pop()
 
 
 def _tensor(state: Mapping[str, Any], entry: str) -> torch.Tensor:

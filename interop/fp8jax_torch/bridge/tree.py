@@ -69,17 +69,6 @@ def named(tree: Any) -> Tree:
     return Tree(leaves, treedef, any(key[0] == PARAMS for key in leaves))
 
 
-def nested(leaves: Mapping[Key, Any]) -> dict[str, Any]:
-    """A tree of dicts with these leaves."""
-    tree: dict[str, Any] = {}
-    for key, leaf in leaves.items():
-        node = tree
-        for name in key[:-1]:
-            node = node.setdefault(name, {})
-        node[key[-1]] = leaf
-    return tree
-
-
 def codes_and_scale(leaf: Any) -> tuple[Any, Any]:
     """Codes and scale of a leaf, without boxes; a plain array has the scale None."""
     arrays = jax.tree.leaves(leaf)

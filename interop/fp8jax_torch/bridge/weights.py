@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from flax import traverse_util
 
 from fp8jax.quantization import ScaledArray
 from fp8jax_torch.bridge.arrays import codes_of, same_bits, to_jax, to_torch
 from fp8jax_torch.bridge.names import NameMap, Place
 from fp8jax_torch.bridge.pairs import Pair, paired, ties
-from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named, nested
+from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named
 from fp8jax_torch.scaled import ScaledTensor
 
 
@@ -46,7 +47,7 @@ def to_flax(
     tree = None if like is None else named(like)
     pairs = paired("state_dict", state_dict, mapping, tree)
     leaves = leaves_of(state_dict, pairs, tree, share=share)
-    return nested(leaves) if tree is None else tree.rebuilt(leaves)
+    return traverse_util.unflatten_dict(leaves) if tree is None else tree.rebuilt(leaves)
 
 
 def from_flax(

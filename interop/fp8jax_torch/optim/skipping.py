@@ -13,7 +13,7 @@ from fp8jax_torch.scaled import is_scaled
 
 
 class _NotFinite(Exception):
-    """Ends a step before it changes anything."""
+    """Ends a step before it changes anything; its argument is the loss."""
 
 
 class Skipping:
@@ -30,29 +30,22 @@ class Skipping:
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; no step and no step hooks where a gradient is not finite."""
         parent: Any = super()
-        loss: Any = None
 
-        def check() -> None:
+        def check(loss: Any = None) -> Any:
             grads = (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
             if not math.isfinite(largest(grads)):
-                raise _NotFinite
-
-        def checked() -> Any:
-            nonlocal loss
-            assert closure is not None
-            loss = closure()
-            check()
+                raise _NotFinite(loss)
             return loss
 
         self.has_skipped = False
         try:
             if closure is not None:
-                return parent.step(checked, *args, **kwargs)
+                return parent.step(lambda: check(closure()), *args, **kwargs)
             check()
             return parent.step(*args, **kwargs)
-        except _NotFinite:
+        except _NotFinite as error:
             self.skipped, self.has_skipped = self.skipped + 1, True
-            return loss
+            return error.args[0]
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
 
