@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 
 from fp8jax.train import distributed
 
@@ -35,12 +36,12 @@ class Checkpoint(NamedTuple):
     """The content of a checkpoint."""
 
     step: int  # optimizer steps done
-    state: Any  # a pytree of arrays
+    state: PyTree  # a pytree of arrays
     metadata: dict[str, Any]
 
 
 def save(
-    folder: pathlib.Path, step: int, state: Any, metadata: dict[str, Any] | None = None, run: str = ""
+    folder: pathlib.Path, step: int, state: PyTree, metadata: dict[str, Any] | None = None, run: str = ""
 ) -> pathlib.Path:
     """Writes a checkpoint and deletes all but the newest three; all processes have to call it.
 
@@ -80,7 +81,7 @@ def save(
     return path
 
 
-def restore(folder: pathlib.Path, like: Any, run: str = "") -> tuple[Checkpoint | None, list[str]]:
+def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoint | None, list[str]]:
     """Reads the newest checkpoint that is not damaged; all processes read the same one.
 
     Args:
@@ -194,13 +195,13 @@ def _sha256(file: pathlib.Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _arrays(state: Any) -> dict[str, str]:
+def _arrays(state: PyTree) -> dict[str, str]:
     """The path of each array of a state -> its dtype and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def _check(path: pathlib.Path, content: dict[str, Any], like: Any, run: str) -> None:
+def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) -> None:
     if run and content["run"] != run:
         raise ValueError(f"{path} is of another run, with other settings or data; move it away and resume")
     found, expected = content["arrays"], _arrays(like)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fp8jax.train import distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
@@ -54,7 +55,7 @@ def fit(
     validation: Source | None = None,
     final_validation: Source | None = None,
     validation_loss: Loss | None = None,
-    plain: Any = None,
+    plain: PyTree = None,
     resume: bool = False,
     or_start: bool = False,
     about: Mapping[str, Any] | None = None,
@@ -152,7 +153,7 @@ class _Model:
 
     trainer: Trainer
     validators: _Validators
-    state: Any = None
+    state: PyTree = None
     curves: Curves = dataclasses.field(default_factory=Curves)
 
     @property
@@ -183,7 +184,7 @@ class _Run:
         """Steps done."""
         return len(self.models[0].curves.loss)
 
-    def begin(self, plain: Any, resume: bool, or_start: bool) -> None:
+    def begin(self, plain: PyTree, resume: bool, or_start: bool) -> None:
         """Compiles, and restores the newest checkpoint or makes the first states."""
         for model in self.models:
             model.trainer.check_memory()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32, PyTree
 
 from fp8jax import formats
 from fp8jax.quantization import UNSET, is_scaled
@@ -40,19 +41,19 @@ class ScaledTensor(NamedTuple):
 class ScaleMetrics(NamedTuple):
     """The casts of one step, in the order of `scaled_tensors`."""
 
-    scale: jax.Array  # shape=(tensors,), float32: the scale for the next step
-    saturation: jax.Array  # shape=(tensors,), float32: amax / (scale of this step * the format's max)
+    scale: Float32[Array, " tensors"]  # the scale for the next step
+    saturation: Float32[Array, " tensors"]  # amax / (scale of this step * the format's max)
 
 
 class StepMetrics(NamedTuple):
     """The metrics of one step; on the devices, to be fetched later."""
 
-    loss: jax.Array  # shape=(), float32
-    skipped: jax.Array  # shape=(), int32: steps skipped so far because of a gradient that was not finite
+    loss: Float32[Array, ""]
+    skipped: Int32[Array, ""]  # steps skipped so far because of a gradient that was not finite
     scales: ScaleMetrics
 
 
-def scaled_tensors(variables: Any) -> list[ScaledTensor]:
+def scaled_tensors(variables: PyTree) -> list[ScaledTensor]:
     """The tensors with a delayed scale, in the order of `scale_metrics`."""
     found = []
     for path, state in _delayed_states(variables):
@@ -61,7 +62,7 @@ def scaled_tensors(variables: Any) -> list[ScaledTensor]:
     return found
 
 
-def scale_metrics(before: Any, after: Any, recipe: Recipe) -> ScaleMetrics:
+def scale_metrics(before: PyTree, after: PyTree, recipe: Recipe) -> ScaleMetrics:
     """The scales and the saturation of a step.
 
     Args:
@@ -82,7 +83,7 @@ def scale_metrics(before: Any, after: Any, recipe: Recipe) -> ScaleMetrics:
     return ScaleMetrics(jnp.concatenate(scales), jnp.concatenate(saturations))
 
 
-def _delayed_states(variables: Any) -> list[tuple[str, Mapping[str, Any]]]:
+def _delayed_states(variables: PyTree) -> list[tuple[str, Mapping[str, Any]]]:
     """(layer, state) of every dot with delayed scales, in the order of their paths."""
     is_state = lambda node: isinstance(node, Mapping) and "amax_history" in node  # noqa: E731
     found = jax.tree.leaves_with_path(variables.get(SCALING, {}), is_leaf=is_state)
@@ -102,12 +103,12 @@ class Bytes(NamedTuple):
     scaling: float  # amax histories and scales: a few per layer
 
 
-def parameters(variables: Any) -> int:
+def parameters(variables: PyTree) -> int:
     """Number of trained values; scales are not counted."""
     return sum(leaf.size for leaf in jax.tree.leaves(variables[PARAMS], is_leaf=is_scaled))
 
 
-def bytes_per_parameter(variables: Any, gradients: Any, opt_state: Any) -> Bytes:
+def bytes_per_parameter(variables: PyTree, gradients: PyTree, opt_state: PyTree) -> Bytes:
     """The bytes of arrays, divided by the number of parameters.
 
     Args:
@@ -116,7 +117,7 @@ def bytes_per_parameter(variables: Any, gradients: Any, opt_state: Any) -> Bytes
         opt_state: any pytree.
     """
 
-    def size(tree: Any) -> float:
+    def size(tree: PyTree) -> float:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / count
 
     count = parameters(variables)

@@ -20,6 +20,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+from jaxtyping import PyTree
+
 from fp8jax.train import checkpoint, distributed
 
 RUNS = pathlib.Path("runs")
@@ -176,13 +178,13 @@ def _take(folder: pathlib.Path, now: RunMetadata) -> None:
         raise ValueError(f"{folder} cannot be written: {getattr(error, 'strerror', error)}") from None
 
 
-def save(folder: pathlib.Path, step: int, state: Any, metadata: dict[str, Any], run: str) -> None:
+def save(folder: pathlib.Path, step: int, state: PyTree, metadata: dict[str, Any], run: str) -> None:
     """Writes a checkpoint, see `checkpoint.save`, and notes its step."""
     checkpoint.save(folder / "checkpoints", step, state, metadata, run)
     distributed.decide(lambda: write(folder / _SAVED, json.dumps({"step": step})))
 
 
-def restore(folder: pathlib.Path, like: Any, run: str, or_start: bool) -> checkpoint.Checkpoint | None:
+def restore(folder: pathlib.Path, like: PyTree, run: str, or_start: bool) -> checkpoint.Checkpoint | None:
     """The newest undamaged checkpoint of a run, with a warning for each one that was skipped.
 
     Args:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
@@ -52,7 +53,7 @@ class Trainer:
         rows: rows of a batch, over all devices and microbatches.
     """
 
-    def __init__(self, model: Any, loss: Loss, config: TrainConfig, example: Any) -> None:
+    def __init__(self, model: Any, loss: Loss, config: TrainConfig, example: PyTree) -> None:
         """Compiles nothing, unless the batch size is "auto".
 
         Args:
@@ -85,7 +86,7 @@ class Trainer:
         self.rows = self._rows(self.per_device)
 
     @functools.cached_property
-    def key(self) -> jax.Array:
+    def key(self) -> PRNGKeyArray:
         """The random key of the run."""
         return jax.random.key(self.config.seed)
 
@@ -120,7 +121,7 @@ class Trainer:
         return compiled_program.read(self._compiled_step)
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> PyTree:
         """Shapes, dtypes and shardings of a batch that `step` takes."""
         return self._batch(self.rows, self.placement.by_rows)
 
@@ -152,7 +153,7 @@ class Trainer:
         )
         return prefetch_to_device(loader, self.config.dataloader_prefetch_factor, self.placement.by_rows)
 
-    def init(self, plain: Any = None) -> State:
+    def init(self, plain: PyTree = None) -> State:
         """The first state, on the devices.
 
         Args:
@@ -166,7 +167,7 @@ class Trainer:
         restart = jax.jit(self._first_state, out_shardings=self._compiled_init.output_shardings)
         return restart(self.model.quantize(plain, state.variables))
 
-    def step(self, state: State, batch: Any) -> tuple[State, StepMetrics]:
+    def step(self, state: State, batch: PyTree) -> tuple[State, StepMetrics]:
         """The state after an optimizer step, and the metrics of the step; the given state is donated.
 
         Args:
@@ -179,11 +180,11 @@ class Trainer:
         self.check(batch)
         return self.placement.one_at_a_time(self._compiled_step)(state, self.put(batch), self.key)
 
-    def put(self, batch: Any) -> Any:
+    def put(self, batch: PyTree) -> PyTree:
         """A batch of the host on the devices."""
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.placement.put(x), batch)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: PyTree) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
         expected = self._batch(self.rows)
         got = _shapes(batch)
@@ -201,7 +202,7 @@ class Trainer:
         """Raises ValueError if the state alone needs more memory than the devices have."""
         check_fits(self._shapes, self.placement.mesh.size if self.config.zero else 1)
 
-    def evaluator(self, loss: Loss) -> Callable[[State, Any], jax.Array]:
+    def evaluator(self, loss: Loss) -> Callable[[State, PyTree], Float[Array, ""]]:
         """A jitted function `(state, batch) -> loss` that changes nothing in the state.
 
         Args:
@@ -217,7 +218,7 @@ class Trainer:
         evaluate = functools.partial(self.network.evaluate, loss)
         jitted = self.placement.one_at_a_time(jax.jit(evaluate, out_shardings=self.placement.replicated))
 
-        def mean_loss(state: State, batch: Any) -> jax.Array:
+        def mean_loss(state: State, batch: PyTree) -> Float[Array, ""]:
             rows, devices = len(jax.tree.leaves(batch)[0]), self.placement.mesh.size
             if rows % devices:
                 raise ValueError(f"`batch`: expected a multiple of {devices} devices; got {rows} rows.")
@@ -271,14 +272,14 @@ class Trainer:
         grads = jax.eval_shape(self.network.gradients, *arguments)[1]
         return {PARAMS: grads[PARAMS] if has_params(grads) else grads}
 
-    def _init(self, key: jax.Array, batch: Any) -> State:
+    def _init(self, key: PRNGKeyArray, batch: PyTree) -> State:
         return self._first_state(self.network.init(key, batch))
 
-    def _first_state(self, variables: Any) -> State:
+    def _first_state(self, variables: PyTree) -> State:
         variables = self.network.placed(variables)
         return State(jnp.zeros((), jnp.int32), variables, self._tx.init(self.network.trained(variables)))
 
-    def _step(self, state: State, batch: Any, key: jax.Array) -> tuple[State, StepMetrics]:
+    def _step(self, state: State, batch: PyTree, key: PRNGKeyArray) -> tuple[State, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
         loss, grads, variables = self.network.gradients(state.variables, batch, key)
         updates, opt_state = self._tx.update(grads, state.opt_state, self.network.trained(variables))
@@ -297,7 +298,7 @@ class Trainer:
     def _rows(self, per_device: int) -> int:
         return per_device * self.placement.mesh.size * self.config.gradient_accumulation_steps
 
-    def _batch(self, rows: int, sharding: Any = None) -> Any:
+    def _batch(self, rows: int, sharding: Any = None) -> PyTree:
         """The shapes of a batch of so many rows."""
         return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape), sharding=sharding), self._row)
 
@@ -308,7 +309,7 @@ class Trainer:
         return jax.default_matmul_precision("tensorfloat32")
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> PyTree:
     """With the dtypes that arrays have on a device: float32 for NumPy's float64."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree

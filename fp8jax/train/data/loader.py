@@ -75,14 +75,11 @@ class Loader:
         shard: tuple[int, int] = (0, 1),
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        numbers = {"batch": (batch, 1), "seed": (seed, 0), "workers": (workers, 0)}
-        numbers |= {
-            "prefetch": (prefetch, 1 if workers else 0),
-            "epochs": (1 if epochs is None else epochs, 1),
-        }
-        for name, (value, least) in numbers.items():
-            if value < least:
-                raise ValueError(f"`{name}` must be at least {least}; got {value}")
+        values = {"batch": batch, "seed": seed, "workers": workers, "prefetch": prefetch, "epochs": epochs}
+        least = {"batch": 1, "seed": 0, "workers": 0, "prefetch": 1 if workers else 0, "epochs": 1}
+        for name, value in values.items():
+            if value is not None and value < least[name]:
+                raise ValueError(f"`{name}` must be at least {least[name]}; got {value}")
         if not 0 <= shard[0] < shard[1]:
             raise ValueError(f"`shard` must be (index, count) with 0 <= index < count; got {shard}")
         if batch % shard[1]:
@@ -95,7 +92,14 @@ class Loader:
             )
         self._workers, self._prefetch, self._taken = workers, prefetch, 0
         self._order = {"seed": seed, "batch": batch, "examples": len(source), "shuffle": bool(shuffle)}
-        self._batches = _in_order(Examples(source, transform), self._order, epochs, shard)
+        dataset = need("grain").MapDataset.source(Examples(source, transform))
+        if shuffle:
+            # Grain adds the epoch to its seed: unhashed, seed 1 would begin with the second epoch of seed 0.
+            dataset = dataset.shuffle(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        index, count = shard
+        parts = dataset.batch(batch // count, drop_remainder=True)
+        parts_of_an_epoch = self.batches_per_epoch * count
+        self._batches = parts.slice(slice(index, parts_of_an_epoch, count)).repeat(epochs)
         self._running: list[Any] = []  # grain's iterator, from the first batch on
         # At the interpreter's end it would find grain's modules gone.
         weakref.finalize(self, _close, self._running)
@@ -168,18 +172,6 @@ class Loader:
 def _close(running: list[Any]) -> None:
     while running:
         running.pop().close()
-
-
-def _in_order(examples: "Examples", order: dict[str, Any], epochs: int | None, shard: tuple[int, int]) -> Any:
-    """This process's rows of each batch of all epochs, by number."""
-    index, count = shard
-    dataset = need("grain").MapDataset.source(examples)
-    if order["shuffle"]:
-        # Grain adds the epoch to its seed: unhashed, seed 1 would begin with the second epoch of seed 0.
-        dataset = dataset.shuffle(int(np.random.SeedSequence(order["seed"]).generate_state(1)[0]))
-    parts_of_an_epoch = order["examples"] // order["batch"] * count
-    parts = dataset.batch(order["batch"] // count, drop_remainder=True)
-    return parts.slice(slice(index, parts_of_an_epoch, count)).repeat(epochs)
 
 
 class Examples:

@@ -18,6 +18,7 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32, Integer, UInt
 
 TRAINING_SHARE = 0.9
 LIBRARY_CHARACTERS = 1_500_000  # minutes of reading for a small model
@@ -30,11 +31,11 @@ class Text(NamedTuple):
 
     name: str  # for people
     vocabulary: str  # sorted; a token is the index of its character
-    train: np.ndarray  # shape=(characters,), unsigned
-    validation: np.ndarray  # shape=(characters,), unsigned
+    train: UInt[np.ndarray, " characters"]
+    validation: UInt[np.ndarray, " characters"]
     fingerprint: str
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: Integer[np.ndarray, " n"]) -> str:
         """The characters of `tokens`."""
         return "".join(self.vocabulary[token] for token in tokens)
 
@@ -118,7 +119,7 @@ class RandomWindows:
     shuffling.
 
     Args:
-        tokens: shape=(n,), n > context.
+        tokens: n > context of them.
         context: tokens that the model sees; a window has one more, the last target.
         batch: windows of a step.
         steps: number of batches.
@@ -127,7 +128,13 @@ class RandomWindows:
     """
 
     def __init__(
-        self, tokens: np.ndarray, context: int, batch: int, steps: int, seed: int, purpose: str = "train"
+        self,
+        tokens: Integer[np.ndarray, " n"],
+        context: int,
+        batch: int,
+        steps: int,
+        seed: int,
+        purpose: str = "train",
     ) -> None:
         self._tokens, self.context, self._batch, self._steps = tokens, context, batch, steps
         self._seed = seed, zlib.crc32(purpose.encode())
@@ -137,31 +144,30 @@ class RandomWindows:
     def __len__(self) -> int:
         return self._batch * self._steps
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Window number `index`: int32 array of shape (context + 1,)."""
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " context+1"]:
+        """Window number `index`."""
         step, row = divmod(index, self._batch)
         return self.step(step)[row]
 
-    def _step(self, number: int) -> np.ndarray:
-        """The batch of step `number`, from 0: int32 array of shape (batch, context + 1)."""
+    def _step(self, number: int) -> Int32[np.ndarray, "batch context+1"]:
+        """The batch of step `number`, from 0."""
         starts = np.random.default_rng((*self._seed, number)).integers(
             len(self._tokens) - self.context, size=self._batch
         )
         return self._tokens[starts[:, None] + np.arange(self.context + 1)].astype(np.int32)
 
 
-def windows(tokens: np.ndarray, batch: int, context: int, most: int) -> np.ndarray:
+def windows(
+    tokens: Integer[np.ndarray, " n"], batch: int, context: int, most: int
+) -> Int32[np.ndarray, "windows context+1"]:
     """Windows of `tokens` side by side, or evenly spaced if they are too many.
 
     Args:
-        tokens: shape=(n,), n > context.
+        tokens: n > context of them.
         batch: windows in a batch. Fewer windows than a batch at the end are left out; if there is no whole
             batch, windows are repeated.
         context: as in `RandomWindows`.
-        most: number of batches.
-
-    Returns:
-        int32 array of shape (batches * batch, context + 1), with at most `most` batches.
+        most: the largest number of batches.
     """
     available = (len(tokens) - 1) // context
     count = batch * min(most, max(available // batch, 1))

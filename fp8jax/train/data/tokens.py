@@ -1,16 +1,16 @@
 """A corpus of token ids in a file; only the windows that are read are in memory.
 
-    write_tokens("train.npy", map(encode, documents), dtype=np.uint16)     # ids, or arrays of ids
+    write_tokens("train.npy", map(encode, documents), dtype=np.uint16)   # ids, or arrays of ids
     windows = TokenFile("train.npy", context=1024)
-    windows[7]                                       # shape=(1025,), int32: inputs and, shifted by one,
-    targets TokenFile("train.bin", context=1024, dtype=np.uint16)    # raw ids, as nanoGPT's prepare.py writes
-    them
+    windows[7]                      # shape=(1025,), int32: inputs and, shifted by one, targets
+    TokenFile("train.bin", context=1024, dtype=np.uint16)                # raw ids, as nanoGPT writes them
 
 The file is one array in NumPy's own format. Windows lie side by side: the last target of a window is the
 first input of the next, so every token but the first is a target once. A tail shorter than a window is left
 out.
 """
 
+import functools
 import itertools
 import operator
 import os
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 _MAGIC = b"\x93NUMPY"  # how files in NumPy's format begin
@@ -103,7 +104,8 @@ class TokenFile:
             )
 
     def __reduce__(self) -> Any:
-        return _reopen, (self.path, self.context, self._dtype, self.vocabulary)
+        options = {"dtype": self._dtype, "vocabulary": self.vocabulary}
+        return functools.partial(TokenFile, **options), (self.path, self.context)
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {self.context}): {len(self)} windows of {self.tokens.dtype}"
@@ -111,8 +113,8 @@ class TokenFile:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
 
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """Window number `index`: int32 array of shape (context + 1,).
+    def __getitem__(self, index: Any) -> Int32[np.ndarray, " context+1"]:
+        """Window number `index`.
 
         Raises:
             IndexError: there are fewer windows.
@@ -123,14 +125,9 @@ class TokenFile:
             raise IndexError(f"window {number} of {len(self)} in {self.path}")
         start = number % len(self) * self.context
         window = self.tokens[start : start + self.context + 1]
-        _check_ids(
-            window, _LARGEST + 1 if self.vocabulary is None else self.vocabulary, start, str(self.path)
-        )
+        limit = _LARGEST + 1 if self.vocabulary is None else self.vocabulary
+        _check_ids(window, limit, start, str(self.path))
         return window.astype(np.int32)
-
-
-def _reopen(path: pathlib.Path, context: int, dtype: Any, vocabulary: int | None) -> TokenFile:
-    return TokenFile(path, context, dtype=dtype, vocabulary=vocabulary)
 
 
 def _open(path: pathlib.Path, dtype: Any) -> np.ndarray:

@@ -5,7 +5,9 @@ print(table(found))            # a heading, then a line for each part
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxtyping import PyTree
 
 from fp8jax.inspect.memory import bytes_by_kind
 from fp8jax.inspect.program import Program
@@ -21,7 +23,7 @@ class MemoryPart(NamedTuple):
     compiled: int | None
 
 
-def memory_of_step(variables: Any, opt_state: Any, batch: Any, program: Program) -> list[MemoryPart]:
+def memory_of_step(variables: PyTree, opt_state: PyTree, batch: PyTree, program: Program) -> list[MemoryPart]:
     """The memory of a compiled step with these arguments: arrays, or shapes with shardings."""
     arrays = bytes_by_kind(variables, opt_state, batch)
     return [

@@ -11,9 +11,10 @@ that is not here, too.
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from fp8jax.inspect import targets
 
@@ -92,7 +93,7 @@ def budget_of_device(target: str = "") -> float:
     return limit
 
 
-def check_fits(state: Any, devices: int) -> None:
+def check_fits(state: PyTree, devices: int) -> None:
     """Raises ValueError if a state alone needs more memory than the devices have that share it.
 
     Args:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int32, PRNGKeyArray, PyTree
 
 from fp8jax import adapters
 from fp8jax.adapters.linen import LinenModel
@@ -24,15 +25,15 @@ from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
 from fp8jax.variables import OURS, PARAMS, SCALING
 
-Loss = Callable[[Any, Any], jax.Array]
+Loss = Callable[[Any, PyTree], Float[Array, ""]]
 
 
 class State(NamedTuple):
     """The state of a training."""
 
-    step: jax.Array  # shape=(), int32: steps done
-    variables: Any  # Flax's collections, or the state of an NNX model
-    opt_state: Any
+    step: Int32[Array, ""]  # steps done
+    variables: PyTree  # Flax's collections, or the state of an NNX model
+    opt_state: PyTree
 
 
 def network_of(model: Any, loss: Loss, microbatches: int = 1, zero: Zero | None = None) -> "_Linen | _NNX":
@@ -80,7 +81,7 @@ class _Linen(_Network):
         super().__init__(loss, microbatches, zero)
         self.model = model
 
-    def init(self, key: jax.Array, batch: Any) -> dict[str, Any]:
+    def init(self, key: PRNGKeyArray, batch: PyTree) -> dict[str, Any]:
         """New variables; of the batch only shapes and dtypes count."""
         variables = self._initialized(key, batch, calls=[])
         # Sown collections grow with each call: the loss may read them, but they are not part of the state.
@@ -100,11 +101,13 @@ class _Linen(_Network):
         """The part of the variables that the optimizer gets."""
         return variables
 
-    def gradients(self, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def gradients(
+        self, variables: PyTree, batch: PyTree, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], PyTree, PyTree]:
         """The loss, its gradients, and the variables after the forward pass."""
         keys = jax.random.split(key, self.microbatches * (1 if self.zero is None else self.zero.devices))
 
-        def loss_fn(variables: Any, batch: Any, keys: jax.Array) -> Any:
+        def loss_fn(variables: PyTree, batch: PyTree, keys: jax.Array) -> Any:
             return self._call(variables, batch, keys[0])
 
         (loss, others), grads = self._value_and_grad(loss_fn, has_aux=True)(variables, batch, keys)
@@ -113,11 +116,11 @@ class _Linen(_Network):
         others = others if self.microbatches == 1 else jax.tree.map(lambda x: x[-1], others)
         return loss, grads, {**variables, **others}
 
-    def updated(self, variables: Any, updates: Any) -> Any:
+    def updated(self, variables: PyTree, updates: PyTree) -> Any:
         """The variables after an optimizer step."""
         return apply_updates(variables, updates)
 
-    def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
+    def evaluate(self, loss: Loss, variables: PyTree, batch: PyTree) -> Float[Array, ""]:
         """The loss of a batch by another loss function; the variables stay as they are."""
         return loss(functools.partial(self.model.apply, variables), batch)
 
@@ -125,7 +128,7 @@ class _Linen(_Network):
         """The trained parameters and the scaling state."""
         return {PARAMS: variables[PARAMS], SCALING: variables.get(SCALING, {})}
 
-    def report(self, batch: Any) -> str:
+    def report(self, batch: PyTree) -> str:
         """Which layers run in FP8, and why the others do not.
 
         Raises:
@@ -135,7 +138,7 @@ class _Linen(_Network):
         jax.eval_shape(lambda batch: self._initialized(jax.random.key(0), batch, calls), batch)
         return self._report(self.model, calls, rngs={"dropout": None})
 
-    def _initialized(self, key: jax.Array, batch: Any, calls: list[Any]) -> dict[str, Any]:
+    def _initialized(self, key: PRNGKeyArray, batch: PyTree, calls: list[Any]) -> dict[str, Any]:
         """New variables; the shapes of the calls of the model are appended to `calls`."""
         variables: dict[str, Any] = {}
 
@@ -151,7 +154,9 @@ class _Linen(_Network):
         self.loss(call, batch)
         return variables
 
-    def _call(self, variables: Mapping[str, Any], batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+    def _call(
+        self, variables: Mapping[str, Any], batch: PyTree, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], PyTree]:
         """The loss, and the collections that the model changed."""
         kept = [name for name in variables if name not in OURS]
         others: dict[str, Any] = {}
@@ -174,47 +179,49 @@ class _NNX(_Network):
         super().__init__(loss, microbatches, zero)
         self.graph, self.variables = nnx.split(model)
 
-    def init(self, key: jax.Array, batch: Any) -> Any:
+    def init(self, key: PRNGKeyArray, batch: PyTree) -> Any:
         del key, batch
         return self.variables
 
-    def placed(self, variables: Any) -> Any:
+    def placed(self, variables: PyTree) -> Any:
         if self.zero is None:
             return variables
         graph, params, others = nnx.split(self._module(variables), nnx.Param, ...)
         return nnx.split(nnx.merge(graph, self.zero.place(params), others))[1]
 
-    def trained(self, variables: Any) -> Any:
+    def trained(self, variables: PyTree) -> Any:
         return nnx.as_pure(nnx.state(self._module(variables), nnx.Param))
 
-    def gradients(self, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def gradients(
+        self, variables: PyTree, batch: PyTree, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], PyTree, PyTree]:
         del key
         model = self._module(variables)
         loss, grads = self._value_and_grad(self.loss)(model, batch)
         return loss, nnx.as_pure(grads), nnx.split(model)[1]
 
-    def updated(self, variables: Any, updates: Any) -> Any:
+    def updated(self, variables: PyTree, updates: PyTree) -> Any:
         model = self._module(variables)
         nnx.update(model, apply_updates(nnx.as_pure(nnx.state(model, nnx.Param)), updates))
         return nnx.split(model)[1]
 
-    def evaluate(self, loss: Loss, variables: Any, batch: Any) -> jax.Array:
+    def evaluate(self, loss: Loss, variables: PyTree, batch: PyTree) -> Float[Array, ""]:
         return loss(self._module(variables), batch)
 
-    def collections(self, variables: Any) -> dict[str, Any]:
+    def collections(self, variables: PyTree) -> dict[str, Any]:
         state = tree_of(nnx.state(self._module(variables), FP8State))
         return {PARAMS: self.trained(variables), SCALING: state}
 
-    def report(self, batch: Any) -> str:
+    def report(self, batch: PyTree) -> str:
         calls: list[Any] = []
 
-        def traced(variables: Any, batch: Any) -> jax.Array:
+        def traced(variables: PyTree, batch: PyTree) -> Float[Array, ""]:
             return self.loss(_Recording(self._module(variables), calls), batch)
 
         jax.eval_shape(traced, self.variables, batch)
         return self._report(self._module(self.variables), calls)
 
-    def _module(self, variables: Any) -> Any:
+    def _module(self, variables: PyTree) -> Any:
         return nnx.merge(self.graph, variables)
 
 
@@ -232,7 +239,7 @@ class _Recording:
         return getattr(self._module, name)
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree
     )

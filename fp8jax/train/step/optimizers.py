@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from fp8jax import optim
 from fp8jax.train.config import TrainConfig
@@ -60,7 +61,7 @@ def _adafactor(rate: optax.Schedule, weight_decay: float, mask: Any) -> optax.Gr
     )
 
 
-def decays(params: Any) -> Any:
+def decays(params: PyTree) -> Any:
     """Which parameters have weight decay: kernels and embeddings, not norms and biases."""
 
     def is_matrix(path: Any, leaf: Any) -> bool:
