@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from fp8jax.comm import wire
-from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, to_bits
+from fp8jax.comm.reduce import has_blocks_along
+from fp8jax.quantization import ScaledArray, is_scaled, to_bits
 
 
-def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32") -> Any:
-    """`lax.all_gather(..., tiled=True)` of a tree; for use inside `jax.shard_map`
-    with `check_vma=False`.
+def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP32") -> PyTree:
+    """`lax.all_gather(..., tiled=True)` of a tree; for use inside `jax.shard_map` with `check_vma=False`.
 
     Args:
         tree: this device's shards, arrays and `ScaledArray`s.
@@ -32,49 +33,38 @@ def all_gather(tree: Any, axis_name: str, *, axis: int = 0, floats: str = "FP32"
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
-    whole: list[Any] = [None] * len(leaves)
-    narrow = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
-    for i, leaf in enumerate(leaves):
-        if i not in narrow:
-            whole[i] = lax.all_gather(leaf, axis_name, axis=axis, tiled=True)
-    codes = dict(zip(narrow, _on_common_scales([leaves[i] for i in narrow], axis, axis_name), strict=True))
-    parts = list(codes.values())
-    bits = whole_from_parts([to_bits(q.data) for q in parts], [axis] * len(parts), axis_name)
-    for i, part, all_bits in zip(codes, parts, bits, strict=True):
-        scale = part.scale
-        if _has_own(scale, axis):
-            scale = lax.all_gather(scale, axis_name, axis=axis, tiled=True)
-        q = ScaledArray(lax.bitcast_convert_type(all_bits, part.data.dtype), scale)
-        whole[i] = q if is_scaled(leaves[i]) else q.dequantize(leaves[i].dtype)
-    return treedef.unflatten(whole)
-
-
-def whole_from_parts(parts: list[jax.Array], axes: list[int], axis_name: str) -> list[jax.Array]:
-    """All-gathers arrays, each along its axis, in few collectives."""
-    devices = lax.axis_size(axis_name)
-    whole = []
-    rows = wire.gathered([part.reshape(-1) for part in parts], axis_name)
-    for part, axis, row in zip(parts, axes, rows, strict=True):
-        axis %= part.ndim
-        shape = (*part.shape[:axis], part.shape[axis] * devices, *part.shape[axis + 1 :])
-        whole.append(jnp.moveaxis(row.reshape(devices, *part.shape), 0, axis).reshape(shape))
-    return whole
-
-
-def _on_common_scales(leaves: list[Any], axis: int, axis_name: str) -> list[ScaledArray]:
-    shared = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) and not _has_own(leaf.scale, axis)]
-    plain = [i for i, leaf in enumerate(leaves) if not is_scaled(leaf)]
-    new = list(leaves)
+    as_codes = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
+    shared = [i for i in as_codes if not is_scaled(leaves[i]) or not has_blocks_along(leaves[i].scale, axis)]
+    new = {
+        i: lax.all_gather(x, axis_name, axis=axis, tiled=True)
+        for i, x in enumerate(leaves)
+        if i not in as_codes
+    }
+    codes = {i: leaves[i] for i in as_codes}
     if shared:
-        scales = wire.common_scales([leaves[i] for i in shared], axis_name)
-        for i, scale in zip(shared, scales, strict=True):
-            new[i] = quantize(leaves[i], format_of(leaves[i]), scale)
-    if plain:
-        for i, q in zip(plain, wire.narrowed([leaves[i] for i in plain], axis_name), strict=True):
-            new[i] = q
-    return new
+        codes |= zip(shared, wire.on_common_scales([leaves[i] for i in shared], axis_name), strict=True)
+    whole = whole_from_parts(list(codes.values()), [axis] * len(codes), axis_name)
+    for i, q in zip(codes, whole, strict=True):
+        if i not in shared:
+            scale = lax.all_gather(q.scale, axis_name, axis=axis, tiled=True)
+            q = ScaledArray(q.data, scale)
+        new[i] = q if is_scaled(leaves[i]) else q.dequantize(leaves[i].dtype)
+    return treedef.unflatten([new[i] for i in range(len(leaves))])
 
 
-def _has_own(scale: jax.Array, axis: int) -> bool:
-    """Whether the scale has blocks along `axis`, so that each device has different scales."""
-    return scale.ndim > 0 and scale.shape[axis] > 1
+def whole_from_parts(parts: list[Any], axes: list[int], axis_name: str) -> list[Any]:
+    """All-gathers arrays and `ScaledArray`s, each along its axis, in few collectives; `ScaledArray`s keep
+    this device's scales."""
+    devices = lax.axis_size(axis_name)
+    arrays = [part.data if is_scaled(part) else part for part in parts]
+    # 8 and 16 bits are sent as unsigned integers, because XLA on CPU widens floats for a collective.
+    bits = [to_bits(array) if array.dtype.itemsize < 4 else array for array in arrays]
+    rows = wire.gathered([each.reshape(-1) for each in bits], axis_name)
+    whole = []
+    for part, array, axis, row in zip(parts, arrays, axes, rows, strict=True):
+        axis %= array.ndim
+        shape = (*array.shape[:axis], array.shape[axis] * devices, *array.shape[axis + 1 :])
+        new = jnp.moveaxis(row.reshape(devices, *array.shape), 0, axis).reshape(shape)
+        new = lax.bitcast_convert_type(new, array.dtype)
+        whole.append(ScaledArray(new, part.scale) if is_scaled(part) else new)
+    return whole

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, PyTree
 
 from fp8jax import formats
 from fp8jax.quantization import MAX_SCALE, ScaledArray, expand, is_scaled, value
@@ -25,18 +26,18 @@ THRESHOLD = 1e-5
 STEPS = 1000
 
 
-def init(grads: Any) -> Any:
+def init(grads: PyTree) -> PyTree:
     """A tree with a float32 1 for each tensor of `grads` (arrays, `ScaledArray`s or their shapes)."""
     return jax.tree.map(lambda leaf: jnp.ones((), jnp.float32), grads, is_leaf=is_scaled)
 
 
-def renewed(
-    factors: list[jax.Array], leaves: list[Any], codes: list[ScaledArray], axis_name: str
-) -> list[jax.Array]:
+def next_factors(
+    factors: list[Float[Array, ""]], leaves: list[Any], codes: list[ScaledArray], axis_name: str
+) -> list[Float[Array, ""]]:
     """The factors for the next step.
 
     Args:
-        factors: the factors of this step, float32 scalars.
+        factors: the factors of this step, float32.
         leaves: the tensors before rounding.
         codes: the tensors after rounding.
         axis_name: the mesh axis to average over; one collective for all tensors.
@@ -44,14 +45,14 @@ def renewed(
     Returns:
         float32 scalars, equal on all devices. NaN does not count as saturated.
     """
-    counts = [_cut_off(leaf, q) for leaf, q in zip(leaves, codes, strict=True)]
-    shares = lax.pmean(jnp.stack(counts), axis_name)
+    saturated = [_saturated(leaf, q) for leaf, q in zip(leaves, codes, strict=True)]
+    shares = lax.pmean(jnp.stack(saturated), axis_name)
     growth = jnp.float32(2 ** (1 / STEPS))
     new = jnp.where(shares > THRESHOLD, jnp.stack(factors) / 2, jnp.stack(factors) * growth)
     return list(jnp.clip(new, 1.0, jnp.float32(MAX_SCALE**0.5)))
 
 
-def _cut_off(leaf: Any, q: ScaledArray) -> jax.Array:
+def _saturated(leaf: Any, q: ScaledArray) -> jax.Array:
     """The share of entries beyond the format's max."""
     limit = formats.E4M3.max * expand(q.scale, q.shape)
     return jnp.mean((jnp.abs(value(leaf).astype(jnp.float32)) > limit).astype(jnp.float32))

@@ -14,42 +14,34 @@ References:
     FP8-LM, arXiv 2310.18313, section 2.1; MS-AMP `FP8DistributedDataParallel`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from fp8jax import formats
 from fp8jax.comm import wire
-from fp8jax.comm.mu import renewed
+from fp8jax.comm.mu import next_factors
 from fp8jax.comm.zero import own_part
-from fp8jax.quantization import (
-    ScaledArray,
-    is_scaled,
-    like_gradient,
-    quantize,
-    quantize_gradient,
-    to_bytes,
-    value,
-    without_infinities,
-)
+from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, quantize_gradient, to_bytes, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import marked, unmarked
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params, with_collections
 
 
 def all_reduce(
-    grads: Any,
+    grads: PyTree,
     axis_name: str,
     recipe: Recipe | str = "O2",
     *,
     op: str = "mean",
     floats: str | None = None,
-    mu: Any = None,
-) -> Any:
-    """The mean or sum of the devices' gradients; for use inside `jax.shard_map`
-    with `check_vma=False`.
+    mu: PyTree | None = None,
+) -> PyTree:
+    """The mean or sum of the devices' gradients; for use inside `jax.shard_map` with `check_vma=False`.
 
     Args:
         grads: gradients from `value_and_grad`: a tree of arrays and E4M3 `ScaledArray`s, or whole variables.
@@ -70,28 +62,18 @@ def all_reduce(
     Raises:
         ValueError: `op` or `floats` is not legal.
     """
-    row = _checked(recipe, op, floats)
-    if has_params(grads):
-        new = all_reduce(grads[PARAMS], axis_name, row, op=op, floats=floats, mu=mu)
-        new, state = (new, None) if mu is None else new
-        variables = with_collections(grads, {**merged(grads, axis_name), PARAMS: new}, Gradients)
-        return variables if mu is None else (variables, state)
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
-    factors = None if mu is None else treedef.flatten_up_to(mu)
-    new, factors = reduced(leaves, [None] * len(leaves), axis_name, row, op=op, floats=floats, mu=factors)
-    tree = treedef.unflatten(map(like_gradient, leaves, new))
-    return tree if factors is None else (tree, treedef.unflatten(factors))
+    return _reduce(grads, axis_name, recipe, None, op, floats, mu)
 
 
 def reduce_scatter(
-    grads: Any,
+    grads: PyTree,
     axis_name: str,
     recipe: Recipe | str = "O2",
     *,
     op: str = "mean",
     axis: int = 0,
     floats: str | None = None,
-) -> Any:
+) -> PyTree:
     """Each device's shard of the mean or sum of the devices' gradients: `lax.psum_scatter` of a tree.
 
     Args:
@@ -107,143 +89,31 @@ def reduce_scatter(
     Raises:
         ValueError: `op` or `floats` is not legal, or an axis is not divisible by the number of devices.
     """
-    row = _checked(recipe, op, floats)
-    if has_params(grads):
-        new = reduce_scatter(grads[PARAMS], axis_name, row, op=op, axis=axis, floats=floats)
-        return with_collections(grads, {**merged(grads, axis_name), PARAMS: new}, Gradients)
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_scaled)
-    for leaf in leaves:
-        _check_axis(leaf.shape, axis, lax.axis_size(axis_name))
-    new, _ = reduced(leaves, [axis] * len(leaves), axis_name, row, op=op, floats=floats)
-    return treedef.unflatten(map(like_gradient, leaves, new))
+    return _reduce(grads, axis_name, recipe, axis, op, floats, None)
 
 
-def reduced(
-    leaves: list[Any],
-    axes: list[int | None],
-    axis_name: str,
-    row: Recipe,
-    *,
-    op: str = "mean",
-    floats: str | None = None,
-    mu: list[jax.Array] | None = None,
-) -> tuple[list[Any], list[jax.Array] | None]:
-    """The means or sums of leaves, and the new factors mu, if given.
-
-    Args:
-        leaves: gradients, arrays and E4M3 `ScaledArray`s.
-        axes: for each leaf the axis to reduce-scatter along; None for all-reduce.
-        axis_name, row, op, floats: see `all_reduce`.
-        mu: a factor for each leaf, see `fp8jax.comm.mu`.
-    """
-    devices = lax.axis_size(axis_name)
-    if devices == 1 and mu is None:
-        return leaves, mu  # no communication
-    narrow = _narrow(leaves, row, floats)
-    dtype = jnp.float32 if row.comm == "FP8" else formats.get(row.comm).dtype
-    new: list[Any] = [None] * len(leaves)
-    wide = [i for i in range(len(leaves)) if i not in narrow]
-    whole = [i for i in wide if axes[i] is None]
-    for means, bucket in wire.in_buckets(
-        lambda flat: (lax.pmean if op == "mean" else lax.psum)(flat, axis_name),
-        [value(leaves[i]).astype(dtype).reshape(-1) for i in whole],
-    ):
-        shapes = [leaves[whole[i]].shape for i in bucket]
-        for i, mean in zip(bucket, wire.unpacked(means, shapes), strict=True):
-            leaf = leaves[whole[i]]
-            as_codes = is_scaled(leaf)
-            new[whole[i]] = quantize_gradient(mean, leaf.scale.shape) if as_codes else mean.astype(leaf.dtype)
-    for i in wide:
-        if i not in whole:
-            new[i] = wide_part(leaves[i], axis_name, dtype, op, axes[i])
-    chosen = [leaves[i] for i in narrow]
-    if not chosen:
-        return new, mu
-    factors = None if mu is None else [mu[i] for i in narrow]
-    codes = wire.narrowed(chosen, axis_name, factors)
-    if mu is not None and factors is not None:
-        mu = list(mu)
-        for i, factor in zip(narrow, renewed(factors, chosen, codes, axis_name), strict=True):
-            mu[i] = factor
-    means = wire.means_of_parts(
-        [rows_for_devices(q, axes[i], devices) for i, q in zip(narrow, codes, strict=True)], axis_name
-    )
-    is_whole = [axes[i] is None for i in narrow]
-    gathered = iter(
-        wire.gathered([mean for mean, whole in zip(means, is_whole, strict=True) if whole], axis_name)
-    )
-    for i, q, mean in zip(narrow, codes, means, strict=True):
-        axis, scale = axes[i], q.scale
-        if axis is None:
-            mean = next(gathered).reshape(-1)[: q.size].reshape(q.shape)
-        else:
-            mean = from_row(mean, q.shape, axis, devices)
-            scale = _own(scale, axis, axis_name)
-        new[i] = _back(mean, scale, leaves[i], op, devices)
-    return new, mu
-
-
-def on_shared_scale(part: jax.Array, blocks: tuple[int, ...], axis_name: str) -> ScaledArray:
-    """Quantizes a shard of a float32 weight gradient to E4M3, with the same scales on all devices."""
-    part = without_infinities(part)
-    [scale] = wire.common_scales([part], axis_name, blocks)
-    return quantize(part, formats.E4M3, scale)
-
-
-def rows_for_devices(q: ScaledArray, axis: int | None, devices: int) -> jax.Array:
-    """The codes of a tensor as bytes, shape=(devices, n); row i is for device i."""
-    if axis is not None:
-        return jnp.moveaxis(to_bytes(q.data), axis, 0).reshape(devices, -1)
-    flat = to_bytes(q.data).reshape(-1)
-    return jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
-
-
-def from_row(row: jax.Array, shape: tuple[int, ...], axis: int, devices: int) -> jax.Array:
-    """The shard along `axis` of a tensor with `shape`, from its row of `rows_for_devices`."""
-    axis %= len(shape)
-    rest = (*shape[:axis], *shape[axis + 1 :])
-    return jnp.moveaxis(row.reshape(shape[axis] // devices, *rest), 0, axis)
-
-
-def _checked(recipe: Recipe | str, op: str, floats: str | None) -> Recipe:
+def _reduce(
+    grads: Any, axis_name: str, recipe: Recipe | str, axis: int | None, op: str, floats: str | None, mu: Any
+) -> Any:
+    """`reduce_scatter` along `axis`, or `all_reduce` if it is None."""
     if op not in ("mean", "sum"):
         raise ValueError(f"`op`: expected mean or sum; got {op!r}.")
     if floats not in (None, "FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
-    return Recipe.parse(recipe)
-
-
-def _narrow(leaves: list[Any], row: Recipe, floats: str | None) -> list[int]:
-    """The indices of the leaves that are sent in FP8."""
-    if row.comm != "FP8":
-        return []
-    too = floats == "FP8" or (floats is None and not any(map(is_scaled, leaves)))
-    return [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or too]
-
-
-def _back(codes: jax.Array, scale: jax.Array, like: Any, op: str, devices: int) -> Any:
-    """The result for a leaf, from the codes of the mean."""
-    q = ScaledArray(wire.from_bytes(codes), scale * devices if op == "sum" else scale)
-    return q if is_scaled(like) else q.dequantize(like.dtype)
-
-
-def wide_part(leaf: Any, axis_name: str, dtype: Any, op: str, axis: Any) -> Any:
-    """Reduce-scatters a leaf, sent in `dtype`; in the format of the leaf."""
-    new = lax.psum_scatter(
-        value(leaf).astype(dtype), axis_name, scatter_dimension=axis % leaf.ndim, tiled=True
+    params = grads[PARAMS] if has_params(grads) else grads
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+    if axis is not None:
+        for leaf in leaves:
+            _check_axis(leaf.shape, axis, lax.axis_size(axis_name))
+    factors = None if mu is None else treedef.flatten_up_to(mu)
+    axes: list[int | None] = [axis] * len(leaves)
+    new, factors = reduced(
+        leaves, axes, axis_name, Recipe.parse(recipe).comm, op=op, floats=floats, mu=factors
     )
-    if op == "mean":
-        new = new / lax.axis_size(axis_name)
-    if not is_scaled(leaf):
-        return new.astype(leaf.dtype)
-    if leaf.scale.ndim and leaf.scale.shape[axis] > 1:
-        return quantize_gradient(new, _own(leaf.scale, axis, axis_name).shape)
-    return on_shared_scale(new, leaf.scale.shape, axis_name)
-
-
-def _own(scale: jax.Array, axis: int, axis_name: str) -> jax.Array:
-    """This device's shard of the scales; the whole scale without blocks along `axis`."""
-    return own_part(scale, axis if scale.ndim and scale.shape[axis] > 1 else None, axis_name)
+    tree = treedef.unflatten(map(like_gradient, leaves, new))
+    if has_params(grads):
+        tree = with_collections(grads, {**merged(grads, axis_name), PARAMS: tree}, Gradients)
+    return tree if factors is None else (tree, treedef.unflatten(factors))
 
 
 def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
@@ -254,15 +124,124 @@ def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
         )
 
 
-def merged(variables: Any, axis_name: str) -> dict[str, Any]:
+def reduced(
+    leaves: list[Any],
+    axes: list[int | None],
+    axis_name: str,
+    comm: str,
+    *,
+    op: str = "mean",
+    floats: str | None = None,
+    mu: list[jax.Array] | None = None,
+) -> tuple[list[Any], list[jax.Array] | None]:
+    """The means or sums of leaves, and the new factors mu, if given.
+
+    Args:
+        leaves: gradients, arrays and E4M3 `ScaledArray`s.
+        axes: for each leaf the axis to reduce-scatter along; None for all-reduce.
+        axis_name, op, floats: see `all_reduce`.
+        comm: the format on the wire, a recipe's `comm` column.
+        mu: a factor for each leaf, see `fp8jax.comm.mu`.
+    """
+    if lax.axis_size(axis_name) == 1 and mu is None:
+        return leaves, mu  # no communication
+    too = floats == "FP8" or (floats is None and not any(map(is_scaled, leaves)))
+    in_fp8 = [i for i, leaf in enumerate(leaves) if comm == "FP8" and (is_scaled(leaf) or too)]
+    others = [i for i in range(len(leaves)) if i not in in_fp8]
+    dtype = jnp.float32 if comm == "FP8" else formats.get(comm).dtype
+    sums = reduced_floats([leaves[i] for i in others], [axes[i] for i in others], axis_name, dtype, op)
+    new = dict(zip(others, sums, strict=True))
+    if in_fp8:
+        chosen = [leaves[i] for i in in_fp8]
+        factors = None if mu is None else [mu[i] for i in in_fp8]
+        codes = wire.on_common_scales(chosen, axis_name, mu=factors)
+        if mu is not None and factors is not None:
+            renewed = dict(zip(in_fp8, next_factors(factors, chosen, codes, axis_name), strict=True))
+            mu = [renewed.get(i, factor) for i, factor in enumerate(mu)]
+        sums = reduced_codes(codes, [axes[i] for i in in_fp8], axis_name, op)
+        for i, q in zip(in_fp8, sums, strict=True):
+            new[i] = q if is_scaled(leaves[i]) else q.dequantize(leaves[i].dtype)
+    return [new[i] for i in range(len(leaves))], mu
+
+
+def reduced_floats(
+    leaves: list[Any], axes: list[int | None], axis_name: str, dtype: Any, op: str
+) -> list[Any]:
+    """The means or sums of leaves, sent in `dtype`, in the leaves' formats; see `reduced`."""
+    whole = [i for i, axis in enumerate(axes) if axis is None]
+    flat = [value(leaves[i]).astype(dtype).reshape(-1) for i in whole]
+    all_reduce = lax.pmean if op == "mean" else lax.psum
+    means = dict(zip(whole, wire.in_buckets(lambda x: all_reduce(x, axis_name), flat), strict=True))
+    new = []
+    for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+        if axis is None:
+            mean = means[i].reshape(leaf.shape)
+        else:
+            mean = lax.psum_scatter(
+                value(leaf).astype(dtype), axis_name, scatter_dimension=axis % leaf.ndim, tiled=True
+            )
+            mean = mean / lax.axis_size(axis_name) if op == "mean" else mean
+        if not is_scaled(leaf):
+            mean = mean.astype(leaf.dtype)
+        elif axis is None or has_blocks_along(leaf.scale, axis):
+            mean = quantize_gradient(mean, _own_scale(leaf.scale, axis, axis_name).shape)
+        else:
+            [mean] = wire.on_common_scales([mean], axis_name, leaf.scale.shape)
+        new.append(mean)
+    return new
+
+
+def reduced_codes(
+    codes: list[ScaledArray], axes: list[int | None], axis_name: str, op: str
+) -> list[ScaledArray]:
+    """The means or sums of E4M3 `ScaledArray`s with common scales, sent as codes; see `reduced`."""
+    devices = lax.axis_size(axis_name)
+    rows = [_rows_for_devices(to_bytes(q.data), axis, devices) for q, axis in zip(codes, axes, strict=True)]
+    means = wire.means_of_rows(rows, axis_name)
+    parts = [mean for mean, axis in zip(means, axes, strict=True) if axis is None]
+    whole = iter(wire.gathered(parts, axis_name))
+    new = []
+    for q, axis, mean in zip(codes, axes, means, strict=True):
+        if axis is None:
+            mean = next(whole).reshape(-1)[: q.size].reshape(q.shape)
+        else:
+            mean = _shard_of_row(mean, q.shape, axis, devices)
+        scale = _own_scale(q.scale, axis, axis_name)
+        new.append(ScaledArray(wire.from_bytes(mean), scale * devices if op == "sum" else scale))
+    return new
+
+
+def _rows_for_devices(codes: jax.Array, axis: int | None, devices: int) -> jax.Array:
+    """Codes in shape=(devices, n); row i is the shard of device i."""
+    if axis is not None:
+        return jnp.moveaxis(codes, axis, 0).reshape(devices, -1)
+    flat = codes.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
+
+
+def _shard_of_row(row: jax.Array, shape: tuple[int, ...], axis: int, devices: int) -> jax.Array:
+    """The shard along `axis` of a tensor of `shape`, from its row of `_rows_for_devices`."""
+    axis %= len(shape)
+    rest = (*shape[:axis], *shape[axis + 1 :])
+    return jnp.moveaxis(row.reshape(shape[axis] // devices, *rest), 0, axis)
+
+
+def _own_scale(scale: jax.Array, axis: int | None, axis_name: str) -> jax.Array:
+    """This device's shard of the scales; the whole scale without blocks along `axis`."""
+    return own_part(scale, axis, axis_name) if has_blocks_along(scale, axis) else scale
+
+
+def has_blocks_along(scale: jax.Array, axis: int | None) -> bool:
+    """Whether shards along `axis` have different scales."""
+    return axis is not None and scale.ndim > 0 and scale.shape[axis] > 1
+
+
+def merged(variables: Mapping[str, Any], axis_name: str) -> dict[str, Any]:
     """The collections other than "params", merged over the devices. All scaling states must be of the same
     step."""
 
-    def over(reduce: Any, tree: Any) -> Any:
-        return jax.tree.map(lambda x: reduce(x, axis_name), tree)
-
     merge = {
-        SCALING: lambda states: unmarked(over(lax.pmax, marked(states))),
-        LOSS_SCALE: lambda state: over(lax.pmin, state),
+        SCALING: lambda states: unmarked(lax.pmax(marked(states), axis_name)),
+        LOSS_SCALE: lambda state: lax.pmin(state, axis_name),
     }
     return {name: merge[name](tree) for name, tree in variables.items() if name != PARAMS}

@@ -10,8 +10,7 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.gather import whole_from_parts
-from fp8jax.comm.reduce import from_row, on_shared_scale, rows_for_devices, wide_part
-from fp8jax.quantization import ScaledArray, is_scaled, to_bits
+from fp8jax.comm.reduce import reduced_codes, reduced_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +36,7 @@ class ShardSpec:
 
     def gathered(self, part: Any) -> Any:
         """All-gathers the kernel in its storage format; the shards of a `ScaledArray` share a scale."""
-        if not self.is_part:
-            return part
-        data = part.data if is_scaled(part) else part
-        [bits] = whole_from_parts([to_bits(data)], [self.axis], self.axis_name)
-        data = lax.bitcast_convert_type(bits, data.dtype)
-        return ScaledArray(data, part.scale) if is_scaled(part) else data
+        return whole_from_parts([part], [self.axis], self.axis_name)[0] if self.is_part else part
 
     def after(self, operands: Any, grad: jax.Array) -> tuple[Any, jax.Array]:
         """`operands` and `grad` behind a barrier, which delays the all-gather of a sharded kernel until
@@ -57,13 +51,10 @@ class ShardSpec:
             as_codes: whether to return an E4M3 `ScaledArray`, with one scale for the whole kernel, or a
                 float32 array.
         """
-        axis, name = self.axis, self.axis_name
-        if self.comm != "FP8":
-            dtype = formats.get(self.comm).dtype
-            part = wide_part(grad.astype(jnp.float32), name, dtype, "sum", axis)
-            return on_shared_scale(part, (), name) if as_codes else part
-        [q] = wire.narrowed([grad], name)
-        [mean] = wire.means_of_parts([rows_for_devices(q, axis, self.devices)], name)
-        mean = from_row(mean, q.shape, axis, self.devices)
-        part = ScaledArray(wire.from_bytes(mean), q.scale * self.devices)
-        return part if as_codes else part.dequantize()
+        if self.comm == "FP8":
+            codes = wire.on_common_scales([grad], self.axis_name)
+            [part] = reduced_codes(codes, [self.axis], self.axis_name, "sum")
+            return part if as_codes else part.dequantize()
+        dtype = formats.get(self.comm).dtype
+        [part] = reduced_floats([grad.astype(jnp.float32)], [self.axis], self.axis_name, dtype, "sum")
+        return wire.on_common_scales([part], self.axis_name)[0] if as_codes else part

@@ -30,6 +30,7 @@ import jax.core
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree, Shaped
 
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
@@ -75,8 +76,8 @@ class Zero:
                 f"`mesh`: expected Auto axes where there are several; got {kinds}. Make the mesh with "
                 "`axis_types=(jax.sharding.AxisType.Auto,) * n`."
             )
-        if self.offload and (reason := _why_no_offload(self.mesh)):
-            raise ValueError(f"`offload`: {reason}")
+        if self.offload:
+            _check_offload(self.mesh)
 
     @property
     def axis(self) -> str:
@@ -107,24 +108,22 @@ class Zero:
         spec = P(*names) if axis is not None else P()
         return ScaledArray(spec, P()) if is_scaled(leaf) else spec
 
-    def specs(self, tree: Any, *, split: bool) -> Any:
+    def specs(self, tree: PyTree, *, split: bool) -> PyTree:
         """The `spec` of each leaf."""
         return jax.tree.map(lambda leaf: self.spec(leaf, split=split), tree, is_leaf=is_scaled)
 
-    def place(self, variables: Any) -> Any:
+    def place(self, variables: PyTree) -> PyTree:
         """Places variables or parameters on the mesh: sharded in stage 3, otherwise replicated.
 
         In a jitted `init` no device stores more than its shards.
         """
         if has_params(variables):
-            others = {name: self._placed_whole(tree) for name, tree in variables.items() if name != PARAMS}
+            others = {name: tree for name, tree in variables.items() if name != PARAMS}
+            others = jax.tree.map(lambda x: self._placed(x, P()), others)
             return {**others, PARAMS: self.place(variables[PARAMS])}
         return jax.tree.map(lambda leaf: self._put(leaf, leaf, self.stage == 3), variables, is_leaf=is_scaled)
 
-    def _placed_whole(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: self._placed(x, P()), tree)
-
-    def place_state(self, tree: Any, params: Any, memory: str | None = None) -> Any:
+    def place_state(self, tree: PyTree, params: PyTree, memory: str | None = None) -> PyTree:
         """Places moments or master weights on the mesh: sharded from stage 1 on.
 
         `adam` and `adamw` call this.
@@ -154,12 +153,12 @@ class Zero:
     def _placed(self, x: Any, spec: P, memory: str | None = None) -> Any:
         if self._is_explicit:
             x = jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+        elif not isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
         else:
-            if len(self.mesh.axis_names) > 1 and isinstance(x, jax.core.Tracer):
+            if len(self.mesh.axis_names) > 1:
                 # Leave the sharding of other dims over other mesh axes to the user.
                 spec = P(*(spec[i] if i < len(spec) and spec[i] else P.UNCONSTRAINED for i in range(x.ndim)))
-            if not isinstance(x, jax.core.Tracer):
-                return jax.device_put(x, NamedSharding(self.mesh, spec, memory_kind=memory))
             x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         if memory is None:
             return x
@@ -192,23 +191,22 @@ class Zero:
         return run(*args) if is_traced else jax.jit(run)(*args)
 
 
-def own_part(x: jax.Array, spread_axis: int | None, axis_name: str) -> jax.Array:
-    """This device's shard of a replicated array; the whole array if `spread_axis` is None."""
-    if spread_axis is None:
+def own_part(x: Shaped[Array, "..."], axis: int | None, axis_name: str) -> Shaped[Array, "..."]:
+    """This device's shard of a replicated array along `axis`; the whole array if `axis` is None."""
+    if axis is None:
         return x
-    axis = spread_axis % x.ndim
+    axis %= x.ndim
     size = x.shape[axis] // lax.axis_size(axis_name)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * size, size, axis)
 
 
-def _why_no_offload(mesh: Mesh) -> str | None:
+def _check_offload(mesh: Mesh) -> None:
     for device in mesh.devices.flat:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
             # For a described device without hardware, JAX compiles as if it had no host memory.
-            return (
-                f"expected devices that reach memory of kind {HOST!r}; {device} has "
+            raise ValueError(
+                f"`offload`: expected devices that reach memory of kind {HOST!r}; {device} has "
                 f"{', '.join(kinds) or 'none that is known'}. Leave `offload` out: a higher stage saves "
                 "memory on any platform."
             )
-    return None

@@ -63,9 +63,9 @@ class ShardContext(NamedTuple):
         if self.zero is None or not parts:
             return params
         axes = [shardings[i].axis for i in parts]
-        arrays = [leaves[i].data if is_scaled(leaves[i]) else leaves[i] for i in parts]
-        for i, array in zip(parts, whole_from_parts(arrays, axes, self.zero.axis), strict=True):
-            leaves[i] = ScaledArray(array, leaves[i].scale) if is_scaled(leaves[i]) else array
+        whole = whole_from_parts([leaves[i] for i in parts], axes, self.zero.axis)
+        for i, leaf in zip(parts, whole, strict=True):
+            leaves[i] = leaf
         return treedef.unflatten(leaves)
 
 
@@ -131,8 +131,8 @@ def _reduced(grads: Any, shardings: Any, zero: Zero) -> Any:
     left = [i for i, sharding in enumerate(all_shardings) if sharding.shard is None]
     floats = "FP32" if any(map(is_scaled, leaves)) else None
     axes = [all_shardings[i].axis for i in left]
-    row = Recipe.parse(zero.recipe)
-    new, _ = reduced([leaves[i] for i in left], axes, zero.axis, row, op="sum", floats=floats)
+    comm = Recipe.parse(zero.recipe).comm
+    new, _ = reduced([leaves[i] for i in left], axes, zero.axis, comm, op="sum", floats=floats)
     for i, leaf in zip(left, new, strict=True):
         leaves[i] = leaf
     return {**merged(grads, zero.axis), PARAMS: treedef.unflatten(leaves)}

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.comm.reduce import on_shared_scale
+from fp8jax.comm.wire import on_common_scales
 from fp8jax.comm.zero import own_part
 from fp8jax.gradients.states import state_at, with_state_at
 from fp8jax.quantization import ScaledArray, is_scaled, quantize_gradient
@@ -81,6 +81,6 @@ def _quantized(grad: Any, param: Any, scale: jax.Array, shard: Any) -> ScaledArr
     blocks = param.scale.shape if is_scaled(param) else blocks
     if grad.dtype == FP8_GRAD:
         return ScaledArray(from_fp8_grad(grad), scale.reshape(blocks))
-    return (
-        quantize_gradient(grad, blocks) if shard is None else on_shared_scale(grad, blocks, shard.axis_name)
-    )
+    if shard is None:
+        return quantize_gradient(grad, blocks)
+    return on_common_scales([grad], shard.axis_name, blocks)[0]
