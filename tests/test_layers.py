@@ -53,15 +53,15 @@ LIBRARIES = {
         "train.step.network": "eager",
         "scaling.merge": "eager",  # borrows the dtype whose addition is max
     },
-    "optax": {"optim": "eager", "gradients": "eager", "train.step.optimizers": "eager"},
+    "optax": {"optim": "eager", "train.step.optimizers": "eager"},
     "orbax": {"train": "eager"},
-    "rich": {"train": "eager"},
+    "rich": {"train": "lazy"},
+    "jsonargparse": {"train.config": "lazy"},
+    "absl": {"train.data.loader": "lazy"},  # grain's flags
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
-    "matplotlib": {"train": "eager", "inspect.chart": "lazy"},
-    "yaml": {"train": "eager", "accelerate": "lazy"},
+    "matplotlib": {"train": "lazy", "inspect.chart": "lazy"},
+    "yaml": {"accelerate": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
-    "jax_cuda13_plugin": {"inspect.device": "lazy"},
-    "jax_plugins": {"inspect.targets": "lazy"},
 }
 
 INTEROP_MAY_IMPORT = {"formats", "recipe", "quantization", "rewrite"}
@@ -95,7 +95,7 @@ def package_of(path, top):
 
 
 def imports_of(path, top):
-    """Every import in the file: statements, and import_module or __import__ of a constant."""
+    """Every import in the file: statements, and import_module, __import__ or train's `need` of a constant."""
     tree = ast.parse(path.read_text(), str(path))
     lazy_nodes = {
         inner
@@ -113,7 +113,9 @@ def imports_of(path, top):
             base = [*base, *(node.module or "").split(".")] if node.module else base
             for alias in node.names:
                 yield Import(".".join([*base, alias.name]), node.lineno, lazy)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__", "need")
+        ):
             if node.args and isinstance(node.args[0], ast.Constant):
                 yield Import(str(node.args[0].value), node.lineno, lazy)
 
@@ -210,6 +212,32 @@ def test_no_file_is_named_as_an_export(root):
     assert shadowing(root / "fp8jax") == []
 
 
+def unused(top):
+    """Rooms, sideways imports and rooms of libraries in the tables above that the package at `top` lacks."""
+    modules = {module_name(path, top): path for path in top.rglob("*.py")}
+    pairs, users = set(), set()
+    for module, path in modules.items():
+        for imported in imports_of(path, top):
+            library, *rest = imported.name.split(".")
+            pairs.add((module.split(".")[0], *rest[:1]))
+            users |= {(library, folder) for folder in folders_of(module)}
+    rooms = {module.split(".")[0] for module in modules}
+    stale = [f"room {room}" for room in RANKS if room not in rooms]
+    stale += [f"sideways {pair}" for pair in SIDEWAYS if pair not in pairs]
+    wanted = ((library, module) for library, rooms in LIBRARIES.items() for module in rooms)
+    return stale + [f"{library} in {module}" for library, module in wanted if (library, module) not in users]
+
+
+def test_every_exception_is_used(root):
+    assert unused(root / "fp8jax") == []
+
+
+def test_an_unused_exception_is_found(tmp_path):
+    found = unused(plant(tmp_path, {"optim/adam.py": "import optax\nfrom fp8jax import comm"}))
+    assert {"room dot", "sideways ('gradients', 'rewrite')", "flax in inspect"} <= set(found)
+    assert not {"room optim", "sideways ('optim', 'comm')", "optax in optim"} & set(found)
+
+
 @pytest.mark.parametrize(
     "path, source, says",
     [
@@ -227,7 +255,7 @@ def test_no_file_is_named_as_an_export(root):
         (
             "adapters/linen.py",
             "import optax",
-            "optax is imported by adapters.linen; it belongs to gradients, optim",
+            "optax is imported by adapters.linen; it belongs to optim",
         ),
         ("accelerate.py", "import yaml", "yaml is imported by accelerate when it loads"),
         ("inspect/chart.py", "from rich import table", "rich is imported by inspect.chart; it belongs to"),
