@@ -3,17 +3,16 @@
 import html.parser
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 
-from fp8jax.inspect import program
+from fp8jax.inspect.memory import Plan
 from fp8jax.train import metrics
 from fp8jax.train.metrics import Bytes, ScaledTensor, ScaleMetrics, StepMetrics
-from fp8jax.train.report import figures, report
-from fp8jax.train.report.memory import MemoryPart, memory_of_step, table
+from fp8jax.train.report import figures, page, report
 from fp8jax.train.report.progress import Progress
+from fp8jax.train.report.report import MemoryPart, memory_of
 
 
 def test_without_a_terminal_progress_is_lines(capsys, monkeypatch):
@@ -143,17 +142,17 @@ def test_without_validation_the_end_of_training_is_told(tmp_path):
 
 
 def test_memory_of_arrays_and_of_the_program():
-    compiled = program.Program((), (), 1, 1, temporaries=50, arguments=36, outputs=20, donated=16)
-    variables, opt_state = {"w": jnp.zeros((2, 3))}, (jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.bfloat16))
-    found = memory_of_step(variables, opt_state, np.zeros(1, np.int32), compiled)
+    plan = Plan("O2", 0, 1, weights=24, moments=4, master=0, inputs=8, temporaries=54, sent=0)
+    found = memory_of(plan, arguments=36)
     rows = {part.part.split(":")[0]: part[1:] for part in found}
     assert rows["weights, with scales and statistics"] == (24, None)
     assert rows["moments"] == (4, None) and rows["batch and counters"] == (8, None)
     assert rows["arguments of a step"] == (36, 36)
     assert rows["gradients, activations and temporaries"] == (None, 54)
     assert rows["peak"] == (None, 90)
-    assert table(found)[0] == ["bytes on one device", "arrays", "compiled"]
-    assert table(found)[-1] == ["peak", "", "90"]
+    table = page.memory_rows("O2", found)
+    assert table[0] == ["O2: bytes on one device", "arrays", "compiled"]
+    assert table[-1] == ["peak", "", "90"]
 
 
 def test_a_file_of_the_report_that_cannot_be_written_is_named(tmp_path):

@@ -90,9 +90,7 @@ def _numbered(resume: bool, name: str) -> str:
 def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
     """The metadata of the run in `folder`; `RunMetadata({}, "")` if there is none.
 
-    Args:
-        folder: of the run.
-        names: the settings that this program knows.
+    `names` are the settings that this program knows.
 
     Raises:
         ValueError: the file is damaged, or of another version of the program.
@@ -116,13 +114,9 @@ def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
 
 
 def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed: Collection[str]) -> None:
-    """Raises ValueError if the run in the folder, if there is one, is not the one that is asked for.
+    """Raises ValueError if the run that was found in the folder is not the one that is asked for now.
 
-    Args:
-        folder: of the run.
-        found: its metadata.
-        now: those that are asked for.
-        fixed: the names of settings that a resumed run cannot change.
+    `fixed` are the names of the settings that a resumed run cannot change.
     """
     for name, value in found.settings.items():
         if name in fixed and now.settings[name] != value:
@@ -141,10 +135,7 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
 def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterator[None]:
     """Takes the folder of a new run by writing its metadata; an exception in the block gives it back.
 
-    Args:
-        folder: as `choose` gave it.
-        found: as `read` gave it; if there was a run, nothing is written.
-        now: the metadata of this run.
+    Where a run was found, nothing is written.
 
     Raises:
         ValueError: the folder cannot be written, or another run took it meanwhile.
@@ -185,18 +176,13 @@ def save(folder: pathlib.Path, step: int, state: PyTree, metadata: dict[str, Any
 
 
 def restore(folder: pathlib.Path, like: PyTree, run: str, or_start: bool) -> checkpoint.Checkpoint | None:
-    """The newest undamaged checkpoint of a run, with a warning for each one that was skipped.
-
-    Args:
-        folder: of the run.
-        like, run: as in `checkpoint.restore`.
-        or_start: whether to begin again if all checkpoints are lost.
+    """The newest undamaged checkpoint, see `checkpoint.restore`; each one that is skipped gets a warning.
 
     Returns:
-        The checkpoint; None if the run was killed before its first one, or began again.
+        The checkpoint; None if the run was killed before its first one, or begins again.
 
     Raises:
-        ValueError: checkpoints were saved, and all are damaged or lost.
+        ValueError: checkpoints were saved, all are damaged or lost, and `or_start` is not set.
     """
     found, skipped = checkpoint.restore(folder / "checkpoints", like, run)
     last = distributed.decide(lambda: _last_saved(folder))

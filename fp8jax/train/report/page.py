@@ -10,10 +10,10 @@ import string
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fp8jax.train.report import memory
-
 if TYPE_CHECKING:
-    from fp8jax.train.report.report import Outcome
+    from fp8jax.train.report.report import MemoryPart, Outcome
+
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def page(
@@ -38,10 +38,6 @@ def page(
         for name, picture in pictures.items()
     }
     scaling = f"<h2>Scales</h2><p>{html.escape(recipe)} has no delayed scales.</p>"
-    memories = []
-    for name, outcome in outcomes.items():
-        (unit, *columns), *parts = memory.table(outcome.memory)
-        memories.append(_table([[f"{name}: {unit}", *columns], *parts]))
     layers = [
         f"<h3>{html.escape(name)}</h3>\n<pre>{html.escape(outcome.layers)}</pre>"
         for name, outcome in outcomes.items()
@@ -55,11 +51,23 @@ def page(
         results=_table(rows),
         losses=sources["losses"],
         skipped=html.escape(_skipped(outcomes)),
-        memory="\n".join(memories),
+        memory="\n".join(_table(memory_rows(name, outcome.memory)) for name, outcome in outcomes.items()),
         scaling=_fill("scaling.html", **sources) if "scales" in sources else scaling,
         layers="\n".join(layers),
         settings=_table([["setting", "value"], *_flat(about)]),
     )
+
+
+def memory_rows(name: str, parts: "list[MemoryPart]") -> list[list[str]]:
+    """The memory of a model as text, in the unit of the largest number."""
+    largest = max((number for part in parts for number in part[1:] if number is not None), default=0)
+    unit, size = next(((unit, size) for unit, size in _UNITS if largest >= size), ("bytes", 1))
+
+    def text(number: int | None) -> str:
+        return "" if number is None else f"{number / size:,.{0 if size == 1 else 2}f}"
+
+    heading = [f"{name}: {unit} on one device", "arrays", "compiled"]
+    return [heading, *([part.part, *map(text, part[1:])] for part in parts)]
 
 
 def _fill(template: str, **values: str) -> str:

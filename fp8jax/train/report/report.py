@@ -16,14 +16,22 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.inspect.memory import Plan
 from fp8jax.train import metrics
 from fp8jax.train.errors import need
 from fp8jax.train.metrics import Bytes, Curves, ScaledTensor
 from fp8jax.train.report import figures, page
-from fp8jax.train.report.memory import MemoryPart, memory_of_step
 from fp8jax.train.run_folder import write as write_file
 from fp8jax.train.step.network import State
 from fp8jax.train.trainer import Trainer
+
+
+class MemoryPart(NamedTuple):
+    """A part of the memory of a step, in bytes on one device; None where a column does not tell it apart."""
+
+    part: str
+    arrays: int | None  # of the arrays between two steps
+    compiled: int | None  # by the compiled program
 
 
 class Outcome(NamedTuple):
@@ -64,14 +72,9 @@ Outcomes = Mapping[str, Outcome]
 def outcome_of(
     trainer: Trainer, state: State, curves: Curves, layers: str, per_step: tuple[int, str]
 ) -> Outcome:
-    """The outcome of a trainer.
+    """The outcome of a trainer, with the state after the last step and `Trainer.layers`.
 
-    Args:
-        trainer: of the run.
-        state: after the last step.
-        curves: the metrics of the run.
-        layers: which layers run in FP8, see `Trainer.layers`.
-        per_step: the tokens or rows of a step, and their unit.
+    A step trains on `per_step` tokens or rows: (768, "tokens").
     """
     collections = trainer.network.collections(state.variables)
     return Outcome(
@@ -82,10 +85,21 @@ def outcome_of(
         bytes=metrics.bytes_per_parameter(collections, trainer.gradients(), state.opt_state),
         tensors=metrics.scaled_tensors(collections),
         layers=layers,
-        memory=memory_of_step(
-            state.variables, state.opt_state, (trainer.batch, trainer.key, state.step), trainer.program
-        ),
+        memory=memory_of(trainer.plan(), trainer.program.arguments),
     )
+
+
+def memory_of(plan: Plan, arguments: int) -> list[MemoryPart]:
+    """The memory of a step by part; the compiled step takes `arguments` bytes of arguments."""
+    return [
+        MemoryPart("weights, with scales and statistics", plan.weights, None),
+        MemoryPart("moments", plan.moments, None),
+        MemoryPart("master weights", plan.master, None),
+        MemoryPart("batch and counters", plan.inputs, None),
+        MemoryPart("arguments of a step: all of these", plan.kept, arguments),
+        MemoryPart("gradients, activations and temporaries", None, plan.total - arguments),
+        MemoryPart("peak", None, plan.total),
+    ]
 
 
 def rows(outcomes: Outcomes) -> list[list[str]]:
@@ -128,15 +142,12 @@ def show(outcomes: Outcomes) -> None:
 
 
 def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) -> pathlib.Path:
-    """Writes the pictures, the page and the numbers.
+    """Writes the pictures, the page and the numbers into the folder, and returns the path of the page.
 
     Args:
         folder: of the run.
         about: settings, data, device, versions, and so on; JSON values.
         outcomes: name -> outcome; the first is the recipe, a second one its twin.
-
-    Returns:
-        The path of the page.
 
     Raises:
         OSError: a file cannot be written.
