@@ -6,7 +6,6 @@ recipe's format, their weight gradients are FP8, and Adam keeps moments and mast
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,25 +57,18 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     An Adam or AdamW of torch becomes that of `fp8jax_torch.optim` where the recipe has low-precision weights,
     moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32.
     """
-    found, shared = layers.linears(model), layers.shared_weights(model)
+    found, new = layers.linears(model), {}
     if recipe.gemm == "FP8":
         rows = base.plan(NAME, model, recipe, layers.why_not_called, base.no_gemm)
         chosen = {row.path: found[row.path] for row in rows if row.fp8}
+        new = _to_fp8(chosen, layers.shared_weights(model), recipe)
     else:
         reasons = {path: layers.why_not_called(module) for path, module in found.items()}
-        chosen = {path: module for path, module in found.items() if reasons[path] is None}
         shown = {path: reason or f"gemm={recipe.gemm}" for path, reason in reasons.items()}
         rows = base.rows_of(model, shown, base.no_gemm)
-    # Layers that share their weight with a module outside FP8 keep a plain weight.
-    plain = {path for path in chosen if shared.get(path, path) not in chosen}
-    with_plain = recipe
-    if recipe.gemm == "FP8":
-        with_plain = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
-    for path, module in chosen.items():
-        convert(module, with_plain if path in plain else recipe)
-    new = {}
-    if recipe.gemm == "FP8" and recipe.weight != "FP32":
-        new = _quantize_weights([chosen[path] for path in chosen if path not in plain], recipe)
+        for path, module in found.items():
+            if reasons[path] is None:
+                convert(module, recipe)
     _leave_fast_path(model)
     if optimizer is None:
         model.register_forward_pre_hook(_advance)
@@ -106,12 +98,20 @@ def _leave_fast_path(model: nn.Module) -> None:
                 module.activation_relu_or_gelu = 0
 
 
-def _quantize_weights(modules: Iterable[Any], recipe: Recipe) -> dict[nn.Parameter, nn.Parameter]:
-    """Quantizes weights to the recipe's format, each once; returns the new parameters by the old ones."""
+def _to_fp8(
+    chosen: dict[str, nn.Module], shared: dict[str, str], recipe: Recipe
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Converts layers and quantizes each weight once; returns the new parameters by the old parameters.
+
+    A layer that shares its weight with a module outside FP8 keeps a plain weight.
+    """
     new: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules:
-        old = module.weight
-        if is_scaled(old):
+    with_plain_weight = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
+    for path, module in chosen.items():
+        is_plain = shared.get(path, path) not in chosen
+        convert(module, with_plain_weight if is_plain else recipe)
+        old: Any = module.weight
+        if is_plain or recipe.weight == "FP32" or is_scaled(old):
             continue
         if old not in new:
             scaled = quantize(old, formats.get(recipe.weight), power_of_two=True)

@@ -159,8 +159,8 @@ def _steps_of(states: Mapping[str, Mapping[str, Any]]) -> int:
             )
         if unknown := set(state) - known:
             raise ValueError(
-                f"`optimizer`: expected an Adam without amsgrad; for {name} got the entries {sorted(unknown)} "
-                "too."
+                f"`optimizer`: expected an Adam without amsgrad; got the entries {sorted(unknown)} too, for "
+                f"{name}."
             )
     steps = {int(state["step"]) for state in states.values()}
     if len(steps) != 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from fp8jax_torch import casts
 from fp8jax_torch.mixins import mixed
@@ -96,23 +97,14 @@ def _step_of_class(optimizer: Any) -> Any:
 
 
 def largest(grads: Iterable[torch.Tensor]) -> float:
-    """The largest magnitude in gradients, plain, sparse, complex or scaled; inf where one is not finite.
-
-    Synchronizes once for each device and dtype.
-    """
-    extremes: dict[Any, list[torch.Tensor]] = {}
-    for grad in grads:
-        for extreme in _extremes(grad):
-            extremes.setdefault((extreme.device, extreme.dtype), []).append(extreme)
-    found = [torch.stack(each).abs().max().item() for each in extremes.values()]
-    return max(found, default=0.0) if all(map(math.isfinite, found)) else math.inf
+    """The largest magnitude in gradients, plain, sparse, complex or scaled; inf or NaN if not finite."""
+    numbers = [_numbers(grad) for grad in grads]
+    return get_total_norm([x for x in numbers if x.numel()], math.inf).item()
 
 
-def _extremes(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Minimum and maximum of a gradient, NaN where it contains NaN; for a scaled gradient its amax."""
+def _numbers(grad: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient; of a scaled gradient only the largest magnitude."""
     if is_scaled(grad):
-        return (casts.amax(casts.to_float(grad.codes)) * grad.scale,)
-    numbers = grad.detach()
-    numbers = numbers._values() if numbers.is_sparse else numbers
-    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-    return tuple(torch.aminmax(numbers)) if numbers.numel() else ()
+        return casts.amax(casts.to_float(grad.codes)) * grad.scale
+    dense = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(dense) if dense.is_complex() else dense
