@@ -1,76 +1,60 @@
-"""Linen's boxes of axis names around kernels that are `ScaledArray`s."""
+"""Linen's boxes of axis names (`nn.Partitioned`) around kernels that are `ScaledArray`s."""
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax.core import meta
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
-def boxed_as(boxed: Any, kernel: Any) -> Any:
-    """A kernel in the box of axis names, if there is one, of another of its shape."""
-    if is_scaled(kernel) and isinstance(boxed, meta.Partitioned) and not hasattr(boxed, "plain"):
-        boxed = _box_of_scaled(type(boxed))(**vars(boxed))
-    return meta.replace_boxed(boxed, kernel)
-
-
-def with_own_boxes(tree: Any) -> Any:
+def with_scaled_boxes(tree: Any) -> Any:
     """The tree with boxes for `ScaledArray`s around these."""
-
-    def own(node: Any) -> Any:
-        return boxed_as(node, node.unbox(False)) if isinstance(node, meta.Partitioned) else node
-
-    return jax.tree.map(own, tree, is_leaf=is_box)
+    return _map(lambda box: _scaled(box) if is_scaled(box.value) else box, tree)
 
 
 def with_plain_boxes(tree: Any) -> Any:
-    """The tree with the module's own boxes of axis names in the place of those of `ScaledArray`s."""
-
-    def plain(node: Any) -> Any:
-        return node.plain(**vars(node)) if hasattr(node, "plain") else node
-
-    return jax.tree.map(plain, tree, is_leaf=is_box)
+    """The tree with the module's own boxes."""
+    return _map(lambda box: box.plain(**vars(box)) if hasattr(box, "plain") else box, tree)
 
 
-def with_quiet_boxes(tree: Any) -> Any:
-    """The tree with boxes of axis names that constrain nothing when they are opened."""
-
-    def quiet(node: Any) -> Any:
-        if not isinstance(node, meta.Partitioned) or hasattr(node, "plain"):
-            return node
-        return _box_of_scaled(type(node))(**vars(node))
-
-    return jax.tree.map(quiet, tree, is_leaf=is_box)
+def without_constraints(tree: Any) -> Any:
+    """The tree with boxes that add no sharding constraint when they are unboxed."""
+    return _map(_scaled, tree)
 
 
-def is_box(node: Any) -> bool:
-    """Whether it is a box around a parameter."""
-    return isinstance(node, meta.AxisMetadata)
+def _map(change: Callable[[Any], Any], tree: Any) -> Any:
+    def changed(node: Any) -> Any:
+        return change(node) if isinstance(node, meta.Partitioned) else node
+
+    return jax.tree.map(changed, tree, is_leaf=meta.is_axis_metadata)
+
+
+def _scaled(box: Any) -> Any:
+    return box if hasattr(box, "plain") else _class_for_scaled(type(box))(**vars(box))
 
 
 @functools.cache
-def _box_of_scaled(cls: type[meta.Partitioned]) -> type[meta.Partitioned]:
-    """A box of axis names for a `ScaledArray`: the codes have the names, the scale those of its own axes."""
+def _class_for_scaled(cls: type[meta.Partitioned]) -> type[meta.Partitioned]:
+    """A class of boxes for `ScaledArray`s: axis names apply to the codes, and to axes with several scales."""
 
     def get_partition_spec(box: Any) -> Any:
         spec, kernel = cls.get_partition_spec(box), box.value
         if not is_scaled(kernel):
             return spec
-        own = (name if n > 1 else None for name, n in zip(spec, kernel.scale.shape, strict=True))
-        return ScaledArray(spec, PartitionSpec(*own))
+        names = (name if n > 1 else None for name, n in zip(spec, kernel.scale.shape, strict=True))
+        return ScaledArray(spec, PartitionSpec(*names))
 
     def get_sharding(box: Any, mesh: Any) -> Any:
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        specs = get_partition_spec(box)
-        return jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        specs, is_spec = get_partition_spec(box), lambda x: isinstance(x, PartitionSpec)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
     def unbox(box: Any, apply_constraint: bool = True) -> Any:
-        """Without a constraint: codes, scale and slot of a kernel have shapes of their own."""
-        del apply_constraint
+        del apply_constraint  # codes, scale and slot have different shapes
         return box.value
 
     members = {"plain": cls, "get_partition_spec": get_partition_spec, "get_sharding": get_sharding}

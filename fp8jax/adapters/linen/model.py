@@ -1,29 +1,31 @@
 """Flax Linen modules under a recipe: `module.apply` as a function of parameters, rewritten.
 
     model = transform(module, recipe)
-    variables = model.init(key, x)      # "params" as the module's, kernels in their format
+    variables = model.init(key, x)      # "params" with the module's names, kernels in the recipe's format
     y = model.apply(variables, x)
 
-The scaling states are in a collection of their own, a tree named as "params":
+The scaling states are a collection with the tree of "params":
 
     {"params": {"fc": {"kernel": k}},
      "_overwrite_with_gradient": {"fc": {"kernel": {"scale": ..., "amax_history": ...}}}}
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import flax.linen.module as linen_module
 import jax
 import jax.numpy as jnp
-from flax.core.scope import DenyList, in_filter
+from flax.core.scope import in_filter, subtract_filters
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fp8jax.adapters.linen.boxes import with_own_boxes, with_plain_boxes, with_quiet_boxes
-from fp8jax.quantization import is_scaled, own_value, quantize_like
+from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, without_constraints
+from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, check_like
+from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, check_like, is_array
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -51,21 +53,21 @@ class LinenModel:
 
     @property
     def recipe(self) -> Recipe:
-        """The formats."""
+        """The model's recipe."""
         return self.settings.recipe
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """What some layers do instead."""
+        """The recipes of single layers."""
         return self.settings.rules
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`module.init`: variables whose matched kernels are in the recipe's weight format.
+        """`module.init`, with kernels in the recipe's weight format.
 
         Returns:
-            The module's variables and, where the recipe keeps any, the scaling state in
-            "_overwrite_with_gradient" or, for float16 GEMMs, "loss_scale". The values are those
-            of `module.init` with the same `rngs`, rounded to the weight format.
+            The module's variables, with the values of `module.init` rounded to the weight format; and, if the
+            recipe needs them, the scaling states in "_overwrite_with_gradient" or, for float16 GEMMs,
+            "loss_scale".
 
         Raises:
             ValueError: nothing would run in FP8, or a rule or a pattern matches no layer.
@@ -73,44 +75,41 @@ class LinenModel:
         return self.init_with_output(rngs, *args, **kwargs)[1]
 
     def init_with_output(self, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """`module.init_with_output`, its output the plain module's; see `init`."""
+        """`module.init_with_output`; the output is the plain module's. See `init`."""
         out, plain = self.module.init_with_output(rngs, *args, **kwargs)
-        plain, options = dict(plain), self._options(plain, rngs, kwargs)
-        states = plain.pop(SCALING, {})
-        new = self._planned(self._function.init, plain, *args, **options)
-        states = _union(states, new.pop(SCALING, {}))
-        new[PARAMS] = with_own_boxes(new[PARAMS])
-        return out, {**plain, **new, **({SCALING: states} if states else {})}
+        return out, self._from_plain(self._function.init, rngs, dict(plain), *args, **kwargs)
+
+    def _from_plain(
+        self, init: Callable[..., Any], rngs: Any, plain: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Variables from those of the plain module, by the `init` of the rewritten function."""
+        new = self._planned(init, rngs, plain, *args, **kwargs)
+        for name in (PARAMS, FROZEN):
+            if name in new:
+                new[name] = with_scaled_boxes(new[name])
+        states = {**flatten_dict(new.pop(SCALING, {})), **flatten_dict(plain.pop(SCALING, {}))}
+        return {**plain, **new, **({SCALING: unflatten_dict(states)} if states else {})}
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """`module.apply`, with `init`'s variables or a plain model's parameters in them.
+        """`module.apply`, with variables from `init`, in which "params" may be a plain model's.
 
-        Gradients taken with `fp8jax.value_and_grad` carry the new scaling state; applying
-        the model alone changes no state.
+        Gradients from `fp8jax.value_and_grad` contain the new scaling state. `apply` alone changes no state.
 
         Raises:
             ValueError: `variables` lack the scaling state of a matched layer.
         """
-        states = variables.get(SCALING, {})
-        others = {name: tree for name, tree in variables.items() if name not in OURS}
-        own = _without(states, variables.get(FROZEN, variables.get(PARAMS, {})))
-        others |= {SCALING: own} if own else {}
-        mutable = kwargs.get("mutable", False)
-        ours = [name for name in (PARAMS, SCALING) if in_filter(mutable, name) and name in variables]
-        if ours:
-            names = [mutable] if isinstance(mutable, str) else mutable
-            is_list = not isinstance(names, bool | DenyList)
-            kwargs["mutable"] = (
-                [n for n in names if n not in ours] if is_list else DenyList((PARAMS, SCALING))
-            )
         inside = {PARAMS: {}, **{name: variables[name] for name in OURS if name in variables}}
-        result = self._function.apply(inside, others, *args, **kwargs)
+        mutable = kwargs.get("mutable", False)
+        ours = [name for name in (PARAMS, SCALING) if name in variables and in_filter(mutable, name)]
         if not ours:
-            return result
-        return result[0], {**result[1], **{name: variables[name] for name in ours}}
+            return self._function.apply(inside, _of_module(variables), *args, **kwargs)
+        rest = subtract_filters(mutable, tuple(ours))
+        kwargs["mutable"] = sorted(rest) if isinstance(rest, set) else rest  # hashable, to be cached
+        out, changed = self._function.apply(inside, _of_module(variables), *args, **kwargs)
+        return out, {**changed, **{name: variables[name] for name in ours}}
 
     def bind(self, variables: Mapping[str, Any], **kwargs: Any) -> "Bound":
-        """The model with variables, to be called without them."""
+        """The model with variables, called without them; `kwargs` are arguments of each call."""
         return Bound(self, variables, kwargs)
 
     def tabulate(self, rngs: Any, *args: Any, **kwargs: Any) -> str:
@@ -120,91 +119,88 @@ class LinenModel:
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """Which layers run in FP8 for these example inputs, and why the others do not.
 
-        Args: those of `module.apply` after the variables; arrays or `jax.ShapeDtypeStruct`s. With
-            `method=` of that method. Nothing is computed.
+        Args: as in `module.apply` after the variables, arrays or `jax.ShapeDtypeStruct`s; with `method=`, for
+            that method. Nothing is computed.
 
         Raises:
             ValueError: an include or exclude pattern matches no layer.
         """
         kwargs.pop("mutable", None)
         rngs = {name: jax.random.key(0) for name in (PARAMS, *kwargs.pop("rngs", {}))}
-        plain = dict(shapes_of_call(lambda *a, **k: self.module.init(rngs, *a, **k), *args, **kwargs))
-        return self._planned(self._function.report, plain, *args, **self._options(plain, rngs, kwargs))
+        return self._planned(self._function.report, rngs, self._shapes(rngs, args, kwargs), *args, **kwargs)
 
     def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """A plain model's variables in this model's formats.
 
         Args:
             plain: variables of the untransformed module, e.g. a checkpoint.
-            like: this model's variables, as `init` gives them: formats and scaling state.
+            like: this model's variables from `init`: formats and scaling state.
 
         Returns:
-            Variables with plain's values, rounded where `like` has a `ScaledArray`.
+            Variables with the values of `plain`, rounded where `like` has a `ScaledArray`.
 
         Raises:
-            ValueError: they are not those of one module, or `like` has shapes alone.
+            ValueError: the parameters of `plain` and `like` differ, or `like` has shapes instead of arrays.
         """
         check_like(like)
-        # Without the boxes of axis names, which are of different classes, and back into like's.
-        sources, targets = by_path(collection("plain", plain)), by_path(collection("like", like))
-        check_same("plain", shapes_of(sources), shapes_of(targets), "`like`")
+        sources, targets = leaves_of("plain", plain), leaves_of("like", like)
+        check_same("plain", sources, targets, "`like`")
+        # The boxes of axis names in `plain` and `like` are of different classes; keep those of `like`.
         boxes = jax.tree.structure(like[PARAMS], is_leaf=is_scaled)
         params = boxes.unflatten([quantize_like(sources[path], target) for path, target in targets.items()])
         return {**like, **plain, PARAMS: params}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """These variables as the untransformed module takes them: plain float32 arrays for
-        scaled ones, no scaling state, no loss scale."""
-        params = collection("variables", variables)
-        plain = {name: tree for name, tree in variables.items() if name not in (SCALING, LOSS_SCALE)}
-        plain[PARAMS] = with_plain_boxes(jax.tree.map(own_value, params, is_leaf=is_scaled))
-        return plain
+        """The variables for the untransformed module: dequantized arrays, no scaling state, no loss scale."""
+        collection("variables", variables, PARAMS if self.settings.lora is None else FROZEN)
+        params = self._function.dequantize(variables)
+        return {**_without_ours(variables), PARAMS: with_plain_boxes(params)}
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Variables for repeated inference: each matched kernel as its GEMM takes it, in FP8.
+        """Variables for repeated inference: each kernel quantized once to its GEMM's format.
 
-        `apply` gives the same with them as with `variables`, and casts no kernel. They are not to
-        be trained: a kernel's value is rounded.
+        `apply` returns the same outputs and casts no kernel. Do not train these variables.
 
-        Args: the variables, then the model's inputs; arrays or `jax.ShapeDtypeStruct`s.
+        Args: the variables, then the model's inputs, arrays or `jax.ShapeDtypeStruct`s.
         """
-        others = {name: tree for name, tree in variables.items() if name not in OURS}
-        frozen = self._function.freeze(variables, others, *args, **kwargs)
-        return {**variables, PARAMS: with_own_boxes(frozen[PARAMS])}
+        frozen = self._function.freeze(variables, _without_ours(variables), *args, **kwargs)
+        return {**variables, PARAMS: with_scaled_boxes(frozen[PARAMS])}
 
-    def _planned(self, of_function: Any, plain: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """What the rewritten function says of the call that `init` made."""
-        params = plain.get(PARAMS, {})
+    def _shapes(self, rngs: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The shapes of the module's variables. Arguments that are not arrays, as `train=False`, stay."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+
+        def init(arrays: dict[int, Any]) -> Any:
+            args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return self.module.init(rngs, *args, **kwargs)
+
+        return dict(jax.eval_shape(init, {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}))
+
+    def _planned(
+        self, function: Callable[..., Any], rngs: Any, plain: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """`function` of the rewritten module for the `apply` that makes the same call as `init`."""
+        own = {name: tree for name, tree in plain.items() if name != PARAMS}
+        kwargs["rngs"] = dict(rngs) if isinstance(rngs, Mapping) else {PARAMS: rngs}
+        kwargs["mutable"] = [name for name in own if name not in (LOSS_SCALE, FROZEN)]
         try:
-            return of_function(params, {k: v for k, v in plain.items() if k != PARAMS}, *args, **options)
+            return function(plain.get(PARAMS, {}), own, *args, **kwargs)
         except ValueError:
-            # A decoder that finds its cache takes other inputs than one that makes it.
-            return of_function(params, {}, *args, **options)
-
-    def _options(self, plain: Mapping[str, Any], rngs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of `init` as `apply` takes them when it makes the same call."""
-        rngs = rngs if isinstance(rngs, Mapping) else {PARAMS: rngs}
-        mutable = [name for name in plain if name not in (PARAMS, LOSS_SCALE, FROZEN)]
-        return {
-            **{k: v for k, v in options.items() if k != "mutable"},
-            "rngs": dict(rngs),
-            "mutable": mutable,
-        }
+            # A decoder with a cache takes other inputs than one that creates it.
+            return function(plain.get(PARAMS, {}), {}, *args, **kwargs)
 
     def _apply(self, params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain module's `apply`, of plain parameters."""
         variables = {**others, PARAMS: with_plain_boxes(params)}
         if jax.sharding.get_abstract_mesh().manual_axes:
-            # On one of many devices there is nothing for a box of axis names to constrain.
-            variables = with_quiet_boxes(variables)
+            variables = without_constraints(variables)  # inside of `jax.shard_map` they are errors
         annotations = self._function.annotations
 
-        def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            path = "/".join(context.module.path)
-            if context.method_name != "__call__":
-                annotations.modules.setdefault(path, context.module)
-                return call(*args, **kwargs)
-            with annotations.call(path, context.module):
+        def note(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            path, module = "/".join(context.module.path), context.module
+            is_call = context.method_name == "__call__"
+            annotations.modules.setdefault(path, module)
+            with annotations.call(path, module) if is_call else contextlib.nullcontext():
                 return call(*args, **kwargs)
 
         with nn.intercept_methods(note):
@@ -212,7 +208,7 @@ class LinenModel:
 
 
 def _interceptors() -> tuple[Any, ...]:
-    """The user's own, under which a module does something else. Flax has no public name for them."""
+    """The user's own, on which a trace of the module depends. Flax has no public name for them."""
     return tuple(linen_module._global_interceptor_stack)
 
 
@@ -233,38 +229,20 @@ class Bound:
         return lambda *args, **kwargs: self(*args, method=name, **kwargs)
 
 
-def shapes_of_call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`jax.eval_shape` with respect to arrays; other arguments, as `train=False`, are what they are."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-    def call(arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        filled = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, filled)
-        return function(*args, **kwargs)
-
-    return jax.eval_shape(call, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+def _of_module(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The module's own collections, and the states that its own code keeps beside fp8jax's."""
+    params = flatten_dict(dict(variables.get(FROZEN, variables.get(PARAMS, {}))))
+    states = {}
+    for path, state in flatten_dict(dict(variables.get(SCALING, {}))).items():
+        names = tuple(name.partition("#")[0] for name in path)
+        if not any(names[:n] in params for n in range(1, len(names))):
+            states[path] = state
+    own = _without_ours(variables)
+    return {**own, SCALING: unflatten_dict(states)} if states else own
 
 
-def _without(states: Any, params: Any) -> dict[str, Any]:
-    """The states of products that are no parameter's: those that the module's own code keeps."""
-    own = {}
-    for name, kept in states.items():
-        if name.partition("#")[0] not in params:
-            own[name] = kept
-        elif isinstance(params[name.partition("#")[0]], Mapping) and (
-            below := _without(kept, params[name.partition("#")[0]])
-        ):
-            own[name] = below
-    return own
-
-
-def _union(a: Any, b: Any) -> Any:
-    """The leaves of two trees of mappings."""
-    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
-        return a
-    return {name: _union(a.get(name, b.get(name)), b.get(name, a.get(name))) for name in {**a, **b}}
+def _without_ours(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tree for name, tree in variables.items() if name not in OURS}
 
 
 def collection(argument: str, variables: Any, name: str = PARAMS) -> Any:
@@ -275,36 +253,27 @@ def collection(argument: str, variables: Any, name: str = PARAMS) -> Any:
     """
     if isinstance(variables, Mapping) and name in variables:
         return variables[name]
-    got = (
-        ", ".join(map(repr, sorted(variables)))
-        if isinstance(variables, Mapping)
-        else type(variables).__name__
-    )
-    raise ValueError(f"`{argument}`: expected variables with {name!r}; got {got or 'an empty dict'}.")
+    names = ", ".join(map(repr, sorted(variables))) if isinstance(variables, Mapping) else None
+    got = type(variables).__name__ if names is None else names or "an empty dict"
+    raise ValueError(f"`{argument}`: expected variables with {name!r}; got {got}.")
 
 
-def by_path(params: Any) -> dict[str, Any]:
-    """Parameters by their paths, without the boxes of axis names."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(nn.unbox(params), is_leaf=is_scaled)
+def leaves_of(argument: str, variables: Any, name: str = PARAMS) -> dict[str, Any]:
+    """The parameters in a collection of an argument by path, without boxes of axis names."""
+    params = nn.unbox(collection(argument, variables, name))
+    leaves, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def shapes_of(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of parameters by path."""
-    return {path: jnp.shape(leaf) for path, leaf in params.items()}
-
-
-def check_same(
-    argument: str, shapes: Mapping[str, Any], like: Mapping[str, tuple[int, ...]], whose: str
-) -> None:
-    """Raises ValueError if parameters, of these shapes by path, are not those of `like`."""
-    for path in sorted({*shapes, *like}):
-        if path not in shapes:
+def check_same(argument: str, params: Mapping[str, Any], like: Mapping[str, Any], whose: str) -> None:
+    """Raises ValueError if parameters have other paths or shapes than those of `like`."""
+    for path in sorted({*params, *like}):
+        if path not in params:
             wrong = f"{path!r} is missing"
         elif path not in like:
             wrong = f"it has no {path!r}"
-        elif shapes[path] != like[path]:
-            wrong = f"{path!r} has shape {shapes[path]}, not {like[path]}"
+        elif jnp.shape(params[path]) != jnp.shape(like[path]):
+            wrong = f"{path!r} has shape {jnp.shape(params[path])}, not {jnp.shape(like[path])}"
         else:
             continue
         raise ValueError(f"`{argument}`: expected the parameters of {whose}; {wrong}.")
