@@ -1,4 +1,4 @@
-"""The precision chart as a value: for each kind of tensor, the format it is kept in.
+"""The precision chart as a value: for each kind of tensor, the format it is stored in.
 
 | recipe   | gemm | comm | weight | master | weight_grad | moments     |
 |----------|------|------|--------|--------|-------------|-------------|
@@ -9,10 +9,10 @@
 | O1       | FP8  | FP8  | FP16   | -      | FP8 (E4M3)  | FP32 + FP32 |
 | O2       | FP8  | FP8  | FP16   | -      | FP8 (E4M3)  | E4M3 + FP16 |
 | O3       | FP8  | FP8  | E4M3   | FP16   | FP8 (E4M3)  | E4M3 + FP16 |
-| te+O2    | TE's way of scaling in the gemm column, the rest as in O2             |
+| te+O2    | TransformerEngine's scaling in the gemm column, otherwise as O2       |
 
-A `Recipe` is one row; `dataclasses.replace` makes another. It is frozen, hashable and
-printed and parsed by inverse functions:
+A `Recipe` is one row. It is frozen and hashable; `dataclasses.replace` makes another one, and `str` and
+`Recipe.parse` are inverse functions:
 
     >>> from fp8jax import Recipe
     >>> str(Recipe.parse("O2,scaling=current"))
@@ -29,9 +29,8 @@ from typing import Any, ClassVar
 
 from fp8jax import accelerate
 
-# Layers that stay out of FP8 unless asked for: the output head, as TransformerEngine's
-# and torchao's users do by hand. A pattern without "/" is matched with the layer's own
-# name, one with "/" with its whole path.
+# Layers that stay in high precision by default: output heads, which users of TransformerEngine and torchao
+# exclude by hand, and routers.
 DEFAULT_EXCLUDE = ("lm_head", "head", "*_head", "logits*", "classifier", "router")
 
 _LEGAL: dict[str, tuple[Any, ...]] = {
@@ -48,36 +47,41 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# The least and the largest legal number.
+_INTEGERS = {"margin": (0, 100), "interval": (1, 2**20), "amax_history_len": (1, 2**20)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Which format each kind of tensor is kept in, and how FP8 scales are chosen.
+    """The format of each kind of tensor, and the scaling method of FP8 GEMMs.
+
+    "The matched layers" are those that `include` and `exclude` choose.
 
     Attributes:
-        gemm: format of the matched layers' matrix products.
-        comm: format of gradients on the wire between devices.
-        weight: format of the matched layers' kernels; FP16 and E4M3 carry a scale.
-        master_weight: format of the optimizer's own copy of the weights, "-" for none:
-            the weight is then its own master.
-        weight_grad: format in which the matched kernels' gradients leave the backward.
+        gemm: format of the matched layers' GEMMs.
+        comm: format in which gradients are sent between devices.
+        weight: format of the matched layers' kernels; FP16 and E4M3 have a scale.
+        master_weight: format of the optimizer's copy of the weights; "-" for no copy.
+        weight_grad: format of the matched kernels' gradients.
         moments: formats of Adam's first and second moment.
-        scaling: how a GEMM operand's scale is chosen: "delayed" by the amaxes of the
-            steps before, "current" by the tensor itself.
-        fp8_format: "HYBRID" is E4M3 for inputs and weights, E5M2 for output gradients;
-            "E4M3" is E4M3 for all.
-        margin: binary headroom: scales are 2**margin larger than amax asks for.
-        interval: steps between two updates of a delayed scale.
-        amax_history_len: steps in delayed scaling's window.
-        amax_compute_algo: "max" of the window, or its "most_recent" entry.
-        override_linear_precision: (fprop, dgrad, wgrad), True for each GEMM that runs in
-            high precision instead of FP8.
-        first_scale: delayed scaling's scale before anything was seen: that of a "typical"
-            tensor; from the first "tensor" itself, whose amax then has to be known before it is
-            cast, at every step; or "one" as TransformerEngine starts.
-        include: layers that take part, as shell-style patterns.
-        exclude: layers that do not, although included.
+        scaling: "delayed" computes the scale of a GEMM operand from the amaxes of previous steps, "current"
+            from the tensor itself.
+        fp8_format: "HYBRID" is E4M3 for inputs and weights, E5M2 for output gradients; "E4M3" is E4M3 for
+            all.
+        margin: scales are multiplied by 2**margin, as headroom.
+        interval: number of steps between two updates of a delayed scale.
+        amax_history_len: number of steps in the amax history of delayed scaling.
+        amax_compute_algo: delayed scaling uses the "max" of the history, or its "most_recent" amax.
+        override_linear_precision: (fprop, dgrad, wgrad), True for each GEMM that runs in high precision
+            instead of FP8.
+        first_scale: delayed scaling's scale before the first amax: that of a "typical" tensor; the scale of
+            the first "tensor", which makes every cast wait for an amax; or "one", as in TransformerEngine.
+        include: shell-style patterns of layers. A pattern with "/" is compared with a layer's path, a pattern
+            without "/" with the last name of the path. "re:" starts a regular expression of the path.
+        exclude: patterns of layers that are not matched although they are included.
 
     Raises:
-        ValueError: a value that is not legal, or two that contradict each other.
+        ValueError: a value is not legal, or two values contradict each other.
     """
 
     gemm: str = "FP8"
@@ -109,9 +113,16 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, legal in _LEGAL.items():
             if getattr(self, name) not in legal:
-                raise _illegal(name, getattr(self, name), " ".join(map(_show, legal)))
-        _check_numbers(self)
-        _check_patterns(self)
+                raise _illegal(name, getattr(self, name), " ".join(map(_shown, legal)))
+        for name, (least, largest) in _INTEGERS.items():
+            number = getattr(self, name)
+            if type(number) is not int or not least <= number <= largest:
+                raise _illegal(name, number, f"an integer from {least} to {largest}")
+        override = self.override_linear_precision
+        if not isinstance(override, tuple) or [type(flag) for flag in override] != [bool] * 3:
+            raise _illegal("override_linear_precision", override, "three booleans, as False+False+True")
+        _check_patterns("include", self.include)
+        _check_patterns("exclude", self.exclude)
         _check_combination(self)
 
     @classmethod
@@ -125,10 +136,10 @@ class Recipe:
         override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
         first_scale: str = "typical",
     ) -> "Recipe":
-        """TransformerEngine's `DelayedScaling`, argument by argument.
+        """TransformerEngine's `DelayedScaling`.
 
-        Args: see the attributes of the same names. `first_scale="one"` reproduces
-            TransformerEngine's first steps too.
+        Args: see the attributes of the same names. `first_scale="one"` reproduces TransformerEngine's first
+            steps, too.
         """
         return cls(
             fp8_format=fp8_format,
@@ -147,30 +158,28 @@ class Recipe:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> "Recipe":
-        """The recipe that HuggingFace Accelerate's FP8 settings ask for.
+        """The recipe of Hugging Face Accelerate's settings.
 
-        `mixed_precision` no, fp16 and bf16 are `fp32`, `fp16_amp` and `bf16`. In fp8, backend TE is
-        `Recipe.te` with the settings of the same names, and MSAMP is `O1` or `O2` by its `opt_level`;
-        without a backend it is MSAMP if an `opt_level` is given, else TE. What is not given has
-        accelerate's default, e.g. O2, and amax_compute_algo most_recent where `Recipe.te` has max.
+        `mixed_precision` no, fp16 and bf16 give `fp32`, `fp16_amp` and `bf16`. fp8 with backend TE gives
+        `Recipe.te` with the settings of the same names; with backend MSAMP it gives `O1` or `O2`, by
+        `opt_level`. Without a backend it is MSAMP if `opt_level` is given, otherwise TE. Missing settings
+        have Accelerate's defaults: O2, and amax_compute_algo most_recent where `Recipe.te` has max.
 
-        `use_autocast_during_eval` changes nothing in training: both values give the same recipe, and the
-        evaluation is the caller's to choose. `model.apply(variables, x)` evaluates in FP8 (True), and
-        `module.apply(model.dequantize(variables), x)` without it (False, accelerate's default).
+        `use_autocast_during_eval` does not change the recipe. For evaluation in FP8 (True) call
+        `model.apply(variables, x)`; in high precision (False, Accelerate's default)
+        `module.apply(model.dequantize(variables), x)`.
 
         Args:
-            source: an object with accelerate's attributes (`TERecipeKwargs(...)`, `MSAMPRecipeKwargs(...)`,
-                `FP8RecipeKwargs(...)`, or one like them), a mapping of such settings or of a whole
-                configuration, the path of a `config.yaml`, or None for the environment. Keys may have any
-                case, a prefix "fp8_" and the spellings of accelerate's questionnaire.
-            environ: where ACCELERATE_MIXED_PRECISION and ACCELERATE_FP8_* are read from; None: `os.environ`.
+            source: an object with Accelerate's attributes (`TERecipeKwargs(...)`, `MSAMPRecipeKwargs(...)`,
+                `FP8RecipeKwargs(...)`), a mapping of such settings or of a whole configuration, the path of a
+                `config.yaml`, or None for the environment. Keys may have any case, a prefix "fp8_" and the
+                spellings of Accelerate's questionnaire.
+            environ: mapping with ACCELERATE_MIXED_PRECISION and ACCELERATE_FP8_*; by default `os.environ`.
 
         Raises:
-            ValueError: a key or value that is unknown or contradicts another, or one that no recipe
-                expresses: torchao's settings, MXFP8 blocks, the format E5M2.
-            TypeError: `source` is nothing of that kind.
-            OSError: the file cannot be read.
-            ImportError: there is no PyYAML to read it.
+            ValueError: a key or value is unknown or contradicts another, or no recipe has the setting:
+                torchao's settings, MXFP8 blocks, the format E5M2.
+            ModuleNotFoundError: `source` is a file, and PyYAML is not installed.
 
         References:
             Accelerate 1.15.0, utils/dataclasses.py and commands/launch.py.
@@ -179,18 +188,17 @@ class Recipe:
         return dataclasses.replace(PRESETS[preset], **changes)
 
     def with_plain_weights(self) -> "Recipe":
-        """The recipe for a parameter that stays as it is, with a gradient of its own dtype."""
+        """The recipe with plain weights and gradients, in the parameters' dtypes."""
         return dataclasses.replace(self, weight="FP32", weight_grad="FP32", master_weight="-")
 
     @classmethod
     def parse(cls, text: "str | Recipe") -> "Recipe":
-        """The recipe that `text` describes: a preset's name, then `,field=value` changes.
+        """The recipe of a preset's name and `,field=value` changes; the inverse of `str`.
 
-        Tuples are written with "+": `moments=E4M3+FP16`, `exclude=lm_head+*/out`, and an
-        empty value is the empty tuple. Inverse of `str`.
+        Tuples are written with "+": `moments=E4M3+FP16`, `exclude=lm_head+*/out`; no text is the empty tuple.
 
         Raises:
-            ValueError: an unknown preset, field or value; the message lists the legal ones.
+            ValueError: an unknown preset or field, or an illegal value; the message lists the legal ones.
         """
         if isinstance(text, Recipe):
             return text
@@ -201,15 +209,12 @@ class Recipe:
 
     def __str__(self) -> str:
         def changes(preset: Recipe) -> list[str]:
-            return [
-                f"{f.name}={_show(getattr(self, f.name))}"
-                for f in dataclasses.fields(self)
-                if getattr(self, f.name) != getattr(preset, f.name)
-            ]
+            names = [field.name for field in dataclasses.fields(self)]
+            different = [name for name in names if getattr(self, name) != getattr(preset, name)]
+            return [f"{name}={_shown(getattr(self, name))}" for name in different]
 
-        described = [(changes(preset), name) for name, preset in PRESETS.items()]
-        difference, name = min(described, key=lambda pair: len(pair[0]))
-        return ",".join([name, *difference])
+        described = [[name, *changes(preset)] for name, preset in PRESETS.items()]
+        return ",".join(min(described, key=len))
 
     @property
     def gemm_formats(self) -> tuple[str, str]:
@@ -218,14 +223,13 @@ class Recipe:
 
 
 def check_weights(recipe: Recipe, formats: Collection[str]) -> None:
-    """Raises ValueError if an optimizer is told of other weights than it gets.
+    """Raises ValueError if an optimizer's recipe does not fit the weights' formats.
 
-    Without scaled weights any recipe fits: what is left out of FP8 is plain at every level, and narrow
-    moments are good for plain models too. Where rules make the weights of several levels, the recipe is of
-    one of them, and has masters if any weights need them.
+    Without scaled weights any recipe fits: excluded layers are plain at every level. If rules give the
+    weights several formats, the recipe must have one of them, and master weights if any weight is E4M3.
 
     Args:
-        recipe: what the optimizer was told.
+        recipe: the optimizer's recipe.
         formats: names of the formats of the scaled weights.
     """
     needs_masters = "E4M3" in formats
@@ -243,92 +247,68 @@ def parse_changes(text: str) -> dict[str, Any]:
     """`field=value,field=value` as a dict of values of the fields' types.
 
     Raises:
-        ValueError: an unknown field, one twice, or a value that cannot be read.
+        ValueError: an unknown field, or one that is given twice.
     """
-    parsed = [_parse_change(change.strip()) for change in text.split(",")]
-    twice = [field for i, (field, _) in enumerate(parsed) if field in dict(parsed[:i])]
-    if twice:
-        raise ValueError(f"recipe: expected each field once; got {twice[0]} twice in {text!r}.")
-    return dict(parsed)
+    defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    changes: dict[str, Any] = {}
+    for change in text.split(","):
+        name, equals, raw = (part.strip() for part in change.partition("="))
+        if not equals or name not in defaults:
+            raise ValueError(
+                f"recipe: expected field=value after the preset, with a field of {', '.join(defaults)}; got "
+                f"{change.strip()!r}."
+            )
+        if name in changes:
+            raise ValueError(f"recipe: expected each field once; got {name} twice in {text!r}.")
+        changes[name] = _parse_value(raw, defaults[name])
+    return changes
 
 
-def _show(value: Any) -> str:
+def _parse_value(raw: str, default: Any) -> Any:
+    """Text as a value of the default's type; other text stays as it is, and `Recipe` refuses it."""
+    if isinstance(default, tuple):
+        words = tuple(word.strip() for word in raw.split("+")) if raw else ()
+        booleans = {"true": True, "false": False} if isinstance(default[0], bool) else {}
+        return tuple(booleans.get(word.lower(), word) for word in words)
+    try:
+        return int(raw) if isinstance(default, int) else raw
+    except ValueError:
+        return raw
+
+
+def _shown(value: Any) -> str:
     """One value as `parse` reads it."""
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _illegal(name: str, got: Any, expected: str) -> ValueError:
-    return ValueError(f"recipe: `{name}` is one of: {expected}; got {_show(got)!r}.")
+    return ValueError(f"recipe: `{name}` is one of: {expected}; got {_shown(got)!r}.")
 
 
-def _parse_change(text: str) -> tuple[str, Any]:
-    """One `field=value` as the field's name and a value of its type."""
-    name, equals, raw = (part.strip() for part in text.partition("="))
-    fields = {f.name: f for f in dataclasses.fields(Recipe)}
-    if not equals or name not in fields:
-        raise ValueError(
-            f"recipe: expected field=value after the preset, with a field of "
-            f"{', '.join(fields)}; got {text!r}."
-        )
-    default = fields[name].default
-    if isinstance(default, tuple):
-        words = tuple(word.strip() for word in raw.split("+")) if raw else ()
-        if not isinstance(default[0], bool):
-            return name, words
-        booleans = {"true": True, "false": False}
-        if any(word.lower() not in booleans for word in words):
-            raise _illegal(name, raw, "True or False, three of them, as False+False+True")
-        return name, tuple(booleans[word.lower()] for word in words)
-    if isinstance(default, int):
+def _check_patterns(name: str, patterns: Any) -> None:
+    is_legal = isinstance(patterns, tuple) and all(
+        isinstance(p, str) and p and not any(c in ",+=" or c.isspace() for c in p) for p in patterns
+    )
+    if not is_legal:
+        raise _illegal(name, patterns, "a tuple of patterns without comma, plus, equals, space")
+    for pattern in patterns:
         try:
-            return name, int(raw)
-        except ValueError:
-            raise _illegal(name, raw, "an integer") from None
-    return name, raw
-
-
-def _check_numbers(recipe: Recipe) -> None:
-    for name, least, most in (
-        ("margin", 0, 100),
-        ("interval", 1, 2**20),
-        ("amax_history_len", 1, 2**20),
-    ):
-        number = getattr(recipe, name)
-        if type(number) is not int or not least <= number <= most:
-            raise _illegal(name, number, f"an integer from {least} to {most}")
-    override = recipe.override_linear_precision
-    if not isinstance(override, tuple) or [type(o) for o in override] != [bool] * 3:
-        raise _illegal("override_linear_precision", override, "three booleans: fprop dgrad wgrad")
-
-
-def _check_patterns(recipe: Recipe) -> None:
-    for name in ("include", "exclude"):
-        patterns = getattr(recipe, name)
-        legal = isinstance(patterns, tuple) and all(
-            isinstance(p, str) and p and not any(c in ",+=" or c.isspace() for c in p) for p in patterns
-        )
-        if not legal:
-            raise _illegal(name, patterns, "a tuple of patterns without comma, plus, equals, space")
-        for pattern in patterns:
-            try:
-                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
-                raise ValueError(
-                    f"recipe: `{name}`: {pattern!r} is no regular expression ({error})."
-                ) from None
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"recipe: `{name}`: {pattern!r} is no regular expression ({error}).") from None
 
 
 def _check_combination(recipe: Recipe) -> None:
-    """Columns that contradict each other."""
+    """Raises ValueError if two columns contradict each other."""
     if (recipe.weight == "E4M3") != (recipe.master_weight != "-"):
         raise ValueError(
-            "recipe: a master weight is kept where the weight itself is too coarse to train, so "
-            "weight=E4M3 needs master_weight=FP16 or FP32, and any other weight needs "
-            f"master_weight=-; got weight={recipe.weight}, master_weight={recipe.master_weight}."
+            "recipe: E4M3 weights are too coarse to train without master weights, so weight=E4M3 needs "
+            "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
+            f"weight={recipe.weight}, master_weight={recipe.master_weight}."
         )
     if recipe.gemm != "FP8" and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
         raise ValueError(
-            "recipe: weight and weight_grad are those of the layers whose GEMMs are FP8; with "
+            "recipe: weight and weight_grad are the formats of layers with FP8 GEMMs; with "
             f"gemm={recipe.gemm} both must be FP32; got weight={recipe.weight}, "
             f"weight_grad={recipe.weight_grad}."
         )
@@ -342,7 +322,7 @@ Recipe.FP32 = Recipe(gemm="FP32")
 Recipe.BF16 = Recipe(gemm="BF16")
 Recipe.FP16_AMP = Recipe(gemm="FP16")
 Recipe.TE = Recipe()
-# MS-AMP's linear layers keep a window of 16 amaxes.
+# MS-AMP's linear layers have a history of 16 amaxes.
 Recipe.O1 = Recipe(comm="FP8", weight="FP16", weight_grad="E4M3", amax_history_len=16)
 Recipe.O2 = dataclasses.replace(Recipe.O1, moments=("E4M3", "FP16"))
 Recipe.O3 = dataclasses.replace(Recipe.O2, weight="E4M3", master_weight="FP16")

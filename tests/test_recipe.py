@@ -162,7 +162,7 @@ NUMBERS = {
     "interval": ("an integer from 1 to 1048576", (0, -1, 2**20 + 1, 1.5, False)),
     "amax_history_len": ("an integer from 1 to 1048576", (0, -4, 2**20 + 1, "16")),
     "override_linear_precision": (
-        "three booleans: fprop dgrad wgrad",
+        "three booleans, as False+False+True",
         ((True, False), (1, 0, 0), [True, False, False], None, "True+False+False"),
     ),
     "include": ("a tuple of patterns", (["*"], "*", ("a,b",), ("a b",), ("",), (1,), ("a+b",))),
@@ -199,13 +199,13 @@ def test_every_field_has_illegal_values_in_the_table():
         ("te,margin", r"expected field=value after the preset, .*; got 'margin'"),
         ("te,", r"expected field=value after the preset, .*; got ''"),
         ("te,margin=-1", r"`margin` is one of: an integer from 0 to 100; got '-1'"),
-        ("te,margin=two", r"`margin` is one of: an integer; got 'two'"),
-        ("te,margin=", r"`margin` is one of: an integer; got ''"),
+        ("te,margin=two", r"`margin` is one of: an integer from 0 to 100; got 'two'"),
+        ("te,margin=", r"`margin` is one of: an integer from 0 to 100; got ''"),
         ("te,scaling=block", r"`scaling` is one of: delayed current; got 'block'"),
         ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16; got 'E4M3'"),
-        ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: True or False"),
+        ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: three boo"),
         ("te,include=a++b", r"`include` is one of: a tuple of patterns"),
-        ("te,margin=1,margin=2", r"margin"),
+        ("te,margin=1,margin=2", r"expected each field once; got margin twice"),
     ],
 )
 def test_text_that_means_nothing_raises_and_says_what_would(text, message):
