@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fp8jax.inspect.program.hlo import Computation, Instruction, Module, arrays_of, bytes_of, first_of, parse
+from fp8jax.inspect.program.hlo import Array, Executed, Instruction, Module, parse
 
 # Custom call -> kind of GEMM. The other kinds: "triton" (a GEMM fusion), "dot" (left to the code generator).
 _CALLS = {
@@ -58,7 +58,7 @@ class Collective(NamedTuple):
         """Bytes that each of `devices` devices sends if the collective goes around a ring."""
         around = (devices - 1) / devices
         factors = {"all-reduce": 2 * around, "reduce-scatter": devices - 1.0, "collective-permute": 1.0}
-        return factors.get(self.kind, around) * self.runs * bytes_of(f"{self.dtype}[{self.numbers}]")
+        return factors.get(self.kind, around) * self.runs * Array(self.dtype, (self.numbers,)).bytes
 
 
 class Kernel(NamedTuple):
@@ -118,7 +118,7 @@ def read(compiled: jax.stages.Compiled) -> Program:
     memory: Any = compiled.memory_analysis()
     return Program(
         gemms=tuple(kernel.gemm for kernel in kernels if kernel.gemm),
-        collectives=tuple(each for kernel in module.kernels() for each in _collectives(*kernel)),
+        collectives=tuple(each for executed in module.executed() for each in _collectives(executed)),
         kernels=len(kernels),
         moved=sum(kernel.moved for kernel in kernels),
         temporaries=memory.temp_size_in_bytes,
@@ -130,83 +130,62 @@ def read(compiled: jax.stages.Compiled) -> Program:
 
 def kernels_of(module: Module) -> tuple[Kernel, ...]:
     """The kernels of a program in order of appearance."""
-    return tuple(_kernel(module, *launch) for launch in module.kernels())
+    kernels = []
+    for executed in module.executed():
+        instruction, body, runs, _ = executed
+        if instruction.is_kernel:
+            gemm = gemm_of(module, executed)
+            # A library call's workspace does not count.
+            results = [instruction.first] if gemm else instruction.arrays
+            operands = [array for name in instruction.operands if name in body for array in body[name].arrays]
+            moved = sum(array.bytes for array in (*results, *operands))
+            kernels.append(Kernel(gemm, moved, runs, instruction.op_name))
+    return tuple(kernels)
 
 
-def _kernel(module: Module, instruction: Instruction, body: Computation, runs: int) -> Kernel:
-    kind = _kind(module, instruction)
-    gemm = gemm_of(module, kind, instruction, body, runs) if kind else None
-    # A library call's workspace does not count.
-    result = bytes_of(instruction.shape, first=gemm is not None)
-    operands = sum(bytes_of(_shape(body, operand)) for operand in instruction.operands)
-    return Kernel(gemm, result + operands, runs, instruction.op_name)
-
-
-def _collectives(instruction: Instruction, body: Computation, runs: int) -> list[Collective]:
-    kind = instruction.opcode.removesuffix("-start")
+def _collectives(executed: Executed) -> list[Collective]:
+    instruction = executed.instruction
+    kind, arrays = instruction.opcode.removesuffix("-start"), instruction.arrays
     if kind not in _COLLECTIVES:
         return []
-    arrays = arrays_of(instruction.shape)
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         arrays = arrays[len(arrays) // 2 :]  # the operands precede the results
-    return [Collective(kind, dtype, math.prod(dims), runs) for dtype, dims in arrays]
+    return [Collective(kind, dtype, math.prod(dims), executed.runs) for dtype, dims in arrays]
 
 
-def _kind(module: Module, instruction: Instruction) -> str | None:
-    """The kind of GEMM, or None for an instruction that is no GEMM."""
+def gemm_of(module: Module, executed: Executed) -> Gemm | None:
+    """The GEMM of an instruction: a dot, a library call or a fusion around a dot. None if it is no GEMM."""
+    instruction, body, runs, _ = executed
     if instruction.opcode == "custom-call":
-        return _CALLS.get(instruction.find(r'custom_call_target="([^"]*)"'))
-    if instruction.opcode == "fusion" and _fused_dot(module, instruction):
-        return "triton" if "__triton" in instruction.line else "dot"
-    return "dot" if instruction.opcode == "dot" else None
-
-
-def _fused_dot(module: Module, instruction: Instruction) -> tuple[Instruction, Computation] | None:
-    """The dot inside a fusion, and its computation."""
-    body = module.fused(instruction)
-    for inner in body.values():
-        if inner.opcode == "dot":
-            return inner, body
-        if found := _fused_dot(module, inner):
-            return found
-    return None
-
-
-def gemm_of(module: Module, kind: str, instruction: Instruction, body: Computation, runs: int = 1) -> Gemm:
-    """The GEMM that an instruction is.
-
-    Args:
-        module: the program.
-        kind: see `Gemm`.
-        instruction: a dot, a library call or a fusion around a dot.
-        body: the instruction's computation.
-        runs: see `Gemm`.
-    """
-    out, out_shape = first_of(instruction.shape)
-    dot, body = _fused_dot(module, instruction) or (instruction, body)
+        dot, kind = instruction, _CALLS.get(instruction.find(r'custom_call_target="([^"]*)"'))
+        if kind is None:
+            return None
+    else:
+        dots = (pair for pair in module.inside(instruction, body) if pair[0].opcode == "dot")
+        dot, body = next(dots, (None, body))
+        if dot is None:
+            return None
+        kind = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
     stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
-    lhs, rhs = (first_of(_shape(body, operand)) for operand in dot.operands[: 2 * stride : stride])
+    operands = dot.operands[: 2 * stride : stride]
+    lhs, rhs = (body[name].first if name in body else Array("", ()) for name in operands)
     fast = set(_precisions(dot)) <= {"DEFAULT", "default"}
     return Gemm(
         kind=kind,
-        lhs=lhs[0],
-        rhs=rhs[0],
-        out=out,
-        out_shape=out_shape,
+        lhs=lhs.dtype,
+        rhs=rhs.dtype,
+        out=instruction.first.dtype,
+        out_shape=instruction.first.dims,
         fast=fast and "use_split_accumulator = true" not in dot.line,
         runs=runs,
         name=dot.op_name,
-        flops=_flops(dot, lhs[1], rhs[1]),
+        flops=_flops(dot, lhs.dims, rhs.dims),
     )
-
-
-def _shape(body: Computation, name: str) -> str:
-    return body[name].shape if name in body else ""
 
 
 def _flops(dot: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
     """2 m n k, times the batch b: |lhs| |rhs| |out| is b^3 (m n k)^2."""
-    numbers = math.prod(math.prod(dims) for dims in (lhs, rhs, first_of(dot.shape)[1]))
+    numbers = math.prod((*lhs, *rhs, *dot.first.dims))
     # An attribute of a dot, or a field of a library call's configuration.
     batch_dims = dot.find(r'lhs_batch_dim(?:s=\{|ensions":\[)([^\]}]*)')
     batch = math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", batch_dims))

@@ -15,14 +15,35 @@ _BITS = {"f8e4m3fn": 8, "f8e5m2": 8, "u8": 8, "s8": 8, "pred": 8, "bf16": 16, "f
 _BITS |= {"f64": 64, "s64": 64}
 
 
+class Array(NamedTuple):
+    """The type of an array."""
+
+    dtype: str  # XLA's name
+    dims: tuple[int, ...]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one number."""
+        return _BITS.get(self.dtype, 32)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.bits // 8 * math.prod(self.dims)
+
+
 class Instruction(NamedTuple):
     """One line of a computation."""
 
-    name: str
-    shape: str  # as printed: "bf16[8,16]{1,0}", or a tuple of such shapes
+    arrays: tuple[Array, ...]  # of the result
     opcode: str
     operands: tuple[str, ...]
     line: str
+
+    @property
+    def first(self) -> Array:
+        """The first array of the result. A library call's workspace follows it."""
+        return self.arrays[0] if self.arrays else Array("", ())
 
     @property
     def is_kernel(self) -> bool:
@@ -57,28 +78,45 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]  # instructions by name, in their order
 
 
+class Executed(NamedTuple):
+    """An instruction that the program executes."""
+
+    instruction: Instruction
+    body: Computation  # the computation around it
+    runs: int = 1  # the product of known trip counts of the loops around it
+    scope: str = ""  # names of the calls around it: inside a called function, names begin anew
+
+
 class Module(NamedTuple):
     """The computations of a program by name, and the name of the entry computation."""
 
     computations: dict[str, Computation]
     entry: str
 
-    def kernels(self) -> Iterator[tuple[Instruction, Computation, int]]:
-        """Each kernel, its computation, and how often it runs: the product of known trip counts."""
-        return self._kernels(self.entry, 1)
+    def executed(self) -> Iterator[Executed]:
+        """Each instruction in order, once for each place that calls its computation."""
+        return self._executed(self.entry, 1, "")
 
-    def _kernels(self, name: str, runs: int) -> Iterator[tuple[Instruction, Computation, int]]:
+    def _executed(self, name: str, runs: int, scope: str) -> Iterator[Executed]:
         body = self.computations[name]
         for instruction in body.values():
-            if instruction.is_kernel:
-                yield instruction, body, runs
+            yield Executed(instruction, body, runs, scope)
+            inner = f"{scope}{instruction.op_name}/" if instruction.opcode == "call" else scope
             for called in instruction.called:
-                yield from self._kernels(called, runs * instruction.trip_count)
+                yield from self._executed(called, runs * instruction.trip_count, inner)
 
-    def fused(self, instruction: Instruction) -> Computation:
-        """The instructions inside a fusion; empty for every other instruction."""
+    def inside(
+        self, instruction: Instruction, body: Computation
+    ) -> Iterator[tuple[Instruction, Computation]]:
+        """The instructions of a fusion and of the fusions within; any other instruction itself. Each with its
+        computation."""
         called = instruction.find(r"calls=%([\w.\-]+)") if instruction.opcode == "fusion" else ""
-        return self.computations.get(called, {})
+        if called not in self.computations:
+            yield instruction, body
+            return
+        fused = self.computations[called]
+        for inner in fused.values():
+            yield from self.inside(inner, fused)
 
 
 def parse(text: str | None) -> Module:
@@ -95,19 +133,24 @@ def parse(text: str | None) -> Module:
             current = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
         elif current is not None and (found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line)):
-            current[found[1]] = _instruction(found[1], found[2])
+            current[found[1]] = _instruction(found[2])
     if entry is None:
         raise ValueError("`compiled`: expected the text of an HLO module; it has no ENTRY computation.")
     return Module(computations, entry)
 
 
-def _instruction(name: str, line: str) -> Instruction:
+def _instruction(line: str) -> Instruction:
     """Splits `bf16[8]{0} add(%a, %b), metadata=...` into its parts."""
     end = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", line[:end])
     opcode, _, _ = line[end + 1 :].partition("(")
     start = end + 1 + len(opcode)
-    operands = re.findall(r"%([\w.\-]+)", line[start : _closing(line, start)])
-    return Instruction(name, line[:end], opcode.strip(), tuple(operands), line)
+    return Instruction(
+        arrays=tuple(Array(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in arrays),
+        opcode=opcode.strip(),
+        operands=tuple(re.findall(r"%([\w.\-]+)", line[start : _closing(line, start)])),
+        line=line,
+    )
 
 
 def _closing(text: str, start: int) -> int:
@@ -118,25 +161,3 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return index
     return len(text)
-
-
-def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and dimensions of each array in a printed shape, which may be a tuple."""
-    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape)
-    return [(dtype, tuple(int(dim) for dim in dims.split(",") if dim)) for dtype, dims in found]
-
-
-def first_of(shape: str) -> tuple[str, tuple[int, ...]]:
-    """Dtype and dimensions of the first array; a library call's workspace follows its result."""
-    return next(iter(arrays_of(shape)), ("", ()))
-
-
-def bits_of(dtype: str) -> int:
-    """Bits of a number of this dtype, by XLA's name."""
-    return _BITS.get(dtype, 32)
-
-
-def bytes_of(shape: str, *, first: bool = False) -> int:
-    """Bytes of a printed shape: of all arrays of a tuple, or of the first."""
-    sizes = [bits_of(dtype) // 8 * math.prod(dims) for dtype, dims in arrays_of(shape)]
-    return sum(sizes[:1] if first else sizes)

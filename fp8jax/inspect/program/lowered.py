@@ -3,12 +3,10 @@
 A CPU computes FP8 GEMMs in a wider format, exactly, so its compiled program does not show them.
 """
 
-from collections.abc import Iterator
-
 import jax
 
 from fp8jax.inspect.program.compiled import Gemm, gemm_of
-from fp8jax.inspect.program.hlo import Computation, Module, bits_of, first_of, parse
+from fp8jax.inspect.program.hlo import Computation, parse
 
 # An array keeps its values through these, but for a scale.
 _VALUE_PRESERVING = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
@@ -27,38 +25,30 @@ def read_lowered(lowered: jax.stages.Lowered) -> tuple[Gemm, ...]:
     """
     hlo = lowered.compiler_ir(dialect="hlo")
     assert hlo is not None
-    module = parse(hlo.get_hlo_module().to_string())
-    return tuple(_dots(module, module.entry, ""))
-
-
-def _dots(module: Module, name: str, outer: str) -> Iterator[Gemm]:
-    """The dots of a computation, once for each place that calls it. Inside a called function names begin
-    anew: `outer` is the name of the call."""
-    body = module.computations[name]
-    for instruction in body.values():
-        if instruction.opcode == "dot":
-            gemm = gemm_of(module, "dot", instruction, body)
-            lhs, rhs = (_narrowest(body, operand) for operand in instruction.operands)
-            yield gemm._replace(lhs=lhs, rhs=rhs, name=f"{outer}{gemm.name}")
-        inner = f"{outer}{instruction.op_name}/" if instruction.opcode == "call" else outer
-        for called in instruction.called:
-            yield from _dots(module, called, inner)
+    module, gemms = parse(hlo.get_hlo_module().to_string()), []
+    for executed in module.executed():
+        dot, body, _, scope = executed
+        if dot.opcode == "dot" and (gemm := gemm_of(module, executed)):
+            lhs, rhs = (_narrowest(body, operand) for operand in dot.operands)
+            gemms.append(gemm._replace(lhs=lhs, rhs=rhs, name=scope + gemm.name))
+    return tuple(gemms)
 
 
 def _narrowest(body: Computation, name: str) -> str:
     """The narrowest floating dtype of an operand on the way from the operation that computed it."""
-    dtypes = []
+    arrays = []
     while name in body:
         instruction = body[name]
         if instruction.opcode == "get-tuple-element":  # one array of a barrier
             barrier = body[instruction.operands[0]]
-            arrays = body.get(barrier.operands[0]) if barrier.opcode == "opt-barrier" else None
-            if arrays is None or arrays.opcode != "tuple":
+            barred = body.get(barrier.operands[0]) if barrier.opcode == "opt-barrier" else None
+            if barred is None or barred.opcode != "tuple":
                 break
-            name = arrays.operands[int(instruction.find(r"index=(\d+)"))]
+            name = barred.operands[int(instruction.find(r"index=(\d+)"))]
             continue
-        dtypes.append(first_of(instruction.shape)[0])
+        arrays.append(instruction.first)
         if instruction.opcode not in _VALUE_PRESERVING:
             break
         name = instruction.operands[0]
-    return min((dtype for dtype in dtypes if dtype[0] in "fb"), key=bits_of, default="")
+    floats = [array for array in arrays if array.dtype[0] in "fb"]
+    return min(floats, key=lambda array: array.bits).dtype if floats else ""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 
 from fp8jax.inspect.program.compiled import Kernel, kernels_of
-from fp8jax.inspect.program.hlo import Computation, Instruction, Module, first_of, parse
+from fp8jax.inspect.program.hlo import Computation, Instruction, parse
 from fp8jax.inspect.targets import Target
 
 
@@ -81,8 +81,10 @@ def traffic_of(compiled: jax.stages.Compiled) -> Traffic:
     """
     module = parse(compiled.as_text())
     casts, transposes = collections.Counter(), collections.Counter()
-    for instruction, body, _ in module.kernels():
-        inside = _inside(module, instruction)
+    for instruction, body, _, _ in module.executed():
+        if not instruction.is_kernel:
+            continue
+        inside = [inner for inner, _ in module.inside(instruction, body)]
         # Each tensor once, though a kernel may write it twice. Scalars, such as constants, do not count.
         casts.update({_tensor(inner) for inner in inside if _is_cast(inner)})
         if len(instruction.operands) == 1 and _is_transpose(inside):
@@ -90,16 +92,8 @@ def traffic_of(compiled: jax.stages.Compiled) -> Traffic:
     return Traffic(kernels_of(module), dict(casts), dict(transposes))
 
 
-def _inside(module: Module, instruction: Instruction) -> list[Instruction]:
-    """The instructions of a fusion and of the fusions within; else the instruction itself."""
-    body = module.fused(instruction)
-    if not body:
-        return [instruction]
-    return [deep for inner in body.values() for deep in _inside(module, inner)]
-
-
 def _is_cast(instruction: Instruction) -> bool:
-    dtype, dims = first_of(instruction.shape)
+    dtype, dims = instruction.first
     return instruction.opcode == "convert" and dtype.startswith("f8") and dims != ()
 
 
@@ -113,7 +107,7 @@ def _is_transpose(inside: list[Instruction]) -> bool:
     """Whether a kernel only moves the bytes of an FP8 tensor."""
     inside = [inner for inner in inside if inner.opcode not in ("parameter", "bitcast")]
     moves = [inner for inner in inside if inner.opcode in ("transpose", "copy")]
-    if not moves or first_of(moves[0].shape)[0] not in ("f8e4m3fn", "f8e5m2", "u8"):
+    if not moves or moves[0].first.dtype not in ("f8e4m3fn", "f8e5m2", "u8"):
         return False
     return all(inner in moves or inner.opcode in ("bitcast-convert", "reshape") for inner in inside)
 
