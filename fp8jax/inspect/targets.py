@@ -23,35 +23,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU as the compiler and a roofline see it.
+    """A GPU as the compiler and a roofline see it."""
 
-    Attributes:
-        name: as users write it: "h200".
-        device: as its driver names it: "NVIDIA H200".
-        capability: compute capability, (major, minor). FP8 GEMMs need (8, 9).
-        cores: streaming multiprocessors.
-        memory: bytes.
-        bandwidth: bytes per second of the memory.
-        l2: bytes of the level-2 cache.
-        clock_ghz: the multiprocessors' highest clock.
-        bf16_flops: peak of dense bf16 GEMMs, per second.
-        fp8_flops: peak of dense FP8 GEMMs, per second.
-        shared_memory: bytes per multiprocessor; a block can have 1 KiB less.
-        threads: resident threads per multiprocessor.
-    """
-
-    name: str
-    device: str
-    capability: tuple[int, int]
-    cores: int
-    memory: int
-    bandwidth: int
-    l2: int
-    clock_ghz: float
-    bf16_flops: float
-    fp8_flops: float
-    shared_memory: int = 228 * 1024
-    threads: int = 2048
+    name: str  # as users write it: "h200"
+    device: str  # as its driver names it: "NVIDIA H200"
+    capability: tuple[int, int]  # compute capability, (major, minor). FP8 GEMMs need (8, 9)
+    cores: int  # streaming multiprocessors
+    memory: int  # bytes
+    bandwidth: int  # of the memory, bytes per second
+    l2: int  # bytes of the level-2 cache
+    clock_ghz: float  # highest clock of the multiprocessors
+    bf16_flops: float  # peak of dense bf16 GEMMs, per second
+    fp8_flops: float  # peak of dense FP8 GEMMs, per second
+    shared_memory: int = 228 * 1024  # bytes per multiprocessor; a block can have 1 KiB less
+    threads: int = 2048  # resident threads per multiprocessor
 
 
 _H100 = Target(
