@@ -1,14 +1,23 @@
-"""Runs of the main job, as small as they can be."""
+"""Runs of the main job, as small as they can be, and of the command `fp8jax`."""
 
 import json
 
 import numpy as np
 
+from fp8jax import cli
 from fp8jax.train import data
 from fp8jax.train.metrics import Curves, ScaleMetrics, StepMetrics
 
 PROGRAM = "examples/train_gpt.py"
 TINY = "--layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2".split()
+
+
+def status_of(arguments):
+    """The exit status of the command `fp8jax`."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as exit:
+        return exit.code
 
 
 def short_text(folder):

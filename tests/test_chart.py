@@ -8,8 +8,9 @@ import sys
 
 import jax
 import pytest
+import runs
 
-from fp8jax import Recipe, adapters, cli, comm, optim
+from fp8jax import Recipe, adapters, comm, optim
 from fp8jax.inspect import chart, targets
 from fp8jax.recipe import PRESETS
 
@@ -97,10 +98,10 @@ def test_too_many_devices_and_unknown_names_raise():
 @pytest.mark.parametrize(
     "args, says",
     [
-        (["--png", "/nowhere/chart.png"], "`--png`: /nowhere is no folder; make it, or give another file"),
-        (["--png", "folder"], "`--png`: expected a file; got the folder folder"),
+        (["--png", "/nowhere/chart.png"], "`--png`: expected a file in a folder that exists; got /nowhere"),
+        (["--png", "folder"], "`--png`: expected a file in a folder that exists; got folder"),
         (["--png", "chart.docx"], "`--png`: expected a file like chart.png; got chart.docx"),
-        (["--devices", "0"], "`--devices`: expected 1 to 1024; got 0"),
+        (["--devices", "0"], "argument --devices: expected 1 to 1024; got 0"),
         (["O2", "O4"], "expected one of fp32"),
     ],
 )
@@ -109,7 +110,7 @@ def test_what_is_wrong_shows_before_anything_is_compiled(args, says, capsys, tmp
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(chart, "measure", None)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # devices are there, so it would raise
-    assert cli.main(["chart", *args]) == 2
+    assert runs.status_of(["chart", *args]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("fp8jax chart: ") and says in line
 

@@ -156,7 +156,7 @@ def test_a_broken_backend_is_found_and_the_command_fails(broken_backend, capsys)
     assert cli.main(["doctor", "--compile", *small]) == 1
     printed = capsys.readouterr().out
     assert "layers/qkv    FP8              0          3" in printed
-    assert "layers/qkv: fprop and dgrad and wgrad: JAX gives XLA bf16 x bf16 to multiply, not FP8" in printed
+    assert "layers/qkv: fprop and dgrad and wgrad: JAX gives XLA a GEMM of bf16 x bf16, not FP8" in printed
     assert "lm_head:" not in printed
 
 
@@ -227,12 +227,17 @@ FELL = gemm("wgrad", kind="cublaslt", formats=WIDE)
         ([*GIVEN, GIVEN[0]], RAN, (9, 0), ""),  # what was recomputed and is the same
         (GIVEN, [*RAN[:2], gemm("wgrad", kind="triton")], (9, 0), ""),
         ([], [gemm(role, kind="te") for role in ("fprop", "dgrad", "wgrad")], (9, 0), ""),  # none is XLA's
-        (GIVEN, [*RAN[:2], FELL], (9, 0), "wgrad: a cublaslt GEMM of bf16 x bf16, not FP8; XLA did not find"),
+        (
+            GIVEN,
+            [*RAN[:2], FELL],
+            (9, 0),
+            "wgrad: a cublaslt GEMM of bf16 x bf16, not FP8; XLA did not match",
+        ),
         (GIVEN, [*RAN, FELL], (9, 0), "a GEMM: a cublaslt GEMM of bf16 x bf16"),
         (GIVEN, [FELL] * 3, (8, 0), "compute capability 8.0 has no FP8 GEMMs"),
         ([*GIVEN[:2], E5M2], [*RAN[:2], FELL], (9, 0), "no GEMM of E5M2 with E5M2"),
         (GIVEN, RAN[:2], (9, 0), "wgrad: computed without a GEMM of its own"),
-        ([*GIVEN[:2], FELL], [*RAN[:2], FELL], (9, 0), "wgrad: JAX gives XLA bf16 x bf16 to multiply"),
+        ([*GIVEN[:2], FELL], [*RAN[:2], FELL], (9, 0), "wgrad: JAX gives XLA a GEMM of bf16 x bf16"),
         ([], [], (9, 0), "none of its GEMMs is in the program"),
     ],
 )
@@ -259,7 +264,7 @@ def test_bad_input_is_named():
 
 
 def ways(device):
-    return {product.operands.partition(",")[0]: product.how for product in device.support[:4]}
+    return {gemm.operands.partition(",")[0]: gemm.how for gemm in device.gemms[:4]}
 
 
 @pytest.mark.parametrize(
@@ -277,9 +282,9 @@ def ways(device):
 def test_what_a_device_multiplies(platform, capability, fp8, bf16):
     device = devices.Device("x", platform, capability, 1)
     assert (ways(device)["FP8"], ways(device)["BF16"]) == (fp8, bf16)
-    blocks = [product for product in device.support if product.scaling == "block"]
-    assert len(blocks) == 2 and {product.how for product in blocks} == {devices.NOT_SUPPORTED}
-    assert all(product.reason for product in device.support)
+    blocks = [gemm for gemm in device.gemms if gemm.scaling == "block"]
+    assert len(blocks) == 2 and {gemm.how for gemm in blocks} == {devices.NOT_SUPPORTED}
+    assert all(gemm.reason for gemm in device.gemms)
 
 
 def test_this_machine_is_described():
@@ -291,10 +296,8 @@ def test_this_machine_is_described():
     assert auto == backends.choose("auto").name
     shown = devices.text(found)
     assert "emulated, exactly" in shown and "reference  can run" in shown
-    assert (
-        json.loads(json.dumps(devices.as_data(found)))["devices"][0]["products"][0]["how"]
-        == "emulated, exactly"
-    )
+    [device] = json.loads(json.dumps(devices.as_data(found)))["devices"]
+    assert device["gemms"][0]["how"] == "emulated, exactly"
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+import runs
 
 from fp8jax import cli
 from fp8jax.inspect import memory, subject, targets
@@ -46,7 +47,7 @@ def test_dimensions_follow_the_table(capsys):
     assert advised.splitlines()[:2] == [
         "Dimensions to change:",
         "layers/qkv, layers/out, layers/up, layers/down: 32 rows: 50% of the work on tiles of 64 "
-        "is for nothing; take 64",
+        "is wasted; take 64",
     ]
 
 
@@ -94,21 +95,18 @@ def product_of(*sizes):
         (
             (4096, 1000, 1024),
             [
-                "up: 1000 inputs: no multiple of 16, so XLA multiplies copies padded to 1008, 2% of the "
-                "work on tiles of 128 is for nothing; take 896 or 1024"
+                "up: 1000 inputs: no multiple of 16, so XLA pads copies to 1008, 2% of the work on tiles of "
+                "128 is wasted; take 896 or 1024"
             ],
         ),
         (
             (4096, 50257, 1024),
-            [
-                "up: 50257 inputs: no multiple of 16, so XLA multiplies copies padded to 50272; take 50176 "
-                "or 50304"
-            ],
+            ["up: 50257 inputs: no multiple of 16, so XLA pads copies to 50272; take 50176 or 50304"],
         ),
-        ((48, 1024, 1024), ["up: 48 rows: 25% of the work on tiles of 64 is for nothing; take 64"]),
+        ((48, 1024, 1024), ["up: 48 rows: 25% of the work on tiles of 64 is wasted; take 64"]),
         (
             (4096, 1024, 160),
-            ["up: 160 outputs: 38% of the work on tiles of 128 is for nothing; take 128 or 256"],
+            ["up: 160 outputs: 38% of the work on tiles of 128 is wasted; take 128 or 256"],
         ),
     ],
 )
@@ -149,7 +147,7 @@ RAISING = """
         (["--recipe", "O4"], "expected one of fp32"),
         (["--zero", "4", "--devices", "2"], "`stage`: expected 0, 1, 2 or 3"),
         (["--target", "h300"], "`target`: expected one of h100"),
-        (["--devices", "0"], "`--devices`: expected 1 to 1024; got 0"),
+        (["--devices", "0"], "argument --devices: expected 1 to 1024; got 0"),
         (["--devices", "1", "9"], "`devices`: expected at most 8, as this process has; got 9"),
         (["--batch", "99999999999999999999"], "--batch: expected a whole number below 2147483648; got '999"),
         (["--layers", "many"], "--layers: expected a whole number below 2147483648; got 'many'"),
@@ -166,7 +164,7 @@ def test_the_command_says_what_is_wrong_in_one_line(options, says, capsys, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "raising.py").write_text(textwrap.dedent(RAISING))
-    assert cli.main(["plan", *options]) == 2
+    assert runs.status_of(["plan", *options]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert says in line
 

@@ -4,16 +4,16 @@
     print(table(rows))
 
 A recipe declares a format for each kind of tensor. `measure` compiles a data-parallel train step of a small
-model and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe. On
-a GPU that is not here the GEMMs are those of the optimized program. A CPU computes FP8 GEMMs in a wider
-format, so there they are those of the lowered program.
+model and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe.
+For a GPU that is not here, GEMMs are read from the optimized program. A CPU computes FP8 GEMMs in a wider
+format, so there GEMMs are read from the lowered program.
 """
 
-import functools
+import collections
 import math
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,7 @@ class Row(NamedTuple):
     """One level of the chart."""
 
     recipe: str
+    devices: str  # that the step was compiled for: "8 x h200"
     declared: dict[str, str]  # column -> formats
     measured: dict[str, Cell]
 
@@ -101,10 +102,6 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
     mesh = targets.mesh(target, devices)
     model = adapters.transform(Block(WIDTH), recipe)
     tx = optim.adamw(1e-3, recipe)
-    dtype = jnp.float32 if target is None else jnp.bfloat16
-    x = jax.ShapeDtypeStruct((devices * TOKENS, WIDTH), dtype)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    opt_state = jax.eval_shape(tx.init, variables)
 
     def loss_fn(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
@@ -116,12 +113,14 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         # Returned gradients stay in the program as the optimizer gets them.
         return gradients.apply_updates(variables, updates), opt_state, grads[PARAMS]
 
+    def placed(tree: Any, spec: PartitionSpec) -> Any:
+        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, spec)), tree)
+
+    x = jax.ShapeDtypeStruct((devices * TOKENS, WIDTH), jnp.float32 if target is None else jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
     specs = (PartitionSpec(), PartitionSpec(), PartitionSpec("devices"))
+    args = map(placed, (variables, jax.eval_shape(tx.init, variables), x), specs)
     sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    args = [
-        jax.tree.map(functools.partial(_placed, sharding=NamedSharding(mesh, spec)), arg)
-        for arg, spec in zip((variables, opt_state, x), specs, strict=True)
-    ]
     lowered = targets.lower_for(sharded, *args, target=target, devices=devices, donate_argnums=(0, 1))
     read = program.read(targets.compile(lowered, target))
     is_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -135,40 +134,34 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "weight_grad": _arrays_cell(_kernels(grads)),
         "moments": Cell(*(" + ".join(parts) for parts in zip(*moments, strict=True))),
     }
-    return Row(str(recipe), declare(recipe), measured)
-
-
-def _placed(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    where = f"{devices} x {target or mesh.devices.flat[0].device_kind}"
+    return Row(str(recipe), where, declare(recipe), measured)
 
 
 def _kernels(params: Any) -> list[Any]:
     return [params[name]["kernel"] for name in KERNELS]
 
 
-def _gemm_cell(gemms: Iterable[program.Gemm]) -> Cell:
+def _gemm_cell(gemms: Sequence[program.Gemm]) -> Cell:
     """The wider operand's format of each GEMM."""
-    gemms = list(gemms)
-    found = [max(_formats(gemm.lhs, gemm.rhs), key=_bits) for gemm in gemms]
-    return Cell(_mixed(found), _counted([f"{gemm.lhs} x {gemm.rhs} {gemm.kind}" for gemm in gemms]))
+    wider = [max(_format(gemm.lhs), _format(gemm.rhs), key=_bits) for gemm in gemms]
+    return Cell(_mixed(wider), _counted(f"{gemm.lhs} x {gemm.rhs} {gemm.kind}" for gemm in gemms))
 
 
-def _comm_cell(collectives: Iterable[program.Collective], devices: int) -> Cell:
+def _comm_cell(collectives: Sequence[program.Collective], devices: int) -> Cell:
     """The formats of collectives with the size of a kernel or of one device's shard of a kernel."""
-    collectives = [each for each in collectives if each.dtype in _FORMATS]
-    large = [each for each in collectives if each.numbers >= 4 * WIDTH * WIDTH // devices]
-    small = sum(each.numbers for each in collectives) - sum(each.numbers for each in large)
-    shown = _counted([f"{each.kind} {each.dtype}[{each.numbers}]" for each in large])
-    return Cell(
-        _mixed(_formats(*(each.dtype for each in large))), f"{shown}; {small} numbers in smaller ones"
-    )
+    found = [each for each in collectives if each.dtype in _FORMATS]
+    large = [each for each in found if each.numbers >= 4 * WIDTH * WIDTH // devices]
+    small = sum(each.numbers for each in found) - sum(each.numbers for each in large)
+    shown = _counted(f"{each.kind} {each.dtype}[{each.numbers}]" for each in large)
+    return Cell(_mixed(_format(each.dtype) for each in large), f"{shown}; {small} numbers in smaller ones")
 
 
 def _arrays_cell(leaves: list[Any]) -> Cell:
     """The formats of arrays or `ScaledArray`s."""
     dtypes = [str(leaf.data.dtype if is_scaled(leaf) else leaf.dtype) for leaf in leaves]
     scales = [" with scale" if is_scaled(leaf) else "" for leaf in leaves]
-    return Cell(_mixed(_formats(*dtypes)), _counted(list(map("".join, zip(dtypes, scales, strict=True)))))
+    return Cell(_mixed(map(_format, dtypes)), _counted(map("".join, zip(dtypes, scales, strict=True))))
 
 
 def _master_cell(state: Any) -> Cell:
@@ -177,20 +170,20 @@ def _master_cell(state: Any) -> Cell:
     return _arrays_cell(masters) if masters else Cell("-", "none in the optimizer's state")
 
 
-def _formats(*dtypes: str) -> list[str]:
-    return [_FORMATS.get(dtype, dtype) for dtype in dtypes]
+def _format(dtype: str) -> str:
+    return _FORMATS.get(dtype, dtype)
 
 
 def _bits(name: str) -> int:
     return _BITS.get(name, 64)
 
 
-def _mixed(names: list[str]) -> str:
+def _mixed(names: Iterable[str]) -> str:
     return " / ".join(sorted(set(names))) or "-"
 
 
-def _counted(shown: list[str]) -> str:
-    return ", ".join(f"{shown.count(each)} {each}" for each in dict.fromkeys(shown)) or "none"
+def _counted(shown: Iterable[str]) -> str:
+    return ", ".join(f"{count} {each}" for each, count in collections.Counter(shown).items()) or "none"
 
 
 def table(rows: list[Row]) -> str:
@@ -199,14 +192,18 @@ def table(rows: list[Row]) -> str:
     return align([["recipe", *HEADINGS.values()], *lines])
 
 
-def evidence(rows: list[Row]) -> str:
-    """The arrays and operations behind each cell."""
-    lines = []
+def text(rows: list[Row]) -> str:
+    """The chart, and the arrays and operations behind each cell."""
+    lines = [table(rows), "", f"{_title(rows)}:", ""]
     for row in rows:
         lines.append(row.recipe)
         for column, heading in HEADINGS.items():
             lines.append(f"  {heading:16} {row.measured[column].formats:12} {row.measured[column].evidence}")
     return "\n".join(lines)
+
+
+def _title(rows: list[Row]) -> str:
+    return f"read from a train step compiled for {rows[0].devices}"
 
 
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
@@ -226,10 +223,8 @@ def check_picture(path: str | os.PathLike[str]) -> None:
         RuntimeError: matplotlib is missing.
     """
     file, canvas = pathlib.Path(path), _figure().canvas
-    if file.is_dir():
-        raise ValueError(f"`--png`: expected a file; got the folder {file}")
-    if not file.parent.is_dir():
-        raise ValueError(f"`--png`: {file.parent} is no folder; make it, or give another file than {file}")
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"`--png`: expected a file in a folder that exists; got {file}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"`--png`: {file} cannot be written; give another file")
     if file.suffix and file.suffix[1:].lower() not in canvas.get_supported_filetypes():
@@ -244,12 +239,12 @@ def _figure(**size: Any) -> Any:
     return Figure(**size)
 
 
-def picture(rows: list[Row], path: str | os.PathLike[str], title: str) -> None:
+def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
     """Draws the chart; a cell that differs from its declaration is red. Needs the `train` extra."""
     figure = _figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
     axes = figure.subplots()
     axes.axis("off")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(_title(rows), fontsize=10)
     drawn = axes.table(
         [list(map(row.shown, COLUMNS)) for row in rows],
         rowLabels=[row.recipe for row in rows],

@@ -14,7 +14,6 @@ import os
 import pathlib
 import platform
 import shutil
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,17 +34,15 @@ EXTRAS = {
 }
 CUDA_EXTRA = 'pip install -U "jax[cuda13]"'
 
-_EXACT = (EMULATED, "codes are exact in the wider products")
+_EXACT = (EMULATED, "FP8 numbers are exact in the wider format")
 # Operands, scaling, the first compute capability with such GEMMs, and how a CPU computes them.
 _FORMATS = (
     ("FP8, E4M3 x E4M3 (forward)", "delayed, current", FIRST_WITH_FP8, _EXACT),
     ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT),
-    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 products")),
+    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs")),
     ("FP16", "loss scale", (7, 0), (WIDER, "float32")),
-)
-_NO_RECIPE = (
-    ("FP8, blocks of 1x128 and 128x128", "block"),
-    ("MXFP8, blocks of 32 with E8M0 scales", "block"),
+    ("FP8, blocks of 1x128 and 128x128", "block", None, None),  # None: no recipe has them
+    ("MXFP8, blocks of 32 with E8M0 scales", "block", None, None),
 )
 
 # Library -> getter in JAX's CUDA plugin, and the divisors of its version: 91200 is 9.12.0.
@@ -75,25 +72,24 @@ class Device(NamedTuple):
     number: int
 
     @property
-    def support(self) -> list[Support]:
+    def gemms(self) -> list[Support]:
         """How the device computes GEMMs, by format."""
-        rows = [
-            Support(operands, scaling, *(on_cpu if self.platform == "cpu" else self._on_gpu(least)))
+        return [
+            Support(operands, scaling, *self._computes(least, on_cpu))
             for operands, scaling, least, on_cpu in _FORMATS
         ]
-        return rows + [
-            Support(*each, NOT_SUPPORTED, "no recipe of this release has it") for each in _NO_RECIPE
-        ]
 
-    def _on_gpu(self, least: tuple[int, int]) -> tuple[str, str]:
+    def _computes(self, least: tuple[int, int] | None, on_cpu: tuple[str, str] | None) -> tuple[str, str]:
+        if least is None or on_cpu is None:
+            return NOT_SUPPORTED, "no recipe of this release has it"
+        if self.platform == "cpu":
+            return on_cpu
         if self.capability is None:
-            return UNKNOWN, (
-                "this library was made for CPUs and NVIDIA's GPUs; `fp8jax doctor --compile` shows what runs"
-            )
+            return UNKNOWN, "not a CPU or NVIDIA GPU; `fp8jax doctor --compile` shows what runs"
         if self.capability >= least:
             return NATIVE, "cuBLASLt, through XLA"
         below = f"compute capability {_dotted(self.capability)} is below {_dotted(least)}"
-        return NOT_SUPPORTED, f"{below}: XLA multiplies wider"
+        return NOT_SUPPORTED, f"{below}: XLA uses a wider format"
 
 
 class Backend(NamedTuple):
@@ -136,11 +132,16 @@ def examine(target: str | targets.Target | None = None) -> Machine:
         devices, troubles, client = (Device(gpu.device, "gpu", gpu.capability, 1),), (), ""
     else:
         devices, troubles, client = _devices_here()
-    versions = _versions(client)
+    is_gpu = target is None and any(device.platform == "gpu" for device in devices)
+    names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
+    versions = {"Python": platform.python_version()} | {name: _version(name) or "not found" for name in names}
+    versions["XLA"] = f"that of jaxlib {versions['jaxlib']}" + (f": {client}" if client else "")
     if target is None and any(device.capability for device in devices):
         versions |= cuda_versions()
-    has_gpu = target is None and any(device.platform == "gpu" for device in devices)
-    return Machine(devices, versions, _backends(), _packages(has_gpu), troubles)
+    auto = backends.choose("auto").name
+    reasons = {name: backend.supports(is_batched=False) or "" for name, backend in backends.BACKENDS.items()}
+    found = tuple(Backend(name, reason, name == auto) for name, reason in reasons.items())
+    return Machine(devices, versions, found, _packages(is_gpu), troubles)
 
 
 def _devices_here() -> tuple[tuple[Device, ...], tuple[str, ...], str]:
@@ -178,12 +179,6 @@ def sees_nvidia() -> bool:
     return pathlib.Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _backends() -> tuple[Backend, ...]:
-    auto = backends.choose("auto").name
-    reasons = {name: backend.supports(is_batched=False) or "" for name, backend in backends.BACKENDS.items()}
-    return tuple(Backend(name, reason, name == auto) for name, reason in reasons.items())
-
-
 def _packages(has_gpu: bool) -> tuple[Package, ...]:
     without = CUDA_EXTRA if sees_nvidia() else f"no NVIDIA GPU here; where there is one, {CUDA_EXTRA}"
     found = [Package("training on an NVIDIA GPU", has_gpu, "installed" if has_gpu else without)]
@@ -196,12 +191,6 @@ def _packages(has_gpu: bool) -> tuple[Package, ...]:
     return tuple(found)
 
 
-def _versions(client: str) -> dict[str, str]:
-    names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
-    found = {"Python": platform.python_version()} | {name: _version(name) or "not found" for name in names}
-    return found | {"XLA": f"that of jaxlib {found['jaxlib']}" + (f": {client}" if client else "")}
-
-
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -211,8 +200,18 @@ def _version(name: str) -> str | None:
 
 def cuda_versions() -> dict[str, str]:
     """The versions of NVIDIA's libraries that JAX's plugin finds, or "not found"."""
-    plugin = _plugin()
-    return {name: _library_version(plugin, *how) for name, how in _LIBRARIES.items()}
+    plugin, versions = _plugin(), {}
+    for name, (getter, divisors) in _LIBRARIES.items():
+        try:
+            number, parts = int(getattr(plugin, getter)()), []
+        except Exception:  # the plugin raises anything where a library is missing or of another version
+            versions[name] = "not found"
+            continue
+        for divisor in divisors:
+            part, number = divmod(number, divisor)
+            parts.append(str(part))
+        versions[name] = ".".join(parts)
+    return versions
 
 
 def _plugin() -> Any:
@@ -224,18 +223,6 @@ def _plugin() -> Any:
     return None
 
 
-def _library_version(plugin: Any, getter: str, divisors: tuple[int, ...]) -> str:
-    try:
-        number = int(getattr(plugin, getter)())
-    except Exception:  # the plugin raises anything where a library is missing or of another version
-        return "not found"
-    parts = []
-    for divisor in divisors:
-        part, number = divmod(number, divisor)
-        parts.append(str(part))
-    return ".".join(parts)
-
-
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
@@ -245,25 +232,21 @@ def text(machine: Machine) -> str:
     parts: list[str] = []
     for device in machine.devices:
         has = f", compute capability {_dotted(device.capability)}" if device.capability else ""
-        parts += [f"{device.number} x {device.name} ({device.platform}{has})", align(device.support)]
+        parts += [f"{device.number} x {device.name} ({device.platform}{has})", align(device.gemms)]
     parts.append(", ".join(f"{name} {version}" for name, version in machine.versions.items()))
     runs = [
         (each.name, each.reason or "can run", "auto" if each.is_auto else "") for each in machine.backends
     ]
     states = [(package.purpose, package.state) for package in machine.packages]
-    parts += [_titled("backend on this machine", runs), _titled("what for, and what to install", states)]
+    for title, rows in (("backend on this machine", runs), ("what for, and what to install", states)):
+        parts.append("\n  ".join([title, *align(rows).splitlines()]))
     return "\n\n".join([*parts, *(f"TROUBLE: {trouble}" for trouble in machine.troubles)])
-
-
-def _titled(title: str, rows: Iterable[Iterable[str]]) -> str:
-    return "\n  ".join([title, *align(rows).splitlines()])
 
 
 def as_data(machine: Machine) -> dict[str, Any]:
     """The machine for JSON."""
     devices = [
-        {**device._asdict(), "products": [each._asdict() for each in device.support]}
-        for device in machine.devices
+        {**device._asdict(), "gemms": [row._asdict() for row in device.gemms]} for device in machine.devices
     ]
     named = {key: [row._asdict() for row in getattr(machine, key)] for key in ("backends", "packages")}
     return {"devices": devices, "versions": machine.versions, **named, "troubles": list(machine.troubles)}

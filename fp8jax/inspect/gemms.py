@@ -2,13 +2,12 @@
 
     rows = check(subject("gpt-125m"), "O2", target="h200")
     print(table(rows))
-    [row.complaint for row in rows if row.complaint]     # "dgrad: a cublaslt GEMM of bf16 x bf16, not FP8;
-    ..."
+    [row.complaint for row in rows if row.complaint]     # "dgrad: a cublaslt GEMM of bf16 x bf16, ..."
 
 A layer that the report lists in FP8 has up to three kinds of GEMMs: fprop, dgrad and wgrad. The lowered
 program says which of them the step needs: the first layer has no dgrad, a frozen kernel no wgrad, and remat
 may repeat a GEMM. All of them must be FP8 in the lowered program, except those in
-`override_linear_precision`, and must stay FP8 when XLA compiles it for a GPU: XLA replaces an FP8 GEMM by a
+`override_linear_precision`. They must stay FP8 when XLA compiles it for a GPU: XLA replaces an FP8 GEMM by a
 bf16 GEMM without a warning. A CPU computes FP8 GEMMs in a wider format, exactly, so there only the lowered
 program is read.
 """
@@ -29,6 +28,7 @@ from fp8jax.inspect.subject import Subject, loss_of, report_of, transformed
 from fp8jax.inspect.tables import align
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report, layer_of
+from fp8jax.rewrite.report import Row as ReportRow
 from fp8jax.rewrite.rules import Rules
 
 NO_LAYER = "(no layer's)"
@@ -76,12 +76,11 @@ def check(
         return gradients.value_and_grad(loss_fn)(variables, *inputs)
 
     lowered = targets.lower_for(step, variables, *inputs, target=target)
-    given, found = program.read_lowered(lowered), None
-    device = jax.devices()[0] if target is None else None
-    if device is None or device.platform != "cpu":
-        found = program.read(targets.compile(lowered, target)).gemms
-    capability = targets.get(target).capability if target is not None else capability_of(device)
-    return _compared(report_of(model, inputs), _high_precision(model), given, found, capability)
+    gemms = compiled = program.read_lowered(lowered)
+    if target is not None or jax.devices()[0].platform != "cpu":
+        compiled = program.read(targets.compile(lowered, target)).gemms
+    capability = capability_of(jax.devices()[0]) if target is None else targets.get(target).capability
+    return _compared(report_of(model, inputs), _high_precision(model), gemms, compiled, capability)
 
 
 def capability_of(device: Any) -> tuple[int, int] | None:
@@ -102,21 +101,14 @@ def _high_precision(model: Any) -> set[str]:
 
 def _compared(
     report: Report,
-    high: set[str],
-    given: Sequence[Gemm],
-    compiled: Sequence[Gemm] | None,
-    capability: tuple[int, int] | None,
+    high: set[str],  # the kinds of GEMMs in high precision
+    lowered: Sequence[Gemm],
+    compiled: Sequence[Gemm],  # on a CPU the lowered ones
+    capability: tuple[int, int] | None,  # of the GPU; None on a CPU
 ) -> list[Row]:
-    """The rows.
-
-    Args:
-        report: of the model.
-        high: the kinds of GEMMs in high precision.
-        given: GEMMs of the lowered program.
-        compiled: GEMMs of the compiled program; None on a CPU.
-        capability: of the GPU; None on a CPU.
-    """
-    reported = {row.path.replace("/", "."): row for row in report.rows}
+    """The rows, from a model's report and the GEMMs of its program."""
+    reported: dict[str | None, ReportRow] = {row.path.replace("/", "."): row for row in report.rows}
+    reported[None] = ReportRow(NO_LAYER, "", (), False, "")
 
     def by_layer(gemms: Sequence[Gemm]) -> dict[str | None, list[Gemm]]:
         groups = collections.defaultdict(list)
@@ -125,22 +117,19 @@ def _compared(
             groups[layer if layer in reported else None].append(gemm)
         return groups
 
-    before, after = by_layer(given), by_layer(given if compiled is None else compiled)
+    before, after = by_layer(lowered), by_layer(compiled)
     rows = []
-    for key in (*reported, None):
-        row = None if key is None else reported[key]
+    for key, row in reported.items():
         fp8 = [gemm for gemm in after[key] if gemm.is_fp8]
-        is_fp8_layer = row is not None and row.fp8
-        if not (before[key] or after[key] or is_fp8_layer):
+        if not (before[key] or after[key] or row.fp8):
             continue
-        if row is None or row.fp8:
-            complaint = _complaint(before[key], after[key], high, capability, is_fp8_layer)
+        if row.fp8 or key is None:
+            complaint = _complaint(before[key], after[key], high, capability, row.fp8)
         else:
             complaint = f"{len(fp8)} GEMMs are FP8, and the report says no" if fp8 else ""
-        layer = NO_LAYER if row is None else row.path or "(root)"
-        reason = "" if row is None else "FP8" if row.fp8 else row.reason
+        reason = "FP8" if row.fp8 else row.reason
         runs = max((gemm.runs for gemm in fp8 or after[key]), default=1)
-        rows.append(Row(layer, reason, len(fp8), len(after[key]) - len(fp8), runs, complaint))
+        rows.append(Row(row.path or "(root)", reason, len(fp8), len(after[key]) - len(fp8), runs, complaint))
     return rows
 
 
@@ -151,14 +140,14 @@ def _complaint(
     capability: tuple[int, int] | None,
     is_fp8_layer: bool,
 ) -> str:
-    """Which GEMMs should be FP8 and are not, and the likely cause; "" if all are."""
+    """The GEMMs that should be FP8 and are not, and the likely cause; "" if there are none."""
     if not given and not found and is_fp8_layer:
-        return "none of its GEMMs is in the program: does the loss use it, and is the backend one of XLA's?"
+        return "none of its GEMMs is in the program: does the loss depend on it, and is the backend XLA?"
     # Outside of layers, only GEMMs of fp8jax, which have one of its names, must be FP8.
     allowed = [g for g in given if not g.is_fp8 and (_role(g) in high or not (is_fp8_layer or _role(g)))]
     wrong = [gemm for gemm in given if not gemm.is_fp8 and gemm not in allowed]
     if wrong:
-        return f"{_named(wrong)}: JAX gives XLA {wrong[0].lhs} x {wrong[0].rhs} to multiply, not FP8"
+        return f"{_named(wrong)}: JAX gives XLA a GEMM of {wrong[0].lhs} x {wrong[0].rhs}, not FP8"
     fp8, others = ([gemm for gemm in found if gemm.is_fp8 == is_fp8] for is_fp8 in (True, False))
     # By number, as names may be missing: XLA may join two equal GEMMs, but never GEMMs of two kinds.
     if len(others) <= len(allowed) and len(fp8) >= len({_role(gemm) for gemm in given if gemm.is_fp8}):
@@ -184,11 +173,11 @@ def _named(gemms: list[Gemm]) -> str:
 def _cause(lost: list[Gemm], replaced: list[Gemm], capability: tuple[int, int] | None) -> str:
     """The likely cause why XLA computes the FP8 GEMMs `lost` as `replaced`, which are not FP8."""
     if capability is not None and capability < FIRST_WITH_FP8:
-        return f"compute capability {capability[0]}.{capability[1]} has no FP8 GEMMs, which begin at 8.9"
+        return f"compute capability {capability[0]}.{capability[1]} has no FP8 GEMMs; they need 8.9"
     if any(gemm.lhs == gemm.rhs == "f8e5m2" for gemm in lost):
         return "cuBLASLt has no GEMM of E5M2 with E5M2"
     if any(len(gemm.out_shape) > 2 for gemm in lost):
-        return "it is a batch of GEMMs with a scale each, as under vmap: cuBLASLt takes one scale an operand"
+        return "it is a batch of GEMMs with a scale each, as under vmap: cuBLASLt takes one scale per operand"
     if any(1 in gemm.out_shape for gemm in lost):
         return "one of its dimensions is 1, and XLA uses no GEMM for a vector"
     size = max((math.prod(gemm.out_shape) for gemm in lost), default=0)
@@ -197,11 +186,11 @@ def _cause(lost: list[Gemm], replaced: list[Gemm], capability: tuple[int, int] |
             "XLA joined it with others of the same operand: XLA_FLAGS=--xla_gpu_dot_merger_threshold_mb=0 "
             "keeps them apart"
         )
-    return "XLA did not find its pattern, codes times one scalar, multiplied at once: is a scale no scalar?"
+    return "XLA did not match its pattern of an FP8 GEMM, FP8 numbers times a scalar: is a scale no scalar?"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text; `runs` is shown where there is a loop."""
+    """The rows as text, with the column `runs` if there is a loop."""
     lines = [("layer", "report", "FP8 GEMMs", "other GEMMs", "runs")]
     lines += [(row.layer, row.report, str(row.fp8), str(row.others), str(row.runs)) for row in rows]
     has_loop = any(row.runs != 1 for row in rows)
@@ -223,10 +212,5 @@ def text(rows: Sequence[Row], recipe: Recipe | str, target: str | None = None) -
     device = jax.devices()[0]
     where = f"compiled for {targets.get(target).device if target else device.device_kind}"
     if target is None and device.platform == "cpu":
-        where = "as XLA is given it: a CPU multiplies FP8 in a wider format, exactly"
+        where = "before XLA optimizes it: a CPU computes FP8 GEMMs in a wider format, exactly"
     return f"{recipe}, {where}\n\n{table(rows)}\n\n{verdict(rows)}"
-
-
-def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows for JSON."""
-    return [row._asdict() for row in rows]

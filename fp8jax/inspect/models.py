@@ -1,7 +1,7 @@
-"""Linen models to inspect a recipe with: a transformer block and a GPT.
+"""Linen models to inspect a recipe with: an MLP block for the chart, and a GPT for plans and the doctor.
 
-Block(256)                                      # of a chart
-GPT(vocabulary=50304, **GPTS["gpt-7b"])         # of a plan
+Block(256)
+GPT(vocabulary=50304, **GPTS["gpt-7b"])
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models to inspect: a GPT of any size or a model of the user's, transformed, with its loss.
+"""The model to inspect: a GPT of any size or the user's own model, transformed, with its loss.
 
 subject("gpt-7b", batch=2)
 subject("gpt", experts=8, top_k=2)       # a mixture of experts in each layer
@@ -21,6 +21,7 @@ from fp8jax.adapters import nnx as nnx_adapter
 from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
 from fp8jax.inspect.models import GPT, GPTS
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.report import Report
 from fp8jax.variables import PARAMS, SCALING
 
@@ -43,11 +44,10 @@ def subject(
         batch: sequences on one device.
         dtype: of activations.
         remat: whether the backward keeps only the outputs of GEMMs.
-        sizes: layers, heads, width, context or vocabulary, where they differ from the named model's; experts
-            and top_k.
+        sizes: layers, heads, width, context, vocabulary, experts or top_k, in place of the named model's.
 
     Raises:
-        ValueError: no such model, or the sizes contradict each other.
+        ValueError: there is no such model, or the sizes contradict each other.
     """
     if ":" in name:
         return _of_user(name)
@@ -102,20 +102,26 @@ def mean_square(outputs: jax.Array, *inputs: Any) -> jax.Array:
     return jnp.mean(jnp.square(outputs.astype(jnp.float32)))
 
 
-def transformed(model: Any, recipe: Recipe | str) -> Any:
+def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) -> Any:
     """The model under the recipe; a transformed model unchanged. Shapes replace the arrays of an NNX module.
 
+    Args:
+        model: a Linen or NNX module.
+        recipe: a `Recipe`, or the text of one.
+        lora_rank: of adapters to train in place of the model; None for no adapters.
+
     Raises:
-        TypeError: the model is no Flax module.
+        TypeError: the model is no Flax module, or gets adapters and is transformed already.
     """
-    if linen.is_module(model):
-        return adapters.transform(model, recipe)
-    if isinstance(model, linen.LinenModel):
+    lora = None if lora_rank is None else LoRA(rank=lora_rank)
+    is_nnx = nnx_adapter.is_module(model)
+    if lora is None and (isinstance(model, linen.LinenModel) or (is_nnx and nnx_adapter.recipes(model))):
         return model
-    if not nnx_adapter.is_module(model):
+    if linen.is_module(model):
+        return adapters.transform(model, recipe, lora=lora)
+    if not is_nnx:
         raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
-    is_plain = not nnx_adapter.recipes(model)
-    return nnx.eval_shape(lambda model: adapters.transform(model, recipe), model) if is_plain else model
+    return nnx.eval_shape(lambda model: adapters.transform(model, recipe, lora=lora), model)
 
 
 def loss_of(

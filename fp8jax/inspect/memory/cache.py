@@ -1,9 +1,5 @@
 """Finished rows of `fp8jax plan` on disk, so that a program is compiled only once.
 
-    path = path_of(lowered, "h200", default_folder())
-    row = read(path) or ...
-    write(path, row)
-
 A row is a small JSON file. Its name is a hash of the lowered program, of the compiler's version and options,
 and of the device.
 """
@@ -15,7 +11,7 @@ import json
 import os
 import pathlib
 import tempfile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -42,13 +38,7 @@ def default_folder() -> pathlib.Path:
 def path_of(
     lowered: jax.stages.Lowered, target: str | targets.Target | None, folder: pathlib.Path
 ) -> pathlib.Path:
-    """The file of a program's row.
-
-    Args:
-        lowered: the program.
-        target: a GPU; None for this process's devices.
-        folder: of the cache.
-    """
+    """The file of a program's row in `folder`. `target` None stands for this process's devices."""
     device = jax.devices()[0].device_kind if target is None else repr(targets.get(target))
     versions = [str(_VERSION), jax.__version__, importlib.metadata.version("jaxlib")]
     options = [str(targets.COMPILER_OPTIONS), os.environ.get("XLA_FLAGS", "")]
@@ -59,18 +49,10 @@ def path_of(
 def read(path: pathlib.Path) -> Row | None:
     """The row in a file; None if there is no file, or a damaged one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        row = Row(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
         return None
-    return Row(**found) if _is_row(found) else None
-
-
-def _is_row(found: Any) -> bool:
-    return (
-        isinstance(found, dict)
-        and sorted(found) == sorted(Row._fields)
-        and all(type(number) is int and number >= 0 for number in found.values())
-    )
+    return row if all(type(number) is int and number >= 0 for number in row) else None
 
 
 def write(path: pathlib.Path, row: Row) -> None:

@@ -53,20 +53,19 @@ SETTINGS = [
 
 
 def rows(
-    settings: list[Setting] = SETTINGS,
     cache: pathlib.Path | None = None,
-    on_row: Callable[[str], None] = lambda name: None,
+    on_row: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """The settings compiled for H100s, next to the paper's figures.
 
     Args:
-        settings: rows of the paper's table.
         cache: as in `memory.plan`.
-        on_row: called with a row's name before its program is compiled.
+        on_row: called with a line of text before each program is compiled.
     """
     found = []
-    for setting in settings:
-        on_row(f"{setting.model} {setting.recipe} batch {setting.batch}")
+    for index, setting in enumerate(SETTINGS, 1):
+        name = f"{setting.model} {setting.recipe} batch {setting.batch}"
+        on_row(f"compiling {index} of {len(SETTINGS)}: {name}")
         planned = on_one(setting, cache)
         found.append(
             {

@@ -7,8 +7,10 @@ The step is compiled for a GPU that is not here, or for this process's devices, 
 the bytes sent are those of the program. Bytes kept between steps are counted from shapes and shardings.
 """
 
+import itertools
+import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax import comm, gradients, optim
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.memory import cache as rows
-from fp8jax.inspect.memory.state import bytes_by_kind
-from fp8jax.inspect.subject import loss_of, mean_square, transformed
+from fp8jax.inspect.subject import Subject, loss_of, mean_square, transformed
 from fp8jax.inspect.tables import records
+from fp8jax.optim.state import is_adam_state
 from fp8jax.recipe import Recipe
 
 # LLVM's passes take a third of the time on a CPU, and the peak is the same without them.
@@ -105,11 +107,41 @@ def plan(
         updates, opt_state = tx.update(grads, opt_state, variables)
         return gradients.apply_updates(variables, updates), opt_state, loss
 
-    state, batch = jax.eval_shape(init), jax.tree.map(_shape_of, inputs)
+    state, batch = jax.eval_shape(init), jax.eval_shape(lambda *batch: batch, *inputs)
     if used is not None:
         state, batch = _placed(init, state, used), _global_batch(batch, used)
     found = plan_step(step, *state, *batch, recipe=str(recipe), target=target, devices=devices, cache=cache)
     return found._replace(stage=stage)
+
+
+def plans(
+    models: Mapping[str, Any],
+    of: Subject,
+    stages: Iterable[int],
+    devices: Iterable[int],
+    target: str | targets.Target | None = None,
+    *,
+    cache: pathlib.Path | None = None,
+    on_row: Callable[[str], None] = lambda line: None,
+) -> list[Plan]:
+    """A plan for each recipe, stage and number of devices.
+
+    Args:
+        models: the model by recipe, as `subject.transformed` gives it.
+        of: the inputs and the loss.
+        stages, devices, target, cache: as in `plan`.
+        on_row: called with a line of text before each program is compiled.
+    """
+    cases = list(itertools.product(models, stages, devices))
+    for recipe, stage, number in cases:  # check all cases before the first is compiled
+        comm.Zero(targets.mesh(target, number), recipe, stage)
+    found = []
+    for index, (recipe, stage, number) in enumerate(cases, 1):
+        where = f"{number} x {target or 'device'}"
+        on_row(f"compiling {index} of {len(cases)}: {recipe}, ZeRO {stage}, {where}")
+        options = {"devices": number, "stage": stage, "target": target, "cache": cache}
+        found.append(plan(models[recipe], recipe, *of.inputs, loss=of.loss, **options))
+    return found
 
 
 def plan_step(
@@ -135,7 +167,15 @@ def plan_step(
     """
     args = (variables, opt_state, *batch)
     lowered = targets.lower_for(step, *args, target=target, devices=devices, donate_argnums=(0, 1))
-    row = _compiled(lowered, target, devices, cache)
+    path = None if cache is None else rows.path_of(lowered, target, cache)
+    row = None if path is None else rows.read(path)
+    if row is None:
+        is_cpu = target is None and jax.devices()[0].platform == "cpu"
+        compiled = lowered.compile(compiler_options=_QUICK) if is_cpu else targets.compile(lowered, target)
+        found = program.read(compiled)
+        row = rows.Row(found.total, found.sent(devices))
+        if path is not None:
+            rows.write(path, row)
     return plan_of(variables, opt_state, batch, **row._asdict(), recipe=recipe, devices=devices)
 
 
@@ -162,22 +202,6 @@ def plan_of(
     return Plan(recipe, stage, devices, **kept, temporaries=total - sum(kept.values()), sent=sent)
 
 
-def _compiled(
-    lowered: jax.stages.Lowered, target: str | targets.Target | None, devices: int, cache: pathlib.Path | None
-) -> rows.Row:
-    """The row of a program, from the cache where it is there."""
-    path = None if cache is None else rows.path_of(lowered, target, cache)
-    row = None if path is None else rows.read(path)
-    if row is None:
-        is_cpu = target is None and jax.devices()[0].platform == "cpu"
-        compiled = lowered.compile(compiler_options=_QUICK) if is_cpu else targets.compile(lowered, target)
-        found = program.read(compiled)
-        row = rows.Row(found.total, found.sent(devices))
-        if path is not None:
-            rows.write(path, row)
-    return row
-
-
 def _placed(init: Callable[[], Any], shapes: Any, zero: comm.Zero) -> Any:
     """The shapes with the shardings to which `init` constrains them; all others are replicated."""
     jaxpr = jax.make_jaxpr(init)().jaxpr
@@ -189,24 +213,21 @@ def _placed(init: Callable[[], Any], shapes: Any, zero: comm.Zero) -> Any:
     replicated = NamedSharding(zero.mesh, PartitionSpec())
     leaves, treedef = jax.tree.flatten(shapes)
     shardings = [constrained.get(id(var), replicated) for var in jaxpr.outvars]
-    return treedef.unflatten(map(_shape_of, leaves, shardings))
+    return treedef.unflatten(
+        leaf.update(sharding=sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+    )
 
 
 def _global_batch(batch: Any, zero: comm.Zero) -> Any:
-    """The batch of all devices, from that of one device."""
+    """The batch of all devices, from the batch of one device."""
     sharding = NamedSharding(zero.mesh, PartitionSpec(zero.axis))
 
     def of_all(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         if not x.shape:
             raise ValueError(f"`inputs`: expected arrays with rows, for {zero.devices} devices; got {x}.")
-        return jax.ShapeDtypeStruct((x.shape[0] * zero.devices, *x.shape[1:]), x.dtype, sharding=sharding)
+        return x.update(shape=(x.shape[0] * zero.devices, *x.shape[1:]), sharding=sharding)
 
     return jax.tree.map(of_all, batch)
-
-
-def _shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def table(plans: Sequence[Plan]) -> str:
@@ -220,3 +241,33 @@ def table(plans: Sequence[Plan]) -> str:
             for plan in plans
         ]
     )
+
+
+def bytes_by_kind(variables: Any, opt_state: Any, batch: Any) -> dict[str, int]:
+    """Bytes on one device of each kind of array: "weights", "moments", "master" or "inputs", as in `Plan`.
+
+    Args:
+        variables, opt_state, batch: arrays or `jax.ShapeDtypeStruct`s. An array with a sharding counts one
+            device's shard, and nothing in the memory of an accelerator's host. The batch counts as "inputs".
+    """
+    arrays = [("weights", variables), ("inputs", batch)]
+    for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state):
+        if is_adam_state(node):
+            arrays += [("moments", (node.adam.mu, node.adam.nu)), ("master", node.master)]
+            arrays.append(("inputs", (node.adam.count, node.skipped)))
+        else:
+            arrays.append(("moments" if node.ndim else "inputs", node))
+    found = {"weights": 0, "moments": 0, "master": 0, "inputs": 0}
+    for kind, tree in arrays:
+        found[kind] += sum(map(_bytes_on_one_device, jax.tree.leaves(tree)))
+    return found
+
+
+def _bytes_on_one_device(leaf: Any) -> int:
+    sharding, shape = getattr(leaf, "sharding", None), leaf.shape
+    if sharding is not None:
+        is_cpu = next(iter(sharding.device_set)).platform == "cpu"  # a CPU has only one memory
+        if not is_cpu and sharding.memory_kind in ("pinned_host", "unpinned_host"):
+            return 0
+        shape = sharding.shard_shape(shape)
+    return math.prod(shape) * leaf.dtype.itemsize
