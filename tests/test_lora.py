@@ -222,7 +222,7 @@ def test_layers_of_each_kind_and_the_report():
         ),
         *((functools.partial(LoRA, seed=bad), "`seed`: .*got") for bad in (-1, None, "a", 0.5)),
         (lambda: LoRA(targets=("sideways",)), "matches no layer"),
-        (lambda: LoRA(targets=("second",)), "can have no adapters"),
+        (lambda: LoRA(targets=("second",)), "cannot have adapters"),
         (lambda: LoRA(targets=("lm_head",)), "exclude"),
     ],
 )

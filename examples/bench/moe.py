@@ -23,7 +23,7 @@ from jax import lax
 
 from fp8jax.dot import init_ragged_state, ragged_dot, wide_ragged_dot
 from fp8jax.inspect import program, targets
-from fp8jax.rewrite import find
+from fp8jax.rewrite import find_dots
 from fp8jax.scaling.merge import from_fm32, to_fm32
 
 
@@ -113,7 +113,7 @@ def there(names: list[str], sizes: Sizes, target: str) -> output.Rows:
     for name in names:
         step = step_of(WAYS[name])
         read = program.read(targets.compile_for(step, *args, target=target))
-        flops = sum(dot.flops for dot in find(jax.make_jaxpr(step)(*args).jaxpr, ()).dots)
+        flops = sum(dot.flops for dot in find_dots(jax.make_jaxpr(step)(*args).jaxpr, ()).dots)
         if name == "lax.ragged_dot":  # each row with each kernel, in all three GEMMs
             flops *= sizes.experts
         figures = {"GEMM TFLOP": flops / 1e12, "temporaries MB": read.temporaries / 1e6}

@@ -14,14 +14,14 @@ from fp8jax.gradients.states import state_at
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
     Context,
+    ParamView,
     Plan,
     Tracked,
-    Way,
     aval_of,
+    can_be_kernel,
     evaluate,
-    find,
+    find_dots,
     is_array,
-    is_followed,
     names_of,
     plain_parameters,
 )
@@ -41,11 +41,11 @@ class _Param(NamedTuple):
         return names_of(self.path)
 
     @property
-    def way(self) -> Way | None:
-        """The start of the parameter's way to its dots; None if it cannot be a kernel."""
-        if self.shard is None and not is_followed(self.leaf):
+    def view(self) -> ParamView | None:
+        """The parameter as an input of the loss; None if it cannot be a kernel."""
+        if self.shard is None and not can_be_kernel(self.leaf):
             return None
-        return Way.of(self.names, self.aval.shape, self.aval.dtype)
+        return ParamView.of(self.names, self.aval)
 
     @property
     def aval(self) -> Any:
@@ -88,7 +88,7 @@ def gradient(
         made = jax.make_jaxpr(call, return_shape=True)([each.aval for each in params], state, arrays)
     closed, shapes = made
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    found = find(jaxpr, [each.way for each in params])
+    found = find_dots(jaxpr, [each.view for each in params])
     context = Context(Plan.of((), found.programs), "auto")
     slots = [
         grad_slot(each.leaf, each.shard, state_at(state, each.path), found.uses.get(each.names))
@@ -109,6 +109,6 @@ def gradient(
 
 def _input(param: _Param, slot: Any, is_own: bool) -> Any:
     """A parameter as an input of `evaluate`; its gradient is that of `slot`, which may be the parameter."""
-    if param.way is None:
+    if param.view is None:
         return slot
-    return Tracked(slot, None, param.way) if is_own else Tracked(param.leaf, slot, param.way, param.shard)
+    return Tracked(slot, None, param.view) if is_own else Tracked(param.leaf, slot, param.view, param.shard)

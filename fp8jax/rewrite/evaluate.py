@@ -5,9 +5,8 @@ All other equations are bound unchanged, including calls and loops without an FP
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -24,14 +23,14 @@ from fp8jax.platforms import explicit_mesh
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
-from fp8jax.rewrite.blocks import PRODUCT, Remat
 from fp8jax.rewrite.dots import Site
-from fp8jax.rewrite.follow import Tracked, Way, follow, moved, plain, sliced
-from fp8jax.rewrite.lora import A, without_adapters
-from fp8jax.rewrite.plan import INNER, PROGRAM, REMATS, Chosen, Plan, scan_parts
+from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
+from fp8jax.rewrite.follow import ParamView, Tracked, follow, move, plain
+from fp8jax.rewrite.plan import DOT_OUTPUT, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
 
+# Scaling states, and adapters, by the key of their dot product.
 States = Mapping[tuple[str, ...], Any]
 
 
@@ -42,12 +41,11 @@ class Context:
     plan: Plan
     backend: str
     lora_scale: float = 1.0  # alpha / rank
-    remat: Remat | None = None
 
 
 def evaluate(
-    context: Context, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], states: States
-) -> list[Any]:
+    context: Context, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site = ()
+) -> list[jax.Array]:
     """The outputs of a jaxpr.
 
     Args:
@@ -56,19 +54,15 @@ def evaluate(
         consts: constants of the jaxpr.
         args: arrays, and a `Tracked` for each parameter.
         states: the scaling states of the plan's dot products, by key.
+        site: the site of the jaxpr.
     """
-    return [plain(x) for x in _run(context, jaxpr, consts, args, states, ())]
+    return [plain(x) for x in _run(context, jaxpr, consts, args, states, site)]
 
 
 def _run(
-    context: Context,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    states: States,
-    site: Site,
-    first: int = 0,  # index of the first equation
+    context: Context, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site
 ) -> list[Any]:
+    """The outputs of a jaxpr; parameters that it only moves stay `Tracked`."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -76,69 +70,14 @@ def _run(
         return var.val if isinstance(var, jex.Literal) else env[var]
 
     last = _last_uses(jaxpr)
-    for call, numbers in _grouped(context.remat, jaxpr.eqns):
-        if call is None or context.remat is None:
-            [number] = numbers
-            eqn = jaxpr.eqns[number]
-            names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-            with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
-                outs = _outputs(
-                    context, eqn, [read(var) for var in eqn.invars], states, (*site, first + number)
-                )
-            env.update(zip(eqn.outvars, outs, strict=True))
-        else:
-            _run_block(context, jaxpr, numbers, env, states, site, is_in_loop=context.remat.calls[call[0]])
-        for var in (var for number in numbers for var in last.get(number, ())):
+    for number, eqn in enumerate(jaxpr.eqns):
+        names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+            outs = _outputs(context, eqn, [read(var) for var in eqn.invars], states, (*site, number))
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for var in last.get(number, ()):
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
-
-
-def _grouped(remat: Remat | None, eqns: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
-    """Groups of equation indices: a rematerialized call with all its equations, or None with one equation."""
-    if remat is None:
-        yield from ((None, [number]) for number in range(len(eqns)))
-        return
-    for call, group in itertools.groupby(enumerate(eqns), lambda pair: remat.call_of(pair[1])):
-        numbers = [number for number, _ in group]
-        yield from [(call, numbers)] if call is not None else ((None, [number]) for number in numbers)
-
-
-class _Block(NamedTuple):
-    """A part of a jaxpr, with the attributes that `_run` reads."""
-
-    constvars: list[Any]
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: list[Any]
-
-
-def _run_block(
-    context: Context,
-    jaxpr: Any,
-    numbers: list[int],
-    env: dict[Any, Any],
-    states: States,
-    site: Site,
-    is_in_loop: bool,
-) -> None:
-    """Evaluates some equations under `jax.checkpoint` and adds their outputs to `env`."""
-    assert context.remat is not None
-    eqns = [jaxpr.eqns[number] for number in numbers]
-    made = {var for eqn in eqns for var in eqn.outvars}
-    read = {var for eqn in eqns for var in eqn.invars if not isinstance(var, jex.Literal)} - made
-    later = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns[numbers[-1] + 1 :] for var in eqn.invars)]
-    needed = list({var: None for var in later if not isinstance(var, jex.Literal) and var in made})
-    inputs = [var for var in env if var in read]
-    inside = dataclasses.replace(context, remat=None)
-    block = _Block([], inputs, needed, eqns)
-
-    def run(values: Any, states: Any) -> list[Any]:
-        return [plain(x) for x in _run(inside, block, [], values, states, site, numbers[0])]
-
-    keys = {key for number in numbers for key in _used(context, states, (*site, number))}
-    used = {key: states[key] for key in keys}
-    checkpointed = jax.checkpoint(run, policy=context.remat.policy, prevent_cse=not is_in_loop)
-    env.update(zip(needed, checkpointed([env[var] for var in inputs], used), strict=True))
 
 
 def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
@@ -155,89 +94,98 @@ def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
 
 
 def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> Sequence[Any]:
-    name = eqn.primitive.name
-    chosen = context.plan.chosen.get(site)
-    if chosen is not None:
-        with scope(layer_path(chosen.dot.path or ())):
-            return [_dot(context, eqn, chosen, ins, states)]
+    """The outputs of an equation."""
+    name, plan = eqn.primitive.name, context.plan
+    if site in plan.dots:
+        with scope(layer_path(plan.dots[site].path)):
+            return [_dot(context, eqn, plan.dots[site], ins, states)]
     if name == PROGRAM:
         leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
-        states = {key: {name: plain(x) for name, x in kept.items()} for key, kept in states.items()}
+        states = {key: {name: plain(x) for name, x in state.items()} for key, state in states.items()}
         return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
-    if site in context.plan.below or (context.remat and site in context.remat.inside):
+    if site in plan.below:
         if name == "scan":
             return _scan(context, eqn, ins, states, site)
         if name == "cond":
             return _cond(context, eqn, ins, states, site)
-        if name in INNER or name in REMATS:
-            return _call(context, eqn, ins, states, site)
-    if ins and isinstance(ins[0], Tracked) and follow(ins[0].way, eqn) is not None:
-        outs = moved(ins[0], eqn, [plain(x) for x in ins[1:]])
+        if name in CALLS:
+            return _run(context, *inner_jaxpr(eqn), ins, states, site)
+        if name in REMATS:
+            return _remat(context, eqn, ins, states, site)
+    if ins and isinstance(ins[0], Tracked) and follow(ins[0].view, eqn) is not None:
+        outs = move(ins[0], eqn, [plain(x) for x in ins[1:]])
         if outs is not None:
             return outs
-    path = context.plan.named.get(site)
-    with contextlib.nullcontext() if path is None else scope(layer_path(path)):
+    with scope(layer_path(plan.named[site])) if site in plan.named else contextlib.nullcontext():
         out = eqn.primitive.bind(*map(plain, ins), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _dot(context: Context, eqn: Any, chosen: Chosen, ins: list[Any], states: States) -> jax.Array:
+def _dot(context: Context, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
-    which, options = chosen.dot.kernel, {"recipe": chosen.recipe, "backend": context.backend}
-    kept, is_fp8 = states.get(chosen.key, {}), chosen.recipe.gemm == "FP8"
-    out_dtype = eqn.outvars[0].aval.dtype
-    for _ in range(_depth(kept, chosen)):
+    which, recipe, out_dtype = planned.dot.kernel, planned.recipe, eqn.outvars[0].aval.dtype
+    state = states.get(planned.key, {})
+    for _ in range(_depth(state, planned)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
-        kept = {name: lax.index_in_dim(x, 0, keepdims=False) for name, x in kept.items()}
-    options |= {"state": without_adapters(kept), "out_dtype": out_dtype}
+        state = {name: lax.index_in_dim(x, 0, keepdims=False) for name, x in state.items()}
+    if recipe.gemm != "FP8" and lora.A not in state:
+        return _high_precision_dot(eqn, recipe, ins)
+    options = {"recipe": recipe, "backend": context.backend, "out_dtype": out_dtype}
+    options["state"] = lora.without_adapters(state)
     other, kernel = plain(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
-        kernel = Tracked(kernel, None, Way.of(chosen.dot.path or (), kernel.shape, kernel.dtype))
-    if not is_fp8 and A not in kept:
-        return _wide_dot(eqn, chosen.recipe, [plain(x) for x in ins])
-    if chosen.dot.groups:
-        groups = kernel.kernel if kernel.way.perm == (0, 1, 2) else kernel.value()
-        over = eqn.params.get("over")
-        return checkpoint_name(ragged_dot(other, groups, plain(ins[2]), over=over, **options), PRODUCT)
-    perm = kernel.way.perm
-    contracted, batched = eqn.params["dimension_numbers"]
-    stored_contracted, stored_batched = (
-        tuple(perm[d] for d in dims[which]) for dims in (contracted, batched)
-    )
-    numbers = (
-        (tuple(contracted[1 - which]), stored_contracted),
-        (tuple(batched[1 - which]), stored_batched),
-    )
-    # Output axes: batch, free axes of the other operand, free axes of the kernel in storage order.
-    free = [axis for axis in perm if axis not in (*stored_contracted, *stored_batched)]
-    batch, rows = len(stored_batched), other.ndim - len(stored_batched) - len(stored_contracted)
-    of_kernel = [batch + rows + sorted(free).index(axis) for axis in free]
-    of_other = list(range(batch, batch + rows))
-    order = [*range(batch), *(of_kernel + of_other if which == 0 else of_other + of_kernel)]
-    sharding = _permuted(eqn.params.get("out_sharding"), order, (other, kernel.stored))
-    if is_fp8:
+        kernel = Tracked(kernel, None, ParamView.of(planned.path, kernel))
+    if planned.dot.groups:
+        groups = kernel.value() if kernel.view.is_transposed else kernel.kernel
+        out = ragged_dot(other, groups, plain(ins[2]), over=eqn.params.get("over"), **options)
+        return checkpoint_name(out, DOT_OUTPUT)
+    numbers, order = _in_storage_order(eqn, which, kernel.view.perm, other.ndim)
+    if recipe.gemm == "FP8":
+        sharding = _permuted(eqn.params.get("out_sharding"), order, (other, kernel.stored))
         out = dot_general(other, kernel.kernel, numbers, out_sharding=sharding, **options)
-        out = checkpoint_name(out, PRODUCT)
+        out = checkpoint_name(out, DOT_OUTPUT)
         out = out if order == sorted(order) else out.transpose(order)
     else:
-        out = _wide_dot(eqn, chosen.recipe, [plain(x) for x in ins])
-    if A not in kept:
+        out = _high_precision_dot(eqn, recipe, ins)
+    if lora.A not in state:
         return out
     layout = Layout.of(other.shape, kernel.stored.shape, numbers)
-    dtype = out_dtype if is_fp8 else formats.get(chosen.recipe.gemm).dtype
-    return out + lora.product(context.lora_scale, layout, other, kept, dtype).astype(out_dtype).transpose(
-        order
-    )
+    dtype = out_dtype if recipe.gemm == "FP8" else formats.get(recipe.gemm).dtype
+    low_rank = lora.adapter_output(context.lora_scale, layout, other, state, dtype)
+    return out + low_rank.astype(out_dtype).transpose(order)
 
 
-def _wide_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
-    """A high-precision dot product, forward and backward."""
-    dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, ins
+def _in_storage_order(eqn: Any, which: int, perm: tuple[int, ...], rank: int) -> tuple[Any, list[int]]:
+    """The dot product with the stored kernel as rhs.
+
+    Args:
+        eqn: the dot product's equation.
+        which: which of its operands is the kernel.
+        perm: for each axis of the kernel, the axis of the stored kernel.
+        rank: rank of the other operand.
+
+    Returns:
+        The dimension numbers, and for each axis of the equation's output the axis of this dot's output.
+    """
+    contracted, batched = eqn.params["dimension_numbers"]
+    stored = [tuple(perm[axis] for axis in dims[which]) for dims in (contracted, batched)]
+    numbers = ((tuple(contracted[1 - which]), stored[0]), (tuple(batched[1 - which]), stored[1]))
+    # Output axes: batch, free axes of the other operand, free axes of the kernel in storage order.
+    free = [axis for axis in perm if axis not in (*stored[0], *stored[1])]
+    batch, rows = len(stored[1]), rank - len(stored[1]) - len(stored[0])
+    of_kernel = [batch + rows + sorted(free).index(axis) for axis in free]
+    of_other = list(range(batch, batch + rows))
+    return numbers, [*range(batch), *(of_kernel + of_other if which == 0 else of_other + of_kernel)]
+
+
+def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
+    """A dot product in the recipe's high-precision format, forward and backward."""
+    dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, map(plain, ins)
     params = dict(eqn.params)
     if "preferred_element_type" in params:
         params["preferred_element_type"] = dtype
     out = eqn.primitive.bind(lhs.astype(dtype), rhs.astype(dtype), *rest, **params)
-    return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), PRODUCT)
+    return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), DOT_OUTPUT)
 
 
 def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
@@ -249,79 +197,67 @@ def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*before))
 
 
-def _used(context: Context, states: States, site: Site) -> dict[tuple[str, ...], Any]:
-    """The states of the dot products inside a call."""
-    keys = {each.key for at, each in context.plan.chosen.items() if at[: len(site)] == site}
+def _states_inside(context: Context, states: States, site: Site) -> dict[tuple[str, ...], Any]:
+    """The states of the dot products inside the equation at a site."""
+    keys = {each.key for at, each in context.plan.dots.items() if at[: len(site)] == site}
     return {key: states[key] for key in keys if key in states}
 
 
-def _call(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
-    inner = eqn.params[{**INNER, **REMATS}[eqn.primitive.name]]
-    closed, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-    if eqn.primitive.name in INNER:
-        return _run(context, closed, consts, ins, states, site)
-
+def _remat(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
     def run(ins: Any, states: Any) -> list[Any]:
-        return [plain(x) for x in _run(context, closed, consts, ins, states, site)]
+        return evaluate(context, *inner_jaxpr(eqn), ins, states, site)
 
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(run, **options)(ins, _used(context, states, site))
+    return jax.checkpoint(run, **options)(ins, _states_inside(context, states, site))
 
 
 def _scan(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
-    params, closed = eqn.params, eqn.params["jaxpr"]
+    params, (jaxpr, jaxpr_consts) = eqn.params, inner_jaxpr(eqn)
     consts, carry, xs = scan_parts(eqn, ins)
     carry = [plain(x) for x in carry]
-    xs = [_stacked(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
-    own = context.plan.sliced.get(site, frozenset())
-    kinds = {each.key: each for each in context.plan.chosen.values()}
+    xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
-    of_layers = {key: states[key] for key in own if _depth(states.get(key, {}), kinds[key]) > 0}
+    sliced = context.plan.sliced.get(site, {})
+    stacked = {key: states[key] for key, dot in sliced.items() if _depth(states.get(key, {}), dot) > 0}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x
-        inside = [*consts, *carry, *xs]
-        outs = _run(context, closed.jaxpr, closed.consts, inside, {**states, **of_layer}, site)
-        outs = [plain(x) for x in outs]
+        ins = [*consts, *carry, *xs]
+        outs = evaluate(context, jaxpr, jaxpr_consts, ins, {**states, **of_layer}, site)
         return outs[: len(carry)], outs[len(carry) :]
 
-    if context.remat is not None and site in context.remat.scans:
-        body = jax.checkpoint(body, policy=context.remat.policy, prevent_cse=False)
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    if "_split_transpose" in params:
-        options["_split_transpose"] = params["_split_transpose"]
-    carry, ys = lax.scan(body, carry, (xs, of_layers), **options)
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    options = {name: params[name] for name in names if name in params}
+    carry, ys = lax.scan(body, carry, (xs, stacked), **options)
     return [*carry, *ys]
 
 
-def _depth(state: Mapping[str, Any], chosen: Chosen) -> int:
+def _depth(state: Mapping[str, Any], planned: PlannedDot) -> int:
     """The number of leading layer axes of a scaling state or of adapters."""
-    groups = int(chosen.dot.groups > 0)
-    ranks = {"scale": 1 + groups, "wgrad_scale": groups, A: 2}
+    groups = int(planned.dot.groups > 0)
+    ranks = {"scale": 1 + groups, "wgrad_scale": groups, lora.A: 2}
     return next((state[name].ndim - rank for name, rank in ranks.items() if name in state), 0)
 
 
-def _stacked(x: Tracked, site: Site, length: int) -> Any:
+def _layers(x: Tracked, site: Site, length: int) -> Any:
     """A stacked parameter as the scanned input of a scan, with a scale for each layer."""
-    way = sliced(x, site, length)
-    if way is None:
+    view = x.view.in_scan(site, length)
+    if view is None:
         return x.value()
     stored = x.stored
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
         stored = ScaledArray(stored.data, scale)
-    return Tracked(stored, x.grad_slot, way, x.shard)
+    return Tracked(stored, x.grad_slot, view, x.shard)
 
 
 def _cond(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
-    index, *operands = ins
-
     def branch(number: int, closed: Any) -> Any:
         def run(operands: Any, states: Any) -> list[Any]:
-            outs = _run(context, closed.jaxpr, closed.consts, operands, states, (*site, number))
-            return [plain(x) for x in outs]
+            return evaluate(context, closed.jaxpr, closed.consts, operands, states, (*site, number))
 
         return run
 
+    index, *operands = ins
     branches = [branch(*pair) for pair in enumerate(eqn.params["branches"])]
-    return lax.switch(index, branches, operands, _used(context, states, site))
+    return lax.switch(index, branches, operands, _states_inside(context, states, site))

@@ -1,10 +1,10 @@
 """Tracking of a parameter through the casts, transposes, reshapes and slices of a jaxpr.
 
-    way = Way.of(("layers", "up"), (3, 64, 128), dtype)
-    way = follow(way, eqn)          # None if the equation computes a new value
+    view = ParamView.of(("layers", "up"), leaf)
+    view = follow(view, eqn)          # None if the equation computes a new value
 
 Casts and transposes are only recorded, because the dot product reads the stored kernel. Reshapes and slices
-are applied to the FP8 codes (`moved`), so a kernel reaches its dot product without being dequantized.
+are applied to the FP8 codes (`move`), so a kernel reaches its dot product without being dequantized.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.dot import Weight
+from fp8jax.platforms import explicit_mesh
 from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.scaling.merge import FP8_GRAD
 
@@ -27,8 +28,8 @@ _SLICES = ("dynamic_slice", "slice", "split")
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """A parameter, with the moves applied to it so far.
+class ParamView:
+    """A parameter as an equation sees it: after casts, transposes, reshapes and slices.
 
     Attributes:
         path: names of the parameter in the tree of parameters.
@@ -49,41 +50,55 @@ class Way:
     is_shared: bool = False
 
     @classmethod
-    def of(cls, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> "Way":
-        """The way of a parameter without moves."""
-        return cls(path, tuple(range(len(shape))), tuple(shape), (jnp.dtype(dtype),))
+    def of(cls, path: tuple[str, ...], aval: Any) -> "ParamView":
+        """The unchanged parameter; `aval` has the shape and dtype that the function sees."""
+        return cls(path, tuple(range(len(aval.shape))), tuple(aval.shape), (jnp.dtype(aval.dtype),))
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the value's axes are in another order than the stored array's."""
+        return self.perm != tuple(range(len(self.perm)))
+
+    def in_scan(self, site: tuple[int, ...], length: int) -> "ParamView | None":
+        """One layer of a stack, in the body of a scan; None if the scan is along another stored axis."""
+        if not self.perm or self.perm[0] != 0:
+            return None
+        perm = tuple(axis - 1 for axis in self.perm[1:])
+        loops = (*self.loops, (site, length))
+        return dataclasses.replace(self, perm=perm, shape=self.shape[1:], loops=loops)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("stored", "grad_slot"), meta_fields=("way", "shard")
+    jax.tree_util.register_dataclass, data_fields=("stored", "grad_slot"), meta_fields=("view", "shard")
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tracked:
-    """A stored parameter and its `Way`."""
+    """A stored parameter and its view."""
 
-    stored: Any  # float array or ScaledArray; `way.perm` relates its axes to the value's
+    stored: Any  # float array or ScaledArray; `view.perm` relates its axes to the value's
     grad_slot: Any  # see `fp8jax.dot.Weight`; None if `stored` gets the gradient
-    way: Way
+    view: ParamView
     shard: Any = None  # ZeRO's sharding of the parameter
 
     @property
     def kernel(self) -> Any:
         """The parameter as the rhs of `fp8jax.dot.dot_general`."""
-        if self.way.is_frozen:
-            return jax.tree.map(lax.stop_gradient, self.stored) if self.shard is None else self._value()
+        if self.view.is_frozen:
+            return jax.tree.map(lax.stop_gradient, self.stored) if self.shard is None else self._whole()
         return self.stored if self.grad_slot is None else Weight(self.stored, self.grad_slot, self.shard)
 
     def value(self) -> jax.Array:
         """The value that the function sees; differentiable."""
-        x = functools.reduce(lambda x, dtype: x.astype(dtype), self.way.dtypes, self._value())
-        return x.transpose(self.way.perm)
+        x = functools.reduce(lambda x, dtype: x.astype(dtype), self.view.dtypes, self._whole())
+        return x.transpose(self.view.perm)
 
-    def _value(self) -> jax.Array:
-        x = value(self.stored) if self.grad_slot is None else self._weight().dequantize()
-        return lax.stop_gradient(x) if self.way.is_frozen else x
-
-    def _weight(self) -> Weight:
-        return Weight(self.stored, self.grad_slot, self.shard)
+    def _whole(self) -> jax.Array:
+        """The dequantized parameter; with ZeRO, all-gathered."""
+        if self.grad_slot is None:
+            x = value(self.stored)
+        else:
+            x = Weight(self.stored, self.grad_slot, self.shard).dequantize()
+        return lax.stop_gradient(x) if self.view.is_frozen else x
 
 
 def plain(x: Any) -> Any:
@@ -91,61 +106,61 @@ def plain(x: Any) -> Any:
     return x.value() if isinstance(x, Tracked) else x
 
 
-def follow(way: Way, eqn: Any, number: int = 0) -> Way | None:
-    """The way of output `number` of an equation with first input `way`; None if it is a new value."""
+def follow(view: ParamView, eqn: Any, number: int = 0) -> ParamView | None:
+    """The view of output `number` of an equation with first input `view`; None if it is a new value."""
     name, params = eqn.primitive.name, eqn.params
     shape = tuple(eqn.outvars[number].aval.shape)
     if name in _IDENTITIES:
-        return way
+        return view
     if name == "stop_gradient":
-        return dataclasses.replace(way, is_frozen=True)
+        return dataclasses.replace(view, is_frozen=True)
     if name == "convert_element_type":
         is_float = jnp.issubdtype(params["new_dtype"], jnp.floating)
-        dtypes = (*way.dtypes, jnp.dtype(params["new_dtype"]))
-        return dataclasses.replace(way, dtypes=dtypes) if is_float else None
+        dtypes = (*view.dtypes, jnp.dtype(params["new_dtype"]))
+        return dataclasses.replace(view, dtypes=dtypes) if is_float else None
     if name == "transpose":
-        perm = tuple(way.perm[axis] for axis in params["permutation"])
-        return dataclasses.replace(way, perm=perm, shape=shape)
+        perm = tuple(view.perm[axis] for axis in params["permutation"])
+        return dataclasses.replace(view, perm=perm, shape=shape)
     if name in _RESHAPES and _is_reshape(eqn) or name in _SLICES:
-        shared = way.is_shared or name in _SLICES or way.perm != tuple(range(len(way.perm)))
-        return dataclasses.replace(way, perm=tuple(range(len(shape))), shape=shape, is_shared=shared)
+        is_shared = view.is_shared or name in _SLICES or view.is_transposed
+        return dataclasses.replace(view, perm=tuple(range(len(shape))), shape=shape, is_shared=is_shared)
     return None
 
 
 def _is_reshape(eqn: Any) -> bool:
+    """Whether the output has the input's entries in the same order."""
     if math.prod(eqn.outvars[0].aval.shape) != math.prod(eqn.invars[0].aval.shape):
         return False
     return eqn.params.get("dimensions") is None or eqn.primitive.name == "squeeze"
 
 
-def moved(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
+def move(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
     """Applies an equation that `follow` follows to its first input, `tracked`; `rest` are the other inputs.
 
     Returns None if the equation cannot move the scales of a `ScaledArray`, or a shard.
     """
-    name = eqn.primitive.name
-    followed = [follow(tracked.way, eqn, number) for number in range(len(eqn.outvars))]
-    ways = [way for way in followed if way is not None]
+    name, view, shard = eqn.primitive.name, tracked.view, tracked.shard
+    followed = [follow(view, eqn, number) for number in range(len(eqn.outvars))]
+    views = [each for each in followed if each is not None]
     if name in _RESHAPES + _SLICES:
-        if tracked.shard is not None:
+        if shard is not None:
             return None
-        stored, grad_slot = (_transposed(x, tracked.way.perm) for x in (tracked.stored, tracked.grad_slot))
-        parts = _moved_stored(stored, eqn, rest)
+        stored, grad_slot = (_transpose(x, view.perm) for x in (tracked.stored, tracked.grad_slot))
+        parts = _move_stored(stored, eqn, rest)
         if parts is None:
             return None
         # FP8 gradients of several slices would have different scales.
         assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
-        grad_slots = [None] * len(ways) if grad_slot is None else _bind(eqn, grad_slot, rest)
-        return [Tracked(x, s, way) for x, s, way in zip(parts, grad_slots, ways, strict=True)]
+        grad_slots = [None] * len(views) if grad_slot is None else _bind(eqn, grad_slot, rest)
+        return [Tracked(x, s, each) for x, s, each in zip(parts, grad_slots, views, strict=True)]
     stored = tracked.stored
-    is_whole = tracked.way.perm == tuple(range(len(tracked.way.perm))) and tracked.shard is None
-    if name in ("reshard", "sharding_constraint") and is_whole:
-        constrained = _bind(eqn, stored.data if is_scaled(stored) else stored, rest)[0]
+    if name in ("reshard", "sharding_constraint") and not view.is_transposed and shard is None:
+        [constrained] = _bind(eqn, stored.data if is_scaled(stored) else stored, rest)
         stored = ScaledArray(constrained, stored.scale) if is_scaled(stored) else constrained
-    return [Tracked(stored, tracked.grad_slot, ways[0], tracked.shard)]
+    return [Tracked(stored, tracked.grad_slot, views[0], shard)]
 
 
-def _transposed(x: Any, perm: tuple[int, ...]) -> Any:
+def _transpose(x: Any, perm: tuple[int, ...]) -> Any:
     if x is None or perm == tuple(range(len(perm))):
         return x
     if not is_scaled(x):
@@ -153,27 +168,24 @@ def _transposed(x: Any, perm: tuple[int, ...]) -> Any:
     return ScaledArray(lax.transpose(x.data, perm), lax.transpose(x.scale, perm) if x.scale.ndim else x.scale)
 
 
-def _moved_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
+def _move_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
+    """The outputs of a reshape or slice of a stored parameter; None if its scales cannot be moved."""
     if not is_scaled(stored):
         return _bind(eqn, stored, rest)
     data, scale = _bind(eqn, stored.data, rest), stored.scale
     if scale.size == 1:
         return [ScaledArray(x, scale.reshape(())) for x in data]
     # A scale for each layer of a stack, along the first axis.
-    shape, name = tuple(stored.data.shape), eqn.primitive.name
+    layers, name = stored.data.shape[0], eqn.primitive.name
+    if math.prod(scale.shape[1:]) != 1:
+        return None
     if name == "slice":
         begin, end, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
         step = 1 if strides is None else strides[0]
-        if math.prod(scale.shape[1:]) == 1:
-            return [ScaledArray(data[0], scale[begin[0] : end[0] : step])]
+        return [ScaledArray(data[0], scale[begin[0] : end[0] : step])]
+    if name == "dynamic_slice" or scale.shape[0] != layers or any(x.shape[:1] != (layers,) for x in data):
         return None
-    leads = all(x.shape[:1] == shape[:1] for x in data) and scale.shape == (
-        shape[0],
-        *(1,) * (len(shape) - 1),
-    )
-    if not leads or name == "dynamic_slice":
-        return None
-    return [ScaledArray(x, scale.reshape(shape[0], *(1,) * (x.ndim - 1))) for x in data]
+    return [ScaledArray(x, scale.reshape(layers, *(1,) * (x.ndim - 1))) for x in data]
 
 
 def _bind(eqn: Any, x: Any, rest: list[Any]) -> list[Any]:
@@ -183,12 +195,37 @@ def _bind(eqn: Any, x: Any, rest: list[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def sliced(x: Any, site: tuple[int, ...], length: int) -> Any:
-    """The way of a stacked parameter in the body of a scan; None if the scan is not along the first stored
-    axis."""
-    way = x.way if isinstance(x, Tracked) else x
-    if not way.perm or way.perm[0] != 0:
-        return None
-    perm = tuple(axis - 1 for axis in way.perm[1:])
-    loops = (*way.loops, (site, length))
-    return dataclasses.replace(way, perm=perm, shape=way.shape[1:], loops=loops)
+# Parameters before they are tracked ##############################################################
+
+
+def is_array(x: Any) -> bool:
+    """Whether an argument is an input of the program rather than a constant."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def can_be_kernel(x: Any) -> bool:
+    """Whether a parameter leaf can be a kernel and is not yet a `Tracked`."""
+    if isinstance(x, Tracked):
+        return False
+    return is_scaled(x) or (is_array(x) and len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def aval_of(leaf: Any) -> Any:
+    """The leaf with the shape and dtype that the function sees."""
+    if not is_scaled(leaf):
+        return leaf
+    # On a mesh with explicit axes the sharding is part of the type.
+    is_typed = isinstance(leaf.data, jax.Array) and explicit_mesh(leaf.data)
+    sharding = jax.typeof(leaf.data).sharding if is_typed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.own_dtype, sharding=sharding)
+
+
+def names_of(path: Any) -> tuple[str, ...]:
+    """A tree path as names, without the "value" of a box around a leaf, such as an `nnx.Variable`."""
+    if len(path) > 1 and getattr(path[-1], "name", None) == "value":
+        path = path[:-1]
+    names = []
+    for part in path:
+        name = next((getattr(part, of) for of in ("key", "name", "idx") if hasattr(part, of)), part)
+        names.append(str(name))
+    return tuple(names)

@@ -8,7 +8,7 @@ A stacked parameter that a scan slices has a scale and a scaling state for each 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,37 +21,16 @@ from fp8jax import backends, loss_scale
 from fp8jax.dot import quantized_kernel
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.call import call
-from fp8jax.rewrite.choose import Kernel
-from fp8jax.rewrite.complaints import check_like, check_share, no_array
+from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import adapters_at
-from fp8jax.rewrite.plan import Chosen
-from fp8jax.rewrite.program import (
-    Annotations,
-    Program,
-    Settings,
-    aval_of,
-    is_array,
-    is_followed,
-    names_of,
-    trace,
-)
-from fp8jax.rewrite.report import Report
+from fp8jax.rewrite.plan import Kernel, PlannedDot
+from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
+from fp8jax.rewrite.report import Report, check_share
 from fp8jax.rewrite.rules import layer_names, layer_path
-from fp8jax.rewrite.states import (
-    first_state,
-    in_format,
-    kernels_of,
-    layers_of,
-    put,
-    rank_of,
-    state_of,
-    with_kernels,
-)
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Number of cached programs of one model, for different input shapes.
-_KEPT = 128
+_MAX_PROGRAMS = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +41,8 @@ class FunctionModel:
         fn: `fn(params, *args, **kwargs)`.
         settings: the recipe, rules, GEMM backend and adapters.
         annotations: filled by `fn` while it is traced.
-        own: number of arguments after `params` that are model state, such as batch statistics, not inputs.
+        num_states: number of arguments after `params` that are model state, such as batch statistics, not
+            inputs.
         context: returns a key of everything else that a trace of `fn` depends on.
 
     Raises:
@@ -73,13 +53,13 @@ class FunctionModel:
     fn: Callable[..., Any]
     settings: Settings
     annotations: Annotations = dataclasses.field(default_factory=Annotations, repr=False)
-    own: int = 0
+    num_states: int = 0
     context: Callable[[], Any] = lambda: None
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         backends.choose(self.settings.backend)
-        self.settings.chosen()
+        self.settings.new_rules()
 
     @property
     def recipe(self) -> Recipe:
@@ -108,8 +88,8 @@ class FunctionModel:
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
             check_share(program.report)
-        kernels = kernels_of(program)
-        return {PARAMS: with_kernels(params, program, kernels, in_format), **self._states(program)}
+        formatted = _with_kernels(params, program, lambda leaf, planned: planned.in_format(leaf))
+        return {PARAMS: formatted, **self._states(program)}
 
     def adapt(self, key: jax.Array, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables of a model with adapters.
@@ -129,24 +109,24 @@ class FunctionModel:
         lora = self.settings.lora
         assert lora is not None
         program, _ = self._program(params, args, kwargs)
-        kernels, adapters = kernels_of(program), {}
-        for path, chosen in kernels.items():
-            layer = layer_path(path)
-            if chosen.dot.is_matrix and lora.chooses(layer, self.recipe):
-                put(adapters, layer_names(path), lora.new(key, layer, layers_of(chosen), chosen.dot.gemm))
+        adapters = {}
+        for path, planned in program.context.plan.kernels().items():
+            layer, dot = layer_path(path), planned.dot
+            if dot.is_matrix and lora.chooses(layer, self.recipe):
+                _insert(adapters, layer_names(path), lora.new(key, layer, planned.stack, dot.gemm))
 
-        def narrow(leaf: Any, chosen: Chosen) -> Any:
-            return leaf if chosen.dot.is_computed else lora.narrow(leaf, chosen.recipe, rank_of(leaf, chosen))
+        def freeze(leaf: Any, planned: PlannedDot) -> Any:
+            return leaf if planned.dot.is_computed else lora.freeze(leaf, planned.recipe, planned.rank(leaf))
 
-        frozen = with_kernels(params, program, kernels, narrow)
+        frozen = _with_kernels(params, program, freeze)
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
 
     def _states(self, program: Program) -> dict[str, Any]:
         """The initial scaling states and loss scale."""
         variables, states = {}, {}
-        for chosen in program.context.plan.chosen.values():
-            if state := first_state(chosen):
-                put(states, chosen.key, state)
+        for planned in program.context.plan.dots.values():
+            if state := planned.first_state():
+                _insert(states, planned.key, state)
         if states:
             variables[SCALING] = states
         if self.recipe.gemm == "FP16":
@@ -164,14 +144,14 @@ class FunctionModel:
             ValueError: `variables` lack the scaling state of a dot product.
         """
         params, adapters = self._split(variables)
-        kept = variables.get(SCALING, {}) if has_params(variables) else {}
+        scaling = variables.get(SCALING, {}) if has_params(variables) else {}
         program, consts = self._program(params, args, kwargs)
         states = {
-            each.key: {**state_of(kept, each), **adapters_at(adapters, each.dot.path or ())}
-            for each in program.context.plan.chosen.values()
+            each.key: {**each.state_in(scaling), **adapters_at(adapters, each.path)}
+            for each in program.context.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
-        arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+        _, arrays = Static.of((args, kwargs))
         return program.out.filled(call(program, leaves, states, arrays, consts))
 
     __call__ = apply
@@ -193,8 +173,8 @@ class FunctionModel:
             check_share(program.report)
         leaves = dict(zip(program.paths, jax.tree.leaves(params, is_leaf=is_scaled), strict=True))
         return {
-            path: Kernel(chosen.recipe, rank_of(leaves[path], chosen), chosen.dot.groups)
-            for path, chosen in kernels_of(program).items()
+            path: Kernel(planned.recipe, planned.rank(leaves[path]), planned.dot.groups)
+            for path, planned in program.context.plan.kernels().items()
         }
 
     def quantize(self, params: Any, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,8 +197,8 @@ class FunctionModel:
             return params
 
         def merge(path: Any, leaf: Any) -> Any:
-            own = adapters_at(adapters, names_of(path)) if is_followed(leaf) else {}
-            return lora.added(leaf, own, times) if own else leaf
+            own = adapters_at(adapters, names_of(path)) if can_be_kernel(leaf) else {}
+            return lora.merge(leaf, own, times) if own else leaf
 
         return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
 
@@ -243,44 +223,78 @@ class FunctionModel:
         """
         program, _ = self._program(variables[PARAMS], args, kwargs)
 
-        def frozen(leaf: Any, chosen: Chosen) -> Any:
-            if chosen.dot.is_computed or chosen.recipe.gemm != "FP8":
+        def quantized(leaf: Any, planned: PlannedDot) -> Any:
+            if planned.dot.is_computed or planned.recipe.gemm != "FP8":
                 return leaf
-            state = state_of(variables.get(SCALING, {}), chosen)
-            return quantized_kernel(leaf, chosen.recipe, state, rank_of(leaf, chosen))
+            state = planned.state_in(variables.get(SCALING, {}))
+            return quantized_kernel(leaf, planned.recipe, state, planned.rank(leaf))
 
-        return {**variables, PARAMS: with_kernels(variables[PARAMS], program, kernels_of(program), frozen)}
+        return {**variables, PARAMS: _with_kernels(variables[PARAMS], program, quantized)}
 
     def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
         """The cached trace of the function for these inputs' types, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         if any(callable(leaf) for leaf in leaves):
-            raise no_array(params)
-        others, others_treedef = jax.tree.flatten((args, kwargs))
-        constants = tuple((type(x), x) for x in others if not is_array(x))  # with the type, because 1 == True
-        avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *others) if is_array(x))
-        key = treedef, others_treedef, avals, constants, trace_context(), self.context()
+            raise _not_arrays(params)
+        static, arrays = Static.of((args, kwargs))
+        constants = tuple((type(x), x) for x in static.leaves)  # with the type, because 1 == True
+        avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *arrays) if is_array(x))
+        key = treedef, static.treedef, avals, constants, trace_context(), self.context()
         try:
             if key in self._programs:
                 return self._programs[key]
             is_hashable = True
         except TypeError:
             is_hashable = False
-        own = sum(map(is_array, jax.tree.leaves(args[: self.own])))
-        pair = trace(self.fn, self.settings, self.annotations, params, args, kwargs, own)
+        num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
+        pair = trace(self.fn, self.settings, self.annotations, params, static, arrays, num_state_arrays)
         # Do not cache a function that closes over tracers, which are invalid after their trace.
         if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
-            while len(self._programs) >= _KEPT:
+            while len(self._programs) >= _MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = pair
         return pair
 
 
 def _key_of(x: Any) -> Any:
+    """The type of an array, hashable."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    return (
-        tuple(x.shape),
-        x.dtype,
-        getattr(aval, "weak_type", False),
-        getattr(aval, "sharding", None),
+    return tuple(x.shape), x.dtype, getattr(aval, "weak_type", False), getattr(aval, "sharding", None)
+
+
+def _not_arrays(params: Any) -> TypeError:
+    """The error for a function in the tree of parameters, as in an Equinox module."""
+    pairs, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    kind, path = next((type(x).__name__, jax.tree_util.keystr(path)) for path, x in pairs if callable(x))
+    return TypeError(
+        f"`params`: expected a tree of arrays; got a {kind} at {path}. Of an Equinox module, give only the "
+        "arrays, `params, static = eqx.partition(module, eqx.is_array)`, and combine both in the function."
     )
+
+
+def check_like(like: Any) -> None:
+    """Raises ValueError if `like` has shapes in place of arrays, because its scaling state is reused."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like)):
+        raise ValueError(
+            "`like`: expected the variables that `model.init` gives; got shapes of them. Their first scaling "
+            "state is taken over, so call `model.init` itself."
+        )
+
+
+def _with_kernels(params: Any, program: Program, change: Callable[[Any, PlannedDot], Any]) -> Any:
+    """The parameters with `change(leaf, planned)` for each kernel."""
+    kernels = program.context.plan.kernels()
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+    pairs = zip(leaves, program.paths, strict=True)
+    return treedef.unflatten([change(x, kernels[path]) if path in kernels else x for x, path in pairs])
+
+
+def _insert(tree: dict[str, Any], path: Sequence[str], new: Any) -> None:
+    """Inserts `new` into nested dicts."""
+    if not path:
+        tree.update(new)
+        return
+    *parents, name = path
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[name] = new

@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax import formats
 from fp8jax.dot.layout import Layout
-from fp8jax.quantization import quantize, value
+from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.rules import Rule, Rules, layer_names, matches
+from fp8jax.rewrite.plan import in_format
+from fp8jax.rewrite.rules import layer_names, matches, matches_any
 
 # The names of a layer's adapters, beside its kernel.
 A, B = "lora_a", "lora_b"
@@ -79,9 +79,8 @@ class LoRA:
     def chooses(self, path: str, recipe: Recipe) -> bool:
         """Whether a layer that can have adapters gets them."""
         if self.targets is not None:
-            return any(matches(pattern, path) for pattern in self.targets)
-        is_in = any(matches(pattern, path) for pattern in recipe.include)
-        return is_in and not any(matches(pattern, path) for pattern in recipe.exclude)
+            return matches_any(self.targets, path)
+        return matches_any(recipe.include, path) and not matches_any(recipe.exclude, path)
 
     def check(self, able: Sequence[str], unable: Sequence[str]) -> None:
         """Raises ValueError if a target matches no layer, or a layer that cannot have adapters; or if `able`
@@ -90,10 +89,9 @@ class LoRA:
             for path in unable:
                 if matches(pattern, path):
                     raise ValueError(
-                        f"`lora`: layer {path!r}, which the target {pattern!r} fits, can have no adapters: "
-                        "they need a product under the recipe, which its exclude takes from a layer, and a "
-                        "kernel whose contracted axes are its first, none of them a batch axis, and that no "
-                        "other module computes."
+                        f"`lora`: layer {path!r}, matched by the target {pattern!r}, cannot have adapters. "
+                        "They need a matmul that the recipe does not exclude; the kernel must be a parameter "
+                        "of the layer, with its contracted axes first and no batch axis."
                     )
             if not any(matches(pattern, path) for path in able):
                 raise ValueError(
@@ -116,7 +114,7 @@ class LoRA:
         a = jax.random.normal(key, (*stack, inputs, self.rank)) * inputs**-0.5
         return {A: a, B: jnp.zeros((*stack, self.rank, outputs))}
 
-    def narrow(self, kernel: jax.Array, recipe: Recipe, rank: int) -> Any:
+    def freeze(self, kernel: jax.Array, recipe: Recipe, rank: int) -> Any:
         """A frozen kernel in its storage format.
 
         Args:
@@ -124,29 +122,18 @@ class LoRA:
             recipe: the layer's recipe.
             rank: rank of one layer's kernel.
         """
-        name = self.weight or ("E4M3" if recipe.gemm == "FP8" else "FP32")
-        if name in ("FP32", "BF16"):
-            return kernel if name == "FP32" else kernel.astype(jnp.bfloat16)
-        blocks = (*kernel.shape[: kernel.ndim - rank], *(1,) * rank)
-        q = quantize(kernel, formats.get(name), power_of_two=True, blocks=blocks)
-        return q.with_own_dtype(kernel.dtype)
+        format = self.weight or ("E4M3" if recipe.gemm == "FP8" else "FP32")
+        return in_format(kernel, format, (*kernel.shape[: kernel.ndim - rank], *(1,) * rank))
 
-    def added(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> jax.Array:
+    def merge(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> jax.Array:
         """A kernel with its adapters merged, `kernel + times (alpha / rank) A B`, float32."""
         product = jnp.matmul(adapters[A], adapters[B], precision="highest")
         return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
 
 
-def frozen_rules(recipe: Recipe, rules: tuple[Rule, ...]) -> Rules:
-    """A model's rules for frozen kernels, which `LoRA.narrow` stores."""
-
-    chosen = Rules(recipe, rules)
-    chosen.recipe = chosen.recipe.with_plain_weights()
-    chosen.recipes = [each.with_plain_weights() for each in chosen.recipes]
-    return chosen
-
-
-def product(scale: float, layout: Layout, lhs: Any, adapters: Mapping[str, Any], dtype: Any) -> jax.Array:
+def adapter_output(
+    scale: float, layout: Layout, lhs: Any, adapters: Mapping[str, Any], dtype: Any
+) -> jax.Array:
     """The adapters' output, added to the kernel's dot product: `scale * (x A) B`, in `dtype`."""
     a, b = (adapters[name].astype(dtype) for name in (A, B))
     thin = (layout.lhs_matrix(lhs.astype(dtype)) @ a) @ b

@@ -1,9 +1,18 @@
 """The report: for each layer, whether it runs in FP8, and the reason if not."""
 
 import re
+import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+
+from fp8jax.rewrite.dots import OF_CONSTANTS, Dot
+from fp8jax.rewrite.find import FoundDots
+from fp8jax.rewrite.rules import LayerChoice, layer_path
+
+# Warn if a smaller share of the FLOPs is in FP8.
+LOW_SHARE = 0.5
 
 # Prefix of a layer's named scope, see `scope`.
 _SCOPE = "fp8jax:"
@@ -19,9 +28,8 @@ class Row(NamedTuple):
     reason: str  # why the layer does not run in FP8; empty if it does
     flops: int = 0  # of its matmuls in one forward pass: two per multiplication
     lora: int = 0  # rank of its adapters; 0 without adapters
-    gemm: tuple[int, int, int] | None = (
-        None  # rows, inputs and outputs of its first matmul; of one block for experts
-    )
+    # rows, inputs and outputs of its first matmul; of one block for experts
+    gemm: tuple[int, int, int] | None = None
 
 
 class Report(NamedTuple):
@@ -49,27 +57,78 @@ class Report(NamedTuple):
         cells = [("layer", "kind", "kernel", "FLOPs", "FP8")]
         for row in self.rows:
             shape = "x".join(map(str, row.kernel_shape))
-            cells.append(
-                (
-                    row.path or "(root)",
-                    row.kind,
-                    shape,
-                    share(row.flops),
-                    ("yes" if row.fp8 else row.reason)
-                    + (f", adapters of rank {row.lora}" if row.lora else ""),
-                )
-            )
+            answer = "yes" if row.fp8 else row.reason
+            answer += f", adapters of rank {row.lora}" if row.lora else ""
+            cells.append((row.path or "(root)", row.kind, shape, share(row.flops), answer))
         others = self.flops - sum(row.flops for row in self.rows)
         if others > 0:
-            cells.append(("(no layer's)", "", "", share(others), "products of activations stay as they are"))
+            cells.append(("(no layer's)", "", "", share(others), "matmuls of activations stay as they are"))
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines = [
             "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells
         ]
         count = sum(row.fp8 for row in self.rows)
         summary = f"{self.recipe}: {count} of {len(self.rows)} layers in FP8, "
-        summary += f"{100 * self.fp8_share:.0f}% of the FLOPs of products"
+        summary += f"{100 * self.fp8_share:.0f}% of the FLOPs of matmuls"
         return "\n".join([summary, *lines, *([self.note] if self.note else [])])
+
+
+def make_report(
+    recipe: str,
+    found: FoundDots,
+    choices: list[tuple[Dot, LayerChoice]],
+    modules: Mapping[str, Any],
+    note: str,
+) -> Report:
+    """The report, with a row for each parameter of a dot product, gather or convolution.
+
+    Args:
+        recipe: the recipe's text.
+        found: the dot products of the function.
+        choices: the choice for every dot product of a parameter.
+        modules: the function's modules by path.
+        note: the lines after the table.
+    """
+
+    def kind(path: tuple[str, ...] | None, default: str) -> str:
+        module = modules.get("/".join(path[:-1])) if path is not None else None
+        return default if module is None else type(module).__name__
+
+    rows: dict[tuple[str, bool, str], Row] = {}
+    for path in sorted(found.tables - {dot.path for dot, _ in choices}):
+        row = Row(layer_path(path), kind(path, "gather"), (), False, "embeddings stay as they are")
+        rows["/".join(path), False, ""] = row
+    for dot, choice in choices:
+        assert dot.path is not None
+        key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
+        name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
+        row = rows.get(key) or Row(layer_path(dot.path), name, dot.shape, key[1], key[2], gemm=dot.gemm)
+        rows[key] = row._replace(flops=row.flops + dot.flops)
+    total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())
+    for (scope, path), flops in found.convolutions.items():
+        name = scope if path is None else layer_path(path)
+        row = Row(name, kind(path, "conv"), (), False, "convolutions stay as they are", flops)
+        rows[f"{scope} {name}", False, ""] = row
+    if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
+        rows["", False, ""] = Row("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
+    return Report(recipe, tuple(rows.values()), total, note)
+
+
+def check_share(report: Report) -> None:
+    """Raises ValueError if nothing runs in FP8; warns if the share of FLOPs is below `LOW_SHARE`."""
+    left = [f"{row.path} ({row.reason})" for row in report.largest(3)]
+    if report.flops == 0 or not any(row.fp8 for row in report.rows):
+        raise ValueError(
+            "`model`: expected a dot product that can run in FP8; got none "
+            f"({', '.join(left) or 'it has no dot product of a parameter'}). Choose layers with a rule, "
+            '`rules=[fp8jax.Rule("PATH", "te")]`, or use the recipe bf16.'
+        )
+    if report.fp8_share < LOW_SHARE:
+        warnings.warn(
+            f"{100 * report.fp8_share:.0f}% of the FLOPs of matmuls run in FP8; the largest others are: "
+            f"{', '.join(left) or 'matmuls of activations'}.",
+            stacklevel=4,
+        )
 
 
 def scope(path: str) -> Any:

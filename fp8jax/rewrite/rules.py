@@ -1,14 +1,20 @@
-"""Rules: the choice of each layer's recipe, by the recipe's patterns and the user's rules."""
+"""The choice of each layer's recipe, by the recipe's patterns, the user's rules and the layer's dots."""
 
 import dataclasses
 import fnmatch
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
+from fp8jax.rewrite.dots import Dot
+from fp8jax.rewrite.find import FoundDots
+from fp8jax.rewrite.plan import Kernel, PlannedDot
+
+# Smaller dot products gain no speed, and are usually routers, gates or heads.
+SMALLEST = 32
 
 # Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
@@ -69,15 +75,11 @@ class Rule:
     where: Callable[[Layer], bool] | None = None
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.smaller_than, numbers.Real) and not isinstance(self.smaller_than, bool)
+        kind, size = self.kind, self.smaller_than
         for name, fits, expected in (
             ("path", isinstance(self.path, str), "a pattern"),
-            (
-                "kind",
-                self.kind is None or isinstance(self.kind, str | type),
-                "a class, the name of one or None",
-            ),
-            ("smaller_than", self.smaller_than is None or is_number, "a number or None"),
+            ("kind", kind is None or isinstance(kind, str | type), "a class, the name of one or None"),
+            ("smaller_than", size is None or _is_number(size), "a number or None"),
             ("where", self.where is None or callable(self.where), "a function of a Layer or None"),
         ):
             if not fits:
@@ -99,41 +101,57 @@ class Rule:
         return matches(self.path, layer.path) and (self.where is None or bool(self.where(layer)))
 
 
-class Choice(NamedTuple):
+class LayerChoice(NamedTuple):
     """The recipe of one layer, and the reason why it does not run in FP8, or None."""
 
     recipe: Recipe
     reason: str | None
 
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether the recipe's GEMM is not FP8."""
+        return self.recipe.gemm != "FP8"
+
 
 class Rules:
     """A model's recipe and its rules.
+
+    Args:
+        recipe: the model's recipe.
+        rules: the first rule that matches a layer applies.
+        plain_weights: whether kernels and their gradients stay float32, because another part stores them.
 
     Raises:
         ValueError: a rule's recipe changes a column of the whole model.
         TypeError: a rule is not a `Rule`.
     """
 
-    def __init__(self, recipe: Recipe, rules: Iterable[Rule] = ()):
+    def __init__(self, recipe: Recipe, rules: Iterable[Rule] = (), plain_weights: bool = False):
         self.recipe, self.rules = recipe, tuple(rules)
-        self.fitted: set[int] = set()
         self.recipes = [_recipe_of(rule, recipe) for rule in self.rules]
+        self._used: set[int] = set()  # indices of the rules that matched a layer
+        if plain_weights:
+            self.recipe = recipe.with_plain_weights()
+            self.recipes = [each.with_plain_weights() for each in self.recipes]
 
-    def choose(self, layer: Layer) -> Choice:
+    def choose(self, layer: Layer) -> LayerChoice:
         """The layer's recipe, by the first rule that matches or the recipe's patterns."""
         for number, rule in enumerate(self.rules):
             if rule.fits(layer):
-                self.fitted.add(number)
+                self._used.add(number)
                 recipe = self.recipes[number]
-                return Choice(recipe, None if recipe.gemm == "FP8" else f"rule: gemm={recipe.gemm}")
+                return LayerChoice(recipe, None if recipe.gemm == "FP8" else f"rule: gemm={recipe.gemm}")
         if self.recipe.gemm != "FP8":
-            return Choice(self.recipe, f"gemm={self.recipe.gemm}")
-        return Choice(self.recipe, _why_not_chosen(self.recipe, layer.path))
+            return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
+        if not matches_any(self.recipe.include, layer.path):
+            return LayerChoice(self.recipe, f"not in include={'+'.join(self.recipe.include)}")
+        excluding = (pattern for pattern in self.recipe.exclude if matches(pattern, layer.path))
+        return LayerChoice(self.recipe, next((f"exclude={pattern}" for pattern in excluding), None))
 
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""
-        patterns = (pattern for pattern in self.recipe.include if pattern != "*")
-        return any(rule.fits(layer) for rule in self.rules) or any(matches(p, layer.path) for p in patterns)
+        patterns = [pattern for pattern in self.recipe.include if pattern != "*"]
+        return any(rule.fits(layer) for rule in self.rules) or matches_any(patterns, layer.path)
 
     def check(self, paths: Sequence[str]) -> None:
         """Raises ValueError if a rule or a user's include or exclude pattern matches no layer."""
@@ -145,7 +163,7 @@ class Rules:
             for name, pattern in given
             if self.recipe.gemm == "FP8" and not any(matches(pattern, path) for path in paths)
         ]
-        unfit += [("rule", str(rule)) for i, rule in enumerate(self.rules) if i not in self.fitted]
+        unfit += [("rule", str(rule)) for i, rule in enumerate(self.rules) if i not in self._used]
         for name, what in unfit:
             raise ValueError(
                 f"recipe: the {name} {what} matches no layer; the layers are {', '.join(paths) or 'none'}."
@@ -178,11 +196,66 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 
-def _why_not_chosen(recipe: Recipe, path: str) -> str | None:
-    """None if the recipe's patterns include the layer, else the pattern that excludes it."""
-    if not any(matches(pattern, path) for pattern in recipe.include):
-        return f"not in include={'+'.join(recipe.include)}"
-    for pattern in recipe.exclude:
-        if matches(pattern, path):
-            return f"exclude={pattern}"
-    return None
+def matches_any(patterns: Iterable[str], path: str) -> bool:
+    """Whether one of the patterns matches."""
+    return any(matches(pattern, path) for pattern in patterns)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+# The choice of a function's dot products #########################################################
+
+
+def choose(
+    found: FoundDots,
+    rules: Rules,
+    modules: Mapping[str, Any],
+    kernels: Mapping[tuple[str, ...], Kernel] | None = None,
+) -> tuple[list[PlannedDot], list[tuple[Dot, LayerChoice]]]:
+    """The dot products that `evaluate` replaces, and the choice for every dot product of a parameter.
+
+    Args:
+        found: the dot products of the function.
+        rules: the model's rules.
+        modules: the function's modules by path.
+        kernels: the parameters with scaling states, if already initialized; others stay high precision.
+    """
+    planned, choices, uses = [], [], {}
+    for dot in found.dots:
+        if dot.path is None:
+            continue
+        choice = _choose(dot, dot.path, found, rules, modules)
+        if kernels is not None and choice.reason is None:
+            kernel = kernels.get(dot.path)
+            choice = LayerChoice(
+                choice.recipe if kernel is None else kernel.recipe,
+                "`transform` knew no parameter of it" if kernel is None else None,
+            )
+        choices.append((dot, choice))
+        if choice.reason is None or choice.is_high_precision:
+            number = uses[dot.path] = uses.get(dot.path, -1) + 1
+            name = "".join(dot.path[-1:])
+            key = dot.path if not number else (*dot.path[:-1], f"{name}#{number}")
+            planned.append(PlannedDot(dot, key, choice.recipe))
+    return planned, choices
+
+
+def _choose(
+    dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, modules: Mapping[str, Any]
+) -> LayerChoice:
+    layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape)
+    choice = rules.choose(layer)
+    if dot.reason is not None:
+        return LayerChoice(dataclasses.replace(rules.recipe, gemm="FP8"), dot.reason)
+    if choice.reason is None and not rules.names(layer):
+        if path in found.tables or path[-1:] == ("embedding",):
+            return LayerChoice(choice.recipe, "embeddings stay as they are, unless a rule names them")
+        _, *sides = dot.gemm
+        if min(sides) < SMALLEST:
+            return LayerChoice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
+    if dot.is_computed or path in found.tables:
+        # Other operations read the parameter, too.
+        return LayerChoice(choice.recipe.with_plain_weights(), choice.reason)
+    return choice

@@ -48,7 +48,7 @@ class LinenModel:
     _function: FunctionModel = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        function = FunctionModel(self._apply, self.settings, own=1, context=_interceptors)
+        function = FunctionModel(self._apply, self.settings, num_states=1, context=_interceptors)
         object.__setattr__(self, "_function", function)
 
     @property

@@ -18,15 +18,14 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import bridge
 
-from fp8jax import formats, loss_scale
+from fp8jax import loss_scale
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_of, run_call
 from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
 from fp8jax.dot import quantized_kernel
 from fp8jax.dot.einsum import is_single_dot
-from fp8jax.quantization import quantize
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array, is_wide
+from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array
 
 FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 _KNOWN = (*FLAX_LAYERS, ExpertDense)
@@ -48,7 +47,7 @@ def check_module(model: Any, of_linen: str) -> None:
 
 def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
     """A copy of the module under a recipe, without adapters; see `fp8jax.transform`."""
-    settings.chosen()
+    settings.new_rules()
     copy: Any = nnx.clone(model)
     for path, module in modules_of(copy):
         if rewritten_of(module) is not None:
@@ -60,7 +59,7 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
     if inputs is None:
         kernels = _guessed_kernels(copy, settings)
     else:
-        function = FunctionModel(run_call, settings, own=1)
+        function = FunctionModel(run_call, settings, num_states=1)
         rewrite(copy, function)
         kernels = function.kernels(*operands_of(copy, "__call__", inputs, {}))
         restore(copy)
@@ -70,12 +69,10 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
         for part, state in kernel.first_state(param.shape).items():
             setattr(owner, f"{name}{STATE}{part}", FP8State(state))
         if kernel.recipe.weight != "FP32":
-            format, blocks = formats.get(kernel.recipe.weight), kernel.blocks(param.shape)
-            q = quantize(param.get_value(), format, power_of_two=True, blocks=blocks)
-            param.set_value(q.with_own_dtype(param.dtype))
+            param.set_value(kernel.in_format(param.get_value()))
     if settings.recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
-    rewrite(copy, FunctionModel(run_call, settings._replace(kernels=kernels), own=1))
+    rewrite(copy, FunctionModel(run_call, settings._replace(kernels=kernels), num_states=1))
     return copy
 
 
@@ -85,7 +82,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     Kernels of Flax's layers are stored in the recipe's weight format. In other modules each parameter with
     two or more axes gets a scaling state, and stays float32.
     """
-    rules, found, paths = settings.chosen(), {}, []
+    rules, found, paths = settings.new_rules(), {}, []
     for path, (module, name, param) in places_of(model).items():
         leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
         is_other = isinstance(module, nnx.Embed) or not _is_flax_or_router(module)
@@ -103,7 +100,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         has_sides = is_known and not isinstance(module, nnx.Einsum)
         is_small = has_sides and min(sides(module, shape[bool(groups) :]) or (0,)) < SMALLEST
         is_left = (isinstance(module, nnx.Embed) or is_small) and not rules.names(layer)
-        if is_wide(choice) or (choice.reason is None and not is_left):
+        if choice.is_high_precision or (choice.reason is None and not is_left):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
             found[path] = Kernel(recipe, rank, groups)
     rules.check(paths)

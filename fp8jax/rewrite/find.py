@@ -1,0 +1,230 @@
+"""The dot products of a jaxpr: `find_dots` follows each parameter through the jaxpr to its dot products."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+
+from fp8jax.rewrite.dots import (
+    ACTIVATION,
+    CONSTANT,
+    DOTS,
+    ONE_HOT,
+    Activation,
+    Derived,
+    Dot,
+    Site,
+    derived,
+    dot_of,
+    flops_of_convolution,
+    is_parameter,
+)
+from fp8jax.rewrite.follow import ParamView, follow
+from fp8jax.rewrite.plan import Plan
+
+# Calls that `evaluate` inlines, and those that it rematerializes.
+CALLS = ("jit", "pjit", "closed_call", "core_call")
+REMATS = ("checkpoint", "remat2", "remat")
+
+# The primitive of calls of transformed functions, see `program.call`.
+PROGRAM = "fp8_program"
+
+# The scopes of the body of a scan and of a `jax.checkpoint`, beside the named scopes.
+SCAN, CHECKPOINT = "<scan>", "<checkpoint>"
+
+
+@dataclasses.dataclass
+class Uses:
+    """The uses of a parameter that contribute to its gradient."""
+
+    dots: int = 0  # number of FP8 dot products
+    others: int = 0  # number of other equations that read its value
+    is_shared: bool = False  # whether a dot product uses it as a loop constant, or uses a part of it
+
+
+class FoundDots(NamedTuple):
+    """The result of `find_dots`."""
+
+    dots: list[Dot]
+    tables: set[tuple[str, ...]]  # parameters with row lookups, such as embeddings
+    convolutions: dict[tuple[str, tuple[str, ...] | None], int]  # FLOPs by named scope and parameter
+    uses: dict[tuple[str, ...], Uses]
+    programs: list[Site]  # sites of calls of transformed functions
+
+
+def find_dots(jaxpr: Any, views: Sequence[ParamView | None]) -> FoundDots:
+    """The dot products of a jaxpr, in order.
+
+    Args:
+        jaxpr: an open jaxpr.
+        views: for each of the first inputs, the model's own, the view of a parameter, or None if it cannot be
+            a kernel. The other inputs are activations.
+    """
+    walk = _Walk(FoundDots([], set(), {}, {}, []))
+    others = [ACTIVATION] * (len(jaxpr.invars) - len(views))
+    for out in walk.through(jaxpr, [*views, *others], (), (), 1):
+        walk.note_value(out)
+    return walk.found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """Abstract evaluation of a jaxpr.
+
+    A value is a `ParamView` (a parameter), a `Derived` (computed from parameters), an `Activation`, a
+    `CONSTANT`, or None (another constant, or a parameter that cannot be a kernel).
+    """
+
+    found: FoundDots
+    plan: Plan | None = None  # plan of the enclosing transformed function
+    outside: int = 0  # length of the site of the enclosing transformed function's call
+
+    def through(
+        self, jaxpr: Any, ins: Sequence[Any], site: Site, scopes: tuple[str, ...], times: int
+    ) -> list[Any]:
+        """The outputs of a jaxpr."""
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+        env.update((var, CONSTANT) for var in jaxpr.constvars if len(var.aval.shape) > 1)
+
+        def read(var: Any) -> Any:
+            return None if isinstance(var, jex.Literal) else env.get(var)
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            around = (*scopes, str(eqn.source_info.name_stack))
+            outs = self.outputs(eqn, [read(var) for var in eqn.invars], (*site, number), around, times)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def note_value(self, x: Any) -> None:
+        """Counts a use of a parameter's value."""
+        if isinstance(x, ParamView) and not x.is_frozen:
+            self.found.uses.setdefault(x.path, Uses()).others += 1
+
+    def outputs(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> list[Any]:
+        """The outputs of an equation."""
+        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+        if name == "scan":
+            return self.scan(eqn, ins, site, (*scopes, SCAN), times)
+        if name in CALLS or name in REMATS:
+            around = (*scopes, CHECKPOINT) if name in REMATS else scopes
+            return self.through(inner_jaxpr(eqn)[0], ins, site, around, times)
+        if name == "cond":
+            branches = [
+                self.through(closed.jaxpr, ins[1:], (*site, number), scopes, times)
+                for number, closed in enumerate(params["branches"])
+            ]
+            return [self.computed(list(outs), name) for outs in zip(*branches, strict=True)]
+        if name == PROGRAM:
+            self.found.programs.append(site)
+            inside = _Walk(self.found, params["program"].context.plan, len(site))
+            leaves, _, arrays, _ = params["treedef"].unflatten(ins)
+            return inside.through(params["program"].jaxpr, [*leaves, *arrays], site, scopes, times)
+        if name in DOTS:
+            self.dot(eqn, ins, site, scopes, times)
+            return [self.computed(ins, name, is_noted=True)]
+        if any(True for _ in jex.jaxprs_in_params(params)):
+            self.opaque(eqn, ins, site, scopes, times)
+        elif name == "gather" and isinstance(ins[0], ParamView):
+            self.found.tables.add(ins[0].path)
+        elif name == "conv_general_dilated":
+            scope = "/".join(each for each in scopes if each not in ("", SCAN, CHECKPOINT))
+            key = scope, ins[1].path if is_parameter(ins[1]) else None
+            before = self.found.convolutions.get(key, 0)
+            self.found.convolutions[key] = before + times * flops_of_convolution(eqn)
+        elif _makes_one_hot(eqn, ins):
+            return [ONE_HOT]
+        elif ins and isinstance(ins[0], ParamView):
+            views = [follow(ins[0], eqn, i) for i in range(count)]
+            if all(view is not None for view in views):
+                return views
+        return [self.computed(ins, name)] * count
+
+    def computed(self, ins: list[Any], name: str, is_noted: bool = False) -> Any:
+        """The output of an equation that computes a new value."""
+        for x in () if is_noted else ins:
+            self.note_value(x)
+        if any(isinstance(x, Activation) for x in ins):
+            return ACTIVATION
+        parameters = [x for x in ins if is_parameter(x)]
+        if not parameters:
+            return CONSTANT if CONSTANT in ins else None
+        return derived(parameters[0], f"its kernel is computed ({name})")
+
+    def scan(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> list[Any]:
+        """The outputs of a scan."""
+        closed, length = eqn.params["jaxpr"], eqn.params["length"]
+        consts, carry, xs = scan_parts(eqn, ins)
+        for x in carry:
+            self.note_value(x)
+        carry = [ACTIVATION if is_parameter(x) else x for x in carry]
+        # In later iterations the carry depends on all inputs of the body.
+        if any(isinstance(x, Activation) for x in [*consts, *carry, *xs]):
+            carry = [ACTIVATION] * len(carry)
+        consts = [dataclasses.replace(x, is_shared=True) if isinstance(x, ParamView) else x for x in consts]
+        inside = []
+        for x in xs:
+            if isinstance(x, ParamView):
+                layer = x.in_scan(site, length)
+                if layer is None:
+                    self.note_value(x)
+                    layer = derived(x, "a scan is not along the first axis of what is stored")
+                x = layer
+            inside.append(x)
+        outs = self.through(closed.jaxpr, [*consts, *carry, *inside], site, scopes, times * length)
+        for x in outs:
+            self.note_value(x)
+        return [derived(x, "a scan computes its kernel", True) if is_parameter(x) else x for x in outs]
+
+    def opaque(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> None:
+        """Finds the dot products inside a call that `evaluate` does not look into."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "shard_map":
+            mesh = params["mesh"]
+            axes = params.get("newly_manual_axes", mesh.axis_names)
+            times *= math.prod(mesh.shape[axis] for axis in axes)  # its shapes are per device
+        ins = [derived(x, f"it is inside of a {name}", True) if is_parameter(x) else x for x in ins]
+        parameter = next((x for x in ins if isinstance(x, Derived)), None)
+        # `by_platform` has two programs and runs one of them.
+        inners = [params["default"].jaxpr] if name == "by_platform" else jex.jaxprs_in_params(params)
+        for number, inner in enumerate(inners):
+            # Inputs correspond one to one only if their numbers are equal.
+            given = ins[max(len(ins) - len(inner.invars), 0) :]
+            given = [*given, *[parameter] * (len(inner.invars) - len(given))]
+            self.through(inner, given, (*site, number), scopes, times)
+
+    def dot(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> None:
+        """Notes a dot product."""
+        dot = dot_of(eqn, ins, site, scopes, times)
+        self.found.dots.append(dot)
+        if dot.path is not None and ins[1 - dot.kernel] is ONE_HOT:
+            self.found.tables.add(dot.path)
+        is_fp8 = self.plan is not None and site[self.outside :] in self.plan.dots
+        for side, x in enumerate(ins):
+            if not (is_fp8 and side == dot.kernel):
+                self.note_value(x)
+            elif isinstance(x, ParamView) and not x.is_frozen:
+                uses = self.found.uses.setdefault(x.path, Uses())
+                uses.dots, uses.is_shared = uses.dots + 1, uses.is_shared or x.is_shared
+
+
+def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
+    if not ins:
+        return False
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
+        return ins[0] is not None
+    moves = ("copy", "reshape", "transpose", "convert_element_type")
+    return eqn.primitive.name in moves and ins[0] is ONE_HOT
+
+
+def inner_jaxpr(eqn: Any) -> tuple[Any, Any]:
+    """The open jaxpr of a call, and its constants."""
+    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+
+
+def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Constants, carry and scanned inputs of a scan."""
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    return values[:consts], values[consts : consts + carry], values[consts + carry :]

@@ -1,0 +1,351 @@
+"""Gradient checkpointing (remat) of a model's blocks: which blocks, and which residuals they save.
+
+    transform(model, recipe, gradient_checkpointing="fp8")
+    transform(model, recipe, gradient_checkpointing="full", checkpoint_blocks=["EncoderLayer", "decoder/*"])
+
+| setting | saved per block, besides its inputs |
+|---|---|
+| `full` | nothing |
+| `fp8` | the FP8 operands of its dots, see `fp8jax.dot.save_fp8_operands` |
+| `dots` | the outputs of its layers' dots |
+
+Without `checkpoint_blocks` the blocks are the outermost repeated modules in the tree of the model's calls:
+siblings of one class with layers, or the module of a scan's body; otherwise a module that is called more than
+once. The blocks of a function without modules are the bodies of its scans.
+
+`with_checkpoints` puts the equations of each block in one `checkpoint` equation of the model's jaxpr.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from fp8jax.dot import save_fp8_operands
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite.dots import Dot, Site
+from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, SCAN
+from fp8jax.rewrite.plan import DOT_OUTPUT
+from fp8jax.rewrite.rules import Rule, Rules, matches
+
+# Named scope of a call, followed by the call's number and trace count.
+_CALL = "fp8jax_call:"
+
+_policies = jax.checkpoint_policies
+
+POLICIES: dict[str, Any] = {
+    "full": _policies.nothing_saveable,
+    # FP8 dots by name, because a policy does not see their `dot_general`; high-precision dots by primitive.
+    "dots": _policies.save_from_both_policies(
+        _policies.save_only_these_names(DOT_OUTPUT), _policies.dots_with_no_batch_dims_saveable
+    ),
+    "fp8": save_fp8_operands,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointing:
+    """The remat policy and the blocks it applies to.
+
+    Attributes:
+        policy: one of `POLICIES`.
+        blocks: class names or path patterns, see `Rule`; None to find the blocks.
+    """
+
+    policy: str
+    blocks: tuple[str, ...] | None = None
+
+
+def checkpointing(
+    policy: str, blocks: Iterable[str] | str | None, recipe: Recipe, rules: tuple[Rule, ...]
+) -> Checkpointing | None:
+    """The remat arguments of `fp8jax.transform` as one value; None for "none".
+
+    Raises:
+        ValueError: an argument is unknown, or the arguments contradict each other.
+        TypeError: `blocks` are not strings.
+    """
+    if policy != "none" and policy not in POLICIES:
+        raise ValueError(f"`gradient_checkpointing`: expected none, {', '.join(POLICIES)}; got {policy!r}.")
+    if policy == "none":
+        if blocks is not None:
+            raise ValueError("`checkpoint_blocks`: expected with `gradient_checkpointing`, which is none.")
+        return None
+    if policy == "fp8" and all(each.gemm != "FP8" for each in (recipe, *Rules(recipe, rules).recipes)):
+        raise ValueError(
+            f"`gradient_checkpointing`: fp8 keeps FP8 operands, and gemm={recipe.gemm} has none; "
+            "take dots or full, or a recipe whose GEMMs are FP8."
+        )
+    if blocks is None:
+        return Checkpointing(policy)
+    names = (blocks,) if isinstance(blocks, str) or not isinstance(blocks, Iterable) else tuple(blocks)
+    if not names or not all(isinstance(each, str) for each in names):
+        raise TypeError(
+            f"`checkpoint_blocks`: expected names of classes or patterns of paths; got {blocks!r}."
+        )
+    return Checkpointing(policy, names)
+
+
+# The calls of modules ############################################################################
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """All calls of one module by one parent call.
+
+    Attributes:
+        path, kind: the module's path and class name.
+        number: the call's number in named scopes.
+        nesting: the number of enclosing calls with the same path, as a scan and its body have.
+        dots: the number of parameters' dot products outside submodules, per call.
+        in_scan: whether a scan is between the call and its parent call.
+        in_loop: whether the call is inside a scan.
+        times: how often the module was traced.
+        rematerializes: whether its dot products are in a `jax.checkpoint` of the model's code.
+        below: the calls of submodules.
+    """
+
+    path: str
+    kind: str
+    number: int = 0
+    nesting: int = 0
+    dots: int = 0
+    in_scan: bool = False
+    in_loop: bool = False
+    times: int = 1
+    rematerializes: bool = False
+    below: list["Call"] = dataclasses.field(default_factory=list)
+
+    @property
+    def holds_layers(self) -> bool:
+        """Whether submodules have dot products, or the module itself has more than one."""
+        return self.dots > 1 or any(call.dots for call in self.all_below())
+
+    def all_below(self) -> Iterator["Call"]:
+        """All calls inside this call, outer calls first."""
+        for call in self.below:
+            yield call
+            yield from call.all_below()
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.kind}{', scanned' if self.in_loop else ''})"
+
+
+class Calls:
+    """The tree of a model's calls, recorded while it is traced."""
+
+    def __init__(self) -> None:
+        self.all = [Call("", "")]
+        self._active = [self.all[0]]
+
+    @contextlib.contextmanager
+    def recorded(self, path: str, kind: str) -> Iterator[None]:
+        """A context for tracing a call of the module at `path`."""
+        nesting = sum(call.path == path for call in self._active[1:])
+        siblings = self._active[-1].below
+        call = next((call for call in siblings if (call.path, call.nesting) == (path, nesting)), None)
+        if call is None:
+            call = Call(path, kind, len(self.all), nesting)
+            siblings.append(call)
+            self.all.append(call)
+        else:
+            call.times += 1  # a scan's body is traced more than once
+        self._active.append(call)
+        try:
+            with jax.named_scope(f"{_CALL}{call.number}.{call.times}"):
+                yield
+        finally:
+            self._active.pop()
+
+    def record_dots(self, dots: Iterable[Dot]) -> None:
+        """Records the dot products of parameters in each call, and the loops and checkpoints around them."""
+        counts: collections.Counter[tuple[int, int]] = collections.Counter()
+        for dot in dots:
+            around, in_scan, in_loop, innermost = [], False, False, None
+            for scope in dot.scopes:
+                in_scan, in_loop = in_scan or scope == SCAN, in_loop or scope == SCAN
+                for innermost in _calls_in(scope):
+                    call = self.all[innermost[0]]
+                    if call not in around:
+                        around.append(call)
+                        call.in_scan |= in_scan
+                        call.in_loop |= in_loop
+                        in_scan = False
+            for call in around:
+                call.rematerializes |= CHECKPOINT in dot.scopes
+            counts.update([innermost] if innermost else [])
+        for (number, _), count in counts.items():
+            self.all[number].dots = max(self.all[number].dots, count)
+
+
+def _calls_in(scope: str) -> list[tuple[int, int]]:
+    """(number, trace count) of each call around an operation with this named scope, outermost first."""
+    return [(int(number), int(time)) for number, time in re.findall(rf"{_CALL}(\d+)\.(\d+)", scope)]
+
+
+# The choice of blocks ############################################################################
+
+
+def find_blocks(root: Call, names: tuple[str, ...] | None) -> list[Call]:
+    """The calls to checkpoint, of modules with these class names or path patterns; None for repeated modules.
+
+    Raises:
+        ValueError: there is none, a pattern matches none, or a call has a `jax.checkpoint` already.
+    """
+    blocks = list(_repeated(root) if names is None else _named(root, names))
+    holders = [call for call in root.all_below() if call.holds_layers]
+    # Each path and class once, in order.
+    kinds = ", ".join({f"{call.path} ({call.kind})": None for call in holders if call.path}) or "none"
+    for name in names or ():
+        if not any(_fits(name, call) for call in holders):
+            raise ValueError(
+                f"`checkpoint_blocks`: {name!r} matches no module that holds layers; they are {kinds}."
+            )
+    if not blocks:
+        raise ValueError(
+            "`gradient_checkpointing`: no module that holds layers repeats in this model, so there are no "
+            f"blocks to find; name some with `checkpoint_blocks`. The modules that hold layers are {kinds}."
+        )
+    for call in blocks:
+        if call.rematerializes:
+            raise ValueError(
+                f"`gradient_checkpointing`: the model's own code rematerializes {call.path!r} already, by "
+                "nn.remat, nnx.remat or jax.checkpoint: with both, its forward runs three times, and "
+                "the outer policy decides what is saved. Take it out there, or set none here and give it a "
+                "policy there, e.g. fp8jax.dot.save_fp8_operands."
+            )
+    return blocks
+
+
+def _repeated(root: Call) -> Iterator[Call]:
+    held = [call for call in root.below if call.holds_layers]
+    for call in held:
+        alike = {other.path for other in held if other.kind == call.kind}
+        is_scan = any(inner.in_scan for inner in call.below)
+        if call.in_scan or (len(alike) > 1 and not is_scan):
+            yield call
+        else:
+            within = list(_repeated(call))
+            yield from within or ([call] if call.path and call.times > 1 else [])
+
+
+def _named(root: Call, names: tuple[str, ...]) -> Iterator[Call]:
+    for call in root.below:
+        is_scan = any(inner.in_scan and inner.path == call.path for inner in call.below)
+        if call.path and call.holds_layers and not is_scan and any(_fits(name, call) for name in names):
+            yield call
+        else:
+            yield from _named(call, names)
+
+
+def _fits(name: str, call: Call) -> bool:
+    return name == call.kind or matches(name, call.path)
+
+
+# The checkpoints in the jaxpr ####################################################################
+
+
+def checkpointed(setting: Checkpointing, calls: Calls, jaxpr: Any, dots: Iterable[Dot]) -> tuple[Any, str]:
+    """The jaxpr of a traced function with its blocks checkpointed, and a line for the report.
+
+    Args:
+        setting: the policy and the blocks.
+        calls: the calls of modules, recorded while the function was traced.
+        jaxpr: the function's jaxpr.
+        dots: the dot products of parameters in the jaxpr.
+
+    Raises:
+        ValueError: see `find_blocks`; or a function without modules scans no stacked parameters.
+    """
+    calls.record_dots(dots)
+    policy, scans, blocks = POLICIES[setting.policy], frozenset(), []
+    if len(calls.all) > 1:
+        blocks = find_blocks(calls.all[0], setting.blocks)
+    else:
+        scans = frozenset(dot.loops[-1][0] for dot in dots if dot.loops)
+        if not scans:
+            raise ValueError(
+                "`gradient_checkpointing`: expected a function that scans stacked parameters; got one "
+                "without. Use jax.checkpoint in its code, with a policy such as "
+                "fp8jax.dot.save_fp8_operands."
+            )
+    in_loop = {call.number: call.in_loop for call in blocks}
+    unique = {call.path: str(call) for call in blocks}
+    note = f"gradient_checkpointing={setting.policy}: of {', '.join(unique.values())}"
+    return with_checkpoints(jaxpr, in_loop, scans, policy), note
+
+
+def with_checkpoints(
+    jaxpr: Any, calls: Mapping[int, bool], scans: frozenset[Site], policy: Any, site: Site = ()
+) -> Any:
+    """The jaxpr with the equations of each block in one `checkpoint` equation.
+
+    Args:
+        jaxpr: an open jaxpr.
+        calls: the numbers of the calls that are blocks, and whether each is inside a loop.
+        scans: the sites of the scans whose bodies are blocks.
+        policy: the policy of `jax.checkpoint`.
+        site: the site of `jaxpr`.
+    """
+
+    def block_of(eqn: Any) -> Any:
+        found = (call for call in _calls_in(str(eqn.source_info.name_stack)) if call[0] in calls)
+        return site if site in scans else next(found, None)
+
+    def inside(jaxpr: Any, site: Site) -> Any:
+        return with_checkpoints(jaxpr, calls, scans, policy, site)
+
+    eqns, end = [], 0
+    for block, equations in itertools.groupby(jaxpr.eqns, block_of):
+        start, group = end, list(equations)
+        end += len(group)
+        if block is None or site in scans:
+            group = [_with_inner(eqn, inside, (*site, start + i)) for i, eqn in enumerate(group)]
+        if block is not None:
+            is_in_loop = site in scans or calls[block[0]]
+            group = [_checkpoint(jaxpr, group, jaxpr.eqns[end:], policy, prevent_cse=not is_in_loop)]
+        eqns += group
+    return jaxpr if eqns == jaxpr.eqns else jaxpr.replace(eqns=eqns)
+
+
+def _with_inner(eqn: Any, change: Callable[[Any, Site], Any], site: Site) -> Any:
+    """The equation with `change(jaxpr, site)` for each inner jaxpr that `evaluate` looks into."""
+
+    def changed(inner: Any, site: Site) -> Any:
+        jaxpr = getattr(inner, "jaxpr", inner)
+        new = change(jaxpr, site)
+        return inner if new is jaxpr else inner.replace(jaxpr=new) if hasattr(inner, "jaxpr") else new
+
+    params = eqn.params
+    if eqn.primitive.name == "cond":
+        inners = tuple(changed(inner, (*site, number)) for number, inner in enumerate(params["branches"]))
+        new = {"branches": inners}
+    elif eqn.primitive.name in ("scan", *CALLS, *REMATS):
+        name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+        new = {name: changed(params[name], site)}
+    else:
+        return eqn
+    return (
+        eqn
+        if all(params[name] == inner for name, inner in new.items())
+        else eqn.replace(params={**params, **new})
+    )
+
+
+def _checkpoint(jaxpr: Any, eqns: Sequence[Any], later: Sequence[Any], policy: Any, prevent_cse: bool) -> Any:
+    """Some equations of a jaxpr as one `checkpoint` equation; `later` are the equations after them."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    used_later = [*jaxpr.outvars, *(var for eqn in later for var in eqn.invars)]
+    ins = {var: None for eqn in eqns for var in eqn.invars if not isinstance(var, jex.Literal)}
+    ins = [var for var in ins if var not in made]
+    outs = list({var: None for var in used_later if not isinstance(var, jex.Literal) and var in made})
+    effects = frozenset(effect for eqn in eqns for effect in eqn.effects)
+    inner = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns, effects=effects)
+    params = {"jaxpr": inner, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
+    return jex.new_jaxpr_eqn(ins, outs, jex.primitives.remat_p, params, effects)
