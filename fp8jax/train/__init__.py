@@ -4,7 +4,7 @@ of it.
 | file | provides |
 |---|---|
 | `config` | `TrainConfig`; reading a configuration from YAML files and the command line |
-| `trainer`, `step/` | the compiled step: learner, optimizer, placement, batch size |
+| `trainer`, `step/` | the compiled step: Linen and NNX, optimizer, placement, batch size |
 | `fit` | the training loop |
 | `data/` | token files, batches, batches on the devices |
 | `checkpoint`, `run_folder` | checkpoints, and the folder of a run |

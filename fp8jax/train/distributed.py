@@ -150,12 +150,12 @@ def decide(make: Callable[[], Any]) -> Any:
     name = f"fp8jax/decision-{next(_numbers)}"
     if is_first():
         try:
-            outcome = [make(), ""]
+            outcome = [make(), None]
         except ValueError as error:
             outcome = [None, str(error)]
         client.key_value_set(name, json.dumps(outcome))
     value, error = json.loads(client.blocking_key_value_get(name, _DAY))
-    if error:
+    if error is not None:
         raise ValueError(error)
     return value
 

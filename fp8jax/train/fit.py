@@ -106,10 +106,10 @@ def fit(
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation
             models = [_Model(one, _validators(one, sources, transform, validation_loss)) for one in trainers]
-            layers = [one.layers for one in trainers]
+            layers = [one.layers.splitlines()[0] for one in trainers]
             with run_folder.taken(folder, found, now):
-                for text in layers:
-                    print(f"{text.splitlines()[0]}; compiling", flush=True)
+                for line in layers:
+                    print(f"{line}; compiling", flush=True)
                 run = _Run(models, folder, (found if found.settings else now).digest, batches)
                 run.begin(plain, resume, or_start)
         context = getattr(source, "context", None)  # of windows of a text
@@ -120,12 +120,13 @@ def fit(
     if run.steps < config.max_steps:
         print(f"stopped and saved after step {run.steps} in {folder}; resume goes on with it", flush=True)
     elif distributed.is_first():
-        about = {"data": f"{len(source):,} rows of a {type(source).__name__}", **(about or {})}
+        data = f"{len(source):,} rows of a {type(source).__name__}"
+        about = {"data": data, **(about or {}), **report.facts(trainer, now.settings)}
         outcomes = {
-            model.name: report.outcome_of(model.trainer, model.state, model.curves, text, per_step)
-            for model, text in zip(models, layers, strict=True)
+            model.name: report.outcome_of(model.trainer, model.state, model.curves, per_step)
+            for model in models
         }
-        page = report.write(folder, {**about, **report.facts(trainer, now.settings)}, outcomes)
+        page = report.write(folder, about, outcomes)
         report.show(outcomes)
         print(f"report: {page}", flush=True)
     first, *second = (Fitted(folder, model.state, model.curves, run.steps) for model in models)

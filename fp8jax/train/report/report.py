@@ -1,6 +1,6 @@
 """The report of a run: a table on the terminal, and in its folder pictures, a page and numbers.
 
-    outcomes = {"O2": outcome_of(trainer, state, curves, layers, (768, "tokens"))}
+    outcomes = {"O2": outcome_of(trainer, state, curves, (768, "tokens"))}
     show(outcomes)                              # the table
     write(folder, about, outcomes)              # report.html, losses.png, ..., result.json
 
@@ -69,10 +69,8 @@ class Outcome(NamedTuple):
 Outcomes = Mapping[str, Outcome]
 
 
-def outcome_of(
-    trainer: Trainer, state: State, curves: Curves, layers: str, per_step: tuple[int, str]
-) -> Outcome:
-    """The outcome of a trainer, with the state after the last step and `Trainer.layers`.
+def outcome_of(trainer: Trainer, state: State, curves: Curves, per_step: tuple[int, str]) -> Outcome:
+    """The outcome of a trainer after the last step.
 
     A step trains on `per_step` tokens or rows: (768, "tokens").
     """
@@ -84,7 +82,7 @@ def outcome_of(
         parameters=metrics.parameters(collections),
         bytes=metrics.bytes_per_parameter(collections, trainer.gradients(), state.opt_state),
         tensors=metrics.scaled_tensors(collections),
-        layers=layers,
+        layers=trainer.layers,
         memory=memory_of(trainer.plan(), trainer.program.arguments),
     )
 

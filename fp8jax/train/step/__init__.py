@@ -1,1 +1,1 @@
-"""The parts of a compiled training step: the learner, its optimizer, its placement, and its batch size."""
+"""The parts of a compiled training step: networks of Linen and NNX, optimizer, placement, batch size."""
