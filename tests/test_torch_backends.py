@@ -119,7 +119,7 @@ def test_patterns_choose_layers():
 
 
 @pytest.mark.parametrize("field", ["include", "exclude"])
-def test_a_pattern_that_matches_no_layer_is_an_error(field):
+def test_pattern_without_a_layer(field):
     recipe = dataclasses.replace(Recipe.TE, **{field: ("*", "qkv")})
     with pytest.raises(
         ValueError, match=f"the {field} pattern 'qkv' matches no layer; the layers are odd, up"
@@ -135,7 +135,7 @@ def test_conv1d_is_a_linear_layer():
     assert layers.is_linear(nn.Linear(3, 4)) and not layers.is_conv1d(nn.Linear(3, 4))
 
 
-def test_every_module_with_weights_has_a_row():
+def test_rows():
     recipe = dataclasses.replace(Recipe.TE, exclude=())
     rows = base.plan("any", block(), recipe, lambda module: None, base.no_gemm)
     assert [(row.path, row.kind, row.shape) for row in rows] == [
@@ -151,7 +151,7 @@ def test_every_module_with_weights_has_a_row():
     assert all(row.fp8 == (row.kind == "Linear") == (row.reason is None) for row in rows)
 
 
-def test_a_linear_that_is_more_than_a_product_is_left_alone():
+def test_unusual_linear_layers_are_left_alone():
     class Gated(nn.Linear):
         def forward(self, x):
             return super().forward(x).sigmoid()
@@ -160,15 +160,15 @@ def test_a_linear_that_is_more_than_a_product_is_left_alone():
     hooked.register_forward_hook(lambda *args: None)
     replaced.forward = lambda x: x
     for module, says in [
-        (Gated(16, 16), "forward of its own"),
+        (Gated(16, 16), "overrides forward"),
         (hooked, "hooks"),
         (replaced, "forward was replaced"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)), "computed from others"),
         (nn.LazyLinear(16), "before its first call"),
         (nn.MultiheadAttention(16, 2).out_proj, "does not call it"),
     ]:
-        assert says in layers.why_not_swapped(module)
-    assert layers.why_not_swapped(nn.Linear(16, 16)) is None
+        assert says in layers.why_not_replaced(module, "a library")
+    assert layers.why_not_replaced(nn.Linear(16, 16), "a library") is None
 
 
 # What each backend expresses.
@@ -215,16 +215,16 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("backend, recipe, says", REFUSED)
-def test_what_a_backend_cannot_express_it_refuses(absent, backend, recipe, says):
+def test_refused_recipes(absent, backend, recipe, says):
     assert says in backend.refuses(Recipe.parse(recipe))
 
 
 @pytest.mark.parametrize("backend, recipe", ACCEPTED)
-def test_what_a_backend_can_express_it_accepts(absent, backend, recipe):
+def test_accepted_recipes(absent, backend, recipe):
     assert backend.refuses(Recipe.parse(recipe)) is None
 
 
-def test_te_is_asked_when_the_gemm_column_is_not_msamps_own(absent):
+def test_msamp_uses_te(absent):
     assert [
         msamp.uses_te(Recipe.parse(r)) for r in ("O1", "O2", "te+O2", "O2,amax_compute_algo=most_recent")
     ] == [
@@ -245,7 +245,7 @@ def test_te_is_asked_when_the_gemm_column_is_not_msamps_own(absent):
         ("2.18", "te,interval=2"),
     ],
 )
-def test_the_installed_version_says_what_it_has(monkeypatch, version, refused):
+def test_te_versions(monkeypatch, version, refused):
     fake_te(monkeypatch, version)
     assert te.refuses(Recipe.parse(refused)).startswith("te has no ")
     for accepted in {
@@ -275,19 +275,19 @@ def test_hardware_is_named(monkeypatch, gpu):
 
 
 @pytest.mark.parametrize("version", TE)
-def test_te_is_believed_about_itself(monkeypatch, gpu, version):
+def test_te_own_reason(monkeypatch, gpu, version):
     fake_te(monkeypatch, version, available=False)
     gpu("NVIDIA L4", (8, 9))
     assert te.supports(CUDA) == "transformer_engine says: CUDA is too old."
 
 
-def test_what_to_install_is_said(absent, gpu):
+def test_install_hint(absent, gpu):
     gpu("NVIDIA H100", (9, 0))
     assert "pip install" in te.supports(CUDA) and "transformer_engine[pytorch]" in te.supports(CUDA)
     assert "github.com/Azure/MS-AMP" in msamp.supports(CUDA)
 
 
-def test_a_library_that_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, gpu):
+def test_failed_import_is_a_reason(monkeypatch, tmp_path, gpu):
     (tmp_path / "msamp.py").write_text("raise OSError('libmsamp_dist.so: cannot open')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "msamp", raising=False)
@@ -298,14 +298,14 @@ def test_a_library_that_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, gp
 # The choosing.
 
 
-def test_auto_without_any_library_is_native(absent, native):
+def test_auto_without_a_library(absent, native):
     assert backends.choose("auto", Recipe.TE, CPU) == (
         native,
         "native: msamp is not installed; transformer_engine is not installed",
     )
 
 
-def test_auto_follows_the_ecosystem(monkeypatch, absent, native, gpu):
+def test_auto_order(monkeypatch, absent, native, gpu):
     gpu("NVIDIA H100", (9, 0))
     fake_te(monkeypatch, "2.18")
     assert backends.choose("auto", Recipe.TE, CUDA) == (te, "te: msamp is not installed")
@@ -319,7 +319,7 @@ def test_auto_follows_the_ecosystem(monkeypatch, absent, native, gpu):
     assert module is native and "msamp needs a CUDA device; got cpu; te has no comm=FP8" in why
 
 
-def test_auto_imports_no_library_that_the_recipe_does_not_want(monkeypatch, tmp_path, native, gpu):
+def test_auto_imports_only_what_the_recipe_needs(monkeypatch, tmp_path, native, gpu):
     (tmp_path / "msamp.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "msamp", raising=False)
@@ -328,7 +328,7 @@ def test_auto_imports_no_library_that_the_recipe_does_not_want(monkeypatch, tmp_
     assert "msamp has no weight=FP32" in why
 
 
-def test_a_named_backend_runs_or_says_why_not(monkeypatch, absent, native, gpu):
+def test_named_backend(monkeypatch, absent, native, gpu):
     assert backends.choose("torchao", CURRENT, CPU) == (torchao, "torchao: asked for")
     assert backends.choose("native", CURRENT, CPU)[0] is native
     with pytest.raises(ImportError, match="'msamp' cannot run here: msamp is not installed. Get it with"):
@@ -352,7 +352,7 @@ def test_a_named_backend_runs_or_says_why_not(monkeypatch, absent, native, gpu):
 
 
 @pytest.mark.parametrize("version", TE)
-def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
+def test_te_prepare(monkeypatch, version):
     entered = fake_te(monkeypatch, version)
     model = block()
     expected, parameters, names = model(TOKENS), dict(model.named_parameters()), list(model.state_dict())
@@ -391,7 +391,7 @@ def test_te_takes_what_it_can_and_says_why_not_the_rest(monkeypatch, version):
     assert "scale 1" in prepared.note
 
 
-def test_te_runs_a_bare_linear_and_leaves_the_autocast_after_an_error(monkeypatch):
+def test_te_autocast_of_a_bare_linear(monkeypatch):
     entered = fake_te(monkeypatch, "2.18")
     prepared = te.prepare(nn.Linear(16, 32), None, CURRENT)
     assert unmixed(type(prepared.model)).__module__ == "released" and prepared.note == ""
@@ -404,7 +404,7 @@ def test_te_runs_a_bare_linear_and_leaves_the_autocast_after_an_error(monkeypatc
         prepared.model.forward(torch.ones(3, 16))
 
 
-def test_te_is_told_of_old_fields_where_it_has_them(monkeypatch):
+def test_te_old_fields(monkeypatch):
     entered = fake_te(monkeypatch, "1.1")
     recipe = Recipe.te(
         interval=4, override_linear_precision=(False, False, True), amax_compute_algo="most_recent"
@@ -416,7 +416,7 @@ def test_te_is_told_of_old_fields_where_it_has_them(monkeypatch):
 
 
 @pytest.mark.parametrize("backend, recipe", [(te, Recipe.TE), (torchao, CURRENT)])
-def test_a_layer_in_two_places_is_swapped_in_both(monkeypatch, backend, recipe):
+def test_layer_in_two_places(monkeypatch, backend, recipe):
     fake_te(monkeypatch, "2.18")
     shared = nn.Linear(16, 16)
     model = backend.prepare(nn.Sequential(shared, nn.ReLU(), shared), None, recipe).model
@@ -425,7 +425,7 @@ def test_a_layer_in_two_places_is_swapped_in_both(monkeypatch, backend, recipe):
 
 
 @pytest.mark.parametrize("backend, recipe", [(te, Recipe.TE), (torchao, CURRENT), (msamp, Recipe.O2)])
-def test_a_model_without_a_layer_for_fp8_is_refused(monkeypatch, backend, recipe):
+def test_model_without_an_fp8_layer(monkeypatch, backend, recipe):
     fake_te(monkeypatch, "2.18")
     fake_msamp(monkeypatch)
     model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(16, 16), nn.LayerNorm(16))
@@ -433,7 +433,7 @@ def test_a_model_without_a_layer_for_fp8_is_refused(monkeypatch, backend, recipe
         backend.prepare(model, None, recipe)
 
 
-def test_auto_passes_by_a_library_without_a_layer_for_it(monkeypatch, absent, native, gpu):
+def test_auto_passes_over_a_library_without_a_layer(monkeypatch, absent, native, gpu):
     fake_te(monkeypatch, "2.18")
     gpu("NVIDIA H200", (9, 0))
     model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(16, 16))
@@ -446,7 +446,7 @@ def test_auto_passes_by_a_library_without_a_layer_for_it(monkeypatch, absent, na
 
 
 @pytest.mark.parametrize("recipe, level", [(Recipe.O1, "O1"), (Recipe.O2, "O2")])
-def test_msamp_is_initialized_at_the_recipes_level(monkeypatch, recipe, level):
+def test_msamp_level(monkeypatch, recipe, level):
     [calls, model] = fake_msamp(monkeypatch), block()
     optimizer = torch.optim.AdamW(
         [{"params": [model.up.weight, model.embed.weight], "lr": 0.1}, {"params": [model.up.bias]}]
@@ -471,7 +471,7 @@ def test_msamp_is_initialized_at_the_recipes_level(monkeypatch, recipe, level):
     assert "all_reduce_grads" in prepared.note
 
 
-def test_msamp_gets_no_layer_of_two_places(monkeypatch):
+def test_msamp_layer_in_two_places(monkeypatch):
     fake_msamp(monkeypatch)
     shared = nn.Linear(16, 16)
     rows = msamp.prepare(nn.Sequential(shared, nn.Linear(16, 16), shared), None, Recipe.O2).rows
@@ -489,7 +489,7 @@ def test_msamp_combined_with_te(monkeypatch):
     assert entered[0]["fp8_recipe"].amax_history_len == 1024
 
 
-def test_msamp_gets_no_optimizer_that_it_would_change(monkeypatch):
+def test_msamp_refuses_optimizers(monkeypatch):
     calls, model = fake_msamp(monkeypatch), block()
     with pytest.raises(ValueError, match="takes torch.optim.Adam or AdamW; got SGD"):
         msamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), Recipe.O2)
@@ -536,7 +536,7 @@ def test_all_three_gemms_are_in_fp8(monkeypatch, gaussian, backend, recipe, fp8_
 
 
 @pytest.mark.parametrize("override", [(True, False, False), (False, True, False), (False, True, True)])
-def test_torchao_leaves_overridden_gemms_in_high_precision(gaussian, override):
+def test_torchao_override_linear_precision(gaussian, override):
     linear, x, g = gaussian
     recipe = dataclasses.replace(CURRENT, override_linear_precision=override)
     got = products(torchao.prepare(copy.deepcopy(linear), None, recipe).model, x, g)
@@ -544,7 +544,7 @@ def test_torchao_leaves_overridden_gemms_in_high_precision(gaussian, override):
     assert tuple(db > 100 for db in found) == override
 
 
-def test_torchao_trains_a_model_close_to_float32():
+def test_torchao_trains():
     def train(model, optimizer):
         losses = []
         for _ in range(20):
@@ -568,7 +568,7 @@ def test_torchao_trains_a_model_close_to_float32():
     assert found != expected
 
 
-def test_torchaos_shared_defaults_are_not_written_to():
+def test_torchao_defaults_stay():
     from torchao.float8 import Float8LinearConfig
 
     torchao.prepare(nn.Linear(16, 16), None, dataclasses.replace(CURRENT, fp8_format="E4M3"))

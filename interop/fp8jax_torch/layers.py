@@ -5,17 +5,13 @@ the JAX side.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.rules import Layer, Rules
-
-
-def path_of(name: str) -> str:
-    """The path of a module by its name in `named_modules()`."""
-    return name.replace(".", "/")
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -37,9 +33,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def weighted(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with parameters of their own, linear layers and norms, by path, each once."""
+    """Linear layers, norms, and other modules with direct parameters, by path, each once."""
     return {
-        path_of(name): module
+        name.replace(".", "/"): module
         for name, module in model.named_modules()
         if is_linear(module) or is_norm(module) or any(True for _ in module.parameters(recurse=False))
     }
@@ -51,32 +47,33 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def choose(
-    model: nn.Module, recipe: Recipe, unable: Callable[[nn.Module], str | None]
+    model: nn.Module, recipe: Recipe, why_not: Callable[[nn.Module], str | None]
 ) -> dict[str, str | None]:
     """Chooses the linear layers that run in FP8.
 
     Args:
         model: any model.
         recipe: with patterns.
-        unable: the reason why a backend cannot run a layer in FP8, or None.
+        why_not: the reason why a backend cannot run a layer in FP8, or None.
 
     Returns:
         For each linear layer's path None if it runs in FP8, else the reason.
 
     Raises:
-        ValueError: a pattern of the user's matches no layer.
+        ValueError: a pattern of the recipe, other than the default, matches no layer.
     """
     found, rules = linears(model), Rules(recipe)
     rules.check(list(found))
     return {
-        path: rules.choose(Layer(path, module, ())).reason or unable(module) for path, module in found.items()
+        path: rules.choose(Layer(path, module, ())).reason or why_not(module)
+        for path, module in found.items()
     }
 
 
-def why_not_called(module: nn.Module) -> str | None:
-    """Why another forward of this linear layer would change the model, or None.
+def why_not_converted(module: nn.Module) -> str | None:
+    """The reason why another forward of this linear layer would change the model, or None.
 
-    A call of the layer must be the only use of its parameters, and compute `x @ weight.T + bias`.
+    The layer must compute `x @ weight.T + bias`, and only its forward may use its parameters.
     """
     if isinstance(module, nn.LazyLinear):
         return "its shape is not known before its first call"
@@ -85,20 +82,29 @@ def why_not_called(module: nn.Module) -> str | None:
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and does not call it"
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} overrides forward"
     if "forward" in vars(module):
         return "its forward was replaced"
     return None
 
 
-def why_not_swapped(module: nn.Module) -> str | None:
-    """Why replacing this linear layer by another module would change the model, or None."""
-    if reason := why_not_called(module):
+def why_not_replaced(module: Any, library: str, multiple: int = 1) -> str | None:
+    """The reason why a library's layer with the same weight cannot replace this linear layer, or None.
+
+    Args:
+        module: a linear layer.
+        library: its name.
+        multiple: the library's layer needs a weight with multiples of this number as dimensions.
+    """
+    if is_conv1d(module):
+        return f"Conv1D keeps its weight as (in, out), and {library} as (out, in)"
+    if reason := why_not_converted(module):
         return reason
-    if any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    ):
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
         return "it has hooks that would be lost"
+    if any(size % multiple for size in module.weight.shape):
+        return f"its dims {list(module.weight.shape)} are not all multiples of {multiple}"
     return None
 
 

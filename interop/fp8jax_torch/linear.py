@@ -69,7 +69,7 @@ def convert(layer: Any, recipe: Recipe) -> None:
 
 
 def restore(layer: Any, plain: dict[int, nn.Parameter]) -> None:
-    """Undoes `convert`, with a plain weight. `plain` maps ids of scaled weights to plain weights."""
+    """Undoes `convert` and dequantizes the weight; `plain` collects plain weights by ids of scaled ones."""
     for name in ("in_out", "fp8", "gemm"):
         if hasattr(layer, name):
             delattr(layer, name)

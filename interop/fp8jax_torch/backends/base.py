@@ -1,4 +1,4 @@
-"""What the backends have in common. A backend is a module:
+"""The parts that backends share. A backend is a module:
 
     NAME                                    as in `prepare(backend=...)`
     PACKAGE                                 its library, looked for without importing it
@@ -35,16 +35,16 @@ ONLY_GEMM: dict[str, tuple[Any, ...]] = {
 
 
 class Row(NamedTuple):
-    """One module with weights of its own."""
+    """One module with weights."""
 
     path: str
-    kind: str  # name of its class before `prepare`
-    shape: tuple[int, ...]  # of its weight; () without a weight
-    reason: str | None  # why its GEMMs are not in FP8
+    kind: str  # name of the class before `prepare`
+    shape: tuple[int, ...]  # of the weight; () without a weight
+    reason: str | None  # why the module's GEMMs are not in FP8
 
     @property
     def fp8(self) -> bool:
-        """Whether its GEMMs are in FP8."""
+        """Whether the module's GEMMs are in FP8."""
         return self.reason is None
 
 
@@ -149,23 +149,6 @@ def no_gemm(module: nn.Module) -> str:
     if layers.is_norm(module):
         return "a normalization, not a GEMM"
     return "looked up, not multiplied" if isinstance(module, nn.Embedding) else "not a linear layer"
-
-
-def why_not_replaced(name: str, module: Any, multiple: int = 1) -> str | None:
-    """The reason why a library's layer with the same weight cannot replace a linear layer; or None.
-
-    Args:
-        name: of the library's layer.
-        module: a linear layer.
-        multiple: of which the dimensions of the weight must be multiples.
-    """
-    if layers.is_conv1d(module):
-        return f"Conv1D keeps its weight as (in, out), and {name} as (out, in)"
-    if reason := layers.why_not_swapped(module):
-        return reason
-    if any(size % multiple for size in module.weight.shape):
-        return f"its dims {list(module.weight.shape)} are not all multiples of {multiple}"
-    return None
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:

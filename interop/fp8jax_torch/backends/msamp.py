@@ -125,7 +125,7 @@ def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
             return te.why_not(module)
         if sum(place is module for place in places) > 1:
             return "it is in more than one place of the model, and MS-AMP would make several layers of it"
-        return base.why_not_replaced("MS-AMP's layer", module)  # which pads dimensions
+        return layers.why_not_replaced(module, "MS-AMP")  # pads dimensions
 
     return base.plan(NAME, model, recipe, why_not, te.other if use_te else base.no_gemm)
 

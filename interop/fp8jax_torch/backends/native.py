@@ -59,11 +59,11 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     """
     found, new = layers.linears(model), {}
     if recipe.gemm == "FP8":
-        rows = base.plan(NAME, model, recipe, layers.why_not_called, base.no_gemm)
+        rows = base.plan(NAME, model, recipe, layers.why_not_converted, base.no_gemm)
         chosen = {row.path: found[row.path] for row in rows if row.fp8}
         new = _to_fp8(chosen, layers.shared_weights(model), recipe)
     else:
-        reasons = {path: layers.why_not_called(module) for path, module in found.items()}
+        reasons = {path: layers.why_not_converted(module) for path, module in found.items()}
         shown = {path: reason or f"gemm={recipe.gemm}" for path, reason in reasons.items()}
         rows = base.rows_of(model, shown, base.no_gemm)
         for path, module in found.items():

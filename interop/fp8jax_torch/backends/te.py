@@ -103,7 +103,7 @@ def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
 
 def why_not(module: nn.Module) -> str | None:
     """The reason why `te.Linear` cannot replace the layer, or None."""
-    return base.why_not_replaced("te.Linear", module, _MULTIPLE)
+    return layers.why_not_replaced(module, "te.Linear", _MULTIPLE)
 
 
 def swap(model: nn.Module, rows: Sequence[base.Row]) -> nn.Module:
@@ -199,7 +199,7 @@ def _why_plain_norm(norm: nn.LayerNorm) -> str | None:
     if len(norm.normalized_shape) != 1:
         return "over more than one axis"
     if type(norm).forward is not nn.LayerNorm.forward or "forward" in vars(norm):
-        return "with a forward of its own"
+        return "which overrides forward"
     return "with hooks" if norm._forward_hooks or norm._forward_pre_hooks else None
 
 

@@ -43,7 +43,7 @@ def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
     multiple = 1 if _is_emulated(model) else _MULTIPLE
 
     def why_not(module: nn.Module) -> str | None:
-        return base.why_not_replaced("torchao's layer", module, multiple)
+        return layers.why_not_replaced(module, "torchao", multiple)
 
     return base.plan(NAME, model, recipe, why_not, base.no_gemm)
 

@@ -6,9 +6,9 @@
     model.load_state_dict(from_flax(variables, GPT2, like=model.state_dict()))
     optimizer.load_state_dict(optimizer_from_flax(opt_state, model, GPT2, like=optimizer))
 
-`like` is the model, or the optimizer's state, in which the run goes on: of the same size and recipe. One
+`like` is the model, or the optimizer's state, in which the run goes on, of the same size and recipe. One
 error lists all differences. A `NameMap` says which tensor is where: `GPT2` and `LLAMA` for Hugging Face's
-names, `mapping_of(model)` for modules with the same names on both sides, or one of yours:
+names, `mapping_of(model)` for modules with the same names on both sides, or any other map:
 
     NameMap((Rename(r"(.*)\\.weight", r"\\1/kernel", axes=(1, 0)), Rename(r"(.*)\\.bias", r"\\1/bias")))
     GPT2.stacked("h").moved("^transformer/", "")  # layers under `nn.scan`, and no module around them

@@ -14,7 +14,7 @@ from fp8jax_torch.bridge.names import NameMap, Rename
 
 # Paths of Hugging Face's Flax models, as in `transformer/h/0/attn/c_attn/kernel` and
 # `model/layers/0/self_attn/q_proj/kernel`, with kernels of `nn.Dense`, shape=(in, out). Hugging Face's own
-# Flax GPT-2 kept transposed kernels, and its Flax Llama called a norm's scale `weight`.
+# Flax GPT-2 had transposed kernels, and its Flax Llama called a norm's scale `weight`.
 GPT2 = NameMap(
     (
         Rename(r".*\.attn\.(?:masked_)?bias", None),  # causal masks in old checkpoints
@@ -46,21 +46,21 @@ _CONVOLUTIONS = {
 def mapping_of(model: torch.nn.Module) -> NameMap:
     """The map to a Flax model with the module names of a torch model.
 
-    A module `a.b.0` is `a/b/0`. Flax's names of its tensors are `kernel` in Linear (transposed),
-    transformers' Conv1D (in the same order) and convolutions (channels last), `scale` in norms, `embedding`
-    in embeddings and `bias` everywhere. Other parameters and buffers keep their names and shapes.
+    A module `a.b.0` is `a/b/0`. Its weight is `kernel` in Linear (transposed), transformers' Conv1D (in the
+    same order) and convolutions (channels last), `scale` in norms and `embedding` in embeddings. A bias is
+    `bias` everywhere. Other parameters and buffers keep their names and shapes.
     `NameMap.moved` and `NameMap.stacked` adapt the map, and renames added in front of it take precedence.
 
     Args:
         model: any torch model, transformed or not.
 
     Returns:
-        One rename for each tensor of the model's `state_dict`, but for scaling state, which goes with
-        the weights.
+        One rename for each tensor of the model's `state_dict`. Scaling state follows the weights without a
+        rename.
 
     Raises:
-        ValueError: Flax has the tensors of a module in another form: torch's MultiheadAttention and recurrent
-            modules.
+        ValueError: the model has a module that no Flax layer stores alike: torch's MultiheadAttention and
+            recurrent modules.
     """
     renames = []
     for path, module in model.named_modules():

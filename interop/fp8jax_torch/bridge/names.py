@@ -6,7 +6,7 @@
     >>> mapping.stacked("layers").place("layers.3.up.weight")  # layers that Flax scans
     Place(path=('layers', 'up', 'kernel'), layer=(3,), axes=(1, 0), shape=None)
 
-A map leads from torch's names to Flax's only. The way back starts from the torch model's names, too, and
+A map leads only from torch's names to Flax's. The way back also starts from the torch model's names, so it
 needs no inverse.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Rename:
-    r"""The place of torch tensors with names that match a pattern.
+    r"""The place in Flax of the torch tensors with names that match a pattern.
 
     Attributes:
         torch: regular expression of whole names in a `state_dict`.
@@ -73,12 +73,12 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """Renames, the first match of which decides, and moves within the resulting paths.
+    """Renames from torch's names to Flax's paths, and moves within the paths.
 
-    Maps add up: `NameMap((Rename(...),)) + GPT2` tries the new rename before GPT-2's.
+    The sum of two maps, `NameMap((Rename(...),)) + GPT2`, tries the first map's renames first.
 
     Attributes:
-        renames: tried in this order.
+        renames: the first rename that matches decides.
         moves: pairs of a regular expression and its replacement in a path, applied in turn.
     """
 
@@ -105,18 +105,18 @@ class NameMap:
         """
         return self.moved(rf"(^|/){re.escape(name)}/(\d+)/", rf"\g<1>{name}/[\g<2>]/")
 
-    def fitting(self, name: str) -> Rename | None:
+    def rename_of(self, name: str) -> Rename | None:
         """The first rename that matches a torch name."""
         return next((rename for rename in self.renames if re.fullmatch(rename.torch, name)), None)
 
     def place(self, name: str) -> Place | None:
         """The place of a torch tensor by its name; None if no rename matches or Flax has no such array."""
-        rename = self.fitting(name)
+        rename = self.rename_of(name)
         if rename is None or rename.flax is None:
             return None
-        fit = re.fullmatch(rename.torch, name)
-        assert fit is not None, rename
-        path = fit.expand(rename.flax).replace(".", "/")
+        match = re.fullmatch(rename.torch, name)
+        assert match is not None, rename
+        path = match.expand(rename.flax).replace(".", "/")
         for pattern, replacement in self.moves:
             path = re.sub(pattern, replacement, path)
         segments = [segment for segment in path.split("/") if segment]

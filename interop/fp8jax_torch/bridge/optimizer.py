@@ -17,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from jaxtyping import PyTree
 
 from fp8jax_torch.bridge.names import NameMap
 from fp8jax_torch.bridge.pairs import paired
@@ -28,8 +29,8 @@ _ENTRIES = ("exp_avg", "exp_avg_sq", "master")
 
 
 def optimizer_to_flax(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, mapping: NameMap, like: Any
-) -> Any:
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, mapping: NameMap, like: PyTree
+) -> PyTree:
     """The optax state of a torch Adam, bit for bit.
 
     Args:
@@ -71,7 +72,7 @@ def optimizer_to_flax(
 
 
 def optimizer_from_flax(
-    state: Any, model: torch.nn.Module, mapping: NameMap, like: torch.optim.Optimizer
+    state: PyTree, model: torch.nn.Module, mapping: NameMap, like: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """The torch `state_dict` of an optax Adam's state: the inverse of `optimizer_to_flax`.
 

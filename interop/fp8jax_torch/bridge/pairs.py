@@ -23,7 +23,7 @@ _SHOWN = 8  # lines of a kind in an error
 
 _ADVICE = (
     "Build both models of one size and transform both by one recipe. `mapping` says which tensor is where; "
-    "see `NameMap.moved`, `NameMap.stacked`, and `Rename`, whose `flax=None` leaves a tensor out.\n"
+    "see `NameMap.moved` and `NameMap.stacked`. `Rename` with flax=None leaves a tensor out.\n"
 )
 
 
@@ -73,7 +73,7 @@ def paired(
         "no rename fits": unknown,
     }
     if any(lists.values()):
-        start = f"`{argument}`: expected each tensor to have its like on the other side; got\n"
+        start = f"`{argument}`: expected a partner on the other side for each tensor; got\n"
         raise ValueError(start + "".join(_listed(*each) for each in lists.items()) + _ADVICE)
     return pairs
 
@@ -83,8 +83,8 @@ def _pairs(
 ) -> tuple[list[Pair], list[str]]:
     """The pairs, unchecked, and the names that no rename matches.
 
-    A tensor tied to an earlier tensor (a head to an embedding) has the earlier tensor's place where its own
-    place is not in the tree, and always without a tree.
+    A tensor tied to an earlier tensor (a head to an embedding) gets the earlier tensor's place if the tree
+    does not have the tensor's place, or if there is no tree.
     """
     earlier, names = ties(tensors), tree or Tree({})
 
@@ -99,7 +99,7 @@ def _pairs(
         weight = f"{state[1]}weight" if state else name
         place = place_of(weight)
         if place is None:
-            if mapping.fitting(weight) is None:
+            if mapping.rename_of(weight) is None:
                 unknown.append(name)
         elif state:
             pairs.append(Pair(name, names.state(place.path, state[2]), Place(place.path, place.layer)))

@@ -19,9 +19,9 @@ from fp8jax.quantization import ScaledArray, is_scaled
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
-NNX_STATE = "__fp8_"  # between a parameter's name and that of an entry of its scaling state
-# JAX's alone: each step writes it before reading it.
-PASSING = "wgrad_scale"
+NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
+# An entry that only JAX has: each step writes it before reading it.
+ONLY_JAX = "wgrad_scale"
 
 Key = tuple[str, ...]
 
@@ -35,7 +35,7 @@ class Tree:
     has_collections: bool = True
 
     def weight(self, path: Key) -> Key:
-        """The name of a model's own array."""
+        """The name of the model's array at `path`."""
         return (PARAMS, *path) if self.has_collections else path
 
     def state(self, path: Key, entry: str) -> Key:
@@ -45,10 +45,10 @@ class Tree:
         return (*path[:-1], f"{path[-1]}{NNX_STATE}{entry}")
 
     def is_torchs(self, key: Key) -> bool:
-        """Whether a torch model has such a leaf; it has no `PASSING`, and no other collections."""
+        """Whether a torch model has such a leaf: parameters and scaling states, except `ONLY_JAX`."""
         if self.has_collections and key[0] not in (PARAMS, SCALING):
             return False
-        return key[-1] != PASSING and not key[-1].endswith(NNX_STATE + PASSING)
+        return key[-1] != ONLY_JAX and not key[-1].endswith(NNX_STATE + ONLY_JAX)
 
     def below(self, prefix: Key) -> "Tree":
         """The leaves below a name, by the remaining names; without collections."""

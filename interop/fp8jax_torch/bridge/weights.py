@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from flax import traverse_util
+from jaxtyping import PyTree, Shaped
 
 from fp8jax.quantization import ScaledArray
 from fp8jax_torch.bridge.arrays import codes_of, same_bits, to_jax, to_torch
@@ -19,22 +20,26 @@ from fp8jax_torch.scaled import ScaledTensor
 
 
 def to_flax(
-    state_dict: Mapping[str, torch.Tensor], mapping: NameMap, like: Any = None, *, share: bool = False
-) -> Any:
+    state_dict: Mapping[str, Shaped[torch.Tensor, "..."]],
+    mapping: NameMap,
+    like: PyTree = None,
+    *,
+    share: bool = False,
+) -> PyTree:
     """The Flax variables of a torch model, bit for bit.
 
-    A `ScaledTensor` becomes a `ScaledArray` with the same codes and scale, a plain tensor an array of the
-    same dtype, and the buffers of a layer's `fp8` the scaling state of its kernel.
+    A `ScaledTensor` becomes a `ScaledArray` with the same codes and scale. A plain tensor becomes an array of
+    the same dtype. The buffers of a layer's `fp8` become the scaling state of the layer's kernel.
 
     Args:
         state_dict: of a torch model.
-        mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or a `NameMap` of yours.
+        mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or another `NameMap`.
         like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or its
             `jax.eval_shape`; for NNX `nnx.state(model)`. They give names, shapes, formats and shardings.
             Leaves that torch does not have stay: `wgrad_scale`, and collections other than parameters and
-            scaling state. None: Linen variables of torch's tensors, unchecked.
-        share: whether to use torch's memory where the order of dimensions allows it. JAX then sees what torch
-            writes in place (a step of its optimizer); stop using one side before the other goes on.
+            scaling state. None: Linen variables made from torch's tensors, unchecked.
+        share: whether to use torch's memory where the order of dimensions allows it. JAX then sees torch's
+            in-place writes (a step of its optimizer); stop using one side before the other goes on.
 
     Returns:
         Variables with the structure of `like` (`nnx.update(model, variables)` puts them into an NNX model),
@@ -51,7 +56,11 @@ def to_flax(
 
 
 def from_flax(
-    variables: Any, mapping: NameMap, like: Mapping[str, torch.Tensor], *, share: bool = False
+    variables: PyTree,
+    mapping: NameMap,
+    like: Mapping[str, Shaped[torch.Tensor, "..."]],
+    *,
+    share: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The torch `state_dict` of a Flax model, bit for bit: the inverse of `to_flax`.
 
@@ -88,8 +97,8 @@ def leaves_of(
 ) -> dict[Key, Any]:
     """The Flax leaves of paired torch tensors, on the devices of the tree's leaves.
 
-    Stacked layers have a scale each, also where the tree has one scale for all: for FP8 moments of parameters
-    that are not scaled.
+    Each of the stacked layers gets its scale, also where the tree has one scale for all: for FP8 moments of
+    parameters that are not scaled.
     """
     parts: dict[Key, dict[tuple[int, ...], tuple[Any, Place]]] = {}
     for pair in pairs:

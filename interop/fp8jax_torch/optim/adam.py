@@ -106,7 +106,7 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     @property
     def state_recipe(self) -> Recipe:
-        """The recipe whose moments and master weights the state has: O3 where `recipe` is None."""
+        """The recipe for the formats of the state: O3 if `recipe` is None."""
         return Recipe.O3 if self.recipe is None else self.recipe
 
     @torch.no_grad()
