@@ -157,7 +157,7 @@ def torch_bits(x):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", MODELS)
-def test_any_bits_go_there_and_back(layout, recipe):
+def test_round_trip_of_any_bits(layout, recipe):
     like, model = variables_of(MODELS[layout], recipe), transformed(recipe)
     variables = scrambled(like)
     kernels = [leaf for leaf in jax.tree.leaves(variables, is_leaf=is_scaled) if is_scaled(leaf)]
@@ -171,7 +171,7 @@ def test_any_bits_go_there_and_back(layout, recipe):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_kernel_is_the_transpose_and_its_scale_has_its_rank(share):
+def test_kernel_is_the_transpose(share):
     model = transformed("O3")
     [variables, like] = [
         to_flax(model.state_dict(), PLAIN, like=like, share=share)
@@ -191,7 +191,7 @@ def test_a_kernel_is_the_transpose_and_its_scale_has_its_rank(share):
     assert like["params"]["norm"]["scale"].shape == (HIDDEN,)
 
 
-def test_memory_is_shared_if_asked_for():
+def test_shared_memory():
     model = Twin()
     state_dict = model.state_dict()
     address = state_dict["embed.weight"].data_ptr()
@@ -218,7 +218,7 @@ def test_memory_is_shared_if_asked_for():
 
 @pytest.mark.parametrize("format", ["E4M3", "E5M2", "FP16", "BF16", "FP32"])
 @pytest.mark.parametrize("shape", [(2, 8), (), (0, 3)], ids=str)
-def test_bits_also_cross_where_memory_cannot_be_shared(monkeypatch, format, shape):
+def test_bits_cross_without_shared_memory(monkeypatch, format, shape):
     array = jnp.asarray(noise(shape, formats.get(format).dtype))
     tensor = to_torch(array, torch.device("cpu"))
     assert torch_bits(tensor)[0][2] == list(np.asarray(array).tobytes())
@@ -230,7 +230,7 @@ def test_bits_also_cross_where_memory_cannot_be_shared(monkeypatch, format, shap
     assert torch_bits(to_torch(spread, tensor.device)) == torch_bits(tensor)
 
 
-def test_leaves_go_where_those_of_the_template_are():
+def test_leaves_get_the_templates_sharding():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "i")
 
     def placed(leaf):
@@ -255,7 +255,7 @@ def test_leaves_go_where_those_of_the_template_are():
         assert torch_bits(back[name]) == torch_bits(tensor), name
 
 
-def test_a_template_may_be_shapes_alone():
+def test_template_of_shapes():
     model = fp8jax.transform(Scanned(), "O2")
     like = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     state_dict = transformed("O2").state_dict()
@@ -305,7 +305,7 @@ def with_changes(state_dict, **changes):
         ("O2, amax_history_len=4", {}, "float32[3, 16]; Flax has float32[3, 4]"),
     ],
 )
-def test_an_error_names_what_does_not_fit(recipe, changes, says):
+def test_error_names_differences(recipe, changes, says):
     like = variables_of(Scanned(), recipe)
     state_dict = with_changes(transformed("O2").state_dict(), **changes)
     with pytest.raises(ValueError, match=re.escape(says)) as error:
@@ -315,7 +315,7 @@ def test_an_error_names_what_does_not_fit(recipe, changes, says):
         from_flax(like, MAPPINGS["scanned"], state_dict)
 
 
-def test_an_error_lists_all_differences():
+def test_error_lists_all_differences():
     with pytest.raises(ValueError, match="and 3 more") as error:
         to_flax(
             with_changes(transformed("O2, interval=4").state_dict(), x=torch.ones(1)),
@@ -377,7 +377,7 @@ def test_places(mapping, name, place):
     assert mapping.place(name) == place
 
 
-def test_a_map_is_a_value_that_refuses_what_cannot_be():
+def test_name_map_is_a_checked_value():
     special = NameMap((Rename("lm_head.weight", "last/w"),)) + GPT2
     assert special.place("lm_head.weight") == Place(("last", "w"))
     assert special == NameMap((Rename("lm_head.weight", "last/w"),)) + GPT2 and hash(special)
@@ -398,7 +398,7 @@ class Attends(nn.Module):
         return nn.MultiHeadDotProductAttention(num_heads=2, name="attn")(x)
 
 
-def test_heads_are_split_as_flax_splits_them():
+def test_attention_heads():
     empty = zeros(fp8jax.transform(Attends(), "O3").init, jax.random.key(0), jnp.ones((1, 2, WIDTH)))
     like = scrambled(empty)
     mapping = NameMap(
@@ -441,7 +441,7 @@ class NNXTwin(nnx.Module):
         return self.last(self.norm(x))
 
 
-def test_nnx_modules_take_the_same_bits():
+def test_nnx_round_trip():
     model = nnx.eval_shape(lambda: fp8jax.transform(NNXTwin(nnx.Rngs(0)), "O3"))
     state = scrambled(nnx.state(model))
     state_dict = from_flax(state, PLAIN, transformed("O3").state_dict())
@@ -468,7 +468,7 @@ def hugging_face(kind, tied):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **small)).eval()
 
 
-def test_gpt2_from_hugging_face_computes_the_same_in_flax(load_program):
+def test_gpt2_logits_equal_in_flax(load_program):
     program = load_program("examples/gpt_model.py")
     flax = program.GPT(
         program.GPTConfig(13, layers=2, heads=2, width=8, context=16, bias=True, tied=True, remat=False)
@@ -490,7 +490,7 @@ def test_gpt2_from_hugging_face_computes_the_same_in_flax(load_program):
 
 
 @pytest.mark.parametrize("kind, mapping", [("GPT2", GPT2), ("LLAMA", LLAMA)])
-def test_maps_place_every_tensor_of_hugging_face(kind, mapping):
+def test_maps_of_hugging_face(kind, mapping):
     model = hugging_face(kind, tied=False)
     variables = to_flax(model.state_dict(), mapping)
     leaves = jax.tree.leaves(variables)
@@ -515,7 +515,7 @@ def test_maps_place_every_tensor_of_hugging_face(kind, mapping):
     assert_same(to_flax(back, mapping, like=variables), variables)
 
 
-def test_tied_tensors_cross_once_and_must_agree():
+def test_tied_tensors():
     model = hugging_face("LLAMA", tied=True)
     variables = to_flax(model.state_dict(), LLAMA)
     assert "lm_head" not in variables["params"]
@@ -558,7 +558,7 @@ def torch_adam(model, recipe, step=3, skipped=2):
 
 @pytest.mark.parametrize("recipe", ["O1", "O2", "O3", "O3, master_weight=FP32", "te"])
 @pytest.mark.parametrize("layout", MODELS)
-def test_optimizer_states_go_there_and_back(layout, recipe):
+def test_optimizer_round_trip(layout, recipe):
     model, variables = transformed(recipe), variables_of(MODELS[layout], recipe)
     optimizer = torch_adam(model, recipe)
     schedule = optax.scale_by_schedule(lambda step: 1.0)
@@ -583,7 +583,7 @@ def test_optimizer_states_go_there_and_back(layout, recipe):
         }
 
 
-def test_a_step_can_follow_in_jax_where_stacked_norms_have_a_scale_per_layer():
+def test_stacked_norms_step_in_jax():
     model = torch.nn.ModuleDict(
         {"norms": torch.nn.ModuleList(torch.nn.LayerNorm(8, bias=False) for _ in "ab")}
     )
@@ -600,7 +600,7 @@ def test_a_step_can_follow_in_jax_where_stacked_norms_have_a_scale_per_layer():
     assert [entries["exp_avg_scale"].item() for entries in back["state"].values()] == [1, 1]
 
 
-def test_torchs_own_adam_and_optaxs_own():
+def test_torchs_adam_and_optaxs():
     model = Twin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
@@ -658,7 +658,7 @@ def change_steps(optimizer):
         ("O3", lambda optimizer: None, r"\(master\)(.|\n)*only in Flax: last/kernel, float16"),
     ],
 )
-def test_an_optimizer_that_does_not_fit(recipe, change, says):
+def test_optimizer_that_does_not_fit(recipe, change, says):
     model = transformed("O2")
     optimizer = torch_adam(model, "O2")
     change(optimizer)
@@ -667,7 +667,7 @@ def test_an_optimizer_that_does_not_fit(recipe, change, says):
         optimizer_to_flax(optimizer, model, PLAIN, like=like)
 
 
-def test_states_without_adam_and_other_models_are_refused():
+def test_refused_optimizer_states():
     model = transformed("O2")
     optimizer = torch_adam(model, "O2")
     with pytest.raises(ValueError, match="one Adam.*got 0"):

@@ -53,7 +53,7 @@ def saved_and_loaded(whole, **options):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
-def test_a_copy_of_model_and_optimizer_goes_on_as_the_original(level, copied):
+def test_copies_train_alike(level, copied):
     pair = prepared(level)
     train(*pair)
     twin = copied(pair)
@@ -63,7 +63,7 @@ def test_a_copy_of_model_and_optimizer_goes_on_as_the_original(level, copied):
     assert twin[0][0].fp8.amax_history[0].count_nonzero() == 4
 
 
-def test_a_whole_model_is_read_where_none_was_prepared_yet():
+def test_unpickling_in_a_new_process():
     pair = prepared("O2")
     mixed.cache_clear()
     twin = saved_and_loaded(pair)
@@ -76,7 +76,7 @@ class Linear(nn.Linear):
     """Of the same name as torch's."""
 
 
-def test_a_subclass_is_told_from_a_class_of_its_name():
+def test_subclass_with_an_equal_name():
     model = transform(nn.Sequential(nn.Linear(16, 16), Linear(16, 16)), "te")
     assert not isinstance(model[0], Linear)
     assert isinstance(model[1], Linear)
@@ -84,7 +84,7 @@ def test_a_subclass_is_told_from_a_class_of_its_name():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_scaling_states_stay_float32_in_a_model_that_is_cast(dtype):
+def test_cast_model_keeps_float32_scaling_state(dtype):
     model, optimizer = prepared("te")
     train(model, optimizer)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -94,7 +94,7 @@ def test_scaling_states_stay_float32_in_a_model_that_is_cast(dtype):
 
 
 @pytest.mark.parametrize("format", [formats.E4M3, formats.FP16], ids=str)
-def test_what_is_assigned_to_data_is_kept(format):
+def test_assignment_to_data(format):
     parameter = nn.Parameter(quantize(torch.ones(4, 4), format))
     parameter.data = torch.full((4, 4), 3.0)
     torch.testing.assert_close(parameter.detach().dequantize(), torch.full((4, 4), 3.0))
@@ -105,14 +105,14 @@ def test_what_is_assigned_to_data_is_kept(format):
     torch.testing.assert_close(parameter.detach().dequantize(), torch.full((4, 4), 7.0))
 
 
-def test_a_model_can_be_shared_between_processes():
+def test_shared_memory():
     model = transform(net(), "O2").share_memory()
     assert all(parameter.is_shared() for parameter in model.parameters())
     assert model(X).isfinite().all()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_weight_that_is_not_contiguous_moves(level):
+def test_noncontiguous_weight(level):
     models = [net(), net()]
     models[0][0].weight = nn.Parameter(models[1][0].weight.detach().t().contiguous().t())
     for model in models:
@@ -123,7 +123,7 @@ def test_a_weight_that_is_not_contiguous_moves(level):
 
 
 @pytest.mark.parametrize("level", ["O3", "O3,master_weight=FP32"])
-def test_a_loaded_weight_is_not_undone_by_its_master(level):
+def test_loaded_weight_replaces_its_master(level):
     model, optimizer = prepared(level)
     train(model, optimizer)
     model.load_state_dict(net(seed=1).state_dict())
@@ -137,7 +137,7 @@ def test_a_loaded_weight_is_not_undone_by_its_master(level):
 
 
 @pytest.mark.parametrize("is_model_first", [True, False])
-def test_masters_come_back_whatever_is_loaded_first(is_model_first):
+def test_masters_load_in_any_order(is_model_first):
     pair = prepared("O3")
     train(*pair)
     saved = [copy.deepcopy(part.state_dict()) for part in pair]
@@ -151,7 +151,7 @@ def test_masters_come_back_whatever_is_loaded_first(is_model_first):
         torch.testing.assert_close(twin[1].state[q], pair[1].state[p], rtol=0, atol=0)
 
 
-def test_a_scaled_weight_written_before_the_backward_is_noticed():
+def test_write_before_the_backward_raises():
     model = transform(net(), "O3")
     loss = model(X).sum()
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_a_scaled_weight_written_before_the_backward_is_noticed():
         loss.backward()
 
 
-def test_clipping_of_lists_changes_scales_alone():
+def test_foreach_clipping_changes_only_scales():
     model, _ = prepared("O2")
     model(X).square().sum().backward()
     codes, scale = model[0].weight.grad.codes.clone(), model[0].weight.grad.scale.clone()
@@ -182,7 +182,7 @@ def test_recomputation_advances_nothing(use_reentrant):
     assert_same(*states)
 
 
-def test_torchs_encoder_calls_its_layers_in_evaluation():
+def test_transformer_encoder_in_evaluation():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     model = transform(nn.TransformerEncoder(layer, 1), "te").eval()
     x, mask = X.view(2, 4, 16), torch.zeros(2, 4, dtype=torch.bool)
@@ -192,7 +192,7 @@ def test_torchs_encoder_calls_its_layers_in_evaluation():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_that_a_loss_scaler_skips_leaves_no_trace(level):
+def test_steps_that_a_loss_scaler_skips(level):
     pair = prepared(level)
     twin = copy.deepcopy(pair)
     for (model, optimizer), factors in ((pair, (1, 50, 2)), (twin, (1, 2))):
@@ -208,13 +208,13 @@ def test_a_step_that_a_loss_scaler_skips_leaves_no_trace(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_layers_without_features_are_layers(level):
+def test_layers_without_features(level):
     model, optimizer = prepared(level, nn.Sequential(nn.Linear(16, 0), nn.Linear(0, 16)))
     train(model, optimizer)
     torch.testing.assert_close(model(X), model[1].bias.expand(8, 16))
 
 
-def test_what_cannot_be_is_said():
+def test_errors():
     model = transform(net(), "O2")
     with pytest.raises(RuntimeError, match="fp8jax_torch.dequantize"):
         model[0].weight.storage()
@@ -232,7 +232,7 @@ def test_what_cannot_be_is_said():
         optimizer.step()
 
 
-def test_a_pair_of_state_dicts_is_plain_data():
+def test_state_dicts_load_with_weights_only():
     pair = prepared("O3")
     train(*pair)
     model, _ = saved_and_loaded([part.state_dict() for part in pair], weights_only=True)

@@ -77,7 +77,7 @@ TE_CASES = {
 
 @pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("case", TE_CASES)
-def test_products_and_states_are_those_of_transformer_engine(case, in_out):
+def test_matmul_equals_transformer_engines(case, in_out):
     recipe = TE_CASES[case]
     state = ScalingState(recipe)
     for step in range(len(DATA[f"{case}/x"])):
@@ -125,7 +125,7 @@ QUICK = [(RECIPES[i], "float32") for i in (0, 2, 3, 6, 8)] + [("O2", "bfloat16")
         )
     ],
 )
-def test_products_gradients_and_states_are_those_of_jax(recipe, dtype):
+def test_matmul_equals_jaxs(recipe, dtype):
     row = Recipe.parse(recipe)
     numpy = np.random.default_rng(0)
     state, jax_state = ScalingState(row), init_state(row)
@@ -191,7 +191,7 @@ def jax_product(recipe, dtype, x, w, g, state):
     return y, dx, codes.astype(jnp.float32) * state["wgrad_scale"], state
 
 
-def test_an_empty_batch_gives_an_empty_output_and_zero_gradients():
+def test_empty_batch():
     model = transform(nn.Linear(24, 8), "te")
     x = torch.zeros(0, 24, requires_grad=True)
     y = model(x)
@@ -201,7 +201,7 @@ def test_an_empty_batch_gives_an_empty_output_and_zero_gradients():
 
 
 @pytest.mark.parametrize("shape", [(3, 20, 7), (16, 32, 48), (1, 5, 1)])
-def test_the_gemm_of_a_gpu_is_that_of_the_emulation(shape):
+def test_scaled_mm_equals_the_emulation(shape):
     """`torch._scaled_mm` runs on a CPU too, slowly."""
     m, k, n = shape
     for rows, columns in ((m, k), (k, m)):
@@ -215,7 +215,7 @@ def test_the_gemm_of_a_gpu_is_that_of_the_emulation(shape):
             torch.testing.assert_close(got, next(wide) @ next(wide), rtol=1e-5, atol=1e-5)
 
 
-def test_a_device_without_fp8_is_named():
+def test_why_emulated():
     assert why_emulated(torch.device("cpu")).endswith("emulated, exactly: FP8 needs a CUDA device; got cpu")
 
 
@@ -233,7 +233,7 @@ class MLP(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["te", "te,scaling=current", "O2"])
-def test_its_accuracy_is_at_least_torchaos(recipe):
+def test_accuracy_is_at_least_torchaos(recipe):
     """torchao scales by the tensor itself in each step; delayed scaling's first step does too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -262,7 +262,7 @@ def test_its_accuracy_is_at_least_torchaos(recipe):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_level_trains_as_float32_does(level):
+def test_levels_train(level):
     net = Net()
     plain = train(net_copy := copy.deepcopy(net), torch.optim.AdamW(net_copy.parameters(), 3e-3), 60)
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
@@ -273,7 +273,7 @@ def test_every_level_trains_as_float32_does(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_column_of_the_recipe_is_what_is_kept(level):
+def test_recipe_columns_are_the_stored_formats(level):
     recipe = Recipe.parse(level)
     net = Net()
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
@@ -298,7 +298,7 @@ def test_each_column_of_the_recipe_is_what_is_kept(level):
         assert casts.format_of(optimizer.state[parameter]["exp_avg"].dtype).name == recipe.moments[0]
 
 
-def test_the_users_model_and_optimizer_stay_as_they_were():
+def test_prepare_copies():
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
     before = copy.deepcopy(net.state_dict())
@@ -312,14 +312,14 @@ def test_the_users_model_and_optimizer_stay_as_they_were():
     assert is_scaled(net.up.weight)
 
 
-def test_a_layer_stays_an_nn_linear_and_keeps_its_names():
+def test_layers_stay_linear():
     net = Net()
     model, _ = prepare(net, None, "O2")
     assert isinstance(model.up, nn.Linear)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in net.named_parameters()]
 
 
-def test_groups_options_and_state_of_an_optimizer_are_carried_over():
+def test_prepared_optimizer_keeps_groups_and_state():
     net = Net()
     decayed = [net.up.weight, net.down.weight]
     others = [p for p in net.parameters() if not any(p is d for d in decayed)]
@@ -341,7 +341,7 @@ def test_groups_options_and_state_of_an_optimizer_are_carried_over():
     assert train(model, own, 10)[-1] == pytest.approx(reference[-1], rel=0.05)
 
 
-def test_decay_of_torchs_adam_is_in_the_gradient():
+def test_weight_decay_of_adam_and_adamw():
     net = Net()
     _, own = prepare(net, torch.optim.Adam(net.parameters(), weight_decay=0.1), "O2")
     assert not own.decoupled
@@ -350,7 +350,7 @@ def test_decay_of_torchs_adam_is_in_the_gradient():
 
 
 @pytest.mark.parametrize("level", ["te", "O1"])
-def test_another_optimizer_stays_where_it_can(level):
+def test_other_optimizers_stay(level):
     net = Net()
     model, optimizer = prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), level)
     assert isinstance(optimizer, torch.optim.SGD)
@@ -358,7 +358,7 @@ def test_another_optimizer_stays_where_it_can(level):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_what_cannot_be_is_refused():
+def test_refused_arguments():
     net = Net()
     with pytest.raises(ValueError, match=r"`optimizer`: expected an Adam or AdamW.*got SGD"):
         prepare(net, torch.optim.SGD(net.parameters(), 0.1), "O2")
@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused():
         report(net)
 
 
-def test_the_report_accounts_for_every_module_with_weights():
+def test_report():
     model, _ = prepare(Net(), None, "O2,exclude=lm_head+down")
     text = str(report(model))
     assert [row.path for row in report(model).rows] == ["up", "norm", "down", "lm_head"]
@@ -393,7 +393,7 @@ def test_the_report_accounts_for_every_module_with_weights():
     assert "emulated, exactly: FP8 needs a CUDA device; got cpu" in text
 
 
-def test_a_plain_checkpoint_loads_and_comes_back():
+def test_plain_checkpoint_round_trip():
     net = Net()
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), "O2")
     train(model, optimizer, 3)
@@ -409,7 +409,7 @@ def test_a_plain_checkpoint_loads_and_comes_back():
     assert is_scaled(model.up.weight)
 
 
-def test_its_own_checkpoint_goes_on_bit_for_bit(tmp_path):
+def test_checkpoint_round_trip(tmp_path):
     net = Net()
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), "O2")
     train(model, optimizer, 3)
@@ -455,7 +455,7 @@ def test_tied_weights_stay_tied():
 
 
 @pytest.mark.parametrize("level", ["te", "O2"])
-def test_microbatches_and_uses_merge_by_the_largest_amax(level):
+def test_microbatches_merge_by_the_largest_amax(level):
     x, y = batch()
     net = Net()
     states = []
@@ -472,7 +472,7 @@ def test_microbatches_and_uses_merge_by_the_largest_amax(level):
 
 
 @pytest.mark.parametrize("level", ["te", "O2"])
-def test_a_skipped_step_leaves_the_scaling_state_and_evaluation_too(level):
+def test_skipped_steps_and_evaluation_keep_scaling_state(level):
     net = Net()
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
     train(model, optimizer, 2)
@@ -505,7 +505,7 @@ OTHERS = {
     "case, level",
     [(case, level) for case in OTHERS for level in ("te", "O1") if (case, level) != ("LBFGS", "O1")],
 )
-def test_optimizers_of_torch_skip_a_bad_step(case, level):
+def test_torch_optimizers_skip(case, level):
     """Called with a closure or without one, they change neither a weight nor their own state."""
     model = nn.Sequential(nn.Embedding(8, 16, sparse=True) if case == "SparseAdam" else nn.Linear(16, 16))
     model = model.append(nn.Linear(16, 16)).to(torch.float64 if case.endswith("float64") else None)
@@ -538,7 +538,7 @@ def test_optimizers_of_torch_skip_a_bad_step(case, level):
     assert not torch.equal(value(model[0].weight), value(before[0][0]))
 
 
-def test_what_torch_does_around_a_step_skips_too():
+def test_schedulers_hooks_and_scalers_around_a_skip():
     """Schedulers made before or after, copies, checkpoints, hooks, a loss scaler."""
     net, (x, y) = Net(), batch()
     optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
@@ -566,7 +566,7 @@ def test_what_torch_does_around_a_step_skips_too():
     assert scaler.get_scale() == 2.0 and all(p.isfinite().all() for p in model.parameters())
 
 
-def test_the_backward_keeps_one_byte_a_number():
+def test_residuals_are_one_byte_a_number():
     model, kept = transform(nn.Linear(256, 512, bias=False), "te"), []
 
     def pack(tensor):
@@ -581,7 +581,7 @@ def test_the_backward_keeps_one_byte_a_number():
 # Accelerate's defects, as far as they are torch's (tests/test_accelerate.py has the others).
 
 
-def test_defect_7_an_odd_layer_stops_no_other_and_norms_stay_what_they_are():
+def test_defect_7_odd_layers_and_norms():
     norms = [nn.LayerNorm(7, elementwise_affine=False), nn.LayerNorm(33, bias=False)]
     net = nn.Sequential(nn.Linear(24, 7), norms[0], nn.Linear(7, 33, bias=False), norms[1], nn.Linear(33, 48))
     model = transform(net, "te")
@@ -595,14 +595,14 @@ def test_defect_7_an_odd_layer_stops_no_other_and_norms_stay_what_they_are():
     bare(x).sum().backward()
 
 
-def test_defect_9_what_stays_out_is_said_by_name_however_it_is_asked_for():
+def test_defect_9_excluded_layers_are_reported():
     recipe = Recipe.from_accelerate({"backend": "te"})
     for model in (transform(Net(), recipe), prepare(Net(), None, recipe)[0]):
         assert [row.path for row in report(model).rows if row.fp8] == ["up", "down"]
         assert report(model).rows[-1].reason == "exclude=lm_head"
 
 
-def test_without_torch_the_error_says_what_to_install(monkeypatch):
+def test_missing_torch(monkeypatch):
     for name in list(sys.modules):
         if name.partition(".")[0] == "fp8jax_torch":
             monkeypatch.delitem(sys.modules, name)
@@ -658,7 +658,7 @@ MODELS = {"gpt2": 8, "bert": 14, "llama": 14, "vit": 12}
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "vit"))]
 )
-def test_models_of_transformers_train_unedited(name):
+def test_transformers_models_train(name):
     net = hugging_face(name)
     losses = {}
     for level in ("bf16", "O2", "te"):
@@ -682,7 +682,7 @@ def test_models_of_transformers_train_unedited(name):
         assert losses[level][-1] < 0.7 * losses[level][0]
 
 
-def test_a_loop_of_accelerate_runs_unchanged(tmp_path):
+def test_accelerate_loop(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     x, y = batch()
 

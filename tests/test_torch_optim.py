@@ -78,7 +78,7 @@ def order(codes):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_step_is_that_of_ms_amp(case):
+def test_steps_equal_msamps(case):
     decayed_into_gradient = not DATA[f"{case}/decoupled"] and DATA[f"{case}/hyper"][4]
     moved, total = 0, 0
     for step, after in steps(case, freely=False):
@@ -102,7 +102,7 @@ def test_each_step_is_that_of_ms_amp(case):
 
 
 @pytest.mark.parametrize("case", ["adamw_o2", "adamw_o2_zero_first_grad", "adamw_o1"])
-def test_left_alone_it_stays_with_ms_amp(case):
+def test_run_stays_with_msamp(case):
     for step, after in steps(case, freely=True):
         codes, scale = after["w"]
         want, want_scale = recorded(case, "w", step)
@@ -167,7 +167,7 @@ def check_same(got, want, what):
     "recipe",
     ["O2", "O3", *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES if r not in ("O2", "O3"))],
 )
-def test_each_step_is_that_of_jax(recipe, make):
+def test_steps_equal_jaxs(recipe, make):
     """From JAX's state each time, so that a tie moved by one does not become two."""
     (w, tx), (parameter, own) = pair(recipe, make)
     state, row = tx.init(w), fp8jax.Recipe.parse(recipe)
@@ -217,7 +217,7 @@ def snapshot(parameters, own):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 3e38])
 @pytest.mark.parametrize("recipe", ["O2", "O3", "O1", "te"])
-def test_a_step_with_a_bad_number_changes_nothing_and_is_counted(recipe, bad):
+def test_nonfinite_steps_are_skipped(recipe, bad):
     parameters = [pair(recipe)[1][0], nn.Parameter(torch.ones(3))]
     own = AdamW(parameters, 1e-2, recipe=recipe)
     for step in range(3):
@@ -238,7 +238,7 @@ def test_a_step_with_a_bad_number_changes_nothing_and_is_counted(recipe, bad):
     assert all(value(p.detach()).isfinite().all() for p in parameters)
 
 
-def test_a_bad_number_in_an_fp8_gradient_is_seen():
+def test_nonfinite_fp8_gradient():
     parameter, own = pair("O2")[1]
     for bad in (np.nan, np.inf):
         g = torch.ones(parameter.shape)
@@ -257,7 +257,7 @@ def tree(snapshot):
             yield state[name].float()
 
 
-def test_hostile_gradients_leave_it_finite_and_able_to_learn():
+def test_hostile_gradients():
     generator = np.random.default_rng(0)
     target = torch.randn(16, 16)
     parameter = nn.Parameter(quantize(torch.zeros(16, 16) + 0.1, formats.FP16, power_of_two=True))
@@ -291,7 +291,7 @@ def advance(parameters, own, step, recipe="O2"):
 
 
 @pytest.mark.parametrize("recipe", ["O2", "O3", "O1"])
-def test_its_state_loads_with_weights_only_and_goes_on_bit_for_bit(recipe):
+def test_state_dict_round_trip(recipe):
     parameters, own = trained(recipe)
     own.skipped = 5
     file = io.BytesIO()
@@ -309,7 +309,7 @@ def test_its_state_loads_with_weights_only_and_goes_on_bit_for_bit(recipe):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
-def test_it_takes_the_state_of_torchs_own_adamw():
+def test_state_of_torchs_adamw_loads():
     plain = nn.Parameter(torch.randn(6, 5))
     torchs = torch.optim.AdamW([plain], lr=0.1)
     plain.grad = torch.randn(6, 5)
@@ -322,7 +322,7 @@ def test_it_takes_the_state_of_torchs_own_adamw():
     torch.testing.assert_close(got, torchs.state[plain]["exp_avg"], rtol=2**-4, atol=1e-6)
 
 
-def test_bytes_a_parameter_are_those_of_jax():
+def test_bytes_per_parameter():
     (w, tx), (parameter, own) = pair("O2", shape=(512, 512))
     parameter.grad = quantize_gradient(torch.ones(512, 512))
     own.step()
@@ -334,7 +334,7 @@ def test_bytes_a_parameter_are_those_of_jax():
     assert round(total / parameter.numel(), 2) == 6.0
 
 
-def test_bad_arguments_are_named():
+def test_illegal_arguments():
     w = [nn.Parameter(torch.ones(2))]
     for bad, match in (({"lr": -1}, "`lr`"), ({"betas": (0.9, 1.0)}, "`betas`"), ({"eps": -1}, "`eps`")):
         with pytest.raises(ValueError, match=match):
@@ -348,7 +348,7 @@ def test_bad_arguments_are_named():
         AdamW(w).load_state_dict(amsgrad.state_dict())
 
 
-def test_groups_schedules_and_closures_work_as_torchs():
+def test_groups_schedules_and_closures():
     first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     own = AdamW([{"params": [first], "weight_decay": 0.0}, {"params": [second], "lr": 0.0}], 0.1, recipe="O2")
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5**step)
@@ -367,7 +367,7 @@ def test_groups_schedules_and_closures_work_as_torchs():
     assert functools.reduce(max, (group["lr"] for group in copy.deepcopy(own).param_groups)) == 0.05
 
 
-def test_tensors_that_are_not_contiguous_and_half_parameters_move_too():
+def test_noncontiguous_and_bf16_parameters():
     base = torch.ones(4, 6)
     parameter = nn.Parameter(base.t())
     half = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
@@ -379,7 +379,7 @@ def test_tensors_that_are_not_contiguous_and_half_parameters_move_too():
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW])
-def test_without_a_recipe_the_weights_say_what_is_kept(make):
+def test_optimizer_without_a_recipe(make):
     for format, recipe in ((formats.E4M3, "O3"), (formats.FP16, "O2")):
         states = []
         for told in ({}, {"recipe": recipe}):
@@ -395,13 +395,13 @@ def test_without_a_recipe_the_weights_say_what_is_kept(make):
     "format, recipe",
     [("E4M3", "te"), ("E4M3", "O1"), ("E4M3", "O2"), ("FP16", "bf16"), ("FP16", "te"), ("FP16", "O3")],
 )
-def test_a_recipe_for_other_weights_than_these_is_refused(format, recipe):
+def test_recipe_for_other_weights_is_refused(format, recipe):
     parameter = nn.Parameter(quantize(torch.ones(4, 4), formats.get(format), power_of_two=True))
     with pytest.raises(ValueError, match=f"`recipe`: expected one with {format} weights.* got {recipe}"):
         AdamW([parameter], recipe=recipe)
 
 
-def test_prepare_tells_an_optimizer_its_recipe():
+def test_prepare_sets_the_recipe():
     """One of ours that was told nothing takes the recipe; one that was told of other weights is refused."""
     model = nn.Sequential(nn.Linear(16, 16))
     prepared, optimizer = fp8jax_torch.prepare(model, AdamW(model.parameters()), "O1", "native")

@@ -88,7 +88,7 @@ def steps_on_torch(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_are_those_of_jax(recipe):
+def test_gradients_equal_jaxs(recipe):
     recipe = Recipe.parse(recipe)
     _, dgrad_is_high, wgrad_is_high = recipe.override_linear_precision
     for bad, in_jax, on_torch in zip(BAD, steps_in_jax(recipe), steps_on_torch(recipe), strict=True):

@@ -119,7 +119,7 @@ def check_within(distance, referees):
 
 @pytest.mark.long  # a dozen runs; that a run can change sides shows the same in small
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_torch_and_jax_are_as_far_apart_as_rounding_drives_either(training, permute, recipe):
+def test_distance_of_torch_and_jax(training, permute, recipe):
     runs = training(recipe)
     on_torch, in_jax = runs.losses(runs.on_torch()), runs.losses(runs.in_jax())
     referees = []
@@ -136,7 +136,7 @@ def test_torch_and_jax_are_as_far_apart_as_rounding_drives_either(training, perm
 
 @pytest.mark.long  # the example changes sides too, and the test below
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_that_changes_sides_goes_on_as_if_it_had_not(training, recipe):
+def test_change_of_sides(training, recipe):
     runs = training(recipe)
     on_torch, in_jax = runs.on_torch(), runs.in_jax()
     runs.losses(on_torch, last=CROSS)
@@ -182,7 +182,7 @@ def test_steps_and_skipped_steps_cross(training, recipe, monkeypatch):
 
 
 @pytest.mark.long  # compiles the step at te; tests/test_torch_bridge.py has the state alone
-def test_at_te_torchs_own_adamw_crosses_and_comes_back(training):
+def test_torchs_adamw_crosses_and_comes_back(training):
     runs = training("te")
     side = runs.on_torch()
     runs.losses(side, last=3)
@@ -218,7 +218,7 @@ def test_the_example_runs(example, path, tmp_path, capsys):
         (["--backend", "tea"], "expected one of auto, msamp, te, torchao, native; got 'tea'"),
     ],
 )
-def test_what_makes_no_comparison_is_one_line(example, path, capsys, options, says):
+def test_input_errors_are_one_line(example, path, capsys, options, says):
     assert example.main(["--data", str(path), *options]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("torch_same_recipe: ") and says in printed and printed.count("\n") == 1

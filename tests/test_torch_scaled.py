@@ -42,7 +42,7 @@ def bits(array):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_casts_give_the_codes_of_jax(format):
+def test_casts_equal_jaxs(format):
     x = hostile(format)
     want = jax.jit(lambda x: quantization.cast(x, format))(x)
     got = casts.cast(torch.from_numpy(x), format)
@@ -52,7 +52,7 @@ def test_casts_give_the_codes_of_jax(format):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_codes_widen_exactly(format):
+def test_to_float_is_exact(format):
     codes = np.arange(2**format.bits).astype(f"u{format.bits // 8}").view(format.dtype)
     kept = torch.from_numpy(codes.view(f"i{format.bits // 8}")).view(casts.dtype_of(format))
     want = codes.astype(np.float32)
@@ -65,7 +65,7 @@ def test_codes_widen_exactly(format):
 @pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("limit", [448.0, 57344.0, 65504.0])
-def test_scales_are_those_of_jax(limit, power_of_two, margin):
+def test_scales_equal_jaxs(limit, power_of_two, margin):
     amaxes = np.concatenate(
         [
             np.random.default_rng(0).lognormal(0, 20, 4000).astype(np.float32),
@@ -83,7 +83,7 @@ def test_scales_are_those_of_jax(limit, power_of_two, margin):
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("format", NARROW, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_quantize_is_that_of_jax(format, power_of_two, dtype):
+def test_quantize_equals_jaxs(format, power_of_two, dtype):
     x = np.random.default_rng(1).standard_normal((37, 53)).astype(np.float32)
     x[0, :4] = [0, 300, 1e-7, -1e-4]
     want = fp8jax.quantize(jnp.asarray(x, dtype), format, power_of_two=power_of_two)
@@ -96,7 +96,7 @@ def test_quantize_is_that_of_jax(format, power_of_two, dtype):
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("format", [*NARROW, formats.FP16], ids=str)
-def test_the_largest_floats_stay_finite_as_in_jax(format, power_of_two):
+def test_largest_floats_stay_finite(format, power_of_two):
     x = np.float32([np.finfo(np.float32).max, -1e38])
     want = fp8jax.quantize(x, format, power_of_two=power_of_two)
     got = quantize(torch.from_numpy(x), format.name, power_of_two=power_of_two)
@@ -105,7 +105,7 @@ def test_the_largest_floats_stay_finite_as_in_jax(format, power_of_two):
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_broken_gradient_stays_broken_and_its_scale_usable(bad):
+def test_nonfinite_gradient_quantizes_to_nan(bad):
     x = np.ones((4, 4), np.float32)
     x[1, 2] = bad
     got, want = quantize_gradient(torch.from_numpy(x)), quantization.quantize_gradient(x)
@@ -115,14 +115,14 @@ def test_a_broken_gradient_stays_broken_and_its_scale_usable(bad):
 
 
 @pytest.mark.parametrize("x", [torch.zeros(0, 3), torch.zeros(3, 3), torch.full((2,), 1e-41)])
-def test_nothing_and_zeros_quantize_to_zeros(x):
+def test_zeros_and_empty_tensors(x):
     q = quantize(x, formats.E4M3)
     assert q.scale == 1
     assert q.shape == x.shape
     assert not q.dequantize().any()
 
 
-def test_bad_input_is_named():
+def test_illegal_input():
     with pytest.raises(TypeError, match=r"`x`: expected a floating tensor to quantize; got torch.int64"):
         quantize(torch.arange(3), formats.E4M3)
     with pytest.raises(ValueError, match=r"`format`: .*E8M0"):
@@ -135,7 +135,7 @@ def weight(format=formats.FP16):
     return quantize(torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), format, power_of_two=True)
 
 
-def test_arithmetic_acts_on_the_value():
+def test_arithmetic():
     q, x = weight(), torch.randn(7, 5)
     for got, want in (
         (q + 1, q.dequantize() + 1),
@@ -151,7 +151,7 @@ def test_arithmetic_acts_on_the_value():
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_what_is_written_in_place_is_rounded_again():
+def test_in_place_writes_are_quantized():
     q = weight(formats.E4M3)
     want = quantize(q.dequantize() * 3 + 100, formats.E4M3, power_of_two=True)
     kept = q.codes
@@ -165,7 +165,7 @@ def test_what_is_written_in_place_is_rounded_again():
     assert not q.dequantize().any()
 
 
-def test_a_number_in_place_changes_the_scale_alone():
+def test_in_place_multiplication_by_a_number():
     q = weight(formats.E4M3)
     codes, scale = q.codes.clone(), q.scale.clone()
     q.mul_(torch.tensor(0.3))
@@ -174,7 +174,7 @@ def test_a_number_in_place_changes_the_scale_alone():
     torch.testing.assert_close(q.scale, scale * 0.3 / 2, rtol=1e-6, atol=0)
 
 
-def test_a_product_with_a_tensor_in_place_is_none_with_a_number():
+def test_in_place_multiplication_by_a_tensor():
     q = weight()
     want = q.dequantize() * torch.arange(7.0)
     q.mul_(torch.arange(7.0))
@@ -182,7 +182,7 @@ def test_a_product_with_a_tensor_in_place_is_none_with_a_number():
 
 
 @pytest.mark.parametrize("format", [formats.E4M3, formats.FP16], ids=str)
-def test_a_parameter_is_copied_saved_and_loaded_whole(format):
+def test_parameter_round_trip(format):
     layer = nn.Linear(7, 5)
     layer.weight = nn.Parameter(weight(format))
     twin = copy.deepcopy(layer)
@@ -205,7 +205,7 @@ def test_a_parameter_is_copied_saved_and_loaded_whole(format):
     torch.testing.assert_close(plain.weight.data, layer.weight.detach().dequantize(), rtol=0, atol=0)
 
 
-def test_gradients_accumulate_are_measured_and_clipped():
+def test_gradients_accumulate_and_clip():
     first, second = (quantize_gradient(torch.randn(5, 7)) for _ in range(2))
     total = quantize_gradient(first.dequantize() + second.dequantize())
     parameters = [nn.Parameter(weight()), nn.Parameter(torch.ones(3))]
@@ -222,7 +222,7 @@ def test_gradients_accumulate_are_measured_and_clipped():
         torch.testing.assert_close(value(p.grad), before * 0.5 / want, rtol=1e-5, atol=0)
 
 
-def test_any_optimizer_of_torch_moves_it():
+def test_torch_optimizers_step():
     for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
         p, plain = nn.Parameter(weight()), nn.Parameter(weight().dequantize())
         for parameter in (p, plain):
