@@ -1,12 +1,12 @@
-"""A model's variables: collections by name, as Flax keeps them.
+"""A model's variables: collections by name, as in Flax.
 
-    {"params": {"fc": {"kernel": k}},                              # what is trained
-     "_overwrite_with_gradient": {"fc": {"kernel": state}},        # how FP8 tensors are scaled
+    {"params": {"fc": {"kernel": k}},                              # trained
+     "_overwrite_with_gradient": {"fc": {"kernel": state}},        # scaling states
      "loss_scale": {"scale": s, "good_steps": n},                  # float16 GEMMs only
-     "frozen": {"fc": {"kernel": k}}}                              # what is not trained, beside adapters
+     "frozen": {"fc": {"kernel": k}}}                              # not trained; models with adapters only
 
-The second collection has the name that Flax's TrainState, TransformerEngine and MaxText know:
-its "gradient" is its new value.
+Flax's TrainState, TransformerEngine and MaxText know the name of the second collection: its "gradient" is its
+new value.
 """
 
 import weakref
@@ -25,32 +25,35 @@ SCALING = "_overwrite_with_gradient"
 LOSS_SCALE = "loss_scale"
 FROZEN = "frozen"
 
-# All others are the module's own, such as batch statistics, and change as it says.
+# Other collections, such as batch statistics, belong to the module.
 OURS = (PARAMS, SCALING, LOSS_SCALE, FROZEN)
 
 
 def has_params(variables: Any) -> bool:
-    """Whether `variables` are collections, not parameters alone."""
+    """Whether `variables` are collections rather than parameters."""
     return isinstance(variables, Mapping) and PARAMS in variables
 
 
 class _Names(tuple[str, ...]):
-    """The names of collections, and with them their arrays' origin; compared and hashed as names alone."""
+    """The names of collections, compared and hashed as a tuple, with their `Gradients.origin`."""
 
     origin: Any = None
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Gradients(dict[str, Any], metaclass=ShowsRemedy):
-    """The gradients of whole variables: a dict of collections, of which some are no gradients.
+    """The gradients of whole variables: a dict of collections, of which only "params" holds gradients.
 
-    What clips, scales, averages or adds to all of its arrays alike would spoil the scaling state. Where a
-    tree of another type is expected, as beside an optimizer's moments, JAX's error shows this class, which
-    says what to do. Where it stands alone, it remembers in `jax.tree.map` which arrays came, and
-    `check_gradients` sees that they are others. This holds within one function that is being compiled: on the
-    way into it and out of it all arrays are new.
+    A transformation that clips, scales, averages or adds noise to all arrays would destroy the scaling state.
+    This class detects it in two ways:
 
-    Its collections are plain trees, and new ones are put in by `with_collections`.
+    * Where JAX expects a tree of another type, such as an optimizer's moments, its error shows this class as
+      the `remedy`.
+    * It remembers the arrays that it was made of, also through `jax.tree.map`, so `check_gradients` sees
+      whether they are still the same. This works inside one function under `jax.jit`: its arguments and
+      results are new arrays.
+
+    `with_collections` puts in new collections.
     """
 
     remedy = (
@@ -64,11 +67,11 @@ class Gradients(dict[str, Any], metaclass=ShowsRemedy):
         self.origin: Any = None
         if leaves and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             is_known = origin is not None and origin[0] == here
-            # Weak: JAX keeps structures of trees for longer than a tracer may live.
+            # Weak references, because JAX keeps tree structures for longer than a tracer may live.
             self.origin = origin if is_known else (here, tuple(map(weakref.ref, leaves)))
 
     def others(self) -> list[Any]:
-        """The leaves that are no gradients."""
+        """The arrays that are no gradients."""
         return jax.tree.leaves([self[name] for name in sorted(self) if name != PARAMS])
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -88,7 +91,7 @@ class Gradients(dict[str, Any], metaclass=ShowsRemedy):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Updates(Gradients):
-    """What an optimizer made of `Gradients`."""
+    """An optimizer's updates, made from `Gradients`."""
 
     remedy = (
         "fp8jax's updates of whole variables: take the step by fp8jax.apply_updates; fp8jax.optim skips and "
@@ -99,23 +102,18 @@ class Updates(Gradients):
 def check_gradients(grads: Any, variables: Any = None) -> None:
     """Raises TypeError if the scaling state in `Gradients` was changed.
 
-    Within one compiled function that is known of each array. Outside of one, where `variables` are given, it
-    shows in windows of amaxes that are not the last step's, moved by one.
+    Inside a function under `jax.jit` each array must be the original. Elsewhere, and only if `variables` are
+    given, each window of amaxes must be the last step's, moved by one.
     """
     if not isinstance(grads, Gradients):
         return
     if grads.origin is None:
-        if has_params(variables) and not all(map(_is_moved, _windows(variables), _windows(grads))):
-            raise _changed(grads)
-        return
-    for reference, new in zip(grads.origin[1], grads.others(), strict=True):
-        old = reference()
-        if old is not None and old is not new:
-            raise _changed(grads)
-
-
-def _changed(grads: Gradients) -> TypeError:
-    return TypeError(f"`updates`: something changed the scaling state in {type(grads).remedy}.")
+        is_same = not has_params(variables) or all(map(_is_moved, _windows(variables), _windows(grads)))
+    else:
+        pairs = zip(grads.origin[1], grads.others(), strict=True)
+        is_same = all(old() is None or old() is new for old, new in pairs)
+    if not is_same:
+        raise TypeError(f"`updates`: something changed the scaling state in {type(grads).remedy}.")
 
 
 def _windows(variables: Mapping[str, Any]) -> list[Any]:
@@ -125,7 +123,7 @@ def _windows(variables: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_moved(old: Any, new: Any) -> bool:
-    """Whether each window is the old one moved by one, or as it was, as far as that is known here."""
+    """Whether each window is the old one, or the old one moved by one; True if values are not available."""
     for x in (old, new):
         is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
         if not is_concrete or x.is_deleted() or not x.is_fully_addressable:
@@ -135,14 +133,7 @@ def _is_moved(old: Any, new: Any) -> bool:
     return bool((moved | (new == old).all(-1)).all())
 
 
-def sealed(grads: Any) -> Any:
-    """Gradients of whole variables that hold a scaling state or a loss scale, as `Gradients`."""
-    if not has_params(grads) or not jax.tree.leaves([grads[name] for name in grads if name != PARAMS]):
-        return grads
-    return Gradients(grads)
-
-
 def with_collections(grads: Mapping[str, Any], new: Mapping[str, Any], kind: type[Gradients]) -> Any:
-    """`grads` with these new collections; of the kind if it is a `Gradients`."""
+    """`grads` with these new collections, as `kind` if it is a `Gradients`."""
     new = {**grads, **new}
     return kind(new) if isinstance(grads, Gradients) else new

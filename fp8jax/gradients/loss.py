@@ -16,7 +16,7 @@ from fp8jax.gradients.slots import quantized
 from fp8jax.gradients.traced import gradient
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.merge import from_cotangents, settled
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, sealed
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params
 
 
 def value_and_grad(
@@ -85,7 +85,8 @@ def for_optimizers(loss_fn: Callable[..., Any], grad_fn: GradFn) -> Callable[...
         out, grads = grad_fn(loss_fn, variables, args, kwargs)
         if SCALING in grads:
             grads = {**grads, SCALING: _jitted_settled(grads[SCALING], variables[SCALING])}
-        return out, sealed({**grads, PARAMS: as_gradients(grads[PARAMS])})
+        whole = Gradients({**grads, PARAMS: as_gradients(grads[PARAMS])})
+        return out, whole if whole.others() else dict(whole)
 
     return wrapped
 

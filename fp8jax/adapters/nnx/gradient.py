@@ -31,7 +31,7 @@ def gradient_of_module(
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`.
         has_aux: whether it also returns auxiliary outputs.
-        grad_of: the gradient, with auxiliary outputs, of a loss of variables.
+        grad_of: the gradient, with auxiliary outputs, of a loss of variables that are nested dicts.
         merged: one module state from the states of all microbatches and devices.
         parts: number of microbatches times devices; each has its own random streams.
     """
@@ -39,7 +39,7 @@ def gradient_of_module(
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         graph, params, states, scales, frozen, rest = nnx.split(model, *KINDS)
-        variables = {PARAMS: tree_of(params), SCALING: tree_of(states)}
+        variables = {PARAMS: params, SCALING: states}
         for _, variable in nnx.to_flat_state(scales):
             variables[LOSS_SCALE] = variable.get_value()
 
@@ -50,8 +50,7 @@ def gradient_of_module(
                 changing = _with_keys(
                     changing, lambda _, key: key.replace(fold_in(key.get_value(), number[0]))
                 )
-            trained = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING])
-            inside = nnx.merge(graph, *trained, *constants, changing)
+            inside = nnx.merge(graph, variables[PARAMS], variables[SCALING], *constants, changing)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             after = nnx.split(inside, *KINDS)[-1]
@@ -61,11 +60,12 @@ def gradient_of_module(
             return loss, (aux, after)
 
         numbers = np.arange(parts, dtype=np.int32) if parts > 1 else None  # split as a batch is
-        (loss, (aux, after)), grads = grad_of(pure)(variables, numbers, *args, **kwargs)
-        nnx.update(model, merged(after), put_in(states, grads[SCALING]))
+        out, grads = gradient_of_states(pure, grad_of)(variables, numbers, *args, **kwargs)
+        loss, (aux, after) = out
+        nnx.update(model, merged(after), grads[SCALING])
         for path, variable in nnx.to_flat_state(scales):
             nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
-        return ((loss, aux) if has_aux else loss), put_in(params, grads[PARAMS])
+        return ((loss, aux) if has_aux else loss), grads[PARAMS]
 
     return wrapped
 
