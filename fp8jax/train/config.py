@@ -66,6 +66,7 @@ def option(
     return dataclasses.field(default=default, metadata={"help": help, **rules})
 
 
+# An option of one start of the program: a run does not keep its value.
 start_option = functools.partial(option, saved=False)
 
 

@@ -25,6 +25,7 @@ from fp8jax import formats
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.train.errors import need
+from fp8jax.train.run_folder import write
 from fp8jax.variables import PARAMS, SCALING
 
 OPERANDS = ("input", "weight", "output gradient")  # the order in a dot's scaling state
@@ -189,8 +190,8 @@ class MetricsWriter:
     def __init__(self, folder: pathlib.Path, step: int) -> None:
         path = folder / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._file = open(path, "w", encoding="utf-8")
-        self._file.writelines(f"{line}\n" for line in lines if _step_of(line) <= step)
+        write(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+        self._file = open(path, "a", encoding="utf-8")
         self._folder, self._step, self._boards = folder / "tensorboard", step, {}
 
     def write(self, step: int, model: str, values: Mapping[str, float]) -> None:
