@@ -179,7 +179,7 @@ class Recipe:
         Raises:
             ValueError: a key or value is unknown or contradicts another, or no recipe has the setting:
                 torchao's settings, MXFP8 blocks, the format E5M2.
-            ModuleNotFoundError: `source` is a file, and PyYAML is not installed.
+            ImportError: `source` is a file, and PyYAML is not installed.
 
         References:
             Accelerate 1.15.0, utils/dataclasses.py and commands/launch.py.
