@@ -1,6 +1,4 @@
-"""Number formats: what a code can mean. Data only.
-
-A floating-point format is a dtype and the four numbers that every scale needs:
+"""Number formats as data: a dtype and the numbers that describe its codes.
 
     >>> from fp8jax import formats
     >>> formats.E4M3.max, formats.E4M3.smallest_subnormal
@@ -8,8 +6,8 @@ A floating-point format is a dtype and the four numbers that every scale needs:
     >>> formats.get("FP16").bits
     16
 
-`E4M3` is the variant without infinities (`float8_e4m3fn`), as in the OCP 8-bit
-floating point specification and on NVIDIA hardware.
+`E4M3` is the variant without infinities (`float8_e4m3fn`), as in the OCP 8-bit floating point specification
+and on NVIDIA hardware.
 
 References:
     FP8 Formats for Deep Learning, arXiv 2209.05433, Table 1.
@@ -28,15 +26,15 @@ class Format:
     """One number format.
 
     Attributes:
-        name: what recipes and reports call it.
-        dtype: the numpy dtype of its codes.
-        bits: width of a code.
+        name: the name in recipes and reports.
+        dtype: the NumPy dtype of the codes.
+        bits: bits of a code.
         mantissa_bits: explicit fraction bits (E8M0 has none).
         exponent_bias: a normal number is (1 + fraction) * 2**(exponent - exponent_bias).
         max: largest finite value.
         smallest_normal: smallest positive value with full precision.
         smallest_subnormal: smallest positive value.
-        has_infinity: whether overflow has a code of its own.
+        has_infinity: whether there are codes of infinities.
     """
 
     name: str
@@ -78,32 +76,22 @@ FP32 = _format("FP32", np.float32, 127, True)
 ALL = (E4M3, E5M2, E8M0, FP16, BF16, FP32)
 
 
-def parse(format: Format | str) -> Format:
-    """A format, or the one that has this name.
+def get(format: Format | str) -> Format:
+    """The format with this name; a `Format` is returned unchanged.
 
     Raises:
-        TypeError: `format` is neither, e.g. a dtype.
-        ValueError: no format has that name.
+        TypeError: `format` is neither a format nor a name, e.g. a dtype.
+        ValueError: no format has this name.
     """
     if isinstance(format, Format):
         return format
-    legal = ", ".join(f.name for f in ALL)
-    message = f"`format`: expected a format of `fp8jax.formats` or its name, one of {legal}; got {format!r}."
-    if not isinstance(format, str):
-        raise TypeError(message)
-    if format not in legal.split(", "):
-        raise ValueError(message)
-    return get(format)
+    formats = {candidate.name: candidate for candidate in ALL}
+    if format in formats:
+        return formats[format]
+    raise (ValueError if isinstance(format, str) else TypeError)(
+        f"`format`: expected a format of `fp8jax.formats` or its name, one of {', '.join(formats)}; got "
+        f"{format!r}."
+    )
 
 
-def get(name: str) -> Format:
-    """The format called `name`.
-
-    Raises:
-        ValueError: no format has that name.
-    """
-    for candidate in ALL:
-        if candidate.name == name:
-            return candidate
-    legal = ", ".join(f.name for f in ALL)
-    raise ValueError(f"`name`: expected one of {legal}; got {name!r}.")
+parse = get

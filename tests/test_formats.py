@@ -66,7 +66,8 @@ def test_a_format_is_a_frozen_value_found_by_name():
         formats.E4M3.max = 240.0
 
 
-@pytest.mark.parametrize("name", ["FP8", "e4m3", "", None])
+@pytest.mark.parametrize("name", ["FP8", "e4m3", "", None, np.float16])
 def test_an_unknown_name_raises_and_lists_the_formats(name):
-    with pytest.raises(ValueError, match=rf"`name`: expected one of E4M3, .*, FP32; got {name!r}"):
+    error = ValueError if isinstance(name, str) else TypeError
+    with pytest.raises(error, match=rf"`format`: expected .* one of E4M3, .*, FP32; got {name!r}"):
         formats.get(name)
