@@ -103,7 +103,7 @@ def test_a_section_that_fails_is_noted(parts, tmp_path, monkeypatch):
 
 
 def test_targets_are_held_or_missed(parts):
-    lines = parts.record.targets.lines
+    lines = parts.record.lines
     figures = {"gemm": 0.9, "optimizer": 0.61, "convergence": -0.2, "FP8 GEMMs of a Dense step": 2}
     rows = {row["target"]: row for row in lines(figures, {"layer": "it was late"})}
     verdicts = [

@@ -75,7 +75,7 @@ def run_section(name: str, given: Given, path: pathlib.Path) -> None:
         if given.device == "gpu" and jax.default_backend() != "gpu":
             raise RuntimeError(f"JAX found no GPU: its devices are {jax.devices()}")
         SECTIONS[name].measure(given, notes)
-    notes.gpu(record.gpu("clocks.sm,power.draw,temperature.gpu"))
+    notes.add("state", "after", record.gpu("clocks.sm,power.draw,temperature.gpu"))
 
 
 def run_apart(name: str, given: Given, path: pathlib.Path, cache: str) -> None:
@@ -103,7 +103,7 @@ def run_apart(name: str, given: Given, path: pathlib.Path, cache: str) -> None:
     if reason:
         notes = Notes(path, resume=True)
         notes.skip(name, reason)
-        notes.error(name, said.read_text(errors="replace")[-4000:])
+        notes.add("errors", name, said.read_text(errors="replace")[-4000:])
 
 
 def measure_all(args: argparse.Namespace, kept: record.Record) -> None:

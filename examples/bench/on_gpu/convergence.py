@@ -1,8 +1,8 @@
 """GPT-124M learns in bfloat16 and at O2, from the same weights and on the same batches, while time allows.
 
-The levels take turns, a few steps each, so that they end with equal steps. The first turns tell how many
-steps there is time for, and the cosine goes down to the last of them. Tokens are bytes: of --data, or of
-the source of Python's standard library.
+The levels take turns of a few steps, so they end with equal steps. The second turn's time decides the number
+of steps, at whose end the cosine reaches its minimum. Tokens are bytes of --data, or of the source of
+Python's standard library.
 """
 
 import functools
@@ -95,15 +95,15 @@ def prepared(size: gpt.Size, given: Given, notes: Notes) -> dict[str, Run]:
 
 
 def write(runs: dict[str, Run], size: gpt.Size, notes: Notes) -> None:
-    """What is known by now."""
+    """Keeps the losses so far."""
     rows = []
     for level, run in runs.items():
         step, loss = run.validation[-1]
         gap = loss - runs[LEVELS[0]].validation[-1][1]
         every = max(1, len(run.losses) // 500)
         means = [float(np.mean(run.losses[at : at + every])) for at in range(0, len(run.losses), every)]
-        notes.curve(f"{level} training", [(every * (n + 1), loss) for n, loss in enumerate(means)])
-        notes.curve(f"{level} validation", run.validation)
+        notes.add("curves", f"{level} training", [(every * (n + 1), loss) for n, loss in enumerate(means)])
+        notes.add("curves", f"{level} validation", run.validation)
         rows.append({"level": level, "steps": step, "validation loss": loss, f"- {LEVELS[0]}": gap})
     notes.table(f"GPT-124M, {size.batch} x {size.context} bytes a step", rows)
     notes.figure("convergence", rows[1][f"- {LEVELS[0]}"])

@@ -4,8 +4,7 @@
     state = compiled(learner, "init")(key)
     state, loss = compiled(learner, "step")(state, batch, total)    # `total` is the steps of the schedule
 
-The model is that of train_gpt.py with activations in bfloat16, all layers in one scan, only the
-products kept for the backward; its head stays in bfloat16. Nothing here needs more than JAX, Flax and optax.
+The model is that of train_gpt.py with activations in bfloat16, and a head in bfloat16.
 """
 
 import functools
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 
 import fp8jax
+from fp8jax.train.step.optimizers import decays
 from on_gpu.notes import Given
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -61,16 +61,8 @@ class Learner(NamedTuple):
     @property
     def model(self) -> Any:
         """The GPT in the level's formats."""
-        _, heads, width, _, context, vocabulary = self.size
-        config = GPTConfig(
-            vocabulary,
-            self.size.layers,
-            heads,
-            width,
-            context,
-            dtype="bfloat16",
-            attention=self.attention,
-        )
+        sizes = {**self.size._asdict(), "dtype": "bfloat16", "attention": self.attention}
+        config = GPTConfig(**{name: value for name, value in sizes.items() if name != "batch"})
         return fp8jax.transform(GPT(config), self.level)
 
     def optimizer(self, total: Any) -> optax.GradientTransformation:
@@ -121,21 +113,18 @@ def shapes_of(learner: Learner) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def compiled(learner: Learner, what: str) -> Any:
-    """The learner's "init", "step", "update" or "loss", for whoever asks first."""
+    """The learner's program: "init", "step", "update" or "loss"."""
     state, batch, grads = shapes_of(learner)
     total = jax.ShapeDtypeStruct((), jnp.float32)
-    if what == "init":
-        return jax.jit(learner.first_state).lower(jax.random.key(0)).compile()
-    if what == "step":
-        return jax.jit(learner.step, donate_argnums=0).lower(state, batch, total).compile()
-    if what == "update":
-        return jax.jit(learner.update, donate_argnums=0).lower(state, grads, total).compile()
-    return jax.jit(learner.loss).lower(state[0], batch).compile()
-
-
-def decays(params: Any) -> Any:
-    """Matrices and embeddings, not norms; the scan's axis comes first."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.ndim - (path[0].key == "h") >= 2, params)
+    functions = {
+        "init": (learner.first_state, (jax.random.key(0),)),
+        "step": (learner.step, (state, batch, total)),
+        "update": (learner.update, (state, grads, total)),
+        "loss": (learner.loss, (state[0], batch)),
+    }
+    function, args = functions[what]
+    donated = 0 if what in ("step", "update") else None
+    return jax.jit(function, donate_argnums=donated).lower(*args).compile()
 
 
 def batch_of(tokens: np.ndarray, seed: tuple[int, int], size: Size) -> np.ndarray:

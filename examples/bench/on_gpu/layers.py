@@ -79,9 +79,8 @@ def rows(times: clock.Times, facts: dict[str, dict[str, Any]]) -> list[dict[str,
 
 def judge(times: clock.Times, notes: Notes) -> None:
     """The figures that targets are about."""
-    for figure, name in (("layer delayed", DELAYED), ("layer current", CURRENT)):
-        if found := clock.ratio(times, BF16, name):
-            notes.figure(figure, found)
+    notes.figure("layer delayed", clock.ratio(times, BF16, DELAYED))
+    notes.figure("layer current", clock.ratio(times, BF16, CURRENT))
     over_flax = [clock.ratio(times, FLAX, name) for name in (DELAYED, CURRENT)]
     if all(over_flax):
         notes.figure("layer, flax /", min(filter(None, over_flax)))

@@ -1,10 +1,10 @@
-"""What a section is given, and what it leaves behind.
+"""The settings of a section, and its notes.
 
     notes.table("16384", rows)          # rows of a table, as in output.py
     notes.figure("layer, te", 1.72)     # a number that a target is about
     notes.skip("qwix", "not installed") # what was not measured, and why
 
-Notes are on disk after every addition, so that a section which is killed leaves what it had.
+Notes are on disk after every addition, so a section that is killed leaves its results.
 """
 
 import concurrent.futures
@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 from output import Rows
 
+KINDS = ("tables", "figures", "skipped", "curves", "errors", "state")
+
 
 class Given(NamedTuple):
-    """What a section is told."""
+    """Settings of a section."""
 
     device: str  # "gpu" or "cpu"
     tiny: bool  # sizes that only show that it runs
@@ -36,7 +38,7 @@ class Given(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """At most so many are timed."""
+        """The most that are timed."""
         return 2 if self.tiny else 30
 
     @property
@@ -46,49 +48,37 @@ class Given(NamedTuple):
 
 
 class Notes:
-    """What a section found, kept in a JSON file."""
+    """Results of a section, kept in a JSON file."""
 
     def __init__(self, path: pathlib.Path, *, resume: bool = False) -> None:
         self.path = path
-        self.found: dict[str, Any] = {"tables": {}, "figures": {}, "skipped": {}, "curves": {}, "errors": {}}
+        self.found: dict[str, Any] = {name: {} for name in KINDS}
         if resume and path.exists():
             self.found = json.loads(path.read_text())
         self._write()
 
     def table(self, title: str, rows: Rows) -> None:
-        """Keeps rows; those there were under this title go."""
+        """Keeps rows, instead of those under this title before."""
         if rows:
-            self._add("tables", title, rows)
+            self.add("tables", title, rows)
 
-    def figure(self, name: str, value: float | int) -> None:
-        """Keeps one number under the name that targets.py knows."""
-        self._add("figures", name, value)
-
-    def curve(self, name: str, points: list[tuple[int, float]]) -> None:
-        """Keeps a curve for the picture."""
-        self._add("curves", name, points)
+    def figure(self, name: str, value: float | None) -> None:
+        """Keeps a number under the name that record.py's targets have, if it was measured."""
+        if value is not None:
+            self.add("figures", name, value)
 
     def skip(self, what: str, reason: str) -> None:
         """Keeps why something was not measured."""
-        self._add("skipped", what, reason)
-
-    def error(self, what: str, text: str) -> None:
-        """Keeps all that is known of a failure."""
-        self._add("errors", what, text)
-
-    def gpu(self, state: str) -> None:
-        """Keeps clocks, power and temperature."""
-        self.found["gpu"] = state
-        self._write()
+        self.add("skipped", what, reason)
 
     @contextlib.contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Keeps what goes wrong inside, and goes on after it."""
+        """Keeps an error inside, and goes on after it."""
         try:
             yield
         except Exception as error:
             first = (str(error).strip() or "no message").splitlines()[0]
-            self.error(what, traceback.format_exc())
+            self.add("errors", what, traceback.format_exc())
             self.skip(what, f"failed: {type(error).__name__}: {first[:200]}")
 
     def compile_all(self, compiles: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
@@ -101,7 +91,8 @@ class Notes:
                 done[name] = future.result()
         return done
 
-    def _add(self, kind: str, name: str, value: Any) -> None:
+    def add(self, kind: str, name: str, value: Any) -> None:
+        """Keeps a value of one of the `KINDS`: curves are for the picture, the state is the GPU's."""
         self.found[kind][name] = value
         self._write()
 

@@ -33,5 +33,4 @@ def measure(given: Given, notes: Notes) -> None:
         found |= {"moved GB": read.moved / 1e9, "TB/s": read.moved / clock.quartiles(times[way])[1] / 1e12}
         rows.append({"way": way, **clock.row(times, way), **found, "temporaries GB": read.temporaries / 1e9})
     notes.table(f"optimizer step, {leaves} leaves of {size} x {size}", rows)
-    if found := clock.ratio(times, "O2", update.OPTAX):
-        notes.figure("optimizer", found)
+    notes.figure("optimizer", clock.ratio(times, "O2", update.OPTAX))

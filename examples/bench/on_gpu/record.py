@@ -1,19 +1,41 @@
 """The record of a run: result.json for programs, table.md for people, picture.png for a glance.
 
-Written anew after every section, the picture at the end, so that a run which is cut off leaves what it had.
+Written anew after every section, the picture at the end, so a run that is cut off leaves its results.
 """
 
 import json
 import pathlib
 import shutil
 import subprocess
-from typing import Any
+from typing import Any, NamedTuple
 
 import output
 
-from on_gpu import targets
 
-# Section, column, and what the panel shows.
+class Target(NamedTuple):
+    """A figure that is judged."""
+
+    what: str
+    section: str
+    figure: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+TARGETS = (
+    Target("correctness: rows that did not hold", "correctness", "correctness", at_most=0),
+    Target("FP8 GEMMs of a Dense step (cuBLASLt calls)", "correctness", "FP8 GEMMs of a Dense step", 3, 3),
+    Target("FP8 GEMM 8192^3, speed / torch._scaled_mm", "gemm", "gemm", at_least=0.9),
+    Target("transformer layer, te, speed / bf16", "layer", "layer delayed", at_least=1.7),
+    Target("transformer layer, te,scaling=current, speed / bf16", "layer", "layer current", at_least=1.6),
+    Target("transformer layer, slower of the two, speed / flax", "layer", "layer, flax /", at_least=1.0),
+    Target("optimizer step, O2, time / float32 optax.adamw", "optimizer", "optimizer", at_most=0.6),
+    Target("GPT-350M train step, O2, tokens/s / bf16", "GPT-350M", "train step speed", at_least=1.25),
+    Target("GPT-350M train step, O2, peak memory / bf16", "GPT-350M", "train step memory", at_most=0.7),
+    Target("GPT-124M, validation loss, O2 - bf16", "convergence", "convergence", at_most=0.01),
+)
+
+# Section, column, and title of a panel.
 PANELS = (
     ("gemm", "TFLOP/s", "GEMM, TFLOP/s"),
     ("layer", "ms", "transformer layer, ms"),
@@ -24,7 +46,7 @@ PANELS = (
 
 
 class Record:
-    """What is known of a run by now."""
+    """Results of a run so far."""
 
     def __init__(self, folder: pathlib.Path, environment: dict[str, Any], is_judged: bool) -> None:
         folder.mkdir(parents=True)
@@ -41,7 +63,7 @@ class Record:
             name: "; ".join(dict.fromkeys(found["skipped"].values())) for name, found in self.sections.items()
         }
         why = {name: reason or "the section ended without it" for name, reason in why.items()}
-        return targets.lines(figures, why, self.is_judged)
+        return lines(figures, why, self.is_judged)
 
     def add(self, name: str, found: dict[str, Any]) -> None:
         """Keeps a section's notes, and writes the files."""
@@ -66,7 +88,7 @@ class Record:
             for title, rows in found["tables"].items():
                 lines += [f"{title}:", "", output.markdown(rows), ""]
             lines += [f"- not measured: {what}: {reason}" for what, reason in found["skipped"].items()]
-            lines += [f"- the GPU right after it: {found['gpu']}"] if found.get("gpu") else []
+            lines += [f"- the GPU right after it: {state}" for state in found["state"].values() if state]
             lines += [""]
         rows = [{"what": what, "is": value} for what, value in about.items()]
         return "\n".join([*lines, "## Versions", "", output.markdown(rows), ""])
@@ -85,6 +107,30 @@ class Record:
         curves(last, self.sections.get("convergence", {}).get("curves", {}))
         figure.savefig(self.folder / "picture.png")
         return None
+
+
+def lines(figures: dict[str, float], why: dict[str, str], is_judged: bool = True) -> output.Rows:
+    """One row per target.
+
+    Args:
+        figures: measured numbers, by name.
+        why: by section, the reason for its missing figures.
+        is_judged: whether the figures are a GPU's at full size.
+    """
+    rows = []
+    for target in TARGETS:
+        measured, low, high = figures.get(target.figure), target.at_least, target.at_most
+        bound = f"<= {high:g}" if low is None else f">= {low:g}"
+        bound = f"{low:g}" if low == high else bound
+        if measured is None:
+            verdict = f"not run: {why.get(target.section, 'the section was left out')}"
+        elif not is_judged:
+            verdict = "not judged: a dry run"
+        else:
+            is_held = (low is None or measured >= low) and (high is None or measured <= high)
+            verdict = "held" if is_held else "missed"
+        rows.append({"target": target.what, "bound": bound, "measured": measured, "verdict": verdict})
+    return rows
 
 
 def bars(axes: Any, title: str, rows: list[dict[str, Any]], column: str) -> None:

@@ -1,9 +1,8 @@
-"""A train step of a GPT at every level of the chart: tokens a second, memory, and the update's share of time.
+"""A train step of a GPT at every level of the chart: tokens per second, memory, and the update's time.
 
-"planned GB" is XLA's own sum for the compiled step: state, batch, results and temporaries. "peak GB" is
-what the device's allocator says that a level's step needed. Its peak only ever grows, so each level makes
-its state on top of those before it, and the bytes in use by then are taken off; "-" where the peak did not
-move.
+"planned GB" is XLA's sum for the compiled step: state, batch, results and temporaries. "peak GB" is the
+allocator's peak during a level's first step, less the bytes in use before its state. The allocator's peak
+never falls, so "peak GB" is "-" where the step did not raise it.
 """
 
 import functools
@@ -122,8 +121,7 @@ def judge(name: str, times: clock.Times, facts: dict[str, dict[str, Any]], notes
     """The figures that targets are about: memory as measured, or as planned where it is not."""
     if name != JUDGED_SIZE or not {BASELINE, JUDGED_LEVEL} <= facts.keys():
         return
-    if speed := clock.ratio(times, BASELINE, JUDGED_LEVEL):
-        notes.figure("train step speed", speed)
+    notes.figure("train step speed", clock.ratio(times, BASELINE, JUDGED_LEVEL))
     own, base = facts[JUDGED_LEVEL], facts[BASELINE]
     kind = "peak GB" if own["peak GB"] and base["peak GB"] else "planned GB"
     notes.figure("train step memory", own[kind] / base[kind])
