@@ -2,6 +2,7 @@
 
 from fp8jax.train.report.progress import Progress as Progress
 from fp8jax.train.report.report import Outcome as Outcome
+from fp8jax.train.report.report import machine as machine
 from fp8jax.train.report.report import outcome_of as outcome_of
 from fp8jax.train.report.report import show as show
 from fp8jax.train.report.report import write as write

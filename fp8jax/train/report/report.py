@@ -209,15 +209,18 @@ def verdict(outcomes: Outcomes) -> str:
     )
 
 
-def facts(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `about` that the report knows itself: device, versions, size, settings."""
+def machine() -> dict[str, Any]:
+    """The device and the versions of a run, for `about`."""
     return {
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "devices": trainer.placement.mesh.size,
-        "rows of a step": trainer.rows,
-        "settings": settings,
     }
+
+
+def facts(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `about` that the report knows itself: device, versions, size, settings."""
+    size = {"devices": trainer.placement.mesh.size, "rows of a step": trainer.rows}
+    return {**machine(), **size, "settings": settings}
 
 
 def check_about(about: Mapping[str, Any], trainer: Trainer) -> None:
