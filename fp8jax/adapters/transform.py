@@ -57,40 +57,35 @@ def transform(
         raise TypeError(f"`lora`: expected a fp8jax.LoRA, as LoRA(rank=8), or None; got {lora!r}.")
     recipe, rules = Recipe.parse(recipe), tuple(rules)
     remat = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
-    if inputs is not None and not nnx.is_module(model):
+    settings = Settings(recipe, rules, backend, lora, remat)
+    if nnx.is_module(model):
+        return nnx.transform(model, settings, None if inputs is None else tuple(inputs))
+    if inputs is not None:
         raise ValueError(
             "`inputs`: expected None for a model that is not an NNX module; `init` takes inputs."
         )
-    settings = Settings(recipe, rules, backend, lora, remat)
     if linen.is_module(model):
         return (linen.LinenModel if lora is None else linen.LoRAModel)(model, settings)
-    if nnx.is_module(model):
-        return nnx.transform(model, settings, None if inputs is None else tuple(inputs))
-    is_transformed = isinstance(model, linen.LinenModel | FunctionModel)
-    if callable(model) and not isinstance(model, type) and not is_transformed and not _wraps(model):
+    got = _not_a_function(model)
+    if got is None:
         return FunctionModel(model, settings)
-    raise TypeError(
-        "`model`: expected a Flax module, Linen or NNX, or a function of parameters; got "
-        f"{_described(model)}."
-    )
+    raise TypeError(f"`model`: expected a Flax module, Linen or NNX, or a function of parameters; got {got}.")
 
 
-def _wraps(model: Any) -> bool:
-    """Whether `model` holds a Flax module, as Hugging Face's FlaxPreTrainedModel does."""
-    held = getattr(model, "module", None)
-    return linen.is_module(held) or nnx.is_module(held)
-
-
-def _described(model: Any) -> str:
+def _not_a_function(model: Any) -> str | None:
+    """A description of an argument that is not a function of parameters; None for such a function."""
     if isinstance(model, linen.LinenModel | FunctionModel):
         name = "module" if isinstance(model, linen.LinenModel) else "fn"
         return f"a transformed model ({type(model).__name__}); transform its `.{name}` instead"
-    if _wraps(model):
+    held = getattr(model, "module", None)  # as in Hugging Face's FlaxPreTrainedModel
+    if linen.is_module(held) or nnx.is_module(held):
         return (
             f"a {type(model).__name__}, which holds a Flax module: transform its `.module`, and give that "
             "its parameters"
         )
-    return f"the class {model.__name__}, not an instance" if isinstance(model, type) else type(model).__name__
+    if isinstance(model, type):
+        return f"the class {model.__name__}, not an instance"
+    return None if callable(model) else type(model).__name__
 
 
 def report(model: Any, *args: Any, **kwargs: Any) -> Report:

@@ -9,10 +9,6 @@ from fp8jax.gradients import apply_updates
 from fp8jax.quantization import ScaledArray
 
 
-def _state_of(x: ScaledArray) -> dict[str, Any]:
-    return {"data": x.data, "scale": x.scale}
-
-
 def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
     new = ScaledArray(state["data"], state["scale"])
     if (new.data.dtype, new.shape) != (target.data.dtype, target.shape):
@@ -24,7 +20,9 @@ def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
 
 
 # For `flax.serialization.to_bytes` and `from_bytes`.
-serialization.register_serialization_state(ScaledArray, _state_of, _from_state)
+serialization.register_serialization_state(
+    ScaledArray, lambda x: {"data": x.data, "scale": x.scale}, _from_state
+)
 
 
 class TrainState(train_state.TrainState):
@@ -34,9 +32,8 @@ class TrainState(train_state.TrainState):
         loss, grads = fp8jax.value_and_grad(loss_fn)(state.params, batch)
         state = state.apply_gradients(grads=grads)
 
-    Flax's own works too, for GEMMs in FP8. It gives `tx` the parameters alone; this one gives it whole
-    variables, so that the scaling state of a step that an optimizer skips is the old one, and
-    loss scales move.
+    Flax's own class works for FP8 GEMMs, too. It gives `tx` only the parameters. This class gives it whole
+    variables, so that a step that the optimizer skips keeps the old scaling state, and loss scales change.
     """
 
     @classmethod

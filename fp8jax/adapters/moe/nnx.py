@@ -47,7 +47,7 @@ class ExpertDense(nnx.Module):
     ):
         shape = (num_experts, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
-        self.dtype, self.param_dtype, self.over = dtype, param_dtype, over
+        self.dtype, self.over = dtype, over
 
     def __call__(
         self, rows: Float[Array, "rows in_features"], sizes: Int[Array, " num_experts"]
