@@ -335,6 +335,15 @@ def test_an_nnx_module_does_the_same(recipe):
     assert type(module.up.kernel) is nnx.Param  # the user's is not touched
 
 
+def test_nnx_adapters_with_example_inputs():
+    """Kernels that a trace finds get the adapters of kernels that their layers name."""
+    module = Plain(nnx.Rngs(0))
+    models = [fp8jax.transform(module, "O2", lora=LoRA(rank=2), inputs=inputs) for inputs in (None, [X])]
+    named, found = (nnx.state(model) for model in models)
+    jax.tree.map(np.testing.assert_array_equal, found, named)
+    np.testing.assert_array_equal(models[1](X), models[0](X))
+
+
 class Stacked(nnx.Module):
     """Two layers made under `nnx.vmap` and scanned."""
 
@@ -347,7 +356,9 @@ class Stacked(nnx.Module):
         self.layers = make(rngs)
 
     def __call__(self, x):
-        axes = nnx.StateAxes({(nnx.Param, fp8jax.adapters.nnx.FP8State, fp8jax.adapters.nnx.Frozen): 0, ...: None})
+        axes = nnx.StateAxes(
+            {(nnx.Param, fp8jax.adapters.nnx.FP8State, fp8jax.adapters.nnx.Frozen): 0, ...: None}
+        )
 
         @nnx.scan(in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
         def run(layer, x):

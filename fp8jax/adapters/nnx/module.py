@@ -26,6 +26,7 @@ from fp8jax.dot import quantized_kernel
 from fp8jax.dot.einsum import is_single_dot
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array
+from fp8jax.variables import FROZEN, PARAMS
 
 FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 _KNOWN = (*FLAX_LAYERS, ExpertDense)
@@ -61,7 +62,8 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
     else:
         function = FunctionModel(run_call, settings, num_states=1)
         rewrite(copy, function)
-        kernels = function.kernels(*operands_of(copy, "__call__", inputs, {}))
+        variables, *operands = operands_of(copy, "__call__", inputs, {})
+        kernels = function.kernels(variables.get(FROZEN, variables[PARAMS]), *operands)
         restore(copy)
     places = places_of(copy)
     for path, kernel in kernels.items():
