@@ -66,30 +66,9 @@ def _dot_widened(
     del precise  # float32 accumulation is always precise
     wide = jnp.bfloat16 if _has_bfloat16_instructions() else jnp.float32
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-    ((lhs_k,), (rhs_k,)), (lhs_batch, rhs_batch) = dimension_numbers
-    if lhs_k != lhs.ndim - 1:
-        lhs = _rows(lhs, lhs_k)
-        dimension_numbers = (((lhs.ndim - 1,), (rhs_k,)), (lhs_batch, rhs_batch))
     out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
     # Two multiplications, because the product of the scales can overflow or underflow in float32.
     return (out * lhs_scale * rhs_scale).astype(out_dtype)
-
-
-def _rows(x: jax.Array, axis: int) -> jax.Array:
-    """`x` with `axis` last, the lhs layout of XLA's fast CPU GEMM.
-
-    The barriers stop XLA from undoing the transpose and from fusing the computation of `x` into it. In blocks
-    of 8 the transpose takes a tenth of the time.
-    """
-    x = lax.optimization_barrier(x)
-    size, block = x.shape[axis], 8
-    if size % block == 0:
-        shape = x.shape[:axis] + (size // block, block) + x.shape[axis + 1 :]
-        moved = jnp.moveaxis(x.reshape(shape), (axis, axis + 1), (-2, -1))
-        x = moved.reshape(*moved.shape[:-2], size)
-    else:
-        x = jnp.moveaxis(x, axis, -1)
-    return lax.optimization_barrier(x)
 
 
 def _dot_scaled(
