@@ -98,9 +98,9 @@ def test_too_many_devices_and_unknown_names_raise():
 @pytest.mark.parametrize(
     "args, says",
     [
-        (["--png", "/nowhere/chart.png"], "`--png`: expected a file in a folder that exists; got /nowhere"),
-        (["--png", "folder"], "`--png`: expected a file in a folder that exists; got folder"),
-        (["--png", "chart.docx"], "`--png`: expected a file like chart.png; got chart.docx"),
+        (["--png", "/nowhere/chart.png"], "like chart.png, in a folder that exists; got /nowhere/chart.png"),
+        (["--png", "folder"], "like chart.png, in a folder that exists; got folder"),
+        (["--png", "chart.docx"], "`--png`: expected a file like chart.png"),
         (["--devices", "0"], "argument --devices: expected 1 to 1024; got 0"),
         (["O2", "O4"], "expected one of fp32"),
     ],

@@ -10,7 +10,6 @@ format, so there GEMMs are read from the lowered program.
 """
 
 import collections
-import math
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -222,13 +221,10 @@ def check_picture(path: str | os.PathLike[str]) -> None:
         ValueError: the path is no writable file, or matplotlib does not know its suffix.
         RuntimeError: matplotlib is missing.
     """
-    file, canvas = pathlib.Path(path), _figure().canvas
-    if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(f"`--png`: expected a file in a folder that exists; got {file}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"`--png`: {file} cannot be written; give another file")
-    if file.suffix and file.suffix[1:].lower() not in canvas.get_supported_filetypes():
-        raise ValueError(f"`--png`: expected a file like chart.png; got {file}")
+    file, suffixes = pathlib.Path(path), _figure().canvas.get_supported_filetypes()
+    is_writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
+    if not is_writable or (file.suffix and file.suffix[1:].lower() not in suffixes):
+        raise ValueError(f"`--png`: expected a file like chart.png, in a folder that exists; got {file}")
 
 
 def _figure(**size: Any) -> Any:
@@ -258,9 +254,8 @@ def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
 
 
 def _color(row: Row, column: str) -> str:
-    """Red for a difference, else darker for fewer bits."""
+    """Red for a difference, else blue, darker for fewer bits."""
     if column in row.differences:
         return "#e34948"
-    bits = [_bits(part) for part in row.measured[column].formats.split(" + ")]
-    mean = math.prod(bits) ** (1 / len(bits))
-    return {8: "#9ec5f4", 16: "#cfe3fb"}.get(round(mean), "#e3eefc" if mean < 32 else "#ffffff")
+    bits = max(map(_bits, row.measured[column].formats.split(" + ")))
+    return {8: "#9ec5f4", 16: "#cfe3fb"}.get(bits, "#ffffff")

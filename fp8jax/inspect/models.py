@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from fp8jax.adapters.moe.linen import MoE
 
@@ -31,8 +32,8 @@ class Block(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x, shape=(tokens, width), to the same shape."""
+    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
+        """The block's output."""
         y = nn.LayerNorm(dtype=x.dtype)(x)
         y = nn.gelu(nn.Dense(4 * self.width, name="up", dtype=x.dtype)(y))
         return x + nn.Dense(self.width, name="down", dtype=x.dtype)(y)
@@ -46,8 +47,10 @@ class _Layer(nn.Module):
     top_k: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        """Maps x, shape=(batch, time, width), to the same shape, as the carry of a scan."""
+    def __call__(
+        self, x: Float[Array, "batch time width"], _: None
+    ) -> tuple[Float[Array, "batch time width"], None]:
+        """The layer's output, as the carry of a scan."""
         (batch, time, width), heads = x.shape, self.heads
         qkv = self.dense(3 * width, "qkv", self.norm("norm_1", x))
         query, key, value = qkv.reshape(batch, time, 3, heads, width // heads).transpose(2, 0, 3, 1, 4)
@@ -83,8 +86,8 @@ class GPT(nn.Module):
     top_k: int = 2  # experts of a token
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits, shape=(batch, time, vocabulary), of int tokens, shape=(batch, time)."""
+    def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocabulary"]:
+        """The logits of tokens."""
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype, name="tokens")(tokens)
         positions = nn.Embed(self.context, self.width, dtype=self.dtype, name="positions")
         x = x + positions(jnp.arange(tokens.shape[1])[None])

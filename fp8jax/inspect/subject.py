@@ -5,8 +5,8 @@ subject("gpt", experts=8, top_k=2)       # a mixture of experts in each layer
 subject("my_package.models:tiny")        # a function that returns (model, example inputs)
 """
 
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
 
 from fp8jax import adapters
 from fp8jax.adapters import linen
@@ -30,7 +31,7 @@ class Subject(NamedTuple):
     """A model with one device's inputs."""
 
     model: Any
-    inputs: tuple[Any, ...]
+    inputs: tuple[PyTree, ...]
     loss: Callable[..., jax.Array]  # loss(outputs, *inputs)
 
 
@@ -67,18 +68,13 @@ def subject(
 
 
 def _of_user(name: str) -> Subject:
-    module, _, function = name.partition(":")
-    if not (module and function):
-        raise ValueError(f"`model`: expected package.module:function; got {name!r}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module), function)()
+        made = pkgutil.resolve_name(name)()
     except (Exception, SystemExit) as error:  # the user's program may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"`model`: expected a function package.module:function; {name!r}: {reason}."
-        ) from error
+        got = f"{name!r}, which raised {type(error).__name__}: {error}"
+        raise ValueError(f"`model`: expected a function package.module:function; got {got}.") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(
             f"`model`: expected {name} to return (model, inputs), or (model, inputs, loss); got "
@@ -89,14 +85,16 @@ def _of_user(name: str) -> Subject:
     return Subject(model, inputs, loss[0] if loss else mean_square)
 
 
-def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def next_token_loss(
+    logits: Float[Array, "batch time vocabulary"], tokens: Int[Array, "batch time"]
+) -> Float[Array, ""]:
     """The mean cross-entropy in float32. Targets are not shifted, which makes no difference to memory."""
     logits = logits.astype(jnp.float32)
     picked = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
-def mean_square(outputs: jax.Array, *inputs: Any) -> jax.Array:
+def mean_square(outputs: Float[Array, "..."], *inputs: PyTree) -> Float[Array, ""]:
     """The mean square of the outputs, a loss for any model."""
     del inputs
     return jnp.mean(jnp.square(outputs.astype(jnp.float32)))
@@ -125,8 +123,8 @@ def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) 
 
 
 def loss_of(
-    model: Any, inputs: tuple[Any, ...], loss: Callable[..., jax.Array] = mean_square
-) -> tuple[Callable[..., jax.Array], Any]:
+    model: Any, inputs: tuple[PyTree, ...], loss: Callable[..., jax.Array] = mean_square
+) -> tuple[Callable[..., jax.Array], PyTree]:
     """The loss of a transformed model as a function of variables, and the shapes of the variables.
 
     Args:
@@ -150,7 +148,7 @@ def loss_of(
     return loss_of_module, {PARAMS: tree_of(params), SCALING: tree_of(states)}
 
 
-def report_of(model: Any, inputs: tuple[Any, ...]) -> Report:
+def report_of(model: Any, inputs: tuple[PyTree, ...]) -> Report:
     """The report of a transformed model. The model is traced, and computes nothing."""
     found: list[Report] = []
     # Outside a trace, the random key for a Linen model's variables would be computed on a device.

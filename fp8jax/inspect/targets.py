@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +174,8 @@ def _mesh_of(gpu: Target, devices: int) -> Mesh:
 
 
 def lower_for(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., PyTree],
+    *args: PyTree,
     target: str | Target | None = "h200",
     devices: int = 1,
     donate_argnums: int | tuple[int, ...] = (),
@@ -215,7 +216,7 @@ def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.sta
 
 
 def compile_for(
-    fn: Callable[..., Any], *args: Any, target: str | Target | None = "h200", **options: Any
+    fn: Callable[..., PyTree], *args: PyTree, target: str | Target | None = "h200", **options: Any
 ) -> jax.stages.Compiled:
     """`jax.jit(fn)` compiled for GPUs that are not here, or for this process's devices.
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from fp8jax import comm, gradients, optim
 from fp8jax.inspect import program, targets
@@ -56,9 +57,9 @@ class Plan(NamedTuple):
 def plan(
     model: Any,
     recipe: Recipe | str,
-    *inputs: Any,
+    *inputs: PyTree,
     loss: Callable[..., jax.Array] | None = None,
-    variables: Any = None,
+    variables: PyTree | None = None,
     devices: int = 1,
     stage: int = 0,
     target: str | targets.Target | None = None,
@@ -146,9 +147,9 @@ def plans(
 
 def plan_step(
     step: Callable[..., Any],
-    variables: Any,
-    opt_state: Any,
-    *batch: Any,
+    variables: PyTree,
+    opt_state: PyTree,
+    *batch: PyTree,
     recipe: str = "",
     target: str | targets.Target | None,
     devices: int = 1,
@@ -180,9 +181,9 @@ def plan_step(
 
 
 def plan_of(
-    variables: Any,
-    opt_state: Any,
-    batch: Any,
+    variables: PyTree,
+    opt_state: PyTree,
+    batch: PyTree,
     *,
     total: int,
     sent: int = 0,
@@ -202,7 +203,7 @@ def plan_of(
     return Plan(recipe, stage, devices, **kept, temporaries=total - sum(kept.values()), sent=sent)
 
 
-def _placed(init: Callable[[], Any], shapes: Any, zero: comm.Zero) -> Any:
+def _placed(init: Callable[[], PyTree], shapes: PyTree, zero: comm.Zero) -> PyTree:
     """The shapes with the shardings to which `init` constrains them; all others are replicated."""
     jaxpr = jax.make_jaxpr(init)().jaxpr
     constrained = {  # by id, since a literal cannot be hashed
@@ -218,7 +219,7 @@ def _placed(init: Callable[[], Any], shapes: Any, zero: comm.Zero) -> Any:
     )
 
 
-def _global_batch(batch: Any, zero: comm.Zero) -> Any:
+def _global_batch(batch: PyTree, zero: comm.Zero) -> PyTree:
     """The batch of all devices, from the batch of one device."""
     sharding = NamedSharding(zero.mesh, PartitionSpec(zero.axis))
 
@@ -243,7 +244,7 @@ def table(plans: Sequence[Plan]) -> str:
     )
 
 
-def bytes_by_kind(variables: Any, opt_state: Any, batch: Any) -> dict[str, int]:
+def bytes_by_kind(variables: PyTree, opt_state: PyTree, batch: PyTree) -> dict[str, int]:
     """Bytes on one device of each kind of array: "weights", "moments", "master" or "inputs", as in `Plan`.
 
     Args:
