@@ -74,13 +74,16 @@ def read(source: object, environ: Mapping[str, str] | None = None) -> Preset:
 
 
 def _from_config(content: Mapping[Any, Any]) -> Preset:
-    """The preset of a whole configuration. Its other keys are not about precision."""
+    """The preset of a whole configuration. The other keys are not about precision."""
     given: dict[str, Any] = {}
     for key, value in content.items():
-        _check_top_level(key)
-        if _plain(key) in given and _plain(key) in _CONFIG:
-            raise _error(f"expected {_plain(key)} once; got it twice")
-        given[_plain(key)] = value
+        name = _plain(key)
+        if name in given:
+            raise _error(f"expected {name} once; got it twice")
+        if name in _CONFIG:
+            given[name] = value
+        else:
+            _check_other(key, name)
     block = given.get("fp8_config") or {}
     if not isinstance(block, Mapping):
         raise _error(f"`fp8_config` is a block of `key: value`; got {block!r}")
@@ -104,11 +107,8 @@ def _is_config(given: Mapping[Any, Any]) -> bool:
     return any(_plain(key) in _CONFIG for key in given)
 
 
-def _check_top_level(key: object) -> None:
+def _check_other(key: object, name: str) -> None:
     """Refuses a key that was meant for `mixed_precision` or `fp8_config`; the others are accelerate's own."""
-    name = _plain(key)
-    if name in _CONFIG:
-        return
     # accelerate has a block "fsdp_config", which is as close to "fp8_config" as many typing errors.
     near = difflib.get_close_matches(name, _CONFIG, n=1, cutoff=0.85) if name != "fsdp_config" else []
     if near:
@@ -289,7 +289,7 @@ def _integer(key: str, raw: object) -> int:
 def _override(key: str, raw: object) -> tuple[bool, ...]:
     items = raw.strip().strip("()[]").split(",") if isinstance(raw, str) else raw
     # The questionnaire first asks whether to override any, and older files have its "no" as it is.
-    if items is False or (isinstance(raw, str) and raw.strip().lower() in ("no", "false")):
+    if str(raw).strip().lower() in ("no", "false"):
         return (False, False, False)
     if not isinstance(items, list | tuple) or len(items) != 3:
         raise _illegal(key, raw, "false, or three booleans: fprop dgrad wgrad")
@@ -297,7 +297,7 @@ def _override(key: str, raw: object) -> tuple[bool, ...]:
 
 
 def _format(key: str, raw: object) -> str:
-    if isinstance(raw, str) and raw.strip().upper() == "E5M2":
+    if str(raw).strip().upper() == "E5M2":
         raise _illegal(key, raw, "HYBRID E4M3 (E5M2 is too coarse for a forward that trains)")
     return _word(key, raw, ("HYBRID", "E4M3"))
 
