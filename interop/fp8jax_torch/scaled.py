@@ -39,8 +39,8 @@ class ScaledTensor(torch.Tensor):
         scale: shape=(), float32.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
+    codes: Float[torch.Tensor, "..."]
+    scale: Float[torch.Tensor, ""]
 
     @staticmethod
     def __new__(
@@ -161,7 +161,7 @@ def quantize(
         TypeError: `x` is not a floating tensor, or `format` is not a format.
         ValueError: the format is unknown, or E8M0, a format of scales.
     """
-    format = formats.parse(format)
+    format = formats.get(format)
     if not x.is_floating_point():
         raise TypeError(f"`x`: expected a floating tensor to quantize; got {x.dtype}.")
     if format == formats.E8M0:

@@ -19,15 +19,12 @@ from fp8jax_torch.scaled import is_scaled
 # An entry of the scaling state of a module's weight.
 _STATE = re.compile(r"((?:.*\.)?)fp8\.(\w+)")
 
-_SHOWN = 8  # lines of a kind in an error
+_SHOWN = 8  # lines of one kind in an error
 
 _ADVICE = (
     "Build both models of one size and transform both by one recipe. `mapping` says which tensor is where; "
     "see `NameMap.moved` and `NameMap.stacked`. `Rename` with flax=None leaves a tensor out.\n"
 )
-
-
-Index = tuple[int, ...]
 
 
 class Pair(NamedTuple):
@@ -55,20 +52,25 @@ def paired(
     """
     pairs, unknown = _pairs(tensors, mapping, tree)
     different: list[str] = []
-    first: dict[tuple[Key, Index], Pair] = {}
+    first: dict[str, Pair] = {}
     for pair in pairs:
-        other = first.setdefault((pair.key, pair.place.layer), pair)
+        path = _path(pair.key, pair.place.layer)
+        other = first.setdefault(path, pair)
         if other != pair and not ties({"one": tensors[other.name], "other": tensors[pair.name]}):
-            different.append(f"{other.name} and {pair.name} are both {_path(pair.key, pair.place.layer)}")
-    in_flax = _forms_in_flax(tree, list(first))
-    for where, pair in first.items():
+            different.append(f"{other.name} and {pair.name} are both {path}")
+    in_flax = _forms_in_flax(tree, pairs)
+    for path, pair in first.items():
         form = _form_of(tensors[pair.name], pair.place)
-        found = in_flax.get(where, form)
-        if found is not None and found != form:
-            different.append(f"torch's {pair.name} would be {_path(*where)}, {form}; Flax has {found}")
+        found = in_flax.get(path, form)
+        if found and found != form:
+            different.append(f"torch's {pair.name} would be {path}, {form}; Flax has {found}")
     lists = {
-        "only in torch": [f"{first[w].name}, which would be {_path(*w)}" for w in first if w not in in_flax],
-        "only in Flax": [", ".join(filter(None, (_path(*w), in_flax[w]))) for w in in_flax if w not in first],
+        "only in torch": [
+            f"{first[path].name}, which would be {path}" for path in first if path not in in_flax
+        ],
+        "only in Flax": [
+            f"{path}, {form or 'a layer'}" for path, form in in_flax.items() if path not in first
+        ],
         "different": different,
         "no rename fits": unknown,
     }
@@ -130,23 +132,23 @@ def _form_of(tensor: torch.Tensor, place: Place) -> str:
     return _form(codes_of(tensor), shape, is_scaled(tensor))
 
 
-def _forms_in_flax(tree: Tree | None, places: list[tuple[Key, Index]]) -> dict[tuple[Key, Index], str | None]:
-    """The form of each layer of each Flax leaf; without a tree None for each layer up to the last place."""
-    indices: dict[Key, list[Index]] = {}
-    for key, index in places:
-        indices.setdefault(key, []).append(index)
+def _forms_in_flax(tree: Tree | None, pairs: Sequence[Pair]) -> dict[str, str]:
+    """The form of each layer of each Flax leaf, by path; without a tree "" for each layer up to the last."""
+    layers_of: dict[Key, list[tuple[int, ...]]] = {}
+    for pair in pairs:
+        layers_of.setdefault(pair.key, []).append(pair.place.layer)
     forms = {}
-    for key in indices if tree is None else filter(tree.is_torchs, tree.leaves):
-        depth, form = len(indices.get(key, [()])[0]), None
+    for key in layers_of if tree is None else filter(tree.is_torchs, tree.leaves):
         if tree is None:
-            layers = tuple(int(n) + 1 for n in np.max(indices[key], axis=0))
+            stack, form = tuple(int(n) + 1 for n in np.max(layers_of[key], axis=0)), ""
         else:
             codes, scale = codes_and_scale(tree.leaves[key])
-            layers, shape = tuple(codes.shape[:depth]), codes.shape[depth:]
+            depth = len(layers_of.get(key, [()])[0])
+            stack, shape = tuple(codes.shape[:depth]), codes.shape[depth:]
             form = _form(codes, shape, scale is not None)
-            if scale is not None and tuple(scale.shape) not in ((), layers + (1,) * len(shape)):
+            if scale is not None and tuple(scale.shape) not in ((), stack + (1,) * len(shape)):
                 form = f"scales of shape {list(scale.shape)}, and a torch tensor has one"
-        forms |= {(key, index): form for index in np.ndindex(*layers)}
+        forms |= {_path(key, index): form for index in np.ndindex(*stack)}
     return forms
 
 
@@ -154,8 +156,8 @@ def _form(codes: Any, shape: Sequence[int], is_scaled: bool) -> str:
     return f"{dtype_name(codes)}{list(shape)}{' codes on a scale' if is_scaled else ''}"
 
 
-def _path(key: Key, index: Index) -> str:
-    return "/".join(key) + "".join(f"[{i}]" for i in index)
+def _path(key: Key, layer: tuple[int, ...]) -> str:
+    return "/".join(key) + "".join(f"[{i}]" for i in layer)
 
 
 def _listed(kind: str, lines: list[str]) -> str:
