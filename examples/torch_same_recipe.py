@@ -5,23 +5,22 @@
     python examples/torch_same_recipe.py --recipe te --plain bf16
     python examples/torch_same_recipe.py --recipe O3 --layers 4 --width 128 --out runs/torch-1
 
-The model is made from its configuration, nothing is downloaded. Its weights go over the bridge to
-gpt_model.py's GPT; from then on each side trains by itself, with the same recipe, settings and batches:
+The model is made from its configuration, without a download. The bridge copies its weights to gpt_model.py's
+GPT; then each side trains with the same recipe, settings and batches:
 
     torch       fp8jax_torch.prepare, and the loop that a torch user writes
-    JAX         fp8jax.transform, and the loop of train_gpt.py
+    JAX         fp8jax.transform, and the loop that a JAX user writes
     reversed    torch, each batch's rows in the opposite order: the same sums but for their rounding
-    plain       torch, in the wider format that --plain names
+    plain       torch, in the high-precision format --plain
 
-After --cross steps both sides change over, weights, scales, moments and counters, while the runs above
-go on: "torch>JAX" is what torch trained and JAX goes on with. Prints two tables and leaves them, with
-a picture and all losses, in the folder --out. --help lists options.
+After --cross steps, weights, scales, moments and counters are copied from each side to the other, which goes
+on with them: "torch>JAX" was trained by torch, then by JAX. The runs above go on, too. Prints two tables and
+leaves them, with a picture and all losses, in the folder --out. --help lists options.
 """
 
 import dataclasses
 import json
 import pathlib
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
@@ -270,18 +269,15 @@ def compare(config: Config) -> tuple[dict[str, Run], str]:
     return runs, str(report)
 
 
-def keep(runs: dict[str, Run], config: Config, command: str) -> str:
-    """Writes what there is to keep; returns the tables."""
+def keep(runs: dict[str, Run], config: Config) -> str:
+    """Writes tables, curves and losses; returns the tables."""
     folder = pathlib.Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     ends = {1, config.cross, *np.linspace(0, config.steps, ROWS + 1, dtype=int).tolist()} - {0}
     tables = "\n\n".join(map(output.table, (loss_rows(runs, ends), run_rows(runs))))
-    modules = (jax, torch, transformers)
+    about = output.environment(jax.devices()[0].device_kind, ("jax", "torch", "transformers"))
     result = {
-        "command": command,
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{m.__name__: m.__version__ for m in modules}},
+        "environment": {**about, "threads": torch.get_num_threads()},
         "settings": train.config.saved_options(config),
         "runs": {
             name: {
@@ -296,14 +292,13 @@ def keep(runs: dict[str, Run], config: Config, command: str) -> str:
         },
     }
     (folder / "result.json").write_text(json.dumps(result) + "\n")
-    (folder / "table.txt").write_text(f"{command}\n\n{tables}\n")
+    (folder / "table.txt").write_text(f"{about['command']}\n\n{tables}\n")
     draw(runs, f"GPT-2 at {config.recipe}, on torch and in JAX", config.cross, folder / "losses.png")
     return tables
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
-    words = sys.argv[1:] if argv is None else argv
     try:
         with train.blame_input():
             config = Config(**train.config.read(Config, argv, __doc__ or ""))
@@ -311,8 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except train.BadInput as error:
         print(f"torch_same_recipe: {error}", file=sys.stderr)
         return 2
-    print(f"{report}\n\n{keep(runs, config, ' '.join(['python examples/torch_same_recipe.py', *words]))}")
-    print(f"\n{pathlib.Path(config.out) / 'losses.png'}")
+    print(f"{report}\n\n{keep(runs, config)}\n\n{pathlib.Path(config.out) / 'losses.png'}")
     return 0
 
 
