@@ -158,9 +158,10 @@ def _comm_cell(collectives: Sequence[program.Collective], devices: int) -> Cell:
 
 def _arrays_cell(leaves: list[Any]) -> Cell:
     """The formats of arrays or `ScaledArray`s."""
-    dtypes = [str(leaf.data.dtype if is_scaled(leaf) else leaf.dtype) for leaf in leaves]
-    scales = [" with scale" if is_scaled(leaf) else "" for leaf in leaves]
-    return Cell(_mixed(map(_format, dtypes)), _counted(map("".join, zip(dtypes, scales, strict=True))))
+    found = [
+        (str(leaf.data.dtype), " with scale") if is_scaled(leaf) else (str(leaf.dtype), "") for leaf in leaves
+    ]
+    return Cell(_mixed(_format(dtype) for dtype, _ in found), _counted(map("".join, found)))
 
 
 def _master_cell(state: Any) -> Cell:

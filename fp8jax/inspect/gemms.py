@@ -71,11 +71,7 @@ def check(
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     model = transformed(model, recipe)
     loss_fn, variables = loss_of(model, inputs, *loss)
-
-    def step(variables: Any, *inputs: Any) -> Any:
-        return gradients.value_and_grad(loss_fn)(variables, *inputs)
-
-    lowered = targets.lower_for(step, variables, *inputs, target=target)
+    lowered = targets.lower_for(gradients.value_and_grad(loss_fn), variables, *inputs, target=target)
     gemms = compiled = program.read_lowered(lowered)
     if target is not None or jax.devices()[0].platform != "cpu":
         compiled = program.read(targets.compile(lowered, target)).gemms
