@@ -2,7 +2,8 @@
 
 | file | provides |
 |---|---|
-| `planner` | `plan`, `plan_step`, `plan_of`: bytes of a step on one device; `bytes_by_kind`: those it keeps |
+| `planner` | `plan`, `plans`, `plan_step`, `plan_of`: bytes of a step on one device |
+| | `bytes_by_kind`: bytes kept between steps |
 | `cache` | finished rows on disk |
 | `paper` | FP8-LM's table |
 | `advice` | dimensions that waste work |
