@@ -100,9 +100,10 @@ class Adam(Skipping, torch.optim.Optimizer):
     def check_weights(self) -> None:
         """Raises ValueError if the recipe's weights are not those of the parameters."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        formats = {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)}
         if self.recipe is not None:
-            check_weights(self.recipe, formats)
+            check_weights(
+                self.recipe, {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)}
+            )
 
     @property
     def state_recipe(self) -> Recipe:
@@ -130,7 +131,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             take_step(state, scalars)
             self.state[parameter]["step"].fill_(scalars.step)
             codes, new = (x.codes if is_scaled(x) else x for x in (parameter, state.weight))
-            if not codes.is_contiguous():
+            if not codes.is_contiguous():  # the step wrote to a contiguous copy
                 codes.copy_(new)
             self._versions[parameter] = _version(parameter)
         return loss
@@ -213,7 +214,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         Raises:
             ValueError: the state has another number of parameters.
         """
-        # torch's own would cast the codes to the parameters' dtype.
+        # With the state, torch's would cast the codes to the parameters' dtype.
         super().load_state_dict({**state_dict, "state": {}})
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
