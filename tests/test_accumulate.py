@@ -203,21 +203,19 @@ def test_keys_that_name_no_random_key_are_refused():
         bits_of(keys="kye")(key=jax.random.key(7))
     with pytest.raises(ValueError, match=r"`keys`: expected random keys in 'key'; got float32\[3\]"):
         bits_of(keys="key")(key=jnp.ones(3))
-    with pytest.raises(TypeError, match="`keys`: expected names of keyword arguments; got .*Array"):
+    with pytest.raises(TypeError, match="`keys`: expected names of keyword arguments, .*; got .*Array"):
         bits_of(keys=jax.random.key(7))
 
 
 def test_a_batch_that_does_not_divide_and_an_unknown_format_raise():
     model, variables = model_of("te")
-    with pytest.raises(
-        ValueError, match=r"must divide by `microbatches`=3, and not be 0; got shape \(16, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"divisible by `microbatches`=3 and not 0; got shape \(16, 32\)"):
         fp8jax.accumulate_gradients(loss_of(model), 3)(variables, X, Y)
     with pytest.raises(ValueError, match="`format`: expected FP16, FP32 or E4M3; got 'BF16'"):
         fp8jax.accumulate_gradients(loss_of(model), 2, format="BF16")
-    with pytest.raises(ValueError, match=r"got shape \(\)\. What is no batch goes in as a keyword argument"):
+    with pytest.raises(ValueError, match=r"got shape \(\)\. Pass arguments that are not split as keyword"):
         fp8jax.accumulate_gradients(loss_of(model), 2)(variables, X, 0.5)
-    with pytest.raises(ValueError, match=r"must divide by `microbatches`=2.*got shape \(0, 32\)"):
+    with pytest.raises(ValueError, match=r"divisible by `microbatches`=2.*got shape \(0, 32\)"):
         fp8jax.accumulate_gradients(loss_of(model), 2)(variables, X[:0], Y[:0])
     with pytest.raises(ValueError, match="`args`: expected arrays of a batch after the variables; got none"):
         fp8jax.accumulate_gradients(loss_of(model), 2)(variables)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.gradients.devices import ShardContext, over_devices
-from fp8jax.gradients.keys import check_named, fold_in, names_of, refuse_whole
+from fp8jax.gradients.keys import check_batch, check_named, fold_in, names_of
 from fp8jax.gradients.loss import check_arguments, for_optimizers, on_one_device
 from fp8jax.gradients.slots import quantized
 from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, value
@@ -54,18 +54,23 @@ def accumulate_gradients(
     if format not in ("FP16", "FP32", "E4M3"):
         raise ValueError(f"`format`: expected FP16, FP32 or E4M3; got {format!r}.")
     check_arguments(loss_fn, zero)
-    _check_parts(microbatches)
+    _check_number(microbatches)
     names = names_of(keys)
-    on_device = functools.partial(_on_one_device, microbatches, has_aux, format, names or ())
-    run = for_optimizers(loss_fn, over_devices(on_device, zero, has_aux))
-    parts = microbatches if zero is None else microbatches * zero.devices
+    on_device = functools.partial(_on_one_device, microbatches, format, names or ())
+    run = for_optimizers(loss_fn, has_aux, over_devices(on_device, zero))
+    parts, of = microbatches, f"`microbatches`={microbatches}"
+    if zero is not None:
+        parts, of = parts * zero.devices, f"{of} on each of {zero.devices} devices"
 
     @functools.wraps(loss_fn)
     def checked(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_whole(args, parts, _ADVICE)
+        check_batch(args, parts, of, _ADVICE)
         check_named(names, kwargs)
         if not names and not jax.tree.leaves(args):
-            raise ValueError("`args`: expected arrays of a batch after the variables; got none.")
+            raise ValueError(
+                "`args`: expected arrays of a batch after the variables; got none. Keyword arguments are not "
+                "split: pass the batch as positional arguments."
+            )
         return run(variables, *args, **kwargs)
 
     return checked
@@ -76,7 +81,6 @@ _ADVICE = 'a keyword argument, with its name in `keys`, as in accumulate_gradien
 
 def _on_one_device(
     microbatches: int,
-    has_aux: bool,
     format: str,
     names: tuple[str, ...],
     context: ShardContext,
@@ -89,7 +93,7 @@ def _on_one_device(
 
     def one(part: Any) -> Any:
         args, keys = part
-        return on_one_device(has_aux, context, loss_fn, variables, args, {**kwargs, **keys})
+        return on_one_device(context, loss_fn, variables, args, {**kwargs, **keys})
 
     def add(sums: Any, part: Any) -> tuple[Any, Any]:
         out, grads = one(part)
@@ -97,28 +101,16 @@ def _on_one_device(
 
     numbers = context.device_index * microbatches + jnp.arange(microbatches)
     keys = jax.vmap(functools.partial(fold_in, {name: kwargs[name] for name in names}))(numbers)
-    parts = jax.tree.map(lambda x: _split(x, microbatches), args), keys
-    _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts))
-    sums, out = jax.lax.scan(add, _no_sums(shapes, format), parts)
-    loss, aux = out if has_aux else (out, None)
-    loss = jnp.mean(loss)
-    grads = _finished(sums, shapes, variables, context)
-    return ((loss, aux) if has_aux else loss), grads
+    rows = jax.tree.map(lambda x: x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:]), args)
+    _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys)))
+    sums, (losses, aux) = jax.lax.scan(add, _no_sums(shapes, format), (rows, keys))
+    return (jnp.mean(losses), aux), _finished(sums, shapes, variables, context)
 
 
-def _check_parts(microbatches: Any) -> None:
+def _check_number(microbatches: Any) -> None:
     is_integer = hasattr(microbatches, "__index__") and not isinstance(microbatches, bool)
     if not is_integer or microbatches < 1:
         raise ValueError(f"`microbatches`: expected a positive integer; got {microbatches!r}.")
-
-
-def _split(x: Any, parts: int) -> Any:
-    if not jnp.ndim(x) or not len(x) or len(x) % parts:
-        raise ValueError(
-            f"a batch array's first axis must divide by `microbatches`={parts}, and not be 0; got shape "
-            f"{jnp.shape(x)}. What is no batch goes in as a keyword argument."
-        )
-    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
 
 def _no_sums(grads: Any, format: str) -> Any:

@@ -22,7 +22,7 @@ from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot.dot_general import OPERANDS
-from fp8jax.gradients.keys import refuse_whole
+from fp8jax.gradients.keys import check_batch
 from fp8jax.gradients.slots import WGRAD_SCALE
 from fp8jax.gradients.states import state_at
 from fp8jax.quantization import ScaledArray, is_scaled
@@ -69,25 +69,28 @@ class ShardContext(NamedTuple):
         return treedef.unflatten(leaves)
 
 
-# Computes `(loss, grads)` of `(loss_fn, variables, args, kwargs)`; the variables are collections.
+# `grad_fn(loss_fn, variables, args, kwargs)` returns `((loss, aux), grads)`. `variables` and `grads` are
+# dicts of collections, and `loss_fn(variables, *args, **kwargs)` returns `(loss, aux)`.
 GradFn = Callable[[Callable[..., Any], Any, Any, Any], tuple[Any, Any]]
 
 
-def over_devices(on_device: Callable[..., tuple[Any, Any]], zero: Zero | None, has_aux: bool) -> GradFn:
+def over_devices(on_device: Callable[..., tuple[Any, Any]], zero: Zero | None) -> GradFn:
     """The gradient function on one device, or on all devices of a mesh.
 
     Args:
         on_device: the gradient function of one device: a `GradFn` with a `ShardContext` as first argument.
         zero: the mesh and the ZeRO stage; None for one device.
-        has_aux: whether there are auxiliary outputs; they are stacked over the devices.
-    """
 
+    Auxiliary outputs are stacked over the devices.
+    """
     if zero is None:
         return functools.partial(_alone, on_device)
 
     def run(loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         params, states = variables[PARAMS], variables.get(SCALING, {})
-        _check_batch(args, zero)
+        fold = f"`jax.random.fold_in(key, jax.lax.axis_index({zero.axis!r}))`"
+        advice = f"a keyword argument, and let the loss draw by {fold}"
+        check_batch(args, zero.devices, f"the {zero.devices} devices of axis {zero.axis!r}", advice)
         shardings = jax.tree.map_with_path(
             lambda path, leaf: _sharding(path, leaf, state_at(states, path), zero), params, is_leaf=is_scaled
         )
@@ -97,10 +100,10 @@ def over_devices(on_device: Callable[..., tuple[Any, Any]], zero: Zero | None, h
         def mapped(variables: Any, args: Any, arrays: Any) -> Any:
             # Keyword arguments that are not arrays, such as flags, are constants.
             kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(options)])
-            out, grads = on_device(ShardContext(zero, shardings), loss_fn, variables, args, kwargs)
-            loss, aux = out if has_aux else (out, None)
+            context = ShardContext(zero, shardings)
+            (loss, aux), grads = on_device(context, loss_fn, variables, args, kwargs)
             aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-            return lax.psum(loss, zero.axis), aux, _reduced(grads, shardings, zero)
+            return (lax.psum(loss, zero.axis), aux), _reduced(grads, shardings, zero)
 
         def spec_of_grad(path: Any, leaf: Any, sharding: GradSharding) -> Any:
             spec = zero.spec(leaf, split=sharding.axis is not None)
@@ -112,9 +115,8 @@ def over_devices(on_device: Callable[..., tuple[Any, Any]], zero: Zero | None, h
         of_grads = {name: P() for name in (SCALING, LOSS_SCALE) if name in variables}
         of_grads[PARAMS] = jax.tree.map_with_path(spec_of_grad, params, shardings, is_leaf=is_scaled)
         in_specs = {**of_variables, **of_params}, P(zero.axis), P()
-        out_specs = P(), P(zero.axis), of_grads
-        loss, aux, grads = zero.on_each(mapped, in_specs, out_specs, variables, args, arrays)
-        return ((loss, aux) if has_aux else loss), grads
+        out_specs = (P(), P(zero.axis)), of_grads
+        return zero.on_each(mapped, in_specs, out_specs, variables, args, arrays)
 
     return run
 
@@ -159,15 +161,3 @@ def _is_stacked_in_front(leaf: Any, state: Mapping[str, Any]) -> bool:
         return True
     depth = scale.ndim - 1
     return scale.shape == (*leaf.shape[:depth], len(OPERANDS))
-
-
-def _check_batch(args: Any, zero: Zero) -> None:
-    fold = f"`jax.random.fold_in(key, jax.lax.axis_index({zero.axis!r}))`"
-    refuse_whole(args, zero.devices, f"a keyword argument, and let the loss draw by {fold}")
-    for leaf in jax.tree.leaves(args):
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % zero.devices:
-            raise ValueError(
-                f"with `zero`, a batch array's first axis must divide by the {zero.devices} devices of axis "
-                f"{zero.axis!r}; got shape {shape}. What is no batch goes in as a keyword argument."
-            )

@@ -1,4 +1,4 @@
-"""Random keys for microbatches: checks, and a different key for each microbatch."""
+"""Checks of a batch and of random keys, and a different key for each microbatch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ def names_of(keys: Any) -> tuple[str, ...] | None:
         return None
     names = (keys,) if isinstance(keys, str) else keys
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`keys`: expected names of keyword arguments; got {keys!r}.")
+        raise TypeError(f'`keys`: expected names of keyword arguments, as keys="key"; got {keys!r}.')
     return tuple(names)
 
 
@@ -38,8 +38,8 @@ def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> Non
         for name, value in kwargs.items():
             if any(_is_typed(x) or _is_raw(x) for x in jax.tree.leaves(value)):
                 raise ValueError(
-                    f"`keys`: expected to be told of random keys, and {name!r} holds a random key: say "
-                    f'keys="{name}" for keys of its own for each microbatch, or keys=() for the same in all.'
+                    f"`keys`: expected the names of random keys, and {name!r} holds a random key: pass "
+                    f'keys="{name}" for a new key in each microbatch, or keys=() for the same key in all.'
                 )
     for name in names or ():
         if name not in kwargs:
@@ -52,8 +52,15 @@ def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> Non
                 raise ValueError(f"`keys`: expected random keys in {name!r}; got {shown(leaf)}.")
 
 
-def refuse_whole(args: Any, parts: int, advice: str) -> None:
-    """Raises ValueError if a positional argument, to be split into `parts`, contains a single random key."""
+def check_batch(args: Any, parts: int, of: str, advice: str) -> None:
+    """Raises ValueError if positional arguments are random keys, or cannot be split along their first axis.
+
+    Args:
+        args: the arguments.
+        parts: number of parts.
+        of: what the parts are, for the message.
+        advice: how to pass a random key, for the message.
+    """
     leaves = jax.tree.leaves(args)
     for leaf in leaves:
         # A uint32 array of shape (2,) may be a batch of two rows, if all other arrays have two rows.
@@ -62,6 +69,13 @@ def refuse_whole(args: Any, parts: int, advice: str) -> None:
             raise ValueError(
                 f"`args`: expected arrays of a batch; got a random key {shown(leaf)}, which has no rows. "
                 f"Give it as {advice}."
+            )
+    for leaf in leaves:
+        shape = jnp.shape(leaf)
+        if not shape or not shape[0] or shape[0] % parts:
+            raise ValueError(
+                f"`args`: expected arrays with a first axis divisible by {of} and not 0; got shape {shape}. "
+                "Pass arguments that are not split as keyword arguments."
             )
 
 

@@ -48,7 +48,7 @@ def value_and_grad(
         FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
     """
     check_arguments(loss_fn, zero)
-    return for_optimizers(loss_fn, over_devices(functools.partial(on_one_device, has_aux), zero, has_aux))
+    return for_optimizers(loss_fn, has_aux, over_devices(on_one_device, zero))
 
 
 def check_arguments(loss_fn: Any, zero: Any) -> None:
@@ -65,28 +65,32 @@ def check_arguments(loss_fn: Any, zero: Any) -> None:
         )
 
 
-def for_optimizers(loss_fn: Callable[..., Any], grad_fn: GradFn) -> Callable[..., Any]:
+def for_optimizers(loss_fn: Callable[..., Any], has_aux: bool, grad_fn: GradFn) -> Callable[..., Any]:
     """The gradient function for whole variables and for parameters alone, with an optimizer's inputs as its
     outputs: `settled` scaling states, `ScaledGradient`s, and for whole variables `Gradients`.
 
     Args:
-        loss_fn: the user's function, of variables or of parameters.
-        grad_fn: computes the gradients of a function of whole variables.
+        loss_fn, has_aux: see `value_and_grad`.
+        grad_fn: computes the gradients.
     """
-
-    def of_params(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        return loss_fn(variables[PARAMS], *args, **kwargs)
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        if not has_params(variables):
-            out, grads = grad_fn(of_params, {PARAMS: variables}, args, kwargs)
-            return out, as_gradients(grads[PARAMS])
-        out, grads = grad_fn(loss_fn, variables, args, kwargs)
+        is_whole = has_params(variables)
+
+        def loss_and_aux(variables: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            out = loss_fn(variables if is_whole else variables[PARAMS], *args, **kwargs)
+            return _loss_and_aux(out, has_aux)
+
+        out, grads = grad_fn(loss_and_aux, variables if is_whole else {PARAMS: variables}, args, kwargs)
+        out = out if has_aux else out[0]
         if SCALING in grads:
-            grads = {**grads, SCALING: _jitted_settled(grads[SCALING], variables[SCALING])}
-        whole = Gradients({**grads, PARAMS: as_gradients(grads[PARAMS])})
-        return out, whole if whole.others() else dict(whole)
+            grads[SCALING] = _jitted_settled(grads[SCALING], variables[SCALING])
+        grads[PARAMS] = as_gradients(grads[PARAMS])
+        if not is_whole:
+            return out, grads[PARAMS]
+        whole = Gradients(grads)
+        return out, whole if whole.others() else grads
 
     return wrapped
 
@@ -95,9 +99,9 @@ _jitted_settled = jax.jit(settled)
 
 
 def on_one_device(
-    has_aux: bool, context: ShardContext, loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any
+    context: ShardContext, loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """The loss and its gradients on one device, perhaps one of many with its shards of the variables.
+    """A `GradFn` on one device, perhaps one of many with its shards of the variables.
 
     The loss is divided by the number of devices. Dots reduce some gradients over the devices; `over_devices`
     reduces the others. The scaling states are not yet `settled`, so that they can be merged with those of
@@ -108,14 +112,14 @@ def on_one_device(
         inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
         inside[PARAMS] = params = context.whole(variables[PARAMS])
         scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
-        scaled = functools.partial(_scaled_loss, loss_fn, has_aux, context.devices, scale)
-        (loss, aux), grads, state = gradient(scaled, inside, args, kwargs, context.shardings)
+        scaled = functools.partial(_scaled_loss, loss_fn, context.devices, scale)
+        out, grads, state = gradient(scaled, inside, args, kwargs, context.shardings)
         old = variables.get(SCALING, {})
         grads, state = quantized(grads, params, from_cotangents(state), old, context.shardings)
         new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
         if scale is not None:
             new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])
-        return ((loss, aux) if has_aux else loss), new
+        return out, new
 
     # JAX adds arrays of an extended dtype only in compiled code.
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
@@ -123,11 +127,11 @@ def on_one_device(
 
 
 def _scaled_loss(
-    loss_fn: Callable[..., Any], has_aux: bool, devices: int, scale: Any, *args: Any, **kwargs: Any
+    loss_fn: Callable[..., Any], devices: int, scale: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, Any]]:
-    """The loss to differentiate, with loss scaling if `scale` is not None; and the loss to report, and
+    """The loss to differentiate, with loss scaling if `scale` is not None; and the loss to report with the
     auxiliary outputs."""
-    loss, aux = _loss_and_aux(loss_fn(*args, **kwargs), has_aux)
+    loss, aux = loss_fn(*args, **kwargs)
     scaled = loss if scale is None else loss * scale
     if devices == 1:
         return scaled, (loss, aux)
