@@ -2,9 +2,9 @@
 
     logits = GPT(GPTConfig(vocabulary=65)).apply(variables, tokens)    # (batch, time) -> (batch, time, 65)
 
-A decoder as GPT-2 has it: learned positions, layer norm before each half of a block, causal
-attention, a gelu MLP four times as wide. Nothing here knows about FP8: `fp8jax.transform` runs
-its four linear layers per block, and an untied head if not excluded, in the recipe's formats.
+GPT-2's decoder: learned positions, layer norm before each half of a block, causal attention, a gelu MLP four
+times as wide. This file has no FP8: `fp8jax.transform` runs the four linear layers of a block, and an untied
+head if not excluded, in the recipe's formats.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 INIT = nn.initializers.normal(0.02)
-PRODUCT = "product"  # names the outputs of the linear layers for `nn.remat`
+LINEAR = "linear"  # names the outputs of the linear layers for `nn.remat`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +53,15 @@ class Attention(nn.Module):
         batch, time, width = x.shape
         heads = self.config.heads
         # One GEMM for query, key and value.
-        qkv = product(linear(self.config, 3 * width, "c_attn"), x)
+        qkv = linear(self.config, x, 3 * width, "c_attn")
         qkv = qkv.reshape(batch, time, 3, heads, width // heads)
-        y = attend(qkv) if self.config.attention == "plain" else self.attend_by_name(qkv)
-        return product(residual_linear(self.config, width, "c_proj"), y.reshape(x.shape))
-
-    def attend_by_name(self, qkv: jax.Array) -> jax.Array:
-        """The same as `attend`, by an implementation of JAX."""
-        query, key, value = (qkv[:, :, i] for i in range(3))
         chosen: Any = self.config.attention
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
+        if chosen == "plain":
+            y = attend(qkv)
+        else:
+            query, key, value = (qkv[:, :, i] for i in range(3))
+            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
+        return linear(self.config, y.reshape(x.shape), width, "c_proj", residual=True)
 
 
 def attend(qkv: jax.Array) -> jax.Array:
@@ -82,8 +81,8 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, time, width) -> the same."""
         width = x.shape[-1]
-        x = nn.gelu(product(linear(self.config, 4 * width, "c_fc"), x))  # with GPT-2's tanh, not erf
-        return product(residual_linear(self.config, width, "c_proj"), x)
+        x = nn.gelu(linear(self.config, x, 4 * width, "c_fc"))  # with GPT-2's tanh, not erf
+        return linear(self.config, x, width, "c_proj", residual=True)
 
 
 class Block(nn.Module):
@@ -112,7 +111,7 @@ class GPT(nn.Module):
         wpe = nn.Embed(config.context, config.width, dtype=config.dtype, embedding_init=INIT, name="wpe")
         x = wte(tokens) + wpe(jnp.arange(time)[None])
         # A scan compiles one block instead of `layers` of them; parameters are stacked along axis 0.
-        keep = config.policy or jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        keep = config.policy or jax.checkpoint_policies.save_only_these_names(LINEAR)
         block = nn.remat(Block, prevent_cse=False, policy=keep) if config.remat else Block
         scanned = nn.scan(
             block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers
@@ -121,23 +120,18 @@ class GPT(nn.Module):
         x = norm(config, "ln_f")(x)
         if config.tied:
             return wte.attend(x)
-        return linear(config, config.vocabulary, "lm_head", bias=False)(x)
+        return nn.Dense(
+            config.vocabulary, use_bias=False, dtype=config.dtype, kernel_init=INIT, name="lm_head"
+        )(x)
 
 
-def linear(config: GPTConfig, features: int, name: str, *, bias: bool = True, share: float = 1.0) -> nn.Dense:
-    """A linear layer; `share` scales the initial variance of its output."""
+def linear(config: GPTConfig, x: jax.Array, features: int, name: str, *, residual: bool = False) -> jax.Array:
+    """A linear layer; its output is named for rematerialization."""
+    # GPT-2's: two layers per block add to the residual stream, and share the variance of one.
+    share = 1 / (2 * config.layers) if residual else 1.0
     init = nn.initializers.normal(0.02 * share**0.5)
-    return nn.Dense(features, use_bias=config.bias and bias, dtype=config.dtype, kernel_init=init, name=name)
-
-
-def residual_linear(config: GPTConfig, features: int, name: str) -> nn.Dense:
-    """A linear layer that adds to the residual stream; there are two per block."""
-    return linear(config, features, name, share=1 / (2 * config.layers))
-
-
-def product(layer: nn.Dense, x: jax.Array) -> jax.Array:
-    """The output of a linear layer, named for rematerialization."""
-    return checkpoint_name(layer(x), PRODUCT)
+    layer = nn.Dense(features, use_bias=config.bias, dtype=config.dtype, kernel_init=init, name=name)
+    return checkpoint_name(layer(x), LINEAR)
 
 
 def norm(config: GPTConfig, name: str) -> nn.LayerNorm:

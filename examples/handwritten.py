@@ -1,17 +1,17 @@
-"""A decoder block written by hand, in plain JAX and without layers, with its products in FP8.
+"""A decoder block written by hand, in plain JAX without layers, with its GEMMs in FP8.
 
     python examples/handwritten.py                # trains it in FP8 and in bfloat16, prints both losses
     python examples/handwritten.py --steps 50 --recipe "te,scaling=current"
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU: seven products with weights, each an
-`fp8jax.dot.einsum` with a scaling state of its own. Three things make the difference to a block without FP8:
+RMSNorm, rotary positions, grouped-query attention and SwiGLU: seven GEMMs with weights, each an
+`fp8jax.dot.einsum` with its scaling state. A block without FP8 differs in three things:
 
-1. `product` calls `fp8jax.dot.einsum` with a state where it would call `jnp.einsum`;
-2. the states stand beside the parameters, in `variables["_overwrite_with_gradient"]`;
-3. `fp8jax.value_and_grad` and `fp8jax.apply_updates` take the place of `jax.value_and_grad` and
-   `optax.apply_updates`: they give each product its new state.
+1. `gemm` calls `jnp.einsum`, not `fp8jax.dot.einsum` with a state;
+2. there are no states beside the parameters, in `variables["_overwrite_with_gradient"]`;
+3. `jax.value_and_grad` and `optax.apply_updates` do, where `fp8jax.value_and_grad` and `fp8jax.apply_updates`
+   give each GEMM its new state.
 
-Products of activations with each other, as in attention, stay as they are.
+GEMMs of two activations, as in attention, stay in bfloat16.
 """
 
 import argparse
@@ -25,8 +25,8 @@ import fp8jax
 
 WIDTH, HEADS, KV_HEADS, DIM, HIDDEN, VOCABULARY, TIME = 64, 4, 2, 16, 128, 32, 32
 
-# Each product with a weight: the weight's shape, and what is summed.
-PRODUCTS = {
+# Each GEMM with a weight: the weight's shape, and the einsum.
+GEMMS = {
     "query": ((WIDTH, HEADS, DIM), "btw,whd->bthd"),
     "key": ((WIDTH, KV_HEADS, DIM), "btw,whd->bthd"),
     "value": ((WIDTH, KV_HEADS, DIM), "btw,whd->bthd"),
@@ -39,23 +39,23 @@ STATES = "_overwrite_with_gradient"
 
 
 def init(key: jax.Array, recipe: str | None) -> dict[str, Any]:
-    """The parameters, and with a recipe a state for each product."""
-    names = [*PRODUCTS, "embedding"]
-    shapes = {**{name: shape for name, (shape, _) in PRODUCTS.items()}, "embedding": (VOCABULARY, WIDTH)}
+    """The parameters, and with a recipe a state for each GEMM."""
+    names = [*GEMMS, "embedding"]
+    shapes = {**{name: shape for name, (shape, _) in GEMMS.items()}, "embedding": (VOCABULARY, WIDTH)}
     keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
     params = {name: jax.random.normal(keys[name], shapes[name]) * 0.1 for name in names}
     params |= {"attention norm": jnp.ones(WIDTH), "mlp norm": jnp.ones(WIDTH), "norm": jnp.ones(WIDTH)}
     if recipe is None:
         return {"params": params}
-    return {"params": params, STATES: {name: fp8jax.dot.init_state(recipe) for name in PRODUCTS}}
+    return {"params": params, STATES: {name: fp8jax.dot.init_state(recipe) for name in GEMMS}}
 
 
 def logits(variables: dict[str, Any], tokens: jax.Array, recipe: str | None) -> jax.Array:
     """(batch, time) -> (batch, time, vocabulary)."""
     params = variables["params"]
 
-    def product(name: str, x: jax.Array) -> jax.Array:
-        _, subscripts = PRODUCTS[name]
+    def gemm(name: str, x: jax.Array) -> jax.Array:
+        _, subscripts = GEMMS[name]
         weight = params[name].astype(jnp.bfloat16)
         if recipe is None:
             return jnp.einsum(subscripts, x, weight)
@@ -68,11 +68,11 @@ def logits(variables: dict[str, Any], tokens: jax.Array, recipe: str | None) -> 
 
     x = params["embedding"][tokens].astype(jnp.bfloat16)
     y = norm("attention norm", x)
-    query, key = rotated(product("query", y)), rotated(product("key", y))
-    y = jax.nn.dot_product_attention(query, key, product("value", y), is_causal=True)
-    x = x + product("out", y)
+    query, key = rotated(gemm("query", y)), rotated(gemm("key", y))
+    y = jax.nn.dot_product_attention(query, key, gemm("value", y), is_causal=True)
+    x = x + gemm("out", y)
     y = norm("mlp norm", x)
-    x = x + product("down", jax.nn.silu(product("gate", y)) * product("up", y))
+    x = x + gemm("down", jax.nn.silu(gemm("gate", y)) * gemm("up", y))
     return jnp.einsum("btw,vw->btv", norm("norm", x), params["embedding"].astype(jnp.bfloat16))
 
 

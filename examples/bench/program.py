@@ -37,7 +37,7 @@ import fp8jax
 from fp8jax.inspect import gemms, program, targets
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from gpt_model import GPT, PRODUCT, GPTConfig
+from gpt_model import GPT, LINEAR, GPTConfig
 
 
 class Blocks(nn.Module):
@@ -116,7 +116,7 @@ def layer_rows(names: list[str], shape: tuple[int, int, int], target: str) -> ou
 
 def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -> output.Rows:
     """One row per recipe and rematerialization: temporaries of a GPT, and the casts of a tensor."""
-    products = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    products = jax.checkpoint_policies.save_only_these_names(LINEAR)
     kept = {"everything": None, "products": products, "FP8 operands": fp8jax.dot.save_fp8_operands}
     rows, reference = [], {}
     for recipe in ["bf16", *recipes]:
