@@ -13,7 +13,6 @@ from fp8jax.gradients.slots import grad_slot
 from fp8jax.gradients.states import state_at
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
-    Context,
     ParamView,
     Plan,
     Tracked,
@@ -89,7 +88,7 @@ def gradient(
     closed, shapes = made
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     found = find_dots(jaxpr, [each.view for each in params])
-    context = Context(Plan.of((), found.programs), "auto")
+    plan = Plan.of((), programs=found.programs)
     slots = [
         grad_slot(each.leaf, each.shard, state_at(state, each.path), found.uses.get(each.names))
         for each in params
@@ -98,7 +97,7 @@ def gradient(
 
     def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
         ins = [_input(*each) for each in zip(params, slots, is_own, strict=True)]
-        outs = evaluate(context, jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
+        outs = evaluate(plan, jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.

@@ -9,7 +9,6 @@ product a recipe. `evaluate` runs the jaxpr with those dot products in FP8. The 
 arrays.
 """
 
-from fp8jax.rewrite.evaluate import Context as Context
 from fp8jax.rewrite.evaluate import evaluate as evaluate
 from fp8jax.rewrite.find import Uses as Uses
 from fp8jax.rewrite.find import find_dots as find_dots

@@ -50,16 +50,23 @@ def derived(x: ParamView | Derived, reason: str, is_opaque: bool = False) -> Der
     return Derived(x.path, reason, x.loops, is_opaque)
 
 
+class Place(NamedTuple):
+    """Where an equation is."""
+
+    site: Site = ()
+    scopes: tuple[str, ...] = ()  # named scopes and loops around it, see `find_dots`
+    times: int = 1  # how often it runs in one call of the function
+
+
 class Dot(NamedTuple):
     """One dot product of a jaxpr."""
 
-    site: Site
+    place: Place
     path: tuple[str, ...] | None  # path of its parameter; None if both operands are activations
     kernel: int  # which operand the parameter is, 0 or 1
     shape: tuple[int, ...]  # shape of the parameter in the dot product
     gemm: tuple[int, int, int]  # rows, inputs and outputs of its matrices
     flops: int  # in one call of the function
-    scopes: tuple[str, ...]  # named scopes and loops around it, see `find_dots`
     loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
     is_computed: bool  # whether the operand is computed from the parameter
     groups: int  # number of groups of a ragged dot; 0 for other dots
@@ -67,15 +74,13 @@ class Dot(NamedTuple):
     reason: str | None  # why it cannot run in FP8; None if it can
 
 
-def dot_of(eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> Dot:
+def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
     """The dot product of an equation.
 
     Args:
         eqn: the equation.
         ins: its operands: a `ParamView`, a `Derived`, an `Activation`, `CONSTANT` or None.
-        site: its site.
-        scopes: see `Dot`.
-        times: how often it runs in one call of the function.
+        place: where it is.
     """
     ragged = _ROWS_TIMES_GROUPS if eqn.primitive.name == RAGGED else None
     ragged = eqn.params.get("ragged_dot_dimension_numbers", ragged)
@@ -86,7 +91,7 @@ def dot_of(eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times:
         for side, shape in enumerate(shapes)
     ]
     k = math.prod(shapes[0][axis] for axis in contracted[0])
-    flops = times * 2 * math.prod(eqn.outvars[0].aval.shape) * k
+    flops = place.times * 2 * math.prod(eqn.outvars[0].aval.shape) * k
     groups = 0
     if ragged is not None:
         groups = eqn.invars[2].aval.shape[-1]
@@ -98,13 +103,12 @@ def dot_of(eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times:
     x, is_batched = ins[kernel], bool(batched[kernel])
     is_matrix = isinstance(x, ParamView) and not (x.is_shared or groups or is_batched)
     return Dot(
-        site=site,
+        place=place,
         path=x.path if is_parameter(x) else None,
         kernel=kernel,
         shape=shapes[kernel],
         gemm=(free[1 - kernel], k, free[kernel]),
         flops=flops,
-        scopes=scopes,
         loops=x.loops if is_parameter(x) else (),
         is_computed=isinstance(x, Derived),
         groups=groups,

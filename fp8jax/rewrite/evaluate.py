@@ -4,7 +4,6 @@ All other equations are bound unchanged, including calls and loops without an FP
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,33 +33,24 @@ from fp8jax.rewrite.rules import layer_path
 States = Mapping[tuple[str, ...], Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Context:
-    """The settings of an evaluation."""
-
-    plan: Plan
-    backend: str
-    lora_scale: float = 1.0  # alpha / rank
-
-
 def evaluate(
-    context: Context, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site = ()
+    plan: Plan, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site = ()
 ) -> list[jax.Array]:
     """The outputs of a jaxpr.
 
     Args:
-        context: settings, with the plan of this jaxpr.
+        plan: the plan of this jaxpr.
         jaxpr: the function's jaxpr.
         consts: constants of the jaxpr.
         args: arrays, and a `Tracked` for each parameter.
         states: the scaling states of the plan's dot products, by key.
         site: the site of the jaxpr.
     """
-    return [plain(x) for x in _run(context, jaxpr, consts, args, states, site)]
+    return [plain(x) for x in _run(plan, jaxpr, consts, args, states, site)]
 
 
 def _run(
-    context: Context, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site
+    plan: Plan, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site
 ) -> list[Any]:
     """The outputs of a jaxpr; parameters that it only moves stay `Tracked`."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -73,45 +63,41 @@ def _run(
     for number, eqn in enumerate(jaxpr.eqns):
         names = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
-            outs = _outputs(context, eqn, [read(var) for var in eqn.invars], states, (*site, number))
+            outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number))
         env.update(zip(eqn.outvars, outs, strict=True))
-        for var in last.get(number, ()):
+        for var in last[number]:
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
 
 
-def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
+def _last_uses(jaxpr: jex.Jaxpr) -> dict[int, set[Any]]:
     """For each equation, the variables that no later equation needs, so that an eager call frees them."""
-    last: dict[Any, int] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        last.update({var: number for var in eqn.invars if not isinstance(var, jex.Literal)})
-    kept = {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
-    out: dict[int, list[Any]] = {}
-    for var, number in last.items():
-        if var not in kept:
-            out.setdefault(number, []).append(var)
-    return out
+    last, needed = {}, {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
+    for number, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        last[number] = {var for var in eqn.invars if not isinstance(var, jex.Literal)} - needed
+        needed |= last[number]
+    return last
 
 
-def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> Sequence[Any]:
+def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> Sequence[Any]:
     """The outputs of an equation."""
-    name, plan = eqn.primitive.name, context.plan
+    name = eqn.primitive.name
     if site in plan.dots:
         with scope(layer_path(plan.dots[site].path)):
-            return [_dot(context, eqn, plan.dots[site], ins, states)]
+            return [_dot(plan, eqn, plan.dots[site], ins, states)]
     if name == PROGRAM:
         leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
         states = {key: {name: plain(x) for name, x in state.items()} for key, state in states.items()}
         return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
     if site in plan.below:
         if name == "scan":
-            return _scan(context, eqn, ins, states, site)
+            return _scan(plan, eqn, ins, states, site)
         if name == "cond":
-            return _cond(context, eqn, ins, states, site)
+            return _cond(plan, eqn, ins, states, site)
         if name in CALLS:
-            return _run(context, *inner_jaxpr(eqn), ins, states, site)
+            return _run(plan, *inner_jaxpr(eqn), ins, states, site)
         if name in REMATS:
-            return _remat(context, eqn, ins, states, site)
+            return _remat(plan, eqn, ins, states, site)
     if ins and isinstance(ins[0], Tracked) and follow(ins[0].view, eqn) is not None:
         outs = move(ins[0], eqn, [plain(x) for x in ins[1:]])
         if outs is not None:
@@ -121,7 +107,7 @@ def _outputs(context: Context, eqn: Any, ins: list[Any], states: States, site: S
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _dot(context: Context, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
+def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
     which, recipe, out_dtype = planned.dot.kernel, planned.recipe, eqn.outvars[0].aval.dtype
     state = states.get(planned.key, {})
@@ -130,7 +116,7 @@ def _dot(context: Context, eqn: Any, planned: PlannedDot, ins: list[Any], states
         state = {name: lax.index_in_dim(x, 0, keepdims=False) for name, x in state.items()}
     if recipe.gemm != "FP8" and lora.A not in state:
         return _high_precision_dot(eqn, recipe, ins)
-    options = {"recipe": recipe, "backend": context.backend, "out_dtype": out_dtype}
+    options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype}
     options["state"] = lora.without_adapters(state)
     other, kernel = plain(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
@@ -151,11 +137,13 @@ def _dot(context: Context, eqn: Any, planned: PlannedDot, ins: list[Any], states
         return out
     layout = Layout.of(other.shape, kernel.stored.shape, numbers)
     dtype = out_dtype if recipe.gemm == "FP8" else formats.get(recipe.gemm).dtype
-    low_rank = lora.adapter_output(context.lora_scale, layout, other, state, dtype)
+    low_rank = lora.adapter_output(plan.lora_scale, layout, other, state, dtype)
     return out + low_rank.astype(out_dtype).transpose(order)
 
 
-def _in_storage_order(eqn: Any, which: int, perm: tuple[int, ...], rank: int) -> tuple[Any, list[int]]:
+def _in_storage_order(
+    eqn: jex.JaxprEqn, which: int, perm: tuple[int, ...], rank: int
+) -> tuple[Any, list[int]]:
     """The dot product with the stored kernel as rhs.
 
     Args:
@@ -197,33 +185,33 @@ def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*before))
 
 
-def _states_inside(context: Context, states: States, site: Site) -> dict[tuple[str, ...], Any]:
+def _states_inside(plan: Plan, states: States, site: Site) -> dict[tuple[str, ...], Any]:
     """The states of the dot products inside the equation at a site."""
-    keys = {each.key for at, each in context.plan.dots.items() if at[: len(site)] == site}
+    keys = {each.key for at, each in plan.dots.items() if at[: len(site)] == site}
     return {key: states[key] for key in keys if key in states}
 
 
-def _remat(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
+def _remat(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
     def run(ins: Any, states: Any) -> list[Any]:
-        return evaluate(context, *inner_jaxpr(eqn), ins, states, site)
+        return evaluate(plan, *inner_jaxpr(eqn), ins, states, site)
 
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(run, **options)(ins, _states_inside(context, states, site))
+    return jax.checkpoint(run, **options)(ins, _states_inside(plan, states, site))
 
 
-def _scan(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
+def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
     params, (jaxpr, jaxpr_consts) = eqn.params, inner_jaxpr(eqn)
     consts, carry, xs = scan_parts(eqn, ins)
     carry = [plain(x) for x in carry]
     xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
-    sliced = context.plan.sliced.get(site, {})
+    sliced = plan.sliced.get(site, {})
     stacked = {key: states[key] for key, dot in sliced.items() if _depth(states.get(key, {}), dot) > 0}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x
         ins = [*consts, *carry, *xs]
-        outs = evaluate(context, jaxpr, jaxpr_consts, ins, {**states, **of_layer}, site)
+        outs = evaluate(plan, jaxpr, jaxpr_consts, ins, {**states, **of_layer}, site)
         return outs[: len(carry)], outs[len(carry) :]
 
     names = ("length", "reverse", "unroll", "_split_transpose")
@@ -251,13 +239,13 @@ def _layers(x: Tracked, site: Site, length: int) -> Any:
     return Tracked(stored, x.grad_slot, view, x.shard)
 
 
-def _cond(context: Context, eqn: Any, ins: list[Any], states: States, site: Site) -> list[Any]:
+def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
     def branch(number: int, closed: Any) -> Any:
         def run(operands: Any, states: Any) -> list[Any]:
-            return evaluate(context, closed.jaxpr, closed.consts, operands, states, (*site, number))
+            return evaluate(plan, closed.jaxpr, closed.consts, operands, states, (*site, number))
 
         return run
 
     index, *operands = ins
     branches = [branch(*pair) for pair in enumerate(eqn.params["branches"])]
-    return lax.switch(index, branches, operands, _states_inside(context, states, site))
+    return lax.switch(index, branches, operands, _states_inside(plan, states, site))

@@ -15,6 +15,7 @@ from fp8jax.rewrite.dots import (
     Activation,
     Derived,
     Dot,
+    Place,
     Site,
     derived,
     dot_of,
@@ -54,7 +55,7 @@ class FoundDots(NamedTuple):
     programs: list[Site]  # sites of calls of transformed functions
 
 
-def find_dots(jaxpr: Any, views: Sequence[ParamView | None]) -> FoundDots:
+def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None]) -> FoundDots:
     """The dot products of a jaxpr, in order.
 
     Args:
@@ -64,7 +65,7 @@ def find_dots(jaxpr: Any, views: Sequence[ParamView | None]) -> FoundDots:
     """
     walk = _Walk(FoundDots([], set(), {}, {}, []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views))
-    for out in walk.through(jaxpr, [*views, *others], (), (), 1):
+    for out in walk.through(jaxpr, [*views, *others], Place()):
         walk.note_value(out)
     return walk.found
 
@@ -81,9 +82,7 @@ class _Walk:
     plan: Plan | None = None  # plan of the enclosing transformed function
     outside: int = 0  # length of the site of the enclosing transformed function's call
 
-    def through(
-        self, jaxpr: Any, ins: Sequence[Any], site: Site, scopes: tuple[str, ...], times: int
-    ) -> list[Any]:
+    def through(self, jaxpr: Any, ins: Sequence[Any], place: Place) -> list[Any]:
         """The outputs of a jaxpr."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         env.update((var, CONSTANT) for var in jaxpr.constvars if len(var.aval.shape) > 1)
@@ -92,8 +91,9 @@ class _Walk:
             return None if isinstance(var, jex.Literal) else env.get(var)
 
         for number, eqn in enumerate(jaxpr.eqns):
-            around = (*scopes, str(eqn.source_info.name_stack))
-            outs = self.outputs(eqn, [read(var) for var in eqn.invars], (*site, number), around, times)
+            scopes = (*place.scopes, str(eqn.source_info.name_stack))
+            inside = Place((*place.site, number), scopes, place.times)
+            outs = self.outputs(eqn, [read(var) for var in eqn.invars], inside)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
@@ -102,37 +102,37 @@ class _Walk:
         if isinstance(x, ParamView) and not x.is_frozen:
             self.found.uses.setdefault(x.path, Uses()).others += 1
 
-    def outputs(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> list[Any]:
+    def outputs(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> list[Any]:
         """The outputs of an equation."""
         name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
         if name == "scan":
-            return self.scan(eqn, ins, site, (*scopes, SCAN), times)
+            return self.scan(eqn, ins, place)
         if name in CALLS or name in REMATS:
-            around = (*scopes, CHECKPOINT) if name in REMATS else scopes
-            return self.through(inner_jaxpr(eqn)[0], ins, site, around, times)
+            inside = place._replace(scopes=(*place.scopes, CHECKPOINT)) if name in REMATS else place
+            return self.through(inner_jaxpr(eqn)[0], ins, inside)
         if name == "cond":
             branches = [
-                self.through(closed.jaxpr, ins[1:], (*site, number), scopes, times)
+                self.through(closed.jaxpr, ins[1:], place._replace(site=(*place.site, number)))
                 for number, closed in enumerate(params["branches"])
             ]
             return [self.computed(list(outs), name) for outs in zip(*branches, strict=True)]
         if name == PROGRAM:
-            self.found.programs.append(site)
-            inside = _Walk(self.found, params["program"].context.plan, len(site))
+            self.found.programs.append(place.site)
+            program, walk = params["program"], _Walk(self.found, params["program"].plan, len(place.site))
             leaves, _, arrays, _ = params["treedef"].unflatten(ins)
-            return inside.through(params["program"].jaxpr, [*leaves, *arrays], site, scopes, times)
+            return walk.through(program.jaxpr, [*leaves, *arrays], place)
         if name in DOTS:
-            self.dot(eqn, ins, site, scopes, times)
+            self.dot(eqn, ins, place)
             return [self.computed(ins, name, is_noted=True)]
         if any(True for _ in jex.jaxprs_in_params(params)):
-            self.opaque(eqn, ins, site, scopes, times)
+            self.opaque(eqn, ins, place)
         elif name == "gather" and isinstance(ins[0], ParamView):
             self.found.tables.add(ins[0].path)
         elif name == "conv_general_dilated":
-            scope = "/".join(each for each in scopes if each not in ("", SCAN, CHECKPOINT))
+            scope = "/".join(each for each in place.scopes if each not in ("", SCAN, CHECKPOINT))
             key = scope, ins[1].path if is_parameter(ins[1]) else None
             before = self.found.convolutions.get(key, 0)
-            self.found.convolutions[key] = before + times * flops_of_convolution(eqn)
+            self.found.convolutions[key] = before + place.times * flops_of_convolution(eqn)
         elif _makes_one_hot(eqn, ins):
             return [ONE_HOT]
         elif ins and isinstance(ins[0], ParamView):
@@ -152,10 +152,11 @@ class _Walk:
             return CONSTANT if CONSTANT in ins else None
         return derived(parameters[0], f"its kernel is computed ({name})")
 
-    def scan(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> list[Any]:
+    def scan(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> list[Any]:
         """The outputs of a scan."""
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
         consts, carry, xs = scan_parts(eqn, ins)
+        place = Place(place.site, (*place.scopes, SCAN), place.times * length)
         for x in carry:
             self.note_value(x)
         carry = [ACTIVATION if is_parameter(x) else x for x in carry]
@@ -166,24 +167,25 @@ class _Walk:
         inside = []
         for x in xs:
             if isinstance(x, ParamView):
-                layer = x.in_scan(site, length)
+                layer = x.in_scan(place.site, length)
                 if layer is None:
                     self.note_value(x)
                     layer = derived(x, "a scan is not along the first axis of what is stored")
                 x = layer
             inside.append(x)
-        outs = self.through(closed.jaxpr, [*consts, *carry, *inside], site, scopes, times * length)
+        outs = self.through(closed.jaxpr, [*consts, *carry, *inside], place)
         for x in outs:
             self.note_value(x)
         return [derived(x, "a scan computes its kernel", True) if is_parameter(x) else x for x in outs]
 
-    def opaque(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> None:
+    def opaque(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
         """Finds the dot products inside a call that `evaluate` does not look into."""
         name, params = eqn.primitive.name, eqn.params
         if name == "shard_map":
             mesh = params["mesh"]
             axes = params.get("newly_manual_axes", mesh.axis_names)
-            times *= math.prod(mesh.shape[axis] for axis in axes)  # its shapes are per device
+            devices = math.prod(mesh.shape[axis] for axis in axes)
+            place = place._replace(times=place.times * devices)  # its shapes are per device
         ins = [derived(x, f"it is inside of a {name}", True) if is_parameter(x) else x for x in ins]
         parameter = next((x for x in ins if isinstance(x, Derived)), None)
         # `by_platform` has two programs and runs one of them.
@@ -192,15 +194,15 @@ class _Walk:
             # Inputs correspond one to one only if their numbers are equal.
             given = ins[max(len(ins) - len(inner.invars), 0) :]
             given = [*given, *[parameter] * (len(inner.invars) - len(given))]
-            self.through(inner, given, (*site, number), scopes, times)
+            self.through(inner, given, place._replace(site=(*place.site, number)))
 
-    def dot(self, eqn: Any, ins: list[Any], site: Site, scopes: tuple[str, ...], times: int) -> None:
+    def dot(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
         """Notes a dot product."""
-        dot = dot_of(eqn, ins, site, scopes, times)
+        dot = dot_of(eqn, ins, place)
         self.found.dots.append(dot)
         if dot.path is not None and ins[1 - dot.kernel] is ONE_HOT:
             self.found.tables.add(dot.path)
-        is_fp8 = self.plan is not None and site[self.outside :] in self.plan.dots
+        is_fp8 = self.plan is not None and place.site[self.outside :] in self.plan.dots
         for side, x in enumerate(ins):
             if not (is_fp8 and side == dot.kernel):
                 self.note_value(x)
@@ -218,13 +220,13 @@ def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
     return eqn.primitive.name in moves and ins[0] is ONE_HOT
 
 
-def inner_jaxpr(eqn: Any) -> tuple[Any, Any]:
+def inner_jaxpr(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
     """The open jaxpr of a call, and its constants."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
-def scan_parts(eqn: Any, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def scan_parts(eqn: jex.JaxprEqn, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Constants, carry and scanned inputs of a scan."""
     consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
     return values[:consts], values[consts : consts + carry], values[consts + carry :]

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
@@ -134,7 +135,7 @@ def _is_reshape(eqn: Any) -> bool:
     return eqn.params.get("dimensions") is None or eqn.primitive.name == "squeeze"
 
 
-def move(tracked: Tracked, eqn: Any, rest: list[Any]) -> list[Tracked] | None:
+def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] | None:
     """Applies an equation that `follow` follows to its first input, `tracked`; `rest` are the other inputs.
 
     Returns None if the equation cannot move the scales of a `ScaledArray`, or a shard.
@@ -168,7 +169,7 @@ def _transpose(x: Any, perm: tuple[int, ...]) -> Any:
     return ScaledArray(lax.transpose(x.data, perm), lax.transpose(x.scale, perm) if x.scale.ndim else x.scale)
 
 
-def _move_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
+def _move_stored(stored: Any, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Any] | None:
     """The outputs of a reshape or slice of a stored parameter; None if its scales cannot be moved."""
     if not is_scaled(stored):
         return _bind(eqn, stored, rest)
@@ -188,7 +189,7 @@ def _move_stored(stored: Any, eqn: Any, rest: list[Any]) -> list[Any] | None:
     return [ScaledArray(x, scale.reshape(layers, *(1,) * (x.ndim - 1))) for x in data]
 
 
-def _bind(eqn: Any, x: Any, rest: list[Any]) -> list[Any]:
+def _bind(eqn: jex.JaxprEqn, x: Any, rest: list[Any]) -> list[Any]:
     """Applies the equation to an array with the shape of its first input, of any dtype."""
     params = eqn.primitive.get_bind_params(eqn.params)
     out = eqn.primitive.bind(x, *rest, **params)
@@ -224,8 +225,4 @@ def names_of(path: Any) -> tuple[str, ...]:
     """A tree path as names, without the "value" of a box around a leaf, such as an `nnx.Variable`."""
     if len(path) > 1 and getattr(path[-1], "name", None) == "value":
         path = path[:-1]
-    names = []
-    for part in path:
-        name = next((getattr(part, of) for of in ("key", "name", "idx") if hasattr(part, of)), part)
-        names.append(str(name))
-    return tuple(names)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -16,6 +16,7 @@ import jax.core
 
 # The context of a trace (mesh, precision, dtype promotion) has no public API.
 from jax._src.config import trace_context
+from jaxtyping import PRNGKeyArray, PyTree
 
 from fp8jax import backends, loss_scale
 from fp8jax.dot import quantized_kernel
@@ -66,7 +67,7 @@ class FunctionModel:
         """The model's recipe."""
         return self.settings.recipe
 
-    def init(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def init(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables: the parameters, with kernels in the recipe's weight format, and the scaling states.
 
         Args:
@@ -88,10 +89,10 @@ class FunctionModel:
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
             check_share(program.report)
-        formatted = _with_kernels(params, program, lambda leaf, planned: planned.in_format(leaf))
+        formatted = _with_kernels(params, program, lambda x, planned: planned.kernel(x).in_format(x))
         return {PARAMS: formatted, **self._states(program)}
 
-    def adapt(self, key: jax.Array, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def adapt(self, key: PRNGKeyArray, params: PyTree, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables of a model with adapters.
 
         Args:
@@ -110,13 +111,13 @@ class FunctionModel:
         assert lora is not None
         program, _ = self._program(params, args, kwargs)
         adapters = {}
-        for path, planned in program.context.plan.kernels().items():
+        for path, planned in program.plan.kernels().items():
             layer, dot = layer_path(path), planned.dot
             if dot.is_matrix and lora.chooses(layer, self.recipe):
                 _insert(adapters, layer_names(path), lora.new(key, layer, planned.stack, dot.gemm))
 
-        def freeze(leaf: Any, planned: PlannedDot) -> Any:
-            return leaf if planned.dot.is_computed else lora.freeze(leaf, planned.recipe, planned.rank(leaf))
+        def freeze(x: Any, planned: PlannedDot) -> Any:
+            return x if planned.dot.is_computed else lora.freeze(x, planned.kernel(x))
 
         frozen = _with_kernels(params, program, freeze)
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
@@ -124,7 +125,7 @@ class FunctionModel:
     def _states(self, program: Program) -> dict[str, Any]:
         """The initial scaling states and loss scale."""
         variables, states = {}, {}
-        for planned in program.context.plan.dots.values():
+        for planned in program.plan.dots.values():
             if state := planned.first_state():
                 _insert(states, planned.key, state)
         if states:
@@ -133,7 +134,7 @@ class FunctionModel:
             variables[LOSS_SCALE] = loss_scale.init()
         return variables
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         """`fn(params, *args, **kwargs)` with the chosen dot products in FP8.
 
         Args:
@@ -148,7 +149,7 @@ class FunctionModel:
         program, consts = self._program(params, args, kwargs)
         states = {
             each.key: {**each.state_in(scaling), **adapters_at(adapters, each.path)}
-            for each in program.context.plan.dots.values()
+            for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
         _, arrays = Static.of((args, kwargs))
@@ -156,28 +157,24 @@ class FunctionModel:
 
     __call__ = apply
 
-    def report(self, variables: Any, *args: Any, **kwargs: Any) -> Report:
+    def report(self, variables: PyTree, *args: Any, **kwargs: Any) -> Report:
         """Which dot products run in FP8 for these inputs, and why the others do not.
 
         Args: as in `init` or `apply`, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
         """
-        has_adapters = has_params(variables) and FROZEN in variables
-        params = variables[FROZEN if has_adapters else PARAMS] if has_params(variables) else variables
-        return self._program(params, args, kwargs)[0].report
+        return self._program(_params_of(variables), args, kwargs)[0].report
 
-    def kernels(self, params: Any, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
+    def kernels(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
         """The kernels that the recipe or a rule applies to for these inputs, by path."""
-        params = params[PARAMS] if has_params(params) else params
+        params = _params_of(params)
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
             check_share(program.report)
         leaves = dict(zip(program.paths, jax.tree.leaves(params, is_leaf=is_scaled), strict=True))
-        return {
-            path: Kernel(planned.recipe, planned.rank(leaves[path]), planned.dot.groups)
-            for path, planned in program.context.plan.kernels().items()
-        }
+        kernels = program.plan.kernels()
+        return {path: planned.kernel(leaves[path]) for path, planned in kernels.items()}
 
-    def quantize(self, params: Any, like: Mapping[str, Any]) -> dict[str, Any]:
+    def quantize(self, params: PyTree, like: Mapping[str, Any]) -> dict[str, Any]:
         """Variables with the function's parameters, such as a checkpoint's, in the formats of `like`."""
         check_like(like)
         name = PARAMS if self.settings.lora is None else FROZEN
@@ -185,12 +182,12 @@ class FunctionModel:
         sources = treedef.flatten_up_to(params)
         return {**like, name: treedef.unflatten(map(quantize_like, sources, targets))}
 
-    def dequantize(self, variables: Mapping[str, Any]) -> Any:
+    def dequantize(self, variables: Mapping[str, Any]) -> PyTree:
         """The function's parameters: dequantized arrays, with merged adapters."""
         params, adapters = self._split(variables)
         return self.with_adapters(jax.tree.map(own_value, params, is_leaf=is_scaled), adapters)
 
-    def with_adapters(self, params: Any, adapters: Any, times: float = 1.0) -> Any:
+    def with_adapters(self, params: PyTree, adapters: PyTree, times: float = 1.0) -> PyTree:
         """The function's parameters, with W + times (alpha / rank) A B for each kernel with adapters."""
         lora = self.settings.lora
         if lora is None:
@@ -202,15 +199,15 @@ class FunctionModel:
 
         return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
 
-    def _split(self, variables: Any) -> tuple[Any, Any]:
+    def _split(self, variables: PyTree) -> tuple[Any, Any]:
         """The function's parameters, and the adapters."""
         if self.settings.lora is None:
-            return (variables[PARAMS] if has_params(variables) else variables), {}
+            return _params_of(variables), {}
         if not isinstance(variables, Mapping) or FROZEN not in variables:
             got = ", ".join(sorted(variables)) if isinstance(variables, Mapping) else type(variables).__name__
             raise ValueError(
-                f"`variables`: expected the collection 'frozen'; got {got}. `model.adapt` makes them of a "
-                "plain model's."
+                f"`variables`: expected the collection 'frozen'; got {got}. Make them with `model.init` or "
+                "`model.adapt`."
             )
         return variables[FROZEN], variables[PARAMS]
 
@@ -227,11 +224,11 @@ class FunctionModel:
             if planned.dot.is_computed or planned.recipe.gemm != "FP8":
                 return leaf
             state = planned.state_in(variables.get(SCALING, {}))
-            return quantized_kernel(leaf, planned.recipe, state, planned.rank(leaf))
+            return quantized_kernel(leaf, planned.recipe, state, planned.kernel(leaf).rank)
 
         return {**variables, PARAMS: _with_kernels(variables[PARAMS], program, quantized)}
 
-    def _program(self, params: Any, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
+    def _program(self, params: PyTree, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
         """The cached trace of the function for these inputs' types, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         if any(callable(leaf) for leaf in leaves):
@@ -256,13 +253,18 @@ class FunctionModel:
         return pair
 
 
+def _params_of(variables: PyTree) -> Any:
+    """The function's parameters among variables, which may be the parameters alone."""
+    return variables.get(FROZEN, variables[PARAMS]) if has_params(variables) else variables
+
+
 def _key_of(x: Any) -> Any:
     """The type of an array, hashable."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     return tuple(x.shape), x.dtype, getattr(aval, "weak_type", False), getattr(aval, "sharding", None)
 
 
-def _not_arrays(params: Any) -> TypeError:
+def _not_arrays(params: PyTree) -> TypeError:
     """The error for a function in the tree of parameters, as in an Equinox module."""
     pairs, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     kind, path = next((type(x).__name__, jax.tree_util.keystr(path)) for path, x in pairs if callable(x))
@@ -272,7 +274,7 @@ def _not_arrays(params: Any) -> TypeError:
     )
 
 
-def check_like(like: Any) -> None:
+def check_like(like: PyTree) -> None:
     """Raises ValueError if `like` has shapes in place of arrays, because its scaling state is reused."""
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like)):
         raise ValueError(
@@ -281,9 +283,9 @@ def check_like(like: Any) -> None:
         )
 
 
-def _with_kernels(params: Any, program: Program, change: Callable[[Any, PlannedDot], Any]) -> Any:
+def _with_kernels(params: PyTree, program: Program, change: Callable[[Any, PlannedDot], Any]) -> Any:
     """The parameters with `change(leaf, planned)` for each kernel."""
-    kernels = program.context.plan.kernels()
+    kernels = program.plan.kernels()
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
     pairs = zip(leaves, program.paths, strict=True)
     return treedef.unflatten([change(x, kernels[path]) if path in kernels else x for x, path in pairs])

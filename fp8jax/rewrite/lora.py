@@ -20,11 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from fp8jax.dot.layout import Layout
 from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import in_format
+from fp8jax.rewrite.plan import Kernel
 from fp8jax.rewrite.rules import layer_names, matches, matches_any
 
 # The names of a layer's adapters, beside its kernel.
@@ -100,7 +101,9 @@ class LoRA:
         if not able:
             raise ValueError("`lora`: the model has no layer that can have adapters.")
 
-    def new(self, key: jax.Array, path: str, stack: tuple[int, ...], gemm: tuple[int, int, int]) -> Any:
+    def new(
+        self, key: PRNGKeyArray, path: str, stack: tuple[int, ...], gemm: tuple[int, int, int]
+    ) -> dict[str, Float[Array, "..."]]:
         """The adapters of a layer: A normal with variance 1 / inputs, B zero; float32.
 
         Args:
@@ -114,18 +117,12 @@ class LoRA:
         a = jax.random.normal(key, (*stack, inputs, self.rank)) * inputs**-0.5
         return {A: a, B: jnp.zeros((*stack, self.rank, outputs))}
 
-    def freeze(self, kernel: jax.Array, recipe: Recipe, rank: int) -> Any:
-        """A frozen kernel in its storage format.
+    def freeze(self, x: Any, kernel: Kernel) -> Any:
+        """The frozen kernel `x` in its storage format."""
+        default = "E4M3" if kernel.recipe.gemm == "FP8" else "FP32"
+        return kernel.in_format(x, self.weight or default)
 
-        Args:
-            kernel: kernel of one layer, or of a stack.
-            recipe: the layer's recipe.
-            rank: rank of one layer's kernel.
-        """
-        format = self.weight or ("E4M3" if recipe.gemm == "FP8" else "FP32")
-        return in_format(kernel, format, (*kernel.shape[: kernel.ndim - rank], *(1,) * rank))
-
-    def merge(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> jax.Array:
+    def merge(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> Float[Array, "..."]:
         """A kernel with its adapters merged, `kernel + times (alpha / rank) A B`, float32."""
         product = jnp.matmul(adapters[A], adapters[B], precision="highest")
         return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)

@@ -38,13 +38,9 @@ class PlannedDot:
         layers = tuple(length for _, length in self.dot.loops)
         return (*layers, self.dot.groups) if self.dot.groups else layers
 
-    def rank(self, leaf: Any) -> int:
-        """The rank of the array that one scale covers."""
-        return len(leaf.shape) - len(self.stack)
-
-    def in_format(self, leaf: Any) -> Any:
-        """The parameter in its recipe's weight format."""
-        return in_format(leaf, self.recipe.weight, (*self.stack, *(1,) * self.rank(leaf)))
+    def kernel(self, leaf: Any) -> "Kernel":
+        """The parameter `leaf` as a kernel."""
+        return Kernel(self.recipe, len(leaf.shape) - len(self.stack), self.dot.groups)
 
     def first_state(self) -> dict[str, jax.Array]:
         """The initial scaling state, with a leading axis for each scan that slices the kernel."""
@@ -92,10 +88,17 @@ class Kernel(NamedTuple):
         stack = shape[: len(shape) - self.rank - bool(self.groups)]
         return first_state(self.recipe, self.groups, stack)
 
-    def in_format(self, kernel: jax.Array) -> Any:
-        """The kernel in its recipe's weight format."""
-        blocks = (*kernel.shape[: kernel.ndim - self.rank], *(1,) * self.rank)
-        return in_format(kernel, self.recipe.weight, blocks)
+    def in_format(self, x: Any, format: str | None = None) -> Any:
+        """The kernel `x` in a storage format, by default its recipe's; scales are powers of two, one for each
+        layer and expert."""
+        format = format or self.recipe.weight
+        if is_scaled(x) or format == "FP32":
+            return x
+        if format == "BF16":
+            return x.astype(jnp.bfloat16)
+        blocks = (*x.shape[: x.ndim - self.rank], *(1,) * self.rank)
+        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
+        return q.with_own_dtype(x.dtype)
 
 
 def first_state(recipe: Recipe, groups: int, stack: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -107,19 +110,9 @@ def first_state(recipe: Recipe, groups: int, stack: tuple[int, ...]) -> dict[str
     return {name: jnp.copy(jnp.broadcast_to(x, (*stack, *x.shape))) for name, x in state.items()}
 
 
-def in_format(kernel: Any, format: str, blocks: tuple[int, ...]) -> Any:
-    """A kernel in a storage format, with power-of-two scales of shape `blocks` where it has scales."""
-    if is_scaled(kernel) or format == "FP32":
-        return kernel
-    if format == "BF16":
-        return kernel.astype(jnp.bfloat16)
-    q = quantize(kernel, formats.get(format), power_of_two=True, blocks=blocks)
-    return q.with_own_dtype(kernel.dtype)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The dot products of a jaxpr to replace.
+    """The dot products of a jaxpr to replace, and how.
 
     Attributes:
         dots: the dot products to replace, by site.
@@ -127,32 +120,35 @@ class Plan:
             functions.
         sliced: for each scan, by site, the dot products of the parameters that it slices, by state key.
         named: parameter paths of the dot products that get a named scope, by site.
+        backend: the GEMM backend.
+        lora_scale: alpha / rank of adapters.
     """
 
     dots: dict[Site, PlannedDot]
     below: frozenset[Site]
     sliced: dict[Site, dict[tuple[str, ...], PlannedDot]]
     named: dict[Site, tuple[str, ...]]
+    backend: str
+    lora_scale: float
 
     @classmethod
     def of(
-        cls, dots: Iterable[PlannedDot], programs: Iterable[Site] = (), named: Iterable[Dot] = ()
+        cls,
+        dots: Iterable[PlannedDot],
+        named: Iterable[Dot] = (),
+        programs: Iterable[Site] = (),
+        backend: str = "auto",
+        lora_scale: float = 1.0,
     ) -> "Plan":
-        """Makes a plan.
-
-        Args:
-            dots: the dot products to replace.
-            programs: sites of calls of transformed functions; each has its own plan.
-            named: dot products that get a named scope.
-        """
-        by_site = {each.dot.site: each for each in dots}
-        names = {dot.site: dot.path for dot in named if dot.path is not None}
+        """Makes a plan; `programs` are sites of calls of transformed functions, with plans of their own."""
+        by_site = {each.dot.place.site: each for each in dots}
+        names = {dot.place.site: dot.path for dot in named if dot.path is not None}
         below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
         sliced: dict[Site, dict[tuple[str, ...], PlannedDot]] = {}
         for each in by_site.values():
             for site, _ in each.dot.loops:
                 sliced.setdefault(site, {})[each.key] = each
-        return cls(by_site, frozenset(below), sliced, names)
+        return cls(by_site, frozenset(below), sliced, names, backend, lora_scale)
 
     def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
         """The kernels by path, each with its dot product inside the most scans, which decides the number of

@@ -22,7 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from fp8jax import backends
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.evaluate import Context, evaluate
+from fp8jax.rewrite.evaluate import evaluate
 from fp8jax.rewrite.find import PROGRAM, find_dots
 from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import LoRA, without_adapters
@@ -93,14 +93,14 @@ class Static(NamedTuple):
 class Program:
     """A traced function."""
 
-    jaxpr: Any
+    jaxpr: jex.Jaxpr
     out: Static
     paths: list[tuple[str, ...]]  # paths of the parameters
-    context: Context
+    plan: Plan
     report: Report
 
     def __repr__(self) -> str:
-        return f"Program({len(self.context.plan.dots)} dot products of {self.report.recipe})"
+        return f"Program({len(self.plan.dots)} dot products of {self.report.recipe})"
 
     def run(
         self, leaves: list[Any], states: Mapping[Any, Any], arrays: list[Any], consts: list[Any]
@@ -116,7 +116,7 @@ class Program:
         pairs = zip(leaves, self.paths, strict=True)
         ins = [Tracked(x, None, ParamView.of(p, aval_of(x))) if can_be_kernel(x) else x for x, p in pairs]
         states = {key: {**state, **to_fm32(without_adapters(state))} for key, state in states.items()}
-        return evaluate(self.context, self.jaxpr, consts, [*ins, *arrays], states)
+        return evaluate(self.plan, self.jaxpr, consts, [*ins, *arrays], states)
 
 
 def trace(
@@ -170,9 +170,9 @@ def trace(
     if lora is not None:
         report = _with_adapters(report, lora, settings.recipe, planned)
     annotations.clear()
-    plan = Plan.of(planned, named=[dot for dot, _ in choices])
-    context = Context(plan, settings.backend, 1.0 if lora is None else lora.scale)
-    return Program(jaxpr, out, paths, context, report), closed.consts
+    named, lora_scale = [dot for dot, _ in choices], 1.0 if lora is None else lora.scale
+    plan = Plan.of(planned, named, backend=settings.backend, lora_scale=lora_scale)
+    return Program(jaxpr, out, paths, plan, report), closed.consts
 
 
 def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, planned: list[PlannedDot]) -> Report:

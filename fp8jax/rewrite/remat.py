@@ -102,7 +102,6 @@ class Call:
     Attributes:
         path, kind: the module's path and class name.
         number: the call's number in named scopes.
-        nesting: the number of enclosing calls with the same path, as a scan and its body have.
         dots: the number of parameters' dot products outside submodules, per call.
         in_scan: whether a scan is between the call and its parent call.
         in_loop: whether the call is inside a scan.
@@ -114,7 +113,6 @@ class Call:
     path: str
     kind: str
     number: int = 0
-    nesting: int = 0
     dots: int = 0
     in_scan: bool = False
     in_loop: bool = False
@@ -147,11 +145,10 @@ class Calls:
     @contextlib.contextmanager
     def recorded(self, path: str, kind: str) -> Iterator[None]:
         """A context for tracing a call of the module at `path`."""
-        nesting = sum(call.path == path for call in self._active[1:])
         siblings = self._active[-1].below
-        call = next((call for call in siblings if (call.path, call.nesting) == (path, nesting)), None)
+        call = next((call for call in siblings if call.path == path), None)
         if call is None:
-            call = Call(path, kind, len(self.all), nesting)
+            call = Call(path, kind, len(self.all))
             siblings.append(call)
             self.all.append(call)
         else:
@@ -168,7 +165,7 @@ class Calls:
         counts: collections.Counter[tuple[int, int]] = collections.Counter()
         for dot in dots:
             around, in_scan, in_loop, innermost = [], False, False, None
-            for scope in dot.scopes:
+            for scope in dot.place.scopes:
                 in_scan, in_loop = in_scan or scope == SCAN, in_loop or scope == SCAN
                 for innermost in _calls_in(scope):
                     call = self.all[innermost[0]]
@@ -178,7 +175,7 @@ class Calls:
                         call.in_loop |= in_loop
                         in_scan = False
             for call in around:
-                call.rematerializes |= CHECKPOINT in dot.scopes
+                call.rematerializes |= CHECKPOINT in dot.place.scopes
             counts.update([innermost] if innermost else [])
         for (number, _), count in counts.items():
             self.all[number].dots = max(self.all[number].dots, count)
@@ -251,7 +248,9 @@ def _fits(name: str, call: Call) -> bool:
 # The checkpoints in the jaxpr ####################################################################
 
 
-def checkpointed(setting: Checkpointing, calls: Calls, jaxpr: Any, dots: Iterable[Dot]) -> tuple[Any, str]:
+def checkpointed(
+    setting: Checkpointing, calls: Calls, jaxpr: jex.Jaxpr, dots: Iterable[Dot]
+) -> tuple[Any, str]:
     """The jaxpr of a traced function with its blocks checkpointed, and a line for the report.
 
     Args:
@@ -264,57 +263,57 @@ def checkpointed(setting: Checkpointing, calls: Calls, jaxpr: Any, dots: Iterabl
         ValueError: see `find_blocks`; or a function without modules scans no stacked parameters.
     """
     calls.record_dots(dots)
-    policy, scans, blocks = POLICIES[setting.policy], frozenset(), []
+    blocks: dict[int | Site, bool] = {}
+    names: dict[str, None] = {}  # an ordered set
     if len(calls.all) > 1:
-        blocks = find_blocks(calls.all[0], setting.blocks)
+        for call in find_blocks(calls.all[0], setting.blocks):
+            blocks[call.number], names[str(call)] = call.in_loop, None
     else:
-        scans = frozenset(dot.loops[-1][0] for dot in dots if dot.loops)
-        if not scans:
+        blocks.update({dot.loops[-1][0]: True for dot in dots if dot.loops})
+        if not blocks:
             raise ValueError(
                 "`gradient_checkpointing`: expected a function that scans stacked parameters; got one "
                 "without. Use jax.checkpoint in its code, with a policy such as "
                 "fp8jax.dot.save_fp8_operands."
             )
-    in_loop = {call.number: call.in_loop for call in blocks}
-    unique = {call.path: str(call) for call in blocks}
-    note = f"gradient_checkpointing={setting.policy}: of {', '.join(unique.values())}"
-    return with_checkpoints(jaxpr, in_loop, scans, policy), note
+    note = f"gradient_checkpointing={setting.policy}: of {', '.join(names)}"
+    return with_checkpoints(jaxpr, blocks, POLICIES[setting.policy]), note
 
 
 def with_checkpoints(
-    jaxpr: Any, calls: Mapping[int, bool], scans: frozenset[Site], policy: Any, site: Site = ()
+    jaxpr: jex.Jaxpr, blocks: Mapping[int | Site, bool], policy: Any, site: Site = ()
 ) -> Any:
     """The jaxpr with the equations of each block in one `checkpoint` equation.
 
     Args:
         jaxpr: an open jaxpr.
-        calls: the numbers of the calls that are blocks, and whether each is inside a loop.
-        scans: the sites of the scans whose bodies are blocks.
+        blocks: the numbers of calls, and the sites of scans with bodies to checkpoint; and whether each block
+            is inside a loop.
         policy: the policy of `jax.checkpoint`.
         site: the site of `jaxpr`.
     """
+    is_body = site in blocks
 
-    def block_of(eqn: Any) -> Any:
-        found = (call for call in _calls_in(str(eqn.source_info.name_stack)) if call[0] in calls)
-        return site if site in scans else next(found, None)
+    def block_of(eqn: jex.JaxprEqn) -> Any:
+        calls = _calls_in(str(eqn.source_info.name_stack))
+        return (site,) if is_body else next((call for call in calls if call[0] in blocks), None)
 
-    def inside(jaxpr: Any, site: Site) -> Any:
-        return with_checkpoints(jaxpr, calls, scans, policy, site)
+    def inside(jaxpr: jex.Jaxpr, site: Site) -> Any:
+        return with_checkpoints(jaxpr, blocks, policy, site)
 
     eqns, end = [], 0
     for block, equations in itertools.groupby(jaxpr.eqns, block_of):
         start, group = end, list(equations)
         end += len(group)
-        if block is None or site in scans:
+        if block is None or is_body:
             group = [_with_inner(eqn, inside, (*site, start + i)) for i, eqn in enumerate(group)]
         if block is not None:
-            is_in_loop = site in scans or calls[block[0]]
-            group = [_checkpoint(jaxpr, group, jaxpr.eqns[end:], policy, prevent_cse=not is_in_loop)]
+            group = [_checkpoint(jaxpr, group, jaxpr.eqns[end:], policy, prevent_cse=not blocks[block[0]])]
         eqns += group
     return jaxpr if eqns == jaxpr.eqns else jaxpr.replace(eqns=eqns)
 
 
-def _with_inner(eqn: Any, change: Callable[[Any, Site], Any], site: Site) -> Any:
+def _with_inner(eqn: jex.JaxprEqn, change: Callable[[Any, Site], Any], site: Site) -> Any:
     """The equation with `change(jaxpr, site)` for each inner jaxpr that `evaluate` looks into."""
 
     def changed(inner: Any, site: Site) -> Any:
@@ -338,7 +337,9 @@ def _with_inner(eqn: Any, change: Callable[[Any, Site], Any], site: Site) -> Any
     )
 
 
-def _checkpoint(jaxpr: Any, eqns: Sequence[Any], later: Sequence[Any], policy: Any, prevent_cse: bool) -> Any:
+def _checkpoint(
+    jaxpr: jex.Jaxpr, eqns: Sequence[Any], later: Sequence[Any], policy: Any, prevent_cse: bool
+) -> Any:
     """Some equations of a jaxpr as one `checkpoint` equation; `later` are the equations after them."""
     made = {var for eqn in eqns for var in eqn.outvars}
     used_later = [*jaxpr.outvars, *(var for eqn in later for var in eqn.invars)]

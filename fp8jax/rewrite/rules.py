@@ -228,15 +228,14 @@ def choose(
             continue
         choice = _choose(dot, dot.path, found, rules, modules)
         if kernels is not None and choice.reason is None:
-            kernel = kernels.get(dot.path)
-            choice = LayerChoice(
-                choice.recipe if kernel is None else kernel.recipe,
-                "`transform` knew no parameter of it" if kernel is None else None,
-            )
+            if dot.path in kernels:
+                choice = LayerChoice(kernels[dot.path].recipe, None)
+            else:
+                choice = choice._replace(reason="`transform` knew no parameter of it")
         choices.append((dot, choice))
         if choice.reason is None or choice.is_high_precision:
             number = uses[dot.path] = uses.get(dot.path, -1) + 1
-            name = "".join(dot.path[-1:])
+            name = "".join(dot.path[-1:])  # a function of one array has the path ()
             key = dot.path if not number else (*dot.path[:-1], f"{name}#{number}")
             planned.append(PlannedDot(dot, key, choice.recipe))
     return planned, choices
