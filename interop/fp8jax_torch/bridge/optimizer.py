@@ -49,10 +49,8 @@ def optimizer_to_flax(
             parameters took different numbers of steps; or `like` has no Adam, or more than one.
     """
     tree = named(like)
-    keys = _keys_in(tree)
-    states = {
-        name: optimizer.state.get(parameter, {}) for name, parameter in _parameters(optimizer, model).items()
-    }
+    keys, parameters = _keys_in(tree), _parameters(optimizer, model)
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     step, skipped = _steps_of(states), int(getattr(optimizer, "skipped", 0))
     leaves: dict[Key, Any] = {}
     for entry in _ENTRIES:
@@ -95,10 +93,8 @@ def optimizer_from_flax(
     tree = named(state)
     keys = _keys_in(tree)
     parameters = _parameters(like, model)
-    step = float(tree.leaves[keys["step"]])
-    states: dict[str, dict[str, Any]] = {
-        name: {"step": torch.tensor(step, dtype=torch.float32)} for name in parameters
-    }
+    step = torch.tensor(float(tree.leaves[keys["step"]]), dtype=torch.float32)
+    states: dict[str, dict[str, Any]] = {name: {"step": step.clone()} for name in parameters}
     for entry in _ENTRIES:
         below = tree.below(keys[entry])
         wanted = {}

@@ -100,10 +100,9 @@ class Adam(Skipping, torch.optim.Optimizer):
     def check_weights(self) -> None:
         """Raises ValueError if the recipe's weights are not those of the parameters."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        names = {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)}
         if self.recipe is not None:
-            check_weights(
-                self.recipe, {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)}
-            )
+            check_weights(self.recipe, names)
 
     @property
     def state_recipe(self) -> Recipe:
