@@ -499,5 +499,7 @@ def test_bad_input():
         Zero(mesh(), "O9", 1)
     _, step = training(fp8jax.transform(Net(), "O2"), "O2", Zero(mesh(), "O2", 0))
     state = of_one("O2").first
-    with pytest.raises(ValueError, match=r"divide by the 8 devices of axis 'data'; got shape \(30, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"divisible by the 8 devices of axis 'data' and not 0; got shape \(30, 32\)"
+    ):
         step(state, X[:30], Y[:30])
