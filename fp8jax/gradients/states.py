@@ -13,15 +13,12 @@ def state_at(states: Any, path: Any) -> Mapping[str, Any]:
     return found if is_state else {}
 
 
-def with_state_at(states: Mapping[Any, Any], path: Any, new: Mapping[str, Any]) -> Mapping[Any, Any]:
+def with_state_at(states: Any, path: Any, new: Mapping[str, Any]) -> Any:
     """The states with `new` in place of the state at `path`."""
-    return _replaced(states, _names(states, path), new)
-
-
-def _replaced(states: Any, names: list[Any], new: Any) -> Any:
+    names = _names(states, path)
     if not names:
         return new
-    return {**states, names[0]: _replaced(states[names[0]], names[1:], new)}
+    return {**states, names[0]: with_state_at(states[names[0]], path[1:], new)}
 
 
 def _names(states: Any, path: Any) -> list[Any]:

@@ -70,11 +70,8 @@ def _another_tree(paths: Any, updates: Any) -> ValueError:
     wanted = {jax.tree_util.keystr(path) for path, _ in paths}
     leaves, _ = jax.tree.flatten_with_path(updates, is_leaf=lambda x: x is None or is_scaled(x))
     seen = {jax.tree_util.keystr(path) for path, _ in leaves}
-    lacks = [
-        f"{word} {min(names)}"
-        for word, names in (("without", wanted - seen), ("with", seen - wanted))
-        if names
-    ]
+    pairs = (("without", wanted - seen), ("with", seen - wanted))
+    lacks = [f"{word} {min(names)}" for word, names in pairs if names]
     return ValueError(
         f"`updates`: expected the tree of the parameters, of {len(wanted)} leaves; got a "
         f"{type(updates).__name__} of {len(seen)}, {' and '.join(lacks) or 'in other containers'}. {_REMEDY}"
