@@ -12,8 +12,6 @@
 Without `checkpoint_blocks` the blocks are the outermost repeated modules in the tree of the model's calls:
 siblings of one class with layers, or the module of a scan's body; otherwise a module that is called more than
 once. The blocks of a function without modules are the bodies of its scans.
-
-`with_checkpoints` puts the equations of each block in one `checkpoint` equation of the model's jaxpr.
 """
 
 import collections

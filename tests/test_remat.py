@@ -1,4 +1,4 @@
-"""Blocks that are rematerialized without a change to the model: the same step from less that is kept."""
+"""Gradient checkpointing of a model's blocks: the same step from fewer residuals."""
 
 import functools
 import math
@@ -126,7 +126,7 @@ def test_loss_gradients_states_and_statistics_are_the_same(module, keep):
 
 
 def kept_bytes(module, keep):
-    """Bytes of all that the forward keeps for the backward."""
+    """Bytes of the residuals."""
     loss, variables = loss_of(module, keep)
     kept = jax.eval_shape(lambda variables: jax.vjp(loss, variables, has_aux=True)[1], variables)
     sizes = (math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 4) for leaf in jax.tree.leaves(kept))
@@ -139,9 +139,9 @@ def test_each_keeps_less_than_the_next(module):
     full, fp8, dots, none = (kept_bytes(module, keep) for keep in (*KEEPS, "none"))
     assert full < fp8 < dots < none
     blocks, tokens = (2 if isinstance(module, Listed) else 3), len(X)
-    # The codes of what goes into both products, and of their kernels.
+    # The codes of both dots' inputs and kernels.
     assert fp8 - full == pytest.approx(blocks * (tokens * (MODEL + WIDTH) + 2 * MODEL * WIDTH), rel=0.01)
-    # The first product's output in float32; of the second's nothing is computed but the next block's input.
+    # The first dot's output in float32. The second one's output is the input of the next block.
     assert dots - full == blocks * tokens * WIDTH * 4
 
 
@@ -158,7 +158,7 @@ def test_with_fp8_no_operand_is_cast_twice(module):
     blocks = 2 if isinstance(module, Listed) else 1
     none = casts(module, "none")
     assert casts(module, "fp8") == none
-    assert casts(module, "full") == none + 4 * blocks  # both operands of both products
+    assert casts(module, "full") == none + 4 * blocks  # both operands of both dots
 
 
 # Which are blocks ################################################################################
@@ -380,7 +380,9 @@ def test_nnx_modules_without_blocks_or_with_remat_are_refused():
 
 
 def test_a_dequantized_nnx_module_is_plain():
-    model = fp8jax.adapters.nnx.dequantize(fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", gradient_checkpointing="full"))
+    model = fp8jax.adapters.nnx.dequantize(
+        fp8jax.transform(NnxListed(nnx.Rngs(0)), "te", gradient_checkpointing="full")
+    )
     assert [type(block) for block in model.blocks] == [NnxBlock, NnxBlock]
     assert not [name for name in vars(model.blocks[0]) if "fp8" in name]
 
