@@ -483,6 +483,18 @@ def test_what_cannot_be_is_refused(options, says):
         layer.init(jax.random.key(0), jnp.ones((6, WIDTH)))
 
 
+def test_narrow_experts():
+    """Kernels with fewer than 32 rows or columns stay as they are, in NNX without example inputs, too."""
+    narrow, x = moe.nnx.MoE(16, HIDDEN, EXPERTS, rngs=nnx.Rngs(0)), jnp.ones((8, 16))
+    for run in (
+        lambda: fp8jax.transform(narrow, "O2"),
+        lambda: fp8jax.transform(narrow, "O2", inputs=[x]),
+        lambda: fp8jax.transform(layer_of(), "O2").init(jax.random.key(0), x),
+    ):
+        with pytest.raises(ValueError, match="in FP8; got none"):
+            run()
+
+
 def test_shapes_that_do_not_fit_are_refused():
     state = init_ragged_state("te", 2)
     with pytest.raises(ValueError, match=r"`rhs` \(groups, k, n\)"):

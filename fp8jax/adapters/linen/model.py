@@ -179,7 +179,7 @@ class LinenModel:
     def _planned(
         self, function: Callable[..., Any], rngs: Any, plain: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """`function` of the rewritten module for the `apply` that makes the same call as `init`."""
+        """`function` of the plain module's variables, for the `apply` that makes the same call as `init`."""
         own = {name: tree for name, tree in plain.items() if name != PARAMS}
         kwargs["rngs"] = dict(rngs) if isinstance(rngs, Mapping) else {PARAMS: rngs}
         kwargs["mutable"] = [name for name in own if name not in (LOSS_SCALE, FROZEN)]
@@ -193,7 +193,8 @@ class LinenModel:
         """The plain module's `apply`, of plain parameters."""
         variables = {**others, PARAMS: with_plain_boxes(params)}
         if jax.sharding.get_abstract_mesh().manual_axes:
-            variables = without_constraints(variables)  # inside of `jax.shard_map` they are errors
+            # Inside `jax.shard_map`, a sharding constraint is an error.
+            variables = without_constraints(variables)
         annotations = self._function.annotations
 
         def note(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -246,15 +247,12 @@ def _without_ours(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def collection(argument: str, variables: Any, name: str = PARAMS) -> Any:
-    """One of the collections of an argument.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(variables, Mapping) and name in variables:
-        return variables[name]
-    names = ", ".join(map(repr, sorted(variables))) if isinstance(variables, Mapping) else None
-    got = type(variables).__name__ if names is None else names or "an empty dict"
+    """One of the collections of an argument; raises ValueError if it is missing."""
+    got = type(variables).__name__
+    if isinstance(variables, Mapping):
+        if name in variables:
+            return variables[name]
+        got = ", ".join(map(repr, sorted(variables))) or "an empty dict"
     raise ValueError(f"`{argument}`: expected variables with {name!r}; got {got}.")
 
 

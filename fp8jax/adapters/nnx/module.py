@@ -87,8 +87,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     rules, found, paths = settings.new_rules(), {}, []
     for path, (module, name, param) in places_of(model).items():
         leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
-        is_other = isinstance(module, nnx.Embed) or not _is_flax_or_router(module)
-        if not (name == "kernel" if is_known else is_other):
+        if not _may_multiply(module, name):
             continue
         if not is_array(leaf) or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
@@ -100,9 +99,10 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         paths.append(layer.path)
         # The sides of an einsum's kernel may depend on its call.
         has_sides = is_known and not isinstance(module, nnx.Einsum)
-        is_small = has_sides and min(sides(module, shape[bool(groups) :]) or (0,)) < SMALLEST
-        is_left = (isinstance(module, nnx.Embed) or is_small) and not rules.names(layer)
-        if choice.is_high_precision or (choice.reason is None and not is_left):
+        both = sides(module, shape[bool(groups) :]) if has_sides else None
+        is_small = both is not None and min(both) < SMALLEST
+        is_skipped = (is_small or isinstance(module, nnx.Embed)) and not rules.names(layer)
+        if choice.is_high_precision or (choice.reason is None and not is_skipped):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
             found[path] = Kernel(recipe, rank, groups)
     rules.check(paths)
@@ -115,10 +115,12 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     return found
 
 
-def _is_flax_or_router(module: Any) -> bool:
-    """Whether a module is one of Flax's own, such as a norm, or a router, which stays in float32."""
+def _may_multiply(module: Any, name: str) -> bool:
+    """Whether an FP8 dot product may use a parameter: not those of routers, nor of Flax's norms."""
+    if isinstance(module, _KNOWN):
+        return name == "kernel"
     is_flax = type(module).__module__.startswith("flax.") and not isinstance(module, bridge.ToNNX)
-    return is_flax or isinstance(module, ExpertRouter)
+    return isinstance(module, nnx.Embed) or not (is_flax or isinstance(module, ExpertRouter))
 
 
 def _rank(layer: Any) -> int:
