@@ -1,4 +1,4 @@
-"""Codes and their scale as one value."""
+"""`ScaledArray`: codes and their scale as one pytree node."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float
 
 from fp8jax.formats import ALL, Format
 
@@ -17,7 +18,7 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 def _bitcast(x: Any, dtypes: Any) -> Any:
-    """An array in another dtype of its width; what is no array, a sharding say, as it is."""
+    """The bits of an array in another dtype of the same width; other leaves, such as shardings, unchanged."""
     if not isinstance(x, _ARRAYS) or x.dtype not in dtypes:
         return x
     dtype = dtypes[x.dtype]
@@ -27,11 +28,11 @@ def _bitcast(x: Any, dtypes: Any) -> Any:
 
 
 class _Scale:
-    """The attribute `scale` of a `ScaledArray`, which keeps it as bits."""
+    """The attribute `scale` of a `ScaledArray`, which stores the scale's bits."""
 
     def __get__(self, array: Any, cls: Any = None) -> Any:
         if array is None:
-            raise AttributeError("scale")  # so it has no default
+            raise AttributeError("scale")  # the dataclass field has no default
         if isinstance(array.bits, _ARRAYS) and array.bits.dtype not in _FLOATS:
             raise TypeError(f"something changed codes and scales apart of {array.remedy}.")
         return _bitcast(array.bits, _FLOATS)
@@ -44,23 +45,23 @@ class _Scale:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledArray:
-    """Codes and the scale that gives them their meaning: `value = data * scale`.
+    """An array of low-precision codes with a scale: `value = data * scale`.
 
         ScaledArray(data, scale)
 
-    A tree function sees two leaves: the codes, and the bits of the scale as an unsigned integer. Arithmetic
-    on leaves, as in `jax.tree.map(lambda w: 0.5 * w, params)`, would halve both and quarter the value. It
-    makes floats of the bits, and reading the scale then raises. Operations that keep integers (sums and
-    differences of leaves, negation, integer factors) are not noticed and give meaningless values.
+    Tree functions see two leaves: the codes, and the bits of the scale as unsigned integers. Arithmetic on
+    both leaves, as in `jax.tree.map(lambda w: 0.5 * w, params)`, would quarter the value. Such arithmetic
+    turns the bits into floats, and reading the scale then raises. Operations that keep integers (sums and
+    differences of leaves, negation, integer factors) are not detected and give meaningless values.
 
     Invariants (checked by `validate`):
-        `data` holds codes of a floating dtype, any shape;
-        `scale` is float32, a scalar or of `data`'s rank, each of its dims dividing
-        `data`'s: one entry scales a whole block. Powers of two may be bfloat16: then the array is one of
-        bfloat16, as its model has it.
+        `data` has a floating dtype and any shape;
+        `scale` is float32. It is a scalar, or has `data`'s rank and dims that divide `data`'s dims; each
+        entry scales one block. A bfloat16 scale, a power of two, marks a parameter that is bfloat16 in its
+        model.
 
-    Arithmetic with it (+ - * / ** @ negation), reductions, reshapes and indexing act on the dequantized
-    value and return a plain float32 array.
+    Operators (+ - * / ** @ negation), reductions, reshapes and indexing dequantize, and return a float32
+    array.
     """
 
     data: Any
@@ -90,7 +91,7 @@ class ScaledArray:
 
     @property
     def bits(self) -> Any:
-        """The leaf that stands for the scale: its bits, as an unsigned integer."""
+        """The bits of the scale as unsigned integers: the second leaf."""
         return self.__dict__["bits"]
 
     @property
@@ -115,21 +116,25 @@ class ScaledArray:
 
     @property
     def own_dtype(self) -> Any:
-        """The dtype that the array has in its model: the scale's."""
+        """The dtype of the parameter in its model: the scale's dtype."""
         return self.scale.dtype
 
     def with_own_dtype(self, dtype: Any) -> "ScaledArray":
-        """The same codes, of an array of bfloat16 if `dtype` is that, else of float32; scales are powers of
-        two."""
+        """The same codes with a bfloat16 scale if `dtype` is bfloat16, else a float32 scale. Scales must be
+        powers of two."""
         own = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
         return ScaledArray(self.data, self.scale.astype(own))
 
-    def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
+    def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "..."]:
         """The value, `data * scale`, computed in float32 and cast to `dtype`."""
         return (self.data.astype(jnp.float32) * expand(self.scale, self.shape)).astype(dtype)
 
     def validate(self) -> "ScaledArray":
-        """Returns itself; raises ValueError naming both shapes if an invariant is broken."""
+        """Returns itself.
+
+        Raises:
+            ValueError: an invariant is broken; names both shapes.
+        """
         shape, blocks = self.shape, tuple(self.bits.shape)
         fits = not blocks or (
             len(blocks) == len(shape)
@@ -145,19 +150,20 @@ class ScaledArray:
             )
         return self
 
-    # NumPy would take it for an object and call the operators below element by element.
+    # Without this NumPy calls the operators below element by element.
     __array_ufunc__ = None
 
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
 
     def __getitem__(self, index: Any) -> Any:
-        """Itself for `...`, else a part of the dequantized value."""
+        """Itself for `...`, else the indexed dequantized value."""
         return self if index is ... else self.dequantize()[index]
 
     def __setitem__(self, index: Any, new: Any) -> None:
         raise TypeError(
-            "a ScaledArray cannot be changed in place; of an NNX parameter, call `param.set_value(array)`."
+            "a ScaledArray cannot be changed in place: make a new one; for an NNX parameter call "
+            "`param.set_value(array)`."
         )
 
     @property
@@ -237,17 +243,17 @@ def format_of(x: Any) -> Format:
 
 
 def value(x: Any) -> Any:
-    """`x` dequantized if it is a `ScaledArray`, else `x` itself."""
+    """A `ScaledArray` dequantized to float32; other values unchanged."""
     return x.dequantize() if isinstance(x, ScaledArray) else x
 
 
 def own_value(x: Any) -> Any:
-    """`x` dequantized, in the dtype that it has in its model, if it is a `ScaledArray`, else `x` itself."""
+    """A `ScaledArray` dequantized to its dtype in the model; other values unchanged."""
     return x.dequantize(x.own_dtype) if isinstance(x, ScaledArray) else x
 
 
 def with_float32_scales(tree: Any) -> Any:
-    """The tree, its `ScaledArray`s as those of float32."""
+    """The tree with float32 scales in its `ScaledArray`s."""
 
     def widened(x: Any) -> Any:
         return x.with_own_dtype(jnp.float32) if isinstance(x, ScaledArray) else x
@@ -255,8 +261,8 @@ def with_float32_scales(tree: Any) -> Any:
     return jax.tree.map(widened, tree, is_leaf=lambda x: isinstance(x, ScaledArray))
 
 
-def expand(scale: Any, shape: tuple[int, ...]) -> jax.Array:
-    """`scale` with one entry per block, made to broadcast against `shape`."""
+def expand(scale: Any, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """`scale`, a scalar or one entry per block, in a shape that broadcasts against `shape`; float32."""
     scale = jnp.asarray(scale, jnp.float32)
     if scale.ndim:
         for axis, (blocks, dim) in enumerate(zip(scale.shape, shape, strict=True)):

@@ -1,4 +1,4 @@
-"""An FP8 gradient on its way to an optimizer."""
+"""`ScaledGradient`: the FP8 gradient that `value_and_grad` returns."""
 
 from typing import Any, ClassVar
 
@@ -10,13 +10,13 @@ from fp8jax.remedy import ShowsRemedy
 
 @jax.tree_util.register_pytree_with_keys_class
 class ScaledGradient(ScaledArray, metaclass=ShowsRemedy):
-    """A weight gradient in FP8, as `value_and_grad` gives it.
+    """A quantized weight gradient.
 
-    Zeros stay zeros, so `optax.set_to_zero` makes a scale of 0, which no gradient has: it is no step.
+    A scale of 0, which only `optax.set_to_zero` makes, means "no step".
 
     Attributes:
         data, scale: as in `ScaledArray`.
-        has_come: whether it is as `value_and_grad` gave it, and went through no tree since.
+        has_come: whether `value_and_grad` returned this object. Tree functions make objects without it.
     """
 
     remedy: ClassVar[str] = (
@@ -27,22 +27,22 @@ class ScaledGradient(ScaledArray, metaclass=ShowsRemedy):
 
     @classmethod
     def come(cls, q: ScaledArray) -> "ScaledGradient":
-        """The gradient before anything else saw it."""
+        """The gradient as `value_and_grad` returns it."""
         new = cls.tree_unflatten(None, (q.data, q.bits))
         object.__setattr__(new, "has_come", True)
         return new
 
 
 def as_gradients(tree: Any) -> Any:
-    """The tree with `ScaledGradient`s in the place of `ScaledArray`s."""
+    """The tree with each `ScaledArray` as a `ScaledGradient`."""
     return jax.tree.map(lambda x: ScaledGradient.come(x) if is_scaled(x) else x, tree, is_leaf=is_scaled)
 
 
 def like_gradient(old: ScaledArray, new: ScaledArray) -> ScaledArray:
-    """`new`, as a `ScaledGradient` if `old` is."""
+    """`new`, as a `ScaledGradient` if `old` is one."""
     return as_gradients(new) if isinstance(old, ScaledGradient) else new
 
 
 def plain(leaf: Any) -> Any:
-    """A `ScaledGradient` as the `ScaledArray` that it stands for; others as they are."""
+    """A `ScaledGradient` as a `ScaledArray`; other leaves unchanged."""
     return ScaledArray(leaf.data, leaf.scale) if isinstance(leaf, ScaledGradient) else leaf

@@ -1,7 +1,7 @@
 """Scales from amaxes.
 
-Scales stay in [2**-126, 2**126]: the scale and its reciprocal are then both normal float32
-numbers, which compilers that flush subnormals to zero keep.
+Scales are in [2**-126, 2**126], so that the scale and its reciprocal are normal float32 numbers. Compilers
+may flush subnormal numbers to zero.
 """
 
 import functools
@@ -11,39 +11,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float32
 
 from fp8jax.quantization.casts import select
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 
-# No scale yet: finite and positive as any, and larger than any. A mark within the scale spares
-# each cast a look at the whole window.
+# Marks a scale that is not set yet: larger than any scale. With a mark in the scale, a cast need not look at
+# the amax history.
 UNSET = 2 * MAX_SCALE
 
-# First scales of an input, a kernel and an output gradient. With all of the mantissa they hold inputs of
-# 0.125 to 3584 and kernels of 2**-10 to 28 in E4M3, and gradients of 2**-26 to 14 in E5M2. For one step, what
-# is larger is cut off, and what is much smaller is rounded to zero.
+# First scales of an input, a kernel and an output gradient. Their normal numbers are inputs of 0.125 to 3584
+# and kernels of 2**-10 to 28 in E4M3, and gradients of 2**-26 to 14 in E5M2. In the first step larger values
+# saturate, and much smaller values round to zero.
 TYPICAL = (2.0**3, 2.0**-4, 2.0**-12)
 
 # By a recipe's `first_scale`.
 FIRST_SCALES = {"typical": TYPICAL, "tensor": (UNSET,) * 3, "one": (1.0,) * 3}
 
 
-def usable(amax: jax.Array) -> jax.Array:
-    """Where an amax says something: positive, finite and not subnormal."""
+def usable(amax: Float32[Array, "..."]) -> Bool[Array, "..."]:
+    """Whether an amax is positive, finite and not subnormal; bool of its shape."""
     tiny = jnp.float32(np.finfo(np.float32).tiny)
     return (amax >= tiny) & (amax <= jnp.float32(np.finfo(np.float32).max))
 
 
 def scale_of(
-    amax: jax.Array,
+    amax: Float32[Array, "..."],
     limit: Any,
     *,
     margin: int = 0,
     power_of_two: bool = False,
     otherwise: Any = 1.0,
-) -> jax.Array:
-    """The scale that maps `amax` to `limit`, the top of a format.
+) -> Float32[Array, "..."]:
+    """The scale that maps `amax` to `limit`, the max of a format.
 
     Mathematically equivalent to `amax / limit * 2**margin`; as a power of two to
     `2**-(floor(log2(limit / amax)) - margin)`, exactly (no `log2` is taken).
@@ -67,14 +68,14 @@ def scale_of(
         otherwise = jnp.broadcast_to(jnp.asarray(otherwise, jnp.float32), amax.shape)
     known = usable(amax)
     factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
-    # Exactly `where(known, 1 / factor, otherwise)`. XLA computes what ends in a division once, and what ends
-    # in a choice again for each of its uses.
+    # Equals `where(known, 1 / factor, otherwise)`. XLA computes a division once, but a select again for each
+    # of its uses.
     return select(known, jnp.ones_like(amax), otherwise) / select(known, factor, 1.0)
 
 
 @functools.cache
 def largest_scale(limit: float, *, power_of_two: bool = False) -> np.float32:
-    """The largest scale on which codes up to `limit` have finite values."""
+    """The largest scale for which `limit * scale` is finite."""
     largest = np.finfo(np.float32).max
     exact = float(largest) / limit
     if power_of_two:
@@ -84,7 +85,7 @@ def largest_scale(limit: float, *, power_of_two: bool = False) -> np.float32:
 
 
 def factor_of(amax: jax.Array, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> jax.Array:
-    """The reciprocal of `scale_of` where the amax is usable, else any number."""
+    """The reciprocal of `scale_of` where the amax is `usable`; elsewhere undefined."""
     if power_of_two:
         bits, of_limit = (lax.bitcast_convert_type(jnp.float32(x), jnp.int32) for x in (amax, limit))
         # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
