@@ -4,13 +4,14 @@
 
 The step is computed twice. The first pass computes the amaxes of all quantized tensors in one array, and from
 them all scales. The second pass recomputes the step and writes the FP8 codes. On a GPU a barrier between the
-passes stops XLA from storing the float32 results of the first pass. On a CPU there is no barrier, because
-the step then compiles in less than half the time (O2, 78 tensors: 5 s, 13 s with a barrier); it takes more
-memory.
+passes stops XLA from storing the float32 results of the first pass.
+
+On a CPU each tensor has its own arrays of amaxes and scales, and there is no barrier. XLA on CPU compiles
+equal kernels once, and slices of one array make kernels unequal (O2, 72 parameters: 3 s to compile, not 12).
 """
 
+import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ from fp8jax.optim import codecs
 from fp8jax.optim.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.codecs import decode
 from fp8jax.optim.replace_update import ReplaceUpdate
-from fp8jax.platforms import gpu_barrier
-from fp8jax.quantization import ScaledArray, amax_bits, amax_from_bits, format_of, is_scaled, scale_of, value
+from fp8jax.platforms import by_platform, gpu_barrier
+from fp8jax.quantization import ScaledArray, amax_of_floats, format_of, is_scaled, scale_of, value
 
 # (update, mu, nu, master) of a parameter.
 Written = tuple[Any, Any, Any, Any]
@@ -48,6 +49,51 @@ def fused_adam(
         For each parameter (update, mu, nu, master), the update of a `ScaledArray` as a `ReplaceUpdate`; and
         a bool, shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
     """
+    if axis_name is None:
+        return by_platform(states, scalars, cpu=_by_tensor, default=_all_at_once, decays=decays)
+    return _all_at_once(states, scalars, decays, axis_name)
+
+
+def _by_tensor(
+    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
+) -> tuple[list[Written], jax.Array]:
+    """The step of a CPU."""
+    firsts = [_amaxes(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
+    largest = [jnp.max(amax) for amaxes, _ in firsts for amax in amaxes]
+    ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
+    rows = zip(states, decays, firsts, strict=True)
+    return [_new_state(state, scalars, decay, *first, ok) for state, decay, first in rows], ok
+
+
+@functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
+def _amaxes(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[list[jax.Array], list[Any]]:
+    """The amaxes of the `_quantized` tensors, and the absmax of the moments' 8-bit blocks."""
+    step = adam_step(state, scalars, decay)
+    pairs = zip(_before_rounding(step, state), _quantized(state), strict=True)
+    return [amax_of_floats(x, _scale_shape(stored)) for x, stored in pairs], _block_maxima(step, state)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _new_state(
+    state: ParamState,
+    scalars: AdamScalars,
+    decay: str,
+    amaxes: list[jax.Array],
+    maxima: list[Any],
+    ok: jax.Array,
+) -> Written:
+    pairs = [
+        (stored, amax) for stored, amax in zip(_quantized(state), amaxes, strict=True) if is_scaled(stored)
+    ]
+    scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
+    kept = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
+    return _second_pass(state, adam_step(state, scalars, decay), scales, kept, maxima, ok)
+
+
+def _all_at_once(
+    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...], axis_name: str | None = None
+) -> tuple[list[Written], jax.Array]:
+    """The step of a GPU."""
     packed, layout = _packed(states)
     amaxes, maxima = _first_pass(_unpacked(packed, layout), scalars, decays)
     if axis_name is not None:
@@ -96,10 +142,14 @@ def _first_pass(
     for state, decay in zip(states, decays, strict=True):
         step = adam_step(state, scalars, decay)
         for tensor, stored in zip(_before_rounding(step, state), _quantized(state), strict=True):
-            partials.append(_partial_amax(tensor, () if stored is None else stored.scale.shape))
-        pairs = (step.mu, state.mu), (step.nu, state.nu)
-        maxima.append([codecs.block_maxima(x, stored) for x, stored in pairs])
-    return amax_from_bits(_maxima(partials)), maxima
+            partials.append(_partial_amax(tensor, _scale_shape(stored)))
+        maxima.append(_block_maxima(step, state))
+    return _maxima(partials), maxima
+
+
+def _block_maxima(step: AdamStep, state: ParamState) -> list[Any]:
+    """The absmax of the 8-bit blocks of both moments; None for moments in other formats."""
+    return [codecs.block_maxima(step.mu, state.mu), codecs.block_maxima(step.nu, state.nu)]
 
 
 def _second_pass(
@@ -192,15 +242,18 @@ def _parts(array: jax.Array, sizes: list[int]) -> list[jax.Array]:
     return jnp.split(array, np.cumsum(sizes, dtype=int)[:-1]) if sizes else []
 
 
+def _scale_shape(stored: Any) -> tuple[int, ...]:
+    return () if stored is None else stored.scale.shape
+
+
 def _scale_size(stored: Any) -> int:
-    return 1 if stored is None else stored.scale.size
+    return math.prod(_scale_shape(stored))
 
 
 def _shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
     """The scales of one state, reshaped to the shapes in the state."""
-    stored = _quantized(state)
-    shapes: Iterator[Any] = (() if node is None else node.scale.shape for node in stored)
-    return [x.reshape(s) for x, s in zip(_parts(scales, [*map(_scale_size, stored)]), shapes, strict=True)]
+    shapes = [*map(_scale_shape, _quantized(state))]
+    return [x.reshape(s) for x, s in zip(_parts(scales, [*map(math.prod, shapes)]), shapes, strict=True)]
 
 
 def _places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
@@ -216,18 +269,18 @@ def _places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
 
 
 def _partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
-    """Partial `amax_bits` of each scale block, shape=(blocks, parts). A GPU reduces partials in a second
+    """Partial amaxes of each scale block, shape=(blocks, parts). A GPU reduces partials in a second
     kernel, which all tensors share in `_maxima`."""
     blocks = blocks or (1,) * x.ndim
     inner = [dim // count for dim, count in zip(x.shape, blocks, strict=True)]
     kept = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
     if kept is None or math.prod(inner) < _FEW * inner[kept]:
-        return amax_bits(x, blocks).reshape(-1, 1)
+        return amax_of_floats(x, blocks).reshape(-1, 1)
     parts = tuple(
         dim if axis == kept else b for axis, (dim, b) in enumerate(zip(x.shape, blocks, strict=True))
     )
     split = (*blocks[: kept + 1], inner[kept], *blocks[kept + 1 :])
-    return jnp.moveaxis(amax_bits(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
+    return jnp.moveaxis(amax_of_floats(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
 
 
 def _maxima(partials: list[jax.Array]) -> jax.Array:
@@ -240,5 +293,5 @@ def _maxima(partials: list[jax.Array]) -> jax.Array:
         ends = np.cumsum([len(partial) for partial in group])
         found[width] = iter(jnp.split(jnp.max(jnp.concatenate(group), axis=1), ends))
     return jnp.concatenate(
-        [jnp.zeros(0, jnp.int32), *(next(found[partial.shape[1]]) for partial in partials)]
+        [jnp.zeros(0, jnp.float32), *(next(found[partial.shape[1]]) for partial in partials)]
     )

@@ -1,4 +1,4 @@
-"""A tensor kept in few bits: codes and a scale, `value = data * scale`.
+"""Quantized arrays: low-precision codes and a scale, `value = data * scale`.
 
     >>> import jax.numpy as jnp
     >>> from fp8jax import formats, quantize
@@ -8,16 +8,16 @@
     >>> [round(float(v), 3) for v in q.dequantize()]
     [0.105, -2.009, 300.0]
 
-This is the only room that casts to a narrow format, so the only one that saturates:
+All casts to low-precision formats are in this package. A cast
 
-* rounding: to nearest, ties to even; subnormals are kept;
-* overflow: beyond the format's max, infinities included, becomes +-max (as the
-  hardware's saturating conversion does), never NaN;
-* NaN stays NaN, so that a broken step shows;
-* zero stays zero, with its sign.
+* rounds to nearest, ties to even, and keeps subnormals;
+* saturates: magnitudes above the format's max, and infinities, become the max, as in the hardware's
+  saturating conversion;
+* keeps NaN;
+* keeps zero with its sign.
 
-A scale is always finite, positive and a normal float32 with a normal reciprocal: an
-amax that is zero, subnormal, infinite or NaN says nothing and gives scale 1.
+A scale is finite and positive. The scale and its reciprocal are normal float32 numbers. An amax that is zero,
+subnormal, infinite or NaN gives scale 1.
 """
 
 from fp8jax.quantization.array import ScaledArray as ScaledArray
@@ -37,8 +37,7 @@ from fp8jax.quantization.gradient import as_gradients as as_gradients
 from fp8jax.quantization.gradient import like_gradient as like_gradient
 from fp8jax.quantization.gradient import plain as plain
 from fp8jax.quantization.quantize import amax as amax
-from fp8jax.quantization.quantize import amax_bits as amax_bits
-from fp8jax.quantization.quantize import amax_from_bits as amax_from_bits
+from fp8jax.quantization.quantize import amax_of_floats as amax_of_floats
 from fp8jax.quantization.quantize import quantize as quantize
 from fp8jax.quantization.quantize import quantize_gradient as quantize_gradient
 from fp8jax.quantization.quantize import quantize_like as quantize_like
