@@ -92,6 +92,3 @@ def get(format: Format | str) -> Format:
         f"`format`: expected a format of `fp8jax.formats` or its name, one of {', '.join(formats)}; got "
         f"{format!r}."
     )
-
-
-parse = get
