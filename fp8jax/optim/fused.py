@@ -58,36 +58,29 @@ def _by_tensor(
     states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[list[Written], jax.Array]:
     """The step of a CPU."""
-    firsts = [_amaxes(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
-    largest = [jnp.max(amax) for amaxes, _ in firsts for amax in amaxes]
+    steps = [_step(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
+    largest = [jnp.max(amax) for _, amaxes, _ in steps for amax in amaxes]
     ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
-    rows = zip(states, decays, firsts, strict=True)
-    return [_new_state(state, scalars, decay, *first, ok) for state, decay, first in rows], ok
+    return [_write(state, *step, ok) for state, step in zip(states, steps, strict=True)], ok
 
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
-def _amaxes(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[list[jax.Array], list[Any]]:
-    """The amaxes of the `_quantized` tensors, and the absmax of the moments' 8-bit blocks."""
+def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep, list[jax.Array], list[Any]]:
+    """The step, the amaxes of the `_quantized` tensors, and the absmax of the moments' 8-bit blocks."""
     step = adam_step(state, scalars, decay)
     pairs = zip(_before_rounding(step, state), _quantized(state), strict=True)
-    return [amax_of_floats(x, _scale_shape(stored)) for x, stored in pairs], _block_maxima(step, state)
+    amaxes = [amax_of_floats(x, _scale_shape(stored)) for x, stored in pairs]
+    return step, amaxes, _block_maxima(step, state)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _new_state(
-    state: ParamState,
-    scalars: AdamScalars,
-    decay: str,
-    amaxes: list[jax.Array],
-    maxima: list[Any],
-    ok: jax.Array,
+@jax.jit
+def _write(
+    state: ParamState, step: AdamStep, amaxes: list[jax.Array], maxima: list[Any], ok: jax.Array
 ) -> Written:
-    pairs = [
-        (stored, amax) for stored, amax in zip(_quantized(state), amaxes, strict=True) if is_scaled(stored)
-    ]
+    pairs = [(stored, x) for stored, x in zip(_quantized(state), amaxes, strict=True) if is_scaled(stored)]
     scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
     kept = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
-    return _second_pass(state, adam_step(state, scalars, decay), scales, kept, maxima, ok)
+    return _second_pass(state, step, scales, kept, maxima, ok)
 
 
 def _all_at_once(
