@@ -6,13 +6,9 @@ GPU: XLA rewrites a dot with operands `convert(fp8) * scalar` to one `__cublas$l
 takes the float32 scales, accumulates in float32 and writes `out_dtype`. Precision DEFAULT is fast
 accumulation, HIGHEST is precise.
 
-CPU: FP8 values are exact in bfloat16 and float32, and their products are exact in float32, so a dot in either
-dtype computes the same as an FP8 dot. bfloat16 is faster on processors with bfloat16 instructions, float32 on
-others.
+CPU: FP8 values and their products are exact in float32, so a float32 dot computes the same as an FP8 dot.
 """
 
-import functools
-import pathlib
 from typing import Any
 
 import jax
@@ -45,7 +41,7 @@ def dot(
         lhs.scale,
         rhs.data,
         rhs.scale,
-        cpu=_dot_widened,
+        cpu=_dot_float32,
         default=_dot_scaled,
         dimension_numbers=dimension_numbers,
         out_dtype=out_dtype,
@@ -53,7 +49,7 @@ def dot(
     )
 
 
-def _dot_widened(
+def _dot_float32(
     lhs: jax.Array,
     lhs_scale: jax.Array,
     rhs: jax.Array,
@@ -64,8 +60,7 @@ def _dot_widened(
     precise: bool,
 ) -> jax.Array:
     del precise  # float32 accumulation is always precise
-    wide = jnp.bfloat16 if _has_bfloat16_instructions() else jnp.float32
-    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
     # Two multiplications, because the product of the scales can overflow or underflow in float32.
     return (out * lhs_scale * rhs_scale).astype(out_dtype)
@@ -89,13 +84,3 @@ def _dot_scaled(
         precision=lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT,
         preferred_element_type=out_dtype,
     )
-
-
-@functools.cache
-def _has_bfloat16_instructions() -> bool:
-    """Whether this processor has bfloat16 instructions, from Linux's /proc/cpuinfo; False elsewhere."""
-    try:
-        flags = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
