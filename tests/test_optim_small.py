@@ -23,7 +23,7 @@ from fp8jax.optim import (
     with_dequantized,
     with_masters,
 )
-from fp8jax.optim.blockwise import dynamic_map
+from fp8jax.optim.step.blockwise import dynamic_map
 from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import PARAMS
 

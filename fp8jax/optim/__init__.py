@@ -14,11 +14,11 @@ from fp8jax.optim.adam import adamw as adamw
 from fp8jax.optim.adam import adamw_8bit as adamw_8bit
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam
 from fp8jax.optim.adam import with_masters as with_masters
-from fp8jax.optim.blockwise import Blockwise as Blockwise
 from fp8jax.optim.dequantized import adafactor as adafactor
 from fp8jax.optim.dequantized import with_dequantized as with_dequantized
 from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
+from fp8jax.optim.step.blockwise import Blockwise as Blockwise
 from fp8jax.optim.transforms import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.transforms import dequantize as dequantize
 from fp8jax.optim.transforms import multi_steps as multi_steps

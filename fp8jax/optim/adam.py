@@ -29,13 +29,20 @@ import optax
 
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.optim.arithmetic import DECOUPLED, L2, NO_DECAY, AdamScalars, ParamState
 from fp8jax.optim.checks import check_rate, check_weights, recipe_of, refuse_8_bits, refuse_zero
-from fp8jax.optim.codecs import blockwise_zeros, zeros
-from fp8jax.optim.devices import advance_over_devices
-from fp8jax.optim.fused import as_written, fused_adam
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, is_adam_state
+from fp8jax.optim.step import (
+    DECOUPLED,
+    L2,
+    NO_DECAY,
+    AdamScalars,
+    ParamState,
+    advance_over_devices,
+    as_written,
+    fused_adam,
+)
+from fp8jax.optim.step.codecs import blockwise_zeros, zeros
 from fp8jax.optim.transforms import on_params, plain_mask
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import format_of, is_scaled, plain, quantize, value, with_float32_scales

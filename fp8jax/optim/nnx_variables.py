@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.optim.blockwise import Blockwise
+from fp8jax.optim.step.blockwise import Blockwise
 from fp8jax.quantization import ScaledArray, is_scaled
 
 

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.optim import codecs
-from fp8jax.optim.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
-from fp8jax.optim.codecs import decode
 from fp8jax.optim.replace_update import ReplaceUpdate
+from fp8jax.optim.step import codecs
+from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
+from fp8jax.optim.step.codecs import decode
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import ScaledArray, amax_of_floats, format_of, is_scaled, scale_of, value
 

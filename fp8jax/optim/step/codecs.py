@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.optim.blockwise import Blockwise, block_absmax
+from fp8jax.optim.step.blockwise import Blockwise, block_absmax
 from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, to_bits, value
 
 # The smallest array with blockwise moments, as in bitsandbytes (`min_8bit_size`).

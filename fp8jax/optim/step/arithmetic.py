@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax.optim.codecs import decode
+from fp8jax.optim.step.codecs import decode
 
 
 class ParamState(NamedTuple):

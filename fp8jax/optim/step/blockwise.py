@@ -3,7 +3,7 @@
     value = map[code] * absmax
 
     >>> import jax.numpy as jnp
-    >>> from fp8jax.optim.blockwise import Blockwise
+    >>> from fp8jax.optim.step.blockwise import Blockwise
     >>> x = Blockwise.of(jnp.array([1e-6, -0.3, 2.0]), signed=True)
     >>> x.codes.dtype, x.absmax.shape
     (dtype('uint8'), (1,))

@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.zero import own_part
-from fp8jax.optim.arithmetic import AdamScalars, ParamState
-from fp8jax.optim.fused import Written, fused_adam
 from fp8jax.optim.replace_update import ReplaceUpdate, replaces
+from fp8jax.optim.step.arithmetic import AdamScalars, ParamState
+from fp8jax.optim.step.fused import Written, fused_adam
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
