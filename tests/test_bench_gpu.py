@@ -121,7 +121,9 @@ def test_ratios_are_of_rounds(parts):
     assert clock.ratio(times, "b", "d") is None
     assert clock.row(times, "c") == {"ms": 1e3, "lower": 1e3, "upper": 1e3, "rounds": 1}
     turns = []
-    taken = clock.take_turns({name: lambda name=name: turns.append(name) or 1.0 for name in "ab"}, most=9, until=0)
+    taken = clock.take_turns(
+        {name: lambda name=name: turns.append(name) or 1.0 for name in "ab"}, most=9, until=0
+    )
     assert turns == list("abbaab") and taken == {"a": [1.0] * 3, "b": [1.0] * 3}
 
 

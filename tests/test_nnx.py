@@ -106,7 +106,9 @@ def test_transform_makes_a_copy_and_keeps_names_and_values():
 
 
 def test_a_model_is_transformed_once():
-    message = "'blocks/0/attn/key' is transformed already.*original module, or `fp8jax.adapters.nnx.dequantize"
+    message = (
+        "'blocks/0/attn/key' is transformed already.*original module, or `fp8jax.adapters.nnx.dequantize"
+    )
     with pytest.raises(ValueError, match=message):
         fp8jax.transform(net("O2"), "te")
     table = "te,include=embedding"
@@ -427,7 +429,9 @@ def test_state_axes_may_leave_the_scaling_state_out():
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})
     out = model(x, axes)
     np.testing.assert_array_equal(out, model(x, 0))
-    np.testing.assert_array_equal(out, model(x, nnx.StateAxes({(nnx.Param, fp8jax.adapters.nnx.FP8State): 0, ...: None})))
+    np.testing.assert_array_equal(
+        out, model(x, nnx.StateAxes({(nnx.Param, fp8jax.adapters.nnx.FP8State): 0, ...: None}))
+    )
     assert relative(out, fp8jax.adapters.nnx.dequantize(model)(x, axes)) < 0.1
     optimizer = nnx.Optimizer(model, adamw(3e-3, "te"), wrt=nnx.Param)
     step = nnx.jit(fp8jax.value_and_grad(lambda model, x: jnp.mean(model(x, axes) ** 2)))
