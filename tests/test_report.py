@@ -11,8 +11,8 @@ from fp8jax.inspect.memory import Plan
 from fp8jax.train import metrics
 from fp8jax.train.metrics import Bytes, ScaledTensor, ScaleMetrics, StepMetrics
 from fp8jax.train.report import figures, page, report
+from fp8jax.train.report.outcome import MemoryPart, Outcome, memory_of
 from fp8jax.train.report.progress import Progress
-from fp8jax.train.report.report import MemoryPart, memory_of
 
 
 def test_without_a_terminal_progress_is_lines(capsys, monkeypatch):
@@ -38,7 +38,7 @@ def make_outcome(loss=1.25, tensors=TENSORS):
     curves = runs.make_curves(tensors=len(tensors))
     curves.validation[-1] = (30, loss)
     layers = "O2: 4 < 7 layers in FP8"
-    return report.Outcome(curves, 768, 1000, Bytes(2.0, 1.0, 3.0, 0.5), tensors, layers, MEMORY)
+    return Outcome(curves, 768, 1000, Bytes(2.0, 1.0, 3.0, 0.5), tensors, layers, MEMORY)
 
 
 class Page(html.parser.HTMLParser):

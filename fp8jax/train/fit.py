@@ -29,6 +29,7 @@ from fp8jax.train.data.loader import Examples, Loader, Source
 from fp8jax.train.errors import blame_input, check_packages
 from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
+from fp8jax.train.report.outcome import outcome_of
 from fp8jax.train.report.progress import Progress
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, State
@@ -123,8 +124,7 @@ def fit(
         data = f"{len(source):,} rows of a {type(source).__name__}"
         about = {"data": data, **(about or {}), **report.facts(trainer, now.settings)}
         outcomes = {
-            model.name: report.outcome_of(model.trainer, model.state, model.curves, per_step)
-            for model in models
+            model.name: outcome_of(model.trainer, model.state, model.curves, per_step) for model in models
         }
         page = report.write(folder, about, outcomes)
         report.show(outcomes)

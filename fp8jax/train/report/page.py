@@ -8,17 +8,16 @@ import html
 import pathlib
 import string
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fp8jax.train.report.report import MemoryPart, Outcome
+from fp8jax.train.report.outcome import MemoryPart, Outcome
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def page(
     about: Mapping[str, Any],
-    outcomes: "Mapping[str, Outcome]",
+    outcomes: Mapping[str, Outcome],
     rows: list[list[str]],
     verdict: str,
     pictures: Mapping[str, bytes],
@@ -58,7 +57,7 @@ def page(
     )
 
 
-def memory_rows(name: str, parts: "list[MemoryPart]") -> list[list[str]]:
+def memory_rows(name: str, parts: list[MemoryPart]) -> list[list[str]]:
     """The memory of a model as text, in the unit of the largest number."""
     largest = max((number for part in parts for number in part[1:] if number is not None), default=0)
     unit, size = next(((unit, size) for unit, size in _UNITS if largest >= size), ("bytes", 1))
@@ -75,7 +74,7 @@ def _fill(template: str, **values: str) -> str:
     return string.Template(text).substitute(values)
 
 
-def _skipped(outcomes: "Mapping[str, Outcome]") -> str:
+def _skipped(outcomes: Mapping[str, Outcome]) -> str:
     """The skipped steps of each model."""
     found = []
     for name, outcome in outcomes.items():
