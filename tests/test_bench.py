@@ -88,6 +88,19 @@ def test_blocks_need_less(bench):
     assert blocks[0]["/ none"] == 1.0 and all(row["/ none"] < 0.8 for row in blocks[1:])
 
 
+def test_rounding_finds_none_in_float32(bench):
+    """Adam in float32 moves as in float64, and O2's idle row does not."""
+    out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
+    idle, zipf, small, spread = out.values()
+    for te, o2 in (idle, small):
+        exact = 0.0 if "lr 1e-04" in te else 1.0
+        assert all(value == pytest.approx(exact, abs=1e-3) for name, value in te.items() if name != "recipe")
+        assert any(abs(value - exact) > 0.02 for name, value in o2.items() if name != "recipe")
+    assert [row["way"] for row in zipf] == ["float64", "te", "O2"]
+    assert zipf[1]["/ float64"] == pytest.approx(1, abs=1e-3)
+    assert spread[0]["update / float64"] == pytest.approx(1, abs=1e-3)
+
+
 @needs_plugin
 @pytest.mark.long
 def test_program_finds_fp8_gemms(bench):

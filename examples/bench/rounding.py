@@ -1,0 +1,177 @@
+"""What Adam loses to rounding: each recipe's weights and moments beside Adam in float64.
+
+    python examples/bench/rounding.py
+    python examples/bench/rounding.py --recipes te O2 --json
+
+- "idle row": a row of a table gets one gradient, and none in the 2000 steps after it (learning rate 1e-3).
+  The figure is how far the row moves, as a multiple of its way in float64.
+- "Zipf embedding": 1024 words occur with Zipf's frequencies, 32 draws a step, 3000 steps (rate 1e-3).
+  The figure is how far the rarest eighth of the words moves (root mean square).
+- "small steps": weights of 0.02 get gradients of one sign for 500 steps. The figure is the distance to the
+  float64 weights, as a fraction of their way.
+- "small gradients": one tensor has gradients spread over 1e-6 to 1. The figure is the last update of the
+  lowest decade, as a multiple of the update in float64.
+
+Gradients are float32 arrays, so that all differences are the optimizer's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import output
+
+import fp8jax
+from fp8jax import Recipe, formats
+
+BETAS = ((0.9, 0.95), (0.95, 0.999), (0.9, 0.999))
+Gradient = Callable[[int], np.ndarray]  # step -> float32 gradient
+
+
+def exact(start: np.ndarray, gradient: Gradient, steps: int, rate: float, betas: tuple[float, float]) -> Any:
+    """The weights after these steps of Adam in float64, and the last update."""
+    weights, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
+    update = m
+    for step in range(steps):
+        g = gradient(step).astype(np.float64)
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        root = np.sqrt(v / (1 - betas[1] ** (step + 1)))
+        update = -rate * m / (1 - betas[0] ** (step + 1)) / (root + 1e-8)
+        weights = weights + update
+    return weights, update
+
+
+def trained(
+    recipe: str, start: np.ndarray, gradient: Gradient, steps: int, rate: float, betas: tuple[float, float]
+) -> Any:
+    """The same by `fp8jax.optim.adam` with the recipe's weights and moments."""
+    row = Recipe.parse(recipe)
+    tx = fp8jax.optim.adam(rate, row, *betas)
+    weights: Any = jnp.asarray(start)
+    if row.weight != "FP32":
+        weights = fp8jax.quantize(weights, formats.get(row.weight), power_of_two=True)
+
+    @jax.jit
+    def step(weights: Any, state: Any, grads: jax.Array) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, weights)
+        return fp8jax.apply_updates(weights, updates), state
+
+    state, old = tx.init(weights), weights
+    for number in range(steps):
+        old = weights
+        weights, state = step(weights, state, jnp.asarray(gradient(number)))
+    end, before = (np.asarray(getattr(w, "dequantize", lambda w=w: w)(), np.float64) for w in (weights, old))
+    return end, end - before
+
+
+def rms(x: np.ndarray) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.mean(np.square(x))))
+
+
+def idle_row(recipe: str, betas: tuple[float, float], steps: int) -> float:
+    """How far the row moves / how far it moves in float64."""
+    noise = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    start = np.float32(0.02) * noise
+
+    def gradient(step: int) -> np.ndarray:
+        used = np.random.default_rng(step).standard_normal(64, np.float32)
+        return np.stack([used, noise[1] if step == 0 else np.zeros(64, np.float32)])
+
+    ours, theirs = (
+        rms((way(start, gradient, steps, 1e-3, betas)[0] - start)[1])
+        for way in (lambda *args: trained(recipe, *args), exact)
+    )
+    return ours / theirs
+
+
+def zipf_rows(recipes: list[str], steps: int, words: int = 1024, width: int = 16) -> output.Rows:
+    """One row per way, float64 first."""
+    chances = 1 / np.arange(1, words + 1)
+    start = np.float32(0.02) * np.random.default_rng(1).standard_normal((words, width), np.float32)
+
+    def gradient(step: int) -> np.ndarray:
+        random = np.random.default_rng(step)
+        counts = random.multinomial(32, chances / chances.sum())
+        noise = random.standard_normal((words, width), np.float32)
+        return np.float32(1e-2) * noise * counts[:, None].astype(np.float32)
+
+    def end(way: Callable[..., Any]) -> float:
+        return rms((way(start, gradient, steps, 1e-3, BETAS[0])[0] - start)[-words // 8 :])
+
+    reference = end(exact)
+    found = [{"way": "float64", "rms": reference, "/ float64": 1.0}]
+    for recipe in recipes:
+        value = end(lambda *args, recipe=recipe: trained(recipe, *args))
+        found.append({"way": recipe, "rms": value, "/ float64": value / reference})
+    return found
+
+
+def small_steps(recipe: str, rate: float, steps: int) -> float:
+    """Distance to the float64 weights / how far these moved."""
+    random = np.random.default_rng(2)
+    start = (
+        np.float32(0.02) * random.choice([-1, 1], 4096).astype(np.float32) * random.uniform(0.5, 1.5, 4096)
+    )
+    start, sign = start.astype(np.float32), random.choice([-1, 1], 4096).astype(np.float32)
+
+    def gradient(step: int) -> np.ndarray:
+        return sign * np.random.default_rng(step).uniform(0.5, 1.5, 4096).astype(np.float32)
+
+    begun = trained(recipe, start, gradient, 0, rate, BETAS[0])[0]
+    theirs = exact(begun, gradient, steps, rate, BETAS[0])[0]
+    return rms(trained(recipe, start, gradient, steps, rate, BETAS[0])[0] - theirs) / rms(theirs - begun)
+
+
+def small_gradients(recipe: str, steps: int) -> float:
+    """The last update of the lowest decade / that in float64."""
+    size, start = np.logspace(-6, 0, 6000).astype(np.float32), np.zeros(6000, np.float32)
+
+    def gradient(step: int) -> np.ndarray:
+        return size * np.random.default_rng(step).standard_normal(6000, np.float32)
+
+    ours, theirs = (
+        rms(way(start, gradient, steps, 1e-3, BETAS[2])[1][:1000])
+        for way in (lambda *args: trained(recipe, *args), exact)
+    )
+    return ours / theirs
+
+
+def main() -> None:
+    """Measures and prints."""
+    args = output.parse(
+        __doc__,
+        tiny={"idle": 20, "zipf": 20, "small": 20},
+        recipes=["te", "O2", "O3"],
+        idle=2000,
+        zipf=3000,
+        small=500,
+    )
+    idle = [
+        {"recipe": recipe, **{f"betas {b}": idle_row(recipe, b, args.idle) for b in BETAS}}
+        for recipe in args.recipes
+    ]
+    small = [
+        {
+            "recipe": recipe,
+            **{f"lr {rate:.0e}": small_steps(recipe, rate, args.small) for rate in (1e-4, 1e-5, 1e-6)},
+        }
+        for recipe in args.recipes
+    ]
+    spread = [
+        {"recipe": recipe, "update / float64": small_gradients(recipe, args.small)} for recipe in args.recipes
+    ]
+    sections = {
+        "idle row: way / way in float64": idle,
+        "Zipf embedding: the rarest words": zipf_rows(args.recipes, args.zipf),
+        "small steps: error / way": small,
+        "small gradients: the lowest decade": spread,
+    }
+    output.finish("rounding", output.cpu_name(), sections, args)
+
+
+if __name__ == "__main__":
+    main()
