@@ -4,7 +4,8 @@
 
 The choice is made when the program is lowered, so a program traced on a laptop can be compiled for a GPU.
 `jax.lax.platform_dependent` chooses by a value, which the backward of a scan hoists out of the loop, so that
-the program contains both. `by_platform` is a primitive with both jaxprs as parameters.
+the program contains both. `by_platform` is a primitive with both functions as parameters; the function for
+other platforms is traced when a program is lowered for one of them.
 
 It has no derivative: it is used inside custom derivative rules, whose results are `differentiable_once`.
 """
@@ -54,15 +55,25 @@ def _identity(tree: Any) -> Any:
     return tree
 
 
+class Deferred:
+    """A jaxpr that is traced when it is needed."""
+
+    def __init__(self, function: Callable[..., Any], args: Any) -> None:
+        self._function, self._args = function, args
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr."""
+        return jax.make_jaxpr(self._function)(*self._args)
+
+
 @functools.lru_cache(maxsize=4096)
-def _trace(cpu: Any, default: Any, static: Any, treedef: Any, avals: Any) -> tuple[Any, Any, Any]:
+def _trace(cpu: Any, default: Any, static: Any, treedef: Any, avals: Any) -> tuple[Any, Deferred, Any]:
     """The jaxprs of both functions, and the structure of their result."""
     args = treedef.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
-    (on_cpu, _), (elsewhere, shapes) = (
-        jax.make_jaxpr(functools.partial(function, **dict(static)), return_shape=True)(*args)
-        for function in (cpu, default)
-    )
-    return on_cpu, elsewhere, jax.tree.structure(shapes)
+    cpu, default = (functools.partial(function, **dict(static)) for function in (cpu, default))
+    on_cpu, shapes = jax.make_jaxpr(cpu, return_shape=True)(*args)
+    return on_cpu, Deferred(default, args), jax.tree.structure(shapes)
 
 
 @functools.partial(jax.jit, static_argnames=("cpu", "default"))
@@ -76,22 +87,25 @@ def _run(*args: jax.Array, cpu: Any, default: Any) -> Any:
         return _compiled(*args, cpu=cpu, default=default)
 
 
-_by_platform_p.def_abstract_eval(lambda *avals, cpu, default: default.out_avals)
+_by_platform_p.def_abstract_eval(lambda *avals, cpu, default: cpu.out_avals)
 
 
-def _batch(args: Any, dims: Any, *, cpu: Any, default: Any) -> Any:
-    def batched(jaxpr: Any) -> Any:
-        return jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(jaxpr), in_axes=dims))(*args)
+def _batch(args: Any, dims: Any, *, cpu: Any, default: Deferred) -> Any:
+    avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in map(jax.typeof, args)]
 
-    out = _by_platform_p.bind(*args, cpu=batched(cpu), default=batched(default))
+    def batched(*args: Any) -> Any:
+        return jax.vmap(jex.jaxpr_as_fun(default.jaxpr), in_axes=dims)(*args)
+
+    on_cpu = jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(cpu), in_axes=dims))(*avals)
+    out = _by_platform_p.bind(*args, cpu=on_cpu, default=Deferred(batched, avals))
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[_by_platform_p] = _batch
 
 
-def _lower(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:
-    return mlir.lower_fun(jex.jaxpr_as_fun(default), multiple_results=True)(ctx, *args)
+def _lower(ctx: Any, *args: Any, cpu: Any, default: Deferred) -> Any:
+    return mlir.lower_fun(jex.jaxpr_as_fun(default.jaxpr), multiple_results=True)(ctx, *args)
 
 
 def _lower_on_cpu(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:

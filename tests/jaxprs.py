@@ -62,7 +62,7 @@ def equations(jaxpr, primitive, way):
             found.append(eqn)
         inner = eqn.params
         if eqn.primitive.name == "by_platform":
-            inner = {way: inner[way]}
+            inner = {way: inner[way] if way == "cpu" else inner[way].jaxpr}
         for below in jex.jaxprs_in_params(inner):
             found += equations(below, primitive, way)
     return found

@@ -188,9 +188,7 @@ class _Walk:
             place = place._replace(times=place.times * devices)  # its shapes are per device
         ins = [derived(x, f"it is inside of a {name}", True) if is_parameter(x) else x for x in ins]
         parameter = next((x for x in ins if isinstance(x, Derived)), None)
-        # `by_platform` has two programs and runs one of them.
-        inners = [params["default"].jaxpr] if name == "by_platform" else jex.jaxprs_in_params(params)
-        for number, inner in enumerate(inners):
+        for number, inner in enumerate(jex.jaxprs_in_params(params)):
             # Inputs correspond one to one only if their numbers are equal.
             given = ins[max(len(ins) - len(inner.invars), 0) :]
             given = [*given, *[parameter] * (len(inner.invars) - len(given))]
