@@ -297,7 +297,15 @@ def start(request, tmp_path_factory):
 
 
 def checkpoints(run):
-    return sorted(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_????????"))
+    """The steps of complete checkpoints: each process has added its checksums."""
+
+    def is_complete(path):
+        files = [file.read_text() for file in path.glob("sha256.*.json")]
+        counts = [json.loads(text)["processes"] for text in files if text]
+        return len(counts) > 0 and set(counts) == {len(counts)}
+
+    paths = filter(is_complete, run.glob("checkpoints/step_????????"))
+    return sorted(int(path.name.removeprefix("step_")) for path in paths)
 
 
 def assert_lost(group, i, status=None):
