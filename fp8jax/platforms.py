@@ -61,6 +61,10 @@ class Deferred:
     def __init__(self, function: Callable[..., Any], args: Any) -> None:
         self._function, self._args = function, args
 
+    def __repr__(self) -> str:
+        """The same in every process, since jaxprs are printed and compared."""
+        return f"Deferred({getattr(self._function, 'func', self._function).__name__})"
+
     @functools.cached_property
     def jaxpr(self) -> Any:
         """The closed jaxpr."""
