@@ -57,7 +57,7 @@ def loss_rows(runs: dict[str, Run], ends: Collection[int]) -> output.Rows:
 
 
 def run_rows(runs: dict[str, Run]) -> output.Rows:
-    """What each run ends with and costs; bytes are per parameter, ms the median of a step."""
+    """The final loss and the costs of each run; bytes are per parameter, ms the median of a step."""
     rows = []
     for name, run in runs.items():
         bytes_of = run.side.bytes()

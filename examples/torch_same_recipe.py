@@ -100,7 +100,7 @@ class OnTorch:
         self.optimizer = prepared[1]
 
     def loss(self, batch: np.ndarray) -> torch.Tensor:
-        """Of the next character; batch shape=(rows, context + 1)."""
+        """The loss of the next character; batch shape=(rows, context + 1)."""
         tokens = torch.from_numpy(batch.copy()).long().to(self.model.device)
         logits = self.model(tokens[:, :-1]).logits.float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -133,7 +133,7 @@ class OnTorch:
         return self
 
     def bytes(self) -> Bytes:
-        """What a step keeps, per parameter."""
+        """Bytes per parameter that are stored between steps."""
         parameters = list(self.model.parameters())
         count = sum(parameter.numel() for parameter in parameters)
 
@@ -158,7 +158,7 @@ def hugging_face(config: Config, vocabulary: int) -> Any:
 
 
 class State(NamedTuple):
-    """What a step in JAX changes."""
+    """The arrays that a step in JAX changes."""
 
     variables: Any
     opt_state: Any
@@ -203,7 +203,7 @@ class Program:
         return self.take(side)
 
     def take(self, side: OnTorch) -> State:
-        """What torch trained."""
+        """Takes the weights and the state that torch trained."""
         variables = to_flax(side.model.state_dict(), MAPPING, like=self.variables)
         like = self.init_optimizer(variables)
         opt_state = optimizer_to_flax(side.optimizer, side.model, MAPPING, like=like)
@@ -231,7 +231,7 @@ class InJax:
         return float(self.program.loss(self.state.variables, batch))
 
     def bytes(self) -> Bytes:
-        """What a step keeps, per parameter."""
+        """Bytes per parameter that are stored between steps."""
         return train.metrics.bytes_per_parameter(
             self.state.variables, self.program.gradients, self.state.opt_state
         )

@@ -323,7 +323,7 @@ def _backend(key: str, raw: object) -> str | None:
 
 
 class _Spec(NamedTuple):
-    """What a setting is for, how its values are parsed, and accelerate's default."""
+    """A setting: its backend, the parser of its values, and Accelerate's default."""
 
     backend: str
     parse: Callable[[str, Any], Any]

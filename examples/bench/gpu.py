@@ -38,7 +38,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 class Section(NamedTuple):
-    """What to measure, and its share of the time: seconds out of 450."""
+    """A measurement, and its share of the time: seconds out of 450."""
 
     measure: Callable[[Given, Notes], None]
     share: float

@@ -28,7 +28,7 @@ from fp8jax.scaling.merge import from_fm32, to_fm32
 
 
 class Sizes(NamedTuple):
-    """Of one dot product."""
+    """Sizes of one dot product."""
 
     rows: int
     experts: int

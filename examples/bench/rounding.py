@@ -1,4 +1,4 @@
-"""What Adam loses to rounding: each recipe's weights and moments beside Adam in float64.
+"""Adam's losses to rounding: each recipe's weights and moments beside Adam in float64.
 
     python examples/bench/rounding.py
     python examples/bench/rounding.py --recipes te O2 --json

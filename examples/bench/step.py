@@ -25,7 +25,7 @@ from fp8jax.inspect import program
 
 
 class Sizes(NamedTuple):
-    """Of the model and its input."""
+    """Sizes of the model and its input."""
 
     layers: int = 4
     width: int = 512

@@ -15,7 +15,7 @@ from fp8jax.rewrite.rules import Layer, Rules
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' `Conv1D`, GPT-2's linear layer with a weight of shape (in, out)."""
+    """Whether the layer is transformers' `Conv1D`, GPT-2's linear layer with a weight of shape (in, out)."""
     return any(
         cls.__name__ == "Conv1D" and cls.__module__.partition(".")[0] == "transformers"
         for cls in type(module).__mro__
@@ -23,12 +23,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is `nn.Linear` or transformers' `Conv1D`."""
+    """Whether the layer is `nn.Linear` or transformers' `Conv1D`."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a LayerNorm or RMSNorm, of any library (`LlamaRMSNorm`)."""
+    """Whether the layer is a LayerNorm or RMSNorm, of any library (`LlamaRMSNorm`)."""
     return any(cls.__name__.endswith(("LayerNorm", "RMSNorm")) for cls in type(module).__mro__)
 
 

@@ -28,7 +28,7 @@ WARMUP, RATE, LAST_RATE = 100, 6e-4, 6e-5  # nanoGPT's for GPT-124M, with a shor
 
 
 class Size(NamedTuple):
-    """Of a model and its batch."""
+    """Sizes of a model and its batch."""
 
     layers: int
     heads: int
@@ -104,7 +104,7 @@ class Learner(NamedTuple):
 
 @functools.cache
 def shapes_of(learner: Learner) -> tuple[Any, Any, Any]:
-    """Of the state, a batch, and the gradients."""
+    """Shapes of the state, a batch, and the gradients."""
     state = jax.eval_shape(learner.first_state, jax.random.key(0))
     batch = jax.ShapeDtypeStruct((learner.size.batch, learner.size.context + 1), jnp.int32)
     _, grads = jax.eval_shape(fp8jax.value_and_grad(learner.loss), state[0], batch)

@@ -82,7 +82,7 @@ class Notes:
             self.skip(what, f"failed: {type(error).__name__}: {first[:200]}")
 
     def compile_all(self, compiles: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-        """What the functions compile, side by side, by name; a failure is noted and left out."""
+        """The compiled programs by name, compiled side by side; a failure is noted and left out."""
         done = {}
         with concurrent.futures.ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 1) // 2))) as pool:
             futures = {name: pool.submit(compile_one) for name, compile_one in compiles.items()}

@@ -155,7 +155,7 @@ def curves(axes: Any, found: dict[str, list[tuple[int, float]]]) -> None:
 
 
 def gpu(query: str) -> str:
-    """What nvidia-smi says to a query of the first GPU, "" where there is none."""
+    """The answer of nvidia-smi to a query of the first GPU; "" without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return ""
     asked = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]

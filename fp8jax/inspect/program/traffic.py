@@ -21,7 +21,7 @@ from fp8jax.inspect.targets import Target
 
 
 class Traffic(NamedTuple):
-    """What the kernels of a program move; a kernel in a loop counts as often as it runs."""
+    """The bytes that a program's kernels move; a kernel in a loop counts as often as it runs."""
 
     kernels: tuple[Kernel, ...]
     casts: dict[str, int]  # FP8 tensor -> places in the program that cast it from a wider format

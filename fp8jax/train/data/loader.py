@@ -188,7 +188,7 @@ class Examples:
         return _as_arrays(example if self._transform is None else self._transform(example))
 
     def fingerprint(self) -> str:
-        """Of the source's own `fingerprint` or its length, and of its first and last example."""
+        """A hash of the source's `fingerprint` or length, and of its first and last example."""
         own = getattr(self._source, "fingerprint", None)
         digest = hashlib.sha256(str(len(self)).encode() if own is None else str(own).encode())
         for array in jax.tree.leaves([self[0], self[len(self) - 1]]):
