@@ -9,7 +9,7 @@ A step computes in float32, for each tensor:
 The direction uses m and v before they are rounded. Then m and v are rounded to their formats, each tensor on
 a new power-of-two scale. E4M3 + FP16 moments take 3 bytes per parameter instead of 8.
 
-A step is computed twice (`fused`), so that a GPU stores no float32 copy of a tensor.
+On a GPU a step is computed twice (`step.fused`), so that no float32 copy of a tensor is stored.
 
 A step that would make any weight or moment infinite or NaN is skipped and counted.
 

@@ -2,12 +2,13 @@
 
     new, ok = fused_adam(states, scalars, decays)
 
-The step is computed twice. The first pass computes the amaxes of all quantized tensors in one array, and from
-them all scales. The second pass recomputes the step and writes the FP8 codes. On a GPU a barrier between the
+On a GPU the step is computed twice. The first pass computes the amaxes of all quantized tensors in one array,
+and from them all scales. The second pass recomputes the step and writes the FP8 codes. A barrier between the
 passes stops XLA from storing the float32 results of the first pass.
 
-On a CPU each tensor has its own arrays of amaxes and scales, and there is no barrier. XLA on CPU compiles
-equal kernels once, and slices of one array make kernels unequal (O2, 72 parameters: 3 s to compile, not 12).
+On a CPU the step is computed once, and each tensor has its own arrays of amaxes and scales. XLA on CPU
+compiles equal kernels once, and slices of one array make kernels unequal (O2, 72 parameters: 3 s to compile,
+not 12).
 """
 
 import functools
@@ -57,7 +58,7 @@ def fused_adam(
 def _by_tensor(
     states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[list[Written], jax.Array]:
-    """The step of a CPU."""
+    """The step on a CPU."""
     steps = [_step(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
     largest = [jnp.max(amax) for _, amaxes, _ in steps for amax in amaxes]
     ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
@@ -86,7 +87,7 @@ def _write(
 def _all_at_once(
     states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...], axis_name: str | None = None
 ) -> tuple[list[Written], jax.Array]:
-    """The step of a GPU."""
+    """The step on a GPU, and of shards on any platform: one array of scales, one all-reduce of the amaxes."""
     packed, layout = _packed(states)
     amaxes, maxima = _first_pass(_unpacked(packed, layout), scalars, decays)
     if axis_name is not None:
