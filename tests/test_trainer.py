@@ -493,23 +493,26 @@ def test_pairs_are_traced(pair, monkeypatch):
         assert (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
-def tenth():
-    """The tenth of the pairs that is trained: another one at each commit, or that of FP8JAX_TENTH."""
-    chosen = os.environ.get("FP8JAX_TENTH")
+PARTS = 20
+
+
+def part():
+    """The part of the pairs that is trained: another one at each commit, or that of FP8JAX_PART."""
+    chosen = os.environ.get("FP8JAX_PART")
     if chosen is None:
         git = ["git", "-C", os.path.dirname(__file__), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         chosen = int(commit or "0", 16)
-    return int(chosen) % 10
+    return int(chosen) % PARTS
 
 
-TENTH = tenth()
+PART = part()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pair", LEGAL[TENTH::10], ids=lambda pair: f"tenth {TENTH}: {ids_of(pair)}")
+@pytest.mark.parametrize("pair", LEGAL[PART::PARTS], ids=lambda pair: f"part {PART}: {ids_of(pair)}")
 def test_pairs_train(pair):
-    print(f"FP8JAX_TENTH={TENTH} chooses these pairs")
+    print(f"FP8JAX_PART={PART} chooses these pairs")
     _, state, losses = trained(Net(blocks=2), steps=5, **TECHNIQUES[pair[0]], **TECHNIQUES[pair[1]])
     assert np.all(np.isfinite(losses))
     assert losses[-1] < losses[0]
