@@ -10,6 +10,9 @@
 | O2       | FP8  | FP8  | FP16   | -      | FP8 (E4M3)  | E4M3 + FP16 |
 | O3       | FP8  | FP8  | E4M3   | FP16   | FP8 (E4M3)  | E4M3 + FP16 |
 | te+O2    | TransformerEngine's scaling in the gemm column, otherwise as O2       |
+| fp8      | FP8  | FP8  | FP16   | -      | FP8 (E4M3)  | E5M2 + FP16 |
+
+`fp8` is the one to take: its `rounding` loses nothing that O1 to O3, which are MS-AMP's, lose.
 
 A `Recipe` is one row. It is frozen and hashable; `dataclasses.replace` makes another one, and `str` and
 `Recipe.parse` are inverse functions:
@@ -23,32 +26,14 @@ A `Recipe` is one row. It is frozen and hashable; `dataclasses.replace` makes an
 
 import dataclasses
 import os
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fp8jax import accelerate
+from fp8jax import accelerate, legal
 
 # Layers that stay in high precision by default: output heads, which users of TransformerEngine and torchao
 # exclude by hand, and routers.
 DEFAULT_EXCLUDE = ("lm_head", "head", "*_head", "logits*", "classifier", "router")
-
-_LEGAL: dict[str, tuple[Any, ...]] = {
-    "gemm": ("FP32", "BF16", "FP16", "FP8"),
-    "comm": ("FP32", "BF16", "FP8"),
-    "weight": ("FP32", "FP16", "E4M3"),
-    "master_weight": ("-", "FP32", "FP16"),
-    "weight_grad": ("FP32", "E4M3"),
-    "moments": (("FP32", "FP32"), ("E4M3", "FP16")),
-    "scaling": ("delayed", "current"),
-    "fp8_format": ("HYBRID", "E4M3"),
-    "amax_compute_algo": ("max", "most_recent"),
-    "first_scale": ("typical", "tensor", "one"),
-}
-
-
-# The least and the largest legal number.
-_INTEGERS = {"margin": (0, 100), "interval": (1, 2**20), "amax_history_len": (1, 2**20)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +49,10 @@ class Recipe:
         master_weight: format of the optimizer's copy of the weights; "-" for no copy.
         weight_grad: format of the matched kernels' gradients.
         moments: formats of Adam's first and second moment.
+        rounding: how the optimizer rounds (first moment, weight, second moment) to their formats. The weight
+            is the master weight where there is one. "stochastic" rounds up or down at random, without bias.
+            "kahan" stores what rounding took from the weight, in one more byte. "root" stores the second
+            moment's root, rounded stochastically, which covers twice the exponents of the "value".
         scaling: "delayed" computes the scale of a GEMM operand from the amaxes of previous steps, "current"
             from the tensor itself.
         fp8_format: "HYBRID" is E4M3 for inputs and weights, E5M2 for output gradients; "E4M3" is E4M3 for
@@ -90,6 +79,7 @@ class Recipe:
     master_weight: str = "-"
     weight_grad: str = "FP32"
     moments: tuple[str, str] = ("FP32", "FP32")
+    rounding: tuple[str, str, str] = ("nearest", "nearest", "value")
     scaling: str = "delayed"
     fp8_format: str = "HYBRID"
     margin: int = 0
@@ -109,21 +99,10 @@ class Recipe:
     O2: ClassVar["Recipe"]
     O3: ClassVar["Recipe"]
     TE_O2: ClassVar["Recipe"]
+    FP8: ClassVar["Recipe"]
 
     def __post_init__(self) -> None:
-        for name, legal in _LEGAL.items():
-            if getattr(self, name) not in legal:
-                raise _illegal(name, getattr(self, name), " ".join(map(_shown, legal)))
-        for name, (least, largest) in _INTEGERS.items():
-            number = getattr(self, name)
-            if type(number) is not int or not least <= number <= largest:
-                raise _illegal(name, number, f"an integer from {least} to {largest}")
-        override = self.override_linear_precision
-        if not isinstance(override, tuple) or [type(flag) for flag in override] != [bool] * 3:
-            raise _illegal("override_linear_precision", override, "three booleans, as False+False+True")
-        _check_patterns("include", self.include)
-        _check_patterns("exclude", self.exclude)
-        _check_combination(self)
+        legal.check(self)
 
     @classmethod
     def te(
@@ -189,7 +168,10 @@ class Recipe:
 
     def with_plain_weights(self) -> "Recipe":
         """The recipe with plain weights and gradients, in the parameters' dtypes."""
-        return dataclasses.replace(self, weight="FP32", weight_grad="FP32", master_weight="-")
+        rounding = (self.rounding[0], "nearest", self.rounding[2])
+        return dataclasses.replace(
+            self, weight="FP32", weight_grad="FP32", master_weight="-", rounding=rounding
+        )
 
     @classmethod
     def parse(cls, text: "str | Recipe") -> "Recipe":
@@ -211,7 +193,7 @@ class Recipe:
         def changes(preset: Recipe) -> list[str]:
             names = [field.name for field in dataclasses.fields(self)]
             different = [name for name in names if getattr(self, name) != getattr(preset, name)]
-            return [f"{name}={_shown(getattr(self, name))}" for name in different]
+            return [f"{name}={legal.shown(getattr(self, name))}" for name in different]
 
         described = [[name, *changes(preset)] for name, preset in PRESETS.items()]
         return ",".join(min(described, key=len))
@@ -276,48 +258,6 @@ def _parse_value(raw: str, default: Any) -> Any:
         return raw
 
 
-def _shown(value: Any) -> str:
-    """One value as `parse` reads it."""
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _illegal(name: str, got: Any, expected: str) -> ValueError:
-    return ValueError(f"recipe: `{name}` is one of: {expected}; got {_shown(got)!r}.")
-
-
-def _check_patterns(name: str, patterns: Any) -> None:
-    is_legal = isinstance(patterns, tuple) and all(
-        isinstance(p, str) and p and not any(c in ",+=" or c.isspace() for c in p) for p in patterns
-    )
-    if not is_legal:
-        raise _illegal(name, patterns, "a tuple of patterns without comma, plus, equals, space")
-    for pattern in patterns:
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"recipe: `{name}`: {pattern!r} is no regular expression ({error}).") from None
-
-
-def _check_combination(recipe: Recipe) -> None:
-    """Raises ValueError if two columns contradict each other."""
-    if (recipe.weight == "E4M3") != (recipe.master_weight != "-"):
-        raise ValueError(
-            "recipe: E4M3 weights are too coarse to train without master weights, so weight=E4M3 needs "
-            "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
-            f"weight={recipe.weight}, master_weight={recipe.master_weight}."
-        )
-    if recipe.gemm != "FP8" and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
-        raise ValueError(
-            "recipe: weight and weight_grad are the formats of layers with FP8 GEMMs; with "
-            f"gemm={recipe.gemm} both must be FP32; got weight={recipe.weight}, "
-            f"weight_grad={recipe.weight_grad}."
-        )
-    if all(recipe.override_linear_precision) and recipe.gemm == "FP8":
-        raise ValueError("recipe: override_linear_precision takes all three GEMMs out of FP8; say gemm=BF16.")
-    if recipe.gemm == "FP8" and not recipe.include:
-        raise ValueError("recipe: include is empty, so no layer is in FP8; say gemm=BF16.")
-
-
 Recipe.FP32 = Recipe(gemm="FP32")
 Recipe.BF16 = Recipe(gemm="BF16")
 Recipe.FP16_AMP = Recipe(gemm="FP16")
@@ -326,6 +266,9 @@ Recipe.TE = Recipe()
 Recipe.O1 = Recipe(comm="FP8", weight="FP16", weight_grad="E4M3", amax_history_len=16)
 Recipe.O2 = dataclasses.replace(Recipe.O1, moments=("E4M3", "FP16"))
 Recipe.O3 = dataclasses.replace(Recipe.O2, weight="E4M3", master_weight="FP16")
+Recipe.FP8 = dataclasses.replace(
+    Recipe.O2, moments=("E5M2", "FP16"), rounding=("stochastic", "kahan", "root")
+)
 Recipe.TE_O2 = dataclasses.replace(Recipe.O2, amax_history_len=Recipe.TE.amax_history_len)
 
 PRESETS: dict[str, Recipe] = {
@@ -337,4 +280,5 @@ PRESETS: dict[str, Recipe] = {
     "O2": Recipe.O2,
     "O3": Recipe.O3,
     "te+O2": Recipe.TE_O2,
+    "fp8": Recipe.FP8,
 }

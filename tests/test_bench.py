@@ -175,6 +175,7 @@ def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
         pytest.param("O1", 100, 47, marks=pytest.mark.long),
         pytest.param("O2", 100, 78, marks=pytest.mark.long),
         pytest.param("O3", 100, 83, marks=pytest.mark.long),
+        ("fp8", 8, 32),
     ],
 )
 def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(

@@ -15,15 +15,17 @@ from fp8jax.inspect import chart, targets
 from fp8jax.recipe import PRESETS
 
 # As in the README; moments are Adam's first and second.
+NEAREST = "nearest + nearest + value"
 CHART = {
-    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
-    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
-    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
-    "te": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32"),
-    "O1": ("FP8", "FP8", "FP16", "-", "FP8", "FP32 + FP32"),
-    "O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16"),
-    "O3": ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8 + FP16"),
-    "te+O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16"),
+    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "te": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "O1": ("FP8", "FP8", "FP16", "-", "FP8", "FP32 + FP32", NEAREST),
+    "O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
+    "O3": ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8 + FP16", NEAREST),
+    "te+O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
+    "fp8": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", "stochastic + kahan + root"),
 }
 
 
@@ -35,7 +37,7 @@ def test_the_table_has_every_level():
     assert list(CHART) == list(PRESETS)
 
 
-SHORT = ("te", "O2", "O3")  # the others share their columns
+SHORT = ("te", "O3", "fp8")  # the others share their columns
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,7 @@ BREAKS = {
     "master_weight": ("O3", "adamw", {"master_weight": "FP32"}),
     "weight_grad": ("O2,comm=FP32", "transform", {"weight_grad": "FP32"}),
     "moments": ("O2", "adamw", {"moments": ("FP32", "FP32")}),
+    "rounding": ("fp8", "adamw", {"rounding": ("stochastic", "stochastic", "root")}),
 }
 
 
@@ -77,7 +80,7 @@ def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     replacement = {
         "transform": (chart.adapters, lambda model, recipe: transform(model, broken)),
         "all_reduce": (chart.comm, lambda grads, axis, recipe: all_reduce(grads, axis, broken)),
-        "adamw": (chart.optim, lambda rate, recipe: adamw(rate, broken)),
+        "adamw": (chart.optim, lambda rate, recipe, seed=0: adamw(rate, broken, seed=seed)),
     }
     room, function = replacement[part]
     monkeypatch.setattr(room, part, function)
@@ -138,7 +141,8 @@ def test_the_command_prints_a_table_and_evidence():
     done = command("chart", "te,override_linear_precision=False+False+True", "--devices", "2")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["recipe", "GEMM", "comm", "weight", "master", "weight", "gradient", "moments"]
+    headings = "recipe GEMM comm weight master weight gradient moments rounding"
+    assert lines[0].split() == headings.split()
     assert "FP32 / FP8 (declared FP8)" in lines[1]
     assert any("f8e4m3fn x f8e4m3fn dot" in line for line in lines)
 

@@ -18,6 +18,7 @@ RANKS = {
     "formats": 0,
     "remedy": 0,
     "accelerate": 0,
+    "legal": 0,
     "platforms": 0,
     "recipe": 1,
     "quantization": 1,

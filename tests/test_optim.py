@@ -266,7 +266,7 @@ def test_hyperparameters_can_be_injected_and_changed_without_a_new_trace():
     compiled = Stepper(make(learning_rate=LR, recipe="O2", b1=B1, b2=B2, eps=EPS, weight_decay=DECAY))
     params, grads = params_of("fp32"), grads_of("O2")
     state = compiled.tx.init(params)
-    assert set(state.hyperparams) == {"learning_rate", "b1", "b2", "eps", "weight_decay"}
+    assert set(state.hyperparams) == {"learning_rate", "b1", "b2", "eps", "weight_decay", "seed"}
     _, _, expected = stepper("adamw", "O2").along(params, grads, 1)
     for factor in (1, 3):
         state.hyperparams["learning_rate"] = jnp.float32(factor * LR)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,18 +13,29 @@ from fp8jax import Recipe, formats
 from fp8jax.recipe import DEFAULT_EXCLUDE, PRESETS
 
 # The chart: gemm, comm, weight, master weight, weight gradient, moments; and TransformerEngine's window of
-# amaxes (1024) or MS-AMP's (16).
+# amaxes (1024) or MS-AMP's (16), and the optimizer's rounding.
+NEAREST = ("nearest", "nearest", "value")
 CHART = {
-    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
-    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
-    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
-    "te": ("FP8", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024),
-    "O1": ("FP8", "FP8", "FP16", "-", "E4M3", ("FP32", "FP32"), 16),
-    "O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 16),
-    "O3": ("FP8", "FP8", "E4M3", "FP16", "E4M3", ("E4M3", "FP16"), 16),
-    "te+O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 1024),
+    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
+    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
+    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
+    "te": ("FP8", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
+    "O1": ("FP8", "FP8", "FP16", "-", "E4M3", ("FP32", "FP32"), 16, NEAREST),
+    "O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 16, NEAREST),
+    "O3": ("FP8", "FP8", "E4M3", "FP16", "E4M3", ("E4M3", "FP16"), 16, NEAREST),
+    "te+O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 1024, NEAREST),
+    "fp8": ("FP8", "FP8", "FP16", "-", "E4M3", ("E5M2", "FP16"), 16, ("stochastic", "kahan", "root")),
 }
-COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "moments", "amax_history_len")
+COLUMNS = (
+    "gemm",
+    "comm",
+    "weight",
+    "master_weight",
+    "weight_grad",
+    "moments",
+    "amax_history_len",
+    "rounding",
+)
 # What every preset has in common: TransformerEngine's defaults and our start.
 COMMON = {
     "scaling": "delayed",
@@ -42,7 +54,10 @@ CHOICES = {
     "weight": ("FP32", "FP16", "E4M3"),
     "master_weight": ("-", "FP32", "FP16"),
     "weight_grad": ("FP32", "E4M3"),
-    "moments": (("FP32", "FP32"), ("E4M3", "FP16")),
+    "moments": (("FP32", "FP32"), ("E4M3", "FP16"), ("E5M2", "FP16")),
+    "rounding": tuple(
+        itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
+    ),
     "scaling": ("delayed", "current"),
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
@@ -111,7 +126,12 @@ def legal_values(draw):
         values["include"] = values["include"] or ("*",)
         if all(values["override_linear_precision"]):
             values["override_linear_precision"] = (False, True, True)
-    return values
+    of_mu, of_weight, of_nu = values["rounding"]
+    if values["moments"] == ("FP32", "FP32"):
+        of_mu, of_nu = "nearest", "value"
+    if "FP16" not in (values["weight"], values["master_weight"]):
+        of_weight = "nearest"
+    return values | {"rounding": (of_mu, of_weight, of_nu)}
 
 
 @hypothesis.given(legal_values())
@@ -191,7 +211,7 @@ def test_every_field_has_illegal_values_in_the_table():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("O4", r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2; got 'O4'"),
+        ("O4", r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, fp8; got 'O4'"),
         ("", r"expected one of fp32, .*; got ''"),
         ("o2", r"expected one of fp32, .*; got 'o2'"),
         ("margin=1", r"expected one of fp32, .*; got 'margin=1'"),
@@ -202,7 +222,7 @@ def test_every_field_has_illegal_values_in_the_table():
         ("te,margin=two", r"`margin` is one of: an integer from 0 to 100; got 'two'"),
         ("te,margin=", r"`margin` is one of: an integer from 0 to 100; got ''"),
         ("te,scaling=block", r"`scaling` is one of: delayed current; got 'block'"),
-        ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16; got 'E4M3'"),
+        ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16 E5M2\+FP16; got 'E4M3'"),
         ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: three boo"),
         ("te,include=a++b", r"`include` is one of: a tuple of patterns"),
         ("te,margin=1,margin=2", r"expected each field once; got margin twice"),
@@ -227,6 +247,9 @@ def test_text_that_means_nothing_raises_and_says_what_would(text, message):
         ({"gemm": "FP32", "weight_grad": "E4M3"}, "got weight=FP32, weight_grad=E4M3"),
         ({"override_linear_precision": (True, True, True)}, "say gemm=BF16"),
         ({"include": ("re:(",)}, r"`include`: 're:\(' is no regular expression"),
+        ({"rounding": ("stochastic", "nearest", "value")}, "needs rounding=nearest.nearest.value; got"),
+        ({"rounding": ("nearest", "nearest", "root")}, "FP32 moments are not rounded"),
+        ({"rounding": ("nearest", "kahan", "value")}, "got weight=FP32, master_weight=-. Say rounding=nea"),
         ({"include": ()}, "include is empty, so no layer is in FP8; say gemm=BF16"),
     ],
 )

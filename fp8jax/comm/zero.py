@@ -136,7 +136,9 @@ class Zero:
         memory = memory or (HOST if self.offload else None)
 
         def put(param: Any, kept: Any) -> Any:
-            return None if kept is None else self._put(kept, param, self.stage >= 1, memory)
+            return jax.tree.map(
+                lambda leaf: self._put(leaf, param, self.stage >= 1, memory), kept, is_leaf=is_scaled
+            )
 
         return jax.tree.map(put, params, tree, is_leaf=is_scaled)
 

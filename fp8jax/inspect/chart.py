@@ -12,6 +12,7 @@ format, so there GEMMs are read from the lowered program.
 import collections
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from fp8jax.inspect import program, targets
 from fp8jax.inspect.models import Block
 from fp8jax.inspect.tables import align
 from fp8jax.optim.state import is_adam_state
+from fp8jax.optim.step import Root
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS
@@ -36,6 +38,7 @@ HEADINGS = {
     "master_weight": "master",
     "weight_grad": "weight gradient",
     "moments": "moments",
+    "rounding": "rounding",
 }
 COLUMNS = tuple(HEADINGS)
 
@@ -81,8 +84,9 @@ class Row(NamedTuple):
 
 def declare(recipe: Recipe) -> dict[str, str]:
     """A recipe's row of the chart."""
-    row = {column: getattr(recipe, column) for column in COLUMNS} | {"moments": " + ".join(recipe.moments)}
-    return {column: formats.replace("E4M3", "FP8") for column, formats in row.items()}
+    row = {column: getattr(recipe, column) for column in COLUMNS}
+    row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
+    return {column: re.sub("E4M3|E5M2", "FP8", formats) for column, formats in row.items()}
 
 
 def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8) -> Row:
@@ -132,6 +136,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "master_weight": _master_cell(new_state),
         "weight_grad": _arrays_cell(_kernels(grads)),
         "moments": Cell(*(" + ".join(parts) for parts in zip(*moments, strict=True))),
+        "rounding": _rounding_cell(model, recipe),
     }
     where = f"{devices} x {target or mesh.devices.flat[0].device_kind}"
     return Row(str(recipe), where, declare(recipe), measured)
@@ -159,7 +164,8 @@ def _comm_cell(collectives: Sequence[program.Collective], devices: int) -> Cell:
 def _arrays_cell(leaves: list[Any]) -> Cell:
     """The formats of arrays or `ScaledArray`s."""
     found = [
-        (str(leaf.data.dtype), " with scale") if is_scaled(leaf) else (str(leaf.dtype), "") for leaf in leaves
+        (str(leaf.data.dtype), " with scale") if is_scaled(leaf) else (str(leaf.dtype), "")
+        for leaf in jax.tree.leaves(leaves, is_leaf=is_scaled)
     ]
     return Cell(_mixed(_format(dtype) for dtype, _ in found), _counted(map("".join, found)))
 
@@ -168,6 +174,34 @@ def _master_cell(state: Any) -> Cell:
     (adam,) = (node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node))
     masters = jax.tree.leaves(adam.master, is_leaf=is_scaled)
     return _arrays_cell(masters) if masters else Cell("-", "none in the optimizer's state")
+
+
+def _rounding_cell(model: Any, recipe: Recipe) -> Cell:
+    """How a step on this machine rounds: what depends on the optimizer's seed is rounded stochastically."""
+    variables = model.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape), variables[PARAMS], is_leaf=is_scaled)
+
+    def step(seed: int) -> tuple[Any, Any]:
+        tx = optim.adamw(1e-3, recipe, seed=seed)
+        updates, state = tx.update({PARAMS: grads}, tx.init(variables), variables)
+        return gradients.apply_updates(variables, updates)[PARAMS], state
+
+    (weights, state), (other_weights, other) = step(0), step(1)
+    mu, nu = optim.moments(state)
+    of_mu = "nearest" if _same(mu, optim.moments(other)[0]) else "stochastic"
+    of_weight = "nearest" if _same((weights, state.master), (other_weights, other.master)) else "stochastic"
+    is_root = all(isinstance(node, Root) for node in _kernels(nu))
+    formats = (
+        of_mu,
+        "kahan" if jax.tree.leaves(state.remainder) else of_weight,
+        "root" if is_root else "value",
+    )
+    return Cell(" + ".join(formats), "two steps with different seeds")
+
+
+def _same(tree: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return all(bool(jnp.array_equal(one, two)) for one, two in pairs)
 
 
 def _format(dtype: str) -> str:

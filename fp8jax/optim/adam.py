@@ -38,9 +38,12 @@ from fp8jax.optim.step import (
     NO_DECAY,
     AdamScalars,
     ParamState,
+    Root,
+    Rounding,
     advance_over_devices,
     as_written,
     fused_adam,
+    leaf_seeds,
 )
 from fp8jax.optim.step.codecs import blockwise_zeros, zeros
 from fp8jax.optim.transforms import on_params, plain_mask
@@ -50,6 +53,8 @@ from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 
 Schedule = Callable[[Any], Any]
+
+_TO_NEAREST = ("nearest", "nearest", "value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,7 @@ class _Rule:
     mask: Any = None
     decay: str = NO_DECAY
     zero: Zero | None = None
+    seed: int = 0
     in_8_bits: bool = False
 
 
@@ -74,6 +80,7 @@ def scale_by_adam(
     b2: Any = 0.999,
     eps: Any = 1e-8,
     zero: Zero | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam` with the recipe's moments.
 
@@ -83,6 +90,7 @@ def scale_by_adam(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         zero: see `adam`.
+        seed: see `adam`.
 
     Returns:
         A gradient transformation with an `AdamState` without master weights. Updates are float32, and zero
@@ -97,7 +105,7 @@ def scale_by_adam(
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
         )
-    return _optimizer(_Rule(row, b1, b2, eps, zero=zero))
+    return _optimizer(_Rule(row, b1, b2, eps, zero=zero, seed=seed))
 
 
 def adam(
@@ -109,6 +117,7 @@ def adam(
     weight_decay: Any = 0.0,
     mask: Any = None,
     zero: Zero | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam. Weight decay, if any, is added to the gradient (L2), as in MS-AMP's `LBAdam`.
 
@@ -125,6 +134,8 @@ def adam(
         zero: the same `Zero` as in `value_and_grad`: how gradients, moments and master weights are sharded.
             `init` places the state with that sharding, and each device updates its shards. Without it any
             sharding works, and XLA partitions the step.
+        seed: of the random bits, for a recipe that rounds stochastically. The bits depend on the seed, the
+            step, the parameter's place among the parameters and the entry's place in it: not on the sharding.
 
     Returns:
         An optimizer with an `AdamState`; `update` needs the parameters. The updates of plain parameters are
@@ -137,7 +148,7 @@ def adam(
     """
     check_rate(learning_rate)
     row = recipe_of(recipe)
-    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero))
+    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
 
 
 def adamw(
@@ -149,6 +160,7 @@ def adamw(
     weight_decay: Any = 1e-4,
     mask: Any = None,
     zero: Zero | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW: `optax.adamw` with the recipe's moments.
 
@@ -159,7 +171,7 @@ def adamw(
     """
     check_rate(learning_rate)
     row = recipe_of(recipe)
-    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero))
+    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
 
 
 def adamw_8bit(
@@ -171,6 +183,7 @@ def adamw_8bit(
     weight_decay: Any = 1e-4,
     mask: Any = None,
     zero: Zero | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with 8-bit moments and an absmax for each block of 256 entries: bitsandbytes' AdamW8bit.
 
@@ -192,7 +205,7 @@ def adamw_8bit(
     refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
     check_rate(learning_rate)
     row = recipe_of(recipe)
-    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, True))
+    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
 
 
 def with_masters(state: Any, params: Any) -> Any:
@@ -226,6 +239,7 @@ def _like(kept: Any, new: jax.Array) -> Any:
 
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
     recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
+    rounding = Rounding(*recipe.rounding[:2])
 
     def init(params: Any) -> AdamState:
         check_weights(rule.recipe, params)
@@ -236,17 +250,24 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             format = formats.get(recipe.moments[number])
 
             def of_one(param: Any) -> Any:
-                return blockwise_zeros(param, signed=number == 0) if rule.in_8_bits else zeros(param, format)
+                if rule.in_8_bits:
+                    return blockwise_zeros(param, signed=number == 0)
+                is_root = number == 1 and recipe.rounding[2] == "root"
+                return Root(zeros(param, format)) if is_root else zeros(param, format)
 
             return jax.tree.map(of_one, params, is_leaf=is_scaled)
 
         master = jax.tree.map(lambda p: _master_of(p, recipe), params, is_leaf=is_scaled)
-        kept = [first(0), first(1), master]
+        remainder = jax.tree.map(lambda p: _remainder_of(p, recipe), params, is_leaf=is_scaled)
+        kept = [first(0), first(1), master, remainder]
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
-        mu, nu, master = (with_variables_inside(tree) for tree in kept)
+        mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
         adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-        return AdamState(adam, master, jnp.zeros([], jnp.int32))
+        key = None
+        if recipe.rounding != _TO_NEAREST:
+            key = jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(rule.seed).astype(jnp.uint32)])
+        return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
         if params is None and rule.learning_rate is not None:
@@ -254,36 +275,41 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
         # An `nnx.State` has an `nnx.Variable` around each leaf.
-        boxes = updates, state.adam.mu, state.adam.nu, state.master
+        boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
         updates, *kept = map(without_variables, boxes)
         params = with_float32_scales(without_variables(params))
         grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
-        count = optax.safe_increment(state.adam.count)
+        count = jnp.asarray(optax.safe_increment(state.adam.count))
         scalars = AdamScalars(
             (rule.b1, rule.b2),
             (1 - rule.b1, 1 - rule.b2),
-            (1 - jnp.float32(rule.b1) ** count, 1 - jnp.float32(rule.b2) ** count),
+            (1 - jnp.float32(rule.b1) ** count, jnp.sqrt(1 - jnp.float32(rule.b2) ** count)),
             rule.eps,
             rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate,
             rule.weight_decay,
         )
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
-        kept = [treedef.flatten_up_to(tree) for tree in kept]
-        olds = [None] * len(grads) if rule.learning_rate is None else treedef.flatten_up_to(params)
-        mu, nu, master = kept
-        leaves = [ParamState(*parts) for parts in zip(grads, mu, nu, olds, master, strict=True)]
+        nothing = [None] * len(grads)
+        mu, nu, master, remainder = (
+            nothing if tree is None else treedef.flatten_up_to(tree) for tree in kept
+        )
+        olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
+        seeds = None if state.key is None else leaf_seeds(state.key, count, len(grads))
+        parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
+        leaves = [ParamState(*part) for part in parts]
         _check_shapes(leaves)
         decays = _decays(rule, treedef, params)
         if rule.zero is None:
-            step = functools.partial(fused_adam, decays=decays)
-            new, ok = with_auto_axes(step, as_written, leaves, scalars)
+            step = functools.partial(fused_adam, decays=decays, rounding=rounding)
+            new, ok = with_auto_axes(step, as_written, leaves, scalars, seeds)
         else:
-            new, ok = advance_over_devices(rule.zero, leaves, scalars, decays)
-        directions, mu, nu, master = (
-            in_variables(boxes[i], treedef.unflatten([leaf[i] for leaf in new])) for i in range(4)
+            new, ok = advance_over_devices(rule.zero, leaves, scalars, seeds, decays, rounding)
+        directions, mu, nu, master, remainder = (
+            in_variables(box, treedef.unflatten([leaf[i] for leaf in new])) for i, box in enumerate(boxes)
         )
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
-        return directions, AdamState(adam, master, state.skipped + jnp.where(ok, 0, 1))
+        skipped = state.skipped + jnp.where(ok, 0, 1)
+        return directions, AdamState(adam, master, skipped, remainder, state.key)
 
     return on_params(optax.GradientTransformation(init, update))
 
@@ -315,3 +341,11 @@ def _master_of(param: Any, recipe: Recipe) -> Any:
     if format == formats.FP32:
         return value(param)
     return quantize(value(param), format, power_of_two=True, blocks=param.scale.shape)
+
+
+def _remainder_of(param: Any, recipe: Recipe) -> Any:
+    """Zeros for what rounding takes from a parameter or its master weight; None for other parameters."""
+    if recipe.rounding[1] != "kahan" or not is_scaled(param):
+        return None
+    is_kept = format_of(param) == formats.FP16 or _master_of(param, recipe) is not None
+    return jnp.zeros_like(param.data, formats.E4M3.dtype) if is_kept else None

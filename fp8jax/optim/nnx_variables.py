@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from fp8jax.optim.step.blockwise import Blockwise
+from fp8jax.optim.step.codecs import Root
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
@@ -23,6 +24,8 @@ def with_variables_inside(tree: Any) -> Any:
         kept = node.get_raw_value() if _is_variable(node) else None
         if isinstance(kept, ScaledArray):
             return ScaledArray(node.replace(kept.data), kept.scale)
+        if isinstance(kept, Root):
+            return Root(turned(node.replace(kept.root)))
         if isinstance(kept, Blockwise):
             return dataclasses.replace(kept, codes=node.replace(kept.codes))
         return node

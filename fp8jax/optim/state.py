@@ -10,13 +10,18 @@ import optax
 class AdamState(NamedTuple):
     """State of `adam`, `adamw`, `adamw_8bit` and `scale_by_adam`.
 
-    The leaves of mu and nu are `ScaledArray`s with the parameter's scale blocks, `Blockwise` (`adamw_8bit`)
-    or float32 arrays. Parameters in the recipe's low-precision weight format have a master weight.
+    The leaves of mu and nu are `ScaledArray`s with the parameter's scale blocks, `Root`s of them, `Blockwise`
+    (`adamw_8bit`) or float32 arrays; `jnp.asarray` of each is its value. Parameters in the recipe's
+    low-precision weight format have a master weight.
     """
 
     adam: optax.ScaleByAdamState  # (count, mu, nu); count is the number of steps taken
     master: Any  # tree like the parameters: ScaledArray or float32 array, None without a master weight
     skipped: jax.Array  # shape=(), int32: number of steps skipped because of inf or NaN
+    # Of a recipe that rounds "kahan": a tree like the parameters of E4M3 codes in sixteenths of the scale of
+    # the weight, or of the master weight; None where there is none.
+    remainder: Any = None
+    key: Any = None  # shape=(2,), uint32: of a recipe that rounds stochastically
 
 
 class DequantizedState(NamedTuple):

@@ -42,6 +42,8 @@ from fp8jax.quantization.quantize import quantize as quantize
 from fp8jax.quantization.quantize import quantize_gradient as quantize_gradient
 from fp8jax.quantization.quantize import quantize_like as quantize_like
 from fp8jax.quantization.quantize import without_infinities as without_infinities
+from fp8jax.quantization.rounding import cast_stochastically as cast_stochastically
+from fp8jax.quantization.rounding import remainder_of as remainder_of
 from fp8jax.quantization.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.quantization.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.quantization.scales import MIN_SCALE as MIN_SCALE

@@ -16,6 +16,7 @@ class ParamState(NamedTuple):
     nu: Any
     param: Any  # None without a learning rate
     master: Any  # None without a master weight
+    remainder: Any = None  # what rounding took from the weight, or from the master weight; see `codecs`
 
 
 class AdamScalars(NamedTuple):
@@ -23,7 +24,7 @@ class AdamScalars(NamedTuple):
 
     decays: tuple[Any, Any]  # b1, b2
     shares: tuple[Any, Any]  # 1 - b1, 1 - b2, computed in Python to round once
-    corrections: tuple[Any, Any]  # 1 - b1**t, 1 - b2**t
+    corrections: tuple[Any, Any]  # 1 - b1**t, sqrt(1 - b2**t)
     eps: Any
     rate: Any  # None without a learning rate
     weight_decay: Any
@@ -55,7 +56,7 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
     """
     weight = None
     if state.param is not None:
-        weight = decode(state.param if state.master is None else state.master)
+        weight = decode(state.param if state.master is None else state.master, state.remainder)
     g = decode(state.grad)
     if decay == L2:
         g = g + scalars.weight_decay * weight
@@ -63,7 +64,7 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
     # away from MS-AMP's, where both products are rounded.
     m = scalars.shares[0] * g + scalars.decays[0] * decode(state.mu)
     v = scalars.decays[1] * decode(state.nu) + scalars.shares[1] * jnp.square(g)
-    root = jnp.sqrt(v) / jnp.sqrt(scalars.corrections[1])
+    root = jnp.sqrt(v) / scalars.corrections[1]
     direction = m / scalars.corrections[0] / (root + scalars.eps)
     if weight is None:
         return AdamStep(m, v, direction, None)

@@ -4,9 +4,13 @@
 |---|---|---|
 | float32 array | 4 | none |
 | `ScaledArray` of E4M3 or FP16 | 1 or 2 | a power of two for each scale block of the parameter |
+| `Root` | 2 | the same |
 | `Blockwise` | 1.016 | the absmax of each 256 entries |
+| E4M3 remainder | 1 | `REMAINDER_STEP` times the weight's |
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,10 +19,46 @@ from jax import lax
 
 from fp8jax import formats
 from fp8jax.optim.step.blockwise import Blockwise, block_absmax
-from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, to_bits, value
+from fp8jax.quantization import (
+    ScaledArray,
+    cast,
+    cast_stochastically,
+    expand,
+    format_of,
+    is_scaled,
+    remainder_of,
+    to_bits,
+    value,
+)
 
 # The smallest array with blockwise moments, as in bitsandbytes (`min_8bit_size`).
 FEWEST = 4096
+
+# Half an ulp of the largest FP16 number, 16, is then 256 in E4M3, the largest power of two it has.
+REMAINDER_STEP = 1 / 16
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("root",), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Root:
+    """A second moment stored as its root: the value is `root * root`. `jnp.asarray` gives the value.
+
+    FP16's 40 binades are then 80 of the value.
+    """
+
+    root: Any  # a `ScaledArray`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return tuple(self.root.shape)
+
+    def dequantize(self) -> jax.Array:
+        """The value, float32."""
+        return jnp.square(value(self.root))
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
 
 
 def zeros(param: Any, format: formats.Format) -> Any:
@@ -35,11 +75,14 @@ def blockwise_zeros(param: Any, *, signed: bool) -> Any:
     return jnp.zeros_like(like, jnp.float32) if like.size < FEWEST else Blockwise.zeros(like, signed)
 
 
-def decode(stored: Any) -> jax.Array:
-    """The dequantized value, float32."""
-    if isinstance(stored, Blockwise):
+def decode(stored: Any, remainder: Any = None) -> jax.Array:
+    """The dequantized value, float32; of a weight with its remainder."""
+    if isinstance(stored, Blockwise | Root):
         return stored.dequantize()
-    return value(stored).astype(jnp.float32)
+    if remainder is None:
+        return value(stored).astype(jnp.float32)
+    codes = stored.data.astype(jnp.float32) + REMAINDER_STEP * remainder.astype(jnp.float32)
+    return codes * expand(stored.scale, stored.shape)
 
 
 def block_maxima(x: jax.Array, stored: Any) -> Any:
@@ -47,17 +90,48 @@ def block_maxima(x: jax.Array, stored: Any) -> Any:
     return block_absmax(x) if isinstance(stored, Blockwise) else None
 
 
-def encode(x: jax.Array, stored: Any, scale: Any) -> Any:
-    """`x` in the format of `stored`, rounded to nearest.
+def scaled_part(stored: Any) -> Any:
+    """The `ScaledArray` of a storage; None if it has none."""
+    stored = stored.root if isinstance(stored, Root) else stored
+    return stored if is_scaled(stored) else None
+
+
+def before_rounding(x: jax.Array, stored: Any) -> jax.Array:
+    """What is rounded to store `x` in the format of `stored`: its root, or itself."""
+    return jnp.sqrt(x) if isinstance(stored, Root) else x
+
+
+def encode(x: jax.Array, stored: Any, scale: Any, random: Any = None) -> Any:
+    """`x` in the format of `stored`.
 
     Args:
         x: the new value, float32.
         stored: the old value, in its storage format.
-        scale: the new scale of a `ScaledArray`, or the `block_maxima` of a `Blockwise`.
+        scale: the new scale of a `ScaledArray` or `Root`, or the `block_maxima` of a `Blockwise`.
+        random: bits for stochastic rounding of a `ScaledArray` or `Root`; None rounds to nearest.
     """
     if isinstance(stored, Blockwise):
         return Blockwise.of(x, stored.signed, scale)
-    return quantize(x, format_of(stored), scale) if is_scaled(stored) else x
+    if isinstance(stored, Root):
+        return Root(encode(before_rounding(x, stored), stored.root, scale, random))
+    if not is_scaled(stored):
+        return x
+    codes, format = x * expand(1 / scale, x.shape), format_of(stored)
+    data = cast(codes, format) if random is None else cast_stochastically(codes, format, random)
+    return ScaledArray(data, scale)
+
+
+def encode_remainder(x: jax.Array, stored: Any, scale: Any, random: jax.Array) -> jax.Array:
+    """What `encode` takes from `x` by rounding to nearest: E4M3 codes, rounded stochastically."""
+    remainder = remainder_of(x * expand(1 / scale, x.shape), format_of(stored))
+    return cast_stochastically(remainder / REMAINDER_STEP, formats.E4M3, random)
+
+
+def with_scale(stored: Any, scale: jax.Array) -> Any:
+    """A `ScaledArray` or `Root` with another scale."""
+    if isinstance(stored, Root):
+        return Root(with_scale(stored.root, scale))
+    return ScaledArray(stored.data, scale)
 
 
 def select(ok: jax.Array, new: Any, old: Any) -> Any:

@@ -10,12 +10,17 @@ from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.zero import own_part
 from fp8jax.optim.replace_update import ReplaceUpdate, replaces
 from fp8jax.optim.step.arithmetic import AdamScalars, ParamState
-from fp8jax.optim.step.fused import Written, fused_adam
+from fp8jax.optim.step.fused import Rounding, Shards, Written, fused_adam
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def advance_over_devices(
-    zero: Zero, leaves: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
+    zero: Zero,
+    leaves: list[ParamState],
+    scalars: AdamScalars,
+    seeds: Any,
+    decays: tuple[str, ...],
+    rounding: Rounding,
 ) -> tuple[list[Written], jax.Array]:
     """`fused_adam` on sharded global arrays. All devices use the same scales, and all take or skip the step.
 
@@ -37,20 +42,22 @@ def advance_over_devices(
         update = update.data if is_scaled(update) else update
         if is_scaled(leaf.param):
             update = ScaledArray(ReplaceUpdate(update, P()), ReplaceUpdate(P(), P()))
-        return update, split.mu, split.nu, split.master
+        return Written(update, split.mu, split.nu, split.master, split.remainder)
 
-    def on_device(leaves: list[ParamState], scalars: AdamScalars) -> tuple[list[Written], jax.Array]:
+    def on_device(
+        leaves: list[ParamState], scalars: AdamScalars, seeds: Any
+    ) -> tuple[list[Written], jax.Array]:
         mine = [_own(leaf, axis, zero) for leaf, axis in zip(leaves, axes, strict=True)]
-        new, ok = fused_adam(mine, scalars, decays, zero.axis)
+        new, ok = fused_adam(mine, scalars, seeds, decays, rounding, Shards(zero.axis, tuple(axes)))
         return new if stays else _whole(new, axes, zero), ok
 
     leaves = [_fetched(leaf, zero) for leaf in leaves]
     in_specs = [specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     out_specs = [written_specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
-    new, ok = zero.on_each(on_device, (in_specs, P()), (out_specs, P()), leaves, scalars)
+    new, ok = zero.on_each(on_device, (in_specs, P(), P()), (out_specs, P()), leaves, scalars, seeds)
     if zero.offload:
         new = [
-            (update, *zero.place_state(list(kept), [_param(leaf)] * 3))
+            Written(update, *zero.place_state(list(kept), [_param(leaf)] * 4))
             for (update, *kept), leaf in zip(new, leaves, strict=True)
         ]
     return new, ok
@@ -64,9 +71,9 @@ def _fetched(leaf: ParamState, zero: Zero) -> ParamState:
     """The leaf with offloaded state copied from host memory to the device."""
     if not zero.offload:
         return leaf
-    kept = [leaf.mu, leaf.nu, leaf.master]
-    mu, nu, master = zero.place_state(kept, [_param(leaf)] * 3, "device")
-    return leaf._replace(mu=mu, nu=nu, master=master)
+    kept = [leaf.mu, leaf.nu, leaf.master, leaf.remainder]
+    mu, nu, master, remainder = zero.place_state(kept, [_param(leaf)] * 4, "device")
+    return leaf._replace(mu=mu, nu=nu, master=master, remainder=remainder)
 
 
 def _own(leaf: ParamState, axis: int | None, zero: Zero) -> ParamState:
@@ -81,12 +88,12 @@ def _own(leaf: ParamState, axis: int | None, zero: Zero) -> ParamState:
 def _whole(new: list[Written], axes: list[int | None], zero: Zero) -> list[Written]:
     """All-gathers the updates."""
     split = [(i, axis) for i, axis in enumerate(axes) if axis is not None]
-    updates = [new[i][0] for i, _ in split]
+    updates = [new[i].update for i, _ in split]
     arrays = [update.data.bits if replaces(update) else update for update in updates]
     whole = whole_from_parts(arrays, [axis for _, axis in split], zero.axis)
     new = list(new)
     for (i, _), update, array in zip(split, updates, whole, strict=True):
         if replaces(update):
             array = ScaledArray(ReplaceUpdate(array, update.data.is_new), update.scale)
-        new[i] = (array, *new[i][1:])
+        new[i] = new[i]._replace(update=array)
     return new

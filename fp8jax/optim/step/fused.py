@@ -13,7 +13,7 @@ not 12).
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,46 +23,77 @@ from jax import lax
 from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
-from fp8jax.optim.step.codecs import decode
+from fp8jax.optim.step.codecs import decode, scaled_part
+from fp8jax.optim.step.random import other_bits, random_bits
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import ScaledArray, amax_of_floats, format_of, is_scaled, scale_of, value
 
-# (update, mu, nu, master) of a parameter.
-Written = tuple[Any, Any, Any, Any]
+
+class Written(NamedTuple):
+    """The result of one parameter's step, in storage formats."""
+
+    update: Any
+    mu: Any
+    nu: Any
+    master: Any
+    remainder: Any
+
+
+class Rounding(NamedTuple):
+    """How the step rounds; see `Recipe.rounding`. The moments' storage says how the second one is rounded."""
+
+    first_moment: str = "nearest"
+    weight: str = "nearest"
+
+
+class Shards(NamedTuple):
+    """How tensors are sharded over a mesh axis."""
+
+    axis_name: str
+    axes: tuple[int | None, ...]  # the sharded axis of each tensor, None for a replicated one
+
 
 # Limits on partial amaxes: the largest number of partials per block, and the fewest entries per partial.
 _MOST_PARTS, _FEW = 16384, 64
 
 
 def fused_adam(
-    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...], axis_name: str | None = None
+    states: list[ParamState],
+    scalars: AdamScalars,
+    seeds: Any,
+    decays: tuple[str, ...],
+    rounding: Rounding,
+    shards: Shards | None = None,
 ) -> tuple[list[Written], jax.Array]:
     """The new state of each parameter, and whether the step was taken.
 
     Args:
         states: the parameters' states.
         scalars: the step's scalars.
+        seeds: `leaf_seeds`; None if nothing is rounded stochastically.
         decays: the kind of weight decay of each parameter, see `adam_step`.
-        axis_name: the mesh axis over which the tensors are sharded; shards share a scale. None for
-            replicated tensors.
+        rounding: the recipe's `rounding` of the first moment and of the weight.
+        shards: how the tensors are sharded; shards share a scale. None for whole tensors.
 
     Returns:
-        For each parameter (update, mu, nu, master), the update of a `ScaledArray` as a `ReplaceUpdate`; and
-        a bool, shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
+        What is written for each parameter, the update of a `ScaledArray` as a `ReplaceUpdate`; and a bool,
+        shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
     """
-    if axis_name is None:
-        return by_platform(states, scalars, cpu=_by_tensor, default=_all_at_once, decays=decays)
-    return _all_at_once(states, scalars, decays, axis_name)
+    if shards is None:
+        ways = functools.partial(by_platform, cpu=_by_tensor, default=_all_at_once)
+        return ways(states, scalars, seeds, decays=decays, rounding=rounding)
+    return _all_at_once(states, scalars, seeds, decays, rounding, shards)
 
 
 def _by_tensor(
-    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
+    states: list[ParamState], scalars: AdamScalars, seeds: Any, decays: tuple[str, ...], rounding: Rounding
 ) -> tuple[list[Written], jax.Array]:
     """The step on a CPU."""
     steps = [_step(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
     largest = [jnp.max(amax) for _, amaxes, _ in steps for amax in amaxes]
     ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
-    return [_write(state, *step, ok) for state, step in zip(states, steps, strict=True)], ok
+    every = zip(states, steps, _each(seeds, states), strict=True)
+    return [_write(state, *step, ok, seed, rounding) for state, step, seed in every], ok
 
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
@@ -74,25 +105,36 @@ def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep
     return step, amaxes, _block_maxima(step, state)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=6)
 def _write(
-    state: ParamState, step: AdamStep, amaxes: list[jax.Array], maxima: list[Any], ok: jax.Array
+    state: ParamState,
+    step: AdamStep,
+    amaxes: list[jax.Array],
+    maxima: list[Any],
+    ok: jax.Array,
+    seed: Any,
+    rounding: Rounding,
 ) -> Written:
     pairs = [(stored, x) for stored, x in zip(_quantized(state), amaxes, strict=True) if is_scaled(stored)]
     scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
     kept = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
-    return _second_pass(state, step, scales, kept, maxima, ok)
+    return _second_pass(state, step, scales, kept, maxima, ok, _random_bits(state, seed), rounding)
 
 
 def _all_at_once(
-    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...], axis_name: str | None = None
+    states: list[ParamState],
+    scalars: AdamScalars,
+    seeds: Any,
+    decays: tuple[str, ...],
+    rounding: Rounding,
+    shards: Shards | None = None,
 ) -> tuple[list[Written], jax.Array]:
     """The step on a GPU, and of shards on any platform: one array of scales, one all-reduce of the amaxes."""
     packed, layout = _packed(states)
     amaxes, maxima = _first_pass(_unpacked(packed, layout), scalars, decays)
-    if axis_name is not None:
+    if shards is not None:
         # Not every all-reduce propagates NaN.
-        amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), axis_name)
+        amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), shards.axis_name)
     ok = jnp.all(amaxes < jnp.inf)
     nodes = [stored for state in states for stored in _quantized(state)]
     limits = [
@@ -100,31 +142,35 @@ def _all_at_once(
     ]
     new = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
     old = packed[0][_places_of_old(states)] if packed[0].size else jnp.ones_like(new)
-    packed, scalars, new, old, maxima, ok = gpu_barrier((packed, scalars, new, old, maxima, ok))
+    (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, ok), maxima))
     sizes = [sum(map(_scale_size, _quantized(state))) for state in states]
-    rows = zip(
-        _unpacked(packed, layout),
-        decays,
-        _parts(new, sizes),
-        _parts(jnp.where(ok, new, old), sizes),
-        maxima,
-        strict=True,
-    )
+    places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]
     written = []
-    for state, decay, scales, kept_scales, own in rows:
-        both = _shaped(state, scales), _shaped(state, kept_scales)
-        written.append(_second_pass(state, adam_step(state, scalars, decay), *both, own, ok))
+    for i in range(len(states)):
+        if states[i].remainder is not None:
+            # With shared scalars XLA fuses outputs of different tensors, and leaves those of one apart.
+            scales, shared = gpu_barrier((scales, shared))
+        scalars, seeds, new, old, ok = shared
+        state, decay = _unpacked((scales, data), layout)[i], decays[i]
+        random = _random_bits(state, None if seeds is None else seeds[i], places[i])
+        fresh, kept = (_shaped(state, _parts(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
+        step, weight = adam_step(state, scalars, decay), None
+        if state.remainder is not None:
+            # XLA would store what the weight and its remainder have in common. It computes the step again
+            # with scalars that it cannot tell to be the same.
+            weight = adam_step(state, gpu_barrier(scalars), decay).weight
+        written.append(_second_pass(state, step, fresh, kept, maxima[i], ok, random, rounding, weight))
     return written, ok
 
 
-def as_written(states: list[ParamState], scalars: AdamScalars) -> tuple[list[Written], jax.Array]:
+def as_written(states: list[ParamState], scalars: AdamScalars, seeds: Any) -> tuple[list[Written], jax.Array]:
     """A result with the shapes of `fused_adam`'s and the shardings of the states."""
-    del scalars
+    del scalars, seeds
     new = []
     for state in states:
         moves = state.grad if state.param is None else state.param
         update = ReplaceUpdate.by(moves) if is_scaled(state.param) else value(moves)
-        new.append((update, state.mu, state.nu, state.master))
+        new.append(Written(update, state.mu, state.nu, state.master, state.remainder))
     return new, jnp.array(True)
 
 
@@ -153,6 +199,9 @@ def _second_pass(
     kept_scales: list[jax.Array],
     maxima: list[Any],
     ok: jax.Array,
+    random: Any,
+    rounding: Rounding,
+    weight_again: Any = None,
 ) -> Written:
     """Encodes the new state of one parameter.
 
@@ -163,45 +212,77 @@ def _second_pass(
         kept_scales: the scales to store: `scales` if `ok`, else the old scales.
         maxima: the absmax of the moments' 8-bit blocks.
         ok: whether the step is taken.
+        random: see `_random_bits`.
+        rounding: how the first moment and the weight are rounded.
+        weight_again: the weight of `step`, computed again for the remainder; None takes that of `step`.
     """
-    names = [name for name in state._fields[1:] if is_scaled(getattr(state, name))]
+    names = [name for name in _STORED if scaled_part(getattr(state, name)) is not None]
     new, kept = (dict(zip(names, all_of, strict=False)) for all_of in (scales, kept_scales))
+    of_mu = random[0] if rounding.first_moment == "stochastic" else None
+    of_weight = random[1] if rounding.weight == "stochastic" else None
 
-    def write(name: str, x: jax.Array, blocks: Any = None) -> Any:
-        stored = getattr(state, name)
-        encoded = codecs.encode(x, stored, new.get(name, blocks))
-        if name not in names:
-            return codecs.select(ok, encoded, stored)
-        return ScaledArray(codecs.select(ok, encoded.data, stored.data), kept[name])
+    def stored(name: str, encoded: Any) -> Any:
+        chosen = codecs.select(ok, encoded, getattr(state, name))
+        return codecs.with_scale(chosen, kept[name]) if name in names else chosen
 
-    mu, nu = write("mu", step.mu, maxima[0]), write("nu", step.nu, maxima[1])
+    mu = stored("mu", codecs.encode(step.mu, state.mu, new.get("mu", maxima[0]), of_mu))
+    of_nu = random[2] if isinstance(state.nu, codecs.Root) else None
+    nu = stored("nu", codecs.encode(step.nu, state.nu, new.get("nu", maxima[1]), of_nu))
     if not is_scaled(state.param):
         # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
-        return jnp.where(ok, step.update, -0.0), mu, nu, None
+        return Written(jnp.where(ok, step.update, -0.0), mu, nu, None, None)
+    name, remainder = "param" if state.master is None else "master", state.remainder
+    if remainder is None:
+        weight = codecs.encode(step.weight, getattr(state, name), new.get(name), of_weight)
+    else:
+        weight = codecs.encode(step.weight, getattr(state, name), new[name])
+        exact = step.weight if weight_again is None else weight_again
+        rest = codecs.encode_remainder(exact, getattr(state, name), new[name], random[1])
+        remainder = codecs.select(ok, rest, remainder)
     if state.master is None:
-        return ReplaceUpdate.by(write("param", step.weight)), mu, nu, None
+        return Written(ReplaceUpdate.by(stored("param", weight)), mu, nu, None, remainder)
     # From the stored master weight, so that a checkpoint of master weights gives the same weight.
-    weight = decode(codecs.encode(step.weight, state.master, new.get("master")))
-    return ReplaceUpdate.by(write("param", weight)), mu, nu, write("master", step.weight)
+    param = codecs.encode(decode(weight), state.param, new["param"])
+    return Written(ReplaceUpdate.by(stored("param", param)), mu, nu, stored("master", weight), remainder)
+
+
+def _shard(axis: int | None, shards: Shards) -> tuple[int, jax.Array, int] | None:
+    """This device's shard for `random_bits`; None for a replicated tensor."""
+    if axis is None:
+        return None
+    return axis, lax.axis_index(shards.axis_name), lax.axis_size(shards.axis_name)
+
+
+def _each(seeds: Any, states: list[ParamState]) -> list[Any]:
+    return [None] * len(states) if seeds is None else [seeds[i] for i in range(len(states))]
+
+
+def _random_bits(state: ParamState, seed: Any, shard: Any = None) -> Any:
+    """Random bits for the first moment, the weight and the second moment; Nones without a seed."""
+    if seed is None:
+        return None, None, None
+    bits = random_bits(seed, state.grad.shape, shard)
+    return bits, *other_bits(bits)
+
+
+# The fields of `ParamState` that the step may quantize on scales of their own.
+_STORED = ("mu", "nu", "param", "master")
 
 
 def _quantized(state: ParamState) -> list[Any]:
     """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN
     needs another amax."""
-    found = [stored for stored in (state.mu, state.nu, state.param, state.master) if is_scaled(stored)]
-    # The step is finite if the second moment and the weight are finite.
-    return found if is_scaled(state.nu) and is_scaled(state.param) else [*found, None]
+    found = [scaled_part(getattr(state, name)) for name in _STORED]
+    is_checked = found[1] is not None and found[2] is not None  # the second moment and the weight
+    found = [stored for stored in found if stored is not None]
+    return found if is_checked else [*found, None]
 
 
 def _before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
     """The new float32 values of the `_quantized` tensors."""
-    pairs = (
-        (step.mu, state.mu),
-        (step.nu, state.nu),
-        (step.weight, state.param),
-        (step.weight, state.master),
-    )
-    found = [tensor for tensor, stored in pairs if is_scaled(stored)]
+    tensors = (step.mu, step.nu, step.weight, step.weight)
+    stored = [(x, getattr(state, name)) for x, name in zip(tensors, _STORED, strict=True)]
+    found = [codecs.before_rounding(x, kept) for x, kept in stored if scaled_part(kept) is not None]
     return found if len(found) == len(_quantized(state)) else [*found, step.nu + jnp.abs(step.update)]
 
 
@@ -255,7 +336,7 @@ def _places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
     places, seen = [], 0
     for state in states:
         of_node = {}
-        for node in filter(is_scaled, state):
+        for node in filter(is_scaled, jax.tree.leaves(state, is_leaf=is_scaled)):
             of_node[id(node)] = np.arange(seen, seen + node.scale.size)
             seen += node.scale.size
         places += [of_node.get(id(stored), np.zeros(1, int)) for stored in _quantized(state)]

@@ -1,0 +1,96 @@
+"""The legal values of a recipe's fields."""
+
+import itertools
+import re
+from typing import Any
+
+_LEGAL: dict[str, tuple[Any, ...]] = {
+    "gemm": ("FP32", "BF16", "FP16", "FP8"),
+    "comm": ("FP32", "BF16", "FP8"),
+    "weight": ("FP32", "FP16", "E4M3"),
+    "master_weight": ("-", "FP32", "FP16"),
+    "weight_grad": ("FP32", "E4M3"),
+    "moments": (("FP32", "FP32"), ("E4M3", "FP16"), ("E5M2", "FP16")),
+    "rounding": tuple(
+        itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
+    ),
+    "scaling": ("delayed", "current"),
+    "fp8_format": ("HYBRID", "E4M3"),
+    "amax_compute_algo": ("max", "most_recent"),
+    "first_scale": ("typical", "tensor", "one"),
+}
+
+
+# The least and the largest legal number.
+_INTEGERS = {"margin": (0, 100), "interval": (1, 2**20), "amax_history_len": (1, 2**20)}
+
+
+def check(recipe: Any) -> None:
+    """Raises ValueError if a field's value is not legal, or two fields contradict each other."""
+    for name, legal in _LEGAL.items():
+        if getattr(recipe, name) not in legal:
+            raise _illegal(name, getattr(recipe, name), " ".join(map(shown, legal)))
+    for name, (least, largest) in _INTEGERS.items():
+        number = getattr(recipe, name)
+        if type(number) is not int or not least <= number <= largest:
+            raise _illegal(name, number, f"an integer from {least} to {largest}")
+    override = recipe.override_linear_precision
+    if not isinstance(override, tuple) or [type(flag) for flag in override] != [bool] * 3:
+        raise _illegal("override_linear_precision", override, "three booleans, as False+False+True")
+    _check_patterns("include", recipe.include)
+    _check_patterns("exclude", recipe.exclude)
+    _check_combination(recipe)
+
+
+def shown(value: Any) -> str:
+    """One value as `Recipe.parse` reads it."""
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _illegal(name: str, got: Any, expected: str) -> ValueError:
+    return ValueError(f"recipe: `{name}` is one of: {expected}; got {shown(got)!r}.")
+
+
+def _check_patterns(name: str, patterns: Any) -> None:
+    is_legal = isinstance(patterns, tuple) and all(
+        isinstance(p, str) and p and not any(c in ",+=" or c.isspace() for c in p) for p in patterns
+    )
+    if not is_legal:
+        raise _illegal(name, patterns, "a tuple of patterns without comma, plus, equals, space")
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"recipe: `{name}`: {pattern!r} is no regular expression ({error}).") from None
+
+
+def _check_combination(recipe: Any) -> None:
+    """Raises ValueError if two columns contradict each other."""
+    if (recipe.weight == "E4M3") != (recipe.master_weight != "-"):
+        raise ValueError(
+            "recipe: E4M3 weights are too coarse to train without master weights, so weight=E4M3 needs "
+            "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
+            f"weight={recipe.weight}, master_weight={recipe.master_weight}."
+        )
+    if recipe.gemm != "FP8" and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
+        raise ValueError(
+            "recipe: weight and weight_grad are the formats of layers with FP8 GEMMs; with "
+            f"gemm={recipe.gemm} both must be FP32; got weight={recipe.weight}, "
+            f"weight_grad={recipe.weight_grad}."
+        )
+    of_mu, of_weight, of_nu = recipe.rounding
+    if recipe.moments == ("FP32", "FP32") and (of_mu, of_nu) != ("nearest", "value"):
+        raise ValueError(
+            "recipe: FP32 moments are not rounded: moments=FP32+FP32 needs "
+            f"rounding=nearest+{of_weight}+value; got rounding={shown(recipe.rounding)}."
+        )
+    if of_weight != "nearest" and "FP16" not in (recipe.weight, recipe.master_weight):
+        raise ValueError(
+            f"recipe: rounding={shown(recipe.rounding)} rounds FP16 weights or FP16 master weights; got "
+            f"weight={recipe.weight}, master_weight={recipe.master_weight}. Say "
+            f"rounding={of_mu}+nearest+{of_nu}."
+        )
+    if all(recipe.override_linear_precision) and recipe.gemm == "FP8":
+        raise ValueError("recipe: override_linear_precision takes all three GEMMs out of FP8; say gemm=BF16.")
+    if recipe.gemm == "FP8" and not recipe.include:
+        raise ValueError("recipe: include is empty, so no layer is in FP8; say gemm=BF16.")

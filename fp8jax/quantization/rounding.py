@@ -1,0 +1,52 @@
+"""Casts for optimizer states: stochastic rounding, and the remainder of rounding to nearest."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Shaped, UInt32
+
+from fp8jax.formats import Format
+from fp8jax.quantization.casts import bits_of, select
+
+
+def cast_stochastically(
+    x: Float32[Array, "..."], format: Format, random: UInt32[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """Casts `x` to `format` by stochastic rounding: unbiased, saturating, NaN kept; x's shape.
+
+    A number between two codes becomes the upper one with the probability of its distance to the lower one.
+
+    Args:
+        x: any shape.
+        format: a format with a sign and at most 16 bits.
+        random: uniform random bits; the upper `23 - format.mantissa_bits` of each number are used.
+
+    References:
+        Deep Learning with Limited Numerical Precision, arXiv 1502.02551, section 3.
+    """
+    cut = np.uint32(23 - format.mantissa_bits)
+    magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
+    # Takes a subnormal number of the format to the binade of the least normal number, which has its step.
+    is_subnormal = magnitude < format.smallest_normal
+    shifted = magnitude + select(is_subnormal, jnp.full_like(x, format.smallest_normal), 0.0)
+    # A float's bits in order: adding random bits below the mantissa carries into it, and into the exponent.
+    bits = (lax.bitcast_convert_type(shifted, jnp.uint32) + (random >> (32 - cut))) >> cut
+    normal = np.uint32((127 - format.exponent_bias) << format.mantissa_bits)
+    code = bits - normal - (is_subnormal.astype(jnp.uint32) << np.uint32(format.mantissa_bits))
+    # A NaN gives a large number here.
+    nan = abs(np.array(np.nan, format.dtype)).view(bits_of(format.dtype))
+    code = lax.min(code, jnp.full_like(code, nan))
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(31)) << np.uint32(format.bits - 1)
+    return lax.bitcast_convert_type((code | sign).astype(bits_of(format.dtype)), format.dtype)
+
+
+def remainder_of(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:
+    """x minus `cast(x, format)`, float32 and exact; at most half a step of the format unless x saturates."""
+    # A power of two with the format's step as its last bit rounds what is added to it. The code itself is no
+    # help: a compiler may omit its conversion to float16 and back.
+    magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
+    binade = lax.max(magnitude, jnp.float32(format.smallest_normal))
+    bits = lax.bitcast_convert_type(binade, jnp.uint32) & np.uint32(0x7F800000)
+    anchor = lax.bitcast_convert_type(bits + np.uint32((23 - format.mantissa_bits) << 23), jnp.float32)
+    rounded = (magnitude + anchor) - anchor
+    return x - lax.select(x < 0, -rounded, rounded)
