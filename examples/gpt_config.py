@@ -12,7 +12,7 @@ class Config(DeviceConfig):
 
     recipe: str = option(
         "O2",
-        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3 or te+O2, with changes: O2,scaling=current",
+        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2 or fp8; with changes: O2,margin=1",
     )
     twin: bool = option(True, "train the same model in bf16 next to it")
     data: str = option("", "text file; by default the source of Python's standard library", fixed=False)

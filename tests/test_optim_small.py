@@ -249,6 +249,7 @@ def test_masters_are_kept_in_8_bit_adamw():
     "make, text",
     [
         (lambda: adafactor(1e-3, "O3"), "master"),
+        (lambda: adafactor(1e-3, "fp8"), "rounds weights to nearest"),
         (lambda: SGD.init({"w": kernel(formats.E4M3)}), "16 bits"),
         (lambda: SGD.update({}, SGD.init({})), "`params`"),
         (lambda: adamw_8bit(1e-3, "O2", zero=object()), "`zero`"),

@@ -145,7 +145,7 @@ def main() -> None:
     args = output.parse(
         __doc__,
         tiny={"idle": 20, "zipf": 20, "small": 20},
-        recipes=["te", "O2", "O3"],
+        recipes=["te", "O2", "O3", "fp8"],
         idle=2000,
         zipf=3000,
         small=500,

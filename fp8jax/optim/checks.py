@@ -55,8 +55,14 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
 
 
 def refuse_masters(recipe: Recipe | str) -> None:
-    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
+    """Raises ValueError for a recipe with master weights or with weights that are not rounded to nearest,
+    which adafactor does not support."""
     row = Recipe.parse(recipe)
+    if row.rounding[1] != "nearest":
+        raise ValueError(
+            f"`recipe`: expected one that rounds weights to nearest; got {row} with rounding="
+            f"{'+'.join(row.rounding)}, which adam, adamw and adamw_8bit do. Use one of them, or O2."
+        )
     if row.master_weight != "-":
         raise ValueError(
             f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "

@@ -293,6 +293,10 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
             (config.memory_budget or config.target) and not config.is_auto,
             "--memory-budget and --target are for --per-device-train-batch-size auto; add that",
         ),
+        (
+            config.optimizer == "adafactor" and recipe.rounding[1] != "nearest",
+            f"--optim adafactor rounds weights to nearest only, and {recipe} does not; use adamw, or O2",
+        ),
         (needs_masters, f"--optim adafactor keeps no master weights, and {recipe} needs them; use adamw"),
         (config.zero and not is_adamw, f"--zero shares the moments of adamw; got --optim {optim}; use adamw"),
         (config.offload and not is_adamw, f"--offload is for the moments of adamw; got --optim {optim}"),

@@ -254,8 +254,8 @@ def bytes_by_kind(variables: PyTree, opt_state: PyTree, batch: PyTree) -> dict[s
     arrays = [("weights", variables), ("inputs", batch)]
     for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state):
         if is_adam_state(node):
-            arrays += [("moments", (node.adam.mu, node.adam.nu)), ("master", node.master)]
-            arrays.append(("inputs", (node.adam.count, node.skipped)))
+            arrays += [("moments", (node.adam.mu, node.adam.nu)), ("master", (node.master, node.remainder))]
+            arrays.append(("inputs", (node.adam.count, node.skipped, node.key)))
         else:
             arrays.append(("moments" if node.ndim else "inputs", node))
     found = {"weights": 0, "moments": 0, "master": 0, "inputs": 0}

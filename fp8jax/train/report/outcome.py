@@ -77,7 +77,7 @@ def memory_of(plan: Plan, arguments: int) -> list[MemoryPart]:
     return [
         MemoryPart("weights, with scales and statistics", plan.weights, None),
         MemoryPart("moments", plan.moments, None),
-        MemoryPart("master weights", plan.master, None),
+        MemoryPart("master weights and remainders", plan.master, None),
         MemoryPart("batch and counters", plan.inputs, None),
         MemoryPart("arguments of a step: all of these", plan.kept, arguments),
         MemoryPart("gradients, activations and temporaries", None, plan.total - arguments),
