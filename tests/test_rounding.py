@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -248,6 +249,21 @@ def test_skipped_step_keeps_everything():
         strict=True,
     ):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("rule, has_remainder", [("gemm=BF16", False), ("te", False), ("O2", True)])
+def test_rules_keep_the_models_rounding(rule, has_remainder):
+    layers = nn.Sequential([nn.Dense(64), nn.Dense(64)])
+    model = fp8jax.transform(layers, "fp8", rules=[fp8jax.Rule("layers_0", rule)])
+    variables = model.init(jax.random.key(0), jnp.ones((32, 64)))
+    state = fp8jax.optim.adamw(1e-3, "fp8").init(variables)
+    assert (state.remainder["layers_0"]["kernel"] is not None) == has_remainder
+
+
+def test_a_rule_cannot_change_the_rounding():
+    rules = [fp8jax.Rule("*", "rounding=nearest+nearest+root")]
+    with pytest.raises(ValueError, match="rounding is a column of the whole model"):
+        fp8jax.transform(nn.Dense(64), "fp8", rules=rules).init(jax.random.key(0), jnp.ones((32, 64)))
 
 
 def test_cast_of_the_reference():

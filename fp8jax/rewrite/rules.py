@@ -170,6 +170,9 @@ class Rules:
             )
 
 
+_NEAREST = ("nearest", "nearest", "value")  # legal with any formats
+
+
 def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
     if not isinstance(rule, Rule):
         raise TypeError(f"`rules`: expected fp8jax.Rule; got {type(rule).__name__}.")
@@ -177,12 +180,17 @@ def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
         changes = parse_changes(rule.recipe)
         if changes.get("gemm", "FP8") != "FP8":
             changes = {"weight": "FP32", "weight_grad": "FP32", "master_weight": "-", **changes}
-        new = dataclasses.replace(recipe, **changes)
+        new = dataclasses.replace(recipe, **{"rounding": _NEAREST, **changes})
+        if new.rounding != _NEAREST:
+            raise ValueError(f"`rules`: rounding is a column of the whole model; {rule} changes it.")
     else:
-        new = dataclasses.replace(Recipe.parse(rule.recipe), comm=recipe.comm, moments=recipe.moments)
+        of_model = {"comm": recipe.comm, "moments": recipe.moments, "rounding": _NEAREST}
+        new = dataclasses.replace(Recipe.parse(rule.recipe), **of_model)
     for name in ("comm", "moments"):
         if getattr(new, name) != getattr(recipe, name):
             raise ValueError(f"`rules`: {name} is a column of the whole model; {rule} changes it.")
+    if "FP16" in (new.weight, new.master_weight):
+        new = dataclasses.replace(new, rounding=recipe.rounding)
     if new.weight == "E4M3" and new.master_weight != recipe.master_weight:
         raise ValueError(f"`rules`: master_weight is a column of the whole model; {rule} changes it.")
     return new

@@ -31,6 +31,7 @@ ONLY_GEMM: dict[str, tuple[Any, ...]] = {
     "master_weight": ("-",),
     "weight_grad": ("FP32",),
     "moments": (("FP32", "FP32"),),
+    "rounding": (("nearest", "nearest", "value"),),
 }
 
 

@@ -60,6 +60,7 @@ def refuses(recipe: Recipe) -> str | None:
         "master_weight": ("-",),
         "weight_grad": ("E4M3",),
         "moments": tuple(_LEVELS),
+        "rounding": (("nearest", "nearest", "value"),),
     }
     if reason := base.refused(NAME, recipe, columns):
         return reason

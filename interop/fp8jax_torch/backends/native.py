@@ -5,7 +5,6 @@ recipe's format, their weight gradients are FP8, and Adam keeps moments and mast
 (`optim`). FP8 GEMMs are emulated on CPUs and on GPUs without FP8 tensor cores; the note says so.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -34,7 +33,9 @@ def supports(device: torch.device) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """The column of the recipe that several processes cannot have, or None."""
+    """The column of the recipe that torch, or several processes, cannot have; or None."""
+    if reason := base.refused("native", recipe, {"rounding": (("nearest", "nearest", "value"),)}):
+        return reason
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return None
     ddp = "torch's DistributedDataParallel"
@@ -106,7 +107,7 @@ def _to_fp8(
     A layer that shares its weight with a module outside FP8 keeps a plain weight.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
-    with_plain_weight = dataclasses.replace(recipe, weight="FP32", weight_grad="FP32", master_weight="-")
+    with_plain_weight = recipe.with_plain_weights()
     for path, module in chosen.items():
         is_plain = shared.get(path, path) not in chosen
         convert(module, with_plain_weight if is_plain else recipe)

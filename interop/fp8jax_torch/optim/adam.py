@@ -43,7 +43,8 @@ class Adam(Skipping, torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them, as torch takes them: float tensors and `ScaledTensor`s.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.Adam`.
-        recipe: the model's recipe, or its text; sets `moments` and `master_weight`. None: E4M3 weights have
+        recipe: the model's recipe, or its text, with rounding to nearest; sets `moments` and
+            `master_weight`. None: E4M3 weights have
             FP16 masters, and moments are E4M3 + FP16, until `prepare` sets the recipe.
 
     State of a parameter:
@@ -57,8 +58,8 @@ class Adam(Skipping, torch.optim.Optimizer):
         has_skipped: whether the last step was skipped.
 
     Raises:
-        ValueError: an illegal number, a parameter that is not floating, or a scaled parameter in another
-            format than the recipe's weights.
+        ValueError: an illegal number, a recipe with another rounding, a parameter that is not floating, or a
+            scaled parameter in another format than the recipe's weights.
     """
 
     decoupled = False
@@ -84,7 +85,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         ):
             if not fits:
                 raise ValueError(f"`{name}`: expected 0 or more (betas: below 1); got {number}.")
-        self.recipe = None if recipe is None else Recipe.parse(recipe)
+        self.recipe = None if recipe is None else rounding_to_nearest(Recipe.parse(recipe))
         self._versions: dict[torch.Tensor, Any] = {}  # of parameters, when their masters were written
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
@@ -256,6 +257,16 @@ class Adam(Skipping, torch.optim.Optimizer):
         super().__setstate__(state)
         # The weights and masters of a copy are of the same step.
         self._versions = {parameter: _version(parameter) for parameter in self.state}
+
+
+def rounding_to_nearest(recipe: Recipe) -> Recipe:
+    """The recipe; raises ValueError if it rounds otherwise, which only `fp8jax.optim` can."""
+    if recipe.rounding != ("nearest", "nearest", "value"):
+        raise ValueError(
+            f"`recipe`: expected rounding=nearest+nearest+value on torch; got {recipe} with rounding="
+            f"{'+'.join(recipe.rounding)}, which fp8jax.optim does in JAX. Take O2."
+        )
+    return recipe
 
 
 class AdamW(Adam):
