@@ -91,16 +91,17 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(name):
         assert float(after[LOSS_SCALE]["scale"]) == float(variables[LOSS_SCALE]["scale"]) / 2
 
 
-# Bytes per parameter of the kernels: weight, gradient, first and second moment, master.
+# Bytes per parameter of the kernels: weight, gradient, first and second moment, master, remainder.
 BYTES = {
-    "fp32": (4, 4, 4, 4, 0),
-    "bf16": (4, 4, 4, 4, 0),
-    "fp16_amp": (4, 4, 4, 4, 0),
-    "te": (4, 4, 4, 4, 0),
-    "O1": (2, 1, 4, 4, 0),
-    "O2": (2, 1, 1, 2, 0),
-    "O3": (1, 1, 1, 2, 2),
-    "te+O2": (2, 1, 1, 2, 0),
+    "fp32": (4, 4, 4, 4, 0, 0),
+    "bf16": (4, 4, 4, 4, 0, 0),
+    "fp16_amp": (4, 4, 4, 4, 0, 0),
+    "te": (4, 4, 4, 4, 0, 0),
+    "O1": (2, 1, 4, 4, 0, 0),
+    "O2": (2, 1, 1, 2, 0, 0),
+    "O3": (1, 1, 1, 2, 2, 0),
+    "te+O2": (2, 1, 1, 2, 0, 0),
+    "fp8": (2, 1, 1, 2, 0, 1),
 }
 
 
@@ -113,15 +114,17 @@ def test_bytes_per_parameter_of_the_live_arrays(name):
     [adam] = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
     for layer in ("up", "down"):
         size = int(np.prod(variables[PARAMS][layer]["kernel"].shape))
-        kept = [variables[PARAMS], grads[PARAMS], *moments(state), adam.master]
+        mu, nu = moments(state)
+        nu = jax.tree.map(lambda x: getattr(x, "root", x), nu, is_leaf=lambda x: hasattr(x, "root"))
+        kept = [variables[PARAMS], grads[PARAMS], mu, nu, adam.master, adam.remainder]
         leaves = [tree[layer]["kernel"] for tree in kept]
-        data = [getattr(leaf, "data", leaf) if is_scaled(leaf) else leaf for leaf in leaves]
+        data = [leaf.data if is_scaled(leaf) else leaf for leaf in leaves]
         assert tuple(0 if array is None else array.nbytes / size for array in data) == BYTES[name]
         # All else: one float32 scale for each narrow array.
         assert sum(leaf.scale.nbytes for leaf in leaves if is_scaled(leaf)) == 4 * sum(map(is_scaled, leaves))
     others = [variables[PARAMS]["up"]["bias"], variables[PARAMS]["LayerNorm_0"]["scale"]]
     assert {leaf.dtype for leaf in others} == {jnp.dtype(jnp.float32)}
-    assert {"O2": 6, "O3": 7, "fp16_amp": 16}.get(name, sum(BYTES[name])) == sum(BYTES[name])
+    assert {"O2": 6, "O3": 7, "fp8": 7, "fp16_amp": 16}.get(name, sum(BYTES[name])) == sum(BYTES[name])
 
 
 # O3: FP8 weights and their masters ###############################################################
