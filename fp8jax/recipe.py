@@ -117,8 +117,8 @@ class Recipe:
     ) -> "Recipe":
         """TransformerEngine's `DelayedScaling`.
 
-        Args: see the attributes of the same names. `first_scale="one"` reproduces TransformerEngine's first
-            steps, too.
+        The arguments are the attributes of the same names. `first_scale="one"` reproduces TransformerEngine's
+        first steps, too.
         """
         return cls(
             fp8_format=fp8_format,

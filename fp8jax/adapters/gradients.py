@@ -47,9 +47,9 @@ def accumulate_gradients(
 ) -> Callable[..., Any]:
     """`value_and_grad` in sequential microbatches, with the peak memory of one microbatch.
 
-    Args: see `fp8jax.gradients.accumulate_gradients`. Pass random keys as keyword arguments and name them in
-        `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of an NNX
-        module need no name. All microbatches see the incoming statistics; those of the last one are kept.
+    For the arguments see `fp8jax.gradients.accumulate_gradients`. Pass random keys as keyword arguments and
+    name them in `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of
+    an NNX module need no name. All microbatches see the incoming statistics; those of the last one are kept.
     """
     grad_of = functools.partial(
         gradients.accumulate_gradients, microbatches=microbatches, format=format, zero=zero, keys=keys

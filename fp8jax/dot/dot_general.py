@@ -141,7 +141,7 @@ def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
     activation takes 1 byte per entry, in a bf16 model 2. To save more, combine policies with
     `jax.checkpoint_policies.save_from_both_policies`.
 
-    Args: those of a `jax.checkpoint` policy.
+    The arguments are those of a `jax.checkpoint` policy.
     """
     return _save_operands(primitive, *avals, **params)
 

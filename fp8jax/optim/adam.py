@@ -164,8 +164,8 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW: `optax.adamw` with the recipe's moments.
 
-    Args: as in `adam`, but weight decay is decoupled: `learning_rate * weight_decay * w` is subtracted from
-        the weight.
+    The arguments are those of `adam`. Weight decay is decoupled: `learning_rate * weight_decay * w` is
+    subtracted from the weight.
 
     Returns, raises: as in `adam`.
     """
@@ -191,7 +191,9 @@ def adamw_8bit(
     stack of scanned layers is one array. Two differences from bitsandbytes' CUDA kernels: rounding is to the
     nearest code even if this changes the sign, and a step with inf or NaN is skipped, as in `adam`.
 
-    Args: as in `adamw`; the recipe's `moments` column is ignored.
+    The arguments are those of `adamw`. The recipe's `moments` column is ignored.
+
+    Args:
         zero: None; a tensor's shards would have other blocks of 256 than the tensor.
 
     Returns: as in `adam`; `moments` returns trees of `Blockwise` moments and float32 arrays.

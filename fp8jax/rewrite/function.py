@@ -160,7 +160,7 @@ class FunctionModel:
     def report(self, variables: PyTree, *args: Any, **kwargs: Any) -> Report:
         """Which dot products run in FP8 for these inputs, and why the others do not.
 
-        Args: as in `init` or `apply`, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        The arguments are those of `init` or `apply`, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
         """
         return self._program(_params_of(variables), args, kwargs)[0].report
 
@@ -216,7 +216,7 @@ class FunctionModel:
 
         `apply` returns the same outputs and casts no kernel. Do not train these variables.
 
-        Args: as in `apply`; args and kwargs may be `jax.ShapeDtypeStruct`s.
+        The arguments are those of `apply`; args and kwargs may be `jax.ShapeDtypeStruct`s.
         """
         program, _ = self._program(variables[PARAMS], args, kwargs)
 

@@ -119,8 +119,8 @@ class LinenModel:
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """Which layers run in FP8 for these example inputs, and why the others do not.
 
-        Args: as in `module.apply` after the variables, arrays or `jax.ShapeDtypeStruct`s; with `method=`, for
-            that method. Nothing is computed.
+        The arguments are those of `module.apply` after the variables, arrays or `jax.ShapeDtypeStruct`s. With
+        `method=` the report is of that method. Nothing is computed.
 
         Raises:
             ValueError: an include or exclude pattern matches no layer.
@@ -161,7 +161,7 @@ class LinenModel:
 
         `apply` returns the same outputs and casts no kernel. Do not train these variables.
 
-        Args: the variables, then the model's inputs, arrays or `jax.ShapeDtypeStruct`s.
+        The arguments are the variables, then the model's inputs, arrays or `jax.ShapeDtypeStruct`s.
         """
         frozen = self._function.freeze(variables, _without_ours(variables), *args, **kwargs)
         return {**variables, PARAMS: with_scaled_boxes(frozen[PARAMS])}

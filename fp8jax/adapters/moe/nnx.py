@@ -77,8 +77,8 @@ class MoE(nnx.Module):
 
     Args:
         in_features: the width of tokens.
-        hidden_features, num_experts, top_k, activation, gated, dtype, param_dtype, kernel_init,
-            router_init, mesh, expert_axis: see `fp8jax.adapters.moe.linen.MoE`.
+        hidden_features, num_experts, top_k, activation, gated: see `fp8jax.adapters.moe.linen.MoE`.
+        dtype, param_dtype, kernel_init, router_init, mesh, expert_axis: see the same.
         keep_losses: False leaves nothing, so that a call changes no variable and works inside a trace that
             the module does not belong to, e.g. a `jax.jit` that closes over it.
         rngs: for the kernels.
