@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from fp8jax import inspect as inspect
     from fp8jax import train as train
 
+__version__ = "0.1.0"
+
 # Imported when they are asked for: they take time, or packages of the extra `train`.
 _ON_DEMAND = ("inspect", "train")
 
