@@ -105,7 +105,7 @@ def test_rounding_finds_none_in_float32(bench):
 @pytest.mark.long
 def test_program_finds_fp8_gemms(bench):
     out = bench("program", "--tiny", "--json", "--ways", "bf16", "fp8jax O2")
-    (layer, whole), (mlp, rows), (deep, kept), (gpt, layers) = json.loads(out).items()
+    (layer, whole), (mlp, rows), (deep, kept) = json.loads(out).items()
     assert layer.startswith("h200, a transformer layer, 64 tokens")
     assert [(row["FP8 GEMMs"], row["casts"], row["transposes"]) for row in whole] == [(0, 0, 0), (12, 1, 1)]
     assert deep.startswith("h200, GPT, 12 layers")
@@ -114,11 +114,6 @@ def test_program_finds_fp8_gemms(bench):
     assert casts == {"everything": 1, "products": 2, "FP8 operands": 1}
     assert mlp.startswith("h200, 1 MLP block(s), 64 tokens")
     assert [(row["FP8 GEMMs"], row["other GEMMs"]) for row in rows] == [(0, 6), (6, 0)]
-    assert gpt == "h200, GPT, O2"
-    # Forward and two backward products in FP8 for each layer of the report, and none besides.
-    assert {row["FP8 GEMMs"] for row in layers if row["report"] == "FP8"} == {3}
-    assert {row["FP8 GEMMs"] for row in layers if row["report"] != "FP8"} == {0}
-    assert sum(row["report"] == "FP8" for row in layers) == 4
 
 
 def test_moe_multiplies_blocks_in_fp8(bench):

@@ -9,13 +9,12 @@ Loss and all gradients, for layers and MLP blocks also of the input, of:
 - a transformer layer (layer.py: hidden 4096, ffn 16384, 15872 tokens) in each way of ways.py: GEMMs;
   gigabytes that GEMMs and all other kernels read and write ("less attention": without the kernels of
   attention, which are the same in all ways, and plain here, since cuDNN's cannot be compiled without cuDNN);
-  casts to FP8 and transposes of the tensor that has most of them; and a roofline estimate of the time;
+  casts to FP8 and transposes of the tensor that has most of them;
 - MLP blocks (LayerNorm, Dense 4096 -> 16384, gelu, Dense -> 4096, residual) on 8192 tokens in bf16, in each
   way. "total" counts arguments and outputs, too: XLA computes in the outputs' buffers, so a way with small
   gradients needs more temporaries;
 - a GPT of 12 layers: temporaries without rematerialization, and with one that keeps the outputs of GEMMs or
-  the FP8 operands (`fp8jax.dot.save_fp8_operands`);
-- the GPT of train_gpt.py: the FP8 GEMMs of each layer that `model.report` lists in FP8.
+  the FP8 operands (`fp8jax.dot.save_fp8_operands`).
 
 Needs `pip install "fp8jax[target]"`, no GPU, and no XLA_FLAGS.
 """
@@ -30,11 +29,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import output
+import traffic
 import ways
 from layer import SEQUENCES, TIME, WIDTH, stack
 
 import fp8jax
-from fp8jax.inspect import gemms, program, targets
+from fp8jax.inspect import program, targets
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from gpt_model import GPT, LINEAR, GPTConfig
@@ -99,18 +99,17 @@ def layer_rows(names: list[str], shape: tuple[int, int, int], target: str) -> ou
     for name in dict.fromkeys(("bf16", *names)):
         way = ways.WAYS[name]
         compiled = compile_way(way, stack(way, heads=min(32, shape[-1] // 16)), shape, target)
-        read, traffic = program.read(compiled), program.traffic_of(compiled)
+        read, moved = program.read(compiled), traffic.read(compiled)
         figures = {
-            "other GB": traffic.other / 1e9,
-            "less attention": traffic.outside("attention") / 1e9,
+            "other GB": moved.other / 1e9,
+            "less attention": moved.outside("attention") / 1e9,
             "temporaries GB": read.temporaries / 1e9,
-            "estimated ms": 1e3 * traffic.seconds(targets.get(target)),
         }
         reference = reference or figures
-        row = {"way": name, **output.gemms(read), "GEMM GB": traffic.gemms / 1e9}
+        row = {"way": name, **output.gemms(read), "GEMM GB": moved.gemms / 1e9}
         for number, (title, figure) in enumerate(figures.items()):
             row |= {title: figure, "/ bf16" + " " * number: figure / reference[title]}
-        rows.append({**row, "casts": traffic.most_casts, "transposes": traffic.most_transposes})
+        rows.append({**row, "casts": moved.most_casts, "transposes": moved.most_transposes})
     return rows
 
 
@@ -125,7 +124,7 @@ def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -
                 continue
             sized = dataclasses.replace(config, remat=policy is not None, policy=policy)
             compiled = compile_gpt(fp8jax.transform(GPT(sized), recipe), config.context, batch, target)
-            read, traffic = program.read(compiled), program.traffic_of(compiled)
+            read, moved = program.read(compiled), traffic.read(compiled)
             reference.setdefault(name, read.temporaries)
             of = reference["products" if name == "FP8 operands" else name]
             rows.append(
@@ -133,7 +132,7 @@ def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -
                     "recipe": recipe,
                     "kept": name,
                     "FP8 GEMMs": read.count("cublaslt_f8"),
-                    "casts": traffic.most_casts,
+                    "casts": moved.most_casts,
                     "temporaries GB": read.temporaries / 1e9,
                     "/ bf16": read.temporaries / of,
                 }
@@ -153,19 +152,6 @@ def compile_gpt(model: Any, context: int, batch: int, target: str) -> jax.stages
     return targets.compile_for(fp8jax.value_and_grad(loss), variables, tokens, target=target)
 
 
-def gpt_rows(recipe: str, config: GPTConfig, batch: int, target: str) -> output.Rows:
-    """One row per layer of the GPT: its reason in the report, and its FP8 GEMMs in the program."""
-    tokens = jax.ShapeDtypeStruct((batch, config.context), jnp.int32)
-    return [
-        {
-            "layer": "(none of them)" if row.layer == gemms.NO_LAYER else row.layer,
-            "report": row.report or "not FP8",
-            "FP8 GEMMs": row.fp8,
-        }
-        for row in gemms.check((GPT(config), tokens), recipe, target=target)
-    ]
-
-
 def main() -> None:
     """Compiles, reads, prints."""
     args = output.parse(
@@ -177,7 +163,6 @@ def main() -> None:
         blocks=[1, 4],
         tokens=8192,
         width=4096,
-        recipe="O2",
     )
     if reason := targets.why_not():
         sys.exit(reason)
@@ -192,8 +177,6 @@ def main() -> None:
         deep = dataclasses.replace(deep, heads=4, width=64, context=32)
     title = f"{args.target}, GPT, 12 layers of {deep.width}, {16 * deep.context} tokens"
     sections[title] = remat_rows(["te"] if args.tiny else ["te", "O2"], deep, 16, args.target)
-    config = GPTConfig(vocabulary=96, dtype="bfloat16", remat=False)
-    sections[f"{args.target}, GPT, {args.recipe}"] = gpt_rows(args.recipe, config, 12, args.target)
     output.finish("program", args.target, sections, args)
 
 

@@ -7,7 +7,6 @@ XLA turns a matched FP8 dot product into the custom call `__cublas$lt$matmul$f8`
 slower GEMM, without a warning: only the optimized program says which.
 """
 
-import json
 import math
 import re
 from typing import Any, NamedTuple
@@ -38,7 +37,6 @@ class Gemm(NamedTuple):
     fast: bool  # sums may be accumulated in less than float32 (precision DEFAULT)
     runs: int  # how often it runs in one call: trip counts of the loops around it; 1 where unknown
     name: str  # where JAX traced it, e.g. "jit(step)/jvp(Dense_0)/dot_general"
-    flops: int  # 2 m n k, times the size of a batch; padding counts too
 
     @property
     def is_fp8(self) -> bool:
@@ -131,13 +129,12 @@ def read(compiled: jax.stages.Compiled) -> Program:
 def kernels_of(module: Module) -> tuple[Kernel, ...]:
     """The kernels of a program in order of appearance."""
     kernels = []
-    for executed in module.executed():
-        instruction, body, runs, _ = executed
+    for instruction, runs, _ in module.executed():
         if instruction.is_kernel:
-            gemm = gemm_of(module, executed)
+            gemm = gemm_of(module, instruction, runs)
             # A library call's workspace does not count.
             results = [instruction.first] if gemm else instruction.arrays
-            operands = [array for name in instruction.operands if name in body for array in body[name].arrays]
+            operands = [array for operand in instruction.operands for array in operand.arrays]
             moved = sum(array.bytes for array in (*results, *operands))
             kernels.append(Kernel(gemm, moved, runs, instruction.op_name))
     return tuple(kernels)
@@ -153,48 +150,25 @@ def _collectives(executed: Executed) -> list[Collective]:
     return [Collective(kind, dtype, math.prod(dims), executed.runs) for dtype, dims in arrays]
 
 
-def gemm_of(module: Module, executed: Executed) -> Gemm | None:
+def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | None:
     """The GEMM of an instruction: a dot, a library call or a fusion around a dot. None if it is no GEMM."""
-    instruction, body, runs, _ = executed
     if instruction.opcode == "custom-call":
         dot, kind = instruction, _CALLS.get(instruction.find(r'custom_call_target="([^"]*)"'))
-        if kind is None:
-            return None
     else:
-        dots = (pair for pair in module.inside(instruction, body) if pair[0].opcode == "dot")
-        dot, body = next(dots, (None, body))
-        if dot is None:
-            return None
+        dot = next((inner for inner in module.inside(instruction) if inner.opcode == "dot"), None)
         kind = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
+    if dot is None or kind is None:
+        return None
     stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
-    operands = dot.operands[: 2 * stride : stride]
-    lhs, rhs = (body[name].first if name in body else Array("", ()) for name in operands)
-    fast = set(_precisions(dot)) <= {"DEFAULT", "default"}
+    # An attribute of a dot, or a field of a library call's configuration: the precision of each operand.
+    precisions = set(re.findall(r"\w+", dot.find(r"operand_precision\W+([^\]}]*)")))
     return Gemm(
         kind=kind,
-        lhs=lhs.dtype,
-        rhs=rhs.dtype,
+        lhs=dot.operands[0].first.dtype,
+        rhs=dot.operands[stride].first.dtype,
         out=instruction.first.dtype,
         out_shape=instruction.first.dims,
-        fast=fast and "use_split_accumulator = true" not in dot.line,
+        fast=precisions <= {"DEFAULT", "default"} and "use_split_accumulator = true" not in dot.line,
         runs=runs,
         name=dot.op_name,
-        flops=_flops(dot, lhs.dims, rhs.dims),
     )
-
-
-def _flops(dot: Instruction, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
-    """2 m n k, times the batch b: |lhs| |rhs| |out| is b^3 (m n k)^2."""
-    numbers = math.prod((*lhs, *rhs, *dot.first.dims))
-    # An attribute of a dot, or a field of a library call's configuration.
-    batch_dims = dot.find(r'lhs_batch_dim(?:s=\{|ensions":\[)([^\]}]*)')
-    batch = math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", batch_dims))
-    return 2 * math.isqrt(numbers // batch) if batch else 0
-
-
-def _precisions(dot: Instruction) -> list[str]:
-    """The precision of each operand: a field of a library call's configuration, or a dot's attribute."""
-    if found := dot.find(r'"operand_precision":(\[[^\]]*\])'):
-        return json.loads(found)
-    found = dot.find(r"operand_precision=\{([^}]*)\}")
-    return found.split(",") if found else []

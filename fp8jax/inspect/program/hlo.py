@@ -1,5 +1,6 @@
 """HLO text, parsed: a module of computations, a computation of instructions."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ _NO_KERNEL = frozenset(
     "parameter partition-id replica-id tuple while".split()
 )
 
-_BITS = {"f8e4m3fn": 8, "f8e5m2": 8, "u8": 8, "s8": 8, "pred": 8, "bf16": 16, "f16": 16, "u16": 16, "s16": 16}
-_BITS |= {"f64": 64, "s64": 64}
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+# %name = f32[8]{0} opcode(%operand, %operand), attributes
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)")
 
 
 class Array(NamedTuple):
@@ -23,22 +25,25 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of one number."""
-        return _BITS.get(self.dtype, 32)
+        """Bits of one number: the first digits of its dtype. A "pred" takes a byte."""
+        digits = re.search(r"\d+", self.dtype)
+        return int(digits[0]) if digits else 8
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole array."""
-        return self.bits // 8 * math.prod(self.dims)
+        return self.bits * math.prod(self.dims) // 8
 
 
-class Instruction(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Instruction:
     """One line of a computation."""
 
+    name: str
     arrays: tuple[Array, ...]  # of the result
     opcode: str
-    operands: tuple[str, ...]
-    line: str
+    operands: "tuple[Instruction, ...]" = dataclasses.field(repr=False)
+    line: str  # from the result on
 
     @property
     def first(self) -> Array:
@@ -75,16 +80,15 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
 
-Computation = dict[str, Instruction]  # instructions by name, in their order
+Computation = dict[str, Instruction]  # by name, in their order
 
 
 class Executed(NamedTuple):
     """An instruction that the program executes."""
 
     instruction: Instruction
-    body: Computation  # the computation around it
-    runs: int = 1  # the product of known trip counts of the loops around it
-    scope: str = ""  # names of the calls around it: inside a called function, names begin anew
+    runs: int  # the product of known trip counts of the loops around it
+    scope: str  # names of the calls around it: inside a called function, names begin anew
 
 
 class Module(NamedTuple):
@@ -98,25 +102,19 @@ class Module(NamedTuple):
         return self._executed(self.entry, 1, "")
 
     def _executed(self, name: str, runs: int, scope: str) -> Iterator[Executed]:
-        body = self.computations[name]
-        for instruction in body.values():
-            yield Executed(instruction, body, runs, scope)
+        for instruction in self.computations[name].values():
+            yield Executed(instruction, runs, scope)
             inner = f"{scope}{instruction.op_name}/" if instruction.opcode == "call" else scope
             for called in instruction.called:
                 yield from self._executed(called, runs * instruction.trip_count, inner)
 
-    def inside(
-        self, instruction: Instruction, body: Computation
-    ) -> Iterator[tuple[Instruction, Computation]]:
-        """The instructions of a fusion and of the fusions within; any other instruction itself. Each with its
-        computation."""
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions of a fusion and of the fusions within; any other instruction itself."""
         called = instruction.find(r"calls=%([\w.\-]+)") if instruction.opcode == "fusion" else ""
         if called not in self.computations:
-            yield instruction, body
-            return
-        fused = self.computations[called]
-        for inner in fused.values():
-            yield from self.inside(inner, fused)
+            yield instruction
+        for inner in self.computations.get(called, {}).values():
+            yield from self.inside(inner)
 
 
 def parse(text: str | None) -> Module:
@@ -126,38 +124,24 @@ def parse(text: str | None) -> Module:
         ValueError: the text has no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, current = None, None
+    entry, current = None, {}
     for line in (text or "").splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line)
-        if header:
+        if header := _HEADER.match(line):
             current = computations.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
-        elif current is not None and (found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line)):
-            current[found[1]] = _instruction(found[2])
+        elif found := _INSTRUCTION.match(line):
+            name, result, opcode, operands = found.groups()
+            arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
+            operands = (current.get(operand) for operand in re.findall(r"%([\w.\-]+)", operands))
+            current[name] = Instruction(
+                name=name,
+                arrays=tuple(
+                    Array(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in arrays
+                ),
+                opcode=opcode,
+                operands=tuple(operand for operand in operands if operand is not None),
+                line=line[found.start(2) :],
+            )
     if entry is None:
         raise ValueError("`compiled`: expected the text of an HLO module; it has no ENTRY computation.")
     return Module(computations, entry)
-
-
-def _instruction(line: str) -> Instruction:
-    """Splits `bf16[8]{0} add(%a, %b), metadata=...` into its parts."""
-    end = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", line[:end])
-    opcode, _, _ = line[end + 1 :].partition("(")
-    start = end + 1 + len(opcode)
-    return Instruction(
-        arrays=tuple(Array(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in arrays),
-        opcode=opcode.strip(),
-        operands=tuple(re.findall(r"%([\w.\-]+)", line[start : _closing(line, start)])),
-        line=line,
-    )
-
-
-def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return len(text)

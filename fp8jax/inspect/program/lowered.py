@@ -6,7 +6,7 @@ A CPU computes FP8 GEMMs in a wider format, exactly, so its compiled program doe
 import jax
 
 from fp8jax.inspect.program.compiled import Gemm, gemm_of
-from fp8jax.inspect.program.hlo import Computation, parse
+from fp8jax.inspect.program.hlo import Instruction, parse
 
 # An array keeps its values through these, but for a scale.
 _VALUE_PRESERVING = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
@@ -26,29 +26,26 @@ def read_lowered(lowered: jax.stages.Lowered) -> tuple[Gemm, ...]:
     hlo = lowered.compiler_ir(dialect="hlo")
     assert hlo is not None
     module, gemms = parse(hlo.get_hlo_module().to_string()), []
-    for executed in module.executed():
-        dot, body, _, scope = executed
-        if dot.opcode == "dot" and (gemm := gemm_of(module, executed)):
-            lhs, rhs = (_narrowest(body, operand) for operand in dot.operands)
+    for dot, _, scope in module.executed():
+        if dot.opcode == "dot" and (gemm := gemm_of(module, dot)):
+            lhs, rhs = map(_narrowest, dot.operands)
             gemms.append(gemm._replace(lhs=lhs, rhs=rhs, name=scope + gemm.name))
     return tuple(gemms)
 
 
-def _narrowest(body: Computation, name: str) -> str:
+def _narrowest(operand: Instruction) -> str:
     """The narrowest floating dtype of an operand on the way from the operation that computed it."""
-    arrays = []
-    while name in body:
-        instruction = body[name]
-        if instruction.opcode == "get-tuple-element":  # one array of a barrier
-            barrier = body[instruction.operands[0]]
-            barred = body.get(barrier.operands[0]) if barrier.opcode == "opt-barrier" else None
-            if barred is None or barred.opcode != "tuple":
+    floats = []
+    while True:
+        if operand.opcode == "get-tuple-element":  # one array of a barrier
+            [barrier] = operand.operands
+            if barrier.opcode != "opt-barrier" or barrier.operands[0].opcode != "tuple":
                 break
-            name = barred.operands[int(instruction.find(r"index=(\d+)"))]
+            operand = barrier.operands[0].operands[int(operand.find(r"index=(\d+)"))]
             continue
-        arrays.append(instruction.first)
-        if instruction.opcode not in _VALUE_PRESERVING:
+        if operand.first.dtype[:1] in ("f", "b"):
+            floats.append(operand.first)
+        if operand.opcode not in _VALUE_PRESERVING:
             break
-        name = instruction.operands[0]
-    floats = [array for array in arrays if array.dtype[0] in "fb"]
+        operand = operand.operands[0]
     return min(floats, key=lambda array: array.bits).dtype if floats else ""

@@ -1,8 +1,7 @@
 """Bytes that a compiled program's kernels move, and its casts and transposes of FP8 tensors.
 
-    traffic = program.traffic_of(compiled)
-    traffic.other, traffic.gemms, traffic.most_casts, traffic.most_transposes
-    traffic.seconds(targets.get("h200"))        # a roofline estimate
+    found = traffic.read(compiled)
+    found.other, found.gemms, found.most_casts, found.most_transposes
 
 Each operand of an FP8 GEMM should be cast once, and transposed at most once: GPUs before Blackwell take FP8
 operands only with the contracted dimension last in memory, and the GEMM of a weight gradient contracts
@@ -16,8 +15,7 @@ from typing import NamedTuple
 import jax
 
 from fp8jax.inspect.program.compiled import Kernel, kernels_of
-from fp8jax.inspect.program.hlo import Computation, Instruction, parse
-from fp8jax.inspect.targets import Target
+from fp8jax.inspect.program.hlo import Instruction, parse
 
 
 class Traffic(NamedTuple):
@@ -55,40 +53,19 @@ class Traffic(NamedTuple):
         """The number of transposes of the tensor that is transposed most often."""
         return max(self.transposes.values(), default=0)
 
-    def seconds(self, target: Target) -> float:
-        """A roofline estimate without latencies: each kernel takes the time of its bytes at full bandwidth,
-        or of its FLOPs at the full rate, whichever is longer."""
-        return sum(_seconds(kernel, target) * kernel.runs for kernel in self.kernels)
 
-
-def _seconds(kernel: Kernel, target: Target) -> float:
-    gemm = kernel.gemm
-    rate = target.fp8_flops if gemm and gemm.is_fp8 else target.bf16_flops
-    return max(kernel.moved / target.bandwidth, (gemm.flops if gemm else 0) / rate)
-
-
-def traffic_of(compiled: jax.stages.Compiled) -> Traffic:
-    """Reads the traffic of a compiled program.
-
-    Args:
-        compiled: the result of `jax.jit(f).lower(...).compile()` or `targets.compile_for`.
-
-    Returns:
-        The program's `Traffic`. A kernel that reads a slice of an operand counts the whole operand.
-
-    Raises:
-        ValueError: the text has no entry computation.
-    """
+def read(compiled: jax.stages.Compiled) -> Traffic:
+    """Reads the traffic of a compiled program. A kernel that reads a slice counts the whole operand."""
     module = parse(compiled.as_text())
     casts, transposes = collections.Counter(), collections.Counter()
-    for instruction, body, _, _ in module.executed():
+    for instruction, _, _ in module.executed():
         if not instruction.is_kernel:
             continue
-        inside = [inner for inner, _ in module.inside(instruction, body)]
+        inside = list(module.inside(instruction))
         # Each tensor once, though a kernel may write it twice. Scalars, such as constants, do not count.
         casts.update({_tensor(inner) for inner in inside if _is_cast(inner)})
         if len(instruction.operands) == 1 and _is_transpose(inside):
-            transposes[_source(instruction.operands[0], body)] += 1
+            transposes[_source(instruction.operands[0]).name] += 1
     return Traffic(kernels_of(module), dict(casts), dict(transposes))
 
 
@@ -112,8 +89,8 @@ def _is_transpose(inside: list[Instruction]) -> bool:
     return all(inner in moves or inner.opcode in ("bitcast-convert", "reshape") for inner in inside)
 
 
-def _source(name: str, body: Computation) -> str:
-    """The name of the tensor behind bitcasts and barriers."""
-    while name in body and body[name].opcode in ("bitcast", "bitcast-convert", "opt-barrier"):
-        name = body[name].operands[0]
-    return name
+def _source(tensor: Instruction) -> Instruction:
+    """The tensor behind bitcasts and barriers."""
+    while tensor.opcode in ("bitcast", "bitcast-convert", "opt-barrier"):
+        [tensor] = tensor.operands
+    return tensor
