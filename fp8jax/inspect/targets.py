@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU as the compiler and a roofline see it."""
+    """A GPU as the compiler sees it."""
 
     name: str  # as users write it: "h200"
     device: str  # as its driver names it: "NVIDIA H200"
@@ -34,65 +34,20 @@ class Target:
     bandwidth: int  # of the memory, bytes per second
     l2: int  # bytes of the level-2 cache
     clock_ghz: float  # highest clock of the multiprocessors
-    bf16_flops: float  # peak of dense bf16 GEMMs, per second
-    fp8_flops: float  # peak of dense FP8 GEMMs, per second
     shared_memory: int = 228 * 1024  # bytes per multiprocessor; a block can have 1 KiB less
     threads: int = 2048  # resident threads per multiprocessor
 
 
-_H100 = Target(
-    name="h100",
-    device="NVIDIA H100 80GB HBM3",
-    capability=(9, 0),
-    cores=132,
-    memory=84_929_347_584,
-    bandwidth=3_352_320_000_000,
-    l2=52_428_800,
-    clock_ghz=1.98,
-    bf16_flops=989.4e12,
-    fp8_flops=1978.9e12,
+# As drivers report them; capability, cores and L2 are those of XLA's target_config/specs, too.
+_GPUS = (
+    Target("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 84_929_347_584, 3_352_320_000_000, 52_428_800, 1.98),
+    Target("h200", "NVIDIA H200", (9, 0), 132, 150_754_820_096, 4_800_000_000_000, 52_428_800, 1.98),
+    Target("b200", "NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965),
+    Target(
+        "l40s", "NVIDIA L40S", (8, 9), 142, 48_305_799_168, 864_000_000_000, 100_663_296, 2.52, 102_400, 1536
+    ),
 )
-# Capability, cores, L2, clock and memory: as drivers report them (XLA's target_config/specs for the first
-# three). Peaks: NVIDIA's data sheets (H100 SXM; H200 SXM; HGX B200; L40S), halved where they count sparsity.
-TARGETS: dict[str, Target] = {
-    target.name: target
-    for target in (
-        _H100,
-        dataclasses.replace(
-            _H100,
-            name="h200",
-            device="NVIDIA H200",
-            memory=150_754_820_096,
-            bandwidth=4_800_000_000_000,
-        ),
-        Target(
-            name="b200",
-            device="NVIDIA B200",
-            capability=(10, 0),
-            cores=148,
-            memory=191_514_411_008,
-            bandwidth=7_672_320_000_000,
-            l2=132_644_864,
-            clock_ghz=1.965,
-            bf16_flops=2250e12,
-            fp8_flops=4500e12,
-        ),
-        Target(
-            name="l40s",
-            device="NVIDIA L40S",
-            capability=(8, 9),
-            cores=142,
-            memory=46_068 * 2**20,
-            bandwidth=864_000_000_000,
-            l2=96 * 2**20,
-            clock_ghz=2.52,
-            bf16_flops=362.05e12,
-            fp8_flops=733e12,
-            shared_memory=100 * 1024,
-            threads=1536,
-        ),
-    )
-}
+TARGETS = {gpu.name: gpu for gpu in _GPUS}
 
 # Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
