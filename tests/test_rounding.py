@@ -1,5 +1,7 @@
 """Stochastic rounding, remainders, and the optimizer's `rounding` column."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -264,6 +266,93 @@ def test_a_rule_cannot_change_the_rounding():
     rules = [fp8jax.Rule("*", "rounding=nearest+nearest+root")]
     with pytest.raises(ValueError, match="rounding is a column of the whole model"):
         fp8jax.transform(nn.Dense(64), "fp8", rules=rules).init(jax.random.key(0), jnp.ones((32, 64)))
+
+
+# What rounding to nearest loses ###################################################################
+
+
+def warnings_of(recipe, rate=1e-3, b1=0.9, b2=0.999, optimizer=fp8jax.optim.adamw):
+    """The texts of the warnings of `init`, called twice."""
+    params = params_of(Recipe.parse(recipe or "O2"), (64, 64))
+    tx = optimizer(rate, recipe, b1, b2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        tx.init(params)
+        jax.eval_shape(tx.init, params)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "recipe, options, says",
+    [
+        ("O2", {}, None),
+        ("O2", {"b2": 0.95}, "with b1=0.9 and b2=0.95, E4M3 first moments do not decay to zero"),
+        ("O3", {"b1": 0.95}, "O3 rounds to nearest: with b1=0.95 and b2=0.999, E4M3 first moments"),
+        (None, {"b2": 0.95}, "recipe=None rounds to nearest: with b1=0.9 and b2=0.95"),
+        ("O2,rounding=stochastic+nearest+value", {"b2": 0.95}, None),
+        ("O1", {"b1": 0.95, "b2": 0.95}, None),
+        ("O2", {"b1": 0.5, "b2": 0.5}, None),
+        ("O1", {"rate": 1e-6}, "learning_rate=1e-06 is below the last bit (0.0001) of FP16 weights of 0.1"),
+        ("O2", {"rate": 1e-6}, "so most steps change nothing. Take the recipe fp8, or another `rounding`"),
+        ("O3", {"rate": 1e-6}, "is below the last bit"),
+        ("O3,master_weight=FP32", {"rate": 1e-6}, None),
+        ("O2,rounding=nearest+kahan+value", {"rate": 1e-6}, None),
+        ("O2", {"rate": lambda step: 1e-6}, None),
+        ("O2", {"rate": 0.0}, None),
+        ("O2", {"b2": 0.95, "optimizer": fp8jax.optim.adamw_8bit}, None),
+        ("fp8", {"rate": 1e-6, "b1": 0.95, "b2": 0.95}, None),
+    ],
+)
+def test_losses_are_one_warning(recipe, options, says):
+    found = warnings_of(recipe, **options)
+    assert len(found) == (says is not None) and (says is None or says in found[0])
+
+
+def test_both_losses_are_one_warning():
+    [text] = warnings_of("O2", 1e-6, 0.95, 0.95)
+    assert "first moments" in text and "learning_rate" in text
+
+
+@pytest.mark.filterwarnings("ignore:.* rounds to nearest")
+@pytest.mark.parametrize(
+    "recipe, b1, sticks",
+    [
+        ("O2", 0.945, True),
+        ("O2", 0.944, False),
+        ("O2,moments=E5M2+FP16", 0.901, True),
+        ("O2,moments=E5M2+FP16", 0.899, False),
+    ],
+)
+def test_a_first_moment_sticks_above_the_b1_that_is_warned_of(recipe, b1, sticks):
+    """200 steps without a gradient leave it in the binade where it was, or next to zero."""
+    tx = fp8jax.optim.scale_by_adam(recipe, b1=b1)
+    grads, state = jnp.array([1.0, 0.1]), tx.init(jnp.ones(2))
+    _, state = tx.update(grads, state)
+    first = fp8jax.optim.moments(state)[0]
+    for _ in range(200):
+        _, state = tx.update(grads.at[1].set(0.0), state)
+    left = fp8jax.optim.moments(state)[0]
+    share = float(value(left)[1] / value(first)[1])
+    assert (0.5 <= share <= 1) if sticks else share < 0.01
+    assert bool(warnings_of(recipe, b1=b1)) == sticks
+
+
+@pytest.mark.parametrize(
+    "recipe, line",
+    [
+        (
+            "O1",
+            "rounded to nearest: FP16 weights ignore updates below half of their last bit; the recipe fp8",
+        ),
+        ("O3", "rounded to nearest: E4M3 first moments do not decay to zero, FP16 weights ignore updates"),
+        ("te", ""),
+        ("fp8", ""),
+    ],
+)
+def test_report_says_what_rounding_loses(recipe, line):
+    model = fp8jax.transform(nn.Dense(64), recipe)
+    report = str(model.report(jnp.ones((32, 64))))
+    assert ("rounded to nearest" in report) == bool(line) and line in report
 
 
 def test_cast_of_the_reference():

@@ -20,7 +20,6 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ import optax
 
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.optim.checks import check_rate, check_weights, recipe_of, refuse_8_bits, refuse_zero
+from fp8jax.optim import checks
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.optim.step import (
@@ -51,8 +50,6 @@ from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import format_of, is_scaled, plain, quantize, value, with_float32_scales
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
-
-Schedule = Callable[[Any], Any]
 
 _TO_NEAREST = ("nearest", "nearest", "value")
 
@@ -100,7 +97,7 @@ def scale_by_adam(
         ValueError: the recipe has master weights, which only `adam` and `adamw` support; from `init`, the
             parameters need master weights, or their format is not the recipe's.
     """
-    row = recipe_of(recipe)
+    row = checks.recipe_of(recipe)
     if row is not None and row.master_weight != "-":
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
@@ -145,9 +142,11 @@ def adam(
     Raises:
         TypeError: `learning_rate` is a recipe.
         ValueError: from `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
+
+    `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """
-    check_rate(learning_rate)
-    row = recipe_of(recipe)
+    checks.check_rate(learning_rate)
+    row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
 
 
@@ -169,8 +168,8 @@ def adamw(
 
     Returns, raises: as in `adam`.
     """
-    check_rate(learning_rate)
-    row = recipe_of(recipe)
+    checks.check_rate(learning_rate)
+    row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
 
 
@@ -204,9 +203,9 @@ def adamw_8bit(
     References:
         8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise`.
     """
-    refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
-    check_rate(learning_rate)
-    row = recipe_of(recipe)
+    checks.refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
+    checks.check_rate(learning_rate)
+    row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
 
 
@@ -244,9 +243,11 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
     rounding = Rounding(*recipe.rounding[:2])
 
     def init(params: Any) -> AdamState:
-        check_weights(rule.recipe, params)
+        checks.check_weights(rule.recipe, params)
         if rule.learning_rate is None:
-            refuse_8_bits(params)
+            checks.refuse_8_bits(params)
+        betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
+        checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
         def first(number: int) -> Any:
             format = formats.get(recipe.moments[number])

@@ -4,10 +4,14 @@ The parameters' dtypes show the weight format. A recipe with another weight form
 and raises.
 """
 
+import math
+import numbers
+import warnings
 from typing import Any
 
 import jax
 
+from fp8jax import formats
 from fp8jax import recipe as recipes
 from fp8jax.comm import Zero
 from fp8jax.quantization import format_of, is_scaled
@@ -68,3 +72,58 @@ def refuse_masters(recipe: Recipe | str) -> None:
             f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
             "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
         )
+
+
+def warn_of_rounding(recipe: Recipe | None, params: Any, rate: Any, b1: Any, b2: Any) -> None:
+    """Warns of what rounding to nearest loses with these hyperparameters; those that are no numbers pass.
+
+    Args:
+        recipe: its `rounding` says what is rounded to nearest; None for the default moments.
+        params: the parameters.
+        rate: the learning rate; None without one.
+        b1, b2: decay rates of the moments; None for moments in other formats than the recipe's.
+    """
+    name, row = str(recipe or "recipe=None"), recipe or Recipe.O3
+    lost = [*_lost_decay(row, b1, b2), *_lost_steps(row, params, rate)]
+    if lost:
+        warnings.warn(
+            f"{name} rounds to nearest: {'; and '.join(lost)}. Take the recipe fp8, or another `rounding`.",
+            stacklevel=2,
+        )
+
+
+def _lost_decay(recipe: Recipe, b1: Any, b2: Any) -> list[str]:
+    """The line of a first moment that does not decay to zero, if rows without gradients drift by it."""
+    format = formats.get(recipe.moments[0])
+    if format.bits > 8 or recipe.rounding[0] != "nearest" or not _are_numbers(b1, b2):
+        return []
+    # The second code of a binade stays where b1 takes less than half an ulp of it.
+    sticks = b1 > 1 - 0.5 / (2**format.mantissa_bits + 1)
+    # Subnormal codes stay with any b1 above a half. Their updates stay small for as long as v remembers.
+    if b1 <= 0.5 or (b2 >= 0.999 and not sticks):
+        return []
+    return [
+        f"with b1={b1:g} and b2={b2:g}, {format} first moments do not decay to zero, so rows that seldom "
+        "have a gradient, as those of an embedding, drift"
+    ]
+
+
+def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
+    """The line of a learning rate below the ulp of typical FP16 weights."""
+    kept = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_scaled) if is_scaled(leaf) and leaf.size]
+    kept = [leaf for leaf in kept if "FP16" in (format_of(leaf).name, recipe.master_weight)]
+    if not kept or recipe.rounding[1] != "nearest" or not _are_numbers(rate):
+        return []
+    # The standard deviation of a square kernel by Glorot's initialization.
+    typical = max(leaf.size / max(math.prod(leaf.scale.shape), 1) for leaf in kept) ** -0.25
+    ulp = 2.0 ** (math.floor(math.log2(typical)) - formats.FP16.mantissa_bits)
+    if not 0 < rate < ulp:
+        return []
+    return [
+        f"learning_rate={rate:g} is below the last bit ({ulp:.1g}) of FP16 weights of {typical:.1g}, which "
+        "are typical of the largest kernel, so most steps change nothing"
+    ]
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, numbers.Real) for value in values)

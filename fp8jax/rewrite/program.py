@@ -166,6 +166,7 @@ def trace(
     planned, choices = choose(found, rules, modules, settings.kernels)
     if settings.kernels is None:
         rules.check([layer_path(dot.path) for dot, _ in choices if dot.path is not None])
+    notes.append(rules.recipe.lost_to_rounding)
     report = make_report(str(rules.recipe), found, choices, modules, "\n".join(filter(None, notes)))
     if lora is not None:
         report = _with_adapters(report, lora, settings.recipe, planned)
