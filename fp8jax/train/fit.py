@@ -33,6 +33,7 @@ from fp8jax.train.report.outcome import outcome_of
 from fp8jax.train.report.progress import Progress
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, State
+from fp8jax.train.step.unchanged import unchanged_share
 from fp8jax.train.trainer import Trainer
 
 
@@ -161,13 +162,16 @@ class _Model:
     def name(self) -> str:
         return str(self.trainer.config.precision)
 
-    def advance(self, batches: Any) -> None:
-        """Does a step per batch, and waits for the devices only at the end."""
-        steps, begun = [], time.perf_counter()
-        for batch in batches:
+    def advance(self, batches: Any, count: int) -> None:
+        """Does a step for each of `count` batches, and waits for the devices only at the end."""
+        steps, begun, sample, before = [], time.perf_counter(), self.trainer.sample, None
+        for number, batch in enumerate(batches, 1):
+            if sample and number == count:
+                before = sample(self.state)
             self.state, of_step = self.trainer.step(self.state, batch)
             steps.append(of_step)
-        self.curves.add(jax.device_get(steps), time.perf_counter() - begun)
+        unchanged = unchanged_share(before, sample(self.state)) if sample and before else None
+        self.curves.add(jax.device_get(steps), time.perf_counter() - begun, unchanged)
 
 
 @dataclasses.dataclass
@@ -189,7 +193,7 @@ class _Run:
         """Compiles, and restores the newest checkpoint or makes the first states."""
         for model in self.models:
             model.trainer.check_memory()
-            _ = model.trainer.program
+            _ = model.trainer.program, model.trainer.sample
         distributed.wait_for_all()  # compiling takes some processes longer than gloo waits for them
         like = [model.trainer.like for model in self.models]
         found = run_folder.restore(self.folder, like, self.digest, or_start) if resume else None
@@ -233,7 +237,7 @@ class _Run:
                 if len(self.models) > 1:
                     batches = list(batches)
                 for model in self.models:
-                    model.advance(batches)
+                    model.advance(batches, end - begin)
                     validate = model.validators.final if end == last else model.validators.regular
                     if validate and (end % config.eval_steps == 0 or end == last):
                         model.curves.validation.append((end, validate(model.state)))

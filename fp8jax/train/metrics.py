@@ -138,14 +138,19 @@ class Curves:
     scale_steps: list[int] = dataclasses.field(default_factory=list)  # steps done, of each row below
     scales: list[list[float]] = dataclasses.field(default_factory=list)  # rows as in `ScaleMetrics`
     saturations: list[list[float]] = dataclasses.field(default_factory=list)
+    # (steps done, share of the weights that the last of them left unchanged), see `step.unchanged`
+    unchanged: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
-    def add(self, steps: Sequence[StepMetrics], seconds: float) -> None:
-        """Appends a span of steps: each loss, the skipped steps, the last scales, the largest saturation."""
+    def add(self, steps: Sequence[StepMetrics], seconds: float, unchanged: float | None = None) -> None:
+        """Appends a span of steps: each loss, the skipped steps, the last scales, the largest saturation, and
+        the share of the weights that the last step left unchanged, if it was counted."""
         for step in steps:
             self.loss.append(float(step.loss))
             if step.skipped > self.skips:
                 self.skipped.append(len(self.loss))
             self.skips = int(step.skipped)
+        if unchanged is not None and len(self.loss) not in self.skipped[-1:]:
+            self.unchanged.append((len(self.loss), unchanged))
         self.seconds += seconds
         self.scale_steps.append(len(self.loss))
         self.scales.append(np.asarray(steps[-1].scales.scale).tolist())
@@ -165,6 +170,8 @@ class Curves:
         }
         if self.saturations[-1]:
             line["largest_saturation"] = max(self.saturations[-1])
+        if self.unchanged and self.unchanged[-1][0] == len(self.loss):
+            line["unchanged_weights"] = self.unchanged[-1][1]
         if self.validation and self.validation[-1][0] == len(self.loss):
             line["validation_loss"] = self.validation[-1][1]
         return line
@@ -176,7 +183,8 @@ class Curves:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Curves":
         """The inverse of `to_json`, through a file too."""
-        return cls(**{**content, "validation": [(step, loss) for step, loss in content["validation"]]})
+        pairs = {name: list(map(tuple, content.get(name, ()))) for name in ("validation", "unchanged")}
+        return cls(**{**content, **pairs})
 
 
 class MetricsWriter:

@@ -37,6 +37,7 @@ from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits
 from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
+from fp8jax.train.step.unchanged import Sample, sampler_of
 from fp8jax.variables import PARAMS, has_params
 
 
@@ -119,6 +120,12 @@ class Trainer:
     def program(self) -> compiled_program.Program:
         """The compiled step: its GEMMs, its collectives, its memory."""
         return compiled_program.read(self._compiled_step)
+
+    @functools.cached_property
+    def sample(self) -> Callable[[State], Sample] | None:
+        """A compiled function from a state to entries of its weights, for `unchanged_share`; None if no
+        weight is rounded to nearest."""
+        return sampler_of(self.network, self.config.precision, self.like, self.placement)
 
     @property
     def batch(self) -> PyTree:

@@ -46,6 +46,12 @@ class Outcome(NamedTuple):
         return sum(finite) / len(finite) if finite else math.nan
 
     @property
+    def mean_unchanged(self) -> float:
+        """The mean share of the weights that a step left unchanged; 0 where it is not counted."""
+        shares = [share for _, share in self.curves.unchanged]
+        return sum(shares) / max(len(shares), 1)
+
+    @property
     def loss_name(self) -> str:
         """The name of the final loss."""
         return "training loss" if self.validation_loss is None else "validation loss"

@@ -74,7 +74,8 @@ class Progress:
         self.last[name] = (steps, seconds)
         speed = (steps - old_steps) * self.amount / max(seconds - old_seconds, 1e-9)
         validation = f" val {curves.validation[-1][1]:.3f}" if curves.validation else ""
-        return f"loss {curves.loss[-1]:.3f}{validation}, {speed:,.0f} {self.unit}/s"
+        unchanged = f", {curves.unchanged[-1][1]:.0%} of weights unchanged" if curves.unchanged else ""
+        return f"loss {curves.loss[-1]:.3f}{validation}, {speed:,.0f} {self.unit}/s{unchanged}"
 
     def _eta(self) -> str:
         """Remaining time, estimated from the time since the display began."""

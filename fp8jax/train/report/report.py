@@ -18,7 +18,7 @@ import jax
 
 from fp8jax.train.errors import need
 from fp8jax.train.report import figures, page
-from fp8jax.train.report.outcome import Outcomes
+from fp8jax.train.report.outcome import Outcome, Outcomes
 from fp8jax.train.run_folder import write as write_file
 from fp8jax.train.trainer import Trainer
 
@@ -39,10 +39,27 @@ def rows(outcomes: Outcomes) -> list[list[str]]:
         ("bytes per parameter: optimizer", lambda o: f"{o.bytes.optimizer:.2f}"),
         ("bytes per parameter: scaling state", lambda o: f"{o.bytes.scaling:.2f}"),
     ]
+    if any(o.curves.unchanged for o in outcomes.values()):
+        lines.append(("weights that a step left unchanged: mean, last", _unchanged))
     table = [["", *outcomes], *([label, *map(value, outcomes.values())] for label, value in lines)]
     if len(outcomes) == 2:
         table.insert(2, ["gap", f"{gap(outcomes):+.4f}", ""])
     return table
+
+
+def _unchanged(outcome: Outcome) -> str:
+    found = outcome.curves.unchanged
+    return f"{outcome.mean_unchanged:.0%}, {found[-1][1]:.0%}" if found else "-"
+
+
+def advice(outcomes: Outcomes) -> list[str]:
+    """A sentence for each model of which steps left most weights unchanged."""
+    return [
+        f"On average a step of {name} left {outcome.mean_unchanged:.0%} of the weights unchanged, because "
+        "updates were below half of their last bit. Take the recipe fp8, or a larger learning rate."
+        for name, outcome in outcomes.items()
+        if outcome.mean_unchanged > 0.5
+    ]
 
 
 def gap(outcomes: Outcomes) -> float:
@@ -59,7 +76,7 @@ def show(outcomes: Outcomes) -> None:
         column.justify = "right"
     for row in body:
         table.add_row(*row)
-    need("rich.console").Console().print(table)
+    need("rich.console").Console().print(table, *advice(outcomes), sep="\n")
 
 
 def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) -> pathlib.Path:
@@ -100,6 +117,7 @@ def _result(about: Mapping[str, Any], outcomes: Outcomes) -> dict[str, Any]:
             "seconds_in_steps": outcome.curves.seconds,
             "steps": len(outcome.curves.loss),
             "skipped_steps": outcome.curves.skipped,
+            "unchanged_weights": outcome.curves.unchanged,
             "parameters": outcome.parameters,
             "bytes_per_parameter": outcome.bytes._asdict(),
             "memory": [part._asdict() for part in outcome.memory],
@@ -120,15 +138,16 @@ def verdict(outcomes: Outcomes) -> str:
     """The result in a sentence or two."""
     (name, recipe), *twins = outcomes.items()
     reached = f"{name} reached a {recipe.loss_name} of {recipe.final_loss:.4f}"
+    advised = "".join(f" {sentence}" for sentence in advice(outcomes))
     if not twins:
-        return f"{reached}."
+        return f"{reached}.{advised}"
     twin_name, twin = twins[0]
     side = "above" if gap(outcomes) > 0 else "below"
     sizes = [o.bytes.weights + o.bytes.gradients + o.bytes.optimizer for o in (recipe, twin)]
     return (
         f"{reached}, {abs(gap(outcomes)):.4f} {side} its {twin_name} twin ({twin.final_loss:.4f}), which "
         "started from the same weights and saw the same batches. Weights, gradients and optimizer state took "
-        f"{sizes[0]:.1f} bytes per parameter, the twin's {sizes[1]:.1f}."
+        f"{sizes[0]:.1f} bytes per parameter, the twin's {sizes[1]:.1f}.{advised}"
     )
 
 
