@@ -1,8 +1,8 @@
-"""README.md's code runs, and its commands exist.
+"""The code of README.md and of all pages under docs/ runs, and its commands exist.
 
 - ```python blocks of one section run in one namespace, in order; each section starts afresh. They print
   what stands in the section's ```text blocks.
-- ```text $ fp8jax ... blocks are what this command prints, or a part of it.
+- ```text title="fp8jax ..." blocks are what this command prints, or a part of it.
 - each line of a ```sh block names a program, and flags that the program's own --help lists.
 - ```pycon and unmarked blocks are left alone.
 """
@@ -70,7 +70,8 @@ def outputs(text):
 
 def command_of(block):
     """The words of the command that prints a ```text block; [] if the section's code does."""
-    return shlex.split(block.info)[2:]
+    titles = [word.removeprefix("title=") for word in shlex.split(block.info) if word.startswith("title=")]
+    return shlex.split(titles[0]) if titles else []
 
 
 def prints(block, printed):
@@ -139,33 +140,39 @@ def helps(capsys, monkeypatch):
     return text_of
 
 
-def readme_text():
-    path = ROOT / "README.md"
-    return path.read_text() if path.is_file() else ""
-
-
-COMMANDS = [
-    line
-    for block in blocks_of(readme_text())
-    if block.info.split()[:1] == ["sh"]
-    for line in block.code.replace("\\\n", " ").splitlines()
-    if line
-]
+# Page -> text. The project may be installed without its documentation.
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+}
+SECTIONS = [(page, section) for page, text in PAGES.items() for section in python_sections(text)]
+COMMANDS = sorted(
+    {
+        line
+        for text in PAGES.values()
+        for block in blocks_of(text)
+        if block.info.split()[:1] == ["sh"]
+        for line in block.code.replace("\\\n", " ").splitlines()
+        if line
+    }
+)
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
-@pytest.mark.parametrize("section", python_sections(readme_text()))
-def test_python_blocks_run_and_print_what_is_shown(section, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page, section", SECTIONS, ids=[" ".join(pair) for pair in SECTIONS])
+def test_python_blocks_run_and_print_what_is_shown(page, section, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run_section(python_sections(readme_text())[section], "README.md")
+    text = PAGES[page]
+    run_section(python_sections(text)[section], page)
     printed = capsys.readouterr().out
-    shown = [block for block in outputs(readme_text()) if block.section == section and not command_of(block)]
+    shown = [block for block in outputs(text) if block.section == section and not command_of(block)]
     assert [block.line for block in shown if not prints(block, printed)] == [], printed
 
 
-def test_every_output_is_of_code_or_of_a_command():
-    sections = python_sections(readme_text())
-    strays = [block for block in outputs(readme_text()) if not command_of(block)]
+@pytest.mark.parametrize("page", PAGES)
+def test_every_output_is_of_code_or_of_a_command(page):
+    sections = python_sections(PAGES[page])
+    strays = [block for block in outputs(PAGES[page]) if not command_of(block)]
     assert [block.line for block in strays if block.section not in sections] == []
 
 
@@ -178,8 +185,9 @@ def marks_of(block):
 
 
 COMMAND_OUTPUTS = [
-    pytest.param(block, marks=marks_of(block), id=f"line{block.line}")
-    for block in outputs(readme_text())
+    pytest.param(block, marks=marks_of(block), id=f"{page}-{block.line}")
+    for page, text in PAGES.items()
+    for block in outputs(text)
     if command_of(block)
 ]
 
@@ -200,7 +208,9 @@ def test_commands_exist_with_their_flags(line, helps):
 
 def test_every_name_in_the_package_is_found_after_its_import():
     """`import fp8jax` alone is what the text has in mind where it says `fp8jax.train.fit`."""
-    names = sorted(set(re.findall(r"\bfp8jax(?:\.[A-Za-z_]\w*)+", readme_text())))
+    # Code of a `::: name` line is for the API pages, which name files too.
+    texts = [re.sub(r"^:::.*$", "", text, flags=re.MULTILINE) for text in PAGES.values()]
+    names = sorted(set(re.findall(r"\bfp8jax(?:\.[A-Za-z_]\w*)+", "\n".join(texts))))
     assert {"fp8jax.train.fit", "fp8jax.inspect.memory.plan", "fp8jax.inspect.gemms.check"} <= set(names)
     program = """
         import sys
@@ -250,7 +260,8 @@ def test_extractor_finds_sections_and_lines():
 
 
 def test_outputs_are_compared_line_by_line():
-    text = "# A\n```text $ fp8jax plan --width 8\na  1\nb  2\nx is not installed\n```\n```text\nb  2\n```\n"
+    text = '# A\n```text title="fp8jax plan --width 8"\na  1\nb  2\nx is not installed\n```\n'
+    text += "```text\nb  2\n```\n"
     of_command, of_code = outputs(text)
     assert (command_of(of_command), command_of(of_code)) == (["fp8jax", "plan", "--width", "8"], [])
     assert prints(of_command, "title\na  1  \nb  2\nx is installed\n") and prints(of_code, "a  1\nb  2\n")
