@@ -10,9 +10,8 @@ from jax import lax
 from fp8jax import backends, formats, scaling
 from fp8jax.dot.einsum import einsum_by, is_single_dot
 from fp8jax.dot.layout import Layout
-from fp8jax.dot.placement import WHOLE
 from fp8jax.dot.vjp import FP8_OPERANDS, State, Static, jitted_dot
-from fp8jax.dot.weight import Weight
+from fp8jax.dot.weight import WHOLE, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize, value
 from fp8jax.recipe import Recipe

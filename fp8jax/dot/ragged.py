@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 from fp8jax import backends, formats, scaling
 from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
 from fp8jax.dot.dot_general import init_state
-from fp8jax.dot.placement import WHOLE, KernelPlacement
 from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,
@@ -43,7 +42,7 @@ from fp8jax.dot.vjp import (
     stored,
     without_wgrad_scale,
 )
-from fp8jax.dot.weight import Weight
+from fp8jax.dot.weight import WHOLE, KernelPlacement, Weight
 from fp8jax.platforms import differentiable_once, over_axis
 from fp8jax.quantization import ScaledArray, amax, quantize, quantize_gradient, value
 from fp8jax.recipe import Recipe

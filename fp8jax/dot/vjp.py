@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, formats, scaling
 from fp8jax.dot.layout import Layout
-from fp8jax.dot.placement import KernelPlacement
+from fp8jax.dot.weight import KernelPlacement
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import (
     ScaledArray,

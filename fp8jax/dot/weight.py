@@ -1,16 +1,51 @@
-"""`Weight`: a kernel with a separate gradient."""
+"""`Weight`: a kernel with a separate gradient; and the interface to sharded kernels."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.dot.placement import WHOLE, KernelPlacement
 from fp8jax.quantization import value
 from fp8jax.scaling.merge import FP8_GRAD
+
+
+class KernelPlacement(Protocol):
+    """The placement of a kernel, with the collectives of its dot: the dot itself knows no mesh.
+
+    The methods here are those of a kernel that is not sharded; `fp8jax.comm.shard` has the others.
+    """
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole kernel; `shape` is the shape of this device's shard."""
+        return shape
+
+    def common_amax(self, amax: jax.Array) -> jax.Array:
+        """The amax of the whole kernel; `amax` is the amax of this device's shard."""
+        return amax
+
+    def gathered(self, part: Any) -> Any:
+        """All-gathers the kernel, in the format of the shard."""
+        return part
+
+    def after(self, operands: Any, grad: jax.Array) -> tuple[Any, jax.Array]:
+        """`operands` and `grad`, with a dependency that delays the all-gather for the backward GEMMs until
+        `grad` is computed."""
+        return operands, grad
+
+    def scattered(self, grad: jax.Array, *, as_codes: bool) -> Any:
+        """Reduce-scatters the gradient: float32, or with `as_codes` an E4M3 `ScaledArray`."""
+        del as_codes
+        return grad
+
+
+class _Whole(KernelPlacement):
+    pass
+
+
+WHOLE = _Whole()
 
 
 @functools.partial(
