@@ -18,7 +18,7 @@ import jax
 import jax.extend.core as jex
 from jax import lax
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jaxtyping import Array, PyTree, Shaped
 
 _NO_DERIVATIVE = (
@@ -199,18 +199,3 @@ def with_sharding(x: Shaped[Array, "..."], sharding: Any) -> Shaped[Array, "..."
     """`x` with this sharding, on a mesh with explicit or automatic axes."""
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.sharding.reshard(x, sharding) if is_explicit else lax.with_sharding_constraint(x, sharding)
-
-
-def over_axis(function: Callable[..., Any], mesh: Mesh, axis_name: str, spec: Any) -> Callable[..., Any]:
-    """`jax.shard_map` over one axis of a mesh, inside another `jax.shard_map` or outside.
-
-    Args:
-        function: the function of each device, from trees of arrays to a tree of arrays.
-        mesh: the mesh if the program has none yet; the program's mesh must have the axis, too.
-        axis_name: the axis.
-        spec: the `PartitionSpec` of all inputs and outputs.
-    """
-    here = jax.sharding.get_abstract_mesh()
-    chosen: Any = mesh if here.empty else here
-    options = {"axis_names": {axis_name}, "check_vma": False}
-    return jax.shard_map(function, mesh=chosen, in_specs=spec, out_specs=spec, **options)

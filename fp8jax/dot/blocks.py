@@ -24,6 +24,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fp8jax.dot.layout import on_data
+from fp8jax.quantization import ScaledArray, is_scaled
 
 # Rows per block: FP8 GEMMs need multiples of 16, and blocks of more than 2048 rows are not faster.
 _SMALLEST, _LARGEST = 16, 2048
@@ -37,15 +42,30 @@ class Blocks(NamedTuple):
     own: jax.Array  # shape=(blocks,), int32: the group's rows from `start` on; 0 for an unused block
 
 
-class Operand(NamedTuple):
-    """Rows, or a matrix per group, and the scale of each group."""
+class ExpertSharding(NamedTuple):
+    """The mesh axis that shards the groups (experts)."""
 
-    data: jax.Array  # shape=(rows, n) or (groups, k, n): E4M3 or E5M2 codes as bytes, or floats
-    scale: jax.Array | None  # shape=(groups,), float32; None for float data
+    mesh: Mesh
+    axis_name: str
 
 
-# A GEMM of two matrices, each with a scalar scale or None.
-Multiply = Callable[[Operand, Operand], jax.Array]
+# Rows, shape=(rows, n), or a matrix per group, shape=(groups, k, n): floats, or codes as bytes with a float32
+# scale of each group, shape=(groups,).
+Operand = jax.Array | ScaledArray
+
+# A GEMM of two matrices: floats, or codes as bytes with a scalar scale.
+Multiply = Callable[[Any, Any], jax.Array]
+
+
+def on_each(function: Callable[..., Any], over: ExpertSharding | None) -> Callable[..., Any]:
+    """`function` on each device that has experts, inside another `jax.shard_map` or outside. All inputs and
+    outputs, trees of arrays, are sharded along their first axis."""
+    if over is None:
+        return function
+    spec, here = P(over.axis_name), jax.sharding.get_abstract_mesh()
+    mesh: Any = over.mesh if here.empty else here
+    options = {"axis_names": {over.axis_name}, "check_vma": False}
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, **options)
 
 
 def size_of_block(rows: int, groups: int, parts: int) -> int:
@@ -80,13 +100,13 @@ def rows_times_matrices(
     """Each row times its group's matrix; 0 for rows past the last group.
 
     Args:
-        rows: data shape=(rows, ...).
-        matrices: data shape=(groups, ...).
+        rows: shape=(rows, ...).
+        matrices: shape=(groups, ...).
         sizes: sizes of consecutive groups of rows, shape=(groups,), integers.
         multiply: the GEMM of a block and a matrix.
         shape: `jax.ShapeDtypeStruct` of the output, (rows, n).
     """
-    count = rows.data.shape[0]
+    count = rows.shape[0]
     size = size_of_block(count, sizes.shape[0], 4)
     padded = _padded(rows, size)
 
@@ -107,7 +127,7 @@ def rows_times_rows(
 
     Args: see `rows_times_matrices`; `multiply` contracts the rows of two blocks.
     """
-    count = lhs.data.shape[0]
+    count = lhs.shape[0]
     # Larger blocks than above, because each GEMM reads and writes a whole float32 matrix.
     size = size_of_block(count, sizes.shape[0], 2)
     operands = [_padded(rows, size) for rows in (lhs, rhs)]
@@ -116,7 +136,7 @@ def rows_times_rows(
         # Other groups' rows are zeroed in both operands, because NaN * 0 is NaN.
         is_own = jnp.arange(size)[:, None] < block.own
         own = [_rows(rows, block, size) for rows in operands]
-        own = [rows._replace(data=jnp.where(is_own, rows.data, jnp.zeros_like(rows.data))) for rows in own]
+        own = [on_data(lambda x: jnp.where(is_own, x, jnp.zeros_like(x)), rows) for rows in own]
         return sums.at[block.group].add(multiply(*own)), None
 
     sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(sizes, count, size))
@@ -125,14 +145,17 @@ def rows_times_rows(
 
 def _padded(rows: Operand, size: int) -> Operand:
     """The rows, followed by one block of zeros."""
-    return rows._replace(data=jnp.pad(rows.data, ((0, size), (0, 0))))
+    return on_data(lambda x: jnp.pad(x, ((0, size), (0, 0))), rows)
 
 
 def _rows(rows: Operand, block: Blocks, size: int) -> Operand:
-    data = lax.dynamic_slice_in_dim(rows.data, block.start, size)
-    return Operand(data, None if rows.scale is None else rows.scale[block.group])
+    return _part(rows, lambda x: lax.dynamic_slice_in_dim(x, block.start, size), block.group)
 
 
 def _matrix(matrices: Operand, group: Any) -> Operand:
-    data = lax.dynamic_index_in_dim(matrices.data, group, keepdims=False)
-    return Operand(data, None if matrices.scale is None else matrices.scale[group])
+    return _part(matrices, lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False), group)
+
+
+def _part(x: Any, take: Callable[[jax.Array], jax.Array], group: Any) -> Operand:
+    """A part of the data, with the group's scale."""
+    return ScaledArray(take(x.data), x.scale[group]) if is_scaled(x) else take(x)

@@ -10,8 +10,8 @@ from jax import lax
 from fp8jax import backends, formats, scaling
 from fp8jax.dot.einsum import einsum_by, is_single_dot
 from fp8jax.dot.layout import Layout
-from fp8jax.dot.vjp import FP8_OPERANDS, State, Static, jitted_dot
-from fp8jax.dot.weight import WHOLE, Weight
+from fp8jax.dot.vjp import FP8_OPERANDS, DotStatic, State, jitted_dot
+from fp8jax.dot.weight import Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
@@ -70,19 +70,11 @@ def dot_general(
     Raises:
         ValueError: `recipe.gemm` is not "FP8", or the backend does not support this dot here.
     """
-    recipe = Recipe.parse(recipe)
-    if recipe.gemm != "FP8":
-        raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
-    weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
+    weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
-    rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
-    if out_dtype is None:
-        out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
-    grad_slot_dtype = None if grad_slot is None else grad_slot.dtype
-    dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
     chosen = backends.choose(backend, is_batched=layout.is_batched).name
-    static = Static(recipe, chosen, layout, *dtypes, weight.shard or WHOLE)
+    static = DotStatic.of(lhs, weight, recipe, chosen, out_dtype, layout=layout)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:

@@ -5,12 +5,13 @@ transposes and reshapes operands to matrices, and gradients back to the operands
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from fp8jax.quantization import ScaledArray
+from fp8jax.quantization import ScaledArray, is_scaled
 
 
 class _Side(NamedTuple):
@@ -66,11 +67,11 @@ class Layout(NamedTuple):
 
     def lhs_matrix(self, x: Any) -> Any:
         """lhs as ([batch,] m, k); also for a `ScaledArray` with a scalar scale."""
-        return _on_data(self.lhs.to_matrix, x)
+        return on_data(self.lhs.to_matrix, x)
 
     def rhs_matrix(self, x: Any) -> Any:
         """rhs as ([batch,] k, n)."""
-        return _on_data(self.rhs.to_matrix, x)
+        return on_data(self.rhs.to_matrix, x)
 
     def lhs_tensor(self, x: jax.Array) -> jax.Array:
         """A ([batch,] m, k) matrix in lhs's shape."""
@@ -80,16 +81,17 @@ class Layout(NamedTuple):
         """A ([batch,] k, n) matrix in rhs's shape."""
         return self.rhs.to_tensor(x)
 
-    def contract(self, spec: str) -> lax.DotDimensionNumbers:
-        """Dimension numbers of a matmul such as "mk,kn": the letter in both operands is contracted."""
-        lhs, rhs = spec.split(",")
-        (letter,) = set(lhs) & set(rhs)
-        batch = (0,) if self.is_batched else ()
-        offset = len(batch)
-        return (((lhs.index(letter) + offset,), (rhs.index(letter) + offset,)), (batch, batch))
+
+def contract(spec: str, is_batched: bool = False) -> lax.DotDimensionNumbers:
+    """Dimension numbers of a matmul such as "mk,kn": the letter in both operands is contracted. Batch dims
+    come first."""
+    lhs, rhs = spec.split(",")
+    (letter,) = set(lhs) & set(rhs)
+    batch = (0,) if is_batched else ()
+    offset = len(batch)
+    return (((lhs.index(letter) + offset,), (rhs.index(letter) + offset,)), (batch, batch))
 
 
-def _on_data(reshape: Any, x: Any) -> Any:
-    if isinstance(x, ScaledArray):
-        return ScaledArray(reshape(x.data), x.scale)
-    return reshape(x)
+def on_data(function: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+    """`function` of an array, or of the codes of a `ScaledArray`."""
+    return ScaledArray(function(x.data), x.scale) if is_scaled(x) else function(x)

@@ -14,21 +14,28 @@ rows and gradients, and the gradient of its kernel is zero. `fp8jax.dot.blocks` 
     ((6, 32), 16.0)
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from fp8jax import backends, formats, scaling
-from fp8jax.dot.blocks import Operand, groups_of_rows, rows_times_matrices, rows_times_rows
+from fp8jax import backends, scaling
+from fp8jax.dot.blocks import (
+    ExpertSharding,
+    Multiply,
+    Operand,
+    groups_of_rows,
+    on_each,
+    rows_times_matrices,
+    rows_times_rows,
+)
 from fp8jax.dot.dot_general import init_state
+from fp8jax.dot.layout import contract, on_data
 from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,
@@ -37,49 +44,26 @@ from fp8jax.dot.vjp import (
     ONCE,
     WGRAD,
     State,
+    Static,
     checked,
+    cotangents,
+    gemm,
+    kernel_gradient,
+    nan_unless_finite,
     packed,
     stored,
-    without_wgrad_scale,
+    unpacked,
 )
-from fp8jax.dot.weight import WHOLE, KernelPlacement, Weight
-from fp8jax.platforms import differentiable_once, over_axis
-from fp8jax.quantization import ScaledArray, amax, quantize, quantize_gradient, value
+from fp8jax.dot.weight import Weight
+from fp8jax.platforms import differentiable_once
+from fp8jax.quantization import ScaledArray, amax, quantize, value
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.merge import (
-    FP8_GRAD,
-    broadcast_under_vmap,
-    from_fm32,
-    to_cotangents,
-    to_fm32,
-    to_fp8_grad,
-)
+from fp8jax.scaling.merge import broadcast_under_vmap, from_fm32, to_fm32
 
 
-class ExpertSharding(NamedTuple):
-    """The mesh axis that shards the groups (experts)."""
-
-    mesh: Mesh
-    axis_name: str
-
-
-class _Static(NamedTuple):
-    """The static arguments of the dot."""
-
-    recipe: Recipe
-    backend: str
-    lhs_dtype: Any
-    rhs_dtype: Any  # None for a `ScaledArray`
-    grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
-    out_dtype: Any
-    placement: KernelPlacement  # of the kernels
+@dataclasses.dataclass(frozen=True)
+class _Static(Static):
     over: ExpertSharding | None
-
-    @property
-    def formats(self) -> list[formats.Format]:
-        """The formats of lhs, rhs and the output gradient."""
-        forward, backward = map(formats.get, self.recipe.gemm_formats)
-        return [forward, forward, backward]
 
 
 def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
@@ -123,18 +107,10 @@ def ragged_dot(
     Raises:
         ValueError: `recipe.gemm` is not "FP8", or the shapes do not match.
     """
-    recipe = Recipe.parse(recipe)
-    if recipe.gemm != "FP8":
-        raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
-    weight = rhs if isinstance(rhs, Weight) else Weight(rhs, None)
+    weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
-    rhs_dtype = None if isinstance(kernel, ScaledArray) else kernel.dtype
-    if out_dtype is None:
-        out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
-    grad_slot_dtype = None if grad_slot is None else grad_slot.dtype
-    dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
-    static = _Static(recipe, backends.choose(backend).name, *dtypes, weight.shard or WHOLE, over)
+    static = _Static.of(lhs, weight, recipe, backends.choose(backend).name, out_dtype, over=over)
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
@@ -158,30 +134,23 @@ def _forward(
     static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
 ) -> tuple[Any, Any]:
     """The output and the residuals."""
-    on_each = _on_each(static, functools.partial(_forward_of_device, static))
-    out, (kept, seen, *others) = on_each(lhs, rhs, lax.stop_gradient(from_fm32(state)), sizes)
+    on_device = on_each(functools.partial(_forward_of_device, static), static.over)
+    out, (kept, seen, *others) = on_device(lhs, rhs, lax.stop_gradient(from_fm32(state)), sizes)
     seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
     kept, seen, *others = checkpoint_name((kept, seen, *others), FP8_OPERANDS)
     return differentiable_once(out, seen, ONCE), (kept, seen, *others)
-
-
-def _on_each(static: _Static, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under `shard_map`, with all inputs and outputs sharded along their first axis."""
-    if static.over is None:
-        return function
-    return over_axis(function, static.over.mesh, static.over.axis_name, P(static.over.axis_name))
 
 
 def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[Any, Any]:
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     lhs_seen, q_lhs = _quantize_rows(static, 0, lhs, state, sizes)
     rhs_seen, q_rhs = _quantize_kernels(static, rhs, state)
-    wide = [Operand(value(x).astype(static.out_dtype), None) for x in (lhs, rhs)]
+    wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
     x, kernels = wide if fprop_is_high else [q_lhs, q_rhs]
     with jax.named_scope(FPROP):
         kernels = _whole(static, kernels)
-        shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.data.shape[2]), static.out_dtype)
-        multiply = _multiply(static, 0, 1, "mk,kn", static.out_dtype, precise=False)
+        shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.shape[2]), static.out_dtype)
+        multiply = _gemm(static, 0, 1, "mk,kn", static.out_dtype, precise=False)
         out = rows_times_matrices(x, kernels, sizes, multiply, shape)
     kept = (wide[0] if wgrad_is_high else q_lhs, wide[1] if dgrad_is_high else q_rhs)
     return out, (kept, (lhs_seen, rhs_seen), state, sizes)
@@ -190,16 +159,8 @@ def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes:
 def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, static.out_dtype)
-    on_each = _on_each(static, functools.partial(_backward_of_device, static))
-    dlhs, drhs, state = on_each(kept, grad)
-    in_rhs, in_grad_slot = None, None
-    if static.grad_slot_dtype == FP8_GRAD:
-        in_grad_slot = to_fp8_grad(drhs)
-    elif static.grad_slot_dtype is not None:
-        in_grad_slot = drhs
-    elif static.rhs_dtype is not None:
-        in_rhs = drhs
-    grads = (dlhs, in_rhs, in_grad_slot, to_cotangents(state), None)
+    on_device = on_each(functools.partial(_backward_of_device, static), static.over)
+    grads = (*cotangents(static, *on_device(kept, grad)), None)
     return differentiable_once(grads, (grad, kept[1]), ONCE)
 
 
@@ -209,38 +170,20 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
     (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad_seen, q_grad = _quantize_rows(static, 2, grad, state, sizes)
-    assert q_grad.scale is not None
-    # The cast saturates, so an infinite gradient would become finite: a NaN scale makes the outputs NaN.
-    q_grad = q_grad._replace(scale=jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
-    wide = Operand(grad.astype(static.out_dtype), None)
+    q_grad = nan_unless_finite(q_grad, grad_seen)
+    wide = grad.astype(static.out_dtype)
     kernels = _whole(static, rhs)
     with jax.named_scope(DGRAD):
-        shape = jax.ShapeDtypeStruct((grad.shape[0], kernels.data.shape[1]), static.lhs_dtype)
-        multiply = _multiply(static, 2, 1, "mn,kn", static.out_dtype, precise=True)
+        shape = jax.ShapeDtypeStruct((grad.shape[0], kernels.shape[1]), static.lhs_dtype)
+        multiply = _gemm(static, 2, 1, "mn,kn", static.out_dtype, precise=True)
         dlhs = rows_times_matrices(wide if dgrad_is_high else q_grad, kernels, sizes, multiply, shape)
     with jax.named_scope(WGRAD):
-        multiply = _multiply(static, 0, 2, "mk,mn", jnp.float32, precise=True)
+        multiply = _gemm(static, 0, 2, "mk,mn", jnp.float32, precise=True)
         right = wide if wgrad_is_high else q_grad
-        drhs = rows_times_rows(lhs, right, sizes, multiply, kernels.data.shape)
-    limits = jnp.array([format.max for format in static.formats], jnp.float32)
+        drhs = rows_times_rows(lhs, right, sizes, multiply, kernels.shape)
     update = jax.vmap(scaling.of_recipe(static.recipe).update, (0, 0, None))
-    new_state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), limits)}
-    drhs, scale = _kernel_grad(static, drhs)
-    new_state = without_wgrad_scale(new_state) if scale is None else {**new_state, "wgrad_scale": scale}
-    return dlhs, drhs, new_state
-
-
-def _kernel_grad(static: _Static, drhs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient of the kernels in the dtype of the slot or of rhs; for an FP8 slot E4M3 codes, and a scale
-    for each group."""
-    as_codes = static.grad_slot_dtype == FP8_GRAD
-    if static.grad_slot_dtype is not None:
-        drhs = jax.vmap(functools.partial(static.placement.scattered, as_codes=as_codes))(drhs)
-    if as_codes:
-        q = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, (drhs.shape[0], 1, 1))
-        return q.data, q.scale.reshape(-1)
-    dtype = static.rhs_dtype if static.grad_slot_dtype is None else static.grad_slot_dtype
-    return drhs.astype(dtype or jnp.float32), None
+    state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), static.limits)}
+    return dlhs, *kernel_gradient(static, drhs, state, groups=sizes.shape[0])
 
 
 def _forward_rule(static: _Static, *operands: Any) -> tuple[jax.Array, Any]:
@@ -253,7 +196,7 @@ _jitted = jax.jit(_ragged, static_argnums=0)
 
 def _quantize_rows(
     static: _Static, operand: int, x: jax.Array, state: State, sizes: jax.Array
-) -> tuple[jax.Array, Operand]:
+) -> tuple[jax.Array, ScaledArray]:
     """The amax of each group's rows, shape=(groups,), and the rows quantized with their groups' scales."""
     groups, format = sizes.shape[0], static.formats[operand]
     group = groups_of_rows(sizes, x.shape[0])
@@ -264,10 +207,10 @@ def _quantize_rows(
     with jax.named_scope(CASTS[operand]):
         of_row = jnp.take(scale, group, mode="clip")[:, None]
         q = stored(ScaledArray(quantize(x, format, of_row).data, scale), format)
-    return seen, Operand(packed(q).data, scale)
+    return seen, packed(q)
 
 
-def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Array, Operand]:
+def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Array, ScaledArray]:
     """The amax of each kernel, shape=(groups,), and the quantized kernels.
 
     A `ScaledArray` in the GEMM's format with a scale for each group is not quantized again.
@@ -275,13 +218,13 @@ def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Arra
     format, groups = static.formats[1], rhs.shape[0]
     if isinstance(rhs, ScaledArray) and rhs.data.dtype == format.dtype and rhs.scale.size == groups:
         scale = rhs.scale.reshape(-1).astype(jnp.float32)
-        return scale * format.max, Operand(packed(rhs).data, scale)  # an upper bound of the amax
+        return scale * format.max, packed(ScaledArray(rhs.data, scale))  # an upper bound of the amax
     seen = amax(rhs, (groups, 1, 1)).reshape(-1)
     seen = static.placement.common_amax(seen)
     scale = _scales(static, 1, seen, state)
     with jax.named_scope(CASTS[1]):
-        q = stored(quantize(rhs, format, scale[:, None, None]), format)
-    return seen, Operand(packed(q).data, scale)
+        q = stored(ScaledArray(quantize(rhs, format, scale[:, None, None]).data, scale), format)
+    return seen, packed(q)
 
 
 def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax.Array:
@@ -293,29 +236,14 @@ def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax
 
 def _whole(static: _Static, kernels: Operand) -> Operand:
     """All-gathers the kernels."""
-    return kernels._replace(data=static.placement.gathered(kernels.data))
+    return on_data(static.placement.gathered, kernels)
 
 
-def _multiply(
-    static: _Static, left: int, right: int, spec: str, dtype: Any, *, precise: bool
-) -> Callable[[Operand, Operand], jax.Array]:
-    """The GEMM of one block, with operands number `left` and `right`: in FP8 if both are quantized, otherwise
-    in high precision."""
-    first, second = spec.split(",")
-    (letter,) = set(first) & set(second)
-    numbers = (((first.index(letter),), (second.index(letter),)), ((), ()))
+def _gemm(static: _Static, left: int, right: int, spec: str, dtype: Any, *, precise: bool) -> Multiply:
+    """The GEMM of one block, with operands number `left` and `right`."""
 
-    def multiply(lhs: Operand, rhs: Operand) -> jax.Array:
-        if lhs.scale is None or rhs.scale is None:  # then both are high precision
-            out = lax.dot_general(lhs.data, rhs.data, numbers, preferred_element_type=jnp.float32)
-            return out.astype(dtype)
-        dot = backends.BACKENDS[static.backend].dot
-        return dot(
-            _codes(static, lhs, left), _codes(static, rhs, right), numbers, out_dtype=dtype, precise=precise
-        )
+    def multiply(lhs: Any, rhs: Any) -> jax.Array:
+        lhs, rhs = unpacked(lhs, static.formats[left]), unpacked(rhs, static.formats[right])
+        return gemm(static, lhs, rhs, contract(spec), precise, dtype)
 
     return multiply
-
-
-def _codes(static: _Static, x: Operand, operand: int) -> ScaledArray:
-    return ScaledArray(lax.bitcast_convert_type(x.data, static.formats[operand].dtype), x.scale)

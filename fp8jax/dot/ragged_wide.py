@@ -17,11 +17,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
-from jax.sharding import PartitionSpec as P
 
-from fp8jax.dot.blocks import Multiply, Operand, rows_times_matrices, rows_times_rows
-from fp8jax.dot.ragged import ExpertSharding
-from fp8jax.platforms import over_axis
+from fp8jax.dot.blocks import ExpertSharding, Multiply, on_each, rows_times_matrices, rows_times_rows
+from fp8jax.dot.layout import contract
 
 # A primitive, so that `rewrite` finds it as one equation of a jaxpr.
 RAGGED = "fp8jax_ragged_dot"
@@ -47,9 +45,7 @@ def wide_ragged_dot(
 
 @_ragged_p.def_impl
 def _ragged(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | None) -> jax.Array:
-    if over is None:
-        return _of_device(lhs, rhs, group_sizes)
-    return over_axis(_of_device, over.mesh, over.axis_name, P(over.axis_name))(lhs, rhs, group_sizes)
+    return on_each(_of_device, over)(lhs, rhs, group_sizes)
 
 
 @_ragged_p.def_abstract_eval
@@ -75,25 +71,21 @@ mlir.register_lowering(_ragged_p, mlir.lower_fun(_ragged, multiple_results=False
 @jax.custom_vjp
 def _of_device(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     shape = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
-    return rows_times_matrices(_of(lhs), _of(rhs), group_sizes, _multiply(1, 0), shape)
+    return rows_times_matrices(lhs, rhs, group_sizes, _gemm("mk,kn"), shape)
 
 
 def _backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, sizes = kept
     like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
-    dlhs = rows_times_matrices(_of(grad), _of(rhs), sizes, _multiply(1, 1), like)
-    drhs = rows_times_rows(_of(lhs), _of(grad), sizes, _multiply(0, 0), rhs.shape)
+    dlhs = rows_times_matrices(grad, rhs, sizes, _gemm("mn,kn"), like)
+    drhs = rows_times_rows(lhs, grad, sizes, _gemm("mk,mn"), rhs.shape)
     return dlhs, drhs.astype(rhs.dtype), None
 
 
 _of_device.defvjp(lambda *operands: (_of_device(*operands), operands), _backward)
 
 
-def _of(x: jax.Array) -> Operand:
-    return Operand(x, None)
-
-
-def _multiply(left: int, right: int) -> Multiply:
-    """A GEMM with float32 output that contracts these axes."""
-    numbers = (((left,), (right,)), ((), ()))
-    return lambda lhs, rhs: lax.dot_general(lhs.data, rhs.data, numbers, preferred_element_type=jnp.float32)
+def _gemm(spec: str) -> Multiply:
+    """A GEMM with float32 output."""
+    numbers = contract(spec)
+    return lambda lhs, rhs: lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)

@@ -1,8 +1,9 @@
 """The custom VJP of the FP8 dot: quantization and the three GEMMs (fprop, dgrad, wgrad)."""
 
+import dataclasses
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, formats, scaling
-from fp8jax.dot.layout import Layout
-from fp8jax.dot.weight import KernelPlacement
+from fp8jax.dot.layout import Layout, contract
+from fp8jax.dot.weight import WHOLE, KernelPlacement, Weight
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import (
     ScaledArray,
@@ -44,26 +45,36 @@ ONCE = (
 GEMMS = FPROP, DGRAD, WGRAD = ("fprop", "dgrad", "wgrad")
 
 
-class Static(NamedTuple):
-    """The static arguments of the dot."""
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """The static arguments of a dot."""
 
     recipe: Recipe
     backend: str  # a key of `backends.BACKENDS`
-    layout: Layout
     lhs_dtype: Any
     rhs_dtype: Any  # None for a `ScaledArray`
     grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
     out_dtype: Any
     placement: KernelPlacement  # of the kernel
 
-    @property
-    def wgrad_dtype(self) -> Any:
-        """The output dtype of the wgrad GEMM: the dtype of the gradient, so that it is rounded once."""
-        if self.grad_slot_dtype is not None and self.grad_slot_dtype != FP8_GRAD:
-            return self.grad_slot_dtype
-        return (
-            self.out_dtype if self.rhs_dtype is None or self.grad_slot_dtype == FP8_GRAD else self.rhs_dtype
-        )
+    @classmethod
+    def of(
+        cls, lhs: jax.Array, rhs: Weight, recipe: Recipe | str, backend: str, out_dtype: Any, **own: Any
+    ) -> Self:
+        """The static arguments of the dot of `lhs` and `rhs`; `own` are the fields of a subclass.
+
+        Raises:
+            ValueError: `recipe.gemm` is not "FP8".
+        """
+        recipe = Recipe.parse(recipe)
+        if recipe.gemm != "FP8":
+            raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
+        rhs_dtype = None if isinstance(rhs.value, ScaledArray) else rhs.value.dtype
+        if out_dtype is None:
+            out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
+        grad_slot_dtype = None if rhs.grad_slot is None else rhs.grad_slot.dtype
+        dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
+        return cls(recipe, backend, *dtypes, rhs.shard or WHOLE, **own)
 
     @property
     def has_wgrad(self) -> bool:
@@ -76,13 +87,36 @@ class Static(NamedTuple):
         forward, backward = map(formats.get, self.recipe.gemm_formats)
         return [forward, forward, backward]
 
+    @property
+    def limits(self) -> jax.Array:
+        """The largest values of the formats."""
+        return jnp.array([format.max for format in self.formats], jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotStatic(Static):
+    """The static arguments of a `dot_general`."""
+
+    layout: Layout
+
+    @property
+    def wgrad_dtype(self) -> Any:
+        """The output dtype of the wgrad GEMM: the dtype of the gradient, so that it is rounded once."""
+        if self.grad_slot_dtype is not None and self.grad_slot_dtype != FP8_GRAD:
+            return self.grad_slot_dtype
+        return (
+            self.out_dtype if self.rhs_dtype is None or self.grad_slot_dtype == FP8_GRAD else self.rhs_dtype
+        )
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> jax.Array:
+def _dot(static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> jax.Array:
     return _forward(static, lhs, rhs, grad_slot, state)[0]
 
 
-def _forward(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> tuple[jax.Array, Any]:
+def _forward(
+    static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State
+) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_fm32(state))  # the state has no second derivative
@@ -104,12 +138,12 @@ def _forward(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: St
     return differentiable_once(out, seen, ONCE), (kept, seen, state)
 
 
-def _kernel_matrix(static: Static, rhs: Any) -> Any:
+def _kernel_matrix(static: DotStatic, rhs: Any) -> Any:
     """The all-gathered kernel as a matrix."""
     return static.layout.rhs_matrix(static.placement.gathered(rhs))
 
 
-def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
+def _backward(static: DotStatic, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     operands, seen, state = kept
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
@@ -118,8 +152,7 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     grad_seen, q_grad = _quantize(static, 2, grad, state)
-    # The cast saturates, so an infinite gradient would become finite: a NaN scale makes the outputs NaN.
-    q_grad = ScaledArray(q_grad.data, jnp.where(grad_seen < jnp.inf, q_grad.scale, jnp.nan))
+    q_grad = nan_unless_finite(q_grad, grad_seen)
     with jax.named_scope(DGRAD):
         dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
     drhs: Any = None
@@ -129,23 +162,47 @@ def _backward(static: Static, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
             drhs = _multiply(static, lhs, right, "mk,mn", precise=True, dtype=static.wgrad_dtype)
         drhs = static.layout.rhs_tensor(drhs)
     dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
-    limits = jnp.array([format.max for format in static.formats], jnp.float32)
     update = scaling.of_recipe(static.recipe).update
-    new_state = {**state, **update(state, jnp.stack([*seen, grad_seen]), limits)}
-    in_rhs, in_grad_slot = None, None
+    state = {**state, **update(state, jnp.stack([*seen, grad_seen]), static.limits)}
+    drhs, state = kernel_gradient(static, drhs, state)
+    return differentiable_once(cotangents(static, dlhs, drhs, state), (grad, seen), ONCE)
+
+
+def nan_unless_finite(grad: ScaledArray, amax: jax.Array) -> ScaledArray:
+    """The output gradient, NaN if its amax is not finite: a cast saturates, so the codes are finite."""
+    return ScaledArray(grad.data, jnp.where(amax < jnp.inf, grad.scale, jnp.nan))
+
+
+def kernel_gradient(static: Static, drhs: Any, state: State, groups: int = 0) -> tuple[Any, State]:
+    """The kernel's gradient in the dtype of the slot or of rhs, and the new state.
+
+    Args:
+        static: the static arguments.
+        drhs: the gradient as the wgrad GEMM returns it; None without one.
+        state: the new state but for the scale of E4M3 codes, the gradient for an FP8 slot. Without such a
+            slot `wgrad_scale` is -inf, so that another use of the kernel can set it.
+        groups: number of kernels, each with a scale; 0 for one kernel.
+    """
+    as_codes = static.grad_slot_dtype == FP8_GRAD
     if static.grad_slot_dtype is not None:
-        drhs = static.placement.scattered(drhs, as_codes=static.grad_slot_dtype == FP8_GRAD)
+        scattered = functools.partial(static.placement.scattered, as_codes=as_codes)
+        drhs = (jax.vmap(scattered) if groups else scattered)(drhs)
+    if as_codes:
+        blocks = (groups, 1, 1) if groups else ()
+        q = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, blocks)
+        return q.data, {**state, "wgrad_scale": q.scale.reshape(-1) if groups else q.scale}
+    if "wgrad_scale" in state:
+        state = {**state, "wgrad_scale": jnp.full_like(state["wgrad_scale"], -jnp.inf)}
+    dtype = static.rhs_dtype if static.grad_slot_dtype is None else static.grad_slot_dtype
+    return None if dtype is None else drhs.astype(dtype), state
+
+
+def cotangents(static: Static, dlhs: jax.Array, drhs: Any, state: State) -> tuple[Any, ...]:
+    """The cotangents of lhs, rhs, slot and state."""
     if static.grad_slot_dtype == FP8_GRAD:
-        q_drhs = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs)
-        in_grad_slot, new_state["wgrad_scale"] = to_fp8_grad(q_drhs.data), q_drhs.scale
-    else:
-        new_state = without_wgrad_scale(new_state)
-    if static.grad_slot_dtype is not None and static.grad_slot_dtype != FP8_GRAD:
-        in_grad_slot = drhs.astype(static.grad_slot_dtype)
-    elif static.grad_slot_dtype is None and static.rhs_dtype is not None:
-        in_rhs = drhs.astype(static.rhs_dtype)
-    grads = (dlhs, in_rhs, in_grad_slot, to_cotangents(new_state))
-    return differentiable_once(grads, (grad, seen), ONCE)
+        drhs = to_fp8_grad(drhs)
+    pair = (drhs, None) if static.grad_slot_dtype is None else (None, drhs)
+    return (dlhs, *pair, to_cotangents(state))
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:
@@ -178,15 +235,7 @@ def checked(*operands: Any) -> tuple[Any, ...]:
     return (lhs, rhs, grad_slot, state, *values[4:])
 
 
-def without_wgrad_scale(state: State) -> State:
-    """The new state of a dot without an FP8 gradient: its `wgrad_scale` is -inf, so that another use of the
-    weight can set it."""
-    if "wgrad_scale" not in state:
-        return state
-    return {**state, "wgrad_scale": jnp.full_like(state["wgrad_scale"], -jnp.inf)}
-
-
-def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(static: DotStatic, *operands: Any) -> tuple[jax.Array, Any]:
     """`_forward` on `custom_vjp`'s symbolic-zeros wrappers."""
     lhs, rhs, grad_slot, state = checked(*operands)
     return _forward(static, lhs, rhs, grad_slot, state)
@@ -234,13 +283,17 @@ def unpacked(matrix: Any, format: formats.Format) -> Any:
 
 
 def _multiply(
-    static: Static, lhs: Any, rhs: Any, spec: str, *, precise: bool, dtype: Any = None
+    static: DotStatic, lhs: Any, rhs: Any, spec: str, *, precise: bool, dtype: Any = None
 ) -> jax.Array:
-    """One GEMM of matrices, in FP8 for `ScaledArray`s; the output has `dtype`, by default the layer's."""
+    """One GEMM of matrices; the output has `dtype`, by default the layer's."""
     dtype = static.out_dtype if dtype is None else dtype
-    dimension_numbers = static.layout.contract(spec)
+    return gemm(static, lhs, rhs, contract(spec, static.layout.is_batched), precise, dtype)
+
+
+def gemm(
+    static: Static, lhs: Any, rhs: Any, numbers: lax.DotDimensionNumbers, precise: bool, dtype: Any
+) -> jax.Array:
+    """One GEMM, in FP8 for `ScaledArray`s; the output has `dtype`."""
     if isinstance(lhs, ScaledArray):
-        multiply = backends.BACKENDS[static.backend].dot
-        return multiply(lhs, rhs, dimension_numbers, out_dtype=dtype, precise=precise)
-    out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
-    return out.astype(dtype)
+        return backends.BACKENDS[static.backend].dot(lhs, rhs, numbers, out_dtype=dtype, precise=precise)
+    return lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32).astype(dtype)

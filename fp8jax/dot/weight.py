@@ -64,6 +64,11 @@ class Weight:
     grad_slot: Any  # the kernel's shape, float32 or `FP8_GRAD`
     shard: KernelPlacement | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
 
+    @classmethod
+    def of(cls, kernel: Any) -> "Weight":
+        """The kernel, without a slot if it is no `Weight`."""
+        return kernel if isinstance(kernel, cls) else cls(kernel, None)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""

@@ -22,12 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.adapters.moe.routing import Route
-from fp8jax.dot import ExpertSharding
-from fp8jax.platforms import over_axis
+from fp8jax.dot import ExpertSharding, on_each
 
 Dense = Callable[[jax.Array, jax.Array], jax.Array]  # (rows, sizes of the experts' groups) to rows
 
@@ -95,7 +93,7 @@ def send(
         way = Way(order[:rows], place)
         return _to_rows(x, way), sizes, way
 
-    return _on_each(on_device, over)(x, experts)
+    return on_each(on_device, over)(x, experts)
 
 
 def bring_back(
@@ -119,13 +117,7 @@ def bring_back(
         sums = jnp.sum(_to_choices(y, way).astype(jnp.float32) * gates[:, :, None], axis=1)
         return sums if over is None else lax.psum_scatter(sums, over.axis_name, tiled=True)
 
-    return _on_each(on_device, over)(y, gates, way)
-
-
-def _on_each(function: Callable[..., Any], over: ExpertSharding | None) -> Callable[..., Any]:
-    if over is None:
-        return function
-    return over_axis(function, over.mesh, over.axis_name, P(over.axis_name))
+    return on_each(on_device, over)(y, gates, way)
 
 
 def _experts_of_device(experts: int, tokens: int, over: ExpertSharding | None) -> int:
