@@ -109,7 +109,7 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
 
 def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
-    which, recipe, out_dtype = planned.dot.kernel, planned.recipe, eqn.outvars[0].aval.dtype
+    which, recipe, out_dtype = planned.dot.kernel, planned.kernel.recipe, eqn.outvars[0].aval.dtype
     state = states.get(planned.key, {})
     for _ in range(_depth(state, planned)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.

@@ -19,7 +19,6 @@ from jax._src.config import trace_context
 from jaxtyping import PRNGKeyArray, PyTree
 
 from fp8jax import backends, loss_scale
-from fp8jax.dot import quantized_kernel
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
@@ -89,7 +88,7 @@ class FunctionModel:
         program, _ = self._program(params, args, kwargs)
         if self.recipe.gemm == "FP8":
             check_share(program.report)
-        formatted = _with_kernels(params, program, lambda x, planned: planned.kernel(x).in_format(x))
+        formatted = _with_kernels(params, program, lambda x, planned: planned.kernel.in_format(x))
         return {PARAMS: formatted, **self._states(program)}
 
     def adapt(self, key: PRNGKeyArray, params: PyTree, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -114,10 +113,10 @@ class FunctionModel:
         for path, planned in program.plan.kernels().items():
             layer, dot = layer_path(path), planned.dot
             if dot.is_matrix and lora.chooses(layer, self.recipe):
-                _insert(adapters, layer_names(path), lora.new(key, layer, planned.stack, dot.gemm))
+                _insert(adapters, layer_names(path), lora.new(key, layer, planned.kernel.layers, dot.gemm))
 
         def freeze(x: Any, planned: PlannedDot) -> Any:
-            return x if planned.dot.is_computed else lora.freeze(x, planned.kernel(x))
+            return x if planned.dot.is_computed else lora.freeze(x, planned.kernel)
 
         frozen = _with_kernels(params, program, freeze)
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
@@ -166,13 +165,10 @@ class FunctionModel:
 
     def kernels(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
         """The kernels that the recipe or a rule applies to for these inputs, by path."""
-        params = _params_of(params)
-        program, _ = self._program(params, args, kwargs)
+        program, _ = self._program(_params_of(params), args, kwargs)
         if self.recipe.gemm == "FP8":
             check_share(program.report)
-        leaves = dict(zip(program.paths, jax.tree.leaves(params, is_leaf=is_scaled), strict=True))
-        kernels = program.plan.kernels()
-        return {path: planned.kernel(leaves[path]) for path, planned in kernels.items()}
+        return {path: planned.kernel for path, planned in program.plan.kernels().items()}
 
     def quantize(self, params: PyTree, like: Mapping[str, Any]) -> dict[str, Any]:
         """Variables with the function's parameters, such as a checkpoint's, in the formats of `like`."""
@@ -221,10 +217,9 @@ class FunctionModel:
         program, _ = self._program(variables[PARAMS], args, kwargs)
 
         def quantized(leaf: Any, planned: PlannedDot) -> Any:
-            if planned.dot.is_computed or planned.recipe.gemm != "FP8":
+            if planned.dot.is_computed or planned.kernel.recipe.gemm != "FP8":
                 return leaf
-            state = planned.state_in(variables.get(SCALING, {}))
-            return quantized_kernel(leaf, planned.recipe, state, planned.kernel(leaf).rank)
+            return planned.kernel.for_inference(leaf, planned.state_in(variables.get(SCALING, {})))
 
         return {**variables, PARAMS: _with_kernels(variables[PARAMS], program, quantized)}
 

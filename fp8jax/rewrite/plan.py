@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.dot import init_ragged_state, init_state
+from fp8jax.dot import init_ragged_state, init_state, quantized_kernel
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
@@ -18,13 +18,49 @@ from fp8jax.variables import SCALING
 DOT_OUTPUT = "fp8jax_dot_output"
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedDot:
-    """A dot product to replace, with its recipe."""
+class Kernel(NamedTuple):
+    """A parameter of dot products with a recipe: its scales and its scaling state."""
+
+    recipe: Recipe
+    layers: tuple[int, ...]  # leading axes of stacked layers; each layer has a scale and a state
+    groups: int  # number of experts, the next axis; 0 without experts
+
+    def rank(self, x: Any) -> int:
+        """The rank of the part of the parameter `x` that one scale covers."""
+        return x.ndim - len(self.layers) - bool(self.groups)
+
+    def first_state(self) -> dict[str, jax.Array]:
+        """The initial scaling state of one of its dot products."""
+        if self.recipe.gemm != "FP8":
+            return {}
+        state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
+        # On a mesh with explicit axes the copy has the same type as the states that a step returns.
+        return {name: jnp.copy(jnp.broadcast_to(x, (*self.layers, *x.shape))) for name, x in state.items()}
+
+    def in_format(self, x: Any, format: str | None = None) -> Any:
+        """The parameter `x` in a storage format, by default its recipe's; scales are powers of two, one for
+        each layer and expert."""
+        format = format or self.recipe.weight
+        if is_scaled(x) or format == "FP32":
+            return x
+        if format == "BF16":
+            return x.astype(jnp.bfloat16)
+        rank = self.rank(x)
+        blocks = (*x.shape[: x.ndim - rank], *(1,) * rank)
+        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
+        return q.with_own_dtype(x.dtype)
+
+    def for_inference(self, x: Any, state: Mapping[str, Any]) -> Any:
+        """The parameter `x` in its GEMM's format, with the scales of `state`."""
+        return quantized_kernel(x, self.recipe, dict(state), self.rank(x))
+
+
+class PlannedDot(NamedTuple):
+    """A dot product to replace, with its kernel."""
 
     dot: Dot
     key: tuple[str, ...]  # key of its scaling state
-    recipe: Recipe
+    kernel: Kernel
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -32,19 +68,9 @@ class PlannedDot:
         assert self.dot.path is not None
         return self.dot.path
 
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """The leading axes of the parameter with a scale for each index: layers, then experts."""
-        layers = tuple(length for _, length in self.dot.loops)
-        return (*layers, self.dot.groups) if self.dot.groups else layers
-
-    def kernel(self, leaf: Any) -> "Kernel":
-        """The parameter `leaf` as a kernel."""
-        return Kernel(self.recipe, len(leaf.shape) - len(self.stack), self.dot.groups)
-
     def first_state(self) -> dict[str, jax.Array]:
         """The initial scaling state, with a leading axis for each scan that slices the kernel."""
-        state = first_state(self.recipe, self.dot.groups, tuple(length for _, length in self.dot.loops))
+        state = self.kernel.first_state()
         if self.key != self.path:
             state.pop("wgrad_scale", None)  # the parameter has one gradient
         return state
@@ -55,7 +81,7 @@ class PlannedDot:
         Raises:
             ValueError: `states` lack it.
         """
-        if self.recipe.gemm != "FP8" or not self.first_state():
+        if not self.first_state():
             return {}
         # States that `merge` merged by max have the parameter's own key.
         for key in (self.key, self.path):
@@ -69,45 +95,6 @@ class PlannedDot:
             f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
             "not 'params' alone."
         )
-
-
-class Kernel(NamedTuple):
-    """A kernel of a model with scaling states from `init`, before its dot products are traced."""
-
-    recipe: Recipe
-    rank: int  # rank of the array that one scale covers
-    groups: int  # number of experts; 0 without experts
-
-    @property
-    def parts(self) -> list[str]:
-        """The names of the arrays of its scaling state."""
-        return list(first_state(self.recipe, self.groups, ()))
-
-    def first_state(self, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """The initial scaling state; `shape` may have leading axes of stacked layers."""
-        stack = shape[: len(shape) - self.rank - bool(self.groups)]
-        return first_state(self.recipe, self.groups, stack)
-
-    def in_format(self, x: Any, format: str | None = None) -> Any:
-        """The kernel `x` in a storage format, by default its recipe's; scales are powers of two, one for each
-        layer and expert."""
-        format = format or self.recipe.weight
-        if is_scaled(x) or format == "FP32":
-            return x
-        if format == "BF16":
-            return x.astype(jnp.bfloat16)
-        blocks = (*x.shape[: x.ndim - self.rank], *(1,) * self.rank)
-        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
-        return q.with_own_dtype(x.dtype)
-
-
-def first_state(recipe: Recipe, groups: int, stack: tuple[int, ...]) -> dict[str, jax.Array]:
-    """The initial scaling state of a kernel, or of `groups` kernels; `stack` are axes of stacked layers."""
-    if recipe.gemm != "FP8":
-        return {}
-    state = init_ragged_state(recipe, groups) if groups else init_state(recipe)
-    # On a mesh with explicit axes the copy has the same type as the states that a step returns.
-    return {name: jnp.copy(jnp.broadcast_to(x, (*stack, *x.shape))) for name, x in state.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -245,7 +245,8 @@ def choose(
             number = uses[dot.path] = uses.get(dot.path, -1) + 1
             name = "".join(dot.path[-1:])  # a function of one array has the path ()
             key = dot.path if not number else (*dot.path[:-1], f"{name}#{number}")
-            planned.append(PlannedDot(dot, key, choice.recipe))
+            layers = tuple(length for _, length in dot.loops)
+            planned.append(PlannedDot(dot, key, Kernel(choice.recipe, layers, dot.groups)))
     return planned, choices
 
 

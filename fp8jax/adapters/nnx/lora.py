@@ -41,13 +41,13 @@ def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
             object.__setattr__(variable, "__class__", Frozen)
     able, key = [], jax.random.key(lora.seed)
     for path, kernel, (owner, _, param) in placed_kernels(model):
-        layer, start = "/".join(path[:-1]), len(param.shape) - kernel.rank
+        layer, depth = "/".join(path[:-1]), len(kernel.layers)
         is_matrix = isinstance(owner, FLAX_LAYERS) and not getattr(owner, "batch_axis", ())
-        found = sides(owner, param.shape[start:]) if is_matrix else None
+        found = sides(owner, param.shape[depth:]) if is_matrix else None
         if found is not None:
             able.append(layer)
             if lora.chooses(layer, settings.recipe):
-                for name, new in lora.new(key, layer, param.shape[:start], (0, *found)).items():
+                for name, new in lora.new(key, layer, kernel.layers, (0, *found)).items():
                     setattr(owner, name, nnx.LoRAParam(new))
         param.set_value(lora.freeze(param.get_value(), kernel))
     layers = {"/".join(map(str, path)) for path, module in modules_of(model) if hasattr(module, "kernel")}

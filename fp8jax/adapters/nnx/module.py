@@ -22,7 +22,6 @@ from fp8jax import loss_scale
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_of, run_call
 from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
-from fp8jax.dot import quantized_kernel
 from fp8jax.dot.einsum import is_single_dot
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array
@@ -68,7 +67,7 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
     places = places_of(copy)
     for path, kernel in kernels.items():
         owner, name, param = places[path]
-        for part, state in kernel.first_state(param.shape).items():
+        for part, state in kernel.first_state().items():
             setattr(owner, f"{name}{STATE}{part}", FP8State(state))
         if kernel.recipe.weight != "FP32":
             param.set_value(kernel.in_format(param.get_value()))
@@ -93,7 +92,8 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
             continue
         rank = _rank(module) if is_known else leaf.ndim
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
-        shape = tuple(leaf.shape[leaf.ndim - rank - bool(groups) :])
+        depth = leaf.ndim - rank - bool(groups)
+        layers, shape = tuple(leaf.shape[:depth]), tuple(leaf.shape[depth:])
         layer = Layer.of(path, module, shape)
         choice = rules.choose(layer)
         paths.append(layer.path)
@@ -104,7 +104,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         is_skipped = (is_small or isinstance(module, nnx.Embed)) and not rules.names(layer)
         if choice.is_high_precision or (choice.reason is None and not is_skipped):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
-            found[path] = Kernel(recipe, rank, groups)
+            found[path] = Kernel(recipe, layers, groups)
     rules.check(paths)
     if settings.recipe.gemm == "FP8" and not found:
         raise ValueError(
@@ -186,6 +186,7 @@ def freeze(model: nnx.Module) -> nnx.Module:
     copy: Any = nnx.clone(model)
     for _, kernel, (owner, name, param) in placed_kernels(copy):
         if kernel.recipe.gemm == "FP8" and isinstance(owner, _KNOWN):
-            state = {part: getattr(owner, f"{name}{STATE}{part}").get_value() for part in kernel.parts}
-            param.set_value(quantized_kernel(param.get_value(), kernel.recipe, state, kernel.rank))
+            parts = kernel.first_state()
+            state = {part: getattr(owner, f"{name}{STATE}{part}").get_value() for part in parts}
+            param.set_value(kernel.for_inference(param.get_value(), state))
     return copy
