@@ -27,6 +27,7 @@ from fp8jax.gradients.slots import WGRAD_SCALE
 from fp8jax.gradients.states import state_at
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import Static
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 
@@ -94,12 +95,10 @@ def over_devices(on_device: Callable[..., tuple[Any, Any]], zero: Zero | None) -
         shardings = jax.tree.map_with_path(
             lambda path, leaf: _sharding(path, leaf, state_at(states, path), zero), params, is_leaf=is_scaled
         )
-        options, treedef = jax.tree.flatten(kwargs)
-        arrays = {i: x for i, x in enumerate(options) if hasattr(x, "dtype")}
+        static, arrays = Static.of(kwargs)
 
         def mapped(variables: Any, args: Any, arrays: Any) -> Any:
-            # Keyword arguments that are not arrays, such as flags, are constants.
-            kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(options)])
+            kwargs = static.filled(arrays)
             context = ShardContext(zero, shardings)
             (loss, aux), grads = on_device(context, loss_fn, variables, args, kwargs)
             aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)

@@ -15,12 +15,12 @@ from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
     ParamView,
     Plan,
+    Static,
     Tracked,
     aval_of,
     can_be_kernel,
     evaluate,
     find_dots,
-    is_array,
     names_of,
     plain_parameters,
 )
@@ -74,12 +74,10 @@ def gradient(
     shards = treedef.flatten_up_to(shardings)
     params = [_Param(*pair, sharding.shard) for pair, sharding in zip(flat, shards, strict=True)]
     state = to_fm32(variables.get(SCALING, {}))
-    rest, rest_treedef = jax.tree.flatten((others, args, kwargs))
-    arrays = [x for x in rest if is_array(x)]
+    static, arrays = Static.of((others, args, kwargs))
 
     def call(leaves: list[Any], state: Any, arrays: list[Any]) -> tuple[Any, Any]:
-        given = iter(arrays)
-        others, args, kwargs = rest_treedef.unflatten([next(given) if is_array(x) else x for x in rest])
+        others, args, kwargs = static.filled(arrays)
         scaling = {SCALING: state} if SCALING in variables else {}
         return loss_fn({**others, PARAMS: treedef.unflatten(leaves), **scaling}, *args, **kwargs)
 

@@ -25,7 +25,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, without_constraints
 from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, check_like, is_array
+from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, Static, check_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -168,13 +168,13 @@ class LinenModel:
 
     def _shapes(self, rngs: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         """The shapes of the module's variables. Arguments that are not arrays, as `train=False`, stay."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        static, arrays = Static.of((args, kwargs))
 
-        def init(arrays: dict[int, Any]) -> Any:
-            args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        def init(arrays: list[Any]) -> Any:
+            args, kwargs = static.filled(arrays)
             return self.module.init(rngs, *args, **kwargs)
 
-        return dict(jax.eval_shape(init, {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}))
+        return dict(jax.eval_shape(init, arrays))
 
     def _planned(
         self, function: Callable[..., Any], rngs: Any, plain: Mapping[str, Any], *args: Any, **kwargs: Any

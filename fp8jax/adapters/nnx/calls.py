@@ -19,7 +19,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw
-from fp8jax.rewrite import FunctionModel, is_array
+from fp8jax.rewrite import FunctionModel, Static
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
 
@@ -39,8 +39,7 @@ class _Call:
     graph: Any  # of the module and the modules among its arguments
     method: Callable[..., Any]
     path: tuple[Any, ...]
-    leaves: tuple[Any, ...]  # of the arguments; None for arrays, `_NODE` for modules
-    treedef: Any
+    arguments: Static  # with `_NODE` for modules
 
 
 _NODE = object()
@@ -143,7 +142,7 @@ def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -
     """The module and those among its arguments, and the operands of the rewritten function."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     nodes = (module, *filter(_is_node, leaves))
-    leaves = [_NODE if _is_node(leaf) else leaf for leaf in leaves]
+    arguments, arrays = Static.of(treedef.unflatten([_NODE if _is_node(x) else x for x in leaves]))
     function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
     has_adapters = function.settings.lora is not None
 
@@ -164,9 +163,7 @@ def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -
         tree = {str(name): tree}
     variables = {PARAMS: unflatten_dict(adapters), FROZEN: tree} if has_adapters else {PARAMS: tree}
     variables[SCALING] = unflatten_dict(states)
-    static = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-    call = _Call(graph, method, path, static, treedef)
-    return nodes, (variables, rest, [leaf for leaf in leaves if is_array(leaf)], call)
+    return nodes, (variables, rest, arrays, _Call(graph, method, path, arguments))
 
 
 def _is_node(leaf: Any) -> bool:
@@ -183,9 +180,9 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     _refuse_assignments(nodes)
     values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(nodes))}
     constants = _constants(nodes)
-    given, modules = iter(arrays), iter(nodes[1:])
-    leaves = (next(modules) if x is _NODE else next(given) if x is None else x for x in call.leaves)
-    args, kwargs = call.treedef.unflatten(leaves)
+    modules = iter(nodes[1:])
+    arguments = call.arguments.filled(arrays)
+    args, kwargs = jax.tree.map(lambda x: next(modules) if x is _NODE else x, arguments)
     function = module.rewritten__fp8.function
     token = _active.set(function)
     try:
