@@ -165,6 +165,21 @@ ad.primitive_jvps[_by_platform_p] = lambda primals, tangents, **params: _jvp(
 )
 
 
+def jvp_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The JVP rule of a primitive that evaluates `function`, by `jax.jvp`."""
+
+    def rule(primals: Any, tangents: Any, **params: Any) -> Any:
+        moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+        def of_moving(*values: Any) -> Any:
+            given = dict(zip(moving, values, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(primals)), **params)
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    return rule
+
+
 def explicit_mesh(*args: PyTree) -> Any:
     """The mesh of arrays whose shardings are part of their types; None if there is none."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))

@@ -20,6 +20,7 @@ from jax.interpreters import ad, mlir
 
 from fp8jax.dot.blocks import ExpertSharding, Multiply, on_each, rows_times_matrices, rows_times_rows
 from fp8jax.dot.layout import contract
+from fp8jax.platforms import jvp_of
 
 # A primitive, so that `rewrite` finds it as one equation of a jaxpr.
 RAGGED = "fp8jax_ragged_dot"
@@ -54,17 +55,7 @@ def _abstract(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | No
     return jax.core.ShapedArray((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
 
 
-def _jvp(primals: Any, tangents: Any, *, over: ExpertSharding | None) -> Any:
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_moving(*values: Any) -> jax.Array:
-        given = dict(zip(moving, values, strict=True))
-        return _ragged(*(given.get(i, x) for i, x in enumerate(primals)), over=over)
-
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-
-ad.primitive_jvps[_ragged_p] = _jvp
+ad.primitive_jvps[_ragged_p] = jvp_of(_ragged)
 mlir.register_lowering(_ragged_p, mlir.lower_fun(_ragged, multiple_results=False))
 
 

@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax import backends
+from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.evaluate import evaluate
@@ -217,16 +218,6 @@ def _abstract(*avals: Any, program: Program, treedef: Any) -> Any:
     return [var.aval for var in program.jaxpr.outvars], program.jaxpr.effects
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_moving(*values: Any) -> list[Any]:
-        given = dict(zip(moving, values, strict=True))
-        return _run(*(given.get(i, x) for i, x in enumerate(primals)), **params)
-
-    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
     out = jax.vmap(functools.partial(_run, **params), in_axes=tuple(dims))(*args)
     return out, [0] * len(out)
@@ -236,6 +227,6 @@ _program_p = jex.Primitive(PROGRAM)
 _program_p.multiple_results = True
 _program_p.def_impl(jax.jit(_run, static_argnames=("program", "treedef")))
 _program_p.def_effectful_abstract_eval(_abstract)
-ad.primitive_jvps[_program_p] = _jvp
+ad.primitive_jvps[_program_p] = jvp_of(_run)
 batching.primitive_batchers[_program_p] = _batch
 mlir.register_lowering(_program_p, mlir.lower_fun(_run, multiple_results=True))
