@@ -4,6 +4,8 @@ All other equations are bound unchanged, including calls and loops without an FP
 """
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,7 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
 from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
-from fp8jax.rewrite.follow import ParamView, Tracked, follow, move, plain
+from fp8jax.rewrite.follow import ParamView, Tracked, bind, follow, move, plain
 from fp8jax.rewrite.plan import DOT_OUTPUT, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
@@ -50,24 +52,58 @@ def evaluate(
 
 
 def _run(
-    plan: Plan, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], states: States, site: Site
+    plan: Plan, jaxpr: jex.Jaxpr, consts: Any, args: Sequence[Any], states: States, site: Site, first: int = 0
 ) -> list[Any]:
-    """The outputs of a jaxpr; parameters that it only moves stay `Tracked`."""
+    """The outputs of a jaxpr; parameters that it only moves stay `Tracked`. Its equations are numbered from
+    `first` on."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(var: Any) -> Any:
         return var.val if isinstance(var, jex.Literal) else env[var]
 
+    def block_or_number(pair: tuple[int, jex.JaxprEqn]) -> Any:
+        return pair[0] if plan.remat is None else plan.remat.block_of(pair[1], site) or pair[0]
+
     last = _last_uses(jaxpr)
-    for number, eqn in enumerate(jaxpr.eqns):
-        names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+    for block, group in itertools.groupby(enumerate(jaxpr.eqns), block_or_number):
+        numbers, [eqn, *_] = zip(*group, strict=True)
+        number = first + numbers[0]
+        if isinstance(block, int):
             outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number))
+        else:
+            eqn = _part(jaxpr, numbers[0], numbers[-1] + 1)
+            outs = _checkpointed(plan, block, eqn, [read(var) for var in eqn.invars], states, site, number)
         env.update(zip(eqn.outvars, outs, strict=True))
-        for var in last[number]:
+        for var in set().union(*(last[number] for number in numbers)):
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
+
+
+def _part(jaxpr: jex.Jaxpr, start: int, end: int) -> jex.Jaxpr:
+    """Some of the equations as a jaxpr, whose outputs are what later equations need."""
+    eqns = jaxpr.eqns[start:end]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    used = (var for eqn in eqns for var in eqn.invars)
+    used_later = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns[end:] for var in eqn.invars)]
+    ins = {var: None for var in used if not isinstance(var, jex.Literal) and var not in made}
+    outs = {var: None for var in used_later if not isinstance(var, jex.Literal) and var in made}
+    return jaxpr.replace(constvars=[], invars=[*ins], outvars=[*outs], eqns=eqns)
+
+
+def _checkpointed(
+    plan: Plan, block: Any, part: jex.Jaxpr, ins: list[Any], states: States, site: Site, first: int
+) -> list[Any]:
+    """The outputs of a block: `part` of the jaxpr at `site`."""
+    assert plan.remat is not None
+    within = dataclasses.replace(plan, remat=plan.remat.inside(block))
+
+    def run(ins: Any, states: Any) -> list[Any]:
+        return [plain(x) for x in _run(within, part, (), ins, states, site, first)]
+
+    inside = _states_inside(plan, states, *((*site, first + i) for i in range(len(part.eqns))))
+    prevent_cse = not plan.remat.blocks[block[0]]
+    return jax.checkpoint(run, policy=plan.remat.policy, prevent_cse=prevent_cse)(ins, inside)
 
 
 def _last_uses(jaxpr: jex.Jaxpr) -> dict[int, set[Any]]:
@@ -81,30 +117,23 @@ def _last_uses(jaxpr: jex.Jaxpr) -> dict[int, set[Any]]:
 
 def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> Sequence[Any]:
     """The outputs of an equation."""
-    name = eqn.primitive.name
-    if site in plan.dots:
-        with scope(layer_path(plan.dots[site].path)):
-            return [_dot(plan, eqn, plan.dots[site], ins, states)]
-    if name == PROGRAM:
-        leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
-        states = {key: {name: plain(x) for name, x in state.items()} for key, state in states.items()}
-        return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
-    if site in plan.below:
-        if name == "scan":
-            return _scan(plan, eqn, ins, states, site)
-        if name == "cond":
-            return _cond(plan, eqn, ins, states, site)
-        if name in CALLS:
-            return _run(plan, *inner_jaxpr(eqn), ins, states, site)
-        if name in REMATS:
-            return _remat(plan, eqn, ins, states, site)
-    if ins and isinstance(ins[0], Tracked) and follow(ins[0].view, eqn) is not None:
-        outs = move(ins[0], eqn, [plain(x) for x in ins[1:]])
-        if outs is not None:
-            return outs
-    with scope(layer_path(plan.named[site])) if site in plan.named else contextlib.nullcontext():
-        out = eqn.primitive.bind(*map(plain, ins), **eqn.primitive.get_bind_params(eqn.params))
-    return out if eqn.primitive.multiple_results else [out]
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        if site in plan.dots:
+            with scope(layer_path(plan.dots[site].path)):
+                return [_dot(plan, eqn, plan.dots[site], ins, states)]
+        if eqn.primitive.name == PROGRAM:
+            leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
+            states = {key: {name: plain(x) for name, x in state.items()} for key, state in states.items()}
+            return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
+        if site in plan.below and eqn.primitive.name in _INSIDE:
+            return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
+        if ins and isinstance(ins[0], Tracked) and follow(ins[0].view, eqn) is not None:
+            outs = move(ins[0], eqn, [plain(x) for x in ins[1:]])
+            if outs is not None:
+                return outs
+        with scope(layer_path(plan.named[site])) if site in plan.named else contextlib.nullcontext():
+            return bind(eqn, *map(plain, ins))
 
 
 def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
@@ -185,10 +214,14 @@ def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*before))
 
 
-def _states_inside(plan: Plan, states: States, site: Site) -> dict[tuple[str, ...], Any]:
-    """The states of the dot products inside the equation at a site."""
-    keys = {each.key for at, each in plan.dots.items() if at[: len(site)] == site}
+def _states_inside(plan: Plan, states: States, *sites: Site) -> dict[tuple[str, ...], Any]:
+    """The states of the dot products inside the equations at some sites."""
+    keys = {each.key for at, each in plan.dots.items() for site in sites if at[: len(site)] == site}
     return {key: states[key] for key in keys if key in states}
+
+
+def _call(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
+    return _run(plan, *inner_jaxpr(eqn), ins, states, site)
 
 
 def _remat(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
@@ -249,3 +282,7 @@ def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     index, *operands = ins
     branches = [branch(*pair) for pair in enumerate(eqn.params["branches"])]
     return lax.switch(index, branches, operands, _states_inside(plan, states, site))
+
+
+# How to evaluate the equations with planned dot products inside.
+_INSIDE = {"scan": _scan, "cond": _cond, **dict.fromkeys(CALLS, _call), **dict.fromkeys(REMATS, _remat)}

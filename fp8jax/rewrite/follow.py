@@ -152,11 +152,11 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
             return None
         # FP8 gradients of several slices would have different scales.
         assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
-        grad_slots = [None] * len(views) if grad_slot is None else _bind(eqn, grad_slot, rest)
+        grad_slots = [None] * len(views) if grad_slot is None else bind(eqn, grad_slot, *rest)
         return [Tracked(x, s, each) for x, s, each in zip(parts, grad_slots, views, strict=True)]
     stored = tracked.stored
     if name in ("reshard", "sharding_constraint") and not view.is_transposed and shard is None:
-        [constrained] = _bind(eqn, stored.data if is_scaled(stored) else stored, rest)
+        [constrained] = bind(eqn, stored.data if is_scaled(stored) else stored, *rest)
         stored = ScaledArray(constrained, stored.scale) if is_scaled(stored) else constrained
     return [Tracked(stored, tracked.grad_slot, views[0], shard)]
 
@@ -172,8 +172,8 @@ def _transpose(x: Any, perm: tuple[int, ...]) -> Any:
 def _move_stored(stored: Any, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Any] | None:
     """The outputs of a reshape or slice of a stored parameter; None if its scales cannot be moved."""
     if not is_scaled(stored):
-        return _bind(eqn, stored, rest)
-    data, scale = _bind(eqn, stored.data, rest), stored.scale
+        return bind(eqn, stored, *rest)
+    data, scale = bind(eqn, stored.data, *rest), stored.scale
     if scale.size == 1:
         return [ScaledArray(x, scale.reshape(())) for x in data]
     # A scale for each layer of a stack, along the first axis.
@@ -189,10 +189,9 @@ def _move_stored(stored: Any, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Any] |
     return [ScaledArray(x, scale.reshape(layers, *(1,) * (x.ndim - 1))) for x in data]
 
 
-def _bind(eqn: jex.JaxprEqn, x: Any, rest: list[Any]) -> list[Any]:
-    """Applies the equation to an array with the shape of its first input, of any dtype."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    out = eqn.primitive.bind(x, *rest, **params)
+def bind(eqn: jex.JaxprEqn, *ins: Any) -> list[Any]:
+    """Applies the equation to arrays with the shapes of its inputs, of any dtype."""
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

@@ -107,6 +107,7 @@ class Plan:
             functions.
         sliced: for each scan, by site, the dot products of the parameters that it slices, by state key.
         named: parameter paths of the dot products that get a named scope, by site.
+        remat: the blocks to checkpoint, a `remat.Remat`, or None.
         backend: the GEMM backend.
         lora_scale: alpha / rank of adapters.
     """
@@ -115,6 +116,7 @@ class Plan:
     below: frozenset[Site]
     sliced: dict[Site, dict[tuple[str, ...], PlannedDot]]
     named: dict[Site, tuple[str, ...]]
+    remat: Any
     backend: str
     lora_scale: float
 
@@ -124,6 +126,7 @@ class Plan:
         dots: Iterable[PlannedDot],
         named: Iterable[Dot] = (),
         programs: Iterable[Site] = (),
+        remat: Any = None,
         backend: str = "auto",
         lora_scale: float = 1.0,
     ) -> "Plan":
@@ -135,7 +138,7 @@ class Plan:
         for each in by_site.values():
             for site, _ in each.dot.loops:
                 sliced.setdefault(site, {})[each.key] = each
-        return cls(by_site, frozenset(below), sliced, names, backend, lora_scale)
+        return cls(by_site, frozenset(below), sliced, names, remat, backend, lora_scale)
 
     def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
         """The kernels by path, each with its dot product inside the most scans, which decides the number of

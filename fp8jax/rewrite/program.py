@@ -28,7 +28,7 @@ from fp8jax.rewrite.find import PROGRAM, find_dots
 from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import LoRA, without_adapters
 from fp8jax.rewrite.plan import Kernel, Plan, PlannedDot
-from fp8jax.rewrite.remat import Calls, Checkpointing, checkpointed
+from fp8jax.rewrite.remat import Calls, Checkpointing, remat_of
 from fp8jax.rewrite.report import Report, make_report
 from fp8jax.rewrite.rules import Rule, Rules, choose, layer_path
 from fp8jax.scaling.merge import to_fm32
@@ -157,11 +157,10 @@ def trace(
         ParamView.of(path, x) if can_be_kernel(x) else None for path, x in zip(paths, leaves, strict=True)
     ]
     views += [None] * num_state_arrays
-    found, notes = find_dots(jaxpr, views), [backends.note(settings.backend)]
+    found, notes, remat = find_dots(jaxpr, views), [backends.note(settings.backend)], None
     if settings.checkpointing is not None and annotations.calls is not None:
         dots = [dot for dot in found.dots if dot.path is not None]
-        jaxpr, note = checkpointed(settings.checkpointing, annotations.calls, jaxpr, dots)
-        found = find_dots(jaxpr, views)
+        remat, note = remat_of(settings.checkpointing, annotations.calls, dots)
         notes.append(note)
     rules, lora, modules = settings.new_rules(), settings.lora, annotations.modules
     planned, choices = choose(found, rules, modules, settings.kernels)
@@ -173,7 +172,7 @@ def trace(
         report = _with_adapters(report, lora, settings.recipe, planned)
     annotations.clear()
     named, lora_scale = [dot for dot, _ in choices], 1.0 if lora is None else lora.scale
-    plan = Plan.of(planned, named, backend=settings.backend, lora_scale=lora_scale)
+    plan = Plan.of(planned, named, remat=remat, backend=settings.backend, lora_scale=lora_scale)
     return Program(jaxpr, out, paths, plan, report), closed.consts
 
 

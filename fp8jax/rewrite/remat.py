@@ -17,10 +17,9 @@ once. The blocks of a function without modules are the bodies of its scans.
 import collections
 import contextlib
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -28,7 +27,7 @@ import jax.extend.core as jex
 from fp8jax.dot import save_fp8_operands
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
-from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, SCAN
+from fp8jax.rewrite.find import CHECKPOINT, SCAN
 from fp8jax.rewrite.plan import DOT_OUTPUT
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
@@ -243,19 +242,37 @@ def _fits(name: str, call: Call) -> bool:
     return name == call.kind or matches(name, call.path)
 
 
-# The checkpoints in the jaxpr ####################################################################
+# The checkpoints of a program #####################################################################
 
 
-def checkpointed(
-    setting: Checkpointing, calls: Calls, jaxpr: jex.Jaxpr, dots: Iterable[Dot]
-) -> tuple[Any, str]:
-    """The jaxpr of a traced function with its blocks checkpointed, and a line for the report.
+class Remat(NamedTuple):
+    """The blocks of a program to checkpoint."""
+
+    policy: Any  # of `jax.checkpoint`
+    # Numbers of calls, and sites of scans with bodies to checkpoint; and whether the block is inside a loop.
+    blocks: Mapping[int | Site, bool]
+
+    def block_of(self, eqn: jex.JaxprEqn, site: Site) -> Any:
+        """The block of an equation of the jaxpr at `site`, hashable; None without one."""
+        if site in self.blocks:
+            return (site,)
+        calls = _calls_in(str(eqn.source_info.name_stack))
+        return next((call for call in calls if call[0] in self.blocks), None)
+
+    def inside(self, block: Any) -> "Remat":
+        """The blocks inside a block: a call has none, the body of a scan may have other scans."""
+        is_body = isinstance(block[0], tuple)
+        blocks = {each: in_loop for each, in_loop in self.blocks.items() if is_body and each != block[0]}
+        return self._replace(blocks=blocks)
+
+
+def remat_of(setting: Checkpointing, calls: Calls, dots: Iterable[Dot]) -> tuple[Remat, str]:
+    """The blocks of a traced function to checkpoint, and a line for the report.
 
     Args:
         setting: the policy and the blocks.
         calls: the calls of modules, recorded while the function was traced.
-        jaxpr: the function's jaxpr.
-        dots: the dot products of parameters in the jaxpr.
+        dots: the dot products of parameters in the function's jaxpr.
 
     Raises:
         ValueError: see `find_blocks`; or a function without modules scans no stacked parameters.
@@ -275,76 +292,4 @@ def checkpointed(
                 "fp8jax.dot.save_fp8_operands."
             )
     note = f"gradient_checkpointing={setting.policy}: of {', '.join(names)}"
-    return with_checkpoints(jaxpr, blocks, POLICIES[setting.policy]), note
-
-
-def with_checkpoints(
-    jaxpr: jex.Jaxpr, blocks: Mapping[int | Site, bool], policy: Any, site: Site = ()
-) -> Any:
-    """The jaxpr with the equations of each block in one `checkpoint` equation.
-
-    Args:
-        jaxpr: an open jaxpr.
-        blocks: the numbers of calls, and the sites of scans with bodies to checkpoint; and whether each block
-            is inside a loop.
-        policy: the policy of `jax.checkpoint`.
-        site: the site of `jaxpr`.
-    """
-    is_body = site in blocks
-
-    def block_of(eqn: jex.JaxprEqn) -> Any:
-        calls = _calls_in(str(eqn.source_info.name_stack))
-        return (site,) if is_body else next((call for call in calls if call[0] in blocks), None)
-
-    def inside(jaxpr: jex.Jaxpr, site: Site) -> Any:
-        return with_checkpoints(jaxpr, blocks, policy, site)
-
-    eqns, end = [], 0
-    for block, equations in itertools.groupby(jaxpr.eqns, block_of):
-        start, group = end, list(equations)
-        end += len(group)
-        if block is None or is_body:
-            group = [_with_inner(eqn, inside, (*site, start + i)) for i, eqn in enumerate(group)]
-        if block is not None:
-            group = [_checkpoint(jaxpr, group, jaxpr.eqns[end:], policy, prevent_cse=not blocks[block[0]])]
-        eqns += group
-    return jaxpr if eqns == jaxpr.eqns else jaxpr.replace(eqns=eqns)
-
-
-def _with_inner(eqn: jex.JaxprEqn, change: Callable[[Any, Site], Any], site: Site) -> Any:
-    """The equation with `change(jaxpr, site)` for each inner jaxpr that `evaluate` looks into."""
-
-    def changed(inner: Any, site: Site) -> Any:
-        jaxpr = getattr(inner, "jaxpr", inner)
-        new = change(jaxpr, site)
-        return inner if new is jaxpr else inner.replace(jaxpr=new) if hasattr(inner, "jaxpr") else new
-
-    params = eqn.params
-    if eqn.primitive.name == "cond":
-        inners = tuple(changed(inner, (*site, number)) for number, inner in enumerate(params["branches"]))
-        new = {"branches": inners}
-    elif eqn.primitive.name in ("scan", *CALLS, *REMATS):
-        name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
-        new = {name: changed(params[name], site)}
-    else:
-        return eqn
-    return (
-        eqn
-        if all(params[name] == inner for name, inner in new.items())
-        else eqn.replace(params={**params, **new})
-    )
-
-
-def _checkpoint(
-    jaxpr: jex.Jaxpr, eqns: Sequence[Any], later: Sequence[Any], policy: Any, prevent_cse: bool
-) -> Any:
-    """Some equations of a jaxpr as one `checkpoint` equation; `later` are the equations after them."""
-    made = {var for eqn in eqns for var in eqn.outvars}
-    used_later = [*jaxpr.outvars, *(var for eqn in later for var in eqn.invars)]
-    ins = {var: None for eqn in eqns for var in eqn.invars if not isinstance(var, jex.Literal)}
-    ins = [var for var in ins if var not in made]
-    outs = list({var: None for var in used_later if not isinstance(var, jex.Literal) and var in made})
-    effects = frozenset(effect for eqn in eqns for effect in eqn.effects)
-    inner = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns, effects=effects)
-    params = {"jaxpr": inner, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
-    return jex.new_jaxpr_eqn(ins, outs, jex.primitives.remat_p, params, effects)
+    return Remat(POLICIES[setting.policy], blocks), note
