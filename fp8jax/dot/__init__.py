@@ -18,7 +18,6 @@ only the backward knows the amax of `dy` ("overwrite with gradient").
 """
 
 from fp8jax.dot.blocks import ExpertSharding as ExpertSharding
-from fp8jax.dot.blocks import on_each as on_each
 from fp8jax.dot.dot_general import dot_general as dot_general
 from fp8jax.dot.dot_general import einsum as einsum
 from fp8jax.dot.dot_general import init_state as init_state

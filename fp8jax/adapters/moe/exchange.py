@@ -25,7 +25,8 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.adapters.moe.routing import Route
-from fp8jax.dot import ExpertSharding, on_each
+from fp8jax.dot import ExpertSharding
+from fp8jax.dot.blocks import on_each
 
 Dense = Callable[[jax.Array, jax.Array], jax.Array]  # (rows, sizes of the experts' groups) to rows
 
