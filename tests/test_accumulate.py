@@ -13,6 +13,7 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.optim import adamw, clip_by_global_norm, multi_steps, skipped
 from fp8jax.quantization import is_scaled, value
+from fp8jax.rewrite.find import scan_parts
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -104,9 +105,8 @@ def test_what_is_summed_never_has_the_width_of_float32():
     model, variables = model_of("O2")
     grad = fp8jax.accumulate_gradients(loss_of(model), PARTS)
     [scan] = [eqn for eqn in _all(jax.make_jaxpr(grad)(variables, X, Y)) if _is_outer_scan(eqn)]
-    kernels = [
-        v.aval for v in scan.outvars[: scan.params["num_carry"]] if v.aval.shape in ((2, 32, 32), (32, OUT))
-    ]
+    _, carry, _ = scan_parts(scan, scan.invars)
+    kernels = [v.aval for v in carry if v.aval.shape in ((2, 32, 32), (32, OUT))]
     assert len(kernels) == 2 and {aval.dtype for aval in kernels} == {jnp.dtype(jnp.float16)}
 
 
@@ -118,7 +118,9 @@ def _all(closed):
 
 
 def _is_outer_scan(eqn):
-    return eqn.primitive.name == "scan" and eqn.params["length"] == PARTS and eqn.params["num_carry"] > 4
+    if eqn.primitive.name != "scan" or eqn.params["length"] != PARTS:
+        return False
+    return len(scan_parts(eqn, eqn.invars)[1]) > 4
 
 
 @pytest.mark.long

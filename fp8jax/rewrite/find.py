@@ -226,5 +226,8 @@ def inner_jaxpr(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
 
 def scan_parts(eqn: jex.JaxprEqn, values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Constants, carry and scanned inputs of a scan."""
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    if "ft_in" in eqn.params:  # since JAX 0.12
+        consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+    else:
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
     return values[:consts], values[consts : consts + carry], values[consts + carry :]
