@@ -36,27 +36,22 @@ PUBLIC = (
 
 
 def documented(text):
-    """The names that a page's `::: name` lines and their `members` give."""
-    names, owner = set(), ""
-    for line in text.splitlines():
-        if line.startswith("::: "):
-            owner = line.removeprefix("::: ").strip()
-            names.add(owner)
-        elif member := re.fullmatch(r" {8}- (\w+)", line):
-            names.add(f"{owner}.{member[1]}")
-    return names
+    """The names of a page's entries: those of `::: name`, and of headings with `{#name}`."""
+    return set(re.findall(r"^(?:::: |#.*\{#)([\w.]+)", text, re.MULTILINE))
+
+
+def folder_of(module):
+    """The folder of a package of this project."""
+    return next(
+        folder for root in (".", "interop") if (folder := ROOT / root / module.replace(".", "/")).is_dir()
+    )
 
 
 def exported(module):
-    """The names that a module's `__init__` gives its users."""
-    (path,) = [
-        path
-        for path in (ROOT / root / module.replace(".", "/") / "__init__.py" for root in (".", "interop"))
-        if path.is_file()
-    ]
+    """Name -> the module that it is imported from, of the names that a package's `__init__` exports."""
     aliases = [
         (node.module, alias)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse((folder_of(module) / "__init__.py").read_text()))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     ]
@@ -64,11 +59,13 @@ def exported(module):
 
 
 def has_entry(module, name, source, found):
-    """Whether a name has an entry, in its module or in a module around it, or where it is defined."""
+    """Whether a name has an entry: in its package or in one around it, where it is defined, or its parts."""
     parts = module.split(".")
-    owners = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-    return any(f"{owner}.{name}" in found for owner in (*owners, source)) or any(
-        entry.startswith(f"{module}.{name}.") for entry in found
+    owners = {source, *(".".join(parts[:n]) for n in range(1, len(parts) + 1))}
+    if source != module and (folder_of(module) / f"{name}.py").is_file():
+        owners.remove(module)  # its name is that of a file, which the entry would show
+    return any(f"{owner}.{name}" in found for owner in owners) or any(
+        entry.startswith(f"{module}.{name}.") for entry in found - {f"{source}.{name}"}
     )
 
 
@@ -92,14 +89,15 @@ def test_every_page_is_in_the_navigation():
     assert sorted(f"docs/{page}" for page in listed) == sorted(page for page in PAGES if page != "README.md")
 
 
-def test_documented_names_are_found():
-    text = "# A\n\n::: fp8jax.optim\n    options:\n      members:\n        - adam\n\n::: fp8jax.comm.mu\n"
-    assert documented(text) == {"fp8jax.optim", "fp8jax.optim.adam", "fp8jax.comm.mu"}
+def test_entries_of_a_page_are_found():
+    text = "# A\n\n::: fp8jax.optim\n    options:\n      members: false\n\n## B {#fp8jax.dot.GEMMS}\n"
+    assert documented(text) == {"fp8jax.optim", "fp8jax.dot.GEMMS"}
 
 
 def test_entries_are_found_where_they_are():
-    found = {"fp8jax.optim.adam", "fp8jax.train.data.Text", "fp8jax.rewrite.Report"}
-    assert has_entry("fp8jax.optim", "adam", "fp8jax.optim.adam", found)
-    assert has_entry("fp8jax.optim.step", "adam", "fp8jax.optim.step.fused", found)
+    found = {"fp8jax.optim.adamw", "fp8jax.train.data.Text", "fp8jax.rewrite.Report"}
+    assert has_entry("fp8jax.optim", "adamw", "fp8jax.optim.adam", found)
+    assert has_entry("fp8jax.optim.step", "adamw", "fp8jax.optim.step.fused", found)
     assert has_entry("fp8jax.train", "data", "fp8jax.train", found)
-    assert not has_entry("fp8jax.optim", "adamw", "fp8jax.optim.adam", found)
+    assert not has_entry("fp8jax.optim", "adam", "fp8jax.optim.adam", {*found, "fp8jax.optim.adam"})
+    assert has_entry("fp8jax.optim", "adam", "fp8jax.optim.adam", {*found, "fp8jax.optim.adam.adam"})
