@@ -11,8 +11,9 @@ class Config(DeviceConfig):
     """Options of a run; the defaults are nanoGPT's for a CPU."""
 
     recipe: str = option(
-        "O2",
-        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2 or fp8; with changes: O2,margin=1",
+        "",
+        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2 or fp8; with changes: O2,margin=1; by "
+        "default fp8, for adafactor O2",
     )
     twin: bool = option(True, "train the same model in bf16 next to it")
     data: str = option("", "text file; by default the source of Python's standard library", fixed=False)
@@ -29,7 +30,9 @@ class Config(DeviceConfig):
     steps: int = option(500, "optimizer steps", least=1)
     batch: int = option(12, "windows of text in a step, over all devices", least=1)
     optim: str = option(
-        "adamw", "adamw (moments as in the recipe), adamw_8bit or adafactor", choices=OPTIMIZERS
+        "adamw",
+        "adamw (moments as in the recipe), adamw_8bit or adafactor (rounds weights to nearest only)",
+        choices=OPTIMIZERS,
     )
     lr: float = option(1e-3, "learning rate after the warm-up", least=0)
     min_lr: float = option(1e-4, "learning rate at the end of the cosine", least=0)
@@ -60,7 +63,7 @@ class Config(DeviceConfig):
             )
 
     def trainer(self, recipe: str, folder: str, devices: int) -> TrainConfig:
-        """The trainer's configuration for a recipe, on so many devices of all processes."""
+        """The trainer's configuration for a recipe ("" for the default), on all devices of all processes."""
         if self.batch % devices:
             raise ValueError(f"--batch must be a multiple of the {devices} devices; got --batch {self.batch}")
         return TrainConfig(

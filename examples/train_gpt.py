@@ -59,13 +59,11 @@ def prepare(argv: Sequence[str] | None) -> Run:
     data.check_length(text, options.batch, options.context)
     sizes = {name: size for name, size in vars(options).items() if hasattr(GPTConfig, name)}
     gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
-    has_twin = options.twin and Recipe.parse(options.recipe) != Recipe.BF16
     devices = len(distributed.devices(options.devices))
     example = np.zeros((1, options.context + 1), np.int32)
-    trainers = [
-        train.Trainer(gpt, loss, options.trainer(recipe, str(folder), devices), example)
-        for recipe in [options.recipe, *(["bf16"] if has_twin else [])]
-    ]
+    configs = [options.trainer(recipe, str(folder), devices) for recipe in (options.recipe, "bf16")]
+    has_twin = options.twin and configs[0].precision != Recipe.BF16
+    trainers = [train.Trainer(gpt, loss, each, example) for each in configs[: 1 + has_twin]]
     return Run(options, text, trainers)
 
 

@@ -56,7 +56,7 @@ EVERYTHING_ELSE = "--no-twin --bias --no-remat --dtype bfloat16 --recipe te,scal
 @pytest.mark.parametrize(
     "options, names, layers",
     [
-        pytest.param([], ["O2", "bf16"], 4, id="default"),
+        pytest.param([], ["fp8", "bf16"], 4, id="default"),
         pytest.param(
             EVERYTHING_ELSE.split(),
             ["te,scaling=current,exclude="],
@@ -92,7 +92,7 @@ def test_a_finished_run_can_be_resumed_to_report_again(program, folder, short, c
     before = runs.curves(folder / "run")
     (folder / "run/report.html").unlink()
     assert program.main(["--out", "run", "--resume"]) == 0
-    assert runs.curves(folder / "run") == before and list(before[1]) == ["O2", "bf16"]
+    assert runs.curves(folder / "run") == before and list(before[1]) == ["fp8", "bf16"]
     assert (folder / "run/report.html").exists() and capsys.readouterr().err == ""
 
 

@@ -113,5 +113,5 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(journey):
 
 def test_killed_stopped_and_damaged_ends_as_if_left_alone(journey):
     alone, spoiled = (runs.curves(journey["folder"] / name) for name in ("alone", "spoiled"))
-    assert len(alone[1]["O2"][0]) == 200 and len(alone[0][0]["loss"]) == 200
+    assert len(alone[1]["fp8"][0]) == 200 and len(alone[0][0]["loss"]) == 200
     assert alone == spoiled

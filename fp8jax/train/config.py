@@ -1,6 +1,6 @@
 """The configuration of a training run.
 
-    TrainConfig(recipe="O2", per_device_train_batch_size="auto", gradient_checkpointing="fp8")
+    TrainConfig(recipe="fp8", per_device_train_batch_size="auto", gradient_checkpointing="fp8")
     TrainConfig(**read(TrainConfig, ["--config", "run.yaml", "--bf16"]))
 
 A configuration is a frozen dataclass with fields made by `option`. jsonargparse reads it from YAML files and
@@ -192,14 +192,16 @@ class DeviceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(DeviceConfig):
-    """The configuration of a `Trainer` and of `fit`; the defaults are plain training at level O2.
+    """The configuration of a `Trainer` and of `fit`; the defaults are plain training with the recipe fp8.
 
     Raises:
         ValueError: an option is out of its range or contradicts another one.
     """
 
     # precision
-    recipe: str = option("", "precision recipe, as O2 or te,scaling=current; by default O2")
+    recipe: str = option(
+        "", "precision recipe, as O2 or te,scaling=current; by default fp8, for adafactor O2"
+    )
     fp16: bool = option(False, "float16 GEMMs with a dynamic loss scale, instead of a recipe")
     bf16: bool = option(False, "bfloat16 GEMMs, instead of a recipe")
     tf32: bool = option(False, "TF32 for float32 GEMMs, where the device has it")
@@ -218,7 +220,9 @@ class TrainConfig(DeviceConfig):
     checkpoint_blocks: str = option("", "classes or paths of those blocks; by default they are found")
     # optimizer
     optim: str = option(
-        "adamw", "adamw (with the recipe's moments), adamw_8bit, adafactor", choices=OPTIMIZERS
+        "adamw",
+        "adamw (with the recipe's moments), adamw_8bit, adafactor (rounds weights to nearest only)",
+        choices=OPTIMIZERS,
     )
     learning_rate: float = option(5e-5, "learning rate after the warm-up", least=0)
     min_learning_rate: float = option(0.0, "learning rate at the last step; not for constant", least=0)
@@ -256,8 +260,10 @@ class TrainConfig(DeviceConfig):
 
     @property
     def precision(self) -> Recipe:
-        """The recipe that `recipe`, `fp16` and `bf16` name."""
-        return Recipe.parse(self.recipe or ("fp16_amp" if self.fp16 else "bf16" if self.bf16 else "O2"))
+        """The recipe that `recipe`, `fp16` and `bf16` name, or the default of the optimizer."""
+        if self.fp16 or self.bf16:
+            return Recipe.parse(self.recipe or ("fp16_amp" if self.fp16 else "bf16"))
+        return Recipe.parse(self.recipe or ("O2" if self.optimizer == "adafactor" else "fp8"))
 
     @property
     def optimizer(self) -> str:

@@ -4,7 +4,7 @@
         logits = model(batch["tokens"][:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
-    trainer = Trainer(model, loss, TrainConfig(recipe="O2"), {"tokens": np.zeros((1, 1025), np.int32)})
+    trainer = Trainer(model, loss, TrainConfig(recipe="fp8"), {"tokens": np.zeros((1, 1025), np.int32)})
     state = trainer.init()
     for batch in batches:                                     # of `trainer.rows` rows
         state, metrics = trainer.step(state, batch)

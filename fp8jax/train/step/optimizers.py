@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -42,9 +43,10 @@ def optimizer_of(config: TrainConfig, zero: Any = None) -> optax.GradientTransfo
     if config.optimizer == "adafactor":
         return optax.chain(clip, optim.with_dequantized(_adafactor(rate, **decay)))
     betas = config.adam_beta1, config.adam_beta2, config.adam_epsilon
+    options = {**decay, "seed": np.uint32(config.seed)}  # an int of 32 bits is too large for JAX's int32
     if config.optimizer == "adamw_8bit":
-        return optax.chain(clip, optim.adamw_8bit(rate, recipe, *betas, **decay))
-    return optax.chain(clip, optim.adamw(rate, recipe, *betas, **decay, zero=zero))
+        return optax.chain(clip, optim.adamw_8bit(rate, recipe, *betas, **options))
+    return optax.chain(clip, optim.adamw(rate, recipe, *betas, **options, zero=zero))
 
 
 def _adafactor(rate: optax.Schedule, weight_decay: float, mask: Any) -> optax.GradientTransformation:
