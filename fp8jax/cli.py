@@ -7,13 +7,16 @@ fp8jax plan       bytes on each device of a training step, compiled
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from fp8jax.recipe import PRESETS, Recipe
+
+_Case = TypeVar("_Case")
 
 _SIZES = {
     "layers": "blocks",
@@ -197,21 +200,31 @@ def run_plan(args: argparse.Namespace) -> int:
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     _configure(is_cpu=True, devices=1 if args.target else max(args.devices))
-    from fp8jax.inspect import memory, subject, tables
+    from fp8jax.comm import Zero
+    from fp8jax.inspect import memory, subject, tables, targets
     from fp8jax.inspect.memory import advice, cache, paper
 
     folder = cache.default_folder() if args.cache else None
     if args.paper:
         given = ("recipe", "zero", "devices", "target", "lora_rank", *_MODEL)
         _refuse(args, given, "--paper has settings of its own; leave {} out")
-        with _progress() as show:
-            rows = paper.rows(cache=folder, on_row=show)
+        settings = {f"{each.model} {each.recipe} batch {each.batch}": each for each in paper.SETTINGS}
+        rows = [paper.row(setting, folder) for setting in _shown(settings)]
         _print(args, rows, lambda: tables.records(rows))
         return 0
-    of = _subject(args)
+    of, where = _subject(args), args.target or "device"
     models = {recipe: subject.transformed(of.model, recipe, args.lora_rank) for recipe in args.recipe}
-    with _progress() as show:
-        plans = memory.plans(models, of, args.zero, args.devices, args.target, cache=folder, on_row=show)
+    cases = {
+        f"{recipe}, ZeRO {stage}, {devices} x {where}": (recipe, stage, devices)
+        for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)
+    }
+    for recipe, stage, devices in cases.values():  # before the first is compiled
+        Zero(targets.mesh(args.target, devices), recipe, stage)
+    options = {"loss": of.loss, "target": args.target, "cache": folder}
+    plans = [
+        memory.plan(models[recipe], recipe, *of.inputs, stage=stage, devices=devices, **options)
+        for recipe, stage, devices in _shown(cases)
+    ]
 
     def text() -> str:
         lines = advice.advise(*(subject.report_of(model, of.inputs) for model in models.values()))
@@ -221,16 +234,17 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows one line on stderr, in the place of the line before, if that is a terminal."""
+def _shown(cases: Mapping[str, _Case]) -> Iterator[_Case]:
+    """The cases, each with a line on stderr, if that is a terminal, in the place of the line before."""
 
     def write(line: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
     try:
-        yield write
+        for index, (name, case) in enumerate(cases.items(), 1):
+            write(f"compiling {index} of {len(cases)}: {name}")
+            yield case
     finally:
         write("")
 

@@ -16,6 +16,7 @@ import fp8jax
 from fp8jax.comm import Zero
 from fp8jax.inspect import memory, program, subject, targets
 from fp8jax.inspect.memory import cache, paper
+from fp8jax.inspect.step import training_step
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled
 
@@ -190,7 +191,14 @@ def test_kept_bytes_are_those_of_live_arrays(recipe, stage):
 @pytest.mark.parametrize("name", ["adamw_8bit", long("adafactor")])
 def test_other_optimizers_are_replicated(name):
     optimizer = lambda rate, recipe, zero: getattr(fp8jax.optim, name)(rate, recipe)  # noqa: E731
-    one, two = (planned(gpt(), "bf16", devices=n, optimizer=optimizer) for n in (1, 2))
+    of = gpt()
+    loss_fn, variables = subject.loss_of(fp8jax.transform(of.model, "bf16"), of.inputs, of.loss)
+    options = {"recipe": "bf16", "optimizer": optimizer}
+    steps = [training_step(loss_fn, variables, *of.inputs, **options, devices=n) for n in (1, 2)]
+    one, two = (
+        memory.plan_step(step.function, *step.args, target=None, devices=n)
+        for step, n in zip(steps, (1, 2), strict=True)
+    )
     assert two.moments == one.moments > 0 and two.kept == one.kept
 
 
@@ -227,7 +235,10 @@ def test_a_loss_function_is_planned_as_its_model():
     model = fp8jax.transform(Dense(), "te")
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64))))
     loss_fn = lambda variables, x: jnp.mean(jnp.square(model.apply(variables, x)))  # noqa: E731
-    assert memory.plan(loss_fn, "te", X, variables=variables) == memory.plan(Dense(), "te", X)
+    step = training_step(loss_fn, variables, X, recipe="te")
+    assert memory.plan_step(step.function, *step.args, recipe="te", target=None) == memory.plan(
+        Dense(), "te", X
+    )
 
 
 def test_a_step_of_ones_own():
@@ -254,9 +265,7 @@ def test_a_step_of_ones_own():
         (lambda: memory.plan(Dense(), "te", X, devices=9), ValueError, r'"jax_num_cpu_devices", 9\)'),
         (lambda: memory.plan(Dense(), "te", X, stage=4), ValueError, "`stage`: expected 0, 1, 2 or 3"),
         (
-            lambda: memory.plan(
-                Dense(), "te", jax.ShapeDtypeStruct((), jnp.float32), variables={}, devices=2
-            ),
+            lambda: training_step(jnp.sum, {}, jax.ShapeDtypeStruct((), jnp.float32), recipe="te", devices=2),
             ValueError,
             "`inputs`: expected arrays with rows",
         ),

@@ -12,12 +12,10 @@ program's bytes besides arguments and results.
 import sys
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import output
 
 import fp8jax
-from fp8jax.inspect import program, subject, targets
+from fp8jax.inspect import program, step, subject, targets
 
 SIZES = {"layers": 8, "heads": 8, "width": 512, "context": 512, "vocabulary": 8192, "batch": 4}
 TINY = {"layers": 2, "heads": 2, "width": 32, "context": 32, "vocabulary": 65, "batch": 2}
@@ -28,30 +26,16 @@ def rows(recipe: str, sizes: dict[str, Any], target: str | None) -> output.Rows:
     of, found = subject.subject("gpt", remat=False, **sizes), []
     for keep in ("none", "dots", "full") if recipe == "bf16" else ("none", "dots", "fp8", "full"):
         model = fp8jax.transform(of.model, recipe, gradient_checkpointing=keep)
-        step, args = step_of(of, model, recipe)
-        read = program.read(targets.compile_for(step, *args, target=target, donate_argnums=(0, 1)))
+        loss_fn, variables = subject.loss_of(model, of.inputs, of.loss)
+        made = step.training_step(loss_fn, variables, *of.inputs, recipe=recipe, target=target)
+        read = program.read(
+            targets.compile_for(made.function, *made.args, target=target, donate_argnums=(0, 1))
+        )
         row = {"recipe": recipe, "gradient_checkpointing": keep, "temporaries MB": read.temporaries / 1e6}
         found.append(row)
         row["/ none"] = row["temporaries MB"] / found[0]["temporaries MB"]
         row["GEMMs"] = read.count()
     return found
-
-
-def step_of(of: subject.Subject, model: Any, recipe: str) -> tuple[Any, tuple[Any, ...]]:
-    """A training step, and the shapes of its arguments."""
-    tx, [tokens] = fp8jax.optim.adamw(1e-3, recipe), of.inputs
-
-    def init(key: Any) -> Any:
-        variables = model.init(key, jnp.zeros(tokens.shape, tokens.dtype))
-        return variables, tx.init(variables)
-
-    def step(variables: Any, opt_state: Any, tokens: Any) -> Any:
-        loss_fn = lambda variables: of.loss(model.apply(variables, tokens), tokens)  # noqa: E731
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        return fp8jax.apply_updates(variables, updates), opt_state, loss
-
-    return step, (*jax.eval_shape(init, jax.random.key(0)), tokens)
 
 
 def main() -> None:

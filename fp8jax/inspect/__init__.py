@@ -8,7 +8,7 @@
 | `gemms` | the GEMMs of a model, layer by layer, next to its report |
 | `memory/` | the bytes of a training step |
 | `device` | formats of the GEMMs that the devices here compute natively |
-| `subject`, `models` | models to inspect |
+| `subject`, `models`, `step` | models to inspect, and their training step |
 | `tables` | tables as text |
 """
 
@@ -18,6 +18,7 @@ from fp8jax.inspect import gemms as gemms
 from fp8jax.inspect import memory as memory
 from fp8jax.inspect import models as models
 from fp8jax.inspect import program as program
+from fp8jax.inspect import step as step
 from fp8jax.inspect import subject as subject
 from fp8jax.inspect import tables as tables
 from fp8jax.inspect import targets as targets

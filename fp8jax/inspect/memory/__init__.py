@@ -2,9 +2,9 @@
 
 | file | provides |
 |---|---|
-| `planner` | `plan`, `plans`, `plan_step`, `plan_of`: bytes of a step on one device |
+| `planner` | `plan`, `plan_step`, `plan_of`: bytes of a step on one device |
 | | `bytes_by_kind`: bytes kept between steps |
-| `cache` | finished rows on disk |
+| `cache` | figures of programs on disk |
 | `paper` | FP8-LM's table |
 | `advice` | dimensions that waste work |
 """
@@ -14,5 +14,4 @@ from fp8jax.inspect.memory.planner import bytes_by_kind as bytes_by_kind
 from fp8jax.inspect.memory.planner import plan as plan
 from fp8jax.inspect.memory.planner import plan_of as plan_of
 from fp8jax.inspect.memory.planner import plan_step as plan_step
-from fp8jax.inspect.memory.planner import plans as plans
 from fp8jax.inspect.memory.planner import table as table

@@ -1,7 +1,7 @@
-"""Finished rows of `fp8jax plan` on disk, so that a program is compiled only once.
+"""The figures of programs on disk, so that `fp8jax plan` compiles a program only once.
 
-A row is a small JSON file. Its name is a hash of the lowered program, of the compiler's version and options,
-and of the device.
+A program has a small JSON file. Its name is a hash of the lowered program, of the compiler's version and
+options, and of the device.
 """
 
 import contextlib
@@ -11,17 +11,18 @@ import json
 import os
 import pathlib
 import tempfile
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
 from fp8jax.inspect import targets
 
-_VERSION = 1  # of `Row`; raise it when a field changes its meaning
+_VERSION = 1  # of `Figures`; raise it when a field changes its meaning
 
 
-class Row(NamedTuple):
-    """The figures of a compiled program that a plan needs."""
+class Figures(NamedTuple):
+    """What a plan needs of a compiled program."""
 
     total: int  # bytes of the peak on one device
     sent: int  # bytes that each device sends in a step
@@ -38,7 +39,7 @@ def default_folder() -> pathlib.Path:
 def path_of(
     lowered: jax.stages.Lowered, target: str | targets.Target | None, folder: pathlib.Path
 ) -> pathlib.Path:
-    """The file of a program's row in `folder`. `target` None stands for this process's devices."""
+    """A program's file in `folder`. `target` None stands for this process's devices."""
     device = jax.devices()[0].device_kind if target is None else repr(targets.get(target))
     versions = [str(_VERSION), jax.__version__, importlib.metadata.version("jaxlib")]
     options = [str(targets.COMPILER_OPTIONS), os.environ.get("XLA_FLAGS", "")]
@@ -46,19 +47,19 @@ def path_of(
     return folder / f"{hashlib.sha256(parts.encode()).hexdigest()}.json"
 
 
-def read(path: pathlib.Path) -> Row | None:
-    """The row in a file; None if there is no file, or a damaged one."""
-    try:
-        row = Row(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError):
-        return None
-    return row if all(type(number) is int and number >= 0 for number in row) else None
+def cached(path: pathlib.Path, compute: Callable[[], Figures]) -> Figures:
+    """The figures in a file, or computed and written to it where it is missing or damaged.
 
-
-def write(path: pathlib.Path, row: Row) -> None:
-    """Writes a row atomically. A folder that cannot be written is no error."""
+    The file is written atomically. A folder that cannot be written is no error.
+    """
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        found = Figures(**json.loads(path.read_text(encoding="utf-8")))
+        if all(type(number) is int and number >= 0 for number in found):
+            return found
+    found = compute()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(row._asdict(), file)
+            json.dump(found._asdict(), file)
         os.replace(file.name, path)
+    return found

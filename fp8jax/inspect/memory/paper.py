@@ -12,7 +12,6 @@ References:
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fp8jax.inspect import targets
@@ -52,35 +51,25 @@ SETTINGS = [
 ]
 
 
-def rows(
-    cache: pathlib.Path | None = None,
-    on_row: Callable[[str], None] = lambda line: None,
-) -> list[dict[str, Any]]:
-    """The settings compiled for H100s, next to the paper's figures.
+def row(setting: Setting, cache: pathlib.Path | None = None) -> dict[str, Any]:
+    """The paper's figures of a setting, and those of its program, compiled for an H100.
 
     Args:
+        setting: one of `SETTINGS`.
         cache: as in `memory.plan`.
-        on_row: called with a line of text before each program is compiled.
     """
-    found = []
-    for index, setting in enumerate(SETTINGS, 1):
-        name = f"{setting.model} {setting.recipe} batch {setting.batch}"
-        on_row(f"compiling {index} of {len(SETTINGS)}: {name}")
-        planned = on_one(setting, cache)
-        found.append(
-            {
-                "model": setting.model,
-                "recipe": setting.recipe,
-                "batch": setting.batch,
-                "paper GB": setting.memory,
-                "GB": planned.total / 1e9,
-                "kept": planned.kept / 1e9,
-                "temporaries": planned.temporaries / 1e9,
-                "paper traffic": setting.traffic,
-                "traffic": planned.sent / 1e9,
-            }
-        )
-    return found
+    planned = on_one(setting, cache)
+    return {
+        "model": setting.model,
+        "recipe": setting.recipe,
+        "batch": setting.batch,
+        "paper GB": setting.memory,
+        "GB": planned.total / 1e9,
+        "kept": planned.kept / 1e9,
+        "temporaries": planned.temporaries / 1e9,
+        "paper traffic": setting.traffic,
+        "traffic": planned.sent / 1e9,
+    }
 
 
 def on_one(setting: Setting, cache: pathlib.Path | None = None) -> Plan:

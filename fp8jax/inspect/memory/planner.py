@@ -7,21 +7,18 @@ The step is compiled for a GPU that is not here, or for this process's devices, 
 the bytes sent are those of the program. Bytes kept between steps are counted from shapes and shardings.
 """
 
-import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fp8jax import comm, gradients, optim
 from fp8jax.inspect import program, targets
-from fp8jax.inspect.memory import cache as rows
-from fp8jax.inspect.subject import Subject, loss_of, mean_square, transformed
+from fp8jax.inspect.memory.cache import Figures, cached, path_of
+from fp8jax.inspect.step import training_step
+from fp8jax.inspect.subject import loss_of, mean_square, transformed
 from fp8jax.inspect.tables import records
 from fp8jax.optim.state import is_adam_state
 from fp8jax.recipe import Recipe
@@ -59,90 +56,41 @@ def plan(
     recipe: Recipe | str,
     *inputs: PyTree,
     loss: Callable[..., jax.Array] | None = None,
-    variables: PyTree | None = None,
     devices: int = 1,
     stage: int = 0,
     target: str | targets.Target | None = None,
-    optimizer: Callable[..., Any] = optim.adamw,
     cache: pathlib.Path | None = None,
 ) -> Plan:
     """The memory of a jitted training step with donated state.
 
+    For a loss function or another optimizer see `plan_step` and `fp8jax.inspect.step.training_step`.
+
     Args:
-        model: a Linen or NNX module, plain or transformed, of arrays or shapes. With `variables` a loss
-            function, `model(variables, *inputs)`.
+        model: a Linen or NNX module, plain or transformed, of arrays or shapes.
         recipe: a `Recipe`, or the text of one.
-        inputs: of the model or the loss function on one device: arrays or `jax.ShapeDtypeStruct`s. Only
-            shapes and dtypes are used.
+        inputs: of the model on one device: arrays or `jax.ShapeDtypeStruct`s. Only shapes and dtypes are
+            used.
         loss: `loss(outputs, *inputs)`; by default the mean square of the outputs.
-        variables: of a loss function.
         devices: how many, each with a batch like `inputs`.
         stage: of ZeRO, see `fp8jax.comm.Zero`.
         target: name of a GPU that need not be here, or a `Target`; None for this process's devices.
-        optimizer: called as `fp8jax.optim.adamw` is: with a learning rate, the recipe and `zero`.
         cache: folder of finished plans, as `cache.default_folder` gives; None for no cache.
 
     Returns:
         The plan. Its `total` is the peak that the compiler reports for one device.
 
     Raises:
-        TypeError: `model` is no Flax module, and there are no `variables`.
+        TypeError: `model` is no Flax module.
         ValueError: the recipe cannot be parsed; no such target or stage; this process has fewer devices.
         RuntimeError: the packages that compile for a target are missing.
     """
     recipe = Recipe.parse(recipe)
-    zero = comm.Zero(targets.mesh(target, devices), recipe, stage)
-    used = zero if devices > 1 else None
-    loss_fn = model
-    if variables is None:
-        loss_fn, variables = loss_of(transformed(model, recipe), inputs, loss or mean_square)
-    tx = optimizer(1e-3, recipe, zero=used)
-
-    def init() -> Any:
-        made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
-        made = made if used is None else used.place(made)
-        return made, tx.init(made)
-
-    def step(variables: Any, opt_state: Any, *batch: Any) -> Any:
-        loss, grads = gradients.value_and_grad(loss_fn, zero=used)(variables, *batch)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        return gradients.apply_updates(variables, updates), opt_state, loss
-
-    state, batch = jax.eval_shape(init), jax.eval_shape(lambda *batch: batch, *inputs)
-    if used is not None:
-        state, batch = _placed(init, state, used), _global_batch(batch, used)
-    found = plan_step(step, *state, *batch, recipe=str(recipe), target=target, devices=devices, cache=cache)
-    return found._replace(stage=stage)
-
-
-def plans(
-    models: Mapping[str, Any],
-    of: Subject,
-    stages: Iterable[int],
-    devices: Iterable[int],
-    target: str | targets.Target | None = None,
-    *,
-    cache: pathlib.Path | None = None,
-    on_row: Callable[[str], None] = lambda line: None,
-) -> list[Plan]:
-    """A plan for each recipe, stage and number of devices.
-
-    Args:
-        models: the model by recipe, as `subject.transformed` gives it.
-        of: the inputs and the loss.
-        stages, devices, target, cache: as in `plan`.
-        on_row: called with a line of text before each program is compiled.
-    """
-    cases = list(itertools.product(models, stages, devices))
-    for recipe, stage, number in cases:  # check all cases before the first is compiled
-        comm.Zero(targets.mesh(target, number), recipe, stage)
-    found = []
-    for index, (recipe, stage, number) in enumerate(cases, 1):
-        where = f"{number} x {target or 'device'}"
-        on_row(f"compiling {index} of {len(cases)}: {recipe}, ZeRO {stage}, {where}")
-        options = {"devices": number, "stage": stage, "target": target, "cache": cache}
-        found.append(plan(models[recipe], recipe, *of.inputs, loss=of.loss, **options))
-    return found
+    loss_fn, variables = loss_of(transformed(model, recipe), inputs, loss or mean_square)
+    where: dict[str, Any] = {"target": target, "devices": devices}
+    step = training_step(loss_fn, variables, *inputs, recipe=recipe, stage=stage, **where)
+    return plan_step(step.function, *step.args, recipe=str(recipe), cache=cache, **where)._replace(
+        stage=stage
+    )
 
 
 def plan_step(
@@ -168,15 +116,14 @@ def plan_step(
     """
     args = (variables, opt_state, *batch)
     lowered = targets.lower_for(step, *args, target=target, devices=devices, donate_argnums=(0, 1))
-    path = None if cache is None else rows.path_of(lowered, target, cache)
-    row = None if path is None else rows.read(path)
-    if row is None:
+
+    def figures() -> Figures:
         is_cpu = target is None and jax.devices()[0].platform == "cpu"
         compiled = lowered.compile(compiler_options=_QUICK) if is_cpu else targets.compile(lowered, target)
         found = program.read(compiled)
-        row = rows.Row(found.total, found.sent(devices))
-        if path is not None:
-            rows.write(path, row)
+        return Figures(found.total, found.sent(devices))
+
+    row = figures() if cache is None else cached(path_of(lowered, target, cache), figures)
     return plan_of(variables, opt_state, batch, **row._asdict(), recipe=recipe, devices=devices)
 
 
@@ -201,34 +148,6 @@ def plan_of(
     """
     kept = bytes_by_kind(variables, opt_state, batch)
     return Plan(recipe, stage, devices, **kept, temporaries=total - sum(kept.values()), sent=sent)
-
-
-def _placed(init: Callable[[], PyTree], shapes: PyTree, zero: comm.Zero) -> PyTree:
-    """The shapes with the shardings to which `init` constrains them; all others are replicated."""
-    jaxpr = jax.make_jaxpr(init)().jaxpr
-    constrained = {  # by id, since a literal cannot be hashed
-        id(eqn.outvars[0]): eqn.params["sharding"]
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "sharding_constraint"
-    }
-    replicated = NamedSharding(zero.mesh, PartitionSpec())
-    leaves, treedef = jax.tree.flatten(shapes)
-    shardings = [constrained.get(id(var), replicated) for var in jaxpr.outvars]
-    return treedef.unflatten(
-        leaf.update(sharding=sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
-    )
-
-
-def _global_batch(batch: PyTree, zero: comm.Zero) -> PyTree:
-    """The batch of all devices, from the batch of one device."""
-    sharding = NamedSharding(zero.mesh, PartitionSpec(zero.axis))
-
-    def of_all(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not x.shape:
-            raise ValueError(f"`inputs`: expected arrays with rows, for {zero.devices} devices; got {x}.")
-        return x.update(shape=(x.shape[0] * zero.devices, *x.shape[1:]), sharding=sharding)
-
-    return jax.tree.map(of_all, batch)
 
 
 def table(plans: Sequence[Plan]) -> str:
