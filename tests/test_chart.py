@@ -30,7 +30,7 @@ CHART = {
 
 
 def formats(row):
-    return tuple(row.measured[column].formats for column in chart.COLUMNS)
+    return tuple(cell.formats for cell in row.cells.values())
 
 
 def test_the_table_has_every_level():
@@ -45,9 +45,9 @@ SHORT = ("te", "O3", "fp8")  # the others share their columns
 )
 def test_what_a_cpu_is_given_is_the_chart(name):
     row = chart.measure(name, devices=8)
-    assert formats(row) == CHART[name] == tuple(row.declared[column] for column in chart.COLUMNS)
+    assert formats(row) == CHART[name] == tuple(cell.declared for cell in row.cells.values())
     assert row.recipe == name and not row.differences
-    assert all(cell.evidence for cell in row.measured.values())
+    assert all(cell.evidence for cell in row.cells.values())
 
 
 @pytest.mark.parametrize("name", [pytest.param("fp16_amp", marks=pytest.mark.long), "O3"])
@@ -57,13 +57,13 @@ def test_what_a_gpu_would_run_is_the_chart(name):
     row = chart.measure(name, target="h200", devices=8)
     assert formats(row) == CHART[name]
     library = "cublaslt_f8" if CHART[name][0] == "FP8" else "cublaslt"
-    assert row.measured["gemm"].evidence.endswith(library)
+    assert row.cells["gemm"].evidence.endswith(library)
 
 
 # One change to a train step per column, none of which a recipe knows about.
 BREAKS = {
     "gemm": ("O2", "transform", {"override_linear_precision": (False, False, True)}),
-    "comm": ("O2", "all_reduce", {"comm": "FP32"}),
+    "comm": ("O2", "Zero", {"comm": "FP32"}),
     "weight": ("O2", "transform", {"weight": "FP32"}),
     "master_weight": ("O3", "adamw", {"master_weight": "FP32"}),
     "weight_grad": ("O2,comm=FP32", "transform", {"weight_grad": "FP32"}),
@@ -76,17 +76,17 @@ BREAKS = {
 def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     name, part, changes = BREAKS[column]
     broken = dataclasses.replace(Recipe.parse(name), **changes)
-    transform, all_reduce, adamw = adapters.transform, comm.all_reduce, optim.adamw
+    transform, zero, adamw = adapters.transform, comm.Zero, optim.adamw
     replacement = {
-        "transform": (chart.adapters, lambda model, recipe: transform(model, broken)),
-        "all_reduce": (chart.comm, lambda grads, axis, recipe: all_reduce(grads, axis, broken)),
-        "adamw": (chart.optim, lambda rate, recipe, seed=0: adamw(rate, broken, seed=seed)),
+        "transform": (adapters, lambda model, recipe: transform(model, broken)),
+        "Zero": (comm, lambda mesh, recipe, stage: zero(mesh, broken, stage)),
+        "adamw": (optim, lambda rate, recipe, **options: adamw(rate, broken, **options)),
     }
     room, function = replacement[part]
     monkeypatch.setattr(room, part, function)
     row = chart.measure(name, devices=8)
     assert row.differences == [column]
-    assert f"(declared {row.declared[column]})" in chart.table([row])
+    assert f"(declared {row.cells[column].declared})" in chart.table([row])
 
 
 def test_too_many_devices_and_unknown_names_raise():

@@ -3,8 +3,8 @@
     rows = [measure(recipe) for recipe in PRESETS]      # one train step each, on several devices
     print(table(rows))
 
-A recipe declares a format for each kind of tensor. `measure` compiles a data-parallel train step of a small
-model and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe.
+A recipe declares a format for each kind of tensor. `measure` compiles a data-parallel train step of two
+layers and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe.
 For a GPU that is not here, GEMMs are read from the optimized program. A CPU computes FP8 GEMMs in a wider
 format, so there GEMMs are read from the lowered program.
 """
@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax import adapters, comm, gradients, optim
+from fp8jax import adapters, gradients, optim
 from fp8jax.inspect import program, targets
-from fp8jax.inspect.models import Block
+from fp8jax.inspect.step import training_step
 from fp8jax.inspect.tables import align
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
@@ -43,7 +42,7 @@ HEADINGS = {
 COLUMNS = tuple(HEADINGS)
 
 WIDTH, TOKENS = 256, 128  # of the model, and per device
-KERNELS = ("up", "down")
+SHAPES = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
 
 # Format -> dtypes, by XLA's names and numpy's. FP8 codes cross between devices as bytes.
 _DTYPES = {
@@ -57,10 +56,14 @@ _BITS = {"FP8": 8, "FP16": 16, "BF16": 16, "FP32": 32}
 
 
 class Cell(NamedTuple):
-    """One measured cell."""
+    """One cell. Printed, it has the measured formats, and the declared ones where they differ."""
 
-    formats: str  # "FP8"; "FP8 + FP16" for two moments; "FP16 / FP8" where formats are mixed
+    declared: str  # formats: "FP8"; "FP8 + FP16" for two moments; "FP16 / FP8" where they are mixed
+    formats: str  # the measured ones
     evidence: str  # the arrays and operations that have these formats
+
+    def __str__(self) -> str:
+        return self.formats if self.formats == self.declared else f"{self.formats} (declared {self.declared})"
 
 
 class Row(NamedTuple):
@@ -68,18 +71,12 @@ class Row(NamedTuple):
 
     recipe: str
     devices: str  # that the step was compiled for: "8 x h200"
-    declared: dict[str, str]  # column -> formats
-    measured: dict[str, Cell]
+    cells: dict[str, Cell]  # by column
 
     @property
     def differences(self) -> list[str]:
         """The columns in which the program differs from the recipe."""
-        return [column for column in COLUMNS if self.declared[column] != self.measured[column].formats]
-
-    def shown(self, column: str) -> str:
-        """The measured formats, with the declared ones where they differ."""
-        found = self.measured[column].formats
-        return f"{found} (declared {self.declared[column]})" if column in self.differences else found
+        return [column for column, cell in self.cells.items() if cell.declared != cell.formats]
 
 
 def declare(recipe: Recipe) -> dict[str, str]:
@@ -102,83 +99,75 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         RuntimeError: the packages that compile for a target are missing.
     """
     recipe = Recipe.parse(recipe)
-    mesh = targets.mesh(target, devices)
-    model = adapters.transform(Block(WIDTH), recipe)
-    tx = optim.adamw(1e-3, recipe)
+    model = adapters.transform(_mlp, recipe)
+    options: dict[str, Any] = {"target": target, "devices": devices}
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32 if target is None else jnp.bfloat16)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    variables = jax.eval_shape(model.init, params, x)
 
     def loss_fn(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
 
-    def step(variables: Any, opt_state: Any, x: jax.Array) -> tuple[Any, Any, Any]:
-        _, grads = gradients.value_and_grad(loss_fn)(variables, x)
-        grads = comm.all_reduce(grads, "devices", recipe)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        # Returned gradients stay in the program as the optimizer gets them.
-        return gradients.apply_updates(variables, updates), opt_state, grads[PARAMS]
-
-    def placed(tree: Any, spec: PartitionSpec) -> Any:
-        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, spec)), tree)
-
-    x = jax.ShapeDtypeStruct((devices * TOKENS, WIDTH), jnp.float32 if target is None else jnp.bfloat16)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec("devices"))
-    args = map(placed, (variables, jax.eval_shape(tx.init, variables), x), specs)
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    lowered = targets.lower_for(sharded, *args, target=target, devices=devices, donate_argnums=(0, 1))
+    step = training_step(loss_fn, variables, x, recipe=recipe, optimizer=optim.adamw, **options)
+    lowered = targets.lower_for(step.function, *step.args, donate_argnums=(0, 1), **options)
     read = program.read(targets.compile(lowered, target))
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    new_variables, new_state, grads = lowered.out_info
-    moments = [_arrays_cell(_kernels(tree)) for tree in optim.moments(new_state)]
+    device = targets.mesh(target, devices).devices.flat[0]
+    variables, state, _ = lowered.out_info
+    _, grads = jax.eval_shape(step.value_and_grad, step.args[0], *step.args[2:])
+    moments = map(_of_arrays, optim.moments(state))
+    [adam] = (node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node))
     measured = {
-        "gemm": _gemm_cell(program.read_lowered(lowered) if is_cpu else read.gemms),
-        "comm": _comm_cell(read.collectives, devices),
-        "weight": _arrays_cell(_kernels(new_variables[PARAMS])),
-        "master_weight": _master_cell(new_state),
-        "weight_grad": _arrays_cell(_kernels(grads)),
-        "moments": Cell(*(" + ".join(parts) for parts in zip(*moments, strict=True))),
-        "rounding": _rounding_cell(model, recipe),
+        "gemm": _of_gemms(program.read_lowered(lowered) if device.platform == "cpu" else read.gemms),
+        "comm": _of_collectives(read.collectives, devices),
+        "weight": _of_arrays(variables[PARAMS]),
+        "master_weight": _of_arrays(adam.master),
+        "weight_grad": _of_arrays(grads[PARAMS]),
+        "moments": tuple(" + ".join(parts) for parts in zip(*moments, strict=True)),
+        "rounding": _of_rounding(model, recipe),
     }
-    where = f"{devices} x {target or mesh.devices.flat[0].device_kind}"
-    return Row(str(recipe), where, declare(recipe), measured)
+    declared = declare(recipe)
+    cells = {column: Cell(declared[column], *measured[column]) for column in COLUMNS}
+    return Row(str(recipe), f"{devices} x {target or device.device_kind}", cells)
 
 
-def _kernels(params: Any) -> list[Any]:
-    return [params[name]["kernel"] for name in KERNELS]
+def _mlp(params: Any, x: jax.Array) -> jax.Array:
+    return x + jax.nn.gelu(x @ params["up"].astype(x.dtype)) @ params["down"].astype(x.dtype)
 
 
-def _gemm_cell(gemms: Sequence[program.Gemm]) -> Cell:
+# Each of these returns the formats that it finds, and the evidence.
+
+
+def _of_gemms(gemms: Sequence[program.Gemm]) -> tuple[str, str]:
     """The wider operand's format of each GEMM."""
     wider = [max(_format(gemm.lhs), _format(gemm.rhs), key=_bits) for gemm in gemms]
-    return Cell(_mixed(wider), _counted(f"{gemm.lhs} x {gemm.rhs} {gemm.kind}" for gemm in gemms))
+    return _mixed(wider), _counted(f"{gemm.lhs} x {gemm.rhs} {gemm.kind}" for gemm in gemms)
 
 
-def _comm_cell(collectives: Sequence[program.Collective], devices: int) -> Cell:
+def _of_collectives(collectives: Sequence[program.Collective], devices: int) -> tuple[str, str]:
     """The formats of collectives with the size of a kernel or of one device's shard of a kernel."""
     found = [each for each in collectives if each.dtype in _FORMATS]
     large = [each for each in found if each.numbers >= 4 * WIDTH * WIDTH // devices]
     small = sum(each.numbers for each in found) - sum(each.numbers for each in large)
     shown = _counted(f"{each.kind} {each.dtype}[{each.numbers}]" for each in large)
-    return Cell(_mixed(_format(each.dtype) for each in large), f"{shown}; {small} numbers in smaller ones")
+    return _mixed(_format(each.dtype) for each in large), f"{shown}; {small} numbers in smaller ones"
 
 
-def _arrays_cell(leaves: list[Any]) -> Cell:
+def _of_arrays(tree: Any) -> tuple[str, str]:
     """The formats of arrays or `ScaledArray`s."""
     found = [
         (str(leaf.data.dtype), " with scale") if is_scaled(leaf) else (str(leaf.dtype), "")
-        for leaf in jax.tree.leaves(leaves, is_leaf=is_scaled)
+        for leaf in jax.tree.leaves(tree, is_leaf=is_scaled)
     ]
-    return Cell(_mixed(_format(dtype) for dtype, _ in found), _counted(map("".join, found)))
+    return _mixed(_format(dtype) for dtype, _ in found), _counted(map("".join, found))
 
 
-def _master_cell(state: Any) -> Cell:
-    (adam,) = (node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node))
-    masters = jax.tree.leaves(adam.master, is_leaf=is_scaled)
-    return _arrays_cell(masters) if masters else Cell("-", "none in the optimizer's state")
-
-
-def _rounding_cell(model: Any, recipe: Recipe) -> Cell:
+def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
     """How a step on this machine rounds: what depends on the optimizer's seed is rounded stochastically."""
-    variables = model.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    params = {
+        name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+    variables = model.init(params, jnp.zeros((1, WIDTH)))
     grads = jax.tree.map(lambda x: jnp.ones(x.shape), variables[PARAMS], is_leaf=is_scaled)
 
     def step(seed: int) -> tuple[Any, Any]:
@@ -190,13 +179,13 @@ def _rounding_cell(model: Any, recipe: Recipe) -> Cell:
     mu, nu = optim.moments(state)
     of_mu = "nearest" if _same(mu, optim.moments(other)[0]) else "stochastic"
     of_weight = "nearest" if _same((weights, state.master), (other_weights, other.master)) else "stochastic"
-    is_root = all(isinstance(node, Root) for node in _kernels(nu))
+    is_root = all(isinstance(node, Root) for node in nu.values())
     formats = (
         of_mu,
         "kahan" if jax.tree.leaves(state.remainder) else of_weight,
         "root" if is_root else "value",
     )
-    return Cell(" + ".join(formats), "two steps with different seeds")
+    return " + ".join(formats), "two steps with different seeds"
 
 
 def _same(tree: Any, other: Any) -> bool:
@@ -222,7 +211,7 @@ def _counted(shown: Iterable[str]) -> str:
 
 def table(rows: list[Row]) -> str:
     """The measured chart as text; a cell that differs from its declaration shows both."""
-    lines = [[row.recipe, *map(row.shown, COLUMNS)] for row in rows]
+    lines = [[row.recipe, *map(str, row.cells.values())] for row in rows]
     return align([["recipe", *HEADINGS.values()], *lines])
 
 
@@ -232,7 +221,7 @@ def text(rows: list[Row]) -> str:
     for row in rows:
         lines.append(row.recipe)
         for column, heading in HEADINGS.items():
-            lines.append(f"  {heading:16} {row.measured[column].formats:12} {row.measured[column].evidence}")
+            lines.append(f"  {heading:16} {row.cells[column].formats:12} {row.cells[column].evidence}")
     return "\n".join(lines)
 
 
@@ -243,8 +232,7 @@ def _title(rows: list[Row]) -> str:
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
     """The chart for JSON."""
     return [
-        {"recipe": row.recipe}
-        | {name: {"declared": row.declared[name], **row.measured[name]._asdict()} for name in COLUMNS}
+        {"recipe": row.recipe} | {column: cell._asdict() for column, cell in row.cells.items()}
         for row in rows
     ]
 
@@ -277,10 +265,10 @@ def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
     axes.axis("off")
     axes.set_title(_title(rows), fontsize=10)
     drawn = axes.table(
-        [list(map(row.shown, COLUMNS)) for row in rows],
+        [list(map(str, row.cells.values())) for row in rows],
         rowLabels=[row.recipe for row in rows],
         colLabels=list(HEADINGS.values()),
-        cellColours=[[_color(row, column) for column in COLUMNS] for row in rows],
+        cellColours=[list(map(_color, row.cells.values())) for row in rows],
         loc="center",
         cellLoc="center",
     )
@@ -288,9 +276,9 @@ def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def _color(row: Row, column: str) -> str:
+def _color(cell: Cell) -> str:
     """Red for a difference, else blue, darker for fewer bits."""
-    if column in row.differences:
+    if cell.declared != cell.formats:
         return "#e34948"
-    bits = max(map(_bits, row.measured[column].formats.split(" + ")))
+    bits = max(map(_bits, cell.formats.split(" + ")))
     return {8: "#9ec5f4", 16: "#cfe3fb"}.get(bits, "#ffffff")

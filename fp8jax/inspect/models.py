@@ -1,6 +1,5 @@
-"""Linen models to inspect a recipe with: an MLP block for the chart, and a GPT for plans and the doctor.
+"""A Linen model to inspect a recipe with: a GPT, dense or of experts.
 
-Block(256)
 GPT(vocabulary=50304, **GPTS["gpt-7b"])
 """
 
@@ -24,19 +23,6 @@ GPTS: dict[str, dict[str, int]] = {
 }
 
 _OUTPUT = "gemm_output"
-
-
-class Block(nn.Module):
-    """An MLP block: layer norm, a dense layer four times as wide, gelu, a dense layer back, residual."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
-        """The block's output."""
-        y = nn.LayerNorm(dtype=x.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * self.width, name="up", dtype=x.dtype)(y))
-        return x + nn.Dense(self.width, name="down", dtype=x.dtype)(y)
 
 
 class _Layer(nn.Module):
