@@ -184,8 +184,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     if not args.compile:
         _refuse(args, ("recipe", *_MODEL), "{} is for --compile; add that or leave it out")
         machine = device.examine(args.target)
-        _print(args, device.as_data(machine), lambda: device.text(machine))
-        return int(bool(machine.troubles))
+        _print(args, machine, lambda: device.text(machine))
+        return int(bool(machine["troubles"]))
     of = _subject(args)
     checked = {recipe: gemms.check(of, recipe, target=args.target) for recipe in args.recipe}
     data = {recipe: [row._asdict() for row in rows] for recipe, rows in checked.items()}

@@ -1,4 +1,4 @@
-"""`by_platform`: one operation with an implementation for CPU and one for other platforms; and sharding.
+"""`by_platform`: one operation with an implementation for CPU and one for other platforms; sharding; devices.
 
     out = by_platform(x, y, cpu=f, default=g, axis=0)     # f(x, y, axis=0) or g(x, y, axis=0)
 
@@ -214,3 +214,9 @@ def with_sharding(x: Shaped[Array, "..."], sharding: Any) -> Shaped[Array, "..."
     """`x` with this sharding, on a mesh with explicit or automatic axes."""
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.sharding.reshard(x, sharding) if is_explicit else lax.with_sharding_constraint(x, sharding)
+
+
+def capability_of(device: Any) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU, None for any other device."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

@@ -14,14 +14,15 @@ import os
 import pathlib
 import platform
 import shutil
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from fp8jax import backends
 from fp8jax.inspect import targets
-from fp8jax.inspect.gemms import FIRST_WITH_FP8, capability_of
+from fp8jax.inspect.gemms import FIRST_WITH_FP8
 from fp8jax.inspect.tables import align
+from fp8jax.platforms import capability_of
 
 NATIVE, EMULATED, WIDER = "native", "emulated, exactly", "in a wider format"
 NOT_SUPPORTED, UNKNOWN = "not supported", "not known"
@@ -41,126 +42,96 @@ _FORMATS = (
     ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT),
     ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs")),
     ("FP16", "loss scale", (7, 0), (WIDER, "float32")),
-    ("FP8, blocks of 1x128 and 128x128", "block", None, None),  # None: no recipe has them
-    ("MXFP8, blocks of 32 with E8M0 scales", "block", None, None),
+    ("FP8, blocks of 1x128 and 128x128", "block", None, _EXACT),  # None: no recipe has them
+    ("MXFP8, blocks of 32 with E8M0 scales", "block", None, _EXACT),
 )
 
-# Library -> getter in JAX's CUDA plugin, and the divisors of its version: 91200 is 9.12.0.
+# Library -> its name in JAX's CUDA plugin.
 _LIBRARIES = {
-    "CUDA runtime": ("cuda_runtime_get_version", (1000, 10)),
-    "CUDA driver": ("cuda_driver_get_version", (1000, 10)),
-    "cuDNN": ("cudnn_get_version", (10000, 100, 1)),
-    "cuBLAS": ("cublas_get_version", (10000, 100, 1)),
+    "CUDA runtime": "cuda_runtime",
+    "CUDA driver": "cuda_driver",
+    "cuDNN": "cudnn",
+    "cuBLAS": "cublas",
 }
 
 
-class Support(NamedTuple):
-    """How a device computes GEMMs of such operands."""
-
-    operands: str
-    scaling: str  # "-": none
-    how: str  # one of the constants above
-    reason: str
-
-
-class Device(NamedTuple):
-    """Devices of one kind."""
-
-    name: str
-    platform: str  # "cpu", "gpu", ...
-    capability: tuple[int, int] | None  # of NVIDIA's GPUs
-    number: int
-
-    @property
-    def gemms(self) -> list[Support]:
-        """How the device computes GEMMs, by format."""
-        return [
-            Support(operands, scaling, *self._computes(least, on_cpu))
-            for operands, scaling, least, on_cpu in _FORMATS
-        ]
-
-    def _computes(self, least: tuple[int, int] | None, on_cpu: tuple[str, str] | None) -> tuple[str, str]:
-        if least is None or on_cpu is None:
-            return NOT_SUPPORTED, "no recipe of this release has it"
-        if self.platform == "cpu":
-            return on_cpu
-        if self.capability is None:
-            return UNKNOWN, "not a CPU or NVIDIA GPU; `fp8jax doctor --compile` shows what runs"
-        if self.capability >= least:
-            return NATIVE, "cuBLASLt, through XLA"
-        below = f"compute capability {_dotted(self.capability)} is below {_dotted(least)}"
-        return NOT_SUPPORTED, f"{below}: XLA uses a wider format"
-
-
-class Backend(NamedTuple):
-    """A backend for FP8 GEMMs."""
-
-    name: str
-    reason: str  # why it cannot run here; "" if it can
-    is_auto: bool  # whether "auto" takes it here
-
-
-class Package(NamedTuple):
-    """An optional part."""
-
-    purpose: str
-    is_there: bool
-    state: str  # "installed", or what to install
-
-
-class Machine(NamedTuple):
-    """The devices and the software of a machine; `text` prints it."""
-
-    devices: tuple[Device, ...]
-    versions: dict[str, str]
-    backends: tuple[Backend, ...]
-    packages: tuple[Package, ...]
-    troubles: tuple[str, ...]  # why a device is not used, and what to do about it
-
-
-def examine(target: str | targets.Target | None = None) -> Machine:
-    """Describes this machine.
+def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
+    """Describes this machine in JSON values, which `text` prints.
 
     Args:
         target: a GPU that is not here, in place of this machine's devices; the software is this machine's.
+
+    Returns:
+        Under "devices" the devices by kind: name, platform, compute capability (None if it is no GPU of
+        NVIDIA's), number, and the rows of `gemms_of`. Under "versions" those of the software by name. Under
+        "backends" for each backend of FP8 GEMMs why it cannot run here ("" if it can), and whether "auto"
+        takes it. Under "packages" for each optional part whether it is there, and what to install. Under
+        "troubles" why a device is not used, and what to do about it.
 
     Raises:
         ValueError: no such target.
     """
     if target is not None:
         gpu = targets.get(target)
-        devices, troubles, client = (Device(gpu.device, "gpu", gpu.capability, 1),), (), ""
+        devices, troubles, client = [_device(gpu.device, "gpu", gpu.capability, 1)], [], ""
     else:
         devices, troubles, client = _devices_here()
-    is_gpu = target is None and any(device.platform == "gpu" for device in devices)
+    is_gpu = target is None and any(device["platform"] == "gpu" for device in devices)
     names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
     versions = {"Python": platform.python_version()} | {name: _version(name) or "not found" for name in names}
     versions["XLA"] = f"that of jaxlib {versions['jaxlib']}" + (f": {client}" if client else "")
-    if target is None and any(device.capability for device in devices):
+    if target is None and any(device["capability"] for device in devices):
         versions |= cuda_versions()
     auto = backends.choose("auto").name
-    reasons = {name: backend.supports(is_batched=False) or "" for name, backend in backends.BACKENDS.items()}
-    found = tuple(Backend(name, reason, name == auto) for name, reason in reasons.items())
-    return Machine(devices, versions, found, _packages(is_gpu), troubles)
+    found = [
+        {"name": name, "reason": backend.supports() or "", "is_auto": name == auto}
+        for name, backend in backends.BACKENDS.items()
+    ]
+    packages = _packages(is_gpu)
+    return dict(devices=devices, versions=versions, backends=found, packages=packages, troubles=troubles)
 
 
-def _devices_here() -> tuple[tuple[Device, ...], tuple[str, ...], str]:
+def gemms_of(platform: str, capability: tuple[int, int] | None) -> list[dict[str, str]]:
+    """How devices of a platform and a compute capability compute GEMMs, by the format of the operands."""
+
+    def way(least: tuple[int, int] | None, on_cpu: tuple[str, str]) -> tuple[str, str]:
+        if least is None:
+            return NOT_SUPPORTED, "no recipe of this release has it"
+        if platform == "cpu":
+            return on_cpu
+        if capability is None:
+            return UNKNOWN, "not a CPU or NVIDIA GPU; `fp8jax doctor --compile` shows what runs"
+        if capability >= least:
+            return NATIVE, "cuBLASLt, through XLA"
+        below = f"compute capability {_dotted(capability)} is below {_dotted(least)}"
+        return NOT_SUPPORTED, f"{below}: XLA uses a wider format"
+
+    ways = [(operands, scaling, *way(least, on_cpu)) for operands, scaling, least, on_cpu in _FORMATS]
+    return [dict(zip(("operands", "scaling", "how", "reason"), row, strict=True)) for row in ways]
+
+
+def _device(name: str, platform: str, capability: tuple[int, int] | None, number: int) -> dict[str, Any]:
+    kind = {"name": name, "platform": platform, "capability": capability, "number": number}
+    return {**kind, "gemms": gemms_of(platform, capability)}
+
+
+def _devices_here() -> tuple[list[dict[str, Any]], list[str], str]:
     """This machine's devices, their troubles, and the version of the first device's client."""
     try:
         local = jax.local_devices()
     except RuntimeError as error:  # e.g. JAX_PLATFORMS names a missing device
-        return (), (f"JAX has no device: {error}", *_hidden_gpu()), ""
+        return [], [f"JAX has no device: {error}", *_hidden_gpu()], ""
     kinds = collections.Counter((each.device_kind, each.platform, capability_of(each)) for each in local)
-    devices = tuple(Device(*kind, number) for kind, number in kinds.items())
-    only_cpus = all(device.platform == "cpu" for device in devices)
+    devices = [_device(*kind, number) for kind, number in kinds.items()]
+    only_cpus = all(device["platform"] == "cpu" for device in devices)
     client = " ".join(str(getattr(local[0].client, "platform_version", "")).split())
-    return devices, _hidden_gpu() if only_cpus else (), client if client != local[0].platform else ""
+    return devices, _hidden_gpu() if only_cpus else [], client if client != local[0].platform else ""
 
 
-def _hidden_gpu() -> tuple[str, ...]:
+def _hidden_gpu() -> list[str]:
     """The reason why JAX does not see an NVIDIA GPU that the system has; empty without such a GPU."""
     if not sees_nvidia():
-        return ()
+        return []
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if wanted and not {"cuda", "gpu"} & set(wanted.split(",")):
         reason = f"JAX_PLATFORMS={wanted} keeps JAX from it: unset that"
@@ -171,7 +142,7 @@ def _hidden_gpu() -> tuple[str, ...]:
         )
     else:
         reason = CUDA_EXTRA
-    return (f"this system has an NVIDIA GPU, but JAX has only CPUs: {reason}",)
+    return [f"this system has an NVIDIA GPU, but JAX has only CPUs: {reason}"]
 
 
 def sees_nvidia() -> bool:
@@ -179,16 +150,19 @@ def sees_nvidia() -> bool:
     return pathlib.Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _packages(has_gpu: bool) -> tuple[Package, ...]:
+def _packages(has_gpu: bool) -> list[dict[str, Any]]:
     without = CUDA_EXTRA if sees_nvidia() else f"no NVIDIA GPU here; where there is one, {CUDA_EXTRA}"
-    found = [Package("training on an NVIDIA GPU", has_gpu, "installed" if has_gpu else without)]
+    problems = {"training on an NVIDIA GPU": None if has_gpu else without}
     for extra, (names, purpose) in EXTRAS.items():
         missing = [name for name in names if not _version(name)]
         problem = f'pip install "fp8jax[{extra}]": without {", ".join(missing)}' if missing else None
         if extra == "target" and not missing:
             problem = targets.why_not()  # its packages must have jaxlib's version
-        found.append(Package(purpose, problem is None, problem or "installed"))
-    return tuple(found)
+        problems[purpose] = problem
+    return [
+        {"purpose": purpose, "is_there": problem is None, "state": problem or "installed"}
+        for purpose, problem in problems.items()
+    ]
 
 
 def _version(name: str) -> str | None:
@@ -201,16 +175,16 @@ def _version(name: str) -> str | None:
 def cuda_versions() -> dict[str, str]:
     """The versions of NVIDIA's libraries that JAX's plugin finds, or "not found"."""
     plugin, versions = _plugin(), {}
-    for name, (getter, divisors) in _LIBRARIES.items():
+    for name, library in _LIBRARIES.items():
         try:
-            number, parts = int(getattr(plugin, getter)()), []
+            number = int(getattr(plugin, f"{library}_get_version")())
         except Exception:  # the plugin raises anything where a library is missing or of another version
             versions[name] = "not found"
             continue
-        for divisor in divisors:
-            part, number = divmod(number, divisor)
-            parts.append(str(part))
-        versions[name] = ".".join(parts)
+        parts = (number // 10000, number // 100 % 100, number % 100)  # 91200 is 9.12.0
+        if name.startswith("CUDA"):
+            parts = (number // 1000, number // 10 % 100)  # 13020 is 13.2
+        versions[name] = ".".join(map(str, parts))
     return versions
 
 
@@ -227,26 +201,19 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def text(machine: Machine) -> str:
+def text(machine: dict[str, Any]) -> str:
     """The machine as tables."""
     parts: list[str] = []
-    for device in machine.devices:
-        has = f", compute capability {_dotted(device.capability)}" if device.capability else ""
-        parts += [f"{device.number} x {device.name} ({device.platform}{has})", align(device.gemms)]
-    parts.append(", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    for device in machine["devices"]:
+        has = f", compute capability {_dotted(device['capability'])}" if device["capability"] else ""
+        parts.append(f"{device['number']} x {device['name']} ({device['platform']}{has})")
+        parts.append(align(row.values() for row in device["gemms"]))
+    parts.append(", ".join(f"{name} {version}" for name, version in machine["versions"].items()))
     runs = [
-        (each.name, each.reason or "can run", "auto" if each.is_auto else "") for each in machine.backends
+        (each["name"], each["reason"] or "can run", "auto" if each["is_auto"] else "")
+        for each in machine["backends"]
     ]
-    states = [(package.purpose, package.state) for package in machine.packages]
+    states = [(package["purpose"], package["state"]) for package in machine["packages"]]
     for title, rows in (("backend on this machine", runs), ("what for, and what to install", states)):
         parts.append("\n  ".join([title, *align(rows).splitlines()]))
-    return "\n\n".join([*parts, *(f"TROUBLE: {trouble}" for trouble in machine.troubles)])
-
-
-def as_data(machine: Machine) -> dict[str, Any]:
-    """The machine for JSON."""
-    devices = [
-        {**device._asdict(), "gemms": [row._asdict() for row in device.gemms]} for device in machine.devices
-    ]
-    named = {key: [row._asdict() for row in getattr(machine, key)] for key in ("backends", "packages")}
-    return {"devices": devices, "versions": machine.versions, **named, "troubles": list(machine.troubles)}
+    return "\n\n".join([*parts, *(f"TROUBLE: {trouble}" for trouble in machine["troubles"])])

@@ -26,6 +26,7 @@ from fp8jax.inspect import program, targets
 from fp8jax.inspect.program import Gemm
 from fp8jax.inspect.subject import Subject, loss_of, report_of, transformed
 from fp8jax.inspect.tables import align
+from fp8jax.platforms import capability_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report, layer_of
 from fp8jax.rewrite.report import Row as ReportRow
@@ -77,12 +78,6 @@ def check(
         compiled = program.read(targets.compile(lowered, target)).gemms
     capability = capability_of(jax.devices()[0]) if target is None else targets.get(target).capability
     return _compared(report_of(model, inputs), _high_precision(model), gemms, compiled, capability)
-
-
-def capability_of(device: Any) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA device, None for any other device."""
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def _high_precision(model: Any) -> set[str]:

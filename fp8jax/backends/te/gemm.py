@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8jax.backends import xla
+from fp8jax.platforms import capability_of
 from fp8jax.quantization import ScaledArray
 
 NORMS = xla.NORMS  # XLA compiles everything around the GEMMs
@@ -134,6 +135,4 @@ def _capability() -> tuple[int, int] | None:
     chosen = config.jax_default_device
     if chosen is None or isinstance(chosen, str):
         chosen = jax.local_devices(backend=chosen)[0]
-    capability = getattr(chosen, "compute_capability", "")
-    major, _, minor = str(capability).partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+    return capability_of(chosen)
