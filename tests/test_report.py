@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import re
 
 import numpy as np
 import pytest
@@ -98,6 +99,35 @@ def test_report_holds_everything(tmp_path):
     }
     assert result["models"]["O2"]["bytes_per_parameter"] == Bytes(2.0, 1.0, 3.0, 0.5)._asdict()
     assert result["models"]["O2"]["tokens_per_second"] == pytest.approx(30 * 768 / 0.75)
+
+
+def test_sections_in_the_order_of_questions(tmp_path):
+    """And each quantity of the terminal's table is in one of them."""
+    outcomes = {"O2": make_outcome(1.2612), "bf16": make_outcome(1.25, tensors=[])}
+    page = report.write(tmp_path, {**ABOUT, "versions": {"jax": "1.2"}}, outcomes).read_text()
+    heads = ["What was trained", "What FP8 did", "What it saved", "What went wrong", "Settings"]
+    assert re.findall("<h2>(.*?)</h2>", page) == heads
+    parts = [report.rows(outcomes, [section])[1:] for section in report.SECTIONS]
+    assert sorted(sum(parts, [])) == sorted(report.rows(outcomes)[1:])
+    assert "On cpu, jax 1.2." in page
+    for part, head, following in zip(parts, [heads[0], *heads[2:4]], [heads[1], *heads[3:]], strict=True):
+        section = page[page.index(f"<h2>{head}") : page.index(f"<h2>{following}")]
+        assert part and all(f"<td>{label}</td><td>{value}</td>" in section for label, value, _ in part)
+
+
+def test_clipped_casts_are_counted(tmp_path):
+    outcome = make_outcome()
+    values = np.full_like(outcome.curves.saturations, 0.5)
+    outcome.curves.saturations[:] = values.tolist()
+    assert "Clipped casts: none." in report.write(tmp_path, ABOUT, {"O2": outcome}).read_text()
+    values[0, 2], values[1, 0], values[-1, 2] = 1.5, 2.6, 1.25
+    outcome.curves.saturations[:] = values.tolist()
+    text = report.write(tmp_path, ABOUT, {"O2": outcome}).read_text()
+    assert "Casts clipped 2 of 3 tensors at least once, and 1 at the end." in text
+    assert (
+        f"2.6 times the range of FP8: h/mlp/c_fc 0 input, before step {outcome.curves.scale_steps[1]}."
+        in text
+    )
 
 
 def test_report_without_scales_says_so(tmp_path):

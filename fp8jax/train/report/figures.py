@@ -11,7 +11,7 @@ from fp8jax.train.errors import need
 from fp8jax.train.metrics import OPERANDS, Curves, ScaledTensor
 
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
-GREY = "#555555"
+GREY = "#7f7f7f"  # of text and axes: pages are light or dark
 
 
 def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
@@ -22,7 +22,7 @@ def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
     names = list(curves)
     rows = 2 if len(names) == 2 else 1
     figure, axes = _subplots(
-        rows, 1, size=(9, 4.6 + 1.6 * (rows - 1)), height_ratios=[3, 1][:rows], sharex=True
+        rows, 1, size=(7, 4 + 1.4 * (rows - 1)), height_ratios=[3, 1][:rows], sharex=True
     )
     # The twin is drawn first, wide and pale, because the two curves should coincide.
     for number in reversed(range(len(names))):
@@ -73,7 +73,7 @@ def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
         panel = axes[row][column]
         lines = [i for i, tensor in enumerate(tensors) if (tensor.layer, tensor.operand) == (layer, operand)]
         for depth, i in enumerate(lines):
-            colour = plt.get_cmap("viridis")(0.9 * depth / max(len(lines) - 1, 1))
+            colour = plt.get_cmap("viridis")(0.3 + 0.6 * depth / max(len(lines) - 1, 1))
             label = tensors[i].number or None
             panel.plot(curves.scale_steps, values[:, i], color=colour, linewidth=1.3, label=label)
         panel.set_yscale("log", base=2)
@@ -107,6 +107,7 @@ def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
     axes[-1][0].set_xlabel("step")
     bar = figure.colorbar(image, ax=list(axes[:, 0]), shrink=0.6, pad=0.02, extend="max")
     bar.set_label("amax / largest representable value\n(above 1: clipped)")
+    bar.ax.tick_params(colors=GREY, which="both")
     return _png(figure)
 
 
@@ -117,15 +118,19 @@ def _subplots(rows: int, columns: int, size: tuple[float, float], **options: Any
     )
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(True, color="#e6e6e6", linewidth=0.6)
+        panel.spines[:].set_color(GREY)
+        panel.grid(True, color=GREY, alpha=0.2, linewidth=0.6)
         panel.set_axisbelow(True)
         panel.tick_params(colors=GREY, labelsize=8)
     return figure, axes
 
 
 def _png(figure: Any) -> bytes:
+    """A transparent picture with grey text, for light and dark pages."""
+    for text in figure.findobj(need("matplotlib.text").Text):
+        text.set_color(GREY)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+    figure.savefig(buffer, format="png", dpi=150, transparent=True)
     need("matplotlib.pyplot").close(figure)
     return buffer.getvalue()
 

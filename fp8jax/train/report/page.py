@@ -1,6 +1,6 @@
 """The page of a run: every table and picture, explained for someone who did not write the program.
 
-page(about, outcomes, rows, verdict, pictures)      # HTML with the pictures inside
+page(about, outcomes, tables, verdict, pictures)      # HTML with the pictures inside
 """
 
 import base64
@@ -10,6 +10,8 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from fp8jax.train.report.outcome import MemoryPart, Outcome
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -18,7 +20,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 def page(
     about: Mapping[str, Any],
     outcomes: Mapping[str, Outcome],
-    rows: list[list[str]],
+    tables: Mapping[str, list[list[str]]],
     verdict: str,
     pictures: Mapping[str, bytes],
 ) -> str:
@@ -27,7 +29,7 @@ def page(
     Args:
         about: "data", and the values under "Settings".
         outcomes: name -> outcome; the first is the recipe.
-        rows: the comparison, a heading first.
+        tables: section -> rows of the comparison, a heading first; "trained", "saved" and "wrong".
         verdict: a sentence or two.
         pictures: file name -> PNG.
     """
@@ -36,24 +38,22 @@ def page(
         name.removesuffix(".png"): f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         for name, picture in pictures.items()
     }
-    scaling = f"<h2>Scales</h2><p>{html.escape(recipe)} has no delayed scales.</p>"
-    layers = [
-        f"<h3>{html.escape(name)}</h3>\n<pre>{html.escape(outcome.layers)}</pre>"
-        for name, outcome in outcomes.items()
-    ]
+    scaling = f"<h3>Scales</h3><p>{html.escape(recipe)} has no delayed scales.</p>"
     return _fill(
         "page.html",
         recipe=html.escape(recipe),
         steps=f"{len(outcomes[recipe].curves.loss):,}",
         data=html.escape(str(about["data"])),
         verdict=html.escape(verdict),
-        results=_table(rows),
+        machine=html.escape(_machine(about)),
+        **{section: _table(rows) for section, rows in tables.items()},
         losses=sources["losses"],
         skipped=html.escape(_skipped(outcomes)),
+        clipped=html.escape(_clipped(outcomes[recipe])),
         unchanged=html.escape(_unchanged(outcomes)),
         memory="\n".join(_table(memory_rows(name, outcome.memory)) for name, outcome in outcomes.items()),
         scaling=_fill("scaling.html", **sources) if "scales" in sources else scaling,
-        layers="\n".join(layers),
+        layers=_layers(outcomes),
         settings=_table([["setting", "value"], *_flat(about)]),
     )
 
@@ -73,6 +73,37 @@ def memory_rows(name: str, parts: list[MemoryPart]) -> list[list[str]]:
 def _fill(template: str, **values: str) -> str:
     text = pathlib.Path(__file__).with_name(template).read_text(encoding="utf-8")
     return string.Template(text).substitute(values)
+
+
+def _layers(outcomes: Mapping[str, Outcome]) -> str:
+    """The layers of the recipe; those of its twin folded."""
+    recipe, *twins = ((html.escape(name), html.escape(outcome.layers)) for name, outcome in outcomes.items())
+    folded = [f"<details><summary>{name}</summary>\n<pre>{layers}</pre></details>" for name, layers in twins]
+    return "\n".join([f"<pre>{recipe[1]}</pre>", *folded])
+
+
+def _machine(about: Mapping[str, Any]) -> str:
+    """The device and the versions of the run."""
+    versions = about.get("versions", {})
+    parts = [about.get("device"), *(f"{name} {version}" for name, version in versions.items())]
+    return "On " + ", ".join(str(part) for part in parts if part) + "."
+
+
+def _clipped(outcome: Outcome) -> str:
+    """How many tensors were clipped, and which one the most."""
+    values = np.array(outcome.curves.saturations)
+    if not values.size:
+        return "Clipped casts: not counted without delayed scales."
+    if not (clipped := values > 1).any():
+        return "Clipped casts: none."
+    step, most = np.unravel_index(np.nanargmax(values), values.shape)
+    tensor = outcome.tensors[most]
+    name = " ".join(part for part in (tensor.layer, tensor.number, tensor.operand) if part)
+    return (
+        f"Casts clipped {clipped.any(0).sum()} of {len(outcome.tensors)} tensors at least once, and "
+        f"{clipped[-1].sum()} at the end. The largest was {values[step, most]:.1f} times the range of FP8: "
+        f"{name}, before step {outcome.curves.scale_steps[step]:,}."
+    )
 
 
 def _skipped(outcomes: Mapping[str, Outcome]) -> str:

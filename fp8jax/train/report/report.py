@@ -11,7 +11,7 @@ import json
 import math
 import pathlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -22,27 +22,31 @@ from fp8jax.train.report.outcome import Outcome, Outcomes
 from fp8jax.train.run_folder import write as write_file
 from fp8jax.train.trainer import Trainer
 
+# The parts of the comparison: what was trained, what FP8 saved, what went wrong.
+SECTIONS = ("trained", "saved", "wrong")
 
-def rows(outcomes: Outcomes) -> list[list[str]]:
-    """The comparison as text: a heading, then one row per quantity."""
+
+def rows(outcomes: Outcomes, sections: Collection[str] = SECTIONS) -> list[list[str]]:
+    """The comparison as text: a heading, then one row per quantity of the sections."""
     first = next(iter(outcomes.values()))
     loss = first.loss_name + (", last tenth" if first.validation_loss is None else "")
-    lines: list[tuple[str, Any]] = [
-        (loss, lambda o: f"{o.final_loss:.4f}"),
-        (f"{first.unit}/s", lambda o: f"{o.curves.steps_per_second * o.amount:,.0f}"),
-        ("steps", lambda o: f"{len(o.curves.loss):,}"),
-        ("steps skipped", lambda o: f"{len(o.curves.skipped):,}"),
-        ("parameters", lambda o: f"{o.parameters:,}"),
-        ("time in steps", lambda o: f"{o.curves.seconds:.1f} s"),
-        ("bytes per parameter: weights", lambda o: f"{o.bytes.weights:.2f}"),
-        ("bytes per parameter: gradients", lambda o: f"{o.bytes.gradients:.2f}"),
-        ("bytes per parameter: optimizer", lambda o: f"{o.bytes.optimizer:.2f}"),
-        ("bytes per parameter: scaling state", lambda o: f"{o.bytes.scaling:.2f}"),
+    lines: list[tuple[str, str, Any]] = [
+        ("trained", loss, lambda o: f"{o.final_loss:.4f}"),
+        ("saved", f"{first.unit}/s", lambda o: f"{o.curves.steps_per_second * o.amount:,.0f}"),
+        ("trained", "steps", lambda o: f"{len(o.curves.loss):,}"),
+        ("wrong", "steps skipped", lambda o: f"{len(o.curves.skipped):,}"),
+        ("trained", "parameters", lambda o: f"{o.parameters:,}"),
+        ("saved", "time in steps", lambda o: f"{o.curves.seconds:.1f} s"),
+        ("saved", "bytes per parameter: weights", lambda o: f"{o.bytes.weights:.2f}"),
+        ("saved", "bytes per parameter: gradients", lambda o: f"{o.bytes.gradients:.2f}"),
+        ("saved", "bytes per parameter: optimizer", lambda o: f"{o.bytes.optimizer:.2f}"),
+        ("saved", "bytes per parameter: scaling state", lambda o: f"{o.bytes.scaling:.2f}"),
     ]
     if any(o.curves.unchanged for o in outcomes.values()):
-        lines.append(("weights that a step left unchanged: mean, last", _unchanged))
-    table = [["", *outcomes], *([label, *map(value, outcomes.values())] for label, value in lines)]
-    if len(outcomes) == 2:
+        lines.append(("wrong", "weights that a step left unchanged: mean, last", _unchanged))
+    chosen = [(label, value) for section, label, value in lines if section in sections]
+    table = [["", *outcomes], *([label, *map(value, outcomes.values())] for label, value in chosen)]
+    if len(outcomes) == 2 and "trained" in sections:
         table.insert(2, ["gap", f"{gap(outcomes):+.4f}", ""])
     return table
 
@@ -96,10 +100,11 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
     if recipe.tensors and recipe.curves.scales:
         pictures["scales.png"] = figures.scales(recipe.tensors, recipe.curves)
         pictures["saturation.png"] = figures.saturations(recipe.tensors, recipe.curves)
+    tables = {section: rows(outcomes, [section]) for section in SECTIONS}
     files: dict[str, str | bytes] = {
         **pictures,
         "result.json": json.dumps(_result(about, outcomes), indent=1, allow_nan=False),
-        "report.html": page.page(about, outcomes, rows(outcomes), verdict(outcomes), pictures),
+        "report.html": page.page(about, outcomes, tables, verdict(outcomes), pictures),
     }
     for name in files:
         if (folder / name).is_dir():  # checked first, so that either all files are replaced or none
