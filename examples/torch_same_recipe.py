@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import corpus
 import fp8jax_torch
 import fp8jax_torch.optim
 import jax
@@ -239,8 +240,8 @@ class InJax:
 
 def compare(config: Config) -> tuple[dict[str, Run], str]:
     """All runs, and which layers run in FP8."""
-    text = train.data.load(config.data)
-    train.data.check_length(text, config.batch, config.context)
+    text = corpus.load(config.data)
+    corpus.check_length(text, config.batch, config.context)
     vocabulary, size = len(text.vocabulary), (config.batch, config.context)
     on_torch, program = OnTorch(config, vocabulary, config.recipe), Program(config, vocabulary)
     report = fp8jax_torch.report(on_torch.model)
@@ -252,7 +253,7 @@ def compare(config: Config) -> tuple[dict[str, Run], str]:
         "reversed": Run(OnTorch(config, vocabulary, config.recipe), lambda batch: batch[::-1]),
         "plain": Run(OnTorch(config, vocabulary, config.plain)),
     }
-    drawn = train.data.RandomWindows(text.train, config.context, config.batch, config.steps, config.seed)
+    drawn = corpus.RandomWindows(text.train, config.context, config.batch, config.steps, config.seed)
     for first, last in ((1, config.cross), (config.cross + 1, config.steps)):
         batches = {step: drawn.step(step) for step in range(first, last + 1)}
         for name, run in runs.items():
@@ -263,7 +264,7 @@ def compare(config: Config) -> tuple[dict[str, Run], str]:
             trained = runs["JAX"].side.state
             runs["JAX>torch"] = Run(OnTorch(config, vocabulary, config.recipe).take(trained))
     for run in runs.values():
-        windows = train.data.windows(text.validation, *size, VALIDATION_BATCHES)
+        windows = corpus.windows(text.validation, *size, VALIDATION_BATCHES)
         batches = windows.reshape(-1, config.batch, config.context + 1)
         run.validation = statistics.mean(map(run.side.evaluate, batches))
     return runs, str(report)

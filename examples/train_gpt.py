@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ from gpt_config import Config
 from gpt_model import GPT, GPTConfig
 
 from fp8jax import Recipe, train
-from fp8jax.train import config, data, distributed, run_folder
+from fp8jax.train import config, distributed, run_folder
 
 FINAL_BATCHES = 400  # of the validation after the last step: all of the validation text, unless it is long
 
@@ -35,7 +36,7 @@ class Run(NamedTuple):
     """A run before it begins."""
 
     config: Config
-    text: data.Text
+    text: corpus.Text
     trainers: list[train.Trainer]  # of the recipe, and of its twin
 
 
@@ -55,8 +56,8 @@ def prepare(argv: Sequence[str] | None) -> Run:
     settings = run_folder.read(folder, names).settings
     settings.pop("rows", None)
     options = Config(**{**settings, **given})
-    text = data.load(options.data)
-    data.check_length(text, options.batch, options.context)
+    text = corpus.load(options.data)
+    corpus.check_length(text, options.batch, options.context)
     sizes = {name: size for name, size in vars(options).items() if hasattr(GPTConfig, name)}
     gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
     devices = len(distributed.devices(options.devices))
@@ -73,13 +74,13 @@ def fit(run: Run) -> train.Fitted:
     size = options.context, options.batch
     return train.fit(
         run.trainers[0],
-        data.RandomWindows(text.train, *size, options.steps, options.seed),
+        corpus.RandomWindows(text.train, *size, options.steps, options.seed),
         twin=run.trainers[1] if len(run.trainers) > 1 else None,
         shuffle=False,
-        validation=data.RandomWindows(
+        validation=corpus.RandomWindows(
             text.validation, *size, options.eval_batches, options.seed, purpose="validation"
         ),
-        final_validation=data.windows(text.validation, options.batch, options.context, FINAL_BATCHES),
+        final_validation=corpus.windows(text.validation, options.batch, options.context, FINAL_BATCHES),
         validation_loss=loss,
         resume=options.resume,
         or_start=options.or_start,

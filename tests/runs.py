@@ -2,10 +2,10 @@
 
 import json
 
+import corpus
 import numpy as np
 
 from fp8jax import cli
-from fp8jax.train import data
 from fp8jax.train.metrics import Curves, ScaleMetrics, StepMetrics
 
 PROGRAM = "examples/train_gpt.py"
@@ -22,7 +22,7 @@ def status_of(arguments):
 
 def short_text(folder):
     """The path of a text, soon read, of the default one's characters: its models are the default's."""
-    path, whole = folder / "short.txt", data.standard_library()
+    path, whole = folder / "short.txt", corpus.standard_library()
     path.write_text("".join(sorted(set(whole))) + whole[:30_000], encoding="utf-8")
     return str(path)
 

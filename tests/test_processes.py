@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import ScaledArray
-from fp8jax.train import BadInput, checkpoint, data, distributed
+from fp8jax.train import BadInput, checkpoint, distributed
 from fp8jax.train.config import DeviceConfig
 from fp8jax.train.step.placement import place
 
@@ -283,7 +284,7 @@ def start(request, tmp_path_factory):
     """Starts groups in one folder, that share what they compile; none outlives the tests."""
     folder, cache = tmp_path_factory.mktemp("runs"), str(tmp_path_factory.mktemp("compiled"))
     # Soon read, and soon validated.
-    (folder / "text").write_text(data.standard_library(100_000), encoding="utf-8")
+    (folder / "text").write_text(corpus.standard_library(100_000), encoding="utf-8")
     groups = []
 
     def start(count, *argv, **more):

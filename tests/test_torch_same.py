@@ -13,12 +13,13 @@ and two on torch. (Of twelve runs, at O2, te and O3, either was 0.2 to 2.7 times
 import functools
 import json
 
+import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import optim, train
+from fp8jax import optim
 
 torch = pytest.importorskip("torch", reason="the example needs torch: pip install fp8jax[torch]")
 pytest.importorskip("transformers", reason="the example's model is of transformers")
@@ -48,7 +49,7 @@ def one_thread():
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text(train.data.standard_library(30_000), encoding="utf-8")
+    path.write_text(corpus.standard_library(30_000), encoding="utf-8")
     return path
 
 
@@ -74,7 +75,7 @@ class Training:
         self.example, self.vocabulary = example, len(text.vocabulary)
         self.config = example.Config(recipe=recipe, steps=STEPS, **SIZES)
         self.program = example.Program(self.config, self.vocabulary)
-        rows = train.data.RandomWindows(text.train, SIZES["context"], SIZES["batch"], STEPS, seed=0)
+        rows = corpus.RandomWindows(text.train, SIZES["context"], SIZES["batch"], STEPS, seed=0)
         self.batches = [rows.step(step) for step in range(1, STEPS + 1)]
 
     def on_torch(self):
@@ -89,7 +90,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def training(example, path):
-    return functools.cache(functools.partial(Training, example, train.data.load(str(path))))
+    return functools.cache(functools.partial(Training, example, corpus.load(str(path))))
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """Text as characters, and its windows."""
 
+import corpus
 import numpy as np
 import pytest
 
-from fp8jax.train import Loader, data
+from fp8jax.train import Loader
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ from fp8jax.train import Loader, data
 def test_text_round_trips(tmp_path, content, vocabulary):
     path = tmp_path / "text"
     path.write_bytes(content)
-    text = data.load(str(path))
+    text = corpus.load(str(path))
     assert text.vocabulary == vocabulary
     decoded = text.decode(text.train) + text.decode(text.validation)
     assert decoded.encode("utf-8" if b"\xff" not in content else "latin-1") == content
@@ -26,9 +27,9 @@ def test_text_round_trips(tmp_path, content, vocabulary):
 
 
 def test_standard_library_is_the_same_text_every_time():
-    first, second = data.load(""), data.load("")
+    first, second = corpus.load(""), corpus.load("")
     assert first.fingerprint == second.fingerprint
-    assert len(first.train) + len(first.validation) == data.text.LIBRARY_CHARACTERS
+    assert len(first.train) + len(first.validation) == corpus.LIBRARY_CHARACTERS
     assert set(first.vocabulary) <= {chr(c) for c in range(32, 127)} | {"\n", "\N{REPLACEMENT CHARACTER}"}
     assert len(first.vocabulary) >= 90
     assert "import " in first.decode(first.validation)
@@ -49,7 +50,7 @@ def test_unreadable_text(tmp_path, make, says):
     path = tmp_path / "text"
     make(path)
     with pytest.raises(ValueError) as caught:
-        data.load(str(path))
+        corpus.load(str(path))
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -60,19 +61,19 @@ def test_unreadable_text(tmp_path, make, says):
 def test_too_short_text(tmp_path, size, context, too_short):
     path = tmp_path / "text"
     path.write_text("ab" * 50)
-    text = data.load(str(path))
+    text = corpus.load(str(path))
     if too_short is None:
-        data.check_length(text, size, context)
-        rows = data.RandomWindows(text.validation, context, size, steps=1, seed=0)
+        corpus.check_length(text, size, context)
+        rows = corpus.RandomWindows(text.validation, context, size, steps=1, seed=0)
         assert rows.step(0).shape == (size, context + 1)
         return
     with pytest.raises(ValueError) as caught:
-        data.check_length(text, size, context)
+        corpus.check_length(text, size, context)
     assert too_short in str(caught.value) and "smaller --batch and --context" in str(caught.value)
 
 
 def random_windows(tokens, seed=3, purpose="train", **changes):
-    return data.RandomWindows(
+    return corpus.RandomWindows(
         tokens, **{"context": 8, "batch": 64, "steps": 9, **changes}, seed=seed, purpose=purpose
     )
 
@@ -109,10 +110,10 @@ def test_random_windows_are_nanogpts_batches():
 def test_windows_side_by_side():
     """They cover a text that is not too long; of a longer one they are evenly spaced."""
     tokens = np.arange(1000, dtype=np.uint16)
-    rows = data.windows(tokens, batch=4, context=8, most=100)
+    rows = corpus.windows(tokens, batch=4, context=8, most=100)
     assert rows.dtype == np.int32
     np.testing.assert_array_equal(rows, np.arange(124)[:, None] * 8 + np.arange(9))
-    spread = data.windows(tokens, batch=4, context=8, most=2)[:, 0]
+    spread = corpus.windows(tokens, batch=4, context=8, most=2)[:, 0]
     np.testing.assert_array_equal(spread, np.arange(8) * 124 // 8 * 8)
-    few = data.windows(tokens[:18], batch=4, context=8, most=100)
+    few = corpus.windows(tokens[:18], batch=4, context=8, most=100)
     np.testing.assert_array_equal(few[:, 0], [0, 0, 8, 8])

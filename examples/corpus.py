@@ -1,4 +1,4 @@
-"""Text as characters: the corpus of `examples/train_gpt.py`, as in nanoGPT's `shakespeare_char`.
+"""Text as characters, as in nanoGPT's `shakespeare_char`: the corpus of the examples.
 
     text = load("shakespeare.txt")                 # or load(""): the source of Python's standard library
     rows = RandomWindows(text.train, context=64, batch=12, steps=500, seed=0)
