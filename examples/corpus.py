@@ -33,7 +33,6 @@ class Text(NamedTuple):
     vocabulary: str  # sorted; a token is the index of its character
     train: UInt[np.ndarray, " characters"]
     validation: UInt[np.ndarray, " characters"]
-    fingerprint: str
 
     def decode(self, tokens: Integer[np.ndarray, " n"]) -> str:
         """The characters of `tokens`."""
@@ -60,7 +59,6 @@ def load(path: str) -> Text:
         vocabulary="".join(map(chr, vocabulary)),
         train=tokens[:split],
         validation=tokens[split:],
-        fingerprint=hashlib.sha256(codes.tobytes()).hexdigest(),
     )
 
 
