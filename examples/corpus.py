@@ -39,18 +39,21 @@ class Text(NamedTuple):
         return "".join(self.vocabulary[token] for token in tokens)
 
 
-def load(path: str) -> Text:
+def load(path: str, characters: int = LIBRARY_CHARACTERS) -> Text:
     """Reads and tokenizes a text.
 
     Args:
         path: any file, or "" for the source of this Python's standard library. A file that is not UTF-8 is
             read as Latin-1: each byte is one character.
+        characters: the most that are read of the standard library.
 
     Raises:
         ValueError: the file cannot be read, is empty, or holds no text.
     """
-    name, characters = (path, _read(path)) if path else ("Python's standard library", standard_library())
-    codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
+    name, content = (
+        (path, _read(path)) if path else ("Python's standard library", standard_library(characters))
+    )
+    codes = np.frombuffer(content.encode("utf-32-le"), np.uint32)
     vocabulary, tokens = np.unique(codes, return_inverse=True)
     tokens = tokens.astype(np.min_scalar_type(len(vocabulary)))
     split = int(len(tokens) * TRAINING_SHARE)

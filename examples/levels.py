@@ -12,23 +12,20 @@ time of the optimizer, compiled by itself.
 import argparse
 import json
 import pathlib
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import train_gpt
 
-import fp8jax
 from fp8jax import train
 from fp8jax.recipe import PRESETS
 from fp8jax.train import metrics
-from fp8jax.train.step.optimizers import optimizer_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 import clock
+import gpt
 import output
 
 BASELINE = "bf16"
@@ -45,6 +42,7 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     variables, opt_state, curves = fitted.state.variables, fitted.state.opt_state, fitted.curves
     bytes_of = metrics.bytes_per_parameter(variables, trainer.gradients(), opt_state)
     sizes = {name: float(getattr(bytes_of, name)) for name in ("weights", "gradients", "optimizer")}
+    timer = clock.timer(gpt.updates(trainer, variables, opt_state))
     return {
         "level": name,
         "validation loss": curves.validation[-1][1],
@@ -52,28 +50,9 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
         "bytes": sum(sizes.values()),
         "step ms": 1e3 * curves.seconds / fitted.steps,
         "skipped": curves.skips,
-        "update ms": update_time(trainer, variables, opt_state),
+        "update ms": clock.row(clock.take_turns({name: timer}, ROUNDS), name)["ms"],
         "curve": curves.loss,
     }
-
-
-def update_time(trainer: train.Trainer, variables: Any, opt_state: Any) -> float:
-    """Milliseconds of `tx.update` and `apply_updates`, the median of a few. Donates the state."""
-    tx = optimizer_of(trainer.config)
-
-    def update(variables: Any, opt_state: Any, grads: Any) -> Any:
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        return fp8jax.apply_updates(variables, updates), opt_state
-
-    grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), trainer.gradients())
-    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(variables, opt_state, grads).compile()
-
-    def step() -> Any:
-        nonlocal variables, opt_state
-        variables, opt_state = compiled(variables, opt_state, grads)
-        return variables, opt_state
-
-    return 1e3 * statistics.median(clock.take_turns({"update": clock.once(step)}, ROUNDS)["update"])
 
 
 def table(rows: output.Rows) -> str:

@@ -16,14 +16,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax.inspect import program, targets
@@ -31,6 +29,7 @@ from fp8jax.train import TrainConfig, Trainer
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 import clock
+import gpt
 import output
 
 BASE: dict[str, Any] = {"bf16": True, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
@@ -103,17 +102,11 @@ class Decoder(nn.Module):
         return nn.Dense(self.sizes.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
 
 
-def loss(model: Any, tokens: jax.Array) -> jax.Array:
-    """The mean cross-entropy of the next token."""
-    logits = model(tokens[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
 def prepare(config: TrainConfig, sizes: Sizes) -> Trainer:
     """The trainer of a configuration."""
     dtype = jnp.float32 if config.precision.gemm == "FP32" else jnp.bfloat16
     decoder = Decoder(sizes, jnp.float16 if config.fp16 else dtype)
-    return Trainer(decoder, loss, config, np.zeros((1, sizes.context + 1), np.int32))
+    return Trainer(decoder, gpt.loss, config, np.zeros((1, sizes.context + 1), np.int32))
 
 
 def speeds(trainers: list[Trainer], sizes: Sizes, rounds: int) -> list[float]:
@@ -122,22 +115,10 @@ def speeds(trainers: list[Trainer], sizes: Sizes, rounds: int) -> list[float]:
     for number, trainer in enumerate(trainers):
         shape = trainer.rows, sizes.context + 1
         tokens = np.random.default_rng(0).integers(0, sizes.vocabulary, shape).astype(np.int32)
-        turns[str(number)] = clock.once(steps(trainer, tokens))
+        turns[str(number)] = clock.timer(gpt.steps(trainer, tokens))
     times = clock.take_turns(turns, rounds)
     seconds = [statistics.median(taken) for taken in times.values()]
     return [trainer.rows * sizes.context / each for trainer, each in zip(trainers, seconds, strict=True)]
-
-
-def steps(trainer: Trainer, tokens: np.ndarray) -> Callable[[], jax.Array]:
-    """A step that goes on from the step before, and returns its loss."""
-    state = trainer.init()
-
-    def step() -> jax.Array:
-        nonlocal state
-        state, seen = trainer.step(state, tokens)
-        return seen.loss
-
-    return step
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Times of ways that take turns.
 
-    times = take_turns({name: timer(run) for name, run in ways.items()}, most=30)
+    times = take_turns({name: timer(run) for name, run in ways.items()}, rounds=30)
     row(times, "fp8jax te"), ratio(times, "bf16", "fp8jax te")
 
 A machine slows down when it gets hot, and two runs of a program differ. So each way has a turn in every
@@ -8,7 +8,6 @@ round, each round begins with another way, and a ratio is the median over the ro
 round.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,20 +17,7 @@ import jax
 
 Times = dict[str, list[float]]
 
-LEAST_ROUNDS = 3
-LEAST_S = 0.05  # of a GPU's turn, so that the clock and the first launch do not count
-
-
-def once(run: Callable[[], Any]) -> Callable[[], float]:
-    """A turn of one run, after a run to warm up."""
-    jax.block_until_ready(run())
-
-    def turn() -> float:
-        begun = time.perf_counter()
-        jax.block_until_ready(run())
-        return time.perf_counter() - begun
-
-    return turn
+LEAST_S = 0.05  # of a turn, so that the clock and the first launch do not count
 
 
 def timer(run: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready) -> Callable[[], float]:
@@ -51,13 +37,11 @@ def timer(run: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_r
     return turn
 
 
-def take_turns(timers: Mapping[str, Callable[[], float]], most: int, until: float = math.inf) -> Times:
-    """Seconds of each, for at most so many rounds, until a time."""
+def take_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+    """Seconds of each in so many rounds."""
     times: Times = {name: [] for name in timers}
     names = list(timers)
-    for number in range(most):
-        if number >= min(LEAST_ROUNDS, most) and time.time() > until:
-            break
+    for number in range(rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             times[name].append(timers[name]())

@@ -1,65 +1,96 @@
 """Measure fp8jax on a GPU: correctness first, then speed, memory and convergence, in under 8 minutes.
 
     python examples/bench/gpu.py                                  # a record in examples/records/
-    python examples/bench/gpu.py --minutes 20 --data text.txt     # more rounds, a longer convergence
+    python examples/bench/gpu.py --minutes 20 --data text.txt     # a longer convergence
     python examples/bench/gpu.py --only correctness gemm
     python examples/bench/gpu.py --device cpu --tiny --record runs     # the dry run: no GPU needed
 
-Needs JAX with CUDA, Flax, optax and matplotlib; torch, TransformerEngine and others are measured where they
-are installed. fp8jax itself is that of this checkout. Sections run in order of worth (on_gpu/ has a file for
-each), each in a process of its own with a share of the time: one that fails, hangs or takes the GPU down with
-it is noted, and the next goes on. What a section leaves unused goes to those after it, and convergence gets
-the rest. The record is written anew after each section, and says of each target: held, missed, or why it was
-not run.
+Needs JAX with CUDA, Flax and optax; torch, TransformerEngine and others are measured where they are
+installed. fp8jax itself is that of this checkout. A section is a benchmark of this folder, run as a program
+with a share of the time: one that fails, hangs or takes the GPU down with it is noted, and the next goes on.
+What a section leaves unused goes to those after it, and convergence gets the rest. The record is written anew
+after each section, and says of each target: held, missed, or why it was not run.
 """
 
 import argparse
-import functools
 import json
 import os
 import pathlib
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# This checkout's fp8jax, installed or not; this folder is on the path as that of the program.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-
-import jax
 import output
-from on_gpu import convergence, correctness, gemm, layers, optimizer, record, train
-from on_gpu.notes import Given, Notes
 
 HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 class Section(NamedTuple):
-    """A measurement, and its share of the time: seconds out of 450."""
+    """A benchmark, and its share of the time: seconds out of 450."""
 
-    measure: Callable[[Given, Notes], None]
     share: float
+    program: str
+    options: Sequence[str] = ()
 
 
+# The sizes of TransformerEngine's published figures, see layer.py.
+LAYER = "--layers 1 --width 4096 --heads 32 --batch 31 --context 512 --input-gradient 1 --rounds 30".split()
+TE, CURRENT, FLAX = "fp8jax te", "fp8jax te,scaling=current", "flax Fp8DotGeneral"
+THROUGH_TE = (f"{TE} through TransformerEngine", f"{CURRENT} through TransformerEngine")
+ALONE = ("TransformerEngine delayed", "TransformerEngine current")
+UPDATE = ("--target", "", "--leaves-here", "24", "--size", "3840", "--rounds", "30")
+OTHERS = ("te", "O1", "O3", "fp16_amp")
 SECTIONS = {
-    "correctness": Section(correctness.measure, 60),
-    "gemm": Section(gemm.measure, 40),
-    "layer": Section(layers.measure, 80),
-    "optimizer": Section(optimizer.measure, 40),
-    "GPT-350M": Section(functools.partial(train.measure, name="GPT-350M"), 85),
-    "GPT-124M": Section(functools.partial(train.measure, name="GPT-124M"), 50),
-    "convergence": Section(convergence.measure, 95),
+    "correctness": Section(60, "correctness"),
+    "gemm": Section(40, "gemm"),
+    "layer": Section(50, "step", (*LAYER, "--ways", "bf16", FLAX, TE, CURRENT)),
+    "optimizer": Section(40, "update", UPDATE),
+    "GPT-350M": Section(55, "gpt", ("--size", "GPT-350M", "--levels", "bf16", "O2")),
+    "GPT-124M": Section(50, "gpt", ("--size", "GPT-124M", "--levels", "bf16", "O2", *OTHERS)),
+    "GPT-350M, others": Section(30, "gpt", ("--size", "GPT-350M", "--levels", "bf16", *OTHERS)),
+    "TransformerEngine": Section(30, "step", (*LAYER, "--ways", "bf16", *THROUGH_TE, *ALONE)),
+    "convergence": Section(95, "convergence"),
 }
+
+
+class Target(NamedTuple):
+    """A figure that is judged: a cell of a section's first row of that name."""
+
+    what: str
+    section: str
+    row: str
+    column: str
+    at_most: float
+    at_least: float = float("-inf")
+
+
+TARGETS = (
+    Target("correctness: rows that did not hold", "correctness", "rows that did not hold", "measured", 0),
+    Target(
+        "FP8 GEMMs of a Dense step", "correctness", "Dense step: FP8 GEMMs in the program", "measured", 3, 3
+    ),
+    Target("FP8 GEMM 8192^3, speed / torch._scaled_mm", "gemm", "fp8jax", "torch /", float("inf"), 0.9),
+    Target("transformer layer, te, time / bf16", "layer", TE, "/ bf16", 1 / 1.7),
+    Target("transformer layer, te,scaling=current, time / bf16", "layer", CURRENT, "/ bf16", 1 / 1.6),
+    Target("transformer layer, te, time / flax", "layer", TE, "/ flax", 1),
+    Target("transformer layer, te,scaling=current, time / flax", "layer", CURRENT, "/ flax", 1),
+    Target("optimizer step, O2, time / float32 optax.adamw", "optimizer", "O2", "/ optax.adamw", 0.6),
+    Target("GPT-350M train step, O2, time / bf16", "GPT-350M", "O2", "/ bf16", 0.8),
+    Target("GPT-350M train step, O2, peak memory / bf16", "GPT-350M", "O2", "GB / bf16", 0.7),
+    Target("GPT-124M, validation loss, O2 - bf16", "convergence", "O2", "- bf16", 0.01),
+)
 
 GRACE_S = 15  # that a section may be late before it is killed
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "ml_dtypes", "numpy", "torch")
 PACKAGES += ("transformer_engine", "transformer_engine_jax", "nvidia-cublas", "nvidia-cudnn-cu13")
 
-# For every section's process. Triton off: what NVIDIA advises for JAX, and untimed GEMMs compile faster; the
-# same for all ways. Memory is not taken in advance, so that torch finds some.
+# Triton off: what NVIDIA advises for JAX, and untimed GEMMs compile faster; the same for all ways. Memory is
+# not taken in advance, so that torch finds some.
 XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cuda,cpu",
@@ -68,128 +99,141 @@ ENVIRONMENT = {
 }
 
 
-def run_section(name: str, given: Given, path: pathlib.Path) -> None:
-    """Measures, in this process; the notes are in the file."""
-    notes = Notes(path)
-    with notes.attempt(name):
-        if given.device == "gpu" and jax.default_backend() != "gpu":
-            raise RuntimeError(f"JAX found no GPU: its devices are {jax.devices()}")
-        SECTIONS[name].measure(given, notes)
-    notes.add("state", "after", record.gpu("clocks.sm,power.draw,temperature.gpu"))
-
-
-def run_apart(name: str, given: Given, path: pathlib.Path, cache: str) -> None:
-    """Measures in a process of its own, which is killed if it is late."""
-    command = [sys.executable, str(HERE / "gpu.py"), "--device", given.device, "--data", given.data]
-    command += ["--section", name, "--until", str(given.until), "--notes", str(path)]
-    command += ["--tiny"] if given.tiny else []
-    command += ["--batch", str(given.batch)] if given.batch else []
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
-    if given.device == "gpu":
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
-        environment |= {**ENVIRONMENT, "XLA_FLAGS": flags}
-    said = path.with_suffix(".log")
-    with said.open("w") as log:
-        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            status = child.wait(timeout=max(given.left, 0) + GRACE_S)
-            reason = f"its process ended with status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            reason = "it was late and was killed"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-    if reason:
-        notes = Notes(path, resume=True)
-        notes.skip(name, reason)
-        notes.add("errors", name, said.read_text(errors="replace")[-4000:])
-
-
-def measure_all(args: argparse.Namespace, kept: record.Record) -> None:
-    """The sections in order, each with its share of the time that is left."""
-    end = time.time() + 60 * args.minutes
+def run(section: Section, args: argparse.Namespace, seconds: float, cache: str) -> dict[str, Any]:
+    """Runs a section, which is killed if it is late; its tables, and what was not measured and why."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": cache}
+    if args.device == "gpu":
+        environment |= {**ENVIRONMENT, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()}
+    elif args.tiny:  # less time on programs that only show that they run
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, str(HERE / f"{section.program}.py"), *section.options]
+    command += ["--tiny"] if args.tiny else []
+    if section.program == "convergence":
+        command += ["--data", args.data, "--seconds", str(seconds)]
+    begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(args.only):
-            begun = time.time()
-            shares = [SECTIONS[other].share for other in args.only[number:]]
-            until = begun + (end - begun) * shares[0] / sum(shares)
-            given = Given(args.device, args.tiny, until, args.data, args.batch)
-            path = pathlib.Path(folder) / f"{number}.json"
-            print(f"{name}: at most {given.left:.0f} s", flush=True)
-            if args.apart:
-                run_apart(name, given, path, folder)
-            else:
-                run_section(name, given, path)
-            found = json.loads(path.read_text())
-            kept.add(name, {**found, "seconds": time.time() - begun})
-            for title, rows in found["tables"].items():
-                print(f"{title}\n{output.table(rows)}\n", flush=True)
-            for what, reason in found["skipped"].items():
-                print(f"not measured: {what}: {reason}", flush=True)
+        command += ["--record", folder]
+        try:
+            options: dict[str, Any] = {"capture_output": True, "text": True, "env": environment}
+            ended = subprocess.run(command, **options, timeout=max(seconds, 0) + GRACE_S)
+            reason = f"its process ended with status {ended.returncode}" if ended.returncode else ""
+            errors = ended.stderr[-4000:] if reason else ""
+        except subprocess.TimeoutExpired:
+            reason, errors = "it was late and was killed", ""
+        kept = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*/result.json")]
+    found = kept[0] if kept else {"results": {}}
+    if kept and args.device == "gpu" and found["environment"]["device"] == output.cpu_name():
+        found, reason = {"results": {}}, "JAX found no GPU"
+    skipped = found.get("skipped", {}) | ({"the section": reason} if reason else {})
+    found = {"tables": found["results"], "skipped": skipped, "errors": errors, "seconds": time.time() - begun}
+    return found | {"state": gpu("clocks.sm,power.draw,temperature.gpu")}
 
 
-def start(args: argparse.Namespace) -> record.Record:
-    """An empty record."""
-    driver = record.gpu("name,driver_version,memory.total,power.limit,clocks.max.sm")
+def judge(sections: dict[str, dict[str, Any]], is_judged: bool) -> output.Rows:
+    """One row per target.
+
+    Args:
+        sections: what was found.
+        is_judged: whether the figures are a GPU's at full size.
+    """
+    judged = []
+    for target in TARGETS:
+        found = sections.get(target.section, {"tables": {}, "skipped": {"": "the section was left out"}})
+        rows = [row for table in found["tables"].values() for row in table]
+        measured = next((row[target.column] for row in rows if target.row in row.values()), None)
+        low, high = target.at_least, target.at_most
+        bound = f"<= {high:.3g}" if low == float("-inf") else f">= {low:g}"
+        bound = f"{low:g}" if low == high else bound
+        if measured is None:
+            reasons = "; ".join(dict.fromkeys(found["skipped"].values()))
+            verdict = f"not run: {reasons or 'the section ended without it'}"
+        elif not is_judged:
+            verdict = "not judged: a dry run"
+        else:
+            verdict = "held" if low <= measured <= high else "missed"
+        judged.append({"target": target.what, "bound": bound, "measured": measured, "verdict": verdict})
+    return judged
+
+
+def write(folder: pathlib.Path, about: dict[str, Any], sections: dict[str, Any], is_judged: bool) -> None:
+    """Writes result.json for programs and table.md for people, all tables, the targets first."""
+    targets = judge(sections, is_judged)
+    kept = {"environment": about, "targets": targets, "sections": sections}
+    (folder / "result.json").write_text(json.dumps(kept, indent=1) + "\n")
+    lines = [f"# fp8jax on {about['device']}, {about['date']}", ""]
+    if not is_judged:
+        lines += ["A dry run: it shows that everything runs, and its figures say nothing.", ""]
+    lines += [f"`{about['command']}`", "", "## Targets", "", output.markdown(targets), ""]
+    for name, found in sections.items():
+        lines += [f"## {name}, {found['seconds']:.0f} s", ""]
+        for title, rows in found["tables"].items():
+            lines += [f"{title}:", "", output.markdown(rows), ""]
+        lines += [f"- not measured: {what}: {reason}" for what, reason in found["skipped"].items()]
+        lines += [f"- the GPU right after it: {found['state']}"] if found["state"] else []
+        lines += [""]
+    rows = [{"what": what, "is": value} for what, value in about.items()]
+    (folder / "table.md").write_text("\n".join([*lines, "## Versions", "", output.markdown(rows), ""]))
+
+
+def gpu(query: str) -> str:
+    """The answer of nvidia-smi to a query of the first GPU; "" without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    asked = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    lines = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def free_folder(parent: pathlib.Path, name: str) -> pathlib.Path:
+    """A folder that is not there yet: a second run of a day does not write over the first."""
+    number = 1
+    while (folder := parent / (name if number == 1 else f"{name}_{number}")).exists():
+        number += 1
+    return folder
+
+
+def start(args: argparse.Namespace) -> tuple[pathlib.Path, dict[str, Any]]:
+    """The folder of the record, and the device and versions."""
+    driver = gpu("name,driver_version,memory.total,power.limit,clocks.max.sm")
     words = driver.split(",")[0].removeprefix("NVIDIA ").lower().split()
     device = words[0] if args.device == "gpu" and words else output.cpu_name()
     about: dict[str, Any] = output.environment(device, PACKAGES)
     about |= {"gpu": driver, "XLA_FLAGS": XLA_FLAGS if args.device == "gpu" else "", "minutes": args.minutes}
     name = f"{about['date']}_{device}_gpu{'_tiny' if args.tiny else ''}"
-    is_judged = args.device == "gpu" and not args.tiny
-    return record.Record(record.free_folder(pathlib.Path(args.record), name), about, is_judged)
+    folder = free_folder(pathlib.Path(args.record or HERE.parent / "records"), name)
+    folder.mkdir(parents=True)
+    return folder, about
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument("--minutes", type=float, default=7.5, help="of all sections together")
-    parser.add_argument("--data", default="", help="text for the convergence; by default Python's own source")
-    parser.add_argument("--record", metavar="DIR", default=str(HERE.parent / "records"))
-    parser.add_argument(
-        "--only", nargs="+", default=list(SECTIONS), choices=list(SECTIONS), metavar="SECTION"
-    )
-    parser.add_argument("--batch", type=int, help="sequences a step of the GPTs; by default 8 and 16")
-    parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
-    parser.add_argument("--apart", action="store_true", help="a process a section on a CPU too")
-    parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--notes", type=pathlib.Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    args.apart |= args.device == "gpu"
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measures, records, prints; returns the exit status."""
-    args = parse(argv)
-    if args.tiny:  # less time on programs that only show that they run
-        jax.config.update("jax_disable_most_optimizations", True)
-    if args.section:
-        given = Given(args.device, args.tiny, args.until, args.data, args.batch)
-        run_section(args.section, given, args.notes)
-        return 0
-    if args.device == "gpu" and not record.gpu("name"):
+    choices = {"device": ("gpu", "cpu"), "only": SECTIONS}
+    args = output.parse(__doc__, choices=choices, device="gpu", minutes=7.5, data="", only=list(SECTIONS))
+    if args.device == "gpu" and not gpu("name"):
         print(
             "gpu: no NVIDIA GPU here (nvidia-smi finds none); --device cpu --tiny is the dry run",
             file=sys.stderr,
         )
         return 2
-    kept = start(args)
-    try:
-        measure_all(args, kept)
-    finally:
-        kept.write()
-        if reason := kept.draw():
-            print(reason, file=sys.stderr)
-        print(f"{output.table(kept.targets)}\n\n{kept.folder}", flush=True)
+    is_judged = args.device == "gpu" and not args.tiny
+    folder, about = start(args)
+    sections: dict[str, Any] = {}
+    end = time.time() + 60 * args.minutes
+    with tempfile.TemporaryDirectory() as cache:
+        for number, name in enumerate(args.only):
+            shares = [SECTIONS[other].share for other in args.only[number:]]
+            seconds = (end - time.time()) * shares[0] / sum(shares)
+            print(f"{name}: at most {seconds:.0f} s", flush=True)
+            sections[name] = found = run(SECTIONS[name], args, seconds, cache)
+            for title, rows in found["tables"].items():
+                print(f"{title}\n{output.table(rows)}\n", flush=True)
+            for what, reason in found["skipped"].items():
+                print(f"not measured: {what}: {reason}", flush=True)
+            write(folder, about, sections, is_judged)
+    print(f"{output.table(judge(sections, is_judged))}\n\n{folder}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is there is drawn
     sys.exit(main())

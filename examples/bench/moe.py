@@ -91,7 +91,7 @@ def here(names: list[str], sizes: Sizes, rounds: int) -> output.Rows:
     """One row per way, timed."""
     args = arguments(sizes)
     steps = {name: jax.jit(step_of(WAYS[name])).lower(*args).compile() for name in names}
-    turns = {name: clock.once(lambda step=step: step(*args)) for name, step in steps.items()}
+    turns = {name: clock.timer(lambda step=step: step(*args)) for name, step in steps.items()}
     times = clock.take_turns(turns, rounds)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     reference = medians.get("one kernel")

@@ -94,8 +94,15 @@ def finish(
     sections: dict[str, Rows],
     args: argparse.Namespace,
     packages: tuple[str, ...] = PACKAGES,
+    skipped: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints the sections, rows by title, and with --record keeps them with the packages' versions."""
+    """Prints the sections, rows by title, and with --record keeps them with the packages' versions.
+
+    `skipped` says of what was not measured why.
+    """
+    skipped = skipped or {}
+    for what, reason in skipped.items():
+        print(f"not measured: {what}: {reason}", file=sys.stderr)
     if args.json:
         print(json.dumps(sections, indent=2))
     else:
@@ -104,7 +111,8 @@ def finish(
         about = environment(device, packages)
         folder = pathlib.Path(args.record) / f"{about['date']}_{device}_{name}"
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"environment": about, "results": sections}, indent=2)
+        kept = {"environment": about, "results": sections, **({"skipped": skipped} if skipped else {})}
+        text = json.dumps(kept, indent=2)
         (folder / "result.json").write_text(text + "\n")
 
 
@@ -133,6 +141,20 @@ def _version(package: str) -> str:
 def cpu_name() -> str:
     """This machine's CPU by its cores: "cpu2"."""
     return f"cpu{os.cpu_count()}"
+
+
+def device() -> str:
+    """The name of JAX's device: "h200", or the CPU's."""
+    import jax
+
+    kind = jax.devices()[0].device_kind.removeprefix("NVIDIA ")
+    return cpu_name() if jax.default_backend() == "cpu" else kind.split()[0].lower()
+
+
+def first_line(error: Exception) -> str:
+    """An error in a line."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 def use_cpu_devices(count: int) -> None:

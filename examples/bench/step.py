@@ -5,15 +5,17 @@
     python examples/bench/step.py --json
     python examples/bench/step.py --record examples/records
 
-Loss and all gradients of a transformer: 4 layers, width 512, 8 heads, 2048 tokens, no rematerialization. The
-ways take turns; times are medians over the rounds, and "/ bf16" compares within this run. "total" counts
-arguments and outputs, too: XLA computes in the outputs' buffers, so a way with small gradients needs more
-temporaries.
+Loss and all gradients of a transformer: 4 layers, width 512, 8 heads, 2048 tokens, no rematerialization, and
+with `--input-gradient 1` also the gradient of its input, as inside a larger model. The ways take turns; times
+are medians over the rounds, and "/ bf16" compares within this run. "total" counts arguments and outputs, too:
+XLA computes in the outputs' buffers, so a way with small gradients needs more temporaries. The ways of
+TransformerEngine need a GPU.
 """
 
-import statistics
+import argparse
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import clock
 import jax
@@ -23,60 +25,79 @@ from layer import stack
 
 from fp8jax.inspect import program
 
-
-class Sizes(NamedTuple):
-    """Sizes of the model and its input."""
-
-    layers: int = 4
-    width: int = 512
-    heads: int = 8
-    batch: int = 8
-    context: int = 256
+WAYS = {**ways.WAYS, **ways.THROUGH_TE}
+FLAX = "flax Fp8DotGeneral"
+STATE = "_overwrite_with_gradient"
 
 
-TINY = Sizes(layers=1, width=32, heads=2, batch=2, context=16)
+def prepare(name: str, args: argparse.Namespace) -> tuple[Callable[[], Any], float, program.Program]:
+    """A step after the first, when scales are known; the seconds to compile it; and the program."""
+    way = WAYS[name]
+    model = stack(way, args.layers, args.heads, "cudnn" if jax.default_backend() == "gpu" else "xla")
+    made, step = ways.loss_and_gradient(way, model, input_too=bool(args.input_gradient))
+    x = jax.random.normal(jax.random.key(1), (args.batch, args.context, args.width), way.dtype)
+    variables = jax.jit(made.init)(jax.random.key(0), x)
+    start = time.perf_counter()
+    compiled = jax.jit(step).lower(variables, x).compile()
+    seconds = time.perf_counter() - start
+    if STATE in variables:
+        variables = {**variables, STATE: compiled(variables, x)[1][STATE]}
+    return lambda: compiled(variables, x), seconds, program.read(compiled)
 
 
-def rows(names: list[str], sizes: Sizes, rounds: int) -> output.Rows:
+def rows(args: argparse.Namespace, skipped: dict[str, str]) -> output.Rows:
     """One row per way."""
     turns, facts = {}, {}
-    for name in names:
-        way = ways.WAYS[name]
-        model, step = ways.loss_and_gradient(way, stack(way, sizes.layers, sizes.heads))
-        x = jax.random.normal(jax.random.key(1), (sizes.batch, sizes.context, sizes.width), way.dtype)
-        variables = jax.jit(model.init)(jax.random.key(0), x)
-        start = time.perf_counter()
-        compiled = jax.jit(step).lower(variables, x).compile()
-        facts[name] = time.perf_counter() - start, program.read(compiled)
-        turns[name] = clock.once(lambda run=compiled, args=(variables, x): run(*args))
-    times = clock.take_turns(turns, rounds)
-    bf16 = facts["bf16"][1] if "bf16" in facts else None
-    return [
-        {
-            "way": name,
-            "step ms": 1e3 * statistics.median(times[name]),
-            "/ bf16": statistics.median(times[name]) / statistics.median(times["bf16"]) if bf16 else None,
-            "fastest ms": 1e3 * min(times[name]),
-            "compile s": compile_s,
-            "temporaries MB": read.temporaries / 1e6,
-            "/ bf16 ": read.temporaries / bf16.temporaries if bf16 else None,
-            "total MB": read.total / 1e6,
-            "/ bf16  ": read.total / bf16.total if bf16 else None,
-        }
-        for name, (compile_s, read) in facts.items()
-    ]
+    for name in args.ways:
+        try:
+            if reason := WAYS[name].why_not():
+                skipped[name] = reason
+                continue
+            run, *facts[name] = prepare(name, args)
+            turns[name] = clock.timer(run)
+        except Exception as error:  # of a library that is compared; the others are measured
+            skipped[name] = output.first_line(error)
+    times = clock.take_turns(turns, args.rounds)
+    bf16 = facts["bf16"][1] if "bf16" in turns else None
+    found = []
+    for name in turns:
+        compile_s, read = facts[name]
+        found.append(
+            {
+                "way": name,
+                "step ms": clock.row(times, name)["ms"],
+                "/ bf16": clock.ratio(times, name, "bf16"),
+                "/ flax": clock.ratio(times, name, FLAX),
+                "fastest ms": 1e3 * min(times[name]),
+                "compile s": compile_s,
+                **output.gemms(read),
+                "kernels": read.kernels,
+                "temporaries MB": read.temporaries / 1e6,
+                "/ bf16 ": read.temporaries / bf16.temporaries if bf16 else None,
+                "total MB": read.total / 1e6,
+                "/ bf16  ": read.total / bf16.total if bf16 else None,
+            }
+        )
+    return found
 
 
 def main() -> None:
     """Measures and prints."""
+    sizes = {"layers": 4, "width": 512, "heads": 8, "batch": 8, "context": 256}
+    tiny = {"layers": 1, "width": 32, "heads": 2, "batch": 2, "context": 16}
     args = output.parse(
-        __doc__, tiny={"rounds": 1}, choices={"ways": ways.WAYS}, rounds=10, ways=list(ways.WAYS)
+        __doc__,
+        tiny={**tiny, "rounds": 1},
+        choices={"ways": WAYS},
+        rounds=10,
+        ways=list(ways.WAYS),
+        input_gradient=0,
+        **sizes,
     )
-    sizes = TINY if args.tiny else Sizes()
-    is_cpu = jax.default_backend() == "cpu"
-    device = output.cpu_name() if is_cpu else jax.devices()[0].device_kind.replace(" ", "-")
-    sections = {f"{device}, {sizes}, {args.rounds} rounds": rows(args.ways, sizes, args.rounds)}
-    output.finish("step", device, sections, args)
+    skipped: dict[str, str] = {}
+    shape = ", ".join(f"{name} {getattr(args, name)}" for name in sizes)
+    sections = {f"{output.device()}, {shape}, {args.rounds} rounds": rows(args, skipped)}
+    output.finish("step", output.device(), sections, args, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 rows and columns) with gradients in the recipe's format. The reference is `optax.adamw` in float32.
 "temporaries %" is relative to the float32 size of the parameters, "of a leaf" to a float32 leaf. "moved" are
 the bytes that all kernels read and write, "/ state" relative to the bytes of parameters, gradients and
-moments. On this machine the recipes take turns, with fewer leaves.
+moments. On this machine the recipes take turns, with fewer leaves. `--target ""` leaves the GPU out.
 """
 
 import statistics
@@ -105,13 +105,14 @@ def here(ways: list[str], leaves: int, size: int, rounds: int) -> output.Rows:
     for way in ways:
         tx, *shapes = arguments(way, leaves, size)
         compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*shapes).compile()
-        turns[way] = clock.once(loop(compiled, shapes))
+        turns[way] = clock.timer(loop(compiled, shapes))
         facts[way] = row(way, program.read(compiled), leaves, size, nbytes(shapes))
     times = clock.take_turns(turns, rounds)
     rows = []
     for way in ways:
         seconds = statistics.median(times[way])
-        speed = {"step ms": 1e3 * seconds, "ns / parameter": 1e9 * seconds / leaves / size**2}
+        speed = {"step ms": 1e3 * seconds, f"/ {OPTAX}": clock.ratio(times, way, OPTAX)}
+        speed["ns / parameter"] = 1e9 * seconds / leaves / size**2
         rows.append({"way": way, **speed, **facts[way]})
     return rows
 
@@ -121,7 +122,7 @@ def main() -> None:
     args = output.parse(
         __doc__,
         tiny={"leaves": 3, "size": 64, "leaves_here": 2, "rounds": 2},
-        choices={"target": targets.TARGETS, "ways": WAYS},
+        choices={"target": ["", *targets.TARGETS], "ways": WAYS},
         target="h200",
         ways=WAYS,
         leaves=100,
@@ -130,12 +131,13 @@ def main() -> None:
         rounds=10,
     )
     sections = {}
-    if targets.why_not() is None:
+    if args.target and targets.why_not() is None:
         title = f"{args.target}, {args.leaves} leaves of {args.size} x {args.size}"
         sections[title] = [on_target(way, args.leaves, args.size, args.target) for way in args.ways]
-    title = f"{output.cpu_name()}, {args.leaves_here} leaves, {args.rounds} rounds"
+    device = output.device()
+    title = f"{device}, {args.leaves_here} leaves of {args.size} x {args.size}, {args.rounds} rounds"
     sections[title] = here(args.ways, args.leaves_here, args.size, args.rounds)
-    output.finish("update", f"{args.target}-{output.cpu_name()}", sections, args)
+    output.finish("update", f"{args.target}-{device}" if args.target else device, sections, args)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,30 @@
 """Correctness of a GPU's numbers: a row has a measured number, its bound, and whether the bound held.
 
+    python examples/bench/correctness.py
+    python examples/bench/correctness.py --tiny
+
 The reference is the CPU: ml_dtypes for casts, the backend "reference" for GEMMs. The bounds of GEMMs are
 derived: cuBLASLt's FP8 GEMMs add 32 products at a time in registers of about 14 bits; fast accumulation stays
 there, precise accumulation goes to float32 every 128 products; outputs are rounded to bfloat16 once.
 """
 
-import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import gpt
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
+import output
 
 import fp8jax
 from fp8jax import ScaledArray, formats
 from fp8jax.inspect import program
 from fp8jax.quantization import cast, is_scaled
-from on_gpu import gpt
-from on_gpu.notes import Given, Notes
 
 RECIPE = "te,scaling=current"  # scales that are not 1
 REGISTER = 2.0**-13  # relative error of an addition in the tensor cores' registers
@@ -29,21 +32,16 @@ HALF_ULP = 2.0**-9  # of bfloat16
 STEPS = 3
 
 
-def measure(given: Given, notes: Notes) -> None:
-    """One table; a part that fails is a row that did not hold."""
-    parts = (casts, gemm_counts, products, optimizer, losses)
-    found: dict[str, list[dict[str, Any]]] = {part.__name__: [] for part in parts}
-    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:  # most of it is compiling
-        futures = {pool.submit(part, given): part.__name__ for part in parts}
-        for future in concurrent.futures.as_completed(futures):
-            name = futures[future]
-            found[name] = [row(f"{name} (it failed)", None, None, False)]
-            with notes.attempt(name):
-                found[name] = future.result()
-            notes.table("correctness", [each for rows in found.values() for each in rows])
-    missed = sum(not each["held"] for rows in found.values() for each in rows)
-    notes.figure("correctness", missed)
-    notes.figure("FP8 GEMMs of a Dense step", found["gemm_counts"][0]["measured"])
+def rows(is_tiny: bool) -> list[dict[str, Any]]:
+    """All rows; a part that fails is a row that did not hold."""
+    found = []
+    for part in (casts, gemm_counts, products, optimizer, losses):
+        try:
+            found += part(is_tiny)
+        except Exception as error:
+            found.append(row(f"{part.__name__}: {output.first_line(error)}", None, None, False))
+    missed = sum(not each["held"] for each in found)
+    return [*found, row("rows that did not hold", missed, 0)]
 
 
 def row(what: str, measured: Any, bound: Any, held: bool | None = None) -> dict[str, Any]:
@@ -61,10 +59,10 @@ def here_and_there(here: Callable[..., Any], there: Callable[..., Any], *args: A
     return found[0], found[1]
 
 
-def casts(given: Given) -> list[dict[str, Any]]:
+def casts(is_tiny: bool) -> list[dict[str, Any]]:
     """All bfloat16 numbers, random float32 ones of every exponent, and midpoints between codes."""
     every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-    count = 2**16 if given.tiny else 2**22
+    count = 2**16 if is_tiny else 2**22
     bits = np.random.default_rng(0).integers(2**32, size=count, dtype=np.uint64).astype(np.uint32)
     found = []
     for format in (formats.E4M3, formats.E5M2, formats.FP16):
@@ -86,9 +84,9 @@ def casts(given: Given) -> list[dict[str, Any]]:
     return found
 
 
-def products(given: Given) -> list[dict[str, Any]]:
+def products(is_tiny: bool) -> list[dict[str, Any]]:
     """The GEMMs of a dense layer, forward and backward, against the reference backend on the CPU."""
-    m, k, n = (32, 64, 48) if given.tiny else (512, 1024, 768)
+    m, k, n = (32, 64, 48) if is_tiny else (512, 1024, 768)
     keys = jax.random.split(jax.random.key(0), 3)
     x, kernel, grad = (
         jax.random.normal(key, shape, jnp.bfloat16)
@@ -122,9 +120,9 @@ def products(given: Given) -> list[dict[str, Any]]:
     return found
 
 
-def gemm_counts(given: Given) -> list[dict[str, Any]]:
+def gemm_counts(is_tiny: bool) -> list[dict[str, Any]]:
     """FP8 GEMMs in programs: three of a dense layer's step, three of each layer of a GPT's report."""
-    width = 64 if given.tiny else 4096
+    width = 64 if is_tiny else 4096
     dense = fp8jax.transform(nn.Dense(width, dtype=jnp.bfloat16), "te")
     x = jax.ShapeDtypeStruct((width, width), jnp.bfloat16)
 
@@ -136,30 +134,39 @@ def gemm_counts(given: Given) -> list[dict[str, Any]]:
     shapes = jax.eval_shape(dense.init, jax.random.key(0), x)
     shapes = {**shapes, "params": {**shapes["params"], "x": x}}
     lowered = jax.jit(fp8jax.value_and_grad(loss)).lower(shapes)
-    count = fp8_gemms(lowered, given)
+    count = fp8_gemms(lowered)
     found = [row("Dense step: FP8 GEMMs in the program", count, 3, count == 3)]
-    if given.device == "gpu":  # as gpu.py sets XLA's flags, and as a user finds them
-        count = fp8_gemms(lowered, given, {"xla_gpu_enable_triton_gemm": True})
+    if jax.default_backend() == "gpu":  # as gpu.py sets XLA's flags, and as a user finds them
+        count = fp8_gemms(lowered, {"xla_gpu_enable_triton_gemm": True})
         found.append(row("the same, Triton allowed to take GEMMs", count, "3 or Triton's", True))
-    learner = gpt.Learner(gpt.size_of("GPT-124M", given), "O2", given.attention)
-    state, batch, _ = gpt.shapes_of(learner)
-    tokens = jax.ShapeDtypeStruct((batch.shape[0], batch.shape[1] - 1), jnp.int32)
-    told = 3 * sum(bool(layer.fp8 and layer.kernel_shape) for layer in learner.model.report(tokens).rows)
-    lowered = jax.jit(fp8jax.value_and_grad(learner.loss)).lower(state[0], batch)
-    count = fp8_gemms(lowered, given)
+    model = fp8jax.transform(gpt.model_of(size := gpt.TINY if is_tiny else gpt.SIZES["GPT-124M"]), "O2")
+    tokens = jax.ShapeDtypeStruct((size.batch, size.context), jnp.int32)
+    told = 3 * sum(bool(layer.fp8 and layer.kernel_shape) for layer in model.report(tokens).rows)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    batch = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
+    count = fp8_gemms(jax.jit(gradients_of(model)).lower(variables, batch))
     return [*found, row("GPT: FP8 GEMMs in the program, and by the report", count, told, count == told)]
 
 
-def fp8_gemms(lowered: Any, given: Given, options: Any = None) -> int:
+def gradients_of(model: Any) -> Callable[..., Any]:
+    """Loss and gradients of a GPT."""
+
+    def loss(variables: Any, batch: jax.Array) -> jax.Array:
+        return gpt.loss(lambda tokens: model.apply(variables, tokens), batch)
+
+    return fp8jax.value_and_grad(loss)
+
+
+def fp8_gemms(lowered: Any, options: Any = None) -> int:
     """cuBLASLt's FP8 calls; on a CPU, which has none, dots of FP8 operands."""
-    if given.device == "gpu":
+    if jax.default_backend() == "gpu":
         return program.read(lowered.compile(compiler_options=options)).count("cublaslt_f8")
     return sum(gemm.is_fp8 for gemm in program.read_lowered(lowered))
 
 
-def optimizer(given: Given) -> list[dict[str, Any]]:
+def optimizer(is_tiny: bool) -> list[dict[str, Any]]:
     """Steps of O2's AdamW: a fused multiply-add may move numbers at a tie by one code, and no others."""
-    size = 64 if given.tiny else 512
+    size = 64 if is_tiny else 512
     tx = fp8jax.optim.adamw(1e-3, "O2")
     keys = jax.random.split(jax.random.key(0), STEPS + 1)
     weight = fp8jax.quantize(jax.random.normal(keys[0], (size, size)), formats.FP16)
@@ -192,21 +199,39 @@ def optimizer(given: Given) -> list[dict[str, Any]]:
     ]
 
 
-def losses(given: Given) -> list[dict[str, Any]]:
+def losses(is_tiny: bool) -> list[dict[str, Any]]:
     """The first losses of a small GPT at O2."""
-    size = gpt.TINY["GPT-124M"] if given.tiny else gpt.Size(2, 2, 128, 4, 128, 256)
+    size = gpt.TINY if is_tiny else gpt.Size(2, 2, 128, 4, 128, 256)
     tokens = np.random.default_rng(0).integers(256, size=(size.batch, size.context + 1)).astype(np.int32)
+    tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), fp8jax.optim.adamw(6e-6, "O2", 0.9, 0.95))
 
-    def steps(learner: gpt.Learner, tokens: Any) -> Any:
-        state, found = gpt.compiled(learner, "init")(jax.random.key(0)), []
+    def steps(attention: str, tokens: Any) -> Any:
+        model, found = fp8jax.transform(gpt.model_of(size, attention), "O2"), []
+
+        @jax.jit
+        def step(variables: Any, state: Any) -> Any:
+            loss, grads = gradients_of(model)(variables, tokens)
+            updates, state = tx.update(grads, state, variables)
+            return fp8jax.apply_updates(variables, updates), state, loss
+
+        variables = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])
+        state = jax.jit(tx.init)(variables)
         for _ in range(STEPS):
-            state, loss = gpt.compiled(learner, "step")(state, tokens, jnp.float32(1))
+            variables, state, loss = step(variables, state)
             found.append(loss)
         return np.array(found)
 
-    # Programs are kept by learner, so on a GPU the CPU's has to be another one.
-    ways = (gpt.Learner(size, "O2", attention) for attention in (given.attention, "xla"))
-    own, other = here_and_there(*(functools.partial(steps, learner) for learner in ways), tokens)
+    own, other = here_and_there(*(functools.partial(steps, attention) for attention in ("", "xla")), tokens)
     apart = float(np.max(np.abs(own - other)))
     # Losses near 5.5 are means of numbers that were rounded to bfloat16, half an ulp of which is 2^-7.
     return [row(f"GPT, O2, losses of {STEPS} steps: largest distance from the CPU's", apart, 2**-7)]
+
+
+def main() -> None:
+    """Measures and prints."""
+    args = output.parse(__doc__)
+    output.finish("correctness", output.device(), {"correctness": rows(args.tiny)}, args)
+
+
+if __name__ == "__main__":
+    main()

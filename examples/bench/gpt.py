@@ -1,0 +1,156 @@
+"""A train step of a GPT by level of the precision chart: speed, memory, and the optimizer's part of the time.
+
+    python examples/bench/gpt.py                                         # GPT-350M in bf16 and O2
+    python examples/bench/gpt.py --size GPT-124M --levels bf16 te O1 O2 O3
+    python examples/bench/gpt.py --tiny
+
+The model is that of train_gpt.py with activations in bfloat16 and, on a GPU, cuDNN's attention; the step is
+that of `Trainer`. The levels take turns, and "/ bf16" is the median over the rounds of the ratio of two
+steps. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by itself.
+"""
+
+import concurrent.futures
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import clock
+import jax
+import numpy as np
+import output
+
+import fp8jax
+from fp8jax.recipe import PRESETS
+from fp8jax.train import TrainConfig, Trainer
+from fp8jax.train.step.optimizers import optimizer_of
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from gpt_model import GPT, GPTConfig
+from train_gpt import loss
+
+# nanoGPT's for GPT-124M, with a shorter warm-up.
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 6e-4,
+    "min_learning_rate": 6e-5,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 100,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+}
+
+
+class Size(NamedTuple):
+    """Sizes of a model and its batch."""
+
+    layers: int
+    heads: int
+    width: int
+    batch: int  # sequences a step
+    context: int = 1024
+    vocabulary: int = 50304
+
+
+SIZES = {"GPT-350M": Size(24, 16, 1024, 8), "GPT-124M": Size(12, 12, 768, 16)}
+TINY = Size(1, 2, 32, 2, 16, 256)
+
+
+def model_of(size: Size, attention: str = "") -> GPT:
+    """The GPT; its attention is cuDNN's where there is a GPU."""
+    sizes = {name: value for name, value in size._asdict().items() if name != "batch"}
+    attention = attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    return GPT(GPTConfig(**sizes, dtype="bfloat16", attention=attention))
+
+
+def trainer_of(size: Size, level: str, **settings: Any) -> Trainer:
+    """The trainer of a level."""
+    config = TrainConfig(**{**SETTINGS, **settings}, recipe=level, per_device_train_batch_size=size.batch)
+    return Trainer(model_of(size), loss, config, np.zeros((1, size.context + 1), np.int32))
+
+
+def compile_all(trainers: list[Trainer]) -> None:
+    """Compiles the first states and the steps, side by side."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda trainer: (trainer.like, trainer.program), trainers))
+
+
+def steps(trainer: Trainer, tokens: np.ndarray) -> Callable[[], jax.Array]:
+    """A step that goes on from the step before, and returns its loss."""
+    state = trainer.init()
+
+    def step() -> jax.Array:
+        nonlocal state
+        state, seen = trainer.step(state, tokens)
+        return seen.loss
+
+    return step
+
+
+def updates(trainer: Trainer, variables: Any, opt_state: Any) -> Callable[[], Any]:
+    """`tx.update` and `apply_updates` of a trainer, each going on from the one before. Donates the state."""
+    tx = optimizer_of(trainer.config)
+
+    def update(variables: Any, opt_state: Any, grads: Any) -> Any:
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return fp8jax.apply_updates(variables, updates), opt_state
+
+    grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), trainer.gradients())
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(variables, opt_state, grads).compile()
+    grads = jax.device_put(grads)
+
+    def step() -> Any:
+        nonlocal variables, opt_state
+        variables, opt_state = compiled(variables, opt_state, grads)
+        return variables, opt_state
+
+    return step
+
+
+def rows(levels: list[str], size: Size, rounds: int) -> output.Rows:
+    """One row per level."""
+    shape = size.batch, size.context + 1
+    tokens = np.random.default_rng(0).integers(size.vocabulary, size=shape).astype(np.int32)
+    trainers = {level: trainer_of(size, level) for level in levels}
+    compile_all(list(trainers.values()))
+    turns = {}
+    for level, trainer in trainers.items():
+        turns[level] = clock.timer(steps(trainer, tokens))
+        state = trainer.init()
+        turns[f"{level} update"] = clock.timer(updates(trainer, state.variables, state.opt_state))
+    times = clock.take_turns(turns, rounds)
+    base, found = trainers.get("bf16"), []
+    for level, trainer in trainers.items():
+        timed, read = clock.row(times, level), trainer.program
+        found.append(
+            {
+                "level": level,
+                **timed,
+                "/ bf16": clock.ratio(times, level, "bf16"),
+                "tokens/s": round(1e3 * size.batch * size.context / timed["ms"]),
+                "update ms": clock.row(times, f"{level} update")["ms"],
+                "GB": read.total / 1e9,
+                "GB / bf16": base and read.total / base.program.total,
+                **output.gemms(read),
+                "kernels": read.kernels,
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Measures and prints."""
+    args = output.parse(
+        __doc__,
+        tiny={"rounds": 2},
+        choices={"size": SIZES, "levels": PRESETS},
+        size="GPT-350M",
+        levels=["bf16", "O2"],
+        rounds=30,
+    )
+    size = TINY if args.tiny else SIZES[args.size]
+    title = f"{args.size}, train step, {size.batch} x {size.context} tokens"
+    output.finish("gpt", output.device(), {title: rows(args.levels, size, args.rounds)}, args)
+
+
+if __name__ == "__main__":
+    main()
