@@ -220,13 +220,9 @@ def test_batches_are_spread_over_devices():
     assert batch["x"].addressable_shards[1].data.tolist() == [[2] * 3, [3] * 3]
 
 
-def test_any_iterator_will_do_but_has_no_state_to_keep():
-    batches = prefetch_to_device(iter([np.arange(2), np.arange(3)]))
-    assert next(batches).tolist() == [0, 1]
-    with pytest.raises(TypeError, match="`iterator` is a list_iterator, which has no `state"):
-        batches.state()
+def test_a_number_of_batches_ahead_that_there_is_not():
     with pytest.raises(ValueError, match="`size` must be at least 0; got -1"):
-        prefetch_to_device(batches, -1)
+        prefetch_to_device(loader_of(), -1)
 
 
 def test_a_checkpoint_has_where_the_batches_stopped(tmp_path):

@@ -1,11 +1,9 @@
 """Batches on the devices before a step asks for them.
 
-    batches = prefetch_to_device(Loader(...))
-    for step, batch in zip(range(steps), batches):
-        state = train_step(state, batch)
-        checkpoint.save(folder, step, state, {"data": batches.state()})
-
-`state()` is that after the last batch that was handed out: a resumed run sees the batch after it.
+batches = prefetch_to_device(Loader(...))
+for step, batch in zip(range(steps), batches):
+    state = train_step(state, batch)
+    checkpoint.save(folder, step, state, {"data": batches.state()})
 """
 
 from collections import deque
@@ -14,14 +12,15 @@ from typing import Any
 
 import jax
 
+from fp8jax.train.data.loader import Loader
+
 
 class DevicePrefetch:
-    """An iterator over batches on devices; made by `prefetch_to_device`."""
+    """An iterator over the batches of a loader on devices; made by `prefetch_to_device`."""
 
-    def __init__(self, iterator: Any, size: int, sharding: jax.sharding.Sharding | None) -> None:
-        self._iterator, self._size, self._sharding = iterator, size, sharding
-        self._ahead: deque[tuple[Any, Any]] = deque()  # batch, state of the iterator after it
-        self._state = self._read_state()
+    def __init__(self, loader: Loader, size: int, sharding: jax.sharding.Sharding | None) -> None:
+        self._loader, self._size, self._sharding = loader, size, sharding
+        self._ahead: deque[Any] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -31,69 +30,54 @@ class DevicePrefetch:
         self.read_ahead()
         if not self._ahead:
             raise StopIteration
-        batch, self._state = self._ahead.popleft()
-        return batch
+        return self._ahead.popleft()
 
     def read_ahead(self) -> None:
         """Reads the next batch and the `size` batches after it, without handing one out."""
-        while len(self._ahead) <= self._size:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                break
-            self._ahead.append((jax.tree.map(self._put, batch), self._read_state()))
+        while len(self._ahead) <= self._size and (batch := next(self._loader, None)) is not None:
+            self._ahead.append(jax.tree.map(self._put, batch))
 
     def close(self) -> None:
-        """Drops the batches that were read ahead and closes the iterator, if it has a `close`."""
+        """Drops the batches that were read ahead and closes the loader."""
         self._ahead.clear()
-        getattr(self._iterator, "close", lambda: None)()
+        self._loader.close()
 
-    def state(self) -> Any:
-        """The iterator's state after the last batch that was handed out.
+    def state(self) -> dict[str, int | bool]:
+        """The loader's state after the last batch that was handed out, whatever was read ahead."""
+        state = self._loader.state()
+        return {**state, "taken": state["taken"] - len(self._ahead)}
 
-        Raises:
-            TypeError: the iterator has no `state`.
-        """
-        if self._state is None:
-            raise TypeError(f"`iterator` is a {type(self._iterator).__name__}, which has no `state()`")
-        return self._state
-
-    def restore(self, state: Any) -> None:
-        """Drops the batches that were read ahead and restores the iterator."""
-        self._iterator.restore(state)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Drops the batches that were read ahead and restores the loader."""
+        self._loader.restore(state)
         self._ahead.clear()
-        self._state = self._read_state()
 
     def _put(self, rows: Any) -> jax.Array:
         if self._sharding is None:
             return jax.device_put(rows)
         return jax.make_array_from_process_local_data(self._sharding, rows)
 
-    def _read_state(self) -> Any:
-        return getattr(self._iterator, "state", lambda: None)()
-
 
 def prefetch_to_device(
-    iterator: Iterator[Any], size: int = 2, sharding: jax.sharding.Sharding | None = None
+    loader: Loader, size: int = 2, sharding: jax.sharding.Sharding | None = None
 ) -> DevicePrefetch:
     """Copies batches to the devices before they are asked for.
 
-    `jax.device_put` does not wait for the copy, so this needs no thread; the iterator, e.g. a `Loader`, reads
-    ahead on the host.
+    `jax.device_put` does not wait for the copy, so this needs no thread; the loader reads ahead on the host.
 
     Args:
-        iterator: over pytrees of NumPy arrays.
+        loader: of batches.
         size: batches on the device besides the one in use.
         sharding: of each array of a batch; None for the default device. Each of many processes gives its
             rows, as a `Loader` with `shard` has them.
 
     Returns:
-        An iterator over the same batches as pytrees of jax.Array, with the `state()` and `restore(state)` of
-        the iterator, if it has them.
+        An iterator over the same batches as pytrees of jax.Array, with the loader's `state()`,
+        `restore(state)` and `close()`.
 
     Raises:
         ValueError: `size` is below 0.
     """
     if size < 0:
         raise ValueError(f"`size` must be at least 0; got {size}")
-    return DevicePrefetch(iterator, size, sharding)
+    return DevicePrefetch(loader, size, sharding)
