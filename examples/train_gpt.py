@@ -84,8 +84,7 @@ def fit(run: Run) -> train.Fitted:
         validation_loss=loss,
         resume=options.resume,
         or_start=options.or_start,
-        settings=config.saved_options(options),
-        fixed=config.fixed_options(options),
+        options=options,
         about={
             "data": text.name,
             "loss": "nats per character",

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +61,7 @@ def fit(
     resume: bool = False,
     or_start: bool = False,
     about: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
-    fixed: Collection[str] = (),
+    options: Any = None,
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the folder of the run.
 
@@ -80,8 +79,8 @@ def fit(
         resume: go on with the run in `output_dir`, or with the newest in runs/.
         or_start: `resume` begins at step 0 where there is no run, or all of its checkpoints are damaged.
         about: what else the report says, e.g. {"data": "the letters of Rilke"}: JSON values.
-        settings: the settings that the run keeps; by default those of the trainer's configuration.
-        fixed: the names in `settings` that a resumed run cannot change; by default the configuration says it.
+        options: a dataclass with fields made by `config.option`, the settings that the run keeps; by default
+            the trainer's configuration.
 
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
@@ -91,23 +90,24 @@ def fit(
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
     trainers, config = [trainer, *([twin] if twin else [])], trainer.config
+    options = options or config
     with contextlib.ExitStack() as opened:
         with blame_input():
             check_packages()
             report.check_about(about or {}, trainer)
             if twin and twin.config.precision == config.precision:
                 raise ValueError(f"`twin`: expected another recipe; both are {config.precision}")
-            kept = {**(settings or saved_options(config)), "rows": trainer.rows}
+            kept = {**saved_options(options), "rows": trainer.rows}
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, kept)
             examples = Examples(source, transform)
             _check_rows(trainer, examples, folder, found)
             now = RunMetadata(kept, examples.fingerprint())
-            run_folder.check_same(folder, found, now, fixed or fixed_options(config))
+            run_folder.check_same(folder, found, now, fixed_options(type(options)))
             batches = trainer.loader(source, transform, shuffle=shuffle)
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation
-            models = [_Model(one, _validators(one, sources, transform, validation_loss)) for one in trainers]
+            models = [_Model(one, _validator(one, sources, transform, validation_loss)) for one in trainers]
             layers = [one.layers.splitlines()[0] for one in trainers]
             with run_folder.taken(folder, found, now):
                 for line in layers:
@@ -142,19 +142,12 @@ def spans(start: int, stop: int, *intervals: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-class _Validators(NamedTuple):
-    """(state, most batches) -> mean loss."""
-
-    regular: Callable[..., float] | None
-    final: Callable[..., float] | None  # after the last step
-
-
 @dataclasses.dataclass
 class _Model:
     """One of the models of a run."""
 
     trainer: Trainer
-    validators: _Validators
+    validate: Callable[..., float] | None
     state: PyTree = None
     curves: Curves = dataclasses.field(default_factory=Curves)
 
@@ -204,8 +197,8 @@ class _Run:
             model.state = found.state[i] if found else model.trainer.init(plain)
             if found:
                 model.curves = Curves.from_json(found.metadata["curves"][i])
-            if model.validators.regular and self.steps < model.trainer.config.max_steps:
-                model.validators.regular(model.state, 1)  # an error in it shows now
+            if model.validate and self.steps < model.trainer.config.max_steps:
+                model.validate(model.state, most=1)  # an error in it shows now
 
     def save(self) -> None:
         """Writes a checkpoint, unless this step has one."""
@@ -238,9 +231,9 @@ class _Run:
                     batches = list(batches)
                 for model in self.models:
                     model.advance(batches, end - begin)
-                    validate = model.validators.final if end == last else model.validators.regular
-                    if validate and (end % config.eval_steps == 0 or end == last):
-                        model.curves.validation.append((end, validate(model.state)))
+                    if model.validate and (end % config.eval_steps == 0 or end == last):
+                        loss = model.validate(model.state, is_last=end == last)
+                        model.curves.validation.append((end, loss))
                     if writer:
                         writer.write(end, model.name, model.curves.line(end - begin, *per_step))
                 progress.show()
@@ -264,30 +257,28 @@ def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, foun
         )
 
 
-def _validators(
+def _validator(
     trainer: Trainer,
     sources: tuple[Source | None, Source | None],
     transform: Callable[[Any], Any] | None,
     loss: Loss | None,
-) -> _Validators:
-    """The mean loss of the batches of each source; None without sources."""
+) -> Callable[..., float] | None:
+    """A function of a state, the mean loss of the first source, or after the last step of the second."""
     if (sources[0] is None) != (loss is None):
         raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
     if loss is None:
-        return _Validators(None, None)
+        return None
     evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
+    for count in (len(source) for source in sources if source is not None):
+        if count < devices:
+            raise ValueError(f"`validation` has {count} rows, fewer than the {devices} devices")
 
-    def validator(source: Any) -> Callable[..., float]:
+    def validate(state: State, *, is_last: bool = False, most: int | None = None) -> float:
+        source: Any = sources[is_last]
         rows = min(trainer.per_device, len(source) // devices) * devices
-        if not rows:
-            raise ValueError(f"`validation` has {len(source)} rows, fewer than the {devices} devices")
+        with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
+            # One after the other: a queue of batches would take the memory of the next step.
+            losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
+        return float(np.mean(losses))
 
-        def validate(state: State, most: int | None = None) -> float:
-            with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
-                # One after the other: a queue of batches would take the memory of the next step.
-                losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
-            return float(np.mean(losses))
-
-        return validate
-
-    return _Validators(*map(validator, sources))
+    return validate
