@@ -198,7 +198,7 @@ def test_loader_measures_rates_and_waits():
     [row] = sections["alone"]
     assert row["M tokens/s"] > 0 and row["slow transform"] > 0
     assert len(sections["waiting"]) == 6
-    assert all(row["waits ms"] > 0 and row["step ms"] > 0 for row in sections["waiting"])
+    assert all(row["waits ms"] > 0 for row in sections["waiting"])
 
 
 @pytest.mark.long

@@ -9,13 +9,15 @@ A file of random uint16 ids, windows of 1025, batches of 32.
 "alone": million tokens per second of a Loader that feeds no step, by workers, of plain windows and with a
 transform of about 1 ms of Python, as long as a slow tokenizer. "waiting": a step of GEMMs, about 0.1 s of all
 cores, waits for its batch of slow examples: read on request, ahead by a thread, or by a worker; and copied to
-the device on request, or ahead. "step" is the step's remaining time.
+the device on request, or ahead.
 
 The ways take turns, and each reads as many batches as it keeps ready before the clock starts; figures are
 medians over the rounds. The start of workers does not count.
 """
 
 import contextlib
+import functools
+import itertools
 import pathlib
 import statistics
 import tempfile
@@ -23,6 +25,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import clock
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,72 +63,51 @@ def per_second(loader: Iterator[Any], ready: int, batches: int) -> float:
     return batches * BATCH * CONTEXT / (time.perf_counter() - begun) / 1e6
 
 
-def alone(source: TokenFile, workers: list[int], rounds: int, batches: int) -> list[dict[str, Any]]:
+def alone(source: TokenFile, workers: list[int], rounds: int, batches: int) -> output.Rows:
     """One row per number of workers."""
-    titles = {"M tokens/s": None, "slow transform": slow}
-    rates: dict[Any, list[float]] = {(count, title): [] for count in workers for title in titles}
-    with contextlib.ExitStack() as open_loaders:
-        loaders = {
-            (count, title): open_loaders.enter_context(
-                Loader(source, batch=BATCH, seed=0, workers=count, transform=titles[title])
-            )
-            for count, title in rates
-        }
-        for _ in range(rounds):
-            for (count, title), loader in loaders.items():
-                # Fast ways read more batches.
-                most = batches if titles[title] else 10 * batches
-                rates[count, title].append(per_second(loader, 2 * count + 4, most))
+    titles, turns = {"M tokens/s": None, "slow transform": slow}, {}
+    with contextlib.ExitStack() as opened:
+        for count, title in itertools.product(workers, titles):
+            loader = Loader(source, batch=BATCH, seed=0, workers=count, transform=titles[title])
+            # Fast ways read more batches.
+            most = batches if titles[title] else 10 * batches
+            turn = functools.partial(per_second, opened.enter_context(loader), 2 * count + 4, most)
+            turns[f"{count} {title}"] = turn
+        rates = clock.take_turns(turns, rounds)
+    medians = {way: statistics.median(found) for way, found in rates.items()}
     return [
-        {"workers": count, **{title: statistics.median(rates[count, title]) for title in titles}}
-        for count in workers
+        {"workers": count, **{title: medians[f"{count} {title}"] for title in titles}} for count in workers
     ]
 
 
-def make_step(size: int, products: int) -> Any:
-    """A step of so many GEMMs."""
-    weights = jnp.full((size, size), 1 / size)
+def waits(batches: Iterator[Any], step: Any, count: int) -> float:
+    """Milliseconds that a step waits for its batch, the median of `count` steps."""
+    waited = []
+    for _ in range(count + 4):
+        begun = time.perf_counter()
+        batch = jax.block_until_ready(jax.tree.map(jnp.asarray, next(batches)))
+        waited.append(time.perf_counter() - begun)
+        step(batch).block_until_ready()
+    return 1e3 * statistics.median(waited[4:])
+
+
+def waiting(source: TokenFile, rounds: int, count: int, size: int) -> output.Rows:
+    """One row per way of reading, with and without `prefetch_to_device`."""
+    weights, turns = jnp.full((size, size), 1 / size), {}
 
     @jax.jit
     def step(batch: jax.Array) -> jax.Array:
         x = batch[:1, :1] * weights
-        return jax.lax.fori_loop(0, products, lambda _, x: x @ weights, x).sum()
+        return jax.lax.fori_loop(0, 16, lambda _, x: x @ weights, x).sum()
 
-    return step
-
-
-def waits(batches: Iterator[Any], step: Any, count: int) -> tuple[float, float]:
-    """Milliseconds that a step waits and computes, medians over `count` steps."""
-    waited, worked = [], []
-    for _ in range(count + 4):
-        begun = time.perf_counter()
-        batch = jax.block_until_ready(jax.tree.map(jnp.asarray, next(batches)))
-        there = time.perf_counter()
-        step(batch).block_until_ready()
-        waited.append(there - begun)
-        worked.append(time.perf_counter() - there)
-    return statistics.median(waited[4:]) * 1e3, statistics.median(worked[4:]) * 1e3
-
-
-def waiting(source: TokenFile, rounds: int, count: int, size: int) -> list[dict[str, Any]]:
-    """One row per way of reading, with and without `prefetch_to_device`."""
-    step = make_step(size, 16)
-    with contextlib.ExitStack() as open_loaders:
-        ways: dict[tuple[str, str], Any] = {}
+    with contextlib.ExitStack() as opened:
         for read, options in READ.items():
             for copied in ("when asked", "ahead"):
-                loader = Loader(source, batch=BATCH, seed=0, transform=slow, **options)
-                open_loaders.enter_context(loader)
-                ways[read, copied] = prefetch_to_device(loader) if copied == "ahead" else loader
-        measured = {way: [] for way in ways}
-        for _ in range(rounds):
-            for way, batches in ways.items():
-                measured[way].append(waits(batches, step, count))
-    rows = []
-    for (read, copied), pairs in measured.items():
-        waited, worked = (statistics.median(part) for part in zip(*pairs, strict=True))
-        rows.append({"read": read, "copied": copied, "waits ms": waited, "step ms": worked})
-    return rows
+                loader = opened.enter_context(Loader(source, batch=BATCH, seed=0, transform=slow, **options))
+                batches = prefetch_to_device(loader) if copied == "ahead" else loader
+                turns[f"read {read}, copied {copied}"] = functools.partial(waits, batches, step, count)
+        waited = clock.take_turns(turns, rounds)
+    return [{"way": way, "waits ms": statistics.median(found)} for way, found in waited.items()]
 
 
 def main() -> None:
