@@ -28,37 +28,40 @@ class Progress:
     """
 
     def __init__(self, curves: Mapping[str, Curves], steps: int, amount: int, unit: str = "tokens"):
+        rich = need("rich.progress")
         self.curves, self.steps, self.amount, self.unit = curves, steps, amount, unit
-        self.begun_at = self.line_is_due = time.monotonic()
-        self.begun_with = self._done()
+        self.line_is_due = time.monotonic()
         self.last = {name: (len(one.loss), one.seconds) for name, one in curves.items()}
-        self.bars: Any = None
-        if sys.stdout.isatty():
-            rich = need("rich.progress")
-            name, text = rich.TextColumn("{task.description:>6}"), rich.TextColumn("{task.fields[text]}")
-            self.bars = rich.Progress(name, rich.BarColumn(bar_width=16), rich.MofNCompleteColumn(), text)
-            self.tasks = {name: self.bars.add_task(name, total=steps, text="") for name in curves}
+        columns = rich.TextColumn("{task.description:>6}"), rich.BarColumn(bar_width=16)
+        columns += (
+            rich.MofNCompleteColumn(),
+            rich.TextColumn("{task.fields[text]}"),
+            rich.TimeRemainingColumn(),
+        )
+        self.bars = rich.Progress(*columns, speed_estimate_period=3600)
+        for name, one in curves.items():
+            self.bars.add_task(name, total=steps, completed=len(one.loss), text="")
+        self.is_live = sys.stdout.isatty()
 
     def __enter__(self) -> "Progress":
-        if self.bars:
+        if self.is_live:
             self.bars.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self.bars:
+        if self.is_live:
             self.bars.stop()
 
     def show(self) -> None:
         """Updates the display."""
-        texts = {name: self._text(name, curves) for name, curves in self.curves.items()}
-        if self.bars:
-            for name, text in texts.items():
-                done = len(self.curves[name].loss)
-                self.bars.update(self.tasks[name], completed=done, text=f"{text} {self._eta()}")
-        elif time.monotonic() >= self.line_is_due or self._done() == self.steps:
+        for task, (name, curves) in zip(self.bars.tasks, self.curves.items(), strict=True):
+            self.bars.update(task.id, completed=len(curves.loss), text=self._text(name, curves))
+        if not self.is_live and (time.monotonic() >= self.line_is_due or self._done() == self.steps):
             self.line_is_due = time.monotonic() + SECONDS_BETWEEN_LINES
-            models = " | ".join(f"{name}: {text}" for name, text in texts.items())
-            print(f"step {self._done()}/{self.steps}  {models}  {self._eta()}", flush=True)
+            models = " | ".join(f"{task.description}: {task.fields['text']}" for task in self.bars.tasks)
+            left = [int(task.time_remaining) for task in self.bars.tasks if task.time_remaining is not None]
+            eta = f"  eta {max(left) // 60}:{max(left) % 60:02d}" if left else ""
+            print(f"step {self._done()}/{self.steps}  {models}{eta}", flush=True)
 
     def _done(self) -> int:
         return min(len(curves.loss) for curves in self.curves.values())
@@ -76,11 +79,3 @@ class Progress:
         validation = f" val {curves.validation[-1][1]:.3f}" if curves.validation else ""
         unchanged = f", {curves.unchanged[-1][1]:.0%} of weights unchanged" if curves.unchanged else ""
         return f"loss {curves.loss[-1]:.3f}{validation}, {speed:,.0f} {self.unit}/s{unchanged}"
-
-    def _eta(self) -> str:
-        """Remaining time, estimated from the time since the display began."""
-        done = self._done() - self.begun_with
-        if done <= 0:
-            return ""
-        left = (self.steps - self._done()) * (time.monotonic() - self.begun_at) / done
-        return f"eta {int(left) // 60}:{int(left) % 60:02d}"
