@@ -61,13 +61,13 @@ class Weight:
     """
 
     value: Any  # ScaledArray or float array
-    grad_slot: Any  # the kernel's shape, float32 or `FP8_GRAD`
+    grad_slot: Any = None  # the kernel's shape, float32 or `FP8_GRAD`; None if `value` gets the gradient
     shard: KernelPlacement | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
 
     @classmethod
     def of(cls, kernel: Any) -> "Weight":
         """The kernel, without a slot if it is no `Weight`."""
-        return kernel if isinstance(kernel, cls) else cls(kernel, None)
+        return kernel if isinstance(kernel, cls) else cls(kernel)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +80,9 @@ class Weight:
         return self.value.ndim
 
     def dequantize(self) -> jax.Array:
-        """The value as a float32 array; its gradient goes to `grad_slot`."""
+        """The value as an array, float32 if its gradient goes to `grad_slot`."""
+        if self.grad_slot is None:
+            return value(self.value)
         assert self.grad_slot.dtype != FP8_GRAD
         if self.shard:
             return _shard_value(self.shard, value(self.value).astype(jnp.float32), self.grad_slot)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fp8jax.dot import Weight
 from fp8jax.gradients.slots import grad_slot
 from fp8jax.gradients.states import state_at
 from fp8jax.quantization import is_scaled
@@ -108,4 +109,4 @@ def _input(param: _Param, slot: Any, is_own: bool) -> Any:
     """A parameter as an input of `evaluate`; its gradient is that of `slot`, which may be the parameter."""
     if param.view is None:
         return slot
-    return Tracked(slot, None, param.view) if is_own else Tracked(param.leaf, slot, param.view, param.shard)
+    return Tracked(Weight(slot) if is_own else Weight(param.leaf, slot, param.shard), param.view)

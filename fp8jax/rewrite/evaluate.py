@@ -18,7 +18,7 @@ from jax._src import source_info_util
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import formats
-from fp8jax.dot import dot_general, ragged_dot
+from fp8jax.dot import Weight, dot_general, ragged_dot
 from fp8jax.dot.layout import Layout
 from fp8jax.platforms import explicit_mesh
 from fp8jax.quantization import ScaledArray
@@ -149,14 +149,14 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     options["state"] = lora.without_adapters(state)
     other, kernel = plain(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
-        kernel = Tracked(kernel, None, ParamView.of(planned.path, kernel))
+        kernel = Tracked(Weight(kernel), ParamView.of(planned.path, kernel))
     if planned.dot.groups:
         groups = kernel.value() if kernel.view.is_transposed else kernel.kernel
         out = ragged_dot(other, groups, plain(ins[2]), over=eqn.params.get("over"), **options)
         return checkpoint_name(out, DOT_OUTPUT)
     numbers, order = _in_storage_order(eqn, which, kernel.view.perm, other.ndim)
     if recipe.gemm == "FP8":
-        sharding = _permuted(eqn.params.get("out_sharding"), order, (other, kernel.stored))
+        sharding = _permuted(eqn.params.get("out_sharding"), order, (other, kernel.weight.value))
         out = dot_general(other, kernel.kernel, numbers, out_sharding=sharding, **options)
         out = checkpoint_name(out, DOT_OUTPUT)
         out = out if order == sorted(order) else out.transpose(order)
@@ -164,7 +164,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         out = _high_precision_dot(eqn, recipe, ins)
     if lora.A not in state:
         return out
-    layout = Layout.of(other.shape, kernel.stored.shape, numbers)
+    layout = Layout.of(other.shape, kernel.weight.value.shape, numbers)
     dtype = out_dtype if recipe.gemm == "FP8" else formats.get(recipe.gemm).dtype
     low_rank = lora.adapter_output(plan.lora_scale, layout, other, state, dtype)
     return out + low_rank.astype(out_dtype).transpose(order)
@@ -265,11 +265,11 @@ def _layers(x: Tracked, site: Site, length: int) -> Any:
     view = x.view.in_scan(site, length)
     if view is None:
         return x.value()
-    stored = x.stored
+    stored = x.weight.value
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
         stored = ScaledArray(stored.data, scale)
-    return Tracked(stored, x.grad_slot, view, x.shard)
+    return Tracked(dataclasses.replace(x.weight, value=stored), view)
 
 
 def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:

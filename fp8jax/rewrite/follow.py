@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.dot import Weight
+from fp8jax.dot.layout import on_data
 from fp8jax.platforms import explicit_mesh
-from fp8jax.quantization import ScaledArray, is_scaled, value
+from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.scaling.merge import FP8_GRAD
 
 # Equations that return their input, perhaps with another sharding or name.
@@ -69,36 +70,29 @@ class ParamView:
         return dataclasses.replace(self, perm=perm, shape=self.shape[1:], loops=loops)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("stored", "grad_slot"), meta_fields=("view", "shard")
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("view",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tracked:
     """A stored parameter and its view."""
 
-    stored: Any  # float array or ScaledArray; `view.perm` relates its axes to the value's
-    grad_slot: Any  # see `fp8jax.dot.Weight`; None if `stored` gets the gradient
+    weight: Weight  # `view.perm` relates its axes to the value's
     view: ParamView
-    shard: Any = None  # ZeRO's sharding of the parameter
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> Weight:
         """The parameter as the rhs of `fp8jax.dot.dot_general`."""
-        if self.view.is_frozen:
-            return jax.tree.map(lax.stop_gradient, self.stored) if self.shard is None else self._whole()
-        return self.stored if self.grad_slot is None else Weight(self.stored, self.grad_slot, self.shard)
+        if not self.view.is_frozen:
+            return self.weight
+        is_whole = self.weight.shard is None
+        return Weight(jax.tree.map(lax.stop_gradient, self.weight.value) if is_whole else self._dequantized())
 
     def value(self) -> jax.Array:
         """The value that the function sees; differentiable."""
-        x = functools.reduce(lambda x, dtype: x.astype(dtype), self.view.dtypes, self._whole())
+        x = functools.reduce(lambda x, dtype: x.astype(dtype), self.view.dtypes, self._dequantized())
         return x.transpose(self.view.perm)
 
-    def _whole(self) -> jax.Array:
-        """The dequantized parameter; with ZeRO, all-gathered."""
-        if self.grad_slot is None:
-            x = value(self.stored)
-        else:
-            x = Weight(self.stored, self.grad_slot, self.shard).dequantize()
+    def _dequantized(self) -> jax.Array:
+        x = self.weight.dequantize()
         return lax.stop_gradient(x) if self.view.is_frozen else x
 
 
@@ -140,25 +134,24 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
 
     Returns None if the equation cannot move the scales of a `ScaledArray`, or a shard.
     """
-    name, view, shard = eqn.primitive.name, tracked.view, tracked.shard
+    name, view, weight = eqn.primitive.name, tracked.view, tracked.weight
     followed = [follow(view, eqn, number) for number in range(len(eqn.outvars))]
     views = [each for each in followed if each is not None]
     if name in _RESHAPES + _SLICES:
-        if shard is not None:
+        if weight.shard is not None:
             return None
-        stored, grad_slot = (_transpose(x, view.perm) for x in (tracked.stored, tracked.grad_slot))
+        stored, grad_slot = (_transpose(x, view.perm) for x in (weight.value, weight.grad_slot))
         parts = _move_stored(stored, eqn, rest)
         if parts is None:
             return None
         # FP8 gradients of several slices would have different scales.
         assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
         grad_slots = [None] * len(views) if grad_slot is None else bind(eqn, grad_slot, *rest)
-        return [Tracked(x, s, each) for x, s, each in zip(parts, grad_slots, views, strict=True)]
-    stored = tracked.stored
-    if name in ("reshard", "sharding_constraint") and not view.is_transposed and shard is None:
-        [constrained] = bind(eqn, stored.data if is_scaled(stored) else stored, *rest)
-        stored = ScaledArray(constrained, stored.scale) if is_scaled(stored) else constrained
-    return [Tracked(stored, tracked.grad_slot, views[0], shard)]
+        return [Tracked(Weight(*pair), each) for *pair, each in zip(parts, grad_slots, views, strict=True)]
+    if name in ("reshard", "sharding_constraint") and not view.is_transposed and weight.shard is None:
+        constrained = on_data(lambda x: bind(eqn, x, *rest)[0], weight.value)
+        weight = dataclasses.replace(weight, value=constrained)
+    return [Tracked(weight, views[0])]
 
 
 def _transpose(x: Any, perm: tuple[int, ...]) -> Any:

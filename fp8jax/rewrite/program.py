@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax import backends
+from fp8jax.dot import Weight
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
@@ -115,7 +116,9 @@ class Program:
             consts: constants of the jaxpr.
         """
         pairs = zip(leaves, self.paths, strict=True)
-        ins = [Tracked(x, None, ParamView.of(p, aval_of(x))) if can_be_kernel(x) else x for x, p in pairs]
+        ins = [
+            Tracked(Weight(x), ParamView.of(path, aval_of(x))) if can_be_kernel(x) else x for x, path in pairs
+        ]
         states = {key: {**state, **to_fm32(without_adapters(state))} for key, state in states.items()}
         return evaluate(self.plan, self.jaxpr, consts, [*ins, *arrays], states)
 
