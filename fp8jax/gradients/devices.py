@@ -37,7 +37,6 @@ class GradSharding:
 
     axis: int | None = None  # the gradient's sharded axis, negative; None if replicated
     shard: ShardSpec | None = None  # given if the dot's backward reduces the gradient
-    comes_whole: bool = True  # False for a sharded parameter that is all-gathered before the loss
 
 
 class ShardContext(NamedTuple):
@@ -60,8 +59,9 @@ class ShardContext(NamedTuple):
         """The parameters, after all-gathering the shards that no dot gathers."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         shardings = jax.tree.leaves(self.shardings)
-        parts = [i for i, sharding in enumerate(shardings) if not sharding.comes_whole]
-        if self.zero is None or not parts:
+        parts = [i for i, each in enumerate(shardings) if not (each.shard and each.shard.is_part)]
+        parts = [i for i in parts if shardings[i].axis is not None]
+        if self.zero is None or self.zero.stage < 3 or not parts:
             return params
         axes = [shardings[i].axis for i in parts]
         whole = whole_from_parts([leaves[i] for i in parts], axes, self.zero.axis)
@@ -145,12 +145,11 @@ def _sharding(path: Any, leaf: Any, state: Mapping[str, Any], zero: Zero) -> Gra
     if axis is None:
         return GradSharding()
     if zero.stage == 1 or not (is_scaled(leaf) or state) or not _is_stacked_in_front(leaf, state):
-        return GradSharding(axis, None, zero.stage < 3)
+        return GradSharding(axis)
     # Only parameters named "kernel" are left sharded for their dot to gather; others may have other uses.
     names = [part.key for part in path if hasattr(part, "key")]
     waits = zero.stage == 3 and names[-1:] == ["kernel"]
-    shard = ShardSpec(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits)
-    return GradSharding(axis, shard, zero.stage < 3 or waits)
+    return GradSharding(axis, ShardSpec(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits))
 
 
 def _is_stacked_in_front(leaf: Any, state: Mapping[str, Any]) -> bool:
