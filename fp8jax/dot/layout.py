@@ -14,17 +14,19 @@ from jax import lax
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """The shape of one operand, and the order of its dims in the matrix."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]  # dims: batch first, then rows, then columns
     matrix: tuple[int, ...]  # shape of the (batched) matrix
 
-    def to_matrix(self, x: jax.Array) -> jax.Array:
-        return x.transpose(self.order).reshape(self.matrix)
+    def to_matrix(self, x: Any) -> Any:
+        """The operand, an array or a `ScaledArray` with one scale, as a matrix."""
+        return on_data(lambda data: data.transpose(self.order).reshape(self.matrix), x)
 
     def to_tensor(self, x: jax.Array) -> jax.Array:
+        """A matrix in the operand's shape."""
         back = tuple(self.order.index(dim) for dim in range(len(self.order)))
         return x.reshape(tuple(self.shape[dim] for dim in self.order)).transpose(back)
 
@@ -32,8 +34,8 @@ class _Side(NamedTuple):
 class Layout(NamedTuple):
     """The shapes and transposes that turn one `dot_general` into a matmul."""
 
-    lhs: _Side
-    rhs: _Side
+    lhs: Side  # ([batch,] m, k)
+    rhs: Side  # ([batch,] k, n)
     out_shape: tuple[int, ...]
     is_batched: bool
 
@@ -52,10 +54,10 @@ class Layout(NamedTuple):
         lhs_m = tuple(d for d in range(len(lhs)) if d not in lhs_k + lhs_batch)
         rhs_n = tuple(d for d in range(len(rhs)) if d not in rhs_k + rhs_batch)
 
-        def side(shape: tuple[int, ...], *groups: tuple[int, ...]) -> _Side:
+        def side(shape: tuple[int, ...], *groups: tuple[int, ...]) -> Side:
             sizes = tuple(math.prod(shape[d] for d in dims) for dims in groups)
             matrix = sizes if groups[0] else sizes[1:]
-            return _Side(tuple(shape), sum(groups, ()), matrix)
+            return Side(tuple(shape), sum(groups, ()), matrix)
 
         out = [lhs[d] for d in lhs_batch + lhs_m] + [rhs[d] for d in rhs_n]
         return cls(
@@ -64,22 +66,6 @@ class Layout(NamedTuple):
             tuple(out),
             bool(lhs_batch),
         )
-
-    def lhs_matrix(self, x: Any) -> Any:
-        """lhs as ([batch,] m, k); also for a `ScaledArray` with a scalar scale."""
-        return on_data(self.lhs.to_matrix, x)
-
-    def rhs_matrix(self, x: Any) -> Any:
-        """rhs as ([batch,] k, n)."""
-        return on_data(self.rhs.to_matrix, x)
-
-    def lhs_tensor(self, x: jax.Array) -> jax.Array:
-        """A ([batch,] m, k) matrix in lhs's shape."""
-        return self.lhs.to_tensor(x)
-
-    def rhs_tensor(self, x: jax.Array) -> jax.Array:
-        """A ([batch,] k, n) matrix in rhs's shape."""
-        return self.rhs.to_tensor(x)
 
 
 def contract(spec: str, is_batched: bool = False) -> lax.DotDimensionNumbers:

@@ -120,7 +120,7 @@ def _forward(
     """The output and the residuals."""
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_fm32(state))  # the state has no second derivative
-    lhs = static.layout.lhs_matrix(lhs)  # before the cast, so that the codes have the GEMM's layout
+    lhs = static.layout.lhs.to_matrix(lhs)  # before the cast, so that the codes have the GEMM's layout
     lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
     rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
     # Codes have no tangents, and a `ScaledArray`'s gradient is in its slot. The amaxes, which all results
@@ -140,7 +140,7 @@ def _forward(
 
 def _kernel_matrix(static: DotStatic, rhs: Any) -> Any:
     """The all-gathered kernel as a matrix."""
-    return static.layout.rhs_matrix(static.placement.gathered(rhs))
+    return static.layout.rhs.to_matrix(static.placement.gathered(rhs))
 
 
 def _backward(static: DotStatic, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
@@ -160,8 +160,8 @@ def _backward(static: DotStatic, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
         with jax.named_scope(WGRAD):
             right = grad if wgrad_is_high else q_grad
             drhs = _multiply(static, lhs, right, "mk,mn", precise=True, dtype=static.wgrad_dtype)
-        drhs = static.layout.rhs_tensor(drhs)
-    dlhs = static.layout.lhs_tensor(dlhs).astype(static.lhs_dtype)
+        drhs = static.layout.rhs.to_tensor(drhs)
+    dlhs = static.layout.lhs.to_tensor(dlhs).astype(static.lhs_dtype)
     update = scaling.of_recipe(static.recipe).update
     state = {**state, **update(state, jnp.stack([*seen, grad_seen]), static.limits)}
     drhs, state = kernel_gradient(static, drhs, state)

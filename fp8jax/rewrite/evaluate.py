@@ -5,6 +5,7 @@ All other equations are bound unchanged, including calls and loops without an FP
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import formats
 from fp8jax.dot import Weight, dot_general, ragged_dot
-from fp8jax.dot.layout import Layout
-from fp8jax.platforms import explicit_mesh
+from fp8jax.dot.einsum import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
@@ -154,45 +154,37 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         groups = kernel.value() if kernel.view.is_transposed else kernel.kernel
         out = ragged_dot(other, groups, plain(ins[2]), over=eqn.params.get("over"), **options)
         return checkpoint_name(out, DOT_OUTPUT)
-    numbers, order = _in_storage_order(eqn, which, kernel.view.perm, other.ndim)
+    subscripts = _subscripts(eqn, which, kernel.view.perm)
     if recipe.gemm == "FP8":
-        sharding = _permuted(eqn.params.get("out_sharding"), order, (other, kernel.weight.value))
-        out = dot_general(other, kernel.kernel, numbers, out_sharding=sharding, **options)
-        out = checkpoint_name(out, DOT_OUTPUT)
-        out = out if order == sorted(order) else out.transpose(order)
+        dot = functools.partial(_named_dot, **options)
+        out = einsum_by(subscripts, other, kernel.kernel, dot, eqn.params.get("out_sharding"))
     else:
         out = _high_precision_dot(eqn, recipe, ins)
     if lora.A not in state:
         return out
-    layout = Layout.of(other.shape, kernel.weight.value.shape, numbers)
     dtype = out_dtype if recipe.gemm == "FP8" else formats.get(recipe.gemm).dtype
-    low_rank = lora.adapter_output(plan.lora_scale, layout, other, state, dtype)
-    return out + low_rank.astype(out_dtype).transpose(order)
+    low_rank = functools.partial(lora.dot_of_adapters, adapters=state, scale=plan.lora_scale, dtype=dtype)
+    return out + einsum_by(subscripts, other, kernel.weight, low_rank).astype(out_dtype)
 
 
-def _in_storage_order(
-    eqn: jex.JaxprEqn, which: int, perm: tuple[int, ...], rank: int
-) -> tuple[Any, list[int]]:
-    """The dot product with the stored kernel as rhs.
+def _named_dot(*operands: Any, **options: Any) -> jax.Array:
+    return checkpoint_name(dot_general(*operands, **options), DOT_OUTPUT)
 
-    Args:
-        eqn: the dot product's equation.
-        which: which of its operands is the kernel.
-        perm: for each axis of the kernel, the axis of the stored kernel.
-        rank: rank of the other operand.
 
-    Returns:
-        The dimension numbers, and for each axis of the equation's output the axis of this dot's output.
-    """
+def _subscripts(eqn: jex.JaxprEqn, which: int, perm: tuple[int, ...]) -> str:
+    """A dot product as an einsum of its other operand, number `1 - which`, and the stored kernel. Axis i of
+    the kernel is axis `perm[i]` of the stored kernel."""
+    letters = map(chr, itertools.count(ord("A")))
+    avals: Any = [var.aval for var in eqn.invars[:2]]
+    lhs, rhs = ([next(letters) for _ in aval.shape] for aval in avals)
     contracted, batched = eqn.params["dimension_numbers"]
-    stored = [tuple(perm[axis] for axis in dims[which]) for dims in (contracted, batched)]
-    numbers = ((tuple(contracted[1 - which]), stored[0]), (tuple(batched[1 - which]), stored[1]))
-    # Output axes: batch, free axes of the other operand, free axes of the kernel in storage order.
-    free = [axis for axis in perm if axis not in (*stored[0], *stored[1])]
-    batch, rows = len(stored[1]), rank - len(stored[1]) - len(stored[0])
-    of_kernel = [batch + rows + sorted(free).index(axis) for axis in free]
-    of_other = list(range(batch, batch + rows))
-    return numbers, [*range(batch), *(of_kernel + of_other if which == 0 else of_other + of_kernel)]
+    for left, right in (*zip(*contracted, strict=True), *zip(*batched, strict=True)):
+        rhs[right] = lhs[left]
+    out = [lhs[axis] for axis in batched[0]]
+    out += [letter for letter in lhs if letter not in rhs] + [letter for letter in rhs if letter not in lhs]
+    kernel, other = (rhs, lhs) if which == 1 else (lhs, rhs)
+    stored = [kernel[perm.index(axis)] for axis in range(len(perm))]
+    return f"{''.join(other)},{''.join(stored)}->{''.join(out)}"
 
 
 def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
@@ -203,15 +195,6 @@ def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
         params["preferred_element_type"] = dtype
     out = eqn.primitive.bind(lhs.astype(dtype), rhs.astype(dtype), *rest, **params)
     return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), DOT_OUTPUT)
-
-
-def _permuted(sharding: Any, order: list[int], operands: Any) -> Any:
-    """The output sharding before the output is transposed to `order`."""
-    if sharding is None or not explicit_mesh(operands):
-        return sharding
-    spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
-    before = [spec[order.index(axis)] for axis in range(len(order))]
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*before))
 
 
 def _states_inside(plan: Plan, states: States, *sites: Site) -> dict[tuple[str, ...], Any]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fp8jax.dot.layout import Layout
@@ -128,13 +129,19 @@ class LoRA:
         return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
 
 
-def adapter_output(
-    scale: float, layout: Layout, lhs: Any, adapters: Mapping[str, Any], dtype: Any
+def dot_of_adapters(
+    lhs: jax.Array,
+    kernel: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    adapters: Mapping[str, Any],
+    scale: float,
+    dtype: Any,
 ) -> jax.Array:
     """The adapters' output, added to the kernel's dot product: `scale * (x A) B`, in `dtype`."""
+    layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
     a, b = (adapters[name].astype(dtype) for name in (A, B))
-    thin = (layout.lhs_matrix(lhs.astype(dtype)) @ a) @ b
-    return (scale * thin).reshape(layout.out_shape)
+    return (scale * ((layout.lhs.to_matrix(lhs.astype(dtype)) @ a) @ b)).reshape(layout.out_shape)
 
 
 def without_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
