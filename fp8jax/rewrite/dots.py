@@ -1,12 +1,21 @@
-"""One dot product of a jaxpr: its parameter, its GEMM, and the reason why it cannot run in FP8."""
+"""The dot products of a function, the kernels that they use, and the plan of those to replace."""
 
+import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
+from fp8jax import formats
+from fp8jax.dot import init_ragged_state, init_state, quantized_kernel
 from fp8jax.dot.ragged_wide import RAGGED
+from fp8jax.quantization import is_scaled, quantize
+from fp8jax.recipe import Recipe
 from fp8jax.rewrite.follow import ParamView
+from fp8jax.variables import SCALING
 
 # Index of an equation, after the indices of the enclosing equations.
 Site = tuple[int, ...]
@@ -153,3 +162,141 @@ def flops_of_convolution(eqn: Any) -> int:
     out, kernel = eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
     numbers = eqn.params["dimension_numbers"]
     return 2 * math.prod(out) * math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
+
+
+# The dot products to replace #####################################################################
+
+# The `checkpoint_name` of the outputs of kernels' dot products.
+DOT_OUTPUT = "fp8jax_dot_output"
+
+
+class Kernel(NamedTuple):
+    """A parameter of dot products with a recipe: its scales and its scaling state."""
+
+    recipe: Recipe
+    layers: tuple[int, ...]  # leading axes of stacked layers; each layer has a scale and a state
+    groups: int  # number of experts, the next axis; 0 without experts
+
+    def rank(self, x: Any) -> int:
+        """The rank of the part of the parameter `x` that one scale covers."""
+        return x.ndim - len(self.layers) - bool(self.groups)
+
+    def first_state(self) -> dict[str, jax.Array]:
+        """The initial scaling state of one of its dot products."""
+        if self.recipe.gemm != "FP8":
+            return {}
+        state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
+        # On a mesh with explicit axes the copy has the same type as the states that a step returns.
+        return {name: jnp.copy(jnp.broadcast_to(x, (*self.layers, *x.shape))) for name, x in state.items()}
+
+    def in_format(self, x: Any, format: str | None = None) -> Any:
+        """The parameter `x` in a storage format, by default its recipe's; scales are powers of two, one for
+        each layer and expert."""
+        format = format or self.recipe.weight
+        if is_scaled(x) or format == "FP32":
+            return x
+        if format == "BF16":
+            return x.astype(jnp.bfloat16)
+        rank = self.rank(x)
+        blocks = (*x.shape[: x.ndim - rank], *(1,) * rank)
+        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
+        return q.with_own_dtype(x.dtype)
+
+    def for_inference(self, x: Any, state: Mapping[str, Any]) -> Any:
+        """The parameter `x` in its GEMM's format, with the scales of `state`."""
+        return quantized_kernel(x, self.recipe, dict(state), self.rank(x))
+
+
+class PlannedDot(NamedTuple):
+    """A dot product to replace, with its kernel."""
+
+    dot: Dot
+    key: tuple[str, ...]  # key of its scaling state
+    kernel: Kernel
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The path of its parameter."""
+        assert self.dot.path is not None
+        return self.dot.path
+
+    def first_state(self) -> dict[str, jax.Array]:
+        """The initial scaling state, with a leading axis for each scan that slices the kernel."""
+        state = self.kernel.first_state()
+        if self.key != self.path:
+            state.pop("wgrad_scale", None)  # the parameter has one gradient
+        return state
+
+    def state_in(self, states: Mapping[str, Any]) -> Any:
+        """The scaling state among nested dicts of states; {} if it has none.
+
+        Raises:
+            ValueError: `states` lack it.
+        """
+        if not self.first_state():
+            return {}
+        # States that `merge` merged by max have the parameter's own key.
+        for key in (self.key, self.path):
+            found: Any = states
+            for name in key:
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if found is not None:
+                return found
+        raise ValueError(
+            f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
+            f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
+            "not 'params' alone."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The dot products of a jaxpr to replace, and how.
+
+    Attributes:
+        dots: the dot products to replace, by site.
+        below: sites of all equations around them, around named dot products, or around calls of transformed
+            functions.
+        sliced: for each scan, by site, the dot products of the parameters that it slices, by state key.
+        named: parameter paths of the dot products that get a named scope, by site.
+        remat: the blocks to checkpoint, a `remat.Remat`, or None.
+        backend: the GEMM backend.
+        lora_scale: alpha / rank of adapters.
+    """
+
+    dots: dict[Site, PlannedDot]
+    below: frozenset[Site]
+    sliced: dict[Site, dict[tuple[str, ...], PlannedDot]]
+    named: dict[Site, tuple[str, ...]]
+    remat: Any
+    backend: str
+    lora_scale: float
+
+    @classmethod
+    def of(
+        cls,
+        dots: Iterable[PlannedDot],
+        named: Iterable[Dot] = (),
+        programs: Iterable[Site] = (),
+        remat: Any = None,
+        backend: str = "auto",
+        lora_scale: float = 1.0,
+    ) -> "Plan":
+        """Makes a plan; `programs` are sites of calls of transformed functions, with plans of their own."""
+        by_site = {each.dot.place.site: each for each in dots}
+        names = {dot.place.site: dot.path for dot in named if dot.path is not None}
+        below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
+        sliced: dict[Site, dict[tuple[str, ...], PlannedDot]] = {}
+        for each in by_site.values():
+            for site, _ in each.dot.loops:
+                sliced.setdefault(site, {})[each.key] = each
+        return cls(by_site, frozenset(below), sliced, names, remat, backend, lora_scale)
+
+    def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
+        """The kernels by path, each with its dot product inside the most scans, which decides the number of
+        scales."""
+        kernels: dict[tuple[str, ...], PlannedDot] = {}
+        for each in self.dots.values():
+            if each.path not in kernels or len(kernels[each.path].dot.loops) < len(each.dot.loops):
+                kernels[each.path] = each
+        return kernels

@@ -24,10 +24,9 @@ from fp8jax.dot.einsum import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
-from fp8jax.rewrite.dots import Site
+from fp8jax.rewrite.dots import DOT_OUTPUT, Plan, PlannedDot, Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, follow, move, plain
-from fp8jax.rewrite.plan import DOT_OUTPUT, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
 

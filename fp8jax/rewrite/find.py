@@ -16,6 +16,7 @@ from fp8jax.rewrite.dots import (
     Derived,
     Dot,
     Place,
+    Plan,
     Site,
     derived,
     dot_of,
@@ -23,7 +24,6 @@ from fp8jax.rewrite.dots import (
     is_parameter,
 )
 from fp8jax.rewrite.follow import ParamView, follow
-from fp8jax.rewrite.plan import Plan
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
 CALLS = ("jit", "pjit", "closed_call", "core_call")

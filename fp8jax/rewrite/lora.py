@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fp8jax.dot.layout import Layout
 from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import Kernel
+from fp8jax.rewrite.dots import Kernel
 from fp8jax.rewrite.rules import layer_names, matches, matches_any
 
 # The names of a layer's adapters, beside its kernel.

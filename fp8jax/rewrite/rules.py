@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
-from fp8jax.rewrite.dots import Dot
+from fp8jax.rewrite.dots import Dot, Kernel, PlannedDot
 from fp8jax.rewrite.find import FoundDots
-from fp8jax.rewrite.plan import Kernel, PlannedDot
 
 # Smaller dot products gain no speed, and are usually routers, gates or heads.
 SMALLEST = 32
