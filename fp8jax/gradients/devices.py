@@ -23,8 +23,7 @@ from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot.dot_general import OPERANDS
 from fp8jax.gradients.keys import check_batch
-from fp8jax.gradients.slots import WGRAD_SCALE
-from fp8jax.gradients.states import state_at
+from fp8jax.gradients.slots import WGRAD_SCALE, state_at
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Static

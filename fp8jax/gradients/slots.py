@@ -1,4 +1,4 @@
-"""The gradient of one parameter: the slot that the backward writes it to, and its conversion to its format.
+"""The gradient of one parameter: the slot that the backward writes it to, its format and its scaling state.
 
 The gradient of an FP8 dot's kernel is E4M3 codes and a scale. The codes are the cotangent of the kernel's
 slot, the scale is the cotangent of the kernel's scaling state. `quantized` joins them in a `ScaledArray`.
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from fp8jax.comm.wire import on_common_scales
 from fp8jax.comm.zero import own_part
-from fp8jax.gradients.states import state_at, with_state_at
 from fp8jax.quantization import ScaledArray, is_scaled, quantize_gradient
 from fp8jax.rewrite import Uses
 from fp8jax.scaling.merge import FP8_GRAD, from_fp8_grad, settled, zero_fp8_grad
@@ -84,3 +83,37 @@ def _quantized(grad: Any, param: Any, scale: jax.Array, shard: Any) -> ScaledArr
     if shard is None:
         return quantize_gradient(grad, blocks)
     return on_common_scales([grad], shard.axis_name, blocks)[0]
+
+
+# The scaling state of a parameter ##################################################################
+
+
+def state_at(states: Any, path: Any) -> Mapping[str, Any]:
+    """The scaling state of the parameter at a JAX tree path; {} without a state."""
+    found = states
+    for name in _names(states, path):
+        found = found[name]
+    is_state = isinstance(found, Mapping) and not any(isinstance(x, Mapping) for x in found.values())
+    return found if is_state else {}
+
+
+def with_state_at(states: Any, path: Any, new: Mapping[str, Any]) -> Any:
+    """The states with `new` in place of the state at `path`."""
+    names = _names(states, path)
+    if not names:
+        return new
+    return {**states, names[0]: with_state_at(states[names[0]], path[1:], new)}
+
+
+def _names(states: Any, path: Any) -> list[Any]:
+    """The keys of the parameter's state, without names of a box around the parameter, as for logical axes.
+    Other tree keys than dict keys, such as list indices, are strings among the states."""
+    keys = []
+    for part in path:
+        name = next((getattr(part, of) for of in ("key", "name", "idx") if hasattr(part, of)), part)
+        name = name if isinstance(states, Mapping) and name in states else str(name)
+        if not isinstance(states, Mapping) or name not in states:
+            break
+        keys.append(name)
+        states = states[name]
+    return keys

@@ -10,8 +10,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax.dot import Weight
-from fp8jax.gradients.slots import grad_slot
-from fp8jax.gradients.states import state_at
+from fp8jax.gradients.slots import grad_slot, state_at
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
     ParamView,
