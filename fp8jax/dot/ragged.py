@@ -28,7 +28,6 @@ from fp8jax import backends, scaling
 from fp8jax.dot.blocks import (
     ExpertSharding,
     Multiply,
-    Operand,
     groups_of_rows,
     on_each,
     rows_times_matrices,
@@ -51,6 +50,7 @@ from fp8jax.dot.vjp import (
     kernel_gradient,
     nan_unless_finite,
     packed,
+    quantize_operand,
     stored,
     unpacked,
 )
@@ -148,7 +148,7 @@ def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes:
     wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
     x, kernels = wide if fprop_is_high else [q_lhs, q_rhs]
     with jax.named_scope(FPROP):
-        kernels = _whole(static, kernels)
+        kernels = on_data(static.placement.gathered, kernels)
         shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.shape[2]), static.out_dtype)
         multiply = _gemm(static, 0, 1, "mk,kn", static.out_dtype, precise=False)
         out = rows_times_matrices(x, kernels, sizes, multiply, shape)
@@ -172,7 +172,7 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
     grad_seen, q_grad = _quantize_rows(static, 2, grad, state, sizes)
     q_grad = nan_unless_finite(q_grad, grad_seen)
     wide = grad.astype(static.out_dtype)
-    kernels = _whole(static, rhs)
+    kernels = on_data(static.placement.gathered, rhs)
     with jax.named_scope(DGRAD):
         shape = jax.ShapeDtypeStruct((grad.shape[0], kernels.shape[1]), static.lhs_dtype)
         multiply = _gemm(static, 2, 1, "mn,kn", static.out_dtype, precise=True)
@@ -203,7 +203,8 @@ def _quantize_rows(
     # Rows past the last group are dropped; a group without rows has amax 0.
     of_rows = amax(x, (x.shape[0], 1)).reshape(-1)
     seen = jnp.zeros(groups, jnp.float32).at[group].max(of_rows, mode="drop")
-    scale = _scales(static, operand, seen, state)
+    choose = scaling.of_recipe(static.recipe).scale
+    scale = jax.vmap(lambda state, amax: choose(state, operand, amax, format.max))(state, seen)
     with jax.named_scope(CASTS[operand]):
         of_row = jnp.take(scale, group, mode="clip")[:, None]
         q = stored(ScaledArray(quantize(x, format, of_row).data, scale), format)
@@ -211,32 +212,11 @@ def _quantize_rows(
 
 
 def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Array, ScaledArray]:
-    """The amax of each kernel, shape=(groups,), and the quantized kernels.
-
-    A `ScaledArray` in the GEMM's format with a scale for each group is not quantized again.
-    """
-    format, groups = static.formats[1], rhs.shape[0]
-    if isinstance(rhs, ScaledArray) and rhs.data.dtype == format.dtype and rhs.scale.size == groups:
-        scale = rhs.scale.reshape(-1).astype(jnp.float32)
-        return scale * format.max, packed(ScaledArray(rhs.data, scale))  # an upper bound of the amax
-    seen = amax(rhs, (groups, 1, 1)).reshape(-1)
-    seen = static.placement.common_amax(seen)
-    scale = _scales(static, 1, seen, state)
-    with jax.named_scope(CASTS[1]):
-        q = stored(ScaledArray(quantize(rhs, format, scale[:, None, None]).data, scale), format)
+    """The amax of each kernel, shape=(groups,), and the quantized kernels."""
+    has_scales = isinstance(rhs, ScaledArray) and rhs.scale.shape[:1] == rhs.shape[:1]
+    one = functools.partial(quantize_operand, static, 1)
+    seen, q = jax.vmap(one)(rhs if has_scales else value(rhs), state)
     return seen, packed(q)
-
-
-def _scales(static: _Static, operand: int, seen: jax.Array, state: State) -> jax.Array:
-    """The scale of each group, shape=(groups,)."""
-    chosen = scaling.of_recipe(static.recipe).scale
-    limit = static.formats[operand].max
-    return jax.vmap(lambda state, amax: chosen(state, operand, amax, limit))(state, seen)
-
-
-def _whole(static: _Static, kernels: Operand) -> Operand:
-    """All-gathers the kernels."""
-    return on_data(static.placement.gathered, kernels)
 
 
 def _gemm(static: _Static, left: int, right: int, spec: str, dtype: Any, *, precise: bool) -> Multiply:

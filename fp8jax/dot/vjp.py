@@ -121,8 +121,8 @@ def _forward(
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_fm32(state))  # the state has no second derivative
     lhs = static.layout.lhs.to_matrix(lhs)  # before the cast, so that the codes have the GEMM's layout
-    lhs_seen, q_lhs = _quantize(static, 0, lhs, state)
-    rhs_seen, q_rhs = _quantize(static, 1, rhs, state)
+    lhs_seen, q_lhs = quantize_operand(static, 0, lhs, state)
+    rhs_seen, q_rhs = quantize_operand(static, 1, rhs, state)
     # Codes have no tangents, and a `ScaledArray`'s gradient is in its slot. The amaxes, which all results
     # depend on, carry the tangents, so that a second derivative raises.
     seen = differentiable_once((lhs_seen, rhs_seen), (lhs, rhs, grad_slot), ONCE)
@@ -151,7 +151,7 @@ def _backward(static: DotStatic, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     lhs, rhs = (unpacked(operand, static.formats[0]) for operand in operands)
     rhs = _kernel_matrix(static, rhs)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    grad_seen, q_grad = _quantize(static, 2, grad, state)
+    grad_seen, q_grad = quantize_operand(static, 2, grad, state)
     q_grad = nan_unless_finite(q_grad, grad_seen)
     with jax.named_scope(DGRAD):
         dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
@@ -247,7 +247,7 @@ _dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 jitted_dot = jax.jit(_dot, static_argnums=0)
 
 
-def _quantize(static: Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
+def quantize_operand(static: Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
     """The amax of `x`, and `x` quantized with the scale of the recipe's scaling.
 
     A `ScaledArray` in the GEMM's format with one scale is not quantized again.
