@@ -95,6 +95,13 @@ def test_links_lead_to_files(page):
     assert [link for link in files if not ((ROOT / page).parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page):
+    roots = [ROOT / root for root in (".", "fp8jax", "interop/fp8jax_torch")]
+    named = re.findall(r"`((?:[\w.]+/)*\w+\.py)`", PAGES[page])
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()) if len(PAGES) > 1 else []
     assert sorted(f"docs/{page}" for page in listed) == sorted(page for page in PAGES if page != "README.md")
