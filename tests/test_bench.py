@@ -91,7 +91,7 @@ def test_blocks_need_less(bench):
 def test_rounding_finds_none_in_float32(bench):
     """Adam in float32 moves as in float64, and O2's idle row does not."""
     out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
-    idle, zipf, small, spread = out.values()
+    idle, zipf, small, spread, _ = out.values()
     for te, o2 in (idle, small):
         exact = 0.0 if "lr 1e-04" in te else 1.0
         assert all(value == pytest.approx(exact, abs=1e-3) for name, value in te.items() if name != "recipe")
@@ -99,6 +99,14 @@ def test_rounding_finds_none_in_float32(bench):
     assert [row["way"] for row in zipf] == ["float64", "te", "O2"]
     assert zipf[1]["/ float64"] == pytest.approx(1, abs=1e-3)
     assert spread[0]["update / float64"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:O2 rounds to nearest")
+def test_fp8_is_fine_tuned_as_float32_weights_are(load_program):
+    """At a rate of 1e-6 the loss falls as with float32 weights; with O2 it does not."""
+    te, o2, fp8 = load_program("examples/bench/rounding.py").fine_tuning(["O2", "fp8"], 400)
+    assert te["recipe"] == "te" and te["last tenth"] < te["first tenth"]
+    assert o2["fall / te"] < 0.2 and fp8["fall / te"] == pytest.approx(1, abs=0.1)
 
 
 @needs_plugin

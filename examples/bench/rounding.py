@@ -11,13 +11,16 @@
   float64 weights, as a fraction of their way.
 - "small gradients": one tensor has gradients spread over 1e-6 to 1. The figure is the last update of the
   lowest decade, as a multiple of the update in float64.
+- "fine-tuning": an MLP is trained in float32, and then at rate 1e-6 to other targets for 1000 steps. The
+  figure is how far its loss falls, as a multiple of the fall with te, which has float32 weights.
 
-Gradients are float32 arrays, so that all differences are the optimizer's.
+Except in fine-tuning, gradients are float32 arrays, so that all differences are the optimizer's.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,15 +143,57 @@ def small_gradients(recipe: str, steps: int) -> float:
     return ours / theirs
 
 
+class MLP(nn.Module):
+    """The model of fine-tuning."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """64 outputs."""
+        return nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.gelu(nn.Dense(256)(x)))))
+
+
+def trained_mlp(recipe: str, plain: Any, x: jax.Array, y: jax.Array, rate: float, steps: int) -> Any:
+    """The plain variables after these steps from `plain`, and the mean losses of the first and last tenth."""
+    model, tx = fp8jax.transform(MLP(), recipe), fp8jax.optim.adam(rate, recipe, *BETAS[0])
+    variables = model.quantize(plain, model.init(jax.random.key(0), x))
+
+    @jax.jit
+    def step(variables: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+        loss_fn = lambda variables: jnp.mean((model.apply(variables, x) - y) ** 2)  # noqa: E731
+        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, loss
+
+    state, losses = tx.init(variables), []
+    for _ in range(steps):
+        variables, state, loss = step(variables, state)
+        losses.append(float(loss))
+    tenth = -(-steps // 10)
+    return model.dequantize(variables), float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:]))
+
+
+def fine_tuning(recipes: list[str], steps: int) -> output.Rows:
+    """One row per recipe, float32 weights first."""
+    x, y, other = np.random.default_rng(3).standard_normal((3, 512, 64)).astype(np.float32)
+    plain, _, _ = trained_mlp("fp32", MLP().init(jax.random.key(0), x), x, y, 1e-3, steps)
+    found: output.Rows = []
+    for recipe in ["te", *(recipe for recipe in recipes if recipe != "te")]:
+        _, first, last = trained_mlp(recipe, plain, x, y + np.float32(0.5) * other, 1e-6, steps)
+        fall = 1.0 if not found else (first - last) / (found[0]["first tenth"] - found[0]["last tenth"])
+        found.append({"recipe": recipe, "first tenth": first, "last tenth": last, "fall / te": fall})
+    return found
+
+
 def main() -> None:
     """Measures and prints."""
     args = output.parse(
         __doc__,
-        tiny={"idle": 20, "zipf": 20, "small": 20},
+        tiny={"idle": 20, "zipf": 20, "small": 20, "tune": 20},
         recipes=["te", "O2", "O3", "fp8"],
         idle=2000,
         zipf=3000,
         small=500,
+        tune=1000,
     )
     idle = [
         {"recipe": recipe, **{f"betas {b}": idle_row(recipe, b, args.idle) for b in BETAS}}
@@ -169,6 +214,7 @@ def main() -> None:
         "Zipf embedding: the rarest words": zipf_rows(args.recipes, args.zipf),
         "small steps: error / way": small,
         "small gradients: the lowest decade": spread,
+        "fine-tuning: the loss": fine_tuning(args.recipes, args.tune),
     }
     output.finish("rounding", output.cpu_name(), sections, args)
 
