@@ -18,6 +18,8 @@ from jax import lax
 from fp8jax.platforms import by_platform
 from fp8jax.quantization import ScaledArray
 
+_Operand = tuple[jax.Array, jax.Array]  # data and scale
+
 NORMS = "on a GPU XLA computes a norm within the cast of its output to FP8, and an activation with its amax"
 
 
@@ -36,51 +38,28 @@ def dot(
     precise: bool,
 ) -> jax.Array:
     """See `fp8jax.backends`."""
-    return by_platform(
-        lhs.data,
-        lhs.scale,
-        rhs.data,
-        rhs.scale,
-        cpu=_dot_float32,
-        default=_dot_scaled,
-        dimension_numbers=dimension_numbers,
-        out_dtype=out_dtype,
-        precise=precise,
-    )
+    options = {"dimension_numbers": dimension_numbers, "out_dtype": out_dtype, "precise": precise}
+    operands = (lhs.data, lhs.scale), (rhs.data, rhs.scale)
+    return by_platform(*operands, cpu=_dot_float32, default=_dot_scaled, **options)
 
 
 def _dot_float32(
-    lhs: jax.Array,
-    lhs_scale: jax.Array,
-    rhs: jax.Array,
-    rhs_scale: jax.Array,
-    *,
-    dimension_numbers: lax.DotDimensionNumbers,
-    out_dtype: Any,
-    precise: bool,
+    lhs: _Operand, rhs: _Operand, *, dimension_numbers: Any, out_dtype: Any, precise: bool
 ) -> jax.Array:
     del precise  # float32 accumulation is always precise
-    lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    out = lax.dot_general(lhs, rhs, dimension_numbers, preferred_element_type=jnp.float32)
+    (lhs_data, lhs_scale), (rhs_data, rhs_scale) = lhs, rhs
+    operands = lhs_data.astype(jnp.float32), rhs_data.astype(jnp.float32)
+    out = lax.dot_general(*operands, dimension_numbers, preferred_element_type=jnp.float32)
     # Two multiplications, because the product of the scales can overflow or underflow in float32.
     return (out * lhs_scale * rhs_scale).astype(out_dtype)
 
 
 def _dot_scaled(
-    lhs: jax.Array,
-    lhs_scale: jax.Array,
-    rhs: jax.Array,
-    rhs_scale: jax.Array,
-    *,
-    dimension_numbers: lax.DotDimensionNumbers,
-    out_dtype: Any,
-    precise: bool,
+    lhs: _Operand, rhs: _Operand, *, dimension_numbers: Any, out_dtype: Any, precise: bool
 ) -> jax.Array:
     # XLA's pattern needs scales in `out_dtype`; cuBLASLt gets the float32 scales.
+    left, right = (data.astype(out_dtype) * scale.astype(out_dtype) for data, scale in (lhs, rhs))
+    precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
     return lax.dot_general(
-        lhs.astype(out_dtype) * lhs_scale.astype(out_dtype),
-        rhs.astype(out_dtype) * rhs_scale.astype(out_dtype),
-        dimension_numbers,
-        precision=lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT,
-        preferred_element_type=out_dtype,
+        left, right, dimension_numbers, precision=precision, preferred_element_type=out_dtype
     )
