@@ -3,14 +3,12 @@
 | file | provides |
 |---|---|
 | `planner` | `plan`, `plan_step`, `plan_of`: bytes of a step on one device |
-| | `bytes_by_kind`: bytes kept between steps |
 | `cache` | figures of programs on disk |
 | `paper` | FP8-LM's table |
 | `advice` | dimensions that waste work |
 """
 
 from fp8jax.inspect.memory.planner import Plan as Plan
-from fp8jax.inspect.memory.planner import bytes_by_kind as bytes_by_kind
 from fp8jax.inspect.memory.planner import plan as plan
 from fp8jax.inspect.memory.planner import plan_of as plan_of
 from fp8jax.inspect.memory.planner import plan_step as plan_step

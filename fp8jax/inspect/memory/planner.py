@@ -141,12 +141,13 @@ def plan_of(
     """The plan of a step that is compiled already.
 
     Args:
-        variables, opt_state, batch: the step's arguments: arrays, or shapes with their shardings.
+        variables, opt_state, batch: the step's arguments: arrays, or shapes with their shardings. An array
+            with a sharding counts one device's shard, and nothing in the memory of an accelerator's host.
         total: the program's peak, `Program.total`.
         sent: bytes that each device sends, `Program.sent`.
         recipe, stage, devices: as in `Plan`.
     """
-    kept = bytes_by_kind(variables, opt_state, batch)
+    kept = _kept(variables, opt_state, batch)
     return Plan(recipe, stage, devices, **kept, temporaries=total - sum(kept.values()), sent=sent)
 
 
@@ -163,13 +164,8 @@ def table(plans: Sequence[Plan]) -> str:
     )
 
 
-def bytes_by_kind(variables: PyTree, opt_state: PyTree, batch: PyTree) -> dict[str, int]:
-    """Bytes on one device of each kind of array: "weights", "moments", "master" or "inputs", as in `Plan`.
-
-    Args:
-        variables, opt_state, batch: arrays or `jax.ShapeDtypeStruct`s. An array with a sharding counts one
-            device's shard, and nothing in the memory of an accelerator's host. The batch counts as "inputs".
-    """
+def _kept(variables: PyTree, opt_state: PyTree, batch: PyTree) -> dict[str, int]:
+    """Bytes on one device of each kind of array, as in `Plan`."""
     arrays = [("weights", variables), ("inputs", batch)]
     for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state):
         if is_adam_state(node):
