@@ -163,10 +163,7 @@ def _of_arrays(tree: Any) -> tuple[str, str]:
 
 def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
     """How a step on this machine rounds: what depends on the optimizer's seed is rounded stochastically."""
-    keys = jax.random.split(jax.random.key(0), len(SHAPES))
-    params = {
-        name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
-    }
+    params = {name: jax.random.normal(jax.random.key(0), shape) for name, shape in SHAPES.items()}
     variables = model.init(params, jnp.zeros((1, WIDTH)))
     grads = jax.tree.map(lambda x: jnp.ones(x.shape), variables[PARAMS], is_leaf=is_scaled)
 
@@ -189,8 +186,7 @@ def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
 
 
 def _same(tree: Any, other: Any) -> bool:
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return all(bool(jnp.array_equal(one, two)) for one, two in pairs)
+    return bool(jax.tree.all(jax.tree.map(jnp.array_equal, tree, other)))
 
 
 def _format(dtype: str) -> str:
