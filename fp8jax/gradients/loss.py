@@ -132,11 +132,8 @@ def _scaled_loss(
     """The loss to differentiate, with loss scaling if `scale` is not None; and the loss to report with the
     auxiliary outputs."""
     loss, aux = loss_fn(*args, **kwargs)
-    scaled = loss if scale is None else loss * scale
-    if devices == 1:
-        return scaled, (loss, aux)
-    mean = loss / devices
-    return (mean if scale is None else scaled / devices), (mean, aux)
+    mean = loss if devices == 1 else loss / devices
+    return (mean if scale is None else mean * scale), (mean, aux)
 
 
 def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
