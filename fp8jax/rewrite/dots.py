@@ -207,6 +207,13 @@ class Kernel(NamedTuple):
         return quantized_kernel(x, self.recipe, dict(state), self.rank(x))
 
 
+class DotState(NamedTuple):
+    """The arrays of one dot product beside its operands."""
+
+    scaling: dict[str, Any]  # the scaling state
+    adapters: dict[str, Any]  # of `lora`
+
+
 class PlannedDot(NamedTuple):
     """A dot product to replace, with its kernel."""
 

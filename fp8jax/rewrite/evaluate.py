@@ -24,14 +24,15 @@ from fp8jax.dot.einsum import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
-from fp8jax.rewrite.dots import DOT_OUTPUT, Plan, PlannedDot, Site
+from fp8jax.rewrite.dots import DOT_OUTPUT, DotState, Plan, PlannedDot, Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, follow, move, plain
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
 
-# Scaling states, and adapters, by the key of their dot product.
-States = Mapping[tuple[str, ...], Any]
+# By the key of the dot product; without an entry it has no state.
+States = Mapping[tuple[str, ...], DotState]
+_NO_STATE = DotState({}, {})
 
 
 def evaluate(
@@ -123,8 +124,8 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
                 return [_dot(plan, eqn, plan.dots[site], ins, states)]
         if eqn.primitive.name == PROGRAM:
             leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
-            states = {key: {name: plain(x) for name, x in state.items()} for key, state in states.items()}
-            return eqn.params["program"].run(leaves, states, [plain(x) for x in arrays], consts)
+            states, arrays = jax.tree.map(plain, (states, arrays), is_leaf=lambda x: isinstance(x, Tracked))
+            return eqn.params["program"].run(leaves, states, arrays, consts)
         if site in plan.below and eqn.primitive.name in _INSIDE:
             return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
         if ins and isinstance(ins[0], Tracked) and follow(ins[0].view, eqn) is not None:
@@ -138,14 +139,13 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
 def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
     which, recipe, out_dtype = planned.dot.kernel, planned.kernel.recipe, eqn.outvars[0].aval.dtype
-    state = states.get(planned.key, {})
+    state = states.get(planned.key, _NO_STATE)
     for _ in range(_depth(state, planned)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
-        state = {name: lax.index_in_dim(x, 0, keepdims=False) for name, x in state.items()}
-    if recipe.gemm != "FP8" and lora.A not in state:
+        state = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), state)
+    if recipe.gemm != "FP8" and not state.adapters:
         return _high_precision_dot(eqn, recipe, ins)
-    options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype}
-    options["state"] = lora.without_adapters(state)
+    options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype, "state": state.scaling}
     other, kernel = plain(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
         kernel = Tracked(Weight(kernel), ParamView.of(planned.path, kernel))
@@ -159,10 +159,12 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         out = einsum_by(subscripts, other, kernel.kernel, dot, eqn.params.get("out_sharding"))
     else:
         out = _high_precision_dot(eqn, recipe, ins)
-    if lora.A not in state:
+    if not state.adapters:
         return out
     dtype = out_dtype if recipe.gemm == "FP8" else formats.get(recipe.gemm).dtype
-    low_rank = functools.partial(lora.dot_of_adapters, adapters=state, scale=plan.lora_scale, dtype=dtype)
+    low_rank = functools.partial(
+        lora.dot_of_adapters, adapters=state.adapters, scale=plan.lora_scale, dtype=dtype
+    )
     return out + einsum_by(subscripts, other, kernel.weight, low_rank).astype(out_dtype)
 
 
@@ -221,7 +223,7 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
     sliced = plan.sliced.get(site, {})
-    stacked = {key: states[key] for key, dot in sliced.items() if _depth(states.get(key, {}), dot) > 0}
+    stacked = {key: states[key] for key, dot in sliced.items() if _depth(states.get(key, _NO_STATE), dot) > 0}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x
@@ -235,11 +237,12 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     return [*carry, *ys]
 
 
-def _depth(state: Mapping[str, Any], planned: PlannedDot) -> int:
-    """The number of leading layer axes of a scaling state or of adapters."""
+def _depth(state: DotState, planned: PlannedDot) -> int:
+    """The number of leading layer axes of a dot product's state."""
     groups = int(planned.dot.groups > 0)
     ranks = {"scale": 1 + groups, "wgrad_scale": groups, lora.A: 2}
-    return next((state[name].ndim - rank for name, rank in ranks.items() if name in state), 0)
+    arrays = state.scaling | state.adapters
+    return next((arrays[name].ndim - rank for name, rank in ranks.items() if name in arrays), 0)
 
 
 def _layers(x: Tracked, site: Site, length: int) -> Any:

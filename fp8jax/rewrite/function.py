@@ -21,7 +21,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from fp8jax import backends, loss_scale
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Kernel, PlannedDot
+from fp8jax.rewrite.dots import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import adapters_at
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
@@ -147,7 +147,7 @@ class FunctionModel:
         scaling = variables.get(SCALING, {}) if has_params(variables) else {}
         program, consts = self._program(params, args, kwargs)
         states = {
-            each.key: {**each.state_in(scaling), **adapters_at(adapters, each.path)}
+            each.key: DotState(dict(each.state_in(scaling)), adapters_at(adapters, each.path))
             for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)

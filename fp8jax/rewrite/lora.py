@@ -144,16 +144,11 @@ def dot_of_adapters(
     return (scale * ((layout.lhs.to_matrix(lhs.astype(dtype)) @ a) @ b)).reshape(layout.out_shape)
 
 
-def without_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A kernel's scaling state without adapters."""
-    return {name: x for name, x in state.items() if name not in (A, B)}
-
-
-def adapters_at(adapters: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
+def adapters_at(adapters: Any, path: tuple[str, ...]) -> dict[str, Any]:
     """The adapters of the kernel at a path; {} without adapters."""
     found = adapters
     for name in layer_names(path):
         if not (isinstance(found, Mapping) and name in found):
             return {}
         found = found[name]
-    return found if isinstance(found, Mapping) and A in found else {}
+    return {name: found[name] for name in (A, B)} if isinstance(found, Mapping) and A in found else {}

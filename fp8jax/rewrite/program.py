@@ -24,11 +24,11 @@ from fp8jax.dot import Weight
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Kernel, Plan, PlannedDot
+from fp8jax.rewrite.dots import DotState, Kernel, Plan, PlannedDot
 from fp8jax.rewrite.evaluate import evaluate
 from fp8jax.rewrite.find import PROGRAM, find_dots
 from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
-from fp8jax.rewrite.lora import LoRA, without_adapters
+from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.remat import Calls, Checkpointing, remat_of
 from fp8jax.rewrite.report import Report, make_report
 from fp8jax.rewrite.rules import Rule, Rules, choose, layer_path
@@ -105,13 +105,13 @@ class Program:
         return f"Program({len(self.plan.dots)} dot products of {self.report.recipe})"
 
     def run(
-        self, leaves: list[Any], states: Mapping[Any, Any], arrays: list[Any], consts: list[Any]
+        self, leaves: list[Any], states: Mapping[Any, DotState], arrays: list[Any], consts: list[Any]
     ) -> list[Any]:
         """The outputs.
 
         Args:
             leaves: leaves of the parameters; some may be `Tracked` already.
-            states: scaling states by key, see `PlannedDot`.
+            states: states by key, see `PlannedDot`.
             arrays: the other inputs.
             consts: constants of the jaxpr.
         """
@@ -119,7 +119,7 @@ class Program:
         ins = [
             Tracked(Weight(x), ParamView.of(path, aval_of(x))) if can_be_kernel(x) else x for x, path in pairs
         ]
-        states = {key: {**state, **to_fm32(without_adapters(state))} for key, state in states.items()}
+        states = {key: state._replace(scaling=to_fm32(state.scaling)) for key, state in states.items()}
         return evaluate(self.plan, self.jaxpr, consts, [*ins, *arrays], states)
 
 

@@ -47,7 +47,6 @@ def check_module(model: Any, of_linen: str) -> None:
 
 def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
     """A copy of the module under a recipe, without adapters; see `fp8jax.transform`."""
-    settings.new_rules()
     copy: Any = nnx.clone(model)
     for path, module in modules_of(copy):
         if rewritten_of(module) is not None:
