@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax.dot import Weight
 from fp8jax.gradients.slots import grad_slot, state_at
@@ -21,6 +20,7 @@ from fp8jax.rewrite import (
     can_be_kernel,
     evaluate,
     find_dots,
+    live_jaxpr,
     names_of,
     plain_parameters,
 )
@@ -82,9 +82,7 @@ def gradient(
         return loss_fn({**others, PARAMS: treedef.unflatten(leaves), **scaling}, *args, **kwargs)
 
     with plain_parameters():
-        made = jax.make_jaxpr(call, return_shape=True)([each.aval for each in params], state, arrays)
-    closed, shapes = made
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        jaxpr, consts, shapes = live_jaxpr(call, [each.aval for each in params], state, arrays)
     found = find_dots(jaxpr, [each.view for each in params])
     plan = Plan.of((), programs=found.programs)
     slots = [
@@ -95,7 +93,7 @@ def gradient(
 
     def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
         ins = [_input(*each) for each in zip(params, slots, is_own, strict=True)]
-        outs = evaluate(plan, jaxpr, closed.consts, [*ins, *jax.tree.leaves(state), *arrays], {})
+        outs = evaluate(plan, jaxpr, consts, [*ins, *jax.tree.leaves(state), *arrays], {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.

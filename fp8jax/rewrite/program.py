@@ -123,6 +123,17 @@ class Program:
         return evaluate(self.plan, self.jaxpr, consts, [*ins, *arrays], states)
 
 
+def live_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[jex.Jaxpr, list[Any], Any]:
+    """`fn(*args)` as an open jaxpr, the jaxpr's constants, and the shapes of the result.
+
+    The jaxpr has no dead code, which would count as uses of parameters, such as the parameters that a scan
+    returns unchanged.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return jaxpr, closed.consts, shapes
+
+
 def trace(
     fn: Callable[..., Any],
     settings: Settings,
@@ -153,9 +164,7 @@ def trace(
         return arrays
 
     annotations.clear(None if settings.checkpointing is None else Calls())
-    closed = jax.make_jaxpr(call)(leaves, arrays)
-    # Dead code would count as uses of parameters, such as the parameters that a scan returns unchanged.
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    jaxpr, consts, _ = live_jaxpr(call, leaves, arrays)
     views = [
         ParamView.of(path, x) if can_be_kernel(x) else None for path, x in zip(paths, leaves, strict=True)
     ]
@@ -176,7 +185,7 @@ def trace(
     annotations.clear()
     named, lora_scale = [dot for dot, _ in choices], 1.0 if lora is None else lora.scale
     plan = Plan.of(planned, named, remat=remat, backend=settings.backend, lora_scale=lora_scale)
-    return Program(jaxpr, out, paths, plan, report), closed.consts
+    return Program(jaxpr, out, paths, plan, report), consts
 
 
 def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, planned: list[PlannedDot]) -> Report:
