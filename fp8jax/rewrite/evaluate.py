@@ -62,22 +62,34 @@ def _run(
     def read(var: Any) -> Any:
         return var.val if isinstance(var, jex.Literal) else env[var]
 
-    def block_or_number(pair: tuple[int, jex.JaxprEqn]) -> Any:
-        return pair[0] if plan.remat is None else plan.remat.block_of(pair[1], site) or pair[0]
-
-    last = _last_uses(jaxpr)
-    for block, group in itertools.groupby(enumerate(jaxpr.eqns), block_or_number):
-        numbers, [eqn, *_] = zip(*group, strict=True)
-        number = first + numbers[0]
-        if isinstance(block, int):
-            outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number))
+    steps = _steps(plan, jaxpr, site)
+    for (number, step, block), last in zip(steps, _last_uses(jaxpr, steps), strict=True):
+        ins = [read(var) for var in step.invars]
+        if isinstance(step, jex.Jaxpr):
+            outs = _checkpointed(plan, block, step, ins, states, site, first + number)
         else:
-            eqn = _part(jaxpr, numbers[0], numbers[-1] + 1)
-            outs = _checkpointed(plan, block, eqn, [read(var) for var in eqn.invars], states, site, number)
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for var in set().union(*(last[number] for number in numbers)):
+            outs = _outputs(plan, step, ins, states, (*site, first + number))
+        env.update(zip(step.outvars, outs, strict=True))
+        for var in last:
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
+
+
+def _steps(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> list[tuple[int, jex.JaxprEqn | jex.Jaxpr, Any]]:
+    """The equations of a jaxpr, with those of each block to checkpoint as one jaxpr.
+
+    Returns:
+        The number of each equation, or of the first one of a block; the equation or jaxpr; and the block.
+    """
+    if plan.remat is None:
+        return [(number, eqn, None) for number, eqn in enumerate(jaxpr.eqns)]
+    steps, end = [], 0
+    for block, group in itertools.groupby(jaxpr.eqns, lambda eqn: plan.remat.block_of(eqn, site)):
+        start, eqns = end, list(group)
+        end += len(eqns)
+        alone = [(number, eqn, None) for number, eqn in enumerate(eqns, start)]
+        steps += alone if block is None else [(start, _part(jaxpr, start, end), block)]
+    return steps
 
 
 def _part(jaxpr: jex.Jaxpr, start: int, end: int) -> jex.Jaxpr:
@@ -106,13 +118,13 @@ def _checkpointed(
     return jax.checkpoint(run, policy=plan.remat.policy, prevent_cse=prevent_cse)(ins, inside)
 
 
-def _last_uses(jaxpr: jex.Jaxpr) -> dict[int, set[Any]]:
-    """For each equation, the variables that no later equation needs, so that an eager call frees them."""
-    last, needed = {}, {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
-    for number, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        last[number] = {var for var in eqn.invars if not isinstance(var, jex.Literal)} - needed
-        needed |= last[number]
-    return last
+def _last_uses(jaxpr: jex.Jaxpr, steps: Sequence[Any]) -> list[set[Any]]:
+    """For each step, the variables that no later step needs, so that an eager call frees them."""
+    last, needed = [], {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
+    for _, step, _ in reversed(steps):
+        last.append({var for var in step.invars if not isinstance(var, jex.Literal)} - needed)
+        needed |= last[-1]
+    return last[::-1]
 
 
 def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> Sequence[Any]:
