@@ -10,7 +10,6 @@ settings. A value may be a Python object in a dataclass, text in an environment 
 there `override_linear_precision: (false, false, true)` is text, and `backend: no` is False.
 """
 
-import dataclasses
 import difflib
 import functools
 import os
@@ -41,7 +40,9 @@ _ALIASES = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
 }
-
+_BOOLEANS = dict.fromkeys("y yes t true on 1".split(), True) | dict.fromkeys(
+    "n no f false off 0".split(), False
+)
 
 # A preset's name, and values by the names of a recipe's fields.
 Preset = tuple[str, dict[str, Any]]
@@ -150,16 +151,12 @@ def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
 
 def _attributes(source: object) -> dict[str, Any]:
     """An object's attributes, with the backend if its class names one."""
-    if isinstance(source, type) or not (dataclasses.is_dataclass(source) or hasattr(source, "__dict__")):
+    if isinstance(source, type) or not hasattr(source, "__dict__"):
         raise TypeError(
             "from_accelerate: expected `source` to be an object like TERecipeKwargs(...), a mapping, the "
             f"path of a config.yaml, or None for the environment; got {source!r}."
         )
-    if dataclasses.is_dataclass(source):
-        names = [field.name for field in dataclasses.fields(source)]
-    else:
-        names = [name for name in vars(source) if not name.startswith("_")]
-    found = {name: getattr(source, name) for name in names}
+    found = {name: value for name, value in vars(source).items() if not name.startswith("_")}
     named = [cls.__name__ for cls in type(source).__mro__ if cls.__name__ in _CLASSES]
     return {"backend": _CLASSES[named[0]], **found} if named else found
 
@@ -260,12 +257,10 @@ def _illegal(key: str, got: object, expected: str) -> ValueError:
 
 def _boolean(key: str, raw: object) -> bool:
     """A boolean, 0 or 1, or a word that accelerate's `str_to_bool` knows."""
-    word = str(raw).strip().lower() if isinstance(raw, int | str) else None
-    if word in ("y", "yes", "t", "true", "on", "1"):
-        return True
-    if word in ("n", "no", "f", "false", "off", "0"):
-        return False
-    raise _illegal(key, raw, "true false")
+    word = str(raw).strip().lower()
+    if word not in _BOOLEANS:
+        raise _illegal(key, raw, "true false")
+    return _BOOLEANS[word]
 
 
 def _word(key: str, raw: object, legal: Iterable[str]) -> str:
@@ -279,11 +274,9 @@ def _word(key: str, raw: object, legal: Iterable[str]) -> str:
 
 def _integer(key: str, raw: object) -> int:
     try:
-        if type(raw) is int or isinstance(raw, str):
-            return int(raw)
+        return int(str(raw))
     except ValueError:
-        pass
-    raise _illegal(key, raw, "an integer")
+        raise _illegal(key, raw, "an integer") from None
 
 
 def _override(key: str, raw: object) -> tuple[bool, ...]:
