@@ -33,19 +33,20 @@ def read_lowered(lowered: jax.stages.Lowered) -> tuple[Gemm, ...]:
     return tuple(gemms)
 
 
-def _narrowest(operand: Instruction) -> str:
+def _narrowest(operand: Instruction | None) -> str:
     """The narrowest floating dtype of an operand on the way from the operation that computed it."""
     floats = []
-    while True:
-        if operand.opcode == "get-tuple-element":  # one array of a barrier
-            [barrier] = operand.operands
-            if barrier.opcode != "opt-barrier" or barrier.operands[0].opcode != "tuple":
-                break
-            operand = barrier.operands[0].operands[int(operand.find(r"index=(\d+)"))]
-            continue
+    while operand is not None:
         if operand.first.dtype[:1] in ("f", "b"):
             floats.append(operand.first)
-        if operand.opcode not in _VALUE_PRESERVING:
-            break
-        operand = operand.operands[0]
+        operand = _before(operand)
     return min(floats, key=lambda array: array.bits).dtype if floats else ""
+
+
+def _before(operand: Instruction) -> Instruction | None:
+    """The instruction with the same values, but for a scale; None for the operation that computed them."""
+    if operand.opcode == "get-tuple-element":  # one array of a barrier
+        [barrier] = operand.operands
+        if barrier.opcode == "opt-barrier" and barrier.operands[0].opcode == "tuple":
+            return barrier.operands[0].operands[int(operand.find(r"index=(\d+)"))]
+    return operand.operands[0] if operand.opcode in _VALUE_PRESERVING else None
