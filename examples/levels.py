@@ -6,7 +6,8 @@
 
 Model and validation are those of train_gpt.py; all its options work here but --recipe, --twin and --resume.
 Prints a table and leaves levels.json and levels.png, with all curves, in the run's folder. "update ms" is the
-time of the optimizer, compiled by itself.
+time of the optimizer, compiled by itself. "unchanged" is the mean share of the weights that a step left
+unchanged because they are rounded to nearest.
 """
 
 import argparse
@@ -45,11 +46,13 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     timer = clock.timer(gpt.updates(trainer, variables, opt_state))
     return {
         "level": name,
+        "rounding": "+".join(trainer.config.precision.rounding),
         "validation loss": curves.validation[-1][1],
         **sizes,
         "bytes": sum(sizes.values()),
         "step ms": 1e3 * curves.seconds / fitted.steps,
         "skipped": curves.skips,
+        "unchanged": [share for _, share in curves.unchanged],
         "update ms": clock.row(clock.take_turns({name: timer}, ROUNDS), name)["ms"],
         "curve": curves.loss,
     }
@@ -61,9 +64,11 @@ def table(rows: output.Rows) -> str:
     shown = []
     for row in rows:
         loss = row["validation loss"]
-        cells = {"level": row["level"], "validation loss": f"{loss:.4f}"}
+        cells = {"level": row["level"], "rounding": row["rounding"], "validation loss": f"{loss:.4f}"}
         cells["gap"] = None if base is None else f"{loss - base:+.4f}"
-        shown.append(cells | {title: f"{row[title]:.2f}" for title in FIGURES} | {"skipped": row["skipped"]})
+        cells |= {title: f"{row[title]:.2f}" for title in FIGURES} | {"skipped": row["skipped"]}
+        cells["unchanged"] = f"{np.mean(row['unchanged']):.0%}" if row["unchanged"] else None
+        shown.append(cells)
     return output.table(shown)
 
 

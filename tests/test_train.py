@@ -301,6 +301,8 @@ def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, caps
     assert (
         round(rows["bf16"]["bytes"], 2) == 16 and 7 < rows["O3"]["bytes"] < 10
     )  # embeddings and norms are float32
+    assert rows["O3"]["rounding"] == "nearest+nearest+value"
+    assert rows["bf16"]["unchanged"] == [] and 0 <= rows["O3"]["unchanged"][-1] <= 1
     for row in rows.values():
         assert np.isfinite(row["validation loss"]) and row["update ms"] > 0 and len(row["curve"]) == 2
         assert any(line.startswith(row["level"] + " ") for line in lines)
