@@ -145,7 +145,14 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
 }
-SECTIONS = [(page, section) for page, text in PAGES.items() for section in python_sections(text)]
+# All cells of a tutorial share a namespace; test_tutorials.py runs them.
+TUTORIALS = "docs/tutorials/"
+SECTIONS = [
+    (page, section)
+    for page, text in PAGES.items()
+    if not page.startswith(TUTORIALS)
+    for section in python_sections(text)
+]
 COMMANDS = sorted(
     {
         line
