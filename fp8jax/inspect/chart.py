@@ -62,8 +62,13 @@ class Cell(NamedTuple):
     formats: str  # the measured ones
     evidence: str  # the arrays and operations that have these formats
 
+    @property
+    def differs(self) -> bool:
+        """Whether the program differs from the recipe."""
+        return self.declared != self.formats
+
     def __str__(self) -> str:
-        return self.formats if self.formats == self.declared else f"{self.formats} (declared {self.declared})"
+        return f"{self.formats} (declared {self.declared})" if self.differs else self.formats
 
 
 class Row(NamedTuple):
@@ -76,7 +81,7 @@ class Row(NamedTuple):
     @property
     def differences(self) -> list[str]:
         """The columns in which the program differs from the recipe."""
-        return [column for column, cell in self.cells.items() if cell.declared != cell.formats]
+        return [column for column, cell in self.cells.items() if cell.differs]
 
 
 def declare(recipe: Recipe) -> dict[str, str]:
@@ -216,8 +221,8 @@ def text(rows: list[Row]) -> str:
     lines = [table(rows), "", f"{_title(rows)}:", ""]
     for row in rows:
         lines.append(row.recipe)
-        for column, heading in HEADINGS.items():
-            lines.append(f"  {heading:16} {row.cells[column].formats:12} {row.cells[column].evidence}")
+        for heading, cell in zip(HEADINGS.values(), row.cells.values(), strict=True):
+            lines.append(f"  {heading:16} {cell.formats:12} {cell.evidence}")
     return "\n".join(lines)
 
 
@@ -274,7 +279,7 @@ def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
 
 def _color(cell: Cell) -> str:
     """Red for a difference, else blue, darker for fewer bits."""
-    if cell.declared != cell.formats:
+    if cell.differs:
         return "#e34948"
     bits = max(map(_bits, cell.formats.split(" + ")))
     return {8: "#9ec5f4", 16: "#cfe3fb"}.get(bits, "#ffffff")
