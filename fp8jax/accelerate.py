@@ -49,8 +49,9 @@ Preset = tuple[str, dict[str, Any]]
 
 
 class _Setting(NamedTuple):
-    """A value, and the key that the user gave it under."""
+    """A value, accelerate's name for it, and the key that the user gave it under."""
 
+    name: str
     key: str
     value: Any
 
@@ -65,7 +66,7 @@ def read(source: object, environ: Mapping[str, str] | None = None) -> Preset:
         given = {key: value for key, value in environ.items() if key.startswith(_PREFIX)}
         if not given and _VARIABLE not in environ:
             raise _error(f"expected a `source`, or {_VARIABLE} or {_PREFIX}* in the environment; got neither")
-        return _with_precision(environ.get(_VARIABLE), _VARIABLE, _gather(given, is_launched=True))
+        return _with_precision(environ.get(_VARIABLE), _VARIABLE, _gather(given))
     if environ is not None:
         raise _error("`environ` is read where no `source` is given; got both")
     if isinstance(source, str | os.PathLike):
@@ -91,7 +92,7 @@ def _from_config(content: Mapping[Any, Any]) -> Preset:
     return _with_precision(given.get("mixed_precision"), "mixed_precision", _gather(block))
 
 
-def _with_precision(precision: object, key: str, settings: Mapping[str, _Setting]) -> Preset:
+def _with_precision(precision: object, key: str, settings: list[_Setting]) -> Preset:
     """The preset of a mixed precision and FP8 settings. One of the two may be missing."""
     if precision is None and not settings:
         raise _error(f"expected `{key}` or settings of FP8; got neither")
@@ -99,7 +100,7 @@ def _with_precision(precision: object, key: str, settings: Mapping[str, _Setting
     if word == "fp8":
         return _preset(settings)
     if settings:
-        got = ", ".join(f"{setting.key}={setting.value!r}" for setting in settings.values())
+        got = ", ".join(f"{setting.key}={setting.value!r}" for setting in settings)
         raise _error(f"settings of FP8 need {key}=fp8; got {key}={word} and {got}")
     return _PRECISIONS[word], {}
 
@@ -161,14 +162,8 @@ def _attributes(source: object) -> dict[str, Any]:
     return {"backend": _CLASSES[named[0]], **found} if named else found
 
 
-def _gather(given: Mapping[Any, Any], is_launched: bool = False) -> dict[str, _Setting]:
-    """The settings by accelerate's names; None counts as not given.
-
-    Args:
-        given: values by any spelling of the settings' names.
-        is_launched: whether `accelerate launch` set them: it sets every setting, to the default where the
-            user gave none or used the questionnaire's spelling, which it does not read.
-    """
+def _gather(given: Mapping[Any, Any]) -> list[_Setting]:
+    """The settings of values by any spelling of their names; None counts as not given."""
     given = {key: value for key, value in given.items() if value is not None}
     if any(key in given for key in _GEMMS):
         if given.get(_GEMMS[0]) in ("(", "["):
@@ -182,34 +177,26 @@ def _gather(given: Mapping[Any, Any], is_launched: bool = False) -> dict[str, _S
         ]
     if unknown := [str(key) for key in given if _name(key) is None]:
         raise _unknown(unknown)
-    settings: dict[str, _Setting] = {}
-    for key, raw in given.items():
-        name = cast(str, _name(key))
-        setting = _Setting(str(key), SETTINGS[name].parse(str(key), raw))
-        earlier = settings.setdefault(name, setting)
-        if earlier.value == setting.value:
-            continue
-        chosen = [each for each in (earlier, setting) if each.value != SETTINGS[name].default]
-        if not is_launched or len(chosen) != 1:
-            raise _error(
-                f"expected one value of `{name}`; got {earlier.key}={earlier.value!r} and "
-                f"{setting.key}={setting.value!r}"
-            )
-        [settings[name]] = chosen
-    # A launch sets opt_level to its default for TransformerEngine, too.
-    if is_launched and _LAUNCHED <= settings.keys() and settings["opt_level"].value == "O2":
-        del settings["opt_level"]
-    return settings
+    named = [(cast(str, _name(key)), str(key), raw) for key, raw in given.items()]
+    return [_Setting(name, key, SETTINGS[name].parse(key, raw)) for name, key, raw in named]
 
 
-def _preset(settings: Mapping[str, _Setting]) -> Preset:
-    """The preset of the settings' backend. Refuses settings of other backends."""
-    given = {name: setting.value for name, setting in settings.items()}
+def _preset(settings: list[_Setting]) -> Preset:
+    """The preset of the settings' backend. Refuses contradictions, and settings of other backends."""
+    # `accelerate launch` sets every setting: to the default where the user gave none, or gave it in the
+    # questionnaire's spelling, which it does not read.
+    if _LAUNCHED <= {setting.name for setting in settings if setting.key.startswith(_PREFIX)}:
+        settings = [setting for setting in settings if setting.value != SETTINGS[setting.name].default]
+    given: dict[str, Any] = {}
+    for name, _, value in settings:
+        if given.setdefault(name, value) != value:
+            both = " and ".join(f"{each.key}={each.value!r}" for each in settings if each.name == name)
+            raise _error(f"expected one value of `{name}`; got {both}")
     backend = given.get("backend") or ("MSAMP" if "opt_level" in given else "TE")
     defaults = {name: spec.default for name, spec in SETTINGS.items() if spec.backend == backend}
-    for name, (key, value) in settings.items():
+    for name, key, value in settings:
         other, _, default = SETTINGS[name]
-        # FP8RecipeKwargs and `accelerate launch` set the other backends' defaults, too.
+        # FP8RecipeKwargs and a launch set the other backends' defaults, too.
         if other in ("", backend) or (other != "MSAMP" and value == default):
             continue
         combined = "; Recipe.parse('te+O2') is TransformerEngine's scaling in MS-AMP's O2"
