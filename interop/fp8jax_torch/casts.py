@@ -1,11 +1,11 @@
 """Casts and scales on torch tensors, bit for bit those of `fp8jax.quantization`, which gives the reasons.
 
-Casts round to nearest even and saturate; NaN stays NaN. An amax that is zero, subnormal, infinite or NaN
-gives scale 1.
+Casts saturate; NaN stays NaN. An amax that is zero, subnormal, infinite or NaN gives scale 1.
 """
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int32
 
 from fp8jax import formats
 from fp8jax.formats import Format
@@ -27,6 +27,31 @@ def format_of(dtype: torch.dtype) -> Format:
 def cast(x: Float[torch.Tensor, "..."], format: Format) -> Float[torch.Tensor, "..."]:
     """float32 `x` to the codes of `format`: to nearest even, saturating; NaN stays NaN."""
     return x.clamp(-format.max, format.max).to(dtype_of(format))
+
+
+def cast_stochastically(
+    x: Float[torch.Tensor, "..."], format: Format, random: Int32[torch.Tensor, "..."]
+) -> Float[torch.Tensor, "..."]:
+    """float32 `x` to the codes of `format` by stochastic rounding, saturating; NaN stays NaN.
+
+    Args:
+        x: any shape.
+        format: a format with a sign and at most 16 bits.
+        random: uniform random bits; the upper `23 - format.mantissa_bits` of each number are used.
+    """
+    cut = 23 - format.mantissa_bits
+    magnitude = x.abs().clamp_(max=format.max)
+    is_subnormal = magnitude < format.smallest_normal
+    # A float's bits in order; subnormal numbers of the format are in the binade of the least normal one.
+    bits = magnitude.add_(is_subnormal, alpha=format.smallest_normal).view(torch.int32)
+    bits.add_((random >> (32 - cut)).bitwise_and_(2**cut - 1))
+    code = bits.bitwise_right_shift_(cut).bitwise_and_(2 ** (32 - cut) - 1)  # of a NaN without a sign
+    code.sub_((127 - format.exponent_bias) << format.mantissa_bits)
+    code.add_(is_subnormal, alpha=-(1 << format.mantissa_bits))
+    integer = f"int{format.bits}"
+    code.clamp_(max=int(abs(np.array(np.nan, format.dtype)).view(integer)))
+    code.bitwise_or_((x.view(torch.int32) >> 31) << (format.bits - 1))
+    return code.to(getattr(torch, integer)).view(dtype_of(format))
 
 
 def to_float(codes: Float[torch.Tensor, "..."]) -> Float[torch.Tensor, "..."]:

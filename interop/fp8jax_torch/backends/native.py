@@ -33,9 +33,7 @@ def supports(device: torch.device) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """The column of the recipe that torch, or several processes, cannot have; or None."""
-    if reason := base.refused("native", recipe, {"rounding": (("nearest", "nearest", "value"),)}):
-        return reason
+    """The column of the recipe that several processes cannot have, or None."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return None
     ddp = "torch's DistributedDataParallel"
@@ -56,7 +54,8 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     """Makes the chosen layers and the optimizer follow the recipe; see `base`.
 
     An Adam or AdamW of torch becomes that of `fp8jax_torch.optim` where the recipe has low-precision weights,
-    moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32.
+    moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32, and
+    rounds to nearest.
     """
     found, new = layers.linears(model), {}
     if recipe.gemm == "FP8":
@@ -127,21 +126,22 @@ def _prepared(
     """An optimizer of the new parameters, with its state in the recipe's formats."""
     if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("`optimizer`: expected only parameters of the model; got others too.")
-    has_formats = recipe.moments != ("FP32", "FP32") or recipe.master_weight != "-"
+    columns = recipe.moments, recipe.master_weight, recipe.rounding
+    has_formats = columns != (Recipe.FP32.moments, "-", Recipe.FP32.rounding)
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and (has_formats or new):
         return _as_ours(optimizer, recipe, new)
     if isinstance(optimizer, Adam):
         if optimizer.recipe is None and not optimizer.state:
             optimizer.recipe = recipe
-        if optimizer.state_recipe.moments != recipe.moments:
-            raise ValueError(
-                f"`optimizer`: expected one with moments of {recipe}; got {optimizer.state_recipe}."
-            )
+        told = optimizer.state_recipe
+        if (told.moments, told.rounding) != (recipe.moments, recipe.rounding):
+            raise ValueError(f"`optimizer`: expected one with moments and rounding of {recipe}; got {told}.")
     elif has_formats:
         raise ValueError(
             f"`optimizer`: expected an Adam or AdamW, of torch or fp8jax_torch.optim, to keep moments="
-            f"{'+'.join(recipe.moments)}, master_weight={recipe.master_weight}; got "
-            f"{type(optimizer).__name__}. Or say moments=FP32+FP32, and no weight=E4M3."
+            f"{'+'.join(recipe.moments)}, master_weight={recipe.master_weight}, rounding="
+            f"{'+'.join(recipe.rounding)}; got {type(optimizer).__name__}. Or say moments=FP32+FP32,"
+            "rounding=nearest+nearest+value, and no weight=E4M3."
         )
     for group in optimizer.param_groups:
         group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]

@@ -13,6 +13,12 @@ The step is that of `fp8jax.optim.adam`: float32 arithmetic, then moments are ro
 power-of-two scale. A step that would make a weight or a moment infinite or NaN is skipped and counted. The
 state consists of plain tensors: `torch.load` reads it with `weights_only=True`.
 
+Stochastic rounding takes its random bits from a counter, as `fp8jax.optim` does: they depend on the seed, the
+step, the parameter's number and the entry's place in it. The number is that of `state_dict`: the parameter's
+place among those of all groups, with or without a gradient. It is JAX's where the tree of parameters has the
+same leaves in the same order, as a list has; a Flax model has names in alphabetical order and transposed
+kernels, so the same seed gives it other bits.
+
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.
     FP8-LM, arXiv 2310.18313, section 2.3; MS-AMP `LBAdam`, `LBAdamW`.
@@ -29,12 +35,14 @@ from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
 from fp8jax_torch.optim.skipping import Skipping, largest
-from fp8jax_torch.optim.step import AdamScalars, ParamState, amaxes_of_step, take_step
+from fp8jax_torch.optim.step import REMAINDER_STEP, AdamScalars, ParamState, amaxes_of_step, take_step
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
 # Gradients below this limit, squared, are far from float32's max.
 _SAFE = 2.0**60
 _SCALE = "_scale"
+_SECOND, _ROOT = "exp_avg_sq", "exp_avg_sq_root"
+_ENTRIES = {"step", "exp_avg", _SECOND, _ROOT, "master", "remainder"}
 
 
 class Adam(Skipping, torch.optim.Optimizer):
@@ -43,23 +51,27 @@ class Adam(Skipping, torch.optim.Optimizer):
     Args:
         params: parameters, or groups of them, as torch takes them: float tensors and `ScaledTensor`s.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.Adam`.
-        recipe: the model's recipe, or its text, with rounding to nearest; sets `moments` and
-            `master_weight`. None: E4M3 weights have
-            FP16 masters, and moments are E4M3 + FP16, until `prepare` sets the recipe.
+        recipe: the model's recipe, or its text; sets `moments`, `master_weight` and `rounding`. None: E4M3
+            weights have FP16 masters, and moments are E4M3 + FP16, until `prepare` sets the recipe.
+        seed: of the random bits, for a recipe that rounds stochastically; an option of the groups, and so
+            saved with them.
 
     State of a parameter:
         step: shape=(), float32: steps taken.
         exp_avg, exp_avg_sq: the parameter's shape, in the moments' formats.
         exp_avg_scale, exp_avg_sq_scale: shape=(), float32; only of quantized moments.
+        exp_avg_sq_root, exp_avg_sq_root_scale: instead of exp_avg_sq, its root, where the recipe says "root".
         master, master_scale: the master weight; only of a parameter in E4M3, where the recipe has masters.
+        remainder: the parameter's shape, E4M3 codes in sixteenths of the scale of the weight, or of the
+            master weight: what rounding took from it; only where the recipe says "kahan".
 
     Attributes:
         skipped: number of skipped steps.
         has_skipped: whether the last step was skipped.
 
     Raises:
-        ValueError: an illegal number, a recipe with another rounding, a parameter that is not floating, or a
-            scaled parameter in another format than the recipe's weights.
+        ValueError: an illegal number, a parameter that is not floating, or a scaled parameter in another
+            format than the recipe's weights.
     """
 
     decoupled = False
@@ -75,6 +87,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         *,
         recipe: Recipe | str | None = None,
         maximize: bool = False,
+        seed: int = 0,
     ):
         weight_decay = self.default_decay if weight_decay is None else weight_decay
         for name, number, fits in (
@@ -82,13 +95,16 @@ class Adam(Skipping, torch.optim.Optimizer):
             ("betas", betas, all(0 <= beta < 1 for beta in betas)),
             ("eps", eps, eps >= 0),
             ("weight_decay", weight_decay, weight_decay >= 0),
+            ("seed", seed, 0 <= seed < 2**64),
         ):
             if not fits:
-                raise ValueError(f"`{name}`: expected 0 or more (betas: below 1); got {number}.")
-        self.recipe = None if recipe is None else rounding_to_nearest(Recipe.parse(recipe))
+                raise ValueError(
+                    f"`{name}`: expected 0 or more (betas: below 1; seed: below 2**64); got {number}."
+                )
+        self.recipe = None if recipe is None else Recipe.parse(recipe)
         self._versions: dict[torch.Tensor, Any] = {}  # of parameters, when their masters were written
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "maximize": maximize, "seed": seed})
 
     def add_param_group(self, param_group: Any) -> None:
         """See torch."""
@@ -117,10 +133,10 @@ class Adam(Skipping, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        listed = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
         parameters = [
-            (parameter, self._state_of(parameter), self._scalars(group, parameter))
-            for group in self.param_groups
-            for parameter in group["params"]
+            (parameter, self._state_of(parameter), self._scalars(group, parameter, leaf))
+            for leaf, (group, parameter) in enumerate(listed)
             if parameter.grad is not None
         ]
         self.has_skipped = not _is_finite(parameters)
@@ -150,28 +166,31 @@ class Adam(Skipping, torch.optim.Optimizer):
         for name, format in self._formats_of(parameter).items():
             if name in state:
                 continue
+            if name in ("master", "remainder"):
+                self._versions[parameter] = _version(parameter)
+            first = torch.zeros(parameter.shape, device=parameter.device)
             if name == "master":
                 first = value(parameter.detach()) if master is None else master
-                self._versions[parameter] = _version(parameter)
-            else:
-                first = torch.zeros(parameter.shape, device=parameter.device)
             self._store(parameter, name, first, format)
         return state
 
     def _formats_of(self, parameter: torch.Tensor) -> dict[str, Format]:
-        """The formats of a parameter's moments and, if it has one, of its master weight."""
-        recipe = self.state_recipe
-        names: dict[str, str] = dict(zip(("exp_avg", "exp_avg_sq"), recipe.moments, strict=True))
-        if recipe.master_weight != "-" and is_scaled(parameter):
-            if casts.format_of(parameter.codes.dtype).name == recipe.weight:
+        """The formats of the entries of a parameter's state."""
+        recipe, second = self.state_recipe, _ROOT if self.state_recipe.rounding[2] == "root" else _SECOND
+        names: dict[str, str] = dict(zip(("exp_avg", second), recipe.moments, strict=True))
+        if is_scaled(parameter):
+            weight = casts.format_of(parameter.codes.dtype).name
+            if recipe.master_weight != "-" and weight == recipe.weight:
                 names["master"] = recipe.master_weight
+            if recipe.rounding[1] == "kahan" and (weight == "FP16" or "master" in names):
+                names["remainder"] = "E4M3"
         return {entry: formats.get(name) for entry, name in names.items()}
 
     def _store(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor, format: Format) -> None:
         """Stores a plain tensor as an entry of a parameter's state, quantized to a format."""
         state = self.state[parameter]
-        if format == formats.FP32:
-            state[name] = tensor.float().clone(memory_format=torch.contiguous_format)
+        if name == "remainder" or format == formats.FP32:
+            state[name] = tensor.to(casts.dtype_of(format), copy=True, memory_format=torch.contiguous_format)
             return
         q = quantize(tensor, format, power_of_two=True)
         state[name], state[name + _SCALE] = q.codes.contiguous(), q.scale
@@ -183,29 +202,45 @@ class Adam(Skipping, torch.optim.Optimizer):
             return ScaledTensor(state[name], state[name + _SCALE])
         return state.get(name)
 
-    def _refresh_master(self, parameter: Any) -> None:
-        """Sets the master to the weight where the weight is not the rounded master, as after loading."""
-        weight, master = parameter.detach(), value(self._entry(parameter, "master"))
-        rounded = casts.cast(master * (1 / weight.scale), casts.format_of(weight.codes.dtype))
+    def _refresh(self, parameter: Any) -> None:
+        """Sets the master, and ends the remainder, where the weight was written since, as after loading."""
+        state, weight = self.state[parameter], parameter.detach()
+        master, remainder = self._entry(parameter, "master"), self._entry(parameter, "remainder")
+        if master is not None:
+            rounded = value(master) * (1 / weight.scale)
+        else:  # half of a remainder, a quarter of a step at most, does not round to another code
+            rounded = casts.to_float(weight.codes).add(casts.to_float(remainder), alpha=REMAINDER_STEP / 2)
+        rounded = casts.cast(rounded, casts.format_of(weight.codes.dtype))
         is_stale = casts.to_float(rounded) != casts.to_float(weight.codes)
-        if is_stale.any():
-            master = torch.where(is_stale, value(weight).float(), master)
-            self._store(parameter, "master", master, self._formats_of(parameter)["master"])
+        if not is_stale.any():
+            return
+        if master is not None:
+            new = torch.where(is_stale, value(weight).float(), value(master))
+            self._store(parameter, "master", new, self._formats_of(parameter)["master"])
+        if remainder is not None:
+            factor = 1.0 if master is None else master.scale / state["master" + _SCALE]
+            rest = torch.where(is_stale, 0.0, casts.to_float(remainder) * factor)
+            state["remainder"] = casts.cast(rest, formats.E4M3)
 
     def _state_of(self, parameter: Any) -> ParamState:
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        if "master" in state and self._versions.get(parameter) != _version(parameter):
-            self._refresh_master(parameter)
-        mu, nu, master = (self._entry(parameter, name) for name in ("exp_avg", "exp_avg_sq", "master"))
-        return ParamState(_contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), master)
+        if state.keys() & {"master", "remainder"} and self._versions.get(parameter) != _version(parameter):
+            self._refresh(parameter)
+        second = _ROOT if _ROOT in state else _SECOND
+        mu, nu, *kept = (self._entry(parameter, name) for name in ("exp_avg", second, "master", "remainder"))
+        return ParamState(_contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), *kept)
 
-    def _scalars(self, group: dict[str, Any], parameter: torch.Tensor) -> AdamScalars:
+    def _scalars(self, group: dict[str, Any], parameter: torch.Tensor, leaf: int) -> AdamScalars:
         step = int(self.state[parameter]["step"]) + 1
         lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
         beta1, beta2 = map(float, group["betas"])
-        return AdamScalars(lr, (beta1, beta2), eps, decay, self.decoupled, group["maximize"], step)
+        rounding, seed = self.state_recipe.rounding, int(group["seed"])
+        is_maximized = group["maximize"]
+        return AdamScalars(
+            lr, (beta1, beta2), eps, decay, self.decoupled, is_maximized, step, rounding, seed, leaf
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, or the state of a `torch.optim.Adam` or `AdamW`; moments are
@@ -225,29 +260,32 @@ class Adam(Skipping, torch.optim.Optimizer):
     def load_param_state(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
         """Copies a parameter's saved state, rounded to the recipe's formats."""
         wanted = self._formats_of(parameter)
-        if "master" not in saved:
-            wanted.pop("master", None)
-        unknown = {name.removesuffix(_SCALE) for name in saved} - {"step", "master", *wanted}
-        if unknown:
+        for name in {"master", "remainder"} - set(saved):
+            wanted.pop(name, None)
+        if unknown := {name.removesuffix(_SCALE) for name in saved} - _ENTRIES:
             raise ValueError(
                 "`state_dict`: expected the state of an Adam or AdamW without amsgrad; got the entries "
                 f"{sorted(unknown)} too."
             )
         self.state[parameter] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
         for name, format in wanted.items():
-            tensor, scale = saved[name].to(parameter.device), saved.get(name + _SCALE)
+            source = name if name in saved else {_ROOT: _SECOND, _SECOND: _ROOT}[name]
+            tensor, scale = saved[source].to(parameter.device), saved.get(source + _SCALE)
             if tensor.shape != parameter.shape:
                 raise ValueError(
                     f"`state_dict`: expected {name} of shape {list(parameter.shape)}; got "
                     f"{list(tensor.shape)}."
                 )
-            if tensor.dtype == casts.dtype_of(format) and (scale is None) == (format == formats.FP32):
+            has_scale = name != "remainder" and format != formats.FP32
+            if source == name and tensor.dtype == casts.dtype_of(format) and (scale is not None) == has_scale:
                 self.state[parameter][name] = tensor.clone(memory_format=torch.contiguous_format)
                 if scale is not None:
                     self.state[parameter][name + _SCALE] = scale.to(parameter.device, copy=True)
-            else:
-                plain = casts.to_float(tensor) * (1.0 if scale is None else scale.to(tensor.device))
-                self._store(parameter, name, plain, format)
+                continue
+            plain = casts.to_float(tensor) * (1.0 if scale is None else scale.to(tensor.device))
+            if source != name:
+                plain = plain.sqrt() if name == _ROOT else plain.square()
+            self._store(parameter, name, plain, format)
         self._versions[parameter] = _version(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,18 +293,10 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # that torch's optimizer saved
+            group.setdefault("seed", self.defaults["seed"])
         # The weights and masters of a copy are of the same step.
         self._versions = {parameter: _version(parameter) for parameter in self.state}
-
-
-def rounding_to_nearest(recipe: Recipe) -> Recipe:
-    """The recipe; raises ValueError if it rounds otherwise, which only `fp8jax.optim` can."""
-    if recipe.rounding != ("nearest", "nearest", "value"):
-        raise ValueError(
-            f"`recipe`: expected rounding=nearest+nearest+value on torch; got {recipe} with rounding="
-            f"{'+'.join(recipe.rounding)}, which fp8jax.optim does in JAX. Take O2."
-        )
-    return recipe
 
 
 class AdamW(Adam):
