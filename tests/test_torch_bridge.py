@@ -549,14 +549,23 @@ def torch_adam(model, recipe, step=3, skipped=2):
 
     for seed, parameter in enumerate(model.parameters()):
         state = optimizer.state[parameter] = {"step": torch.tensor(float(step))}
-        for name, format in zip(("exp_avg", "exp_avg_sq"), map(formats.get, recipe.moments), strict=True):
+        second = "exp_avg_sq_root" if recipe.rounding[2] == "root" else "exp_avg_sq"
+        for name, format in zip(("exp_avg", second), map(formats.get, recipe.moments), strict=True):
             put(state, name, format, tuple(parameter.shape), seed)
         if recipe.master_weight != "-" and isinstance(parameter, ScaledTensor):
             put(state, "master", formats.get(recipe.master_weight), tuple(parameter.shape), seed)
+        if recipe.rounding[1] == "kahan" and isinstance(parameter, ScaledTensor):
+            put(state, "remainder", formats.E4M3, tuple(parameter.shape), seed)
+            del state["remainder_scale"]
+    if recipe.rounding != fp8jax.Recipe.O2.rounding:
+        optimizer.param_groups[0]["seed"] = 2**40 + 2**31 + 7
     return optimizer
 
 
-@pytest.mark.parametrize("recipe", ["O1", "O2", "O3", "O3, master_weight=FP32", "te"])
+ROUNDED = ["fp8", "O3,rounding=stochastic+kahan+root", "O2,rounding=stochastic+nearest+value"]
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "O3", "O3, master_weight=FP32", "te", *ROUNDED])
 @pytest.mark.parametrize("layout", MODELS)
 def test_optimizer_round_trip(layout, recipe):
     model, variables = transformed(recipe), variables_of(MODELS[layout], recipe)
@@ -573,7 +582,11 @@ def test_optimizer_round_trip(layout, recipe):
         bits(mu.data if is_scaled(mu) else mu)[2]
         == codes.t().contiguous().view(torch.uint8).numpy().tobytes()
     )
-    back = optimizer_from_flax(state, model, MAPPINGS[layout], like=optimizer)
+    if recipe in ROUNDED:
+        assert bits(state[1].key) == bits(np.uint32([2**8, 2**31 + 7]))
+    like = torch_adam(model, recipe)
+    like.param_groups[0].pop("seed", None)
+    back = optimizer_from_flax(state, model, MAPPINGS[layout], like=like)
     want = optimizer.state_dict()
     assert back["skipped"] == 2 and back["param_groups"] == want["param_groups"]
     assert back["state"].keys() == want["state"].keys()
@@ -621,8 +634,8 @@ def test_torchs_adam_and_optaxs():
     assert jax.tree.map(bits, state) == before
 
 
-def test_nnx_optimizers():
-    recipe = "O3"
+@pytest.mark.parametrize("recipe", ["O3", "O3,rounding=stochastic+kahan+root"])
+def test_nnx_optimizers(recipe):
 
     def build():
         model = fp8jax.transform(NNXTwin(nnx.Rngs(0)), recipe)
@@ -654,6 +667,22 @@ def change_steps(optimizer):
         ),
         ("O2", change_steps, r"same number of steps.*\[3, 4\]"),
         ("O2", lambda o: next(iter(o.state.values())).update(max_exp_avg_sq=1), "amsgrad"),
+        ("fp8", lambda optimizer: None, r"`optimizer` \(exp_avg\) and `like`: (.|\n)*Flax has float8_e5m2"),
+        (
+            "O2,rounding=stochastic+kahan+root",
+            lambda optimizer: None,
+            r"\(exp_avg_sq_root\) and `like`: (.|\n)*only in Flax: ",
+        ),
+        (
+            "O2,rounding=stochastic+kahan+value",
+            lambda optimizer: None,
+            r"\(remainder\)(.|\n)*only in Flax: last/kernel, float8",
+        ),
+        (
+            "O2,rounding=stochastic+nearest+value",
+            lambda optimizer: optimizer.add_param_group({"params": [], "seed": 3}),
+            r"groups with one seed.*\[0, 3\]",
+        ),
         ("O1", lambda optimizer: None, r"`optimizer` \(exp_avg\) and `like`: (.|\n)*Flax has float32"),
         ("O3", lambda optimizer: None, r"\(master\)(.|\n)*only in Flax: last/kernel, float16"),
     ],

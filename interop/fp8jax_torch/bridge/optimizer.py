@@ -3,13 +3,19 @@
     torch, per parameter                                  optax, a tree each
     exp_avg, exp_avg_scale                                adam.mu: ScaledArray, or array without a scale
     exp_avg_sq, exp_avg_sq_scale                          adam.nu
+    exp_avg_sq_root, exp_avg_sq_root_scale                adam.nu, a tree of `Root`s
     master, master_scale (where the recipe has masters)   master
+    remainder (where the recipe says "kahan")             remainder
     step                                                  adam.count, one for all
+    the groups' option `seed`, the upper 32 bits first    key
     the optimizer's attribute `skipped`                   skipped
 
-The names of its fields find the optax state anywhere in a chain: `AdamState(adam, master, skipped)` of
-fp8jax, or `ScaleByAdamState(count, mu, nu)` of optax. Other states of the chain stay, except the counters of
-schedules, which count skipped steps, too.
+The names of its fields find the optax state anywhere in a chain: `AdamState(adam, master, skipped, remainder,
+key)` of fp8jax, or `ScaleByAdamState(count, mu, nu)` of optax. Other states of the chain stay, except the
+counters of schedules, which count skipped steps, too.
+
+A run that changes sides keeps its seed, but rounds on by other random bits, which are as good: a parameter's
+number and an entry's place are those of the side, see `fp8jax_torch.optim.adam`.
 """
 
 from collections.abc import Mapping
@@ -21,11 +27,12 @@ from jaxtyping import PyTree
 
 from fp8jax_torch.bridge.names import NameMap
 from fp8jax_torch.bridge.pairs import paired
-from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named
+from fp8jax_torch.bridge.tree import ROOT, Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
 from fp8jax_torch.scaled import ScaledTensor, is_scaled
 
-_ENTRIES = ("exp_avg", "exp_avg_sq", "master")
+_ENTRIES = ("exp_avg", "exp_avg_sq", "exp_avg_sq_root", "master", "remainder")
+_OF_SOME = ("master", "remainder")  # entries that not every parameter has
 
 
 def optimizer_to_flax(
@@ -53,14 +60,17 @@ def optimizer_to_flax(
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     step, skipped = _steps_of(states), int(getattr(optimizer, "skipped", 0))
     leaves: dict[Key, Any] = {}
-    for entry in _ENTRIES:
-        below = tree.below(keys[entry])
+    for entry, (prefix, suffix) in _places_in(tree, keys).items():
+        below = tree.below(prefix, suffix)
         tensors = {name: _tensor(state, entry) for name, state in states.items() if entry in state}
         pairs = paired(f"optimizer` ({entry}) and `like", tensors, mapping, below)
         new = leaves_of(tensors, pairs, below, share=False)
-        leaves |= {(*keys[entry], *key): leaf for key, leaf in new.items()}
-    counters = {keys["step"]: step, keys["skipped"]: skipped}
-    adam = keys["step"][:-1]
+        leaves |= {(*prefix, *key, *suffix): leaf for key, leaf in new.items()}
+    if keys["key"] in tree.leaves:
+        seed = _seed_of(optimizer)
+        leaves[keys["key"]] = jnp.array([seed >> 32, seed % 2**32], jnp.uint32)
+    counters = {keys["count"]: step, keys["skipped"]: skipped}
+    adam = keys["count"][:-1]
     for key, old in tree.leaves.items():
         if key[-1] == "count" and key[: len(adam)] != adam:
             counters[key] = step + skipped  # of a schedule
@@ -93,17 +103,17 @@ def optimizer_from_flax(
     tree = named(state)
     keys = _keys_in(tree)
     parameters = _parameters(like, model)
-    step = torch.tensor(float(tree.leaves[keys["step"]]), dtype=torch.float32)
+    step = torch.tensor(float(tree.leaves[keys["count"]]), dtype=torch.float32)
     states: dict[str, dict[str, Any]] = {name: {"step": step.clone()} for name in parameters}
-    for entry in _ENTRIES:
-        below = tree.below(keys[entry])
+    for entry, (prefix, suffix) in _places_in(tree, keys).items():
+        below = tree.below(prefix, suffix)
         wanted = {}
         for name, parameter in parameters.items():
             place = mapping.place(name)
             leaf = below.leaves.get(place.path) if place else None
-            if entry != "master" or leaf is not None:  # not every parameter has a master
+            if leaf is not None or entry not in _OF_SOME:
                 wanted[name] = _like(parameter, leaf)
-        pairs = paired(f"state` ({'/'.join(keys[entry])}) and `like", wanted, mapping, below)
+        pairs = paired(f"state` ({'/'.join(prefix)}) and `like", wanted, mapping, below)
         for name, tensor in tensors_of(below, pairs, wanted, share=False).items():
             if is_scaled(tensor):
                 states[name] |= {entry: tensor.codes, f"{entry}_scale": tensor.scale}
@@ -113,11 +123,14 @@ def optimizer_from_flax(
     new["state"] = dict(enumerate(states.values()))
     if keys["skipped"] in tree.leaves:
         new["skipped"] = int(tree.leaves[keys["skipped"]])
+    if keys["key"] in tree.leaves:
+        high, low = map(int, tree.leaves[keys["key"]])
+        new["param_groups"] = [{**group, "seed": (high << 32) + low} for group in new["param_groups"]]
     return new
 
 
 def _keys_in(tree: Tree) -> dict[str, Key]:
-    """The keys of the one Adam's fields in an optax state, by the names of torch's entries."""
+    """The keys of the one Adam's fields in an optax state."""
     found = {
         key[:i]
         for key in tree.leaves
@@ -131,8 +144,22 @@ def _keys_in(tree: Tree) -> dict[str, Key]:
         )
     [adam] = found
     outer = adam[:-1] if adam[-1:] == ("adam",) else adam
-    keys = {"exp_avg": (*adam, "mu"), "exp_avg_sq": (*adam, "nu"), "step": (*adam, "count")}
-    return keys | {"master": (*outer, "master"), "skipped": (*outer, "skipped")}
+    keys = {name: (*adam, name) for name in ("mu", "nu", "count")}
+    return keys | {name: (*outer, name) for name in ("master", "remainder", "key", "skipped")}
+
+
+def _places_in(tree: Tree, keys: Mapping[str, Key]) -> dict[str, tuple[Key, Key]]:
+    """For each of torch's entries how the keys of its leaves in an optax state begin and end."""
+    is_root = any(key[-1] == ROOT for key in tree.leaves)
+    second = {"exp_avg_sq_root": (keys["nu"], (ROOT,))} if is_root else {"exp_avg_sq": (keys["nu"], ())}
+    return {"exp_avg": (keys["mu"], ()), **second, **{name: (keys[name], ()) for name in _OF_SOME}}
+
+
+def _seed_of(optimizer: torch.optim.Optimizer) -> int:
+    seeds = {int(group.get("seed", 0)) for group in optimizer.param_groups}
+    if len(seeds) > 1:
+        raise ValueError(f"`optimizer`: expected groups with one seed, as optax has; got {sorted(seeds)}.")
+    return seeds.pop()
 
 
 def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -148,7 +175,7 @@ def _steps_of(states: Mapping[str, Mapping[str, Any]]) -> int:
     """The number of steps that each parameter took; raises ValueError for other states than Adam's."""
     known = {"step", *_ENTRIES, *(f"{entry}_scale" for entry in _ENTRIES)}
     for name, state in states.items():
-        if absent := {"step", "exp_avg", "exp_avg_sq"} - set(state):
+        if absent := {"step", "exp_avg"} - set(state):
             raise ValueError(
                 f"`optimizer`: expected the state of an Adam of every parameter; for {name} got "
                 f"none of {sorted(absent)}. It has them after a step in which the parameter had a gradient; "

@@ -22,6 +22,7 @@ SCALING = "_overwrite_with_gradient"
 NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
 # An entry that only JAX has: each step writes it before reading it.
 ONLY_JAX = "wgrad_scale"
+ROOT = ".root"  # the end of the name of a second moment that is kept as its root
 
 Key = tuple[str, ...]
 
@@ -50,10 +51,10 @@ class Tree:
             return False
         return key[-1] != ONLY_JAX and not key[-1].endswith(NNX_STATE + ONLY_JAX)
 
-    def below(self, prefix: Key) -> "Tree":
-        """The leaves below a name, by the remaining names; without collections."""
-        depth = len(prefix)
-        found = {key[depth:]: leaf for key, leaf in self.leaves.items() if key[:depth] == prefix}
+    def below(self, prefix: Key, suffix: Key = ()) -> "Tree":
+        """The leaves with names that begin and end so, by the names between; without collections."""
+        first, last = len(prefix), -len(suffix) or None
+        found = {key[first:last]: leaf for key, leaf in self.leaves.items() if key[:first] == prefix}
         return Tree(found, has_collections=False)
 
     def rebuilt(self, new: Mapping[Key, Any]) -> Any:
@@ -82,6 +83,7 @@ def _boxed_as(old: Any, new: Any) -> Any:
 
 def _name_of(path: Any) -> Key:
     """The names on the path to a leaf, without the attribute of a box around it."""
-    if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
-    return tuple(str(getattr(step, "key", getattr(step, "name", getattr(step, "idx", "")))) for step in path)
+    attribute = path[-1].name if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) else ""
+    names = [str(getattr(step, "key", getattr(step, "name", getattr(step, "idx", "")))) for step in path]
+    ends = {"value": [], "root": [ROOT]}
+    return (*names[:-1], *ends[attribute]) if attribute in ends else tuple(names)
