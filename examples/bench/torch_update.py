@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fp8jax import Recipe, formats
 
 FOREACH, FUSED = "torch foreach", "torch fused"
-WAYS = [FOREACH, FUSED, "te", "O1", "O2", "O3"]
+WAYS = [FOREACH, FUSED, "te", "O1", "O2", "O3", "fp8"]
 
 
 class Aside(TorchDispatchMode):
