@@ -32,13 +32,7 @@ def cast(x: Float[torch.Tensor, "..."], format: Format) -> Float[torch.Tensor, "
 def cast_stochastically(
     x: Float[torch.Tensor, "..."], format: Format, random: Int32[torch.Tensor, "..."]
 ) -> Float[torch.Tensor, "..."]:
-    """float32 `x` to the codes of `format` by stochastic rounding, saturating; NaN stays NaN.
-
-    Args:
-        x: any shape.
-        format: a format with a sign and at most 16 bits.
-        random: uniform random bits; the upper `23 - format.mantissa_bits` of each number are used.
-    """
+    """float32 `x` to the codes of `format`, of at most 16 bits, by stochastic rounding with random bits."""
     cut = 23 - format.mantissa_bits
     magnitude = x.abs().clamp_(max=format.max)
     is_subnormal = magnitude < format.smallest_normal

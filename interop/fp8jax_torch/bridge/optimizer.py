@@ -29,7 +29,8 @@ from fp8jax_torch.bridge.names import NameMap
 from fp8jax_torch.bridge.pairs import paired
 from fp8jax_torch.bridge.tree import ROOT, Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
-from fp8jax_torch.scaled import ScaledTensor, is_scaled
+from fp8jax_torch.optim.adam import entries_of, entry_of
+from fp8jax_torch.scaled import ScaledTensor
 
 _ENTRIES = ("exp_avg", "exp_avg_sq", "exp_avg_sq_root", "master", "remainder")
 _OF_SOME = ("master", "remainder")  # entries that not every parameter has
@@ -44,12 +45,9 @@ def optimizer_to_flax(
         optimizer: an Adam or AdamW of `fp8jax_torch.optim` or torch, after at least one step.
         model: with the optimizer's parameters.
         mapping: from torch's names, as for `to_flax`.
-        like: state of the optax optimizer, `tx.init(variables)`, with the same recipe; for NNX
-            `optimizer.opt_state`.
-
-    Returns:
-        A state with the structure of `like`. FP8 moments of stacked layers have a scale per layer, as in
-        torch, also where `like` has one for all (biases and norms).
+        like: state of the optax optimizer with the same recipe, `tx.init(variables)`; for NNX
+            `optimizer.opt_state`. The result has its structure. FP8 moments of stacked layers have a scale
+            per layer, as in torch, also where `like` has one for all (biases and norms).
 
     Raises:
         ValueError: a parameter's state has no partner on the other side, or one of another shape or format;
@@ -62,12 +60,12 @@ def optimizer_to_flax(
     leaves: dict[Key, Any] = {}
     for entry, (prefix, suffix) in _places_in(tree, keys).items():
         below = tree.below(prefix, suffix)
-        tensors = {name: _tensor(state, entry) for name, state in states.items() if entry in state}
+        tensors = {name: entry_of(state, entry) for name, state in states.items() if entry in state}
         pairs = paired(f"optimizer` ({entry}) and `like", tensors, mapping, below)
         new = leaves_of(tensors, pairs, below, share=False)
         leaves |= {(*prefix, *key, *suffix): leaf for key, leaf in new.items()}
     if keys["key"] in tree.leaves:
-        seed = _seed_of(optimizer)
+        seed = _one({group.get("seed", 0) for group in optimizer.param_groups}, "groups with one seed")
         leaves[keys["key"]] = jnp.array([seed >> 32, seed % 2**32], jnp.uint32)
     counters = {keys["count"]: step, keys["skipped"]: skipped}
     adam = keys["count"][:-1]
@@ -90,11 +88,7 @@ def optimizer_from_flax(
         state: of an optax chain with one Adam; for NNX `optimizer.opt_state`.
         model: with the torch optimizer's parameters.
         mapping: from torch's names, as for `to_flax`.
-        like: the torch optimizer; its hyperparameters stay.
-
-    Returns:
-        `like.state_dict()` with copies of the optax state's moments, masters and step; and "skipped", the
-        number of skipped steps, if the optax state counts them.
+        like: the torch optimizer; its hyperparameters stay, except the seed.
 
     Raises:
         ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
@@ -115,10 +109,7 @@ def optimizer_from_flax(
                 wanted[name] = _like(parameter, leaf)
         pairs = paired(f"state` ({'/'.join(prefix)}) and `like", wanted, mapping, below)
         for name, tensor in tensors_of(below, pairs, wanted, share=False).items():
-            if is_scaled(tensor):
-                states[name] |= {entry: tensor.codes, f"{entry}_scale": tensor.scale}
-            else:
-                states[name][entry] = tensor
+            states[name] |= entries_of(entry, tensor)
     new = like.state_dict()
     new["state"] = dict(enumerate(states.values()))
     if keys["skipped"] in tree.leaves:
@@ -155,11 +146,10 @@ def _places_in(tree: Tree, keys: Mapping[str, Key]) -> dict[str, tuple[Key, Key]
     return {"exp_avg": (keys["mu"], ()), **second, **{name: (keys[name], ()) for name in _OF_SOME}}
 
 
-def _seed_of(optimizer: torch.optim.Optimizer) -> int:
-    seeds = {int(group.get("seed", 0)) for group in optimizer.param_groups}
-    if len(seeds) > 1:
-        raise ValueError(f"`optimizer`: expected groups with one seed, as optax has; got {sorted(seeds)}.")
-    return seeds.pop()
+def _one(numbers: set[int], expected: str) -> int:
+    if len(numbers) > 1:
+        raise ValueError(f"`optimizer`: expected {expected}, as optax has; got {sorted(numbers)}.")
+    return numbers.pop()
 
 
 def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -175,30 +165,17 @@ def _steps_of(states: Mapping[str, Mapping[str, Any]]) -> int:
     """The number of steps that each parameter took; raises ValueError for other states than Adam's."""
     known = {"step", *_ENTRIES, *(f"{entry}_scale" for entry in _ENTRIES)}
     for name, state in states.items():
-        if absent := {"step", "exp_avg"} - set(state):
+        absent, unknown = {"step", "exp_avg"} - set(state), set(state) - known
+        if absent or unknown:
+            got = f"{sorted(unknown)} too" if unknown else f"none of {sorted(absent)}"
             raise ValueError(
-                f"`optimizer`: expected the state of an Adam of every parameter; for {name} got "
-                f"none of {sorted(absent)}. It has them after a step in which the parameter had a gradient; "
-                "before that, `tx.init` gives the state."
+                "`optimizer`: expected the state of an Adam of every parameter, without amsgrad, after a "
+                "step in which it had a gradient (before that `tx.init` gives the state); got the entries "
+                f"{got}, for {name}."
             )
-        if unknown := set(state) - known:
-            raise ValueError(
-                f"`optimizer`: expected an Adam without amsgrad; got the entries {sorted(unknown)} too, for "
-                f"{name}."
-            )
-    steps = {int(state["step"]) for state in states.values()}
-    if len(steps) != 1:
-        raise ValueError(
-            "`optimizer`: expected parameters that took the same number of steps, which is one number in "
-            f"optax; got {sorted(steps)}."
-        )
-    return steps.pop()
-
-
-def _tensor(state: Mapping[str, Any], entry: str) -> torch.Tensor:
-    """A moment or master, as a `ScaledTensor` where torch has a scale."""
-    scale = state.get(f"{entry}_scale")
-    return state[entry] if scale is None else ScaledTensor(state[entry], scale)
+    return _one(
+        {int(state["step"]) for state in states.values()}, "parameters that took the same number of steps"
+    )
 
 
 def _like(parameter: torch.Tensor, leaf: Any) -> torch.Tensor:

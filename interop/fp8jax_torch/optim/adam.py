@@ -25,6 +25,7 @@ References:
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,9 +66,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         remainder: the parameter's shape, E4M3 codes in sixteenths of the scale of the weight, or of the
             master weight: what rounding took from it; only where the recipe says "kahan".
 
-    Attributes:
-        skipped: number of skipped steps.
-        has_skipped: whether the last step was skipped.
+    Attributes: `skipped` and `has_skipped`, as in `Skipping`.
 
     Raises:
         ValueError: an illegal number, a parameter that is not floating, or a scaled parameter in another
@@ -90,21 +89,16 @@ class Adam(Skipping, torch.optim.Optimizer):
         seed: int = 0,
     ):
         weight_decay = self.default_decay if weight_decay is None else weight_decay
-        for name, number, fits in (
-            ("lr", lr, lr >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("eps", eps, eps >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-            ("seed", seed, 0 <= seed < 2**64),
-        ):
-            if not fits:
-                raise ValueError(
-                    f"`{name}`: expected 0 or more (betas: below 1; seed: below 2**64); got {number}."
-                )
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        limits = {"betas": 1, "seed": 2**64}
+        for name, option in options.items():
+            numbers = option if isinstance(option, tuple | list) else [option]
+            if not all(0 <= number < limits.get(name, math.inf) for number in numbers):
+                below = f", below {limits[name]}" if name in limits else ""
+                raise ValueError(f"`{name}`: expected 0 or more{below}; got {option}.")
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         self._versions: dict[torch.Tensor, Any] = {}  # of parameters, when their masters were written
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "maximize": maximize, "seed": seed})
+        super().__init__(params, {**options, "maximize": maximize})
 
     def add_param_group(self, param_group: Any) -> None:
         """See torch."""
@@ -155,12 +149,8 @@ class Adam(Skipping, torch.optim.Optimizer):
     def ensure_state(
         self, parameter: torch.Tensor, master: Float[torch.Tensor, "..."] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The state of a parameter; missing moments start at zero.
-
-        Args:
-            parameter: of the optimizer.
-            master: first value of a missing master weight; by default the parameter's value.
-        """
+        """The state of a parameter; missing moments start at zero, a missing master at `master` or the
+        parameter's value."""
         state = self.state[parameter]
         state.setdefault("step", torch.zeros(()))
         for name, format in self._formats_of(parameter).items():
@@ -188,24 +178,16 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     def _store(self, parameter: torch.Tensor, name: str, tensor: torch.Tensor, format: Format) -> None:
         """Stores a plain tensor as an entry of a parameter's state, quantized to a format."""
-        state = self.state[parameter]
-        if name == "remainder" or format == formats.FP32:
-            state[name] = tensor.to(casts.dtype_of(format), copy=True, memory_format=torch.contiguous_format)
-            return
-        q = quantize(tensor, format, power_of_two=True)
-        state[name], state[name + _SCALE] = q.codes.contiguous(), q.scale
-
-    def _entry(self, parameter: torch.Tensor, name: str) -> Any:
-        """An entry of a parameter's state: a plain tensor, a `ScaledTensor`, or None."""
-        state = self.state[parameter]
-        if name + _SCALE in state:
-            return ScaledTensor(state[name], state[name + _SCALE])
-        return state.get(name)
+        if _has_scale(name, format):
+            new = quantize(tensor, format, power_of_two=True)
+        else:
+            new = tensor.to(casts.dtype_of(format), copy=True)
+        self.state[parameter] |= entries_of(name, _contiguous(new))
 
     def _refresh(self, parameter: Any) -> None:
         """Sets the master, and ends the remainder, where the weight was written since, as after loading."""
         state, weight = self.state[parameter], parameter.detach()
-        master, remainder = self._entry(parameter, "master"), self._entry(parameter, "remainder")
+        master, remainder = entry_of(state, "master"), state.get("remainder")
         if master is not None:
             rounded = value(master) * (1 / weight.scale)
         else:  # half of a remainder, a quarter of a step at most, does not round to another code
@@ -229,26 +211,19 @@ class Adam(Skipping, torch.optim.Optimizer):
         if state.keys() & {"master", "remainder"} and self._versions.get(parameter) != _version(parameter):
             self._refresh(parameter)
         second = _ROOT if _ROOT in state else _SECOND
-        mu, nu, *kept = (self._entry(parameter, name) for name in ("exp_avg", second, "master", "remainder"))
+        mu, nu, *kept = (entry_of(state, name) for name in ("exp_avg", second, "master", "remainder"))
         return ParamState(_contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), *kept)
 
     def _scalars(self, group: dict[str, Any], parameter: torch.Tensor, leaf: int) -> AdamScalars:
+        numbers = [group[name] for name in ("lr", "eps", "weight_decay")]
+        lr, eps, decay, beta1, beta2 = map(float, (*numbers, *group["betas"]))
+        options = group["maximize"], group["seed"], self.decoupled, self.state_recipe.rounding
         step = int(self.state[parameter]["step"]) + 1
-        lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = map(float, group["betas"])
-        rounding, seed = self.state_recipe.rounding, int(group["seed"])
-        is_maximized = group["maximize"]
-        return AdamScalars(
-            lr, (beta1, beta2), eps, decay, self.decoupled, is_maximized, step, rounding, seed, leaf
-        )
+        return AdamScalars(lr, eps, decay, (beta1, beta2), *options, leaf, step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, or the state of a `torch.optim.Adam` or `AdamW`; moments are
-        rounded to the recipe's formats.
-
-        Raises:
-            ValueError: the state has another number of parameters.
-        """
+        rounded to the recipe's formats. Raises ValueError for another number of parameters."""
         # With the state, torch's would cast the codes to the parameters' dtype.
         super().load_state_dict({**state_dict, "state": {}})
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -270,19 +245,16 @@ class Adam(Skipping, torch.optim.Optimizer):
         self.state[parameter] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
         for name, format in wanted.items():
             source = name if name in saved else {_ROOT: _SECOND, _SECOND: _ROOT}[name]
-            tensor, scale = saved[source].to(parameter.device), saved.get(source + _SCALE)
-            if tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"`state_dict`: expected {name} of shape {list(parameter.shape)}; got "
-                    f"{list(tensor.shape)}."
-                )
-            has_scale = name != "remainder" and format != formats.FP32
-            if source == name and tensor.dtype == casts.dtype_of(format) and (scale is not None) == has_scale:
-                self.state[parameter][name] = tensor.clone(memory_format=torch.contiguous_format)
-                if scale is not None:
-                    self.state[parameter][name + _SCALE] = scale.to(parameter.device, copy=True)
+            entry = entry_of(saved, source)
+            codes, has_scale = entry.codes if is_scaled(entry) else entry, _has_scale(name, format)
+            if codes.shape != parameter.shape:
+                want, got = list(parameter.shape), list(codes.shape)
+                raise ValueError(f"`state_dict`: expected {name} of shape {want}; got {got}.")
+            if source == name and codes.dtype == casts.dtype_of(format) and is_scaled(entry) == has_scale:
+                new = _contiguous(entry.to(parameter.device, copy=True))
+                self.state[parameter] |= entries_of(name, new)
                 continue
-            plain = casts.to_float(tensor) * (1.0 if scale is None else scale.to(tensor.device))
+            plain = value(entry).to(parameter.device, torch.float32)
             if source != name:
                 plain = plain.sqrt() if name == _ROOT else plain.square()
             self._store(parameter, name, plain, format)
@@ -304,6 +276,21 @@ class AdamW(Adam):
 
     decoupled = True
     default_decay = 1e-2
+
+
+def entry_of(state: Mapping[str, Any], name: str) -> Any:
+    """An entry of a parameter's state: a plain tensor, a `ScaledTensor`, or None."""
+    scale = state.get(name + _SCALE)
+    return state.get(name) if scale is None else ScaledTensor(state[name], scale)
+
+
+def entries_of(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inverse of `entry_of`: what a parameter's state stores."""
+    return {name: x.codes, name + _SCALE: x.scale} if is_scaled(x) else {name: x}
+
+
+def _has_scale(name: str, format: Format) -> bool:
+    return name != "remainder" and format != formats.FP32
 
 
 def _version(parameter: Any) -> tuple[int, ...]:

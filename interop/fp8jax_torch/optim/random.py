@@ -12,13 +12,7 @@ _FACTORS = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1))
 
 
 def leaf_seed(seed: int, step: int, leaf: int) -> Int32[torch.Tensor, ""]:
-    """The seed of one parameter in one step.
-
-    Args:
-        seed: of the optimizer, 64 bits: as `fp8jax.optim`'s key, the upper 32 first.
-        step: 1 for the first.
-        leaf: the parameter's number.
-    """
+    """The seed of the parameter number `leaf` in a step; the optimizer's seed has 64 bits, as JAX's key."""
     mixed = _mix(_mix(_int32(seed >> 32 ^ step)) ^ _int32(seed))
     return _mix(mixed + _int32(leaf * _ODD))
 
@@ -28,10 +22,7 @@ def random_bits(
 ) -> tuple[Int32[torch.Tensor, "..."], ...]:
     """Three numbers of 32 random bits for each entry: for the first moment, the weight, the second moment.
 
-    Args:
-        seed: the parameter's.
-        start: place of the first entry in the flat parameter.
-        like: gives shape and device.
+    `like` is a part of a parameter, which has the seed; it begins at the place `start`.
     """
     place = torch.arange(like.numel(), dtype=torch.int32, device=like.device).add_(int(_int32(start)))
     bits = _mix(place.bitwise_xor_(int(seed))).view(like.shape)

@@ -64,18 +64,13 @@ class Skipping:
 
 
 def skipping(optimizer: Any, mixin: type[Skipping] = Skipping) -> Any:
-    """Makes an optimizer skip steps with a gradient that is not finite.
+    """Makes any torch optimizer skip steps with a gradient that is not finite, and returns it.
 
         optimizer = skipping(torch.optim.AdamW(model.parameters()))
         optimizer.step()
         optimizer.skipped
 
-    Args:
-        optimizer: any torch optimizer. `fp8jax_torch.optim.Adam` and `AdamW` skip without this function.
-        mixin: `Skipping` or a subclass.
-
-    Returns:
-        The given optimizer; its class becomes a subclass of the mixin and its old class.
+    Its class becomes a subclass of the mixin and its old class. `fp8jax_torch.optim`'s skip without this.
     """
     if isinstance(optimizer, mixin):
         return optimizer

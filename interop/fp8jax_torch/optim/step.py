@@ -45,21 +45,15 @@ class AdamScalars(NamedTuple):
     """Hyperparameters of one step."""
 
     lr: float
-    betas: tuple[float, float]
     eps: float
     weight_decay: float
-    decoupled: bool
+    betas: tuple[float, float]
     maximize: bool
-    step: int  # 1 for the first
-    rounding: tuple[str, str, str]  # the recipe's
     seed: int
+    decoupled: bool
+    rounding: tuple[str, str, str]  # the recipe's
     leaf: int  # the parameter's number
-
-    @property
-    def decays(self) -> tuple[float, float, float]:
-        """The decay rates of the first and second moment and the weight."""
-        decay = 1 - self.lr * self.weight_decay if self.decoupled else 1.0
-        return _float32(self.betas[0]), _float32(self.betas[1]), decay
+    step: int  # 1 for the first
 
 
 def take_step(state: ParamState, scalars: AdamScalars) -> None:
@@ -70,8 +64,7 @@ def take_step(state: ParamState, scalars: AdamScalars) -> None:
         return
     parts = _parts_of(state)
     new = [_advanced(part, scalars) for part in parts]
-    of_mu, of_nu, of_weight = _amaxes(new)
-    amaxes = (of_mu, of_nu, of_weight, of_weight)
+    amaxes = _amaxes(new)[[0, 1, 2, 2]]
     for stored, amax in zip((state.mu, state.nu, state.weight, state.master), amaxes, strict=True):
         if is_scaled(stored):
             limit = casts.format_of(stored.codes.dtype).max
@@ -117,7 +110,10 @@ def _advanced(state: ParamState, scalars: AdamScalars) -> Tensors:
         mu, nu, weight = map(_dequantized, stored, (1.0,) * 3, (None, None, state.remainder))
         return _advance_as_jax(_dequantized(state.grad), mu, nu, weight, scalars)
     is_fused = not is_scaled(state.mu)
-    decays = (1.0, 1.0, 1.0) if is_fused else scalars.decays
+    decays = (1.0, 1.0, 1.0)
+    if not is_fused:
+        decay = 1 - scalars.lr * scalars.weight_decay if scalars.decoupled else 1.0
+        decays = (*map(_float32, scalars.betas), decay)
     mu, nu, weight = (_dequantized(x, decay) for x, decay in zip(stored, decays, strict=True))
     (_advance_fused if is_fused else _advance)(_dequantized(state.grad), mu, nu, weight, scalars)
     return mu, nu, weight
@@ -210,17 +206,9 @@ def _advance_fused(
     kernels: Any = torch.ops.aten
     fused = kernels._fused_adamw_ if scalars.decoupled else kernels._fused_adam_
     step = torch.tensor(float(scalars.step), device=weight.device)
-    tensors = ([weight], [grad], [mu], [nu], [], [step])
-    fused(
-        *tensors,
-        lr=scalars.lr,
-        beta1=scalars.betas[0],
-        beta2=scalars.betas[1],
-        weight_decay=scalars.weight_decay,
-        eps=scalars.eps,
-        amsgrad=False,
-        maximize=scalars.maximize,
-    )
+    options = {name: getattr(scalars, name) for name in ("lr", "weight_decay", "eps", "maximize")}
+    options |= {"beta1": scalars.betas[0], "beta2": scalars.betas[1], "amsgrad": False}
+    fused([weight], [grad], [mu], [nu], [], [step], **options)
 
 
 def _float32(number: float) -> float:
