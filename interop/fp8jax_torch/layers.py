@@ -49,15 +49,7 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 def choose(
     model: nn.Module, recipe: Recipe, why_not: Callable[[nn.Module], str | None]
 ) -> dict[str, str | None]:
-    """Chooses the linear layers that run in FP8.
-
-    Args:
-        model: any model.
-        recipe: with patterns.
-        why_not: the reason why a backend cannot run a layer in FP8, or None.
-
-    Returns:
-        For each linear layer's path None if it runs in FP8, else the reason.
+    """For each linear layer's path None if it runs in FP8, else the reason, of the recipe or by `why_not`.
 
     Raises:
         ValueError: a pattern of the recipe, other than the default, matches no layer.
@@ -91,10 +83,7 @@ def why_not_converted(module: nn.Module) -> str | None:
 def why_not_replaced(module: Any, library: str, multiple: int = 1) -> str | None:
     """The reason why a library's layer with the same weight cannot replace this linear layer, or None.
 
-    Args:
-        module: a linear layer.
-        library: its name.
-        multiple: the library's layer needs a weight with multiples of this number as dimensions.
+    The library's layer needs dimensions that are multiples of `multiple`.
     """
     if is_conv1d(module):
         return f"Conv1D keeps its weight as (in, out), and {library} as (out, in)"

@@ -34,18 +34,11 @@ def matmul(
     in_out: bool,
     dtype: torch.dtype,
 ) -> Float[torch.Tensor, "... n"]:
-    """`x @ weight.T` in FP8, as the recipe of `state` says.
+    """`x @ weight.T` in FP8, as the recipe of `state` says; shape=(..., n), in `dtype`.
 
-    Args:
-        x: shape=(..., k).
-        weight: plain or `ScaledTensor`, shape=(n, k), or (k, n) if `in_out`.
-        state: scaling state of the layer.
-        in_out: whether the weight is (k, n), as in transformers' Conv1D.
-        dtype: of the output.
-
-    Returns:
-        shape=(..., n). The gradient for `x` has its dtype; the gradient for `weight` has the weight's, or is
-        an E4M3 `ScaledTensor`.
+    The weight is plain or a `ScaledTensor`, shape=(n, k), or (k, n) if `in_out`, as in transformers' Conv1D.
+    The gradient for `x` has its dtype; the gradient for `weight` has the weight's, or is an E4M3
+    `ScaledTensor`.
     """
     with without_autocast(x.device):
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0

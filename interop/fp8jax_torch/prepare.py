@@ -27,22 +27,15 @@ class Report(NamedTuple):
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
             cells.append((row.path or "(root)", row.kind, shape, row.reason or "yes"))
-        widths = [max(len(line[column]) for line in cells) for column in range(3)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in cells
-        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:3] + [0]
+        lines = ["  ".join(map(str.ljust, line, widths)) for line in cells]
         count = sum(row.fp8 for row in self.rows)
         summary = [f"{self.recipe}: {count} of {len(self.rows)} modules with weights in FP8", self.why]
         return "\n".join([*summary, *lines, *([self.note] if self.note else [])])
 
 
 def prepare(
-    model: nn.Module,
-    optimizer: Any,
-    recipe: Recipe | str,
-    backend: str = "auto",
-    *,
-    inplace: bool = False,
+    model: nn.Module, optimizer: Any, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
 ) -> tuple[nn.Module, Any]:
     """The model and the optimizer to train with; the training loop does not change.
 

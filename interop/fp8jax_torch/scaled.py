@@ -152,10 +152,9 @@ def quantize(
     Args:
         x: floating tensor or `ScaledTensor`, any shape; detached.
         format: format of the codes, or its name.
-        scale: float32, shape=(). By default current scaling: the scale that maps the largest magnitude of `x`
-            to the format's max, and at most `largest_scale`.
-        margin: binary headroom of the default scale.
-        power_of_two: whether the default scale is a power of two.
+        scale: float32, shape=(). By default the scale that maps the largest magnitude of `x` to the format's
+            max, and at most `largest_scale`.
+        margin, power_of_two: binary headroom of the default scale; whether it is a power of two.
 
     Raises:
         TypeError: `x` is not a floating tensor, or `format` is not a format.

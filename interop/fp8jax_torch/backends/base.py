@@ -14,6 +14,7 @@ cannot keep the recipe's formats.
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -70,10 +71,8 @@ class Package(NamedTuple):
 
     def missing(self) -> str | None:
         """The reason why the library is not found, without importing it; or None."""
-        try:
-            found = importlib.util.find_spec(self.name)
-        except ValueError:  # a module in sys.modules without a spec
-            found = True
+        # For a module without a spec find_spec raises.
+        found = sys.modules.get(self.name) or importlib.util.find_spec(self.name)
         return None if found else f"{self.name} is not installed"
 
     def unusable(self, module: str | None = None) -> str | None:
@@ -109,14 +108,10 @@ def plan(
     why_not: Callable[[nn.Module], str | None],
     other: Callable[[nn.Module], str],
 ) -> list[Row]:
-    """The rows that a backend's `prepare` would report; the model does not change.
+    """The rows that `prepare` of the backend `name` would report; the model does not change.
 
-    Args:
-        name: of the backend.
-        model: any model.
-        recipe: with patterns.
-        why_not: the reason why the backend cannot run a linear layer in FP8, or None.
-        other: the reason for a module that is not a linear layer.
+    `why_not` gives the reason why the backend cannot run a linear layer in FP8, or None; `other` the reason
+    for another module.
 
     Raises:
         ValueError: a pattern of the recipe matches no layer.
@@ -126,9 +121,9 @@ def plan(
     rows = rows_of(model, reasons, other)
     if any(row.fp8 for row in rows):
         return rows
-    linear = [row for row in rows if row.path in reasons]
-    because = [f"{row.path or row.kind}: {row.reason}" for row in linear or rows] or ["it has no weights"]
-    shown = "; ".join([*because[:3], *["..."] * (len(because) > 3)])
+    shown = [row for row in rows if row.path in reasons] or rows
+    because = [f"{row.path or row.kind}: {row.reason}" for row in shown] or ["it has no weights"]
+    shown = "; ".join(because[:3] + ["..."] * (len(because) > 3))
     raise NoLayer(
         f"{name}: expected a layer that can run in FP8; got none ({shown}). "
         'Use backend="native", or change the recipe\'s patterns.'

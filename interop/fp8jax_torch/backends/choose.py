@@ -19,18 +19,14 @@ NAMES = ("msamp", "te", "torchao", "native")
 def choose(
     name: str, recipe: Recipe, device: torch.device, model: nn.Module | None = None
 ) -> tuple[ModuleType, str]:
-    """The backend to use and the reason, in one line.
+    """The backend's module, and a reason such as "native: msamp is not installed; te is not installed".
 
     Args:
         name: "auto" or one of `NAMES`.
         recipe: to express.
         device: of the model.
-        model: "auto" passes over a library that can run no layer of the model, as GPT-2's layers for
-            libraries that replace only `nn.Linear`.
-
-    Returns:
-        The backend's module, and text such as
-        "native: msamp is not installed; transformer_engine is not installed".
+        model: "auto" passes over a library that can run no layer of it, as those that replace only
+            `nn.Linear` GPT-2's.
 
     Raises:
         ValueError: an unknown name, a recipe that the named backend cannot express, or a pattern of the

@@ -133,17 +133,15 @@ def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that MS-AMP cannot continue, or that would fail at the first step."""
+    got = None
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        raise ValueError(
-            f"`optimizer`: MS-AMP takes torch.optim.Adam or AdamW; got {type(optimizer).__name__}."
-        )
-    if optimizer.state:
-        raise ValueError(
-            "`optimizer`: MS-AMP starts its moments from zero; got an optimizer that has stepped already. "
-            'Prepare before the first step, or use backend="native".'
-        )
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ValueError("`optimizer`: MS-AMP has no amsgrad; got amsgrad=True.")
+        got = type(optimizer).__name__
+    elif optimizer.state:
+        got = 'one that has stepped already. Prepare before the first step, or use backend="native"'
+    elif any(group.get("amsgrad") for group in optimizer.param_groups):
+        got = "amsgrad=True"
+    if got:
+        raise ValueError(f"`optimizer`: MS-AMP takes torch.optim.Adam or AdamW; got {got}.")
 
 
 def _for_msamp(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

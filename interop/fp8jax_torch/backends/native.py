@@ -36,18 +36,11 @@ def refuses(recipe: Recipe) -> str | None:
     """The column of the recipe that several processes cannot have, or None."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return None
-    ddp = "torch's DistributedDataParallel"
-    if recipe.comm != "FP32":
-        return (
-            f"native has no comm={recipe.comm}: {ddp} moves gradients in float32; say "
-            "comm=FP32,weight=FP32,weight_grad=FP32"
-        )
-    if recipe.weight != "FP32" or recipe.weight_grad != "FP32":
-        return (
-            f"native has no weight={recipe.weight}, weight_grad={recipe.weight_grad} over several processes: "
-            f"{ddp} adds plain tensors"
-        )
-    return None
+    reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
+    return reason and (
+        f"{reason}, over several processes, where torch's DistributedDataParallel adds plain gradients in "
+        "float32; say comm=FP32,weight=FP32,weight_grad=FP32"
+    )
 
 
 def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
@@ -178,9 +171,8 @@ def _as_ours(optimizer: Any, recipe: Recipe, new: dict[nn.Parameter, nn.Paramete
 class Advancing(Skipping):
     """Mixin of an optimizer that advances scaling states.
 
-    Attributes:
-        scaling_states: of the model. They advance after a step. A skipped step drops the recorded amaxes, and
-            so does `zero_grad`, as after a step that a loss scaler skipped.
+    The model's `scaling_states` advance after a step. A skipped step drops the recorded amaxes, and so does
+    `zero_grad`, as after a step that a loss scaler skipped.
     """
 
     scaling_states: list[ScalingState]

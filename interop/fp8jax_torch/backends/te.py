@@ -81,10 +81,9 @@ def refuses_gemm(name: str, recipe: Recipe) -> str | None:
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> base.Prepared:
     """Replaces `nn.Linear`s and `nn.LayerNorm`s, and runs the model under the autocast; see `base`.
 
-    FP8 is on in every call of the whole model, also in evaluation, and off in a call of a submodule: the
-    state of delayed scaling advances when a call of the model ends. Recompute activations with
-    `transformer_engine.pytorch.checkpoint`, not with torch's. At run time TransformerEngine refuses a number
-    of rows that is not a multiple of 8, as in BERT's pooler in a small batch: exclude such a layer.
+    FP8 is on in every call of the whole model, and off in a call of a submodule: the state of delayed scaling
+    advances when a call of the model ends. Recompute activations by `transformer_engine.pytorch.checkpoint`.
+    At run time TransformerEngine refuses a number of rows that is not a multiple of 8: exclude such a layer.
 
     References:
         TransformerEngine 1.0 to 2.18, pytorch/module/linear.py, layernorm.py, fp8.py, quantization.py.
@@ -109,10 +108,9 @@ def why_not(module: nn.Module) -> str | None:
 def swap(model: nn.Module, rows: Sequence[base.Row]) -> nn.Module:
     """Replaces the linear layers in FP8, and layer norms where possible, by TransformerEngine's."""
     found = layers.linears(model)
-    new = {found[row.path]: _linear(found[row.path]) for row in rows if row.fp8}
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    new |= {module: _norm(module) for module in norms if _why_plain_norm(module) is None}
-    return layers.swap(model, new)
+    old = [found[row.path] for row in rows if row.fp8] + [norm for norm in norms if not _why_plain_norm(norm)]
+    return layers.swap(model, {module: _replaced(module) for module in old})
 
 
 def run_in_fp8(model: nn.Module, recipe: Recipe) -> None:
@@ -128,11 +126,10 @@ class UnderAutocast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `torch.nn.Module`."""
-        te = _te()
-        if hasattr(te, "autocast"):
-            context = te.autocast(enabled=True, recipe=self.te_recipe)
+        if hasattr(_te(), "autocast"):
+            context = _te().autocast(enabled=True, recipe=self.te_recipe)
         else:
-            context = te.fp8_autocast(enabled=True, fp8_recipe=self.te_recipe)
+            context = _te().fp8_autocast(enabled=True, fp8_recipe=self.te_recipe)
         with context:
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -171,21 +168,14 @@ def _te_recipe(recipe: Recipe) -> Any:
     )
 
 
-def _linear(linear: Any) -> nn.Module:
-    weight, has_bias = linear.weight, linear.bias is not None
-    sizes = (linear.in_features, linear.out_features)
-    new = _te().Linear(*sizes, bias=has_bias, params_dtype=weight.dtype, device=weight.device)
-    return _with_parameters_of(linear, new)
-
-
-def _norm(norm: Any) -> nn.Module:
-    # By position: the first parameter is `hidden_size` in 1.x and `normalized_shape` in 2.x.
-    [size] = norm.normalized_shape
-    new = _te().LayerNorm(size, eps=norm.eps, params_dtype=norm.weight.dtype, device=norm.weight.device)
-    return _with_parameters_of(norm, new)
-
-
-def _with_parameters_of(old: Any, new: Any) -> nn.Module:
+def _replaced(old: Any) -> nn.Module:
+    """TransformerEngine's module in place of a linear layer or a norm, with its parameters."""
+    options = {"params_dtype": old.weight.dtype, "device": old.weight.device}
+    if isinstance(old, nn.LayerNorm):
+        # By position: the first parameter is `hidden_size` in 1.x and `normalized_shape` in 2.x.
+        new = _te().LayerNorm(*old.normalized_shape, eps=old.eps, **options)
+    else:
+        new = _te().Linear(old.in_features, old.out_features, bias=old.bias is not None, **options)
     new.weight = old.weight
     if old.bias is not None:
         new.bias = old.bias
@@ -214,12 +204,10 @@ def other(module: nn.Module) -> str:
 
 def _own_reason() -> str | None:
     """TransformerEngine's own reason, from the GPU, CUDA and cuBLASLt; or None."""
-    te = _te()
-    if hasattr(te, "is_fp8_available"):
-        available, reason = te.is_fp8_available(return_reason=True)
+    if hasattr(_te(), "is_fp8_available"):
+        available, reason = _te().is_fp8_available(return_reason=True)
     else:
-        fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
-        available, reason = fp8.check_fp8_support()
+        available, reason = importlib.import_module("transformer_engine.pytorch.fp8").check_fp8_support()
     return None if available else f"transformer_engine says: {reason}"
 
 

@@ -27,9 +27,7 @@ def to_jax(
 ) -> Shaped[jax.Array, "..."]:
     """A dense tensor as a JAX array, in the same memory where possible.
 
-    Args:
-        tensor: any dtype that JAX has, any shape; not a `ScaledTensor`.
-        sharding: of the array; None for dlpack's device, or JAX's first device.
+    Without a sharding the array is on dlpack's device, or on JAX's first device.
     """
     tensor = tensor.detach().contiguous()
     if _PLATFORMS.get(tensor.device.type) == jax.default_backend():
@@ -43,12 +41,7 @@ def to_jax(
 def to_torch(
     array: Shaped[jax.Array | np.ndarray, "..."], device: torch.device
 ) -> Shaped[torch.Tensor, "..."]:
-    """An array as a torch tensor on a device, in the same memory where possible.
-
-    Args:
-        array: any dtype that torch has, any shape.
-        device: of the tensor.
-    """
+    """An array as a torch tensor on a device, in the same memory where possible."""
     array = jnp.asarray(array)
     devices = array.devices()
     platform = next(iter(devices)).platform

@@ -51,12 +51,7 @@ def mapping_of(model: torch.nn.Module) -> NameMap:
     `bias` everywhere. Other parameters and buffers keep their names and shapes.
     `NameMap.moved` and `NameMap.stacked` adapt the map, and renames added in front of it take precedence.
 
-    Args:
-        model: any torch model, transformed or not.
-
-    Returns:
-        One rename for each tensor of the model's `state_dict`. Scaling state follows the weights without a
-        rename.
+    Scaling state follows the weights without a rename.
 
     Raises:
         ValueError: the model has a module that no Flax layer stores alike: torch's MultiheadAttention and

@@ -89,20 +89,12 @@ class NameMap:
         return NameMap(self.renames + other.renames, self.moves + other.moves)
 
     def moved(self, pattern: str, path: str) -> "NameMap":
-        r"""The map with a part of each path replaced.
-
-        Args:
-            pattern: regular expression, e.g. `"^transformer/"`.
-            path: the replacement, e.g. `""`.
-        """
+        r"""The map with a part of each path, a regular expression such as `"^transformer/"`, replaced."""
         return dataclasses.replace(self, moves=(*self.moves, (pattern, path)))
 
     def stacked(self, name: str) -> "NameMap":
-        """The map with numbered layers along axis 0 of each array, as `nn.scan` and `nnx.scan` keep them.
-
-        Args:
-            name: of the container of the layers: with "h", `h/3/attn/...` is element 3 of `h/attn/...`.
-        """
+        """The map with the numbered layers of a container along axis 0 of each array, as `nn.scan` and
+        `nnx.scan` keep them: with the name "h", `h/3/attn/...` is element 3 of `h/attn/...`."""
         return self.moved(rf"(^|/){re.escape(name)}/(\d+)/", rf"\g<1>{name}/[\g<2>]/")
 
     def rename_of(self, name: str) -> Rename | None:

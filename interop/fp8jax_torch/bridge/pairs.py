@@ -19,6 +19,7 @@ from fp8jax_torch.scaled import is_scaled
 # An entry of the scaling state of a module's weight.
 _STATE = re.compile(r"((?:.*\.)?)fp8\.(\w+)")
 
+_KINDS = ("only in torch", "only in Flax", "different", "no rename fits")
 _SHOWN = 8  # lines of one kind in an error
 
 _ADVICE = (
@@ -38,17 +39,11 @@ class Pair(NamedTuple):
 def paired(
     argument: str, tensors: Mapping[str, torch.Tensor], mapping: NameMap, tree: Tree | None
 ) -> list[Pair]:
-    """Pairs each torch tensor with its part of a Flax leaf.
-
-    Args:
-        argument: the name of the caller's argument, for errors.
-        tensors: by torch's names.
-        mapping: from torch's names to Flax's.
-        tree: the Flax leaves; without them, torch's tensors are only compared with each other.
+    """Pairs each torch tensor with its part of a Flax leaf; without a tree only compares the tensors.
 
     Raises:
-        ValueError: a tensor or leaf has no partner, or a partner of another shape or format; one error lists
-            all.
+        ValueError: of `argument`, the caller's: a tensor or leaf has no partner, or a partner of another
+            shape or format; one error lists all.
     """
     pairs, unknown = _pairs(tensors, mapping, tree)
     different: list[str] = []
@@ -64,19 +59,12 @@ def paired(
         found = in_flax.get(path, form)
         if found and found != form:
             different.append(f"torch's {pair.name} would be {path}, {form}; Flax has {found}")
-    lists = {
-        "only in torch": [
-            f"{first[path].name}, which would be {path}" for path in first if path not in in_flax
-        ],
-        "only in Flax": [
-            f"{path}, {form or 'a layer'}" for path, form in in_flax.items() if path not in first
-        ],
-        "different": different,
-        "no rename fits": unknown,
-    }
-    if any(lists.values()):
+    in_torch = [f"{first[path].name}, which would be {path}" for path in first if path not in in_flax]
+    only_flax = [f"{path}, {form or 'a layer'}" for path, form in in_flax.items() if path not in first]
+    lists = (in_torch, only_flax, different, unknown)
+    if any(lists):
         start = f"`{argument}`: expected a partner on the other side for each tensor; got\n"
-        raise ValueError(start + "".join(_listed(*each) for each in lists.items()) + _ADVICE)
+        raise ValueError(start + "".join(map(_listed, _KINDS, lists)) + _ADVICE)
     return pairs
 
 

@@ -28,22 +28,18 @@ def to_flax(
 ) -> PyTree:
     """The Flax variables of a torch model, bit for bit.
 
-    A `ScaledTensor` becomes a `ScaledArray` with the same codes and scale. A plain tensor becomes an array of
-    the same dtype. The buffers of a layer's `fp8` become the scaling state of the layer's kernel.
+    A `ScaledTensor` becomes a `ScaledArray`, a plain tensor an array of the same dtype, and the buffers of a
+    layer's `fp8` the scaling state of its kernel.
 
     Args:
         state_dict: of a torch model.
         mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or another `NameMap`.
         like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or its
-            `jax.eval_shape`; for NNX `nnx.state(model)`. They give names, shapes, formats and shardings.
+            `jax.eval_shape`; for NNX `nnx.state(model)`, and `nnx.update` puts the result into a model.
             Leaves that torch does not have stay: `wgrad_scale`, and collections other than parameters and
-            scaling state. None: Linen variables made from torch's tensors, unchecked.
+            scaling state. None: nested dicts of Linen variables made from torch's tensors, unchecked.
         share: whether to use torch's memory where the order of dimensions allows it. JAX then sees torch's
             in-place writes (a step of its optimizer); stop using one side before the other goes on.
-
-    Returns:
-        Variables with the structure of `like` (`nnx.update(model, variables)` puts them into an NNX model),
-        or nested dicts. Flax gets one of two tied tensors where it has a place for one.
 
     Raises:
         ValueError: a tensor has no partner on the other side, or one of another shape or format; one error
@@ -73,9 +69,6 @@ def from_flax(
             and devices. Tensors that Flax does not have (a rename to None) stay.
         share: whether to use JAX's memory where possible. Nothing may then write to the tensors;
             `load_state_dict` copies them.
-
-    Returns:
-        A tensor or `ScaledTensor` for each name in `like`.
 
     Raises:
         ValueError: an array has no partner on the other side, or one of another shape or format; one error
@@ -110,15 +103,17 @@ def leaves_of(
         ordered = [by_index[index] for index in sorted(by_index)]
         first = ordered[0][0]
         codes = _stacked([place.arrange(codes_of(tensor)) for tensor, place in ordered], layers)
-        if not share and codes.is_contiguous() and _memory(codes) == _memory(codes_of(first)):
+        is_shared = codes.untyped_storage().data_ptr() == codes_of(first).untyped_storage().data_ptr()
+        if is_shared and not share and codes.is_contiguous():
             codes = codes.clone()
         scale = None
         if isinstance(first, ScaledTensor):
             scale = _stacked([tensor.scale.detach() for tensor, _ in ordered], layers).clone()
-            if layers or like[1] is None or like[1].ndim:
+            is_whole = like[1] is not None and not like[1].ndim
+            if layers or not is_whole:
                 scale = scale.reshape(layers + (1,) * (codes.ndim - len(layers)))
-            scale = to_jax(scale, _sharding(like[1]) if like[1] is not None and like[1].ndim else None)
-        array = to_jax(codes, _sharding(like[0]))
+            scale = to_jax(scale, None if is_whole else getattr(like[1], "sharding", None))
+        array = to_jax(codes, getattr(like[0], "sharding", None))
         leaves[key] = array if scale is None else ScaledArray(array, scale)
     return leaves
 
@@ -146,11 +141,3 @@ def tensors_of(
 
 def _stacked(parts: list[torch.Tensor], layers: tuple[int, ...]) -> torch.Tensor:
     return torch.stack(parts).reshape(layers + tuple(parts[0].shape)) if layers else parts[0]
-
-
-def _sharding(leaf: Any) -> Any:
-    return getattr(leaf, "sharding", None)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
