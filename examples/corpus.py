@@ -34,10 +34,6 @@ class Text(NamedTuple):
     train: UInt[np.ndarray, " characters"]
     validation: UInt[np.ndarray, " characters"]
 
-    def decode(self, tokens: Integer[np.ndarray, " n"]) -> str:
-        """The characters of `tokens`."""
-        return "".join(self.vocabulary[token] for token in tokens)
-
 
 def load(path: str, characters: int = LIBRARY_CHARACTERS) -> Text:
     """Reads and tokenizes a text.
