@@ -6,11 +6,8 @@ with blame_input():
 
 import contextlib
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
-
-PACKAGES = ("grain", "jsonargparse", "matplotlib", "rich", "yaml")
 
 
 class BadInput(ValueError):
@@ -38,10 +35,3 @@ def need(module: str) -> Any:
         if error.name != module.partition(".")[0]:
             raise
         raise ImportError(f"not installed: {module}; run: pip install 'fp8jax[train]'") from None
-
-
-def check_packages() -> None:
-    """Raises ImportError if a package of the extra `train` is missing, before any work is done."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"not installed: {', '.join(missing)}; run: pip install 'fp8jax[train]'")

@@ -26,7 +26,7 @@ from fp8jax.train import distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Loader, Source
-from fp8jax.train.errors import blame_input, check_packages
+from fp8jax.train.errors import blame_input, need
 from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
 from fp8jax.train.report.outcome import outcome_of
@@ -93,7 +93,8 @@ def fit(
     options = options or config
     with contextlib.ExitStack() as opened:
         with blame_input():
-            check_packages()
+            for package in ("grain", "matplotlib", "rich"):
+                need(package)  # before any work is done
             report.check_about(about or {}, trainer)
             if twin and twin.config.precision == config.precision:
                 raise ValueError(f"`twin`: expected another recipe; both are {config.precision}")
