@@ -1,4 +1,4 @@
-"""The options of train_gpt.py."""
+"""The options of train_gpt.py, and those of them that torch_same_recipe.py has, too."""
 
 import dataclasses
 
@@ -7,8 +7,27 @@ from fp8jax.train.config import OPTIMIZERS, DeviceConfig, option, start_option, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(DeviceConfig):
-    """Options of a run; the defaults are nanoGPT's for a CPU."""
+class GPTOptions:
+    """Sizes, data and AdamW; the defaults are nanoGPT's for a CPU."""
+
+    data: str = option("", "text file; by default the source of Python's standard library", fixed=False)
+    layers: int = option(4, "transformer blocks", least=1)
+    heads: int = option(4, "attention heads of a block", least=1)
+    width: int = option(128, "channels of the residual stream", least=1)
+    context: int = option(64, "characters that the model sees", least=1)
+    batch: int = option(12, "windows of text in a step, over all devices", least=1)
+    lr: float = option(1e-3, "learning rate after the warm-up, if there is one", least=0)
+    beta1: float = option(0.9, "decay of Adam's first moment", least=0, below=1)
+    beta2: float = option(
+        0.99, "decay of its second; small, since a batch has few characters", least=0, below=1
+    )
+    weight_decay: float = option(0.1, "decoupled weight decay, of matrices only", least=0)
+    seed: int = option(0, "seed of weights and batches", least=0, below=2**32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(DeviceConfig, GPTOptions):
+    """Options of a run."""
 
     recipe: str = option(
         "",
@@ -16,34 +35,21 @@ class Config(DeviceConfig):
         "default fp8, for adafactor O2",
     )
     twin: bool = option(True, "train the same model in bf16 next to it")
-    data: str = option("", "text file; by default the source of Python's standard library", fixed=False)
     # the model
-    layers: int = option(4, "transformer blocks", least=1)
-    heads: int = option(4, "attention heads of a block", least=1)
-    width: int = option(128, "channels of the residual stream", least=1)
-    context: int = option(64, "characters that the model sees", least=1)
     bias: bool = option(False, "biases in linear layers and norms")
     tied: bool = option(False, "use the embedding's transpose as the head, as nanoGPT does")
     dtype: str = option("float32", "dtype of activations between GEMMs", choices=("float32", "bfloat16"))
     remat: bool = option(True, "save only the outputs of GEMMs: less memory, on a CPU less time")
     # the training
     steps: int = option(500, "optimizer steps", least=1)
-    batch: int = option(12, "windows of text in a step, over all devices", least=1)
     optim: str = option(
         "adamw",
         "adamw (moments as in the recipe), adamw_8bit or adafactor (rounds weights to nearest only)",
         choices=OPTIMIZERS,
     )
-    lr: float = option(1e-3, "learning rate after the warm-up", least=0)
     min_lr: float = option(1e-4, "learning rate at the end of the cosine", least=0)
     warmup: int = option(100, "steps of the linear warm-up; at most all but the last", least=0)
-    beta1: float = option(0.9, "decay of Adam's first moment", least=0, below=1)
-    beta2: float = option(
-        0.99, "decay of its second; small, since a batch has few characters", least=0, below=1
-    )
-    weight_decay: float = option(0.1, "decoupled weight decay, of matrices only", least=0)
     clip: float = option(1.0, "gradient clipping by global norm; 0: no clipping", least=0)
-    seed: int = option(0, "seed of weights and batches", least=0, below=2**32)
     # the run
     eval_interval: int = option(100, "steps between validations", least=1)
     eval_batches: int = option(20, "random batches of a validation; the last takes all", least=1, below=10**5)

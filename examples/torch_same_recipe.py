@@ -37,6 +37,7 @@ import torch
 import transformers
 from fp8jax_torch.bridge import GPT2, from_flax, optimizer_from_flax, optimizer_to_flax, to_flax
 from fp8jax_torch.scaled import is_scaled
+from gpt_config import GPTOptions
 from gpt_model import GPT, GPTConfig
 from same_runs import Run, draw, loss_rows, output, run_rows
 
@@ -54,32 +55,19 @@ ROWS = 10  # of the table of losses
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(GPTOptions):
     """Settings of a comparison; the defaults take minutes on a CPU."""
 
     recipe: str = option("O2", "precision recipe of both sides, with changes: O2,scaling=current")
-    plain: str = option("fp32", "recipe of the plain run: fp32 or bf16")
+    plain: str = option("fp32", "recipe of the plain run", choices=("fp32", "bf16"))
     backend: str = option("auto", "who multiplies on torch: native, te, msamp, torchao or auto")
-    data: str = option("", "text file; by default the source of Python's standard library")
     steps: int = option(300, "optimizer steps", least=1)
     cross: int = option(0, "steps after which the sides change over; 0 is never", least=0)
-    layers: int = option(4, "blocks", least=1)
-    heads: int = option(4, "attention heads per block", least=1)
-    width: int = option(128, "channels of the residual stream", least=1)
-    context: int = option(64, "characters that the model looks back on", least=1)
-    batch: int = option(12, "windows of text per step", least=1)
-    lr: float = option(1e-3, "learning rate", least=0)
-    beta1: float = option(0.9, "decay of Adam's first moment", least=0, below=1)
-    beta2: float = option(0.99, "decay of its second; a batch has few characters", least=0, below=1)
-    weight_decay: float = option(0.1, "decoupled, on matrices only", least=0)
-    seed: int = option(0, "of weights and batches", least=0, below=2**32)
     out: str = option("runs/torch_same", "folder of the results; what is there is replaced")
 
     def __post_init__(self) -> None:
         train.config.validate(self)
         Recipe.parse(self.recipe)
-        if self.plain not in ("fp32", "bf16"):
-            raise ValueError(f"--plain must be fp32 or bf16; got {self.plain}")
         if self.cross >= self.steps:
             raise ValueError(f"--cross {self.cross} leaves no steps of --steps {self.steps}; make it less")
 

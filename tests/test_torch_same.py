@@ -214,7 +214,7 @@ def test_the_example_runs(example, path, tmp_path, capsys):
     "options, says",
     [
         (["--cross", "300"], "--cross 300 leaves no steps of --steps 300"),
-        (["--plain", "O1"], "--plain must be fp32 or bf16; got O1"),
+        (["--plain", "O1"], "--plain must be one of fp32, bf16; got O1"),
         (["--recipe", "O9"], "O9"),
         (["--backend", "tea"], "expected one of auto, msamp, te, torchao, native; got 'tea'"),
     ],
