@@ -127,11 +127,6 @@ class Trainer:
         weight is rounded to nearest."""
         return sampler_of(self.network, self.config.precision, self.like, self.placement)
 
-    @property
-    def batch(self) -> PyTree:
-        """Shapes, dtypes and shardings of a batch that `step` takes."""
-        return self._batch(self.rows, self.placement.by_rows)
-
     @functools.cached_property
     def layers(self) -> str:
         """Which layers run in FP8, and why the others do not: see `fp8jax.report`.
@@ -255,13 +250,12 @@ class Trainer:
         Raises:
             ValueError: `target` with several devices or with moments on the host.
         """
-        devices, batch = self.placement.mesh.size, self._batch(self.rows)
+        devices = self.placement.mesh.size
         if target and (devices > 1 or self.config.offload):
             raise ValueError(f"`target`: {target} is one device with everything on it; leave it out.")
-        if target:
-            state, program = self._shapes, compiled_program.read(self.compile(target=target))
-        else:
-            state, program, batch = self.like, self.program, self.batch
+        state = self._shapes if target else self.like
+        batch = self._batch(self.rows, None if target else self.placement.by_rows)
+        program = compiled_program.read(self.compile(target=target)) if target else self.program
         return memory.plan_of(
             state.variables,
             state.opt_state,
