@@ -264,7 +264,6 @@ class Plan:
         dots: the dot products to replace, by site.
         below: sites of all equations around them, around named dot products, or around calls of transformed
             functions.
-        sliced: for each scan, by site, the dot products of the parameters that it slices, by state key.
         named: parameter paths of the dot products that get a named scope, by site.
         remat: the blocks to checkpoint, a `remat.Remat`, or None.
         backend: the GEMM backend.
@@ -273,7 +272,6 @@ class Plan:
 
     dots: dict[Site, PlannedDot]
     below: frozenset[Site]
-    sliced: dict[Site, dict[tuple[str, ...], PlannedDot]]
     named: dict[Site, tuple[str, ...]]
     remat: Any
     backend: str
@@ -293,11 +291,7 @@ class Plan:
         by_site = {each.dot.place.site: each for each in dots}
         names = {dot.place.site: dot.path for dot in named if dot.path is not None}
         below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
-        sliced: dict[Site, dict[tuple[str, ...], PlannedDot]] = {}
-        for each in by_site.values():
-            for site, _ in each.dot.loops:
-                sliced.setdefault(site, {})[each.key] = each
-        return cls(by_site, frozenset(below), sliced, names, remat, backend, lora_scale)
+        return cls(by_site, frozenset(below), names, remat, backend, lora_scale)
 
     def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
         """The kernels by path, each with its dot product inside the most scans, which decides the number of

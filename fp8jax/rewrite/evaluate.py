@@ -26,7 +26,7 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
 from fp8jax.rewrite.dots import DOT_OUTPUT, DotState, Plan, PlannedDot, Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
-from fp8jax.rewrite.follow import ParamView, Tracked, bind, follow, move, plain
+from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain
 from fp8jax.rewrite.report import scope
 from fp8jax.rewrite.rules import layer_path
 
@@ -140,10 +140,8 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
             return eqn.params["program"].run(leaves, states, arrays, consts)
         if site in plan.below and eqn.primitive.name in _INSIDE:
             return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
-        if ins and isinstance(ins[0], Tracked) and follow(ins[0].view, eqn) is not None:
-            outs = move(ins[0], eqn, [plain(x) for x in ins[1:]])
-            if outs is not None:
-                return outs
+        if ins and isinstance(ins[0], Tracked) and (outs := move(ins[0], eqn, ins[1:])) is not None:
+            return outs
         with scope(layer_path(plan.named[site])) if site in plan.named else contextlib.nullcontext():
             return bind(eqn, *map(plain, ins))
 
@@ -234,8 +232,8 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     carry = [plain(x) for x in carry]
     xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
-    sliced = plan.sliced.get(site, {})
-    stacked = {key: states[key] for key, dot in sliced.items() if _depth(states.get(key, _NO_STATE), dot) > 0}
+    sliced = (dot for dot in plan.dots.values() if any(at == site for at, _ in dot.dot.loops))
+    stacked = {dot.key: states[dot.key] for dot in sliced if _depth(states.get(dot.key, _NO_STATE), dot) > 0}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x

@@ -136,9 +136,9 @@ class _Walk:
         elif _makes_one_hot(eqn, ins):
             return [ONE_HOT]
         elif ins and isinstance(ins[0], ParamView):
-            views = [follow(ins[0], eqn, i) for i in range(count)]
-            if all(view is not None for view in views):
-                return views
+            view = follow(ins[0], eqn)
+            if view is not None:
+                return [view] * count
         return [self.computed(ins, name)] * count
 
     def computed(self, ins: list[Any], name: str, is_noted: bool = False) -> Any:

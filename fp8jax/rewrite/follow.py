@@ -36,7 +36,6 @@ class ParamView:
     Attributes:
         path: names of the parameter in the tree of parameters.
         perm: for each axis of the value, the axis of the stored array.
-        shape: shape of the value.
         dtypes: the parameter's dtype and the dtypes of its casts, in order.
         loops: sites and lengths of the scans that sliced it, outermost first.
         is_frozen: whether it passed a `stop_gradient`.
@@ -45,7 +44,6 @@ class ParamView:
 
     path: tuple[str, ...]
     perm: tuple[int, ...]
-    shape: tuple[int, ...]
     dtypes: tuple[Any, ...]
     loops: tuple[tuple[tuple[int, ...], int], ...] = ()
     is_frozen: bool = False
@@ -54,7 +52,7 @@ class ParamView:
     @classmethod
     def of(cls, path: tuple[str, ...], aval: Any) -> "ParamView":
         """The unchanged parameter; `aval` has the shape and dtype that the function sees."""
-        return cls(path, tuple(range(len(aval.shape))), tuple(aval.shape), (jnp.dtype(aval.dtype),))
+        return cls(path, tuple(range(len(aval.shape))), (jnp.dtype(aval.dtype),))
 
     @property
     def is_transposed(self) -> bool:
@@ -66,8 +64,7 @@ class ParamView:
         if not self.perm or self.perm[0] != 0:
             return None
         perm = tuple(axis - 1 for axis in self.perm[1:])
-        loops = (*self.loops, (site, length))
-        return dataclasses.replace(self, perm=perm, shape=self.shape[1:], loops=loops)
+        return dataclasses.replace(self, perm=perm, loops=(*self.loops, (site, length)))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("view",))
@@ -101,10 +98,9 @@ def plain(x: Any) -> Any:
     return x.value() if isinstance(x, Tracked) else x
 
 
-def follow(view: ParamView, eqn: Any, number: int = 0) -> ParamView | None:
-    """The view of output `number` of an equation with first input `view`; None if it is a new value."""
+def follow(view: ParamView, eqn: Any) -> ParamView | None:
+    """The view of the outputs of an equation with first input `view`; None if they are new values."""
     name, params = eqn.primitive.name, eqn.params
-    shape = tuple(eqn.outvars[number].aval.shape)
     if name in _IDENTITIES:
         return view
     if name == "stop_gradient":
@@ -115,10 +111,11 @@ def follow(view: ParamView, eqn: Any, number: int = 0) -> ParamView | None:
         return dataclasses.replace(view, dtypes=dtypes) if is_float else None
     if name == "transpose":
         perm = tuple(view.perm[axis] for axis in params["permutation"])
-        return dataclasses.replace(view, perm=perm, shape=shape)
+        return dataclasses.replace(view, perm=perm)
     if name in _RESHAPES and _is_reshape(eqn) or name in _SLICES:
         is_shared = view.is_shared or name in _SLICES or view.is_transposed
-        return dataclasses.replace(view, perm=tuple(range(len(shape))), shape=shape, is_shared=is_shared)
+        perm = tuple(range(len(eqn.outvars[0].aval.shape)))
+        return dataclasses.replace(view, perm=perm, is_shared=is_shared)
     return None
 
 
@@ -130,13 +127,15 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] | None:
-    """Applies an equation that `follow` follows to its first input, `tracked`; `rest` are the other inputs.
+    """The outputs of an equation with first input `tracked` and the other inputs `rest`.
 
-    Returns None if the equation cannot move the scales of a `ScaledArray`, or a shard.
+    Returns None if they are new values, or if the equation cannot move the scales of a `ScaledArray`, or a
+    shard.
     """
-    name, view, weight = eqn.primitive.name, tracked.view, tracked.weight
-    followed = [follow(view, eqn, number) for number in range(len(eqn.outvars))]
-    views = [each for each in followed if each is not None]
+    name, view, weight, new = eqn.primitive.name, tracked.view, tracked.weight, follow(tracked.view, eqn)
+    if new is None:
+        return None
+    rest = [plain(x) for x in rest]
     if name in _RESHAPES + _SLICES:
         if weight.shard is not None:
             return None
@@ -146,12 +145,12 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
             return None
         # FP8 gradients of several slices would have different scales.
         assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
-        grad_slots = [None] * len(views) if grad_slot is None else bind(eqn, grad_slot, *rest)
-        return [Tracked(Weight(*pair), each) for *pair, each in zip(parts, grad_slots, views, strict=True)]
+        grad_slots = [None] * len(parts) if grad_slot is None else bind(eqn, grad_slot, *rest)
+        return [Tracked(Weight(*pair), new) for pair in zip(parts, grad_slots, strict=True)]
     if name in ("reshard", "sharding_constraint") and not view.is_transposed and weight.shard is None:
         constrained = on_data(lambda x: bind(eqn, x, *rest)[0], weight.value)
         weight = dataclasses.replace(weight, value=constrained)
-    return [Tracked(weight, views[0])]
+    return [Tracked(weight, new)]
 
 
 def _transpose(x: Any, perm: tuple[int, ...]) -> Any:
