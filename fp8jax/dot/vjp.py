@@ -237,8 +237,7 @@ def checked(*operands: Any) -> tuple[Any, ...]:
 
 def _forward_rule(static: DotStatic, *operands: Any) -> tuple[jax.Array, Any]:
     """`_forward` on `custom_vjp`'s symbolic-zeros wrappers."""
-    lhs, rhs, grad_slot, state = checked(*operands)
-    return _forward(static, lhs, rhs, grad_slot, state)
+    return _forward(static, *checked(*operands))
 
 
 _dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)

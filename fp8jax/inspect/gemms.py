@@ -83,7 +83,7 @@ def check(
 def _high_precision(model: Any) -> set[str]:
     """The kinds of GEMMs that the model's recipes keep in high precision."""
     if isinstance(model, linen.LinenModel):
-        recipes = [model.recipe, *Rules(model.recipe, model.rules).recipes]
+        recipes = [model.recipe, *Rules(model.recipe, model.settings.rules).recipes]
     else:
         recipes = nnx.recipes(model)
     pairs = [pair for recipe in recipes for pair in zip(GEMMS, recipe.override_linear_precision, strict=True)]

@@ -25,7 +25,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, without_constraints
 from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Report, Rule, Settings, Static, check_like
+from fp8jax.rewrite import FunctionModel, Report, Settings, Static, check_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -55,11 +55,6 @@ class LinenModel:
     def recipe(self) -> Recipe:
         """The model's recipe."""
         return self.settings.recipe
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The recipes of single layers."""
-        return self.settings.rules
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`module.init`, with kernels in the recipe's weight format.
