@@ -406,3 +406,15 @@ def test_adapters_train_over_devices(stage):
     for got, want in zip(jax.tree.leaves(variables[PARAMS]), jax.tree.leaves(expected[PARAMS]), strict=True):
         # Adam's first step is the gradient's sign, which FP8 on the wire may turn where it is next to zero.
         assert np.mean(np.abs(got - want) > 1e-4) < 0.02
+
+
+def test_a_frozen_model_computes_the_same():
+    """Kernels of a model with adapters are quantized already, in a function as in a Linen module."""
+    params = {"w": jax.random.normal(jax.random.key(3), (32, OUT))}
+    function = fp8jax.transform(lambda params, x: x @ params["w"], "te", lora=LoRA(rank=2))
+    module = fp8jax.transform(Net(), "te", lora=LoRA(rank=2))
+    for model, first in ((function, params), (module, jax.random.key(0))):
+        variables = model.init(first, X)
+        frozen = model.freeze(variables, X)
+        assert sorted(frozen) == sorted(variables)
+        np.testing.assert_array_equal(model.apply(frozen, X), model.apply(variables, X))

@@ -173,7 +173,7 @@ class FunctionModel:
     def quantize(self, params: PyTree, like: Mapping[str, Any]) -> dict[str, Any]:
         """Variables with the function's parameters, such as a checkpoint's, in the formats of `like`."""
         check_like(like)
-        name = PARAMS if self.settings.lora is None else FROZEN
+        name = self.settings.own
         targets, treedef = jax.tree.flatten(like[name], is_leaf=is_scaled)
         sources = treedef.flatten_up_to(params)
         return {**like, name: treedef.unflatten(map(quantize_like, sources, targets))}
@@ -210,10 +210,13 @@ class FunctionModel:
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables for repeated inference: each kernel quantized once to its GEMM's format.
 
-        `apply` returns the same outputs and casts no kernel. Do not train these variables.
+        `apply` returns the same outputs and casts no kernel. Do not train these variables. With adapters the
+        kernels are quantized already.
 
         The arguments are those of `apply`; args and kwargs may be `jax.ShapeDtypeStruct`s.
         """
+        if self.settings.lora is not None:
+            return dict(variables)
         program, _ = self._program(variables[PARAMS], args, kwargs)
 
         def quantized(leaf: Any, planned: PlannedDot) -> Any:

@@ -33,6 +33,7 @@ from fp8jax.rewrite.remat import Calls, Checkpointing, remat_of
 from fp8jax.rewrite.report import Report, make_report
 from fp8jax.rewrite.rules import Rule, Rules, choose, layer_path
 from fp8jax.scaling.merge import to_fm32
+from fp8jax.variables import FROZEN, PARAMS
 
 
 class Settings(NamedTuple):
@@ -45,6 +46,11 @@ class Settings(NamedTuple):
     checkpointing: Checkpointing | None = None
     # the kernels with scaling states, if already initialized
     kernels: Mapping[tuple[str, ...], Kernel] | None = None
+
+    @property
+    def own(self) -> str:
+        """The collection of the model's own parameters; with adapters "params" has the adapters."""
+        return PARAMS if self.lora is None else FROZEN
 
     def new_rules(self) -> Rules:
         """A new `Rules`, without records of matches. With adapters, `LoRA.freeze` stores the kernels."""

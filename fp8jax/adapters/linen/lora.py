@@ -13,7 +13,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.adapters.linen.model import LinenModel, check_same, collection, leaves_of
+from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of
 from fp8jax.variables import FROZEN, OURS, PARAMS
 
 
@@ -74,13 +74,3 @@ class LoRAModel(LinenModel):
         frozen = leaves_of("variables", variables, FROZEN)
         check_same(argument, leaves_of(argument, plain), frozen, "`variables`")
         return {**plain, PARAMS: self._function.with_adapters(plain[PARAMS], variables[PARAMS], times)}
-
-    def quantize(self, plain: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables with another plain model's values and the adapters of `like`; see `LinenModel`."""
-        new = super().quantize(plain, {PARAMS: collection("like", like, FROZEN)})
-        return {**like, **new, PARAMS: like[PARAMS], FROZEN: new[PARAMS]}
-
-    def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The variables unchanged: their kernels are already quantized."""
-        del args, kwargs
-        return dict(variables)

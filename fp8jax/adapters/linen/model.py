@@ -138,23 +138,25 @@ class LinenModel:
             ValueError: the parameters of `plain` and `like` differ, or `like` has shapes instead of arrays.
         """
         check_like(like)
-        sources, targets = leaves_of("plain", plain), leaves_of("like", like)
+        name = self.settings.own
+        sources, targets = leaves_of("plain", plain), leaves_of("like", like, name)
         check_same("plain", sources, targets, "`like`")
         # The boxes of axis names in `plain` and `like` are of different classes; keep those of `like`.
-        boxes = jax.tree.structure(like[PARAMS], is_leaf=is_scaled)
+        boxes = jax.tree.structure(like[name], is_leaf=is_scaled)
         params = boxes.unflatten([quantize_like(sources[path], target) for path, target in targets.items()])
-        return {**like, **plain, PARAMS: params}
+        return {**like, **plain, PARAMS: like[PARAMS], name: params}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The variables for the untransformed module: dequantized arrays, no scaling state, no loss scale."""
-        collection("variables", variables, PARAMS if self.settings.lora is None else FROZEN)
+        collection("variables", variables, self.settings.own)
         params = self._function.dequantize(variables)
         return {**_without_ours(variables), PARAMS: with_plain_boxes(params)}
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables for repeated inference: each kernel quantized once to its GEMM's format.
 
-        `apply` returns the same outputs and casts no kernel. Do not train these variables.
+        `apply` returns the same outputs and casts no kernel. Do not train these variables. With adapters the
+        kernels are quantized already.
 
         The arguments are the variables, then the model's inputs, arrays or `jax.ShapeDtypeStruct`s.
         """
