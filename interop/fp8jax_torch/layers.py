@@ -103,13 +103,9 @@ def shared_weights(model: nn.Module) -> dict[str, str]:
     for path, module in weighted(model).items():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(path)
+    pairs = [(path, other) for paths in owners.values() for path in paths for other in paths if other != path]
     found = linears(model)
-    return {
-        path: next(other for other in paths if other != path)
-        for paths in owners.values()
-        for path in paths
-        if len(set(paths)) > 1 and path in found
-    }
+    return {path: other for path, other in reversed(pairs) if path in found}  # the first other
 
 
 def swap(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:

@@ -122,7 +122,7 @@ def _gemm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor
     """lhs (m, k) @ rhs (k, n), in FP8 if lhs is."""
     if not is_scaled(lhs):
         return _high_gemm(lhs, value(rhs).to(lhs.dtype), dtype)
-    if has_fp8(lhs.device):
+    if why_emulated(lhs.device) is None:
         return scaled_mm(lhs, rhs, dtype, fast=fast)
     out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes)
     # Two multiplications: the product of the scales alone can leave float32's range.
@@ -158,11 +158,6 @@ def _padded(codes: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @functools.cache
-def has_fp8(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on the device."""
-    return why_emulated(device) is None
-
-
 def why_emulated(device: torch.device) -> str | None:
     """The reason why FP8 GEMMs are emulated on the device, or None."""
     reason = "FP8 was not tried with ROCm" if torch.version.hip else why_no_fp8("FP8", device)

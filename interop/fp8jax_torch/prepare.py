@@ -37,7 +37,7 @@ class Report(NamedTuple):
 def prepare(
     model: nn.Module, optimizer: Any, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
 ) -> tuple[nn.Module, Any]:
-    """The model and the optimizer to train with; the training loop does not change.
+    """The model and the optimizer to train with; the training loop does not change. See also `report`.
 
     Args:
         model: any module with linear layers (`nn.Linear`, transformers' `Conv1D`).
@@ -48,9 +48,6 @@ def prepare(
         backend: "native", "te", "msamp", "torchao" or "auto", see `fp8jax_torch.backends.choose`.
         inplace: whether to change the given model and optimizer instead of copies. In both cases use only the
             returned optimizer, also for schedulers.
-
-    Returns:
-        (model, optimizer). `report(model)` says which layers are in FP8, and by which backend.
 
     Raises:
         TypeError: `model` is not a module.

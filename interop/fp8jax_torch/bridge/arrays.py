@@ -1,9 +1,5 @@
 """A tensor's bits, from torch to JAX and back without rounding.
 
-    >>> codes = torch.tensor([0.1, float("nan")]).to(torch.float8_e4m3fn)
-    >>> to_jax(codes).dtype
-    dtype(float8_e4m3fn)
-
 Dlpack shares memory where both libraries have the device. Elsewhere the bits are copied through host memory
 as unsigned integers.
 """

@@ -147,7 +147,7 @@ def _places_in(tree: Tree, keys: Mapping[str, Key]) -> dict[str, tuple[Key, Key]
 
 
 def _one(numbers: set[int], expected: str) -> int:
-    if len(numbers) > 1:
+    if len(numbers) != 1:
         raise ValueError(f"`optimizer`: expected {expected}, as optax has; got {sorted(numbers)}.")
     return numbers.pop()
 

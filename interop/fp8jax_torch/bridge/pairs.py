@@ -71,11 +71,9 @@ def paired(
 def _pairs(
     tensors: Mapping[str, torch.Tensor], mapping: NameMap, tree: Tree | None
 ) -> tuple[list[Pair], list[str]]:
-    """The pairs, unchecked, and the names that no rename matches.
-
-    A tensor tied to an earlier tensor (a head to an embedding) gets the earlier tensor's place if the tree
-    does not have the tensor's place, or if there is no tree.
-    """
+    """The pairs, unchecked, and the names that no rename matches."""
+    # A tensor tied to an earlier tensor (a head to an embedding) gets the earlier tensor's place if there is
+    # no tree with the tensor's place.
     earlier, names = ties(tensors), tree or Tree({})
 
     def place_of(name: str) -> Place | None:

@@ -59,8 +59,11 @@ class Tree:
 
     def rebuilt(self, new: Mapping[Key, Any]) -> Any:
         """The tree with new leaves in the boxes of the old leaves; leaves without a new value stay."""
-        leaves = [_boxed_as(old, new[key]) if key in new else old for key, old in self.leaves.items()]
-        return jax.tree.unflatten(self.treedef, leaves)
+        leaves = {**self.leaves, **new}
+        for key in new:
+            if is_scaled(old := self.leaves[key]):  # NNX's optimizers box codes and scales
+                leaves[key] = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new[key]))
+        return jax.tree.unflatten(self.treedef, leaves.values())
 
 
 def named(tree: Any) -> Tree:
@@ -74,11 +77,6 @@ def codes_and_scale(leaf: Any) -> tuple[Any, Any]:
     """Codes and scale of a leaf, without boxes; a plain array has the scale None."""
     arrays = jax.tree.leaves(leaf)
     return (arrays[0], ScaledArray.tree_unflatten(None, arrays).scale if is_scaled(leaf) else None)
-
-
-def _boxed_as(old: Any, new: Any) -> Any:
-    """A leaf in the boxes around the arrays of another leaf; NNX's optimizers box codes and scales."""
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) if is_scaled(old) else new
 
 
 def _name_of(path: Any) -> Key:

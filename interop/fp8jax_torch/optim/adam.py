@@ -1,14 +1,5 @@
 """Adam and AdamW with moments and master weights in a recipe's formats.
 
-    >>> import torch
-    >>> from fp8jax_torch.optim import AdamW
-    >>> weight = torch.nn.Parameter(torch.ones(4, 4))
-    >>> optimizer = AdamW([weight], lr=0.5, recipe="O2")
-    >>> weight.sum().backward()
-    >>> optimizer.step()
-    >>> optimizer.state[weight]["exp_avg"].dtype, optimizer.state[weight]["exp_avg_sq"].dtype
-    (torch.float8_e4m3fn, torch.float16)
-
 The step is that of `fp8jax.optim.adam`: float32 arithmetic, then moments are rounded, each tensor on a new
 power-of-two scale. A step that would make a weight or a moment infinite or NaN is skipped and counted. The
 state consists of plain tensors: `torch.load` reads it with `weights_only=True`.

@@ -18,15 +18,10 @@ class _NotFinite(Exception):
 
 
 class Skipping:
-    """Mixin of an optimizer.
+    """Mixin of an optimizer that counts skipped steps."""
 
-    Attributes:
-        skipped: number of skipped steps.
-        has_skipped: whether the last step was skipped.
-    """
-
-    skipped = 0
-    has_skipped = False
+    skipped = 0  # number of skipped steps
+    has_skipped = False  # whether the last step was skipped
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; no step and no step hooks where a gradient is not finite."""
