@@ -117,7 +117,7 @@ def test_sections_in_the_order_of_questions(tmp_path):
 
 def test_clipped_casts_are_counted(tmp_path):
     outcome = make_outcome()
-    values = np.full_like(outcome.curves.saturations, 0.5)
+    values = np.full_like(outcome.curves.saturations, 1.05)  # rounded to the largest number
     outcome.curves.saturations[:] = values.tolist()
     assert "Clipped casts: none." in report.write(tmp_path, ABOUT, {"O2": outcome}).read_text()
     values[0, 2], values[1, 0], values[-1, 2] = 1.5, 2.6, 1.25

@@ -14,6 +14,9 @@ import numpy as np
 
 from fp8jax.train.report.outcome import MemoryPart, Outcome
 
+# A larger saturation is clipped; a smaller one is rounded to the largest number, like any number:
+# half of the last bit of E5M2's largest number is 1/14 of it.
+_CLIPPED = 1 + 1 / 14
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -94,7 +97,7 @@ def _clipped(outcome: Outcome) -> str:
     values = np.array(outcome.curves.saturations)
     if not values.size:
         return "Clipped casts: not counted without delayed scales."
-    if not (clipped := values > 1).any():
+    if not (clipped := values > _CLIPPED).any():
         return "Clipped casts: none."
     step, most = np.unravel_index(np.nanargmax(values), values.shape)
     tensor = outcome.tensors[most]
