@@ -18,7 +18,6 @@ from fp8jax.rewrite.follow import ParamView as ParamView
 from fp8jax.rewrite.follow import Tracked as Tracked
 from fp8jax.rewrite.follow import aval_of as aval_of
 from fp8jax.rewrite.follow import can_be_kernel as can_be_kernel
-from fp8jax.rewrite.follow import is_array as is_array
 from fp8jax.rewrite.follow import names_of as names_of
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
 from fp8jax.rewrite.function import check_like as check_like

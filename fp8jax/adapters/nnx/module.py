@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import bridge
 
@@ -24,7 +23,7 @@ from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_o
 from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
 from fp8jax.dot.einsum import is_single_dot
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, is_array
+from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel
 from fp8jax.variables import FROZEN, PARAMS
 
 FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -85,9 +84,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     rules, found, paths = settings.new_rules(), {}, []
     for path, (module, name, param) in places_of(model).items():
         leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
-        if not _may_multiply(module, name):
-            continue
-        if not is_array(leaf) or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not (_may_multiply(module, name) and can_be_kernel(leaf)):
             continue
         rank = _rank(module) if is_known else leaf.ndim
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
