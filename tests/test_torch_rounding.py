@@ -39,7 +39,9 @@ def bits(x):
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_stochastic_casts_equal_jaxs(format):
-    x = np.concatenate([numbers(format), np.float32([np.nan, -np.nan, np.inf, -np.inf, 1e30, -1e30])])
+    edges = np.float32([np.nan, -np.nan, np.inf, -np.inf, 1e30, -1e30])
+    nans = np.uint32([2**31 - 1, 2**32 - 1]).view(np.float32)  # random bits carry into their sign
+    x = np.concatenate([numbers(format), edges, nans])
     chances = np.random.default_rng(0).integers(0, 2**32, x.shape, np.uint32)
     for given in (chances, np.zeros_like(chances), np.full_like(chances, 2**32 - 1)):
         want = cast_stochastically(jnp.asarray(x), format, jnp.asarray(given))

@@ -41,11 +41,7 @@ _WGRAD_OVERRIDE = (False, False, True)
 
 def supports(device: torch.device) -> str | None:
     """None on a GPU of compute capability 8.9 or higher, else the reason."""
-    return (
-        why_no_fp8("transformer_engine", device)
-        or PACKAGE.unusable("transformer_engine.pytorch")
-        or _own_reason()
-    )
+    return why_no_fp8(PACKAGE.name, device) or PACKAGE.unusable("transformer_engine.pytorch") or _own_reason()
 
 
 def refuses(recipe: Recipe) -> str | None:
