@@ -29,7 +29,7 @@ from fp8jax_torch.bridge import from_flax, mapping_of, to_flax
 
 import fp8jax
 
-RECIPE, WIDTH, STEPS, BATCH, CONTEXT = "O2", 64, 60, 16, 64
+RECIPE, WIDTH, STEPS, BATCH, CONTEXT = "fp8", 64, 60, 16, 64
 
 text = np.frombuffer(source.getsource(argparse).encode("ascii", "replace"), np.uint8).astype(np.int32)
 
