@@ -11,7 +11,7 @@ and on NVIDIA hardware.
 
 References:
     FP8 Formats for Deep Learning, arXiv 2209.05433, Table 1.
-    OCP Microscaling Formats (MX) v1.0, section 5.3 (E8M0 is its shared exponent).
+    OCP Microscaling Formats (MX) v1.0, section 5.3 (E2M1 is its FP4, E8M0 its shared exponent).
 """
 
 import dataclasses
@@ -66,6 +66,7 @@ def _format(name: str, dtype: Any, exponent_bias: int, has_infinity: bool) -> Fo
     )
 
 
+E2M1 = _format("E2M1", ml_dtypes.float4_e2m1fn, 1, False)
 E4M3 = _format("E4M3", ml_dtypes.float8_e4m3fn, 7, False)
 E5M2 = _format("E5M2", ml_dtypes.float8_e5m2, 15, True)
 E8M0 = _format("E8M0", ml_dtypes.float8_e8m0fnu, 127, False)
@@ -73,7 +74,7 @@ FP16 = _format("FP16", np.float16, 15, True)
 BF16 = _format("BF16", ml_dtypes.bfloat16, 127, True)
 FP32 = _format("FP32", np.float32, 127, True)
 
-ALL = (E4M3, E5M2, E8M0, FP16, BF16, FP32)
+ALL = (E2M1, E4M3, E5M2, E8M0, FP16, BF16, FP32)
 
 
 def get(format: Format | str) -> Format:

@@ -8,11 +8,12 @@ import pytest
 
 from fp8jax import formats
 
-# OCP 8-bit Floating Point Specification (OFP8) v1.0 (E4M3, E5M2); OCP Microscaling Formats v1.0 (E8M0: powers
-# of two, neither sign nor zero); IEEE 754-2019, Table 3.5 (binary16, binary32); bfloat16 is binary32 cut off
-# after 7 fraction bits.
+# OCP 8-bit Floating Point Specification (OFP8) v1.0 (E4M3, E5M2); OCP Microscaling Formats v1.0 (E2M1; E8M0:
+# powers of two, neither sign nor zero); IEEE 754-2019, Table 3.5 (binary16, binary32); bfloat16 is binary32
+# cut off after 7 fraction bits.
 # bits, fraction bits, bias, largest, smallest normal, smallest subnormal, infinity
 SPECIFIED = {
+    "E2M1": (4, 1, 1, 6.0, 1.0, 0.5, False),
     "E4M3": (8, 3, 7, 448.0, 2.0**-6, 2.0**-9, False),
     "E5M2": (8, 2, 15, 57344.0, 2.0**-14, 2.0**-16, True),
     "E8M0": (8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, False),
@@ -21,6 +22,7 @@ SPECIFIED = {
     "FP32": (32, 23, 127, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, True),
 }
 DTYPES = {
+    "E2M1": ml_dtypes.float4_e2m1fn,
     "E4M3": ml_dtypes.float8_e4m3fn,
     "E5M2": ml_dtypes.float8_e5m2,
     "E8M0": ml_dtypes.float8_e8m0fnu,
@@ -39,7 +41,7 @@ def test_numbers_are_those_of_the_specification(name):
 
 @pytest.mark.parametrize("format", FLOATS, ids=str)
 def test_every_code_means_what_the_bias_and_the_fraction_bits_say(format):
-    codes = np.arange(2**format.bits, dtype={8: np.uint8, 16: np.uint16}[format.bits])
+    codes = np.arange(2**format.bits, dtype=np.uint16 if format.bits == 16 else np.uint8)
     with np.errstate(invalid="ignore"):  # numpy warns of a signaling NaN's cast
         values = codes.view(format.dtype).astype(np.float64)
     wide = codes.astype(np.int64)
@@ -54,7 +56,7 @@ def test_every_code_means_what_the_bias_and_the_fraction_bits_say(format):
     assert values[finite].max() == format.max
     assert values[finite & (values > 0)].min() == format.smallest_subnormal
     assert np.isinf(values).any() == format.has_infinity
-    # NaN and infinity are the codes above the largest, and no others.
+    # NaN and infinity are the codes above the largest, and no others; E2M1 has neither.
     assert (np.abs(expected[~finite]) > format.max).all()
 
 
@@ -69,5 +71,5 @@ def test_a_format_is_a_frozen_value_found_by_name():
 @pytest.mark.parametrize("name", ["FP8", "e4m3", "", None, np.float16])
 def test_an_unknown_name_raises_and_lists_the_formats(name):
     error = ValueError if isinstance(name, str) else TypeError
-    with pytest.raises(error, match=rf"`format`: expected .* one of E4M3, .*, FP32; got {name!r}"):
+    with pytest.raises(error, match=rf"`format`: expected .* one of E2M1, E4M3, .*, FP32; got {name!r}"):
         formats.get(name)

@@ -42,12 +42,19 @@ from fp8jax.optim.step import (
     advance_over_devices,
     as_written,
     fused_adam,
-    leaf_seeds,
 )
 from fp8jax.optim.step.codecs import blockwise_zeros, zeros
 from fp8jax.optim.transforms import on_params, plain_mask
 from fp8jax.platforms import with_auto_axes
-from fp8jax.quantization import format_of, is_scaled, plain, quantize, value, with_float32_scales
+from fp8jax.quantization import (
+    format_of,
+    is_scaled,
+    leaf_seeds,
+    plain,
+    quantize,
+    value,
+    with_float32_scales,
+)
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 

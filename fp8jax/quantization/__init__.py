@@ -17,7 +17,7 @@ All casts to low-precision formats are in this package. A cast
 * keeps zero with its sign.
 
 A scale is finite and positive. The scale and its reciprocal are normal float32 numbers. An amax that is zero,
-subnormal, infinite or NaN gives scale 1.
+subnormal, infinite or NaN gives scale 1. `quantize_blocks` says what scales of small blocks are.
 """
 
 from fp8jax.quantization.array import ScaledArray as ScaledArray
@@ -27,6 +27,14 @@ from fp8jax.quantization.array import is_scaled as is_scaled
 from fp8jax.quantization.array import own_value as own_value
 from fp8jax.quantization.array import value as value
 from fp8jax.quantization.array import with_float32_scales as with_float32_scales
+from fp8jax.quantization.blocks import BLOCK_1X128 as BLOCK_1X128
+from fp8jax.quantization.blocks import BLOCK_128X128 as BLOCK_128X128
+from fp8jax.quantization.blocks import MXFP8 as MXFP8
+from fp8jax.quantization.blocks import NVFP4_1X16 as NVFP4_1X16
+from fp8jax.quantization.blocks import NVFP4_16X16 as NVFP4_16X16
+from fp8jax.quantization.blocks import BlockMethod as BlockMethod
+from fp8jax.quantization.blocks import hadamard as hadamard
+from fp8jax.quantization.blocks import quantize_blocks as quantize_blocks
 from fp8jax.quantization.casts import bits_of as bits_of
 from fp8jax.quantization.casts import cast as cast
 from fp8jax.quantization.casts import select as select
@@ -36,12 +44,16 @@ from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient
 from fp8jax.quantization.gradient import as_gradients as as_gradients
 from fp8jax.quantization.gradient import like_gradient as like_gradient
 from fp8jax.quantization.gradient import plain as plain
+from fp8jax.quantization.packed import PackedE2M1 as PackedE2M1
 from fp8jax.quantization.quantize import amax as amax
 from fp8jax.quantization.quantize import amax_of_floats as amax_of_floats
 from fp8jax.quantization.quantize import quantize as quantize
 from fp8jax.quantization.quantize import quantize_gradient as quantize_gradient
 from fp8jax.quantization.quantize import quantize_like as quantize_like
 from fp8jax.quantization.quantize import without_infinities as without_infinities
+from fp8jax.quantization.random import leaf_seeds as leaf_seeds
+from fp8jax.quantization.random import other_bits as other_bits
+from fp8jax.quantization.random import random_bits as random_bits
 from fp8jax.quantization.rounding import cast_stochastically as cast_stochastically
 from fp8jax.quantization.rounding import remainder_of as remainder_of
 from fp8jax.quantization.scales import FIRST_SCALES as FIRST_SCALES

@@ -9,9 +9,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.formats import ALL, Format
+from fp8jax.formats import ALL, E8M0, Format
 
-_BITS = {jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32), jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16)}
+_BITS = {
+    jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32),
+    jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16),
+    jnp.dtype(E8M0.dtype): jnp.dtype(jnp.uint8),
+}
 _FLOATS = {bits: float for float, bits in _BITS.items()}
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -58,7 +62,8 @@ class ScaledArray:
         `data` has a floating dtype and any shape;
         `scale` is float32. It is a scalar, or has `data`'s rank and dims that divide `data`'s dims; each
         entry scales one block. A bfloat16 scale, a power of two, marks a parameter that is bfloat16 in its
-        model.
+        model. GEMM operands in blocks (see `quantize_blocks`) may have E8M0 scales, or scales that are a
+        `ScaledArray` of the same kind.
 
     Operators (+ - * / ** @ negation), reductions, reshapes and indexing dequantize, and return a float32
     array.
@@ -136,17 +141,21 @@ class ScaledArray:
             ValueError: an invariant is broken; names both shapes.
         """
         shape, blocks = self.shape, tuple(self.bits.shape)
+        if isinstance(self.bits, ScaledArray):
+            dtype = self.bits.validate().scale.dtype
+        else:
+            dtype = _FLOATS.get(self.bits.dtype, self.bits.dtype)
         fits = not blocks or (
             len(blocks) == len(shape)
             and all(b == d or (b and d % b == 0) for d, b in zip(shape, blocks, strict=True))
         )
         is_float = jnp.issubdtype(self.data.dtype, jnp.floating)
-        is_float = is_float and self.bits.dtype in _FLOATS
+        is_float = is_float and dtype in _BITS
         if not (fits and is_float):
             raise ValueError(
                 "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank "
                 f"with dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
-                f"scale {_FLOATS.get(self.bits.dtype, self.bits.dtype)}{list(blocks)}."
+                f"scale {dtype}{list(blocks)}."
             )
         return self
 
@@ -263,7 +272,7 @@ def with_float32_scales(tree: Any) -> Any:
 
 def expand(scale: Any, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """`scale`, a scalar or one entry per block, in a shape that broadcasts against `shape`; float32."""
-    scale = jnp.asarray(scale, jnp.float32)
+    scale = jnp.asarray(value(scale)).astype(jnp.float32)
     if scale.ndim:
         for axis, (blocks, dim) in enumerate(zip(scale.shape, shape, strict=True)):
             if blocks not in (1, dim):

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt, UInt8
 
-from fp8jax.formats import Format
+from fp8jax.formats import E2M1, Format
 from fp8jax.platforms import by_platform, with_auto_axes
 
 
@@ -29,6 +29,11 @@ def _cast_natively(x: jax.Array, format: Format) -> jax.Array:
 
 
 def _cast_by_bits(x: jax.Array, format: Format) -> jax.Array:
+    return lax.bitcast_convert_type(codes_by_bits(x, format).astype(jnp.uint8), format.dtype)
+
+
+def codes_by_bits(x: Float[Array, "..."], format: Format) -> UInt[Array, "..."]:
+    """`cast` to a format of at most 8 bits, as codes in uint32."""
     # Adding a power of two, the anchor, rounds the magnitude to a multiple of the format's step and leaves
     # the rounded mantissa in the low bits of the sum. The anchor follows the exponent of x. Subnormals have
     # one step, so they have one anchor.
@@ -39,11 +44,17 @@ def _cast_by_bits(x: jax.Array, format: Format) -> jax.Array:
     rounded = lax.bitcast_convert_type(magnitude, jnp.float32) + lax.bitcast_convert_type(anchor, jnp.float32)
     mantissa = lax.bitcast_convert_type(rounded, jnp.uint32) - anchor
     code = mantissa + (anchor >> np.uint32(cut)) - np.uint32((smallest + (cut << 23)) >> cut)
-    # A NaN gives a large number here, and NaN has the largest code.
-    nan = np.uint32(np.array(np.nan, format.dtype).view(np.uint8) & 0x7F)
-    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(24)) & np.uint32(0x80)
-    code = lax.min(code, nan) | sign
-    return lax.bitcast_convert_type(code.astype(jnp.uint8), format.dtype)
+    # A NaN gives a large number here.
+    sign_bit = format.bits - 1
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(31 - sign_bit)) & np.uint32(1 << sign_bit)
+    return lax.min(code, np.uint32(nan_code(format))) | sign
+
+
+def nan_code(format: Format) -> int:
+    """The code of NaN without its sign; the largest code of E2M1, which has no NaN."""
+    if format == E2M1:
+        return 7
+    return int(abs(np.array(np.nan, format.dtype)).view(bits_of(format.dtype)))
 
 
 def to_bytes(codes: Float[Array, "..."]) -> UInt8[Array, "..."]:

@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Shaped, UInt32
 
 from fp8jax.formats import Format
-from fp8jax.quantization.casts import bits_of, select
+from fp8jax.quantization.casts import bits_of, nan_code, select
 
 
 def cast_stochastically(
@@ -24,6 +24,15 @@ def cast_stochastically(
     References:
         Deep Learning with Limited Numerical Precision, arXiv 1502.02551, section 3.
     """
+    return lax.bitcast_convert_type(
+        stochastic_codes(x, format, random).astype(bits_of(format.dtype)), format.dtype
+    )
+
+
+def stochastic_codes(
+    x: Float32[Array, "..."], format: Format, random: UInt32[Array, "..."]
+) -> UInt32[Array, "..."]:
+    """`cast_stochastically`, as codes in uint32."""
     cut = np.uint32(23 - format.mantissa_bits)
     magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
     # Takes a subnormal number of the format to the binade of the least normal number, which has its step.
@@ -34,10 +43,9 @@ def cast_stochastically(
     normal = np.uint32((127 - format.exponent_bias) << format.mantissa_bits)
     code = bits - normal - (is_subnormal.astype(jnp.uint32) << np.uint32(format.mantissa_bits))
     # A NaN gives a large number here.
-    nan = abs(np.array(np.nan, format.dtype)).view(bits_of(format.dtype))
-    code = lax.min(code, jnp.full_like(code, nan))
+    code = lax.min(code, jnp.full_like(code, nan_code(format)))
     sign = (lax.bitcast_convert_type(x, jnp.uint32) >> np.uint32(31)) << np.uint32(format.bits - 1)
-    return lax.bitcast_convert_type((code | sign).astype(bits_of(format.dtype)), format.dtype)
+    return code | sign
 
 
 def remainder_of(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:

@@ -10,4 +10,3 @@ from fp8jax.optim.step.devices import advance_over_devices as advance_over_devic
 from fp8jax.optim.step.fused import Rounding as Rounding
 from fp8jax.optim.step.fused import as_written as as_written
 from fp8jax.optim.step.fused import fused_adam as fused_adam
-from fp8jax.optim.step.random import leaf_seeds as leaf_seeds

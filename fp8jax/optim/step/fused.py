@@ -24,9 +24,17 @@ from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.step.codecs import decode, scaled_part
-from fp8jax.optim.step.random import other_bits, random_bits
 from fp8jax.platforms import by_platform, gpu_barrier
-from fp8jax.quantization import ScaledArray, amax_of_floats, format_of, is_scaled, scale_of, value
+from fp8jax.quantization import (
+    ScaledArray,
+    amax_of_floats,
+    format_of,
+    is_scaled,
+    other_bits,
+    random_bits,
+    scale_of,
+    value,
+)
 
 
 class Written(NamedTuple):

@@ -1,0 +1,168 @@
+"""Block scaling: a scale for each block of a matrix, computed from the block.
+
+    q = quantize_blocks(x, BLOCK_1X128)      # x.shape=(m, k): codes of shape (m, k), scales (m, k / 128)
+
+Blocks run along the last axis, the contracted axis of a GEMM's operand. An operand of two GEMMs that contract
+different axes is quantized twice: as it is, and transposed.
+
+| method | codes | block | scale |
+|---|---|---|---|
+| `BLOCK_1X128`, `BLOCK_128X128` | E4M3 or E5M2 | 1x128, 128x128 | float32, a power of two |
+| `MXFP8` | E4M3 | 1x32 | E8M0 |
+| `NVFP4_1X16`, `NVFP4_16X16` | E2M1 | 1x16, 16x16 | E4M3, times a float32 scale of the tensor |
+
+A block of zeros has codes 0 and scale 1 (MXFP8: 2**-127, NVFP4: 0). A block with an infinity or NaN has a NaN
+scale, so all its values are NaN; in NVFP4 the whole tensor is. Blocks of numbers below 2**-117 may become 0.
+
+References:
+    TransformerEngine 2.20 `Float8BlockScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`.
+    DeepSeek-V3, arXiv 2412.19437, section 3.3; MXFP8 recipes, arXiv 2506.08027 (scales are rounded up);
+    Pretraining with NVFP4, arXiv 2509.25149, sections 3 and 4.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, UInt32
+
+from fp8jax.formats import E2M1, E4M3, E8M0, Format
+from fp8jax.quantization.array import ScaledArray, expand
+from fp8jax.quantization.casts import cast, select
+from fp8jax.quantization.packed import PackedE2M1
+from fp8jax.quantization.quantize import amax
+from fp8jax.quantization.rounding import cast_stochastically
+from fp8jax.quantization.scales import factor_of, usable
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMethod:
+    """One way to quantize a matrix in blocks.
+
+    Attributes:
+        format: of the codes.
+        block: rows and columns of a block.
+        scale: "power_of_two" or "float32" (both stored as float32), "E8M0", or "E4M3" (on a float32 scale of
+            the tensor).
+    """
+
+    format: Format
+    block: tuple[int, int]
+    scale: str = "power_of_two"
+
+    def padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A matrix's shape with both dims rounded up to whole blocks."""
+        *batch, rows, columns = shape
+        return (
+            *batch,
+            *(-(-dim // size) * size for dim, size in zip((rows, columns), self.block, strict=True)),
+        )
+
+
+BLOCK_1X128 = BlockMethod(E4M3, (1, 128))
+BLOCK_128X128 = BlockMethod(E4M3, (128, 128))
+MXFP8 = BlockMethod(E4M3, (1, 32), "E8M0")
+NVFP4_1X16 = BlockMethod(E2M1, (1, 16), "E4M3")
+NVFP4_16X16 = BlockMethod(E2M1, (16, 16), "E4M3")
+
+
+def quantize_blocks(
+    x: Float[Array, "*batch rows columns"], method: BlockMethod, random: UInt32[Array, "..."] | None = None
+) -> ScaledArray:
+    """`x` in codes with a scale for each block.
+
+    Args:
+        x: float array. Dims that are no multiples of the block are padded with zeros.
+        method: the format, the block and the kind of scale.
+        random: random bits of the padded shape, for stochastic rounding; None rounds to nearest even.
+
+    Returns:
+        A `ScaledArray` of the padded shape; E2M1 codes are `PackedE2M1`. Its scale is float32, E8M0, or for
+        NVFP4 a `ScaledArray` of E4M3 with one float32 scale for each matrix. Only the rounding of an E4M3
+        scale makes a code saturate.
+    """
+    *batch, rows, columns = x.shape
+    shape = method.padded(x.shape)
+    if shape != x.shape:
+        x = jnp.pad(x, [(0, padded - dim) for padded, dim in zip(shape, x.shape, strict=True)])
+    x = x.astype(jnp.float32)
+    blocks = (*batch, shape[-2] // method.block[0], shape[-1] // method.block[1])
+    factor, scale = _FACTORS[method.scale](amax(x, blocks), method.format)
+    codes = x * expand(factor, shape)
+    if method.format == E2M1:
+        return ScaledArray(PackedE2M1.cast(codes, random), scale)
+    if random is not None:
+        return ScaledArray(cast_stochastically(codes, method.format, random), scale)
+    return ScaledArray(cast(codes, method.format), scale)
+
+
+def _power_of_two(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
+    factor = select(usable(amax), factor_of(amax, format.max, power_of_two=True), 1.0)
+    factor = _nan_unless_finite(factor, amax)
+    return factor, 1 / factor
+
+
+def _float32(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
+    factor = _nan_unless_finite(select(usable(amax), factor_of(amax, format.max), 1.0), amax)
+    return factor, 1 / factor
+
+
+def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
+    """The exponent of amax / format.max, rounded up."""
+    limit = np.float32(format.max).view(np.uint32)
+    mantissa, exponent = limit & np.uint32(0x7FFFFF), np.int32(limit >> np.uint32(23)) - 127
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    # Carries into the exponent if the mantissa is larger than the limit's.
+    above = (bits + (np.uint32(0x7FFFFF) - mantissa)) >> np.uint32(23)
+    code = lax.max(above.astype(jnp.int32) - exponent, jnp.zeros_like(above, jnp.int32))
+    code = select(lax.is_finite(amax), code, 255)
+    scale = lax.bitcast_convert_type(code.astype(jnp.uint8), E8M0.dtype)
+    # 2**(127 - code); a code of 254 would need a subnormal number.
+    factor = lax.bitcast_convert_type((lax.max(254 - code, jnp.ones_like(code))) << 23, jnp.float32)
+    return _nan_unless_finite(factor, amax), scale
+
+
+def _e4m3(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
+    """E4M3 scales of blocks, on the float32 scale of each matrix."""
+    of_matrix = jnp.max(amax, axis=(-2, -1), keepdims=True)
+    encode = select(usable(of_matrix), factor_of(of_matrix, format.max * E4M3.max), 1.0)
+    encode = _nan_unless_finite(encode, of_matrix)
+    decode = 1 / encode
+    of_block = cast(amax * (encode * np.float32(1 / np.float32(format.max))), E4M3)
+    whole = of_block.astype(jnp.float32) * decode
+    factor = lax.min(1 / whole, jnp.full_like(whole, np.finfo(np.float32).max))
+    return factor, ScaledArray(of_block, decode)
+
+
+def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return select(lax.is_finite(amax), x, float("nan"))
+
+
+_FACTORS = {"power_of_two": _power_of_two, "float32": _float32, "E8M0": _e8m0, "E4M3": _e4m3}
+
+# The signs of TransformerEngine's 16x16 random Hadamard transform.
+_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+
+
+def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
+    """Each 16 columns times an orthogonal 16x16 matrix, a Hadamard matrix with random signs; x's dtype.
+
+    It spreads outliers over a block, and leaves a GEMM of two operands that are transformed along the
+    contracted axis as it is.
+
+    Args:
+        x: its last dim is a multiple of 16.
+
+    References:
+        Pretraining with NVFP4, arXiv 2509.25149, section 4.2; TransformerEngine `get_wgrad_sign_vector`.
+    """
+    # By sums and differences of halves, which XLA fuses into the cast; a matmul would be a GEMM of its own.
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
+    y *= jnp.broadcast_to(_SIGNS, y.shape)
+    for width in (8, 4, 2, 1):
+        halves = y.reshape(*x.shape[:-1], -1, 2, width)
+        low, high = halves[..., 0, :], halves[..., 1, :]
+        y = jnp.stack([low + high, low - high], axis=-2)
+    return (y * np.float32(0.25)).reshape(x.shape).astype(x.dtype)
