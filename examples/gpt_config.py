@@ -31,8 +31,8 @@ class Config(DeviceConfig, GPTOptions):
 
     recipe: str = option(
         "",
-        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2 or fp8; with changes: O2,margin=1; by "
-        "default fp8, for adafactor O2",
+        "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8, block, mxfp8, nvfp4 or one as "
+        "block+O2; with changes: O2,margin=1; by default fp8, for adafactor O2",
     )
     twin: bool = option(True, "train the same model in bf16 next to it")
     # the model

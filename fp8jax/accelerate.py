@@ -207,7 +207,20 @@ def _preset(settings: list[_Setting]) -> Preset:
     values = {name: given.get(name, default) for name, default in defaults.items()}
     if backend == "MSAMP":
         return values["opt_level"], {}
+    if values["use_mxfp8_block_scaling"]:
+        return _mxfp8(values, defaults)
     return "te", {name: value for name, value in values.items() if name not in _NO_FIELDS}
+
+
+def _mxfp8(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Preset:
+    """The preset of MXFP8. Accelerate hands on only what differs from its own defaults, as here."""
+    given = {name for name, value in values.items() if value != defaults[name]}
+    scales = [
+        name for name in ("margin", "interval", "amax_history_len", "amax_compute_algo") if name in given
+    ]
+    if scales:
+        raise _error(f"use_mxfp8_block_scaling takes no {', '.join(scales)}; leave that out")
+    return "mxfp8", {"override_linear_precision": values["override_linear_precision"]}
 
 
 def _plain(key: object) -> str:
@@ -282,12 +295,6 @@ def _format(key: str, raw: object) -> str:
     return _word(key, raw, ("HYBRID", "E4M3"))
 
 
-def _mxfp8(key: str, raw: object) -> bool:
-    if _boolean(key, raw):
-        raise _illegal(key, raw, "false (here a scale is one per tensor, not one per MXFP8 block)")
-    return False
-
-
 def _backend(key: str, raw: object) -> str | None:
     """TE or MSAMP, which accelerate's templates spell MS-AMP; None where the other settings decide."""
     word = raw.strip().lower().replace("-", "").replace("_", "") if isinstance(raw, str) else raw
@@ -321,7 +328,7 @@ SETTINGS = {
     "amax_compute_algo": _Spec("TE", functools.partial(_word, legal=("max", "most_recent")), "most_recent"),
     "override_linear_precision": _Spec("TE", _override, (False, False, False)),
     "use_autocast_during_eval": _Spec("TE", _boolean, False),
-    "use_mxfp8_block_scaling": _Spec("TE", _mxfp8, False),
+    "use_mxfp8_block_scaling": _Spec("TE", _boolean, False),
     "opt_level": _Spec("MSAMP", functools.partial(_word, legal=("O1", "O2")), "O2"),
     "config": _Spec("AO", lambda _, raw: raw, None),
     "module_filter_func": _Spec("AO", lambda _, raw: raw, None),

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 _LEGAL: dict[str, tuple[Any, ...]] = {
-    "gemm": ("FP32", "BF16", "FP16", "FP8"),
+    "gemm": ("FP32", "BF16", "FP16", "FP8", "FP4"),
     "comm": ("FP32", "BF16", "FP8"),
     "weight": ("FP32", "FP16", "E4M3"),
     "master_weight": ("-", "FP32", "FP16"),
@@ -14,10 +14,15 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "rounding": tuple(
         itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
     ),
-    "scaling": ("delayed", "current"),
+    "scaling": ("delayed", "current", "block", "block_float32", "mxfp8", "nvfp4"),
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),
+    "fp4_options": tuple(
+        chosen
+        for count in range(4)
+        for chosen in itertools.combinations(("hadamard", "stochastic", "2d"), count)
+    ),
 }
 
 
@@ -72,9 +77,19 @@ def _check_combination(recipe: Any) -> None:
             "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
             f"weight={recipe.weight}, master_weight={recipe.master_weight}."
         )
-    if recipe.gemm != "FP8" and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
+    if (recipe.gemm == "FP4") != (recipe.scaling == "nvfp4"):
         raise ValueError(
-            "recipe: weight and weight_grad are the formats of layers with FP8 GEMMs; with "
+            "recipe: scaling=nvfp4 is that of gemm=FP4, and its only one; got "
+            f"gemm={recipe.gemm}, scaling={recipe.scaling}."
+        )
+    if recipe.has_blocks and (recipe.margin, recipe.interval) != (0, 1):
+        raise ValueError(
+            f"recipe: scaling={recipe.scaling} computes each scale from its block: expected margin=0 and "
+            f"interval=1; got margin={recipe.margin}, interval={recipe.interval}."
+        )
+    if not recipe.is_quantized and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
+        raise ValueError(
+            "recipe: weight and weight_grad are the formats of layers with FP8 or FP4 GEMMs; with "
             f"gemm={recipe.gemm} both must be FP32; got weight={recipe.weight}, "
             f"weight_grad={recipe.weight_grad}."
         )
@@ -90,7 +105,7 @@ def _check_combination(recipe: Any) -> None:
             f"weight={recipe.weight}, master_weight={recipe.master_weight}. Say "
             f"rounding={of_mu}+nearest+{of_nu}."
         )
-    if all(recipe.override_linear_precision) and recipe.gemm == "FP8":
+    if all(recipe.override_linear_precision) and recipe.is_quantized:
         raise ValueError("recipe: override_linear_precision takes all three GEMMs out of FP8; say gemm=BF16.")
-    if recipe.gemm == "FP8" and not recipe.include:
+    if recipe.is_quantized and not recipe.include:
         raise ValueError("recipe: include is empty, so no layer is in FP8; say gemm=BF16.")

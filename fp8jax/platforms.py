@@ -30,19 +30,27 @@ _by_platform_p = jex.Primitive("by_platform")
 _by_platform_p.multiple_results = True
 
 
-def by_platform(*args: PyTree, cpu: Callable[..., Any], default: Callable[..., Any], **static: Any) -> PyTree:
+def by_platform(
+    *args: PyTree,
+    cpu: Callable[..., Any],
+    default: Callable[..., Any],
+    is_deferred: bool = True,
+    **static: Any,
+) -> PyTree:
     """`cpu(*args, **static)` on a CPU, `default(*args, **static)` on other platforms.
 
     Args:
         args: trees of arrays.
         cpu: a module-level function that returns a tree of arrays.
         default: a module-level function that returns the same structure, shapes and dtypes.
+        is_deferred: whether `default` is traced only for a program that needs it. JAX looks for primitives
+            that are partitioned by rules of their own, and does not find them in a deferred function.
         static: hashable keyword arguments of both.
     """
     leaves, treedef = jax.tree.flatten(args)
     leaves = [jax.numpy.asarray(leaf) for leaf in leaves]
     avals = tuple(jax.typeof(leaf) for leaf in leaves)
-    on_cpu, elsewhere, out = _trace(cpu, default, tuple(sorted(static.items())), treedef, avals)
+    on_cpu, elsewhere, out = _trace(cpu, default, tuple(sorted(static.items())), treedef, avals, is_deferred)
     return jax.tree.unflatten(out, _by_platform_p.bind(*leaves, cpu=on_cpu, default=elsewhere))
 
 
@@ -72,12 +80,19 @@ class Deferred:
 
 
 @functools.lru_cache(maxsize=4096)
-def _trace(cpu: Any, default: Any, static: Any, treedef: Any, avals: Any) -> tuple[Any, Deferred, Any]:
+def _trace(
+    cpu: Any, default: Any, static: Any, treedef: Any, avals: Any, is_deferred: bool
+) -> tuple[Any, Any, Any]:
     """The jaxprs of both functions, and the structure of their result."""
     args = treedef.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
     cpu, default = (functools.partial(function, **dict(static)) for function in (cpu, default))
     on_cpu, shapes = jax.make_jaxpr(cpu, return_shape=True)(*args)
-    return on_cpu, Deferred(default, args), jax.tree.structure(shapes)
+    elsewhere = Deferred(default, args) if is_deferred else jax.make_jaxpr(default)(*args)
+    return on_cpu, elsewhere, jax.tree.structure(shapes)
+
+
+def _closed(default: Any) -> Any:
+    return default.jaxpr if isinstance(default, Deferred) else default
 
 
 @functools.partial(jax.jit, static_argnames=("cpu", "default"))
@@ -94,22 +109,24 @@ def _run(*args: jax.Array, cpu: Any, default: Any) -> Any:
 _by_platform_p.def_abstract_eval(lambda *avals, cpu, default: cpu.out_avals)
 
 
-def _batch(args: Any, dims: Any, *, cpu: Any, default: Deferred) -> Any:
+def _batch(args: Any, dims: Any, *, cpu: Any, default: Any) -> Any:
     avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in map(jax.typeof, args)]
 
     def batched(*args: Any) -> Any:
-        return jax.vmap(jex.jaxpr_as_fun(default.jaxpr), in_axes=dims)(*args)
+        return jax.vmap(jex.jaxpr_as_fun(_closed(default)), in_axes=dims)(*args)
 
     on_cpu = jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(cpu), in_axes=dims))(*avals)
-    out = _by_platform_p.bind(*args, cpu=on_cpu, default=Deferred(batched, avals))
+    deferred = isinstance(default, Deferred)
+    elsewhere = Deferred(batched, avals) if deferred else jax.make_jaxpr(batched)(*avals)
+    out = _by_platform_p.bind(*args, cpu=on_cpu, default=elsewhere)
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[_by_platform_p] = _batch
 
 
-def _lower(ctx: Any, *args: Any, cpu: Any, default: Deferred) -> Any:
-    return mlir.lower_fun(jex.jaxpr_as_fun(default.jaxpr), multiple_results=True)(ctx, *args)
+def _lower(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:
+    return mlir.lower_fun(jex.jaxpr_as_fun(_closed(default)), multiple_results=True)(ctx, *args)
 
 
 def _lower_on_cpu(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:

@@ -11,6 +11,11 @@
 | O3       | FP8  | FP8  | E4M3   | FP16   | FP8 (E4M3)  | E4M3 + FP16 |
 | te+O2    | TransformerEngine's scaling in the gemm column, otherwise as O2       |
 | fp8      | FP8  | FP8  | FP16   | -      | FP8 (E4M3)  | E5M2 + FP16 |
+| block    | FP8  | FP32 | FP32   | -      | FP32        | FP32 + FP32 |
+| mxfp8    | FP8  | FP32 | FP32   | -      | FP32        | FP32 + FP32 |
+| nvfp4    | FP4  | FP32 | FP32   | -      | FP32        | FP32 + FP32 |
+| block+O2 | block's scaling in the gemm column, otherwise as O2; so for each of the three |
+|          | and O1, O2, O3, fp8                                                    |
 
 `fp8` is the one to take: its `rounding` loses nothing that O1 to O3, which are MS-AMP's, lose.
 
@@ -29,7 +34,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fp8jax import accelerate, legal
+from fp8jax import accelerate, legal, te_recipes
 
 # Layers that stay in high precision by default: output heads, which users of TransformerEngine and torchao
 # exclude by hand, and routers.
@@ -54,9 +59,13 @@ class Recipe:
             "kahan" stores what rounding took from the weight, in one more byte. "root" stores the second
             moment's root, rounded stochastically, which covers twice the exponents of the "value".
         scaling: "delayed" computes the scale of a GEMM operand from the amaxes of previous steps, "current"
-            from the tensor itself.
+            from the tensor itself. "block" has a power-of-two scale for each 1x128 inputs and output
+            gradients and each 128x128 weights (DeepSeek-V3's), "block_float32" a float32 one; "mxfp8" an
+            E8M0 scale for each 32; "nvfp4" an E4M3 scale for each 16 of E2M1. See `fp8jax.scaling.block`.
         fp8_format: "HYBRID" is E4M3 for inputs and weights, E5M2 for output gradients; "E4M3" is E4M3 for
             all.
+        fp4_options: for "nvfp4": "hadamard" transforms the operands of the wgrad GEMM, "stochastic" rounds
+            output gradients at random, "2d" gives weights 16x16 blocks.
         margin: scales are multiplied by 2**margin, as headroom.
         interval: number of steps between two updates of a delayed scale.
         amax_history_len: number of steps in the amax history of delayed scaling.
@@ -82,6 +91,7 @@ class Recipe:
     rounding: tuple[str, str, str] = ("nearest", "nearest", "value")
     scaling: str = "delayed"
     fp8_format: str = "HYBRID"
+    fp4_options: tuple[str, ...] = ("hadamard", "stochastic", "2d")
     margin: int = 0
     interval: int = 1
     amax_history_len: int = 1024
@@ -100,6 +110,9 @@ class Recipe:
     O3: ClassVar["Recipe"]
     TE_O2: ClassVar["Recipe"]
     FP8: ClassVar["Recipe"]
+    BLOCK: ClassVar["Recipe"]
+    MXFP8: ClassVar["Recipe"]
+    NVFP4: ClassVar["Recipe"]
 
     def __post_init__(self) -> None:
         legal.check(self)
@@ -131,6 +144,24 @@ class Recipe:
         )
 
     @classmethod
+    def from_te(cls, source: object) -> "Recipe":
+        """The recipe of TransformerEngine's recipe object.
+
+        Args:
+            source: a `DelayedScaling`, `Float8CurrentScaling`, `Float8BlockScaling`, `MXFP8BlockScaling` or
+                `NVFP4BlockScaling`. They give `te`, `te,scaling=current`, `block`, `mxfp8` and `nvfp4`, with
+                the object's settings.
+
+        Raises:
+            ValueError: another object, or a setting that no recipe has.
+
+        References:
+            TransformerEngine 2.20, common/recipe/__init__.py.
+        """
+        preset, changes = te_recipes.read(source)
+        return dataclasses.replace(PRESETS[preset], **changes)
+
+    @classmethod
     def from_accelerate(
         cls,
         source: "str | os.PathLike[str] | object | None" = None,
@@ -140,7 +171,8 @@ class Recipe:
         """The recipe of Hugging Face Accelerate's settings.
 
         `mixed_precision` no, fp16 and bf16 give `fp32`, `fp16_amp` and `bf16`. fp8 with backend TE gives
-        `Recipe.te` with the settings of the same names; with backend MSAMP it gives `O1` or `O2`, by
+        `Recipe.te` with the settings of the same names, or `mxfp8` with use_mxfp8_block_scaling; with backend
+        MSAMP it gives `O1` or `O2`, by
         `opt_level`. Without a backend it is MSAMP if `opt_level` is given, otherwise TE. Missing settings
         have Accelerate's defaults: O2, and amax_compute_algo most_recent where `Recipe.te` has max.
 
@@ -157,7 +189,7 @@ class Recipe:
 
         Raises:
             ValueError: a key or value is unknown or contradicts another, or no recipe has the setting:
-                torchao's settings, MXFP8 blocks, the format E5M2.
+                torchao's settings, the format E5M2.
             ImportError: `source` is a file, and PyYAML is not installed.
 
         References:
@@ -185,9 +217,13 @@ class Recipe:
         if isinstance(text, Recipe):
             return text
         name, *changes = str(text).split(",", 1)
-        if name.strip() not in PRESETS:
-            raise ValueError(f"recipe: expected one of {', '.join(PRESETS)}; got {name.strip()!r}.")
-        return dataclasses.replace(PRESETS[name.strip()], **(parse_changes(changes[0]) if changes else {}))
+        preset = (PRESETS | COMBINED).get(name.strip())
+        if preset is None:
+            raise ValueError(
+                f"recipe: expected one of {', '.join(PRESETS)}, or block, mxfp8 or nvfp4 with +O1, +O2, +O3 "
+                f"or +fp8; got {name.strip()!r}."
+            )
+        return dataclasses.replace(preset, **(parse_changes(changes[0]) if changes else {}))
 
     def __str__(self) -> str:
         def changes(preset: Recipe) -> list[str]:
@@ -195,12 +231,24 @@ class Recipe:
             different = [name for name in names if getattr(self, name) != getattr(preset, name)]
             return [f"{name}={legal.shown(getattr(self, name))}" for name in different]
 
-        described = [[name, *changes(preset)] for name, preset in PRESETS.items()]
+        described = [[name, *changes(preset)] for name, preset in (PRESETS | COMBINED).items()]
         return ",".join(min(described, key=len))
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether GEMMs are in FP8 or FP4."""
+        return self.gemm in ("FP8", "FP4")
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether GEMM operands have a scale for each block."""
+        return self.is_quantized and self.scaling not in ("delayed", "current")
+
+    @property
     def gemm_formats(self) -> tuple[str, str]:
-        """Names of the formats of an FP8 GEMM's forward operands and output gradient."""
+        """Names of the formats of a quantized GEMM's forward operands and output gradient."""
+        if self.gemm == "FP4":
+            return ("E2M1", "E2M1")
         return ("E4M3", "E4M3" if self.fp8_format == "E4M3" else "E5M2")
 
     @property
@@ -284,6 +332,9 @@ Recipe.O3 = dataclasses.replace(Recipe.O2, weight="E4M3", master_weight="FP16")
 Recipe.FP8 = dataclasses.replace(
     Recipe.O2, moments=("E5M2", "FP16"), rounding=("stochastic", "kahan", "root")
 )
+Recipe.BLOCK = Recipe(scaling="block", fp8_format="E4M3")
+Recipe.MXFP8 = Recipe(scaling="mxfp8", fp8_format="E4M3")
+Recipe.NVFP4 = Recipe(gemm="FP4", scaling="nvfp4", fp8_format="E4M3")
 Recipe.TE_O2 = dataclasses.replace(Recipe.O2, amax_history_len=Recipe.TE.amax_history_len)
 
 PRESETS: dict[str, Recipe] = {
@@ -296,4 +347,18 @@ PRESETS: dict[str, Recipe] = {
     "O3": Recipe.O3,
     "te+O2": Recipe.TE_O2,
     "fp8": Recipe.FP8,
+    "block": Recipe.BLOCK,
+    "mxfp8": Recipe.MXFP8,
+    "nvfp4": Recipe.NVFP4,
+}
+
+_GEMM_COLUMN = ("gemm", "scaling", "fp8_format", "amax_history_len")
+
+# Block scaling with the other columns of MS-AMP's levels and of fp8.
+COMBINED: dict[str, Recipe] = {
+    f"{of_gemm}+{of_others}": dataclasses.replace(
+        PRESETS[of_others], **{name: getattr(PRESETS[of_gemm], name) for name in _GEMM_COLUMN}
+    )
+    for of_gemm in ("block", "mxfp8", "nvfp4")
+    for of_others in ("O1", "O2", "O3", "fp8")
 }

@@ -244,9 +244,12 @@ def test_how_to_evaluate_is_not_the_recipes_to_say(how):
     assert str(Recipe.from_accelerate(TERecipeKwargs(use_autocast_during_eval=how))) == DEFAULT
 
 
-# What is refused ##################################################################################
+@pytest.mark.parametrize("given", [{}, {"fp8_format": "E4M3"}, {"fp8_format": "HYBRID"}])
+def test_mxfp8(given):
+    assert Recipe.from_accelerate(TERecipeKwargs(use_mxfp8_block_scaling=True, **given)) == Recipe.MXFP8
 
-BEYOND = "`use_mxfp8_block_scaling` is one of: false .*one per tensor.*; got True"
+
+# What is refused ##################################################################################
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,10 @@ BEYOND = "`use_mxfp8_block_scaling` is one of: false .*one per tensor.*; got Tru
             TERecipeKwargs(fp8_format="E5M2"),
             r"`fp8_format` is one of: HYBRID E4M3 \(E5M2 is too coarse.*; got 'E5M2'",
         ),
-        (TERecipeKwargs(use_mxfp8_block_scaling=True), BEYOND),
+        (
+            TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=16, margin=1),
+            "use_mxfp8_block_scaling takes no margin, amax_history_len; leave that out",
+        ),
         ({"amax_compute_algo": "mean"}, "`amax_compute_algo` is one of: max most_recent; got 'mean'"),
         ({"margin": "two"}, "`margin` is one of: an integer; got 'two'"),
         ({"margin": 1.5}, "`margin` is one of: an integer; got 1.5"),
@@ -344,7 +350,7 @@ def test_what_contradicts_or_means_nothing_raises_one_line(source, message):
         ),
         (LAUNCHED | variables(BACKEND="ao"), "torchao's settings have no recipe"),
         (LAUNCHED | variables(PAD_INNER_DIM="0"), "`ACCELERATE_FP8_PAD_INNER_DIM` is for backend AO"),
-        (LAUNCHED | variables(USE_MXFP8_BLOCK_SCALING="true"), "MXFP8"),
+        (LAUNCHED | variables(USE_MXFP8_BLOCK_SCALING="true", MARGIN="1"), "takes no margin"),
         (
             LAUNCHED | {"ACCELERATE_MIXED_PRECISION": "bf16"},
             "settings of FP8 need ACCELERATE_MIXED_PRECISION=fp8",

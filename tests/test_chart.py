@@ -26,6 +26,9 @@ CHART = {
     "O3": ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8 + FP16", NEAREST),
     "te+O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
     "fp8": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", "stochastic + kahan + root"),
+    "block": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "mxfp8": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "nvfp4": ("FP4", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
 }
 
 
@@ -37,7 +40,7 @@ def test_the_table_has_every_level():
     assert list(CHART) == list(PRESETS)
 
 
-SHORT = ("te", "O3", "fp8")  # the others share their columns
+SHORT = ("te", "O3", "fp8", "nvfp4")  # the others share their columns
 
 
 @pytest.mark.parametrize(

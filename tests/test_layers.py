@@ -19,6 +19,7 @@ RANKS = {
     "remedy": 0,
     "accelerate": 0,
     "legal": 0,
+    "te_recipes": 0,
     "platforms": 0,
     "recipe": 1,
     "quantization": 1,

@@ -10,7 +10,7 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe, formats
-from fp8jax.recipe import DEFAULT_EXCLUDE, PRESETS
+from fp8jax.recipe import COMBINED, DEFAULT_EXCLUDE, PRESETS
 
 # The chart: gemm, comm, weight, master weight, weight gradient, moments; and TransformerEngine's window of
 # amaxes (1024) or MS-AMP's (16), and the optimizer's rounding.
@@ -25,7 +25,11 @@ CHART = {
     "O3": ("FP8", "FP8", "E4M3", "FP16", "E4M3", ("E4M3", "FP16"), 16, NEAREST),
     "te+O2": ("FP8", "FP8", "FP16", "-", "E4M3", ("E4M3", "FP16"), 1024, NEAREST),
     "fp8": ("FP8", "FP8", "FP16", "-", "E4M3", ("E5M2", "FP16"), 16, ("stochastic", "kahan", "root")),
+    "block": ("FP8", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
+    "mxfp8": ("FP8", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
+    "nvfp4": ("FP4", "FP32", "FP32", "-", "FP32", ("FP32", "FP32"), 1024, NEAREST),
 }
+BLOCKS = ("block", "mxfp8", "nvfp4")
 COLUMNS = (
     "gemm",
     "comm",
@@ -40,6 +44,7 @@ COLUMNS = (
 COMMON = {
     "scaling": "delayed",
     "fp8_format": "HYBRID",
+    "fp4_options": ("hadamard", "stochastic", "2d"),
     "margin": 0,
     "interval": 1,
     "amax_compute_algo": "max",
@@ -49,7 +54,7 @@ COMMON = {
     "exclude": DEFAULT_EXCLUDE,
 }
 CHOICES = {
-    "gemm": ("FP32", "BF16", "FP16", "FP8"),
+    "gemm": ("FP32", "BF16", "FP16", "FP8", "FP4"),
     "comm": ("FP32", "BF16", "FP8"),
     "weight": ("FP32", "FP16", "E4M3"),
     "master_weight": ("-", "FP32", "FP16"),
@@ -58,10 +63,13 @@ CHOICES = {
     "rounding": tuple(
         itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
     ),
-    "scaling": ("delayed", "current"),
+    "scaling": ("delayed", "current", "block", "block_float32", "mxfp8", "nvfp4"),
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),
+    "fp4_options": tuple(
+        chosen for n in range(4) for chosen in itertools.combinations(("hadamard", "stochastic", "2d"), n)
+    ),
 }
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
 
@@ -69,7 +77,8 @@ FIELDS = [field.name for field in dataclasses.fields(Recipe)]
 @pytest.mark.parametrize("name", CHART)
 def test_a_preset_is_its_row_of_the_chart(name):
     recipe = Recipe.parse(name)
-    assert dataclasses.asdict(recipe) == {**dict(zip(COLUMNS, CHART[name], strict=True)), **COMMON}
+    common = COMMON | ({"scaling": name, "fp8_format": "E4M3"} if name in BLOCKS else {})
+    assert dataclasses.asdict(recipe) == {**dict(zip(COLUMNS, CHART[name], strict=True)), **common}
     assert str(recipe) == name
     assert recipe == PRESETS[name] == getattr(Recipe, name.replace("+", "_").upper())
     for format in {recipe.weight, *recipe.moments}:
@@ -77,8 +86,20 @@ def test_a_preset_is_its_row_of_the_chart(name):
 
 
 def test_the_presets_are_those_and_all_different():
-    assert list(PRESETS) == list(CHART) and len(set(PRESETS.values())) == len(CHART)
+    assert list(PRESETS) == list(CHART)
+    presets = [*PRESETS.values(), *COMBINED.values()]
+    assert len(set(presets)) == len(presets)
     assert set(FIELDS) == {*COLUMNS, *COMMON}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "fp8"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_combined_presets_have_the_gemm_column_of_one_and_the_rest_of_the_other(name, level):
+    recipe, gemm, others = (Recipe.parse(text) for text in (f"{name}+{level}", name, level))
+    of_gemm = {"gemm", "scaling", "fp8_format", "amax_history_len"}
+    for field in FIELDS:
+        assert getattr(recipe, field) == getattr(gemm if field in of_gemm else others, field)
+    assert str(recipe) == f"{name}+{level}" and recipe.has_blocks and not others.has_blocks
 
 
 @pytest.mark.parametrize("fp8_format, expected", [("HYBRID", ("E4M3", "E5M2")), ("E4M3", ("E4M3", "E4M3"))])
@@ -120,7 +141,11 @@ def legal_values(draw):
         "exclude": draw(st.just(DEFAULT_EXCLUDE) | patterns),
     }
     values["master_weight"] = draw(st.sampled_from(("FP32", "FP16"))) if values["weight"] == "E4M3" else "-"
-    if values["gemm"] != "FP8":
+    if values["scaling"] == "nvfp4" or values["gemm"] == "FP4":
+        values |= {"scaling": "nvfp4", "gemm": "FP4"}
+    if values["gemm"] in ("FP8", "FP4") and values["scaling"] not in ("delayed", "current"):
+        values |= {"margin": 0, "interval": 1}
+    if values["gemm"] not in ("FP8", "FP4"):
         values |= {"weight": "FP32", "master_weight": "-", "weight_grad": "FP32"}
     else:
         values["include"] = values["include"] or ("*",)
@@ -211,7 +236,10 @@ def test_every_field_has_illegal_values_in_the_table():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("O4", r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, fp8; got 'O4'"),
+        (
+            "O4",
+            r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, fp8, block, .*; got 'O4'",
+        ),
         ("", r"expected one of fp32, .*; got ''"),
         ("o2", r"expected one of fp32, .*; got 'o2'"),
         ("margin=1", r"expected one of fp32, .*; got 'margin=1'"),
@@ -221,7 +249,19 @@ def test_every_field_has_illegal_values_in_the_table():
         ("te,margin=-1", r"`margin` is one of: an integer from 0 to 100; got '-1'"),
         ("te,margin=two", r"`margin` is one of: an integer from 0 to 100; got 'two'"),
         ("te,margin=", r"`margin` is one of: an integer from 0 to 100; got ''"),
-        ("te,scaling=block", r"`scaling` is one of: delayed current; got 'block'"),
+        (
+            "te,scaling=rows",
+            r"`scaling` is one of: delayed current block block_float32 mxfp8 nvfp4; got 'rows'",
+        ),
+        (
+            "te,scaling=nvfp4",
+            "scaling=nvfp4 is that of gemm=FP4, and its only one; got gemm=FP8, scaling=nvfp4",
+        ),
+        (
+            "block,margin=1",
+            "scaling=block computes each scale from its block: expected margin=0 and interval=1",
+        ),
+        ("nvfp4,fp4_options=2d+2d", "`fp4_options` is one of: "),
         ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16 E5M2\+FP16; got 'E4M3'"),
         ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: three boo"),
         ("te,include=a++b", r"`include` is one of: a tuple of patterns"),

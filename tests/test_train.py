@@ -228,7 +228,10 @@ BAD = [
     (["--data", "short.txt"], "--data short.txt is too short"),
     (["--data", "empty.txt"], "--data empty.txt is empty"),
     (["--data", "."], "--data . cannot be read"),
-    (["--recipe", "O9"], "expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8; got 'O9'"),
+    (
+        ["--recipe", "O9"],
+        "expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8, block, mxfp8, nvfp4, or ",
+    ),
     (["--recipe", "O2,margin=-1"], "recipe: `margin` is one of: an integer from 0 to 100; got '-1'."),
     (["--recipe", "O2,exclude=nothing"], "the exclude pattern 'nothing' matches no layer"),
     (["--config", "unknown.yaml"], "Option 'stepz' is not accepted (did you mean --steps?)"),

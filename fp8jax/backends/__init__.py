@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 
+from fp8jax.backends import block as block
 from fp8jax.backends import reference, te, xla
 
 BACKENDS = {"xla": xla, "reference": reference, "te": te}
@@ -36,7 +37,7 @@ class Choice(NamedTuple):
         return BACKENDS[self.name]
 
 
-def choose(name: str, *, is_batched: bool = False) -> Choice:
+def choose(name: str, *, is_batched: bool = False, scaling: str = "delayed") -> Choice:
     """The backend `name`. "auto" is "te" if it can run here and there is one device, otherwise "xla".
 
     "auto" looks at JAX's default device, so a program traced on CPU for an absent GPU uses "xla".
@@ -44,10 +45,13 @@ def choose(name: str, *, is_batched: bool = False) -> Choice:
     Args:
         name: "auto", or a key of `BACKENDS`.
         is_batched: whether the dot has batch dimensions.
+        scaling: the recipe's scaling. Block scaling is computed by `block`, under the name "xla".
 
     Raises:
         ValueError: the backend is unknown, or cannot run here.
     """
+    if scaling not in ("delayed", "current"):
+        return _choose_for_blocks(name, scaling)
     if name == "auto":
         reason = te.supports(is_batched=is_batched)
         if reason is None and jax.device_count() > 1:
@@ -61,8 +65,18 @@ def choose(name: str, *, is_batched: bool = False) -> Choice:
     return Choice(name, "as asked for")
 
 
-def note(name: str) -> str:
+def _choose_for_blocks(name: str, scaling: str) -> Choice:
+    if name not in ("auto", "xla"):
+        raise ValueError(f"`backend`: expected auto or xla for scaling={scaling}; got {name!r}.")
+    if reason := block.why_not(scaling):
+        raise ValueError(f"`backend`: scaling={scaling} cannot run here: {reason}.")
+    return Choice("xla", f"the only one for scaling={scaling}")
+
+
+def note(name: str, scaling: str = "delayed") -> str:
     """The report's text for the backend `name`: its `NORMS`, and the selected backend."""
+    if scaling not in ("delayed", "current"):
+        return f"backend: {choose(name, scaling=scaling)}"
     choice = choose(name)
     line = f"backend: {choice}"
     if name == "auto" and choice.name == "te":

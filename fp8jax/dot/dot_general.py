@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import backends, formats, scaling
+from fp8jax.dot.block_vjp import jitted_block_dot
 from fp8jax.dot.einsum import einsum_by, is_single_dot
 from fp8jax.dot.layout import Layout
 from fp8jax.dot.vjp import FP8_OPERANDS, DotStatic, State, jitted_dot
@@ -31,7 +32,7 @@ def init_state(recipe: Recipe | str) -> State:
         `fp8jax.scaling.delayed`). With an FP8 weight gradient also its last scale, `wgrad_scale`, shape ().
     """
     recipe = Recipe.parse(recipe)
-    state = scaling.of_recipe(recipe).init(len(OPERANDS))
+    state = scaling.init(recipe, len(OPERANDS))
     if recipe.weight_grad == "E4M3":
         state["wgrad_scale"] = jnp.ones((), jnp.float32)
     return state
@@ -55,7 +56,7 @@ def dot_general(
         rhs: the kernel: a float array, `ScaledArray` or `Weight`. A `ScaledArray` in the GEMM's format with a
             single scale is used without another cast.
         dimension_numbers: as in `jax.lax.dot_general`; batch dims are allowed, any dim may be 0.
-        recipe: a `Recipe`, or its text; its `gemm` must be "FP8".
+        recipe: a `Recipe`, or its text; its `gemm` must be "FP8" or "FP4".
         state: scaling state of this dot, see `init_state`; each dot needs a state of its own. The gradient
             with respect to it is the next state: by `jax.value_and_grad`, or by `fp8jax.value_and_grad` of
             Flax variables with the state in "_overwrite_with_gradient".
@@ -68,17 +69,19 @@ def dot_general(
         dtype; the gradient of a `Weight` is in its `grad_slot`, and the gradient of `state` is the new state.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8", or the backend does not support this dot here.
+        ValueError: `recipe.gemm` is not "FP8" or "FP4", or the backend does not support this dot here.
     """
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
-    chosen = backends.choose(backend, is_batched=layout.is_batched).name
+    scaling_of = Recipe.parse(recipe).scaling
+    chosen = backends.choose(backend, is_batched=layout.is_batched, scaling=scaling_of).name
     static = DotStatic.of(lhs, weight, recipe, chosen, out_dtype, layout=layout)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
-        out: Any = jitted_dot(static, lhs, kernel, grad_slot, state)
+        dot = jitted_block_dot if static.recipe.has_blocks else jitted_dot
+        out: Any = dot(static, lhs, kernel, grad_slot, state)
         return out.reshape(layout.out_shape)
 
     def like(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
@@ -145,16 +148,17 @@ def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> Sc
 
     Args:
         kernel: float array or `ScaledArray`, shape=(*stack, ...).
-        recipe: its `gemm` must be "FP8".
+        recipe: its `gemm` must be "FP8" or "FP4".
         state: the dot's scaling state, with the axes of `stack` in front; {} for stateless scaling.
         rank: the rank of one kernel of the stack.
 
     Returns:
-        A `ScaledArray` in the GEMM's forward format, with a scale for each kernel of the stack.
+        A `ScaledArray` in the GEMM's forward format, with a scale for each kernel of the stack; under block
+        scaling the kernel as it is.
         `dot_general` computes the same output with it as with `kernel`.
     """
     format, depth = formats.get(recipe.gemm_formats[0]), kernel.ndim - rank
-    if isinstance(kernel, ScaledArray) and kernel.data.dtype == format.dtype:
+    if recipe.has_blocks or (isinstance(kernel, ScaledArray) and kernel.data.dtype == format.dtype):
         return kernel
 
     def one(kernel: jax.Array, state: State) -> ScaledArray:

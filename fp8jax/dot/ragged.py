@@ -14,7 +14,6 @@ rows and gradients, and the gradient of its kernel is zero. `fp8jax.dot.blocks` 
     ((6, 32), 16.0)
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -25,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
+from fp8jax.dot.block_ragged import jitted_block_ragged
 from fp8jax.dot.blocks import (
     ExpertSharding,
     Multiply,
@@ -42,8 +42,8 @@ from fp8jax.dot.vjp import (
     FPROP,
     ONCE,
     WGRAD,
+    RaggedStatic,
     State,
-    Static,
     checked,
     cotangents,
     gemm,
@@ -59,11 +59,6 @@ from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, amax, quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import broadcast_under_vmap, from_fm32, to_fm32
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static(Static):
-    over: ExpertSharding | None
 
 
 def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
@@ -105,16 +100,24 @@ def ragged_dot(
         scale for each group.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8", or the shapes do not match.
+        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", or the shapes do not match.
     """
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
-    static = _Static.of(lhs, weight, recipe, backends.choose(backend).name, out_dtype, over=over)
+    static = RaggedStatic.of(
+        lhs,
+        weight,
+        recipe,
+        backends.choose(backend, scaling=Recipe.parse(recipe).scaling).name,
+        out_dtype,
+        over=over,
+    )
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
-    return _jitted(static, lhs, kernel, grad_slot, state, group_sizes)
+    dot = jitted_block_ragged if static.recipe.has_blocks else _jitted
+    return dot(static, lhs, kernel, grad_slot, state, group_sizes)
 
 
 def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
@@ -126,12 +129,12 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any) -> jax.Array:
+def _ragged(static: RaggedStatic, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any) -> jax.Array:
     return _forward(static, lhs, rhs, grad_slot, state, sizes)[0]
 
 
 def _forward(
-    static: _Static, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
+    static: RaggedStatic, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
 ) -> tuple[Any, Any]:
     """The output and the residuals."""
     on_device = on_each(functools.partial(_forward_of_device, static), static.over)
@@ -141,7 +144,7 @@ def _forward(
     return differentiable_once(out, seen, ONCE), (kept, seen, *others)
 
 
-def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[Any, Any]:
+def _forward_of_device(static: RaggedStatic, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[Any, Any]:
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     lhs_seen, q_lhs = _quantize_rows(static, 0, lhs, state, sizes)
     rhs_seen, q_rhs = _quantize_kernels(static, rhs, state)
@@ -156,7 +159,7 @@ def _forward_of_device(static: _Static, lhs: Any, rhs: Any, state: State, sizes:
     return out, (kept, (lhs_seen, rhs_seen), state, sizes)
 
 
-def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
+def _backward(static: RaggedStatic, kept: Any, grad: Any) -> tuple[Any, ...]:
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, static.out_dtype)
     on_device = on_each(functools.partial(_backward_of_device, static), static.over)
@@ -164,7 +167,7 @@ def _backward(static: _Static, kept: Any, grad: Any) -> tuple[Any, ...]:
     return differentiable_once(grads, (grad, kept[1]), ONCE)
 
 
-def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
+def _backward_of_device(static: RaggedStatic, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
     """The gradients of rows and kernels, and the new scaling state."""
     (lhs, rhs), seen, state, sizes = kept
     (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
@@ -186,7 +189,7 @@ def _backward_of_device(static: _Static, kept: Any, grad: jax.Array) -> tuple[An
     return dlhs, *kernel_gradient(static, drhs, state, groups=sizes.shape[0])
 
 
-def _forward_rule(static: _Static, *operands: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(static: RaggedStatic, *operands: Any) -> tuple[jax.Array, Any]:
     return _forward(static, *checked(*operands))
 
 
@@ -195,7 +198,7 @@ _jitted = jax.jit(_ragged, static_argnums=0)
 
 
 def _quantize_rows(
-    static: _Static, operand: int, x: jax.Array, state: State, sizes: jax.Array
+    static: RaggedStatic, operand: int, x: jax.Array, state: State, sizes: jax.Array
 ) -> tuple[jax.Array, ScaledArray]:
     """The amax of each group's rows, shape=(groups,), and the rows quantized with their groups' scales."""
     groups, format = sizes.shape[0], static.formats[operand]
@@ -211,7 +214,7 @@ def _quantize_rows(
     return seen, packed(q)
 
 
-def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Array, ScaledArray]:
+def _quantize_kernels(static: RaggedStatic, rhs: Any, state: State) -> tuple[jax.Array, ScaledArray]:
     """The amax of each kernel, shape=(groups,), and the quantized kernels."""
     has_scales = isinstance(rhs, ScaledArray) and rhs.scale.shape[:1] == rhs.shape[:1]
     one = functools.partial(quantize_operand, static, 1)
@@ -219,7 +222,7 @@ def _quantize_kernels(static: _Static, rhs: Any, state: State) -> tuple[jax.Arra
     return seen, packed(q)
 
 
-def _gemm(static: _Static, left: int, right: int, spec: str, dtype: Any, *, precise: bool) -> Multiply:
+def _gemm(static: RaggedStatic, left: int, right: int, spec: str, dtype: Any, *, precise: bool) -> Multiply:
     """The GEMM of one block, with operands number `left` and `right`."""
 
     def multiply(lhs: Any, rhs: Any) -> jax.Array:

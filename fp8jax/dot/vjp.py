@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, formats, scaling
+from fp8jax.dot.blocks import ExpertSharding
 from fp8jax.dot.layout import Layout, contract
 from fp8jax.dot.weight import WHOLE, KernelPlacement, Weight
 from fp8jax.platforms import differentiable_once, gpu_barrier
@@ -64,11 +65,11 @@ class Static:
         """The static arguments of the dot of `lhs` and `rhs`; `own` are the fields of a subclass.
 
         Raises:
-            ValueError: `recipe.gemm` is not "FP8".
+            ValueError: `recipe.gemm` is neither "FP8" nor "FP4".
         """
         recipe = Recipe.parse(recipe)
-        if recipe.gemm != "FP8":
-            raise ValueError(f"`recipe`: expected gemm=FP8 for an FP8 dot; got gemm={recipe.gemm}.")
+        if not recipe.is_quantized:
+            raise ValueError(f"`recipe`: expected gemm=FP8 or FP4 for an FP8 dot; got gemm={recipe.gemm}.")
         rhs_dtype = None if isinstance(rhs.value, ScaledArray) else rhs.value.dtype
         if out_dtype is None:
             out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
@@ -107,6 +108,13 @@ class DotStatic(Static):
         return (
             self.out_dtype if self.rhs_dtype is None or self.grad_slot_dtype == FP8_GRAD else self.rhs_dtype
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedStatic(Static):
+    """The static arguments of a `ragged_dot`."""
+
+    over: ExpertSharding | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,6 +18,8 @@ class KernelPlacement(Protocol):
     The methods here are those of a kernel that is not sharded; `fp8jax.comm.shard` has the others.
     """
 
+    is_part: bool = False  # whether the kernel is sharded
+
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole kernel; `shape` is the shape of this device's shard."""
         return shape

@@ -46,13 +46,14 @@ SHAPES = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
 
 # Format -> dtypes, by XLA's names and numpy's. FP8 codes cross between devices as bytes.
 _DTYPES = {
+    "FP4": ("f4e2m1fn",),
     "FP8": ("f8e4m3fn", "f8e5m2", "u8", "float8_e4m3fn", "float8_e5m2"),
     "FP16": ("f16", "float16"),
     "BF16": ("bf16", "bfloat16"),
     "FP32": ("f32", "float32"),
 }
 _FORMATS = {dtype: name for name, dtypes in _DTYPES.items() for dtype in dtypes}
-_BITS = {"FP8": 8, "FP16": 16, "BF16": 16, "FP32": 32}
+_BITS = {"FP4": 4, "FP8": 8, "FP16": 16, "BF16": 16, "FP32": 32}
 
 
 class Cell(NamedTuple):

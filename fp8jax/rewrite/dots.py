@@ -183,7 +183,7 @@ class Kernel(NamedTuple):
 
     def first_state(self) -> dict[str, jax.Array]:
         """The initial scaling state of one of its dot products."""
-        if self.recipe.gemm != "FP8":
+        if not self.recipe.is_quantized:
             return {}
         state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
         # On a mesh with explicit axes the copy has the same type as the states that a step returns.

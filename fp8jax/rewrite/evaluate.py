@@ -153,7 +153,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     for _ in range(_depth(state, planned)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
         state = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), state)
-    if recipe.gemm != "FP8" and not state.adapters:
+    if not recipe.is_quantized and not state.adapters:
         return _high_precision_dot(eqn, recipe, ins)
     options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype, "state": state.scaling}
     other, kernel = plain(ins[1 - which]), ins[which]
@@ -164,14 +164,14 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         out = ragged_dot(other, groups, plain(ins[2]), over=eqn.params.get("over"), **options)
         return checkpoint_name(out, DOT_OUTPUT)
     subscripts = _subscripts(eqn, which, kernel.view.perm)
-    if recipe.gemm == "FP8":
+    if recipe.is_quantized:
         dot = functools.partial(_named_dot, **options)
         out = einsum_by(subscripts, other, kernel.kernel, dot, eqn.params.get("out_sharding"))
     else:
         out = _high_precision_dot(eqn, recipe, ins)
     if not state.adapters:
         return out
-    dtype = out_dtype if recipe.gemm == "FP8" else formats.get(recipe.gemm).dtype
+    dtype = out_dtype if recipe.is_quantized else formats.get(recipe.gemm).dtype
     low_rank = functools.partial(
         lora.dot_of_adapters, adapters=state.adapters, scale=plan.lora_scale, dtype=dtype
     )
@@ -250,7 +250,7 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
 def _depth(state: DotState, planned: PlannedDot) -> int:
     """The number of leading layer axes of a dot product's state."""
     groups = int(planned.dot.groups > 0)
-    ranks = {"scale": 1 + groups, "wgrad_scale": groups, lora.A: 2}
+    ranks = {"scale": 1 + groups, "key": 1 + groups, "wgrad_scale": groups, lora.A: 2}
     arrays = state.scaling | state.adapters
     return next((arrays[name].ndim - rank for name, rank in ranks.items() if name in arrays), 0)
 

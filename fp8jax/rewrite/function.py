@@ -58,7 +58,7 @@ class FunctionModel:
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        backends.choose(self.settings.backend)
+        backends.choose(self.settings.backend, scaling=self.recipe.scaling)
         self.settings.new_rules()
 
     @property
@@ -86,7 +86,7 @@ class FunctionModel:
         if lora is not None:
             return self.adapt(jax.random.key(lora.seed), params, *args, **kwargs)
         program, _ = self._program(params, args, kwargs)
-        if self.recipe.gemm == "FP8":
+        if self.recipe.is_quantized:
             check_share(program.report)
         formatted = _with_kernels(params, program, lambda x, planned: planned.kernel.in_format(x))
         return {PARAMS: formatted, **self._states(program)}
@@ -166,7 +166,7 @@ class FunctionModel:
     def kernels(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
         """The kernels that the recipe or a rule applies to for these inputs, by path."""
         program, _ = self._program(_params_of(params), args, kwargs)
-        if self.recipe.gemm == "FP8":
+        if self.recipe.is_quantized:
             check_share(program.report)
         return {path: planned.kernel for path, planned in program.plan.kernels().items()}
 
@@ -220,7 +220,7 @@ class FunctionModel:
         program, _ = self._program(variables[PARAMS], args, kwargs)
 
         def quantized(leaf: Any, planned: PlannedDot) -> Any:
-            if planned.dot.is_computed or planned.kernel.recipe.gemm != "FP8":
+            if planned.dot.is_computed or not planned.kernel.recipe.is_quantized:
                 return leaf
             return planned.kernel.for_inference(leaf, planned.state_in(variables.get(SCALING, {})))
 

@@ -120,7 +120,7 @@ class LoRA:
 
     def freeze(self, x: Any, kernel: Kernel) -> Any:
         """The frozen kernel `x` in its storage format."""
-        default = "E4M3" if kernel.recipe.gemm == "FP8" else "FP32"
+        default = "E4M3" if kernel.recipe.is_quantized else "FP32"
         return kernel.in_format(x, self.weight or default)
 
     def merge(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> Float[Array, "..."]:

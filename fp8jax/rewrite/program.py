@@ -175,7 +175,11 @@ def trace(
         ParamView.of(path, x) if can_be_kernel(x) else None for path, x in zip(paths, leaves, strict=True)
     ]
     views += [None] * num_state_arrays
-    found, notes, remat = find_dots(jaxpr, views), [backends.note(settings.backend)], None
+    found, notes, remat = (
+        find_dots(jaxpr, views),
+        [backends.note(settings.backend, settings.recipe.scaling)],
+        None,
+    )
     if settings.checkpointing is not None and annotations.calls is not None:
         dots = [dot for dot in found.dots if dot.path is not None]
         remat, note = remat_of(settings.checkpointing, annotations.calls, dots)

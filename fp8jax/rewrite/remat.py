@@ -73,7 +73,7 @@ def checkpointing(
         if blocks is not None:
             raise ValueError("`checkpoint_blocks`: expected with `gradient_checkpointing`, which is none.")
         return None
-    if policy == "fp8" and all(each.gemm != "FP8" for each in (recipe, *Rules(recipe, rules).recipes)):
+    if policy == "fp8" and all(not each.is_quantized for each in (recipe, *Rules(recipe, rules).recipes)):
         raise ValueError(
             f"`gradient_checkpointing`: fp8 keeps FP8 operands, and gemm={recipe.gemm} has none; "
             "take dots or full, or a recipe whose GEMMs are FP8."

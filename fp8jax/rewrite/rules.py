@@ -109,7 +109,7 @@ class LayerChoice(NamedTuple):
     @property
     def is_high_precision(self) -> bool:
         """Whether the recipe's GEMM is not FP8."""
-        return self.recipe.gemm != "FP8"
+        return not self.recipe.is_quantized
 
 
 class Rules:
@@ -139,8 +139,8 @@ class Rules:
             if rule.fits(layer):
                 self._used.add(number)
                 recipe = self.recipes[number]
-                return LayerChoice(recipe, None if recipe.gemm == "FP8" else f"rule: gemm={recipe.gemm}")
-        if self.recipe.gemm != "FP8":
+                return LayerChoice(recipe, None if recipe.is_quantized else f"rule: gemm={recipe.gemm}")
+        if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
         if not matches_any(self.recipe.include, layer.path):
             return LayerChoice(self.recipe, f"not in include={'+'.join(self.recipe.include)}")
@@ -160,7 +160,7 @@ class Rules:
         unfit = [
             (name, repr(pattern))
             for name, pattern in given
-            if self.recipe.gemm == "FP8" and not any(matches(pattern, path) for path in paths)
+            if self.recipe.is_quantized and not any(matches(pattern, path) for path in paths)
         ]
         unfit += [("rule", str(rule)) for i, rule in enumerate(self.rules) if i not in self._used]
         for name, what in unfit:

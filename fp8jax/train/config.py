@@ -288,7 +288,7 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
         (config.recipe and half, f"{half} and --recipe {config.recipe} are two precisions; leave one out"),
         (config.tf32 and half, f"--tf32 is for float32 GEMMs, and {half} has none; leave it out"),
         (
-            config.gradient_checkpointing == "fp8" and recipe.gemm != "FP8",
+            config.gradient_checkpointing == "fp8" and not recipe.is_quantized,
             f"--gradient-checkpointing fp8 keeps FP8 operands, and {recipe} has none; use full or dots",
         ),
         (

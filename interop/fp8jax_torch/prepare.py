@@ -58,6 +58,11 @@ def prepare(
         RuntimeError: the named backend cannot run here.
     """
     recipe = Recipe.parse(recipe)
+    if recipe.has_blocks:
+        raise ValueError(
+            f"`recipe`: scaling={recipe.scaling} is for JAX models only; expected scaling=delayed or "
+            "scaling=current for a torch model."
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
     for name, module in model.named_modules():

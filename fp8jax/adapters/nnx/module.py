@@ -102,7 +102,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
             found[path] = Kernel(recipe, layers, groups)
     rules.check(paths)
-    if settings.recipe.gemm == "FP8" and not found:
+    if settings.recipe.is_quantized and not found:
         raise ValueError(
             "`model`: expected a kernel that can multiply in FP8; got none of "
             f"{', '.join(paths) or 'any path'}. Give a rule for those that shall, "
@@ -181,7 +181,7 @@ def freeze(model: nnx.Module) -> nnx.Module:
     check_module(model, "freeze(variables, *inputs)")
     copy: Any = nnx.clone(model)
     for _, kernel, (owner, name, param) in placed_kernels(copy):
-        if kernel.recipe.gemm == "FP8" and isinstance(owner, _KNOWN):
+        if kernel.recipe.is_quantized and isinstance(owner, _KNOWN):
             parts = kernel.first_state()
             state = {part: getattr(owner, f"{name}{STATE}{part}").get_value() for part in parts}
             param.set_value(kernel.for_inference(param.get_value(), state))

@@ -31,6 +31,7 @@ def recipe_of(recipe: Recipe | str) -> Any:
     """
     recipe = Recipe.parse(recipe)
     _refuse(recipe, "gemm", recipe.gemm == "FP8")
+    _refuse(recipe, "scaling", not recipe.has_blocks)
     _refuse(recipe, "interval", recipe.interval == 1)
     _refuse(recipe, "override_linear_precision", not any(recipe.override_linear_precision))
     if recipe.scaling == "current":

@@ -22,6 +22,8 @@ _CALLS = {
     "__cublas$gemm": "cublas",
     "__onednn$matmul": "onednn",
     "te_gemm_v2_ffi": "te",  # TransformerEngine's
+    "__cudnn$blockScaledDot": "cudnn_blocks",  # MXFP8 and NVFP4
+    "__gpu$xla.gpu.triton": "pallas_blocks",  # our kernel for 1x128 and 128x128 blocks
 }
 _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute")
 
@@ -29,7 +31,7 @@ _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "col
 class Gemm(NamedTuple):
     """One GEMM of the program."""
 
-    kind: str  # "cublaslt_f8", "cublaslt", "cublas", "onednn", "te", "triton" or "dot"
+    kind: str  # a value of `_CALLS`, "triton" or "dot"
     lhs: str  # XLA's names of the dtypes: "f8e4m3fn", "bf16", ...
     rhs: str
     out: str
@@ -40,8 +42,8 @@ class Gemm(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether both operands are FP8."""
-        return self.lhs.startswith("f8") and self.rhs.startswith("f8")
+        """Whether both operands are FP8 or FP4."""
+        return self.lhs.startswith(("f8", "f4")) and self.rhs.startswith(("f8", "f4"))
 
 
 class Collective(NamedTuple):
@@ -159,6 +161,8 @@ def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | N
         kind = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
     if dot is None or kind is None:
         return None
+    if kind == "pallas_blocks" and not dot.operands[0].first.dtype.startswith("f8"):
+        return None  # another kernel
     stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
     # An attribute of a dot, or a field of a library call's configuration: the precision of each operand.
     precisions = set(re.findall(r"\w+", dot.find(r"operand_precision\W+([^\]}]*)")))

@@ -7,6 +7,7 @@ import jax
 
 from fp8jax.inspect.program.compiled import Gemm, gemm_of
 from fp8jax.inspect.program.hlo import Instruction, parse
+from fp8jax.quantization.packed import DECODED
 
 # An array keeps its values through these, but for a scale.
 _VALUE_PRESERVING = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
@@ -37,6 +38,8 @@ def _narrowest(operand: Instruction | None) -> str:
     """The narrowest floating dtype of an operand on the way from the operation that computed it."""
     floats = []
     while operand is not None:
+        if f"/{DECODED}/" in operand.op_name:
+            return "f4e2m1fn"
         if operand.first.dtype[:1] in ("f", "b"):
             floats.append(operand.first)
         operand = _before(operand)

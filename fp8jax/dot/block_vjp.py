@@ -1,0 +1,150 @@
+"""The custom VJP of the block-scaled dot; see `fp8jax.scaling.block` for its operands.
+
+The residuals are lhs quantized for wgrad and the kernel quantized for dgrad. The residual of a sharded kernel
+is the shard itself: the backward gathers and quantizes it again.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from fp8jax import backends
+from fp8jax.dot.layout import contract
+from fp8jax.dot.vjp import (
+    CASTS,
+    DGRAD,
+    FP8_OPERANDS,
+    FPROP,
+    ONCE,
+    WGRAD,
+    DotStatic,
+    State,
+    checked,
+    cotangents,
+    kernel_gradient,
+)
+from fp8jax.platforms import differentiable_once, gpu_barrier
+from fp8jax.quantization import PackedE2M1, ScaledArray, to_bytes, value
+from fp8jax.scaling import block
+from fp8jax.scaling.merge import from_fm32
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> jax.Array:
+    return _forward(static, lhs, rhs, grad_slot, state)[0]
+
+
+def _forward(
+    static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State
+) -> tuple[jax.Array, Any]:
+    """The output and the residuals."""
+    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    state = lax.stop_gradient(from_fm32(state))
+    rows, kernel = static.layout.lhs.to_matrix(lhs), _kernel(static, rhs)
+    q_lhs = _quantized(static, block.LHS, rows, state)
+    q_rhs = _quantized(static, block.RHS, jnp.swapaxes(kernel, -1, -2), state)
+    with jax.named_scope(FPROP):
+        if fprop_is_high:
+            out = _multiply_high(static, rows, kernel, "mk,kn", static.out_dtype)
+        else:
+            out = _multiply(static, q_lhs.first, q_rhs.first, static.out_dtype)
+        out = out[..., : rows.shape[-2], : kernel.shape[-1]]
+    for_wgrad = (
+        (rows.astype(static.out_dtype) if wgrad_is_high else _packed(q_lhs.second))
+        if static.has_wgrad
+        else None
+    )
+    for_dgrad = rhs if static.placement.is_part or dgrad_is_high else _packed(q_rhs.second)
+    kept = checkpoint_name((for_wgrad, for_dgrad), FP8_OPERANDS)
+    # Codes have no tangents. This zero carries those of the operands, so that a second derivative raises.
+    mark = differentiable_once(jnp.zeros(()), (lhs, rhs, grad_slot), ONCE)
+    return differentiable_once(out, mark, ONCE), (kept, mark, state)
+
+
+def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    (lhs, rhs), mark, state = residuals
+    if isinstance(grad, SymbolicZero):  # the output is not used
+        grad = jnp.zeros(grad.shape, grad.dtype)
+    (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
+    _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    (_, columns), (*_, inner) = grad.shape[-2:], static.layout.lhs.matrix
+    q_grad = _quantized(static, block.GRAD, grad, state)
+    with jax.named_scope(DGRAD):
+        if dgrad_is_high:
+            dlhs = _multiply_high(static, grad, _kernel(static, rhs), "mn,kn", static.out_dtype)
+        else:
+            dlhs = _multiply(static, q_grad.first, _for_dgrad(static, rhs, state), static.out_dtype)
+        dlhs = dlhs[..., : grad.shape[-2], :inner]
+    drhs: Any = None
+    if static.has_wgrad:
+        with jax.named_scope(WGRAD):
+            if wgrad_is_high:
+                drhs = _multiply_high(static, lhs, grad, "mk,mn", static.wgrad_dtype)
+            else:
+                drhs = _multiply(static, _unpacked(lhs, static, block.LHS), q_grad.second, static.wgrad_dtype)
+            drhs = static.layout.rhs.to_tensor(drhs[..., :inner, :columns])
+    dlhs = static.layout.lhs.to_tensor(dlhs).astype(static.lhs_dtype)
+    drhs, state = kernel_gradient(static, drhs, {**state, **block.update(state)})
+    return differentiable_once(cotangents(static, dlhs, drhs, state), (grad, mark), ONCE)
+
+
+def _forward_rule(static: DotStatic, *operands: Any) -> tuple[jax.Array, Any]:
+    return _forward(static, *checked(*operands))
+
+
+_dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
+
+# Jitted, so that dots of the same shapes are traced and differentiated once.
+jitted_block_dot = jax.jit(_dot, static_argnums=0)
+
+
+def _kernel(static: DotStatic, rhs: Any) -> jax.Array:
+    """The all-gathered kernel as a matrix, in high precision."""
+    return static.layout.rhs.to_matrix(value(static.placement.gathered(rhs)))
+
+
+def _for_dgrad(static: DotStatic, rhs: Any, state: State) -> ScaledArray:
+    """The kernel for dgrad, of a residual."""
+    if not static.placement.is_part:
+        return _unpacked(rhs, static, block.RHS)
+    return _quantized(static, block.RHS, jnp.swapaxes(_kernel(static, rhs), -1, -2), state).second
+
+
+def _quantized(static: DotStatic, operand: int, x: jax.Array, state: State) -> block.Copies:
+    """Both copies of an operand, behind a barrier: XLA on GPU would store the high-precision tensor."""
+    with jax.named_scope(CASTS[operand]):
+        copies = block.quantized(static.recipe, operand, x, state)
+    packed = gpu_barrier(tuple(map(_packed, copies)))
+    return block.Copies(*(_unpacked(q, static, operand) for q in packed))
+
+
+def _packed(q: ScaledArray) -> ScaledArray:
+    """`q` with its codes as bytes, the storage of residuals."""
+    return q if isinstance(q.data, PackedE2M1) else ScaledArray(to_bytes(q.data), q.scale)
+
+
+def _unpacked(q: ScaledArray, static: DotStatic, operand: int) -> ScaledArray:
+    """The inverse of `_packed`."""
+    if isinstance(q.data, PackedE2M1):
+        return q
+    format = block.method_of(static.recipe, operand).format
+    return ScaledArray(lax.bitcast_convert_type(q.data, format.dtype), q.scale)
+
+
+def _multiply(static: DotStatic, lhs: ScaledArray, rhs: ScaledArray, dtype: Any) -> jax.Array:
+    """The GEMM of two operands with the contracted axis last."""
+    return backends.block.dot(lhs, rhs, out_dtype=dtype)
+
+
+def _multiply_high(static: DotStatic, lhs: Any, rhs: Any, spec: str, dtype: Any) -> jax.Array:
+    """The GEMM of two matrices in high precision."""
+    lhs, rhs = (value(x).astype(static.out_dtype) for x in (lhs, rhs))
+    out = lax.dot_general(
+        lhs, rhs, contract(spec, static.layout.is_batched), preferred_element_type=jnp.float32
+    )
+    return out.astype(dtype)

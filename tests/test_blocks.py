@@ -1,0 +1,312 @@
+"""Block scaling: codes and scales as TransformerEngine's, and GEMMs of them."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax import Recipe, backends, formats
+from fp8jax.backends import block as gemm
+from fp8jax.dot import dot_general, init_state
+from fp8jax.inspect import targets
+from fp8jax.quantization import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    MXFP8,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    BlockMethod,
+    PackedE2M1,
+    ScaledArray,
+    hadamard,
+    quantize_blocks,
+)
+from fp8jax.scaling import block
+
+DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
+METHODS = [BLOCK_1X128, BLOCK_128X128, MXFP8, NVFP4_1X16, NVFP4_16X16]
+RECIPES = ["block", "block,scaling=block_float32", "mxfp8", "nvfp4"]
+MATRICES = (((1,), (0,)), ((), ()))
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+def name_of(method):
+    return f"{method.format}-{method.block[0]}x{method.block[1]}"
+
+
+def quantized(x, method):
+    return jax.jit(quantize_blocks, static_argnums=1)(jnp.asarray(x), method)
+
+
+def sides(field):
+    """The recorded input and its transpose, each with the name of what was recorded of it."""
+    return [(DATA["x"], field), (DATA["x"].T, f"{field}_t")]
+
+
+@pytest.mark.parametrize("kind, scale", [("pow2", "power_of_two"), ("fp32", "float32")])
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("format", [formats.E4M3, formats.E5M2], ids=str)
+def test_golden_block(format, rows, kind, scale):
+    case = f"block{rows}x128_{format.name.lower()}_{kind}"
+    for x, side in sides("data"):
+        q = quantized(x, BlockMethod(format, (rows, 128), scale))
+        np.testing.assert_array_equal(bits(q.data), DATA[f"{case}/{side}"])
+        np.testing.assert_array_equal(q.scale, DATA[f"{case}/{side.replace('data', 'scale')}"])
+
+
+def test_golden_mxfp8():
+    for x, side in sides("data"):
+        q = quantized(x, MXFP8)
+        scale = DATA[f"mxfp8/{side.replace('data', 'scale_e8m0')}"]
+        np.testing.assert_array_equal(bits(q.scale), scale)
+        is_zero = np.repeat(scale == 0, 32, axis=1)
+        assert is_zero.any() and not is_zero.all()
+        np.testing.assert_array_equal(bits(q.data)[~is_zero], DATA[f"mxfp8/{side}"][~is_zero])
+        assert (bits(q.data)[is_zero] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["1x16", "16x16", "1x16_rht"])
+def test_golden_nvfp4(kind):
+    method = NVFP4_16X16 if kind == "16x16" else NVFP4_1X16
+    for x, side in sides("data"):
+        x = jnp.asarray(x, jnp.bfloat16)
+        q = quantized(hadamard(x) if kind == "1x16_rht" and side == "data_t" else x, method)
+        np.testing.assert_array_equal(q.data.bytes, DATA[f"nvfp4_{kind}/{side}"])
+        scale = np.repeat(bits(q.scale.data), method.block[0], axis=0)
+        np.testing.assert_array_equal(scale, DATA[f"nvfp4_{kind}/{side.replace('data', 'scale_e4m3')}"])
+        amax = DATA[f"nvfp4_{kind}/{side.replace('data', 'amax')}"]
+        np.testing.assert_allclose(q.scale.scale, amax.reshape(1, 1) / (448 * 6), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+def test_error_is_half_a_step(method):
+    """Each value is within half a step at the format's max, times its block's scale."""
+    x = DATA["x"]
+    q = quantized(x, method)
+    largest = 2.0 ** (np.floor(np.log2(method.format.max)) - method.format.mantissa_bits) / 2
+    scale = np.repeat(np.asarray(jnp.asarray(q.scale).astype(jnp.float32)), method.block[1], axis=1)
+    scale = np.repeat(scale, method.block[0], axis=0)
+    # An E4M3 scale of a block is rounded by a 16th, so that its largest number may saturate.
+    slack = method.format.max / 16 if method.scale == "E4M3" else 0
+    is_normal = scale >= scale.max() * formats.E4M3.smallest_normal / 448 if slack else scale > 0
+    assert is_normal.mean() > 0.1
+    assert (abs(q.dequantize() - x) <= (largest + slack) * scale * 1.001 + 1e-30)[is_normal].all()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+def test_padding_is_zeros(method):
+    x = np.random.default_rng(0).normal(size=(40, 200)).astype(np.float32)
+    q = quantized(x, method)
+    assert q.shape == method.padded(x.shape) and q.validate() is q
+    whole = np.zeros(q.shape, np.float32)
+    whole[:40, :200] = x
+    for part, expected in zip(jax.tree.leaves(q), jax.tree.leaves(quantized(whole, method)), strict=True):
+        np.testing.assert_array_equal(bits(part), bits(expected))
+    assert (q.dequantize()[40:] == 0).all() and (q.dequantize()[:, 200:] == 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+def test_a_bad_number_makes_its_block_nan(method, bad):
+    x = np.ones((256, 256), np.float32)
+    x[3, 5] = bad
+    out = np.asarray(quantized(x, method).dequantize())
+    rows, columns = (256, 256) if method.scale == "E4M3" else method.block
+    is_bad = np.zeros(x.shape, bool)
+    is_bad[3 // rows * rows :, :columns][:rows] = True
+    np.testing.assert_array_equal(np.isnan(out), is_bad)
+    assert (out[~is_bad] == 1).all()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+def test_zero_and_tiny_blocks(method):
+    x = np.ones((256, 256), np.float32)
+    x[:128, :128] = 0
+    x[128:, 128:] = 1e-30
+    out = np.asarray(quantized(x, method).dequantize())
+    assert (out[:128, :128] == 0).all() and (out[:128, 128:] == 1).all()
+    # The scale of an NVFP4 block has eight bits.
+    expected = 0 if method.scale == "E4M3" else 1e-30
+    np.testing.assert_allclose(out[128:, 128:], expected, rtol=1 / 16)
+    assert (np.asarray(quantized(np.zeros((128, 128), np.float32), method).dequantize()) == 0).all()
+
+
+def test_packed_codes():
+    """All codes, in pairs of all; also as a constant, which XLA folds."""
+    codes = np.stack(np.meshgrid(np.arange(16), np.arange(16)), -1).reshape(16, 32).astype(np.uint8)
+    values = codes.view(formats.E2M1.dtype).astype(np.float32)
+    packed = PackedE2M1.pack(jnp.asarray(codes))
+    assert packed.shape == (16, 32) and packed.nbytes == 16 * 16 and packed.dtype == formats.E2M1.dtype
+    for read in (packed, PackedE2M1.cast(jnp.asarray(values))):
+        np.testing.assert_array_equal(read.astype(jnp.float32), values)
+        np.testing.assert_array_equal(jax.jit(lambda: read.astype(jnp.float32))(), values)  # noqa: B023
+        np.testing.assert_array_equal(read.transposed.astype(jnp.float32), values.T)
+    np.testing.assert_array_equal(packed.codes, codes)
+
+
+def test_e2m1_rounds_to_nearest_even():
+    x = np.linspace(-8, 8, 4097, dtype=np.float32)[:-1]
+    expected = np.clip(x, -6, 6).astype(formats.E2M1.dtype).astype(np.float32)
+    np.testing.assert_array_equal(PackedE2M1.cast(jnp.asarray(x)).astype(jnp.float32), expected)
+
+
+def test_hadamard_is_orthogonal():
+    a, b = np.random.default_rng(0).normal(size=(2, 8, 64)).astype(np.float32)
+    np.testing.assert_allclose(hadamard(a) @ hadamard(b).T, a @ b.T, atol=1e-4)
+    one = np.asarray(hadamard(jnp.eye(16)))
+    np.testing.assert_array_equal(abs(one), 0.25)
+
+
+# The dot #########################################################################################
+
+
+def operands(m=40, k=200, n=72, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = [(m, k), (k, n), (m, n)]
+    return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def gradients(recipe, x, w, g, **options):
+    recipe = Recipe.parse(recipe)
+    state = init_state(recipe)
+
+    def product(x, w, state):
+        return dot_general(x, w, MATRICES, recipe=recipe, state=state, **options)
+
+    @jax.jit
+    def run(x, w, state, g):
+        y, pull = jax.vjp(product, x, w, state)
+        return y, *pull(g)
+
+    return run(x, w, state, g)
+
+
+def sqnr(exact, x):
+    exact, x = np.asarray(exact, np.float64), np.asarray(x, np.float64)
+    return 10 * np.log10((exact**2).sum() / ((exact - x) ** 2).sum())
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4,fp4_options="])
+def test_dot_is_that_of_the_dequantized_operands(recipe):
+    """Output and both gradients, of shapes that are no multiples of a block."""
+    x, w, g = operands()
+    y, dx, dw, _ = gradients(recipe, x, w, g)
+    recipe, state = Recipe.parse(recipe), init_state(recipe)
+    pairs = [block.quantized(recipe, i, each, state) for i, each in enumerate((x, w.T, g))]
+    (x1, x2), (w1, w2), (g1, g2) = ([part.dequantize() for part in pair] for pair in pairs)
+    for ours, exact in ((y, x1 @ w1.T), (dx, g1 @ w2.T), (dw, x2 @ g2.T)):
+        exact = exact[: ours.shape[0], : ours.shape[1]]
+        np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5 * abs(exact).max())
+
+
+@pytest.mark.parametrize("recipe, least", [("block", 27), ("mxfp8", 27), ("nvfp4", 13)])
+def test_dot_is_close_to_float32(recipe, least):
+    x, w, g = operands(128, 256, 384)
+    y, dx, dw, _ = gradients(recipe, x, w, g)
+    for ours, exact in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
+        assert sqnr(exact, ours) > least
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_small_tokens(recipe):
+    """Tokens of a hundred-thousandth of the largest keep their precision; one scale for all loses them."""
+    x, w, g = operands(128, 256, 384)
+    x = x.at[:64].multiply(1e-5)
+    ours, current = (gradients(name, x, w, g)[0][:64] for name in (recipe, "te,scaling=current"))
+    exact = (x @ w)[:64]
+    assert sqnr(exact, ours) > 27 > 20 > sqnr(exact, current)
+
+
+def test_high_precision_gemms():
+    x, w, g = operands()
+    flags = "False+True+True"
+    _, dx, dw, _ = gradients(f"block,override_linear_precision={flags}", x, w, g)
+    np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(dw, x.T @ g, rtol=1e-4, atol=1e-3)
+
+
+def test_stochastic_rounding_is_unbiased():
+    """The mean of 10,000 draws is the number within 4.5 standard errors, and each draw is a neighbour."""
+    x, count = np.linspace(-5.99, 5.99, 61, dtype=np.float32), 10_000
+    random = jax.random.bits(jax.random.key(0), (count, 62), jnp.uint32)
+    x = np.append(x, np.float32(0.1))
+    draws = np.asarray(PackedE2M1.cast(jnp.asarray(np.tile(x, (count, 1))), random).astype(jnp.float32))
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    below = values[np.searchsorted(values, abs(x), side="right") - 1]
+    above = values[np.searchsorted(values, abs(x), side="right")]
+    assert (np.isin(abs(draws), values) & (abs(draws) >= below) & (abs(draws) <= above)).all()
+    share = (abs(x) - below) / (above - below)
+    error = (above - below) * np.sqrt(share * (1 - share) / count)
+    assert (abs(draws.mean(0) - x) <= 4.5 * error + 1e-6).all()
+
+
+def test_stochastic_gradients_differ_by_step_and_tensor():
+    x, w, g = operands(32, 64, 48)
+    state = init_state("nvfp4")
+    draws = [
+        block.quantized(Recipe.NVFP4, block.GRAD, each, at).first.data.bytes
+        for each, at in ((g, state), (g, state), (g, block.update(state)), (2 * g, state))
+    ]
+    assert (draws[0] == draws[1]).all()
+    assert (draws[0] != draws[2]).any() and (draws[0] != draws[3]).any()
+
+
+def test_state_counts_steps():
+    *_, state = gradients("nvfp4", *operands())
+    np.testing.assert_array_equal(state["key"], [0, 1])
+    assert init_state("nvfp4,fp4_options=2d") == {} == init_state("block")
+
+
+def test_second_derivative_raises():
+    x, w, g = operands()
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        jax.grad(lambda x: gradients("block", x, w, g)[2].sum())(x)
+
+
+# GEMMs of a GPU ##################################################################################
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_kernel_is_the_emulation(rows, monkeypatch):
+    """The Pallas kernel, interpreted, of shapes that are no multiples of its tiles."""
+    random = np.random.default_rng(0)
+    a = quantized(random.normal(size=(2, 130, 300)).astype(np.float32), BLOCK_1X128)
+    b = quantized(
+        random.normal(size=(2, 200, 300)).astype(np.float32), BlockMethod(formats.E4M3, (rows, 128))
+    )
+    monkeypatch.setattr(gemm, "INTERPRET", True)
+    ours = gemm._tiled(a, b, jnp.float32)
+    np.testing.assert_allclose(ours, backends.block.dot(a, b, out_dtype=jnp.float32), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize(
+    "recipe, target, call",
+    [("block", "h200", "__gpu$xla.gpu.triton"), ("mxfp8", "b200", "__cudnn$blockScaledDot"),
+     ("nvfp4", "b200", "__cudnn$blockScaledDot")],
+)  # fmt: skip
+def test_compiled_gemms(recipe, target, call):
+    """A layer's forward and both backward GEMMs are calls of block-scaled GEMMs."""
+    state = init_state(recipe)
+    x, w, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 384), (512, 384)))
+
+    def run(x, w, state, g):
+        y, pull = jax.vjp(lambda *a: dot_general(*a[:2], MATRICES, recipe=recipe, state=a[2]), x, w, state)
+        return y, *pull(g)
+
+    text = targets.compile_for(run, x, w, state, g, target=target).as_text()
+    assert text.count(f'custom_call_target="{call}"') == 3
+    assert "__cublas" not in text and " dot(" not in text
+
+
+def test_scaled_array_of_blocks_is_a_tree():
+    q = quantized(DATA["x"], NVFP4_1X16)
+    leaves, treedef = jax.tree.flatten(q)
+    assert [leaf.dtype for leaf in leaves] == [jnp.uint8, formats.E4M3.dtype, jnp.uint32]
+    again = jax.tree.unflatten(treedef, leaves)
+    assert isinstance(again, ScaledArray) and (again.dequantize() == q.dequantize()).all()
