@@ -308,7 +308,9 @@ def test_wrong_arguments_raise_and_say_what_fits():
 
 @pytest.mark.parametrize("format", ["E4M4", None, jnp.float8_e4m3fn])
 def test_what_is_no_format_is_refused(format):
-    with pytest.raises((TypeError, ValueError), match="`format`: expected a format .* one of E2M1, E4M3, .*; got "):
+    with pytest.raises(
+        (TypeError, ValueError), match="`format`: expected a format .* one of E2M1, E4M3, .*; got "
+    ):
         quantize(jnp.ones(3), format)
     with pytest.raises(TypeError, match="`blocks`: expected a shape; got 2"):
         quantize(jnp.ones(3), formats.E4M3, blocks=2)
