@@ -18,8 +18,8 @@ from torch import nn
 
 import fp8jax
 from fp8jax import Recipe, formats
-from fp8jax.optim.step.random import leaf_seeds, other_bits, random_bits
 from fp8jax.quantization import cast_stochastically
+from fp8jax.quantization.random import leaf_seeds, other_bits, random_bits
 
 FP8 = "fp8"
 OF_O2 = "O2,rounding=stochastic+nearest+value"
