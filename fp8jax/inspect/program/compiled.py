@@ -134,9 +134,11 @@ def kernels_of(module: Module) -> tuple[Kernel, ...]:
     for instruction, runs, _ in module.executed():
         if instruction.is_kernel:
             gemm = gemm_of(module, instruction, runs)
+            # A library call in a fusion reads slices of the fusion's operands.
+            inner = next(filter(_library, module.inside(instruction)), instruction)
             # A library call's workspace does not count.
-            results = [instruction.first] if gemm else instruction.arrays
-            operands = [array for operand in instruction.operands for array in operand.arrays]
+            results = [inner.first] if gemm else inner.arrays
+            operands = [array for operand in inner.operands for array in operand.arrays]
             moved = sum(array.bytes for array in (*results, *operands))
             kernels.append(Kernel(gemm, moved, runs, instruction.op_name))
     return tuple(kernels)
@@ -152,15 +154,20 @@ def _collectives(executed: Executed) -> list[Collective]:
     return [Collective(kind, dtype, math.prod(dims), executed.runs) for dtype, dims in arrays]
 
 
-def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | None:
-    """The GEMM of an instruction: a dot, a library call or a fusion around a dot. None if it is no GEMM."""
-    if instruction.opcode == "custom-call":
-        dot, kind = instruction, _CALLS.get(instruction.find(r'custom_call_target="([^"]*)"'))
-    else:
-        dot = next((inner for inner in module.inside(instruction) if inner.opcode == "dot"), None)
-        kind = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
-    if dot is None or kind is None:
+def _library(instruction: Instruction) -> str | None:
+    """The kind of a library's GEMM; None of other instructions."""
+    if instruction.opcode != "custom-call":
         return None
+    return _CALLS.get(instruction.find(r'custom_call_target="([^"]*)"'))
+
+
+def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | None:
+    """The GEMM of an instruction: a dot, a library call or a fusion around one. None if it is no GEMM."""
+    gemms = (inner for inner in module.inside(instruction) if inner.opcode == "dot" or _library(inner))
+    if (dot := next(gemms, None)) is None:
+        return None
+    own = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
+    kind = _library(dot) or own
     if kind == "pallas_blocks" and not dot.operands[0].first.dtype.startswith("f8"):
         return None  # another kernel
     stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
