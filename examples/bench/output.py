@@ -169,5 +169,5 @@ def use_cpu_devices(count: int) -> None:
 
 def gemms(read: Any) -> dict[str, int]:
     """FP8 GEMMs of a `fp8jax.inspect.program.Program`, and the others."""
-    fp8 = read.count("cublaslt_f8")
+    fp8 = sum(gemm.is_fp8 for gemm in read.gemms)
     return {"FP8 GEMMs": fp8, "other GEMMs": read.count() - fp8}

@@ -2,6 +2,7 @@
 
     python examples/bench/program.py --target h200
     python examples/bench/program.py --target b200 --json
+    python examples/bench/program.py --target b200 --ways bf16 "fp8jax mxfp8" "fp8jax nvfp4"
     python examples/bench/program.py --target h200 --record examples/records
 
 Loss and all gradients, for layers and MLP blocks also of the input, of:
@@ -40,6 +41,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from gpt_model import GPT, LINEAR, GPTConfig
 
 
+WAYS = {**ways.WAYS, **ways.IN_BLOCKS}
+
+
 class Blocks(nn.Module):
     """A stack of transformer MLPs."""
 
@@ -71,7 +75,7 @@ def compile_blocks(way: ways.Way, count: int, tokens: int, width: int, target: s
 
 def blocks_rows(names: list[str], count: int, tokens: int, width: int, target: str) -> output.Rows:
     """One row per way."""
-    programs = {name: compile_blocks(ways.WAYS[name], count, tokens, width, target) for name in names}
+    programs = {name: compile_blocks(WAYS[name], count, tokens, width, target) for name in names}
     bf16, rows = programs.get("bf16"), []
     for name, read in programs.items():
         counts, fast = output.gemms(read), [gemm.fast for gemm in read.gemms if gemm.kind == "cublaslt_f8"]
@@ -97,7 +101,7 @@ def layer_rows(names: list[str], shape: tuple[int, int, int], target: str) -> ou
     """One row per way: the program of a transformer layer, and its traffic."""
     rows, reference = [], None
     for name in dict.fromkeys(("bf16", *names)):
-        way = ways.WAYS[name]
+        way = WAYS[name]
         compiled = compile_way(way, stack(way, heads=min(32, shape[-1] // 16)), shape, target)
         read, moved = program.read(compiled), traffic.read(compiled)
         figures = {
@@ -157,7 +161,7 @@ def main() -> None:
     args = output.parse(
         __doc__,
         tiny={"tokens": 64, "width": 32, "blocks": [1]},
-        choices={"target": targets.TARGETS, "ways": ways.WAYS},
+        choices={"target": targets.TARGETS, "ways": WAYS},
         target="h200",
         ways=list(ways.WAYS)[1:],
         blocks=[1, 4],

@@ -2,7 +2,8 @@
 
 A benchmark's model takes its `nn.Dense` as an argument. A way gives the dense layer, transforms the model,
 and differentiates its loss. Attention's GEMMs stay in the model's dtype. `WAYS` run on any machine where
-`why_not()` is None; `THROUGH_TE` need TransformerEngine, and so a GPU.
+`why_not()` is None; `IN_BLOCKS` on CPUs, and each on the GPUs that have its GEMMs; `THROUGH_TE` need
+TransformerEngine, and so a GPU.
 """
 
 import functools
@@ -89,6 +90,7 @@ WAYS = _named(
     Way("qwix", transform=_qwix, why_not=lambda: _missing("qwix")),
     *map(_ours, OURS),
 )
+IN_BLOCKS = _named(*map(_ours, ("block", "mxfp8", "nvfp4")))
 THROUGH_TE = _named(
     *map(_through_te, OURS[:2]),
     _of_te("delayed", "DelayedScaling"),
