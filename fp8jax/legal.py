@@ -1,7 +1,8 @@
-"""The legal values of a recipe's fields."""
+"""The legal values of a recipe's fields, and their text."""
 
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _LEGAL: dict[str, tuple[Any, ...]] = {
@@ -50,6 +51,34 @@ def check(recipe: Any) -> None:
 def shown(value: Any) -> str:
     """One value as `Recipe.parse` reads it."""
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def parsed(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`field=value,field=value` as a dict of values of the defaults' types; see `recipe.parse_changes`."""
+    changes: dict[str, Any] = {}
+    for change in text.split(","):
+        name, equals, raw = (part.strip() for part in change.partition("="))
+        if not equals or name not in defaults:
+            raise ValueError(
+                f"recipe: expected field=value after the preset, with a field of {', '.join(defaults)}; got "
+                f"{change.strip()!r}."
+            )
+        if name in changes:
+            raise ValueError(f"recipe: expected each field once; got {name} twice in {text!r}.")
+        changes[name] = _parse_value(raw, defaults[name])
+    return changes
+
+
+def _parse_value(raw: str, default: Any) -> Any:
+    """Text as a value of the default's type; other text stays as it is, and `Recipe` refuses it."""
+    if isinstance(default, tuple):
+        words = tuple(word.strip() for word in raw.split("+")) if raw else ()
+        booleans = {"true": True, "false": False} if isinstance(default[0], bool) else {}
+        return tuple(booleans.get(word.lower(), word) for word in words)
+    try:
+        return int(raw) if isinstance(default, int) else raw
+    except ValueError:
+        return raw
 
 
 def _illegal(name: str, got: Any, expected: str) -> ValueError:

@@ -294,31 +294,7 @@ def parse_changes(text: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown field, or one that is given twice.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    changes: dict[str, Any] = {}
-    for change in text.split(","):
-        name, equals, raw = (part.strip() for part in change.partition("="))
-        if not equals or name not in defaults:
-            raise ValueError(
-                f"recipe: expected field=value after the preset, with a field of {', '.join(defaults)}; got "
-                f"{change.strip()!r}."
-            )
-        if name in changes:
-            raise ValueError(f"recipe: expected each field once; got {name} twice in {text!r}.")
-        changes[name] = _parse_value(raw, defaults[name])
-    return changes
-
-
-def _parse_value(raw: str, default: Any) -> Any:
-    """Text as a value of the default's type; other text stays as it is, and `Recipe` refuses it."""
-    if isinstance(default, tuple):
-        words = tuple(word.strip() for word in raw.split("+")) if raw else ()
-        booleans = {"true": True, "false": False} if isinstance(default[0], bool) else {}
-        return tuple(booleans.get(word.lower(), word) for word in words)
-    try:
-        return int(raw) if isinstance(default, int) else raw
-    except ValueError:
-        return raw
+    return legal.parsed(text, {field.name: field.default for field in dataclasses.fields(Recipe)})
 
 
 Recipe.FP32 = Recipe(gemm="FP32")

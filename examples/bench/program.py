@@ -40,7 +40,6 @@ from fp8jax.inspect import program, targets
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from gpt_model import GPT, LINEAR, GPTConfig
 
-
 WAYS = {**ways.WAYS, **ways.IN_BLOCKS}
 
 

@@ -26,37 +26,31 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
+from fp8jax.optim.first_state import first_state
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState, is_adam_state
+from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
     DECOUPLED,
     L2,
     NO_DECAY,
     AdamScalars,
     ParamState,
-    Root,
     Rounding,
     advance_over_devices,
     as_written,
     fused_adam,
 )
-from fp8jax.optim.step.codecs import blockwise_zeros, zeros
 from fp8jax.optim.transforms import on_params, plain_mask
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import (
-    format_of,
     is_scaled,
     leaf_seeds,
     plain,
-    quantize,
-    value,
     with_float32_scales,
 )
 from fp8jax.recipe import Recipe
-from fp8jax.variables import PARAMS, has_params
 
 _TO_NEAREST = ("nearest", "nearest", "value")
 
@@ -216,35 +210,6 @@ def adamw_8bit(
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
 
 
-def with_masters(state: Any, params: Any) -> Any:
-    """The optimizer state with master weights from a high-precision checkpoint.
-
-    `init` sets master weights to the values of the FP8 weights, which are already rounded.
-
-    Args:
-        state: an optimizer state that contains one `adam` or `adamw`.
-        params: parameters of the same structure, plain arrays or `ScaledArray`s, or whole variables.
-    """
-
-    def rebuild(node: Any) -> Any:
-        if not is_adam_state(node):
-            return node
-        tree = params[PARAMS] if has_params(params) else params
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
-        masters = treedef.flatten_up_to(node.master)
-        new = [m if m is None else _like(m, value(leaf)) for m, leaf in zip(masters, leaves, strict=True)]
-        return node._replace(master=treedef.unflatten(new))
-
-    return jax.tree.map(rebuild, state, is_leaf=is_adam_state)
-
-
-def _like(kept: Any, new: jax.Array) -> Any:
-    """`new`, a float32 array, in the format of `kept`."""
-    if not is_scaled(kept):
-        return new.astype(jnp.float32)
-    return quantize(new, format_of(kept), power_of_two=True, blocks=kept.scale.shape)
-
-
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
     recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
     rounding = Rounding(*recipe.rounding[:2])
@@ -256,20 +221,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
         checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
-        def first(number: int) -> Any:
-            format = formats.get(recipe.moments[number])
-
-            def of_one(param: Any) -> Any:
-                if rule.in_8_bits:
-                    return blockwise_zeros(param, signed=number == 0)
-                is_root = number == 1 and recipe.rounding[2] == "root"
-                return Root(zeros(param, format)) if is_root else zeros(param, format)
-
-            return jax.tree.map(of_one, params, is_leaf=is_scaled)
-
-        master = jax.tree.map(lambda p: _master_of(p, recipe), params, is_leaf=is_scaled)
-        remainder = jax.tree.map(lambda p: _remainder_of(p, recipe), params, is_leaf=is_scaled)
-        kept = [first(0), first(1), master, remainder]
+        kept = first_state(params, recipe, rule.in_8_bits)
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
         mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
@@ -341,21 +293,3 @@ def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
     mask = mask(params) if callable(mask) else mask
     spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params)
     return tuple(rule.decay if decays else NO_DECAY for decays in treedef.flatten_up_to(spread))
-
-
-def _master_of(param: Any, recipe: Recipe) -> Any:
-    """The master weight of a parameter in the recipe's weight format; None for other parameters."""
-    if recipe.master_weight == "-" or not is_scaled(param) or format_of(param).name != recipe.weight:
-        return None
-    format = formats.get(recipe.master_weight)
-    if format == formats.FP32:
-        return value(param)
-    return quantize(value(param), format, power_of_two=True, blocks=param.scale.shape)
-
-
-def _remainder_of(param: Any, recipe: Recipe) -> Any:
-    """Zeros for what rounding takes from a parameter or its master weight; None for other parameters."""
-    if recipe.rounding[1] != "kahan" or not is_scaled(param):
-        return None
-    is_kept = format_of(param) == formats.FP16 or _master_of(param, recipe) is not None
-    return jnp.zeros_like(param.data, formats.E4M3.dtype) if is_kept else None

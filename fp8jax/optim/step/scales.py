@@ -1,0 +1,126 @@
+"""The tensors that an Adam step quantizes, their amaxes, and their scales in one array.
+
+A GPU computes the scales of all tensors in a few kernels, instead of several for each tensor.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8jax.optim.step import codecs
+from fp8jax.optim.step.arithmetic import AdamStep, ParamState
+from fp8jax.optim.step.codecs import scaled_part
+from fp8jax.quantization import ScaledArray, amax_of_floats, is_scaled
+
+# Limits on partial amaxes: the largest number of partials per block, and the fewest entries per partial.
+_MOST_PARTS, _FEW = 16384, 64
+
+# The fields of `ParamState` that the step may quantize on scales of their own.
+STORED = ("mu", "nu", "param", "master")
+
+
+def quantized(state: ParamState) -> list[Any]:
+    """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN
+    needs another amax."""
+    found = [scaled_part(getattr(state, name)) for name in STORED]
+    is_checked = found[1] is not None and found[2] is not None  # the second moment and the weight
+    found = [stored for stored in found if stored is not None]
+    return found if is_checked else [*found, None]
+
+
+def before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
+    """The new float32 values of the `quantized` tensors."""
+    tensors = (step.mu, step.nu, step.weight, step.weight)
+    stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
+    found = [codecs.before_rounding(x, kept) for x, kept in stored if scaled_part(kept) is not None]
+    return found if len(found) == len(quantized(state)) else [*found, step.nu + jnp.abs(step.update)]
+
+
+def pack(states: list[ParamState]) -> tuple[Any, Any]:
+    """The states with all scales in one array, and the layout that `unpack` needs.
+
+    A GPU would copy hundreds of scalar buffers, which are read and updated in place, one at a time.
+    """
+    nodes, treedef = jax.tree.flatten(states, is_leaf=is_scaled)
+    shapes = tuple(node.scale.shape if is_scaled(node) else None for node in nodes)
+    scales = [node.scale.reshape(-1) for node in nodes if is_scaled(node)]
+    # Without the barrier XLA simplifies the slices back to the scalars.
+    packed = lax.optimization_barrier(jnp.concatenate([jnp.zeros(0, jnp.float32), *scales]))
+    return (packed, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
+
+
+def unpack(packed: Any, layout: Any) -> list[ParamState]:
+    """The states again, from the result of `pack`."""
+    (scales, data), (treedef, shapes) = packed, layout
+    parts = iter(parts_of(scales, [math.prod(shape) for shape in shapes if shape is not None]))
+    nodes = [
+        node if shape is None else ScaledArray(node, next(parts).reshape(shape))
+        for node, shape in zip(data, shapes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, nodes)
+
+
+def parts_of(array: jax.Array, sizes: list[int]) -> list[jax.Array]:
+    """`array` split into consecutive parts of these sizes."""
+    return jnp.split(array, np.cumsum(sizes, dtype=int)[:-1]) if sizes else []
+
+
+def scale_shape(stored: Any) -> tuple[int, ...]:
+    """The shape of a tensor's scales; () for None."""
+    return () if stored is None else stored.scale.shape
+
+
+def scale_size(stored: Any) -> int:
+    """The number of a tensor's scales; 1 for None."""
+    return math.prod(scale_shape(stored))
+
+
+def shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
+    """The scales of one state, reshaped to the shapes in the state."""
+    shapes = [*map(scale_shape, quantized(state))]
+    return [x.reshape(s) for x, s in zip(parts_of(scales, [*map(math.prod, shapes)]), shapes, strict=True)]
+
+
+def places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
+    """Indices of the scales of the `quantized` tensors in the packed scales; 0 for None."""
+    places, seen = [], 0
+    for state in states:
+        of_node = {}
+        for node in filter(is_scaled, jax.tree.leaves(state, is_leaf=is_scaled)):
+            of_node[id(node)] = np.arange(seen, seen + node.scale.size)
+            seen += node.scale.size
+        places += [of_node.get(id(stored), np.zeros(1, int)) for stored in quantized(state)]
+    return np.concatenate([np.zeros(0, int), *places])
+
+
+def partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
+    """Partial amaxes of each scale block, shape=(blocks, parts). A GPU reduces partials in a second
+    kernel, which all tensors share in `maxima_of`."""
+    blocks = blocks or (1,) * x.ndim
+    inner = [dim // count for dim, count in zip(x.shape, blocks, strict=True)]
+    kept = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
+    if kept is None or math.prod(inner) < _FEW * inner[kept]:
+        return amax_of_floats(x, blocks).reshape(-1, 1)
+    parts = tuple(
+        dim if axis == kept else b for axis, (dim, b) in enumerate(zip(x.shape, blocks, strict=True))
+    )
+    split = (*blocks[: kept + 1], inner[kept], *blocks[kept + 1 :])
+    return jnp.moveaxis(amax_of_floats(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
+
+
+def maxima_of(partials: list[jax.Array]) -> jax.Array:
+    """The concatenated row maxima of these arrays, with one reduction per width."""
+    groups: dict[int, list[jax.Array]] = {}
+    for partial in partials:
+        groups.setdefault(partial.shape[1], []).append(partial)
+    found = {}
+    for width, group in groups.items():
+        ends = np.cumsum([len(partial) for partial in group])
+        found[width] = iter(jnp.split(jnp.max(jnp.concatenate(group), axis=1), ends))
+    return jnp.concatenate(
+        [jnp.zeros(0, jnp.float32), *(next(found[partial.shape[1]]) for partial in partials)]
+    )
