@@ -22,6 +22,7 @@ from fp8jax.quantization import (
     ScaledArray,
     hadamard,
     quantize_blocks,
+    twice,
 )
 from fp8jax.scaling import block
 
@@ -282,6 +283,22 @@ def test_kernel_is_the_emulation(rows, monkeypatch):
     monkeypatch.setattr(gemm, "INTERPRET", True)
     ours = gemm._tiled(a, b, jnp.float32)
     np.testing.assert_allclose(ours, backends.block.dot(a, b, out_dtype=jnp.float32), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", [BLOCK_1X128, BLOCK_128X128, MXFP8], ids=name_of)
+@pytest.mark.parametrize("shape", [(2, 130, 200), (256, 128)])
+def test_kernel_of_both_copies(method, shape, monkeypatch):
+    """The Pallas kernel, interpreted, gives the same codes and scales, of bad and tiny numbers, too."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x *= 2.0 ** np.arange(-shape[-1] // 2, shape[-1] // 2).astype(np.float32)
+    x[..., :40, 64:] = 0
+    x[..., 5, 3], x[..., 50, 100], x[..., 60, 20] = np.nan, np.inf, -np.inf
+    monkeypatch.setattr(twice, "INTERPRET", True)
+    ours, expected = twice._at_once(jnp.asarray(x), method=method), twice._in_two(x, method=method)
+    for one, other in zip(ours, expected, strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_array_equal(bits(one.scale), bits(other.scale))
+        np.testing.assert_array_equal(one.data.astype(jnp.float32), other.data.astype(jnp.float32))
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))

@@ -65,3 +65,4 @@ from fp8jax.quantization.scales import factor_of as factor_of
 from fp8jax.quantization.scales import largest_scale as largest_scale
 from fp8jax.quantization.scales import scale_of as scale_of
 from fp8jax.quantization.scales import usable as usable
+from fp8jax.quantization.twice import quantize_twice as quantize_twice

@@ -89,13 +89,25 @@ def quantize_blocks(
         x = jnp.pad(x, [(0, padded - dim) for padded, dim in zip(shape, x.shape, strict=True)])
     x = x.astype(jnp.float32)
     blocks = (*batch, shape[-2] // method.block[0], shape[-1] // method.block[1])
-    factor, scale = _FACTORS[method.scale](amax(x, blocks), method.format)
+    factor, scale = factors(amax(x, blocks), method)
+    if method.scale == "E8M0":
+        scale = lax.bitcast_convert_type(scale, E8M0.dtype)
     codes = x * expand(factor, shape)
     if method.format == E2M1:
         return ScaledArray(PackedE2M1.cast(codes, random), scale)
     if random is not None:
         return ScaledArray(cast_stochastically(codes, method.format, random), scale)
     return ScaledArray(cast(codes, method.format), scale)
+
+
+def factors(amax: Float32[Array, "..."], method: BlockMethod) -> tuple[Float32[Array, "..."], Any]:
+    """What the numbers of each block are multiplied with, and the scale that is stored; an E8M0 one as uint8.
+
+    Args:
+        amax: of each block; infinite for a block with an infinity or NaN.
+        method: its kind of scale and format.
+    """
+    return _FACTORS[method.scale](amax, method.format)
 
 
 def _power_of_two(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
@@ -117,11 +129,10 @@ def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
     # Carries into the exponent if the mantissa is larger than the limit's.
     above = (bits + (np.uint32(0x7FFFFF) - mantissa)) >> np.uint32(23)
     code = lax.max(above.astype(jnp.int32) - exponent, jnp.zeros_like(above, jnp.int32))
-    code = select(lax.is_finite(amax), code, 255)
-    scale = lax.bitcast_convert_type(code.astype(jnp.uint8), E8M0.dtype)
+    code = select(amax < jnp.inf, code, 255)
     # 2**(127 - code); a code of 254 would need a subnormal number.
     factor = lax.bitcast_convert_type((lax.max(254 - code, jnp.ones_like(code))) << 23, jnp.float32)
-    return _nan_unless_finite(factor, amax), scale
+    return _nan_unless_finite(factor, amax), code.astype(jnp.uint8)
 
 
 def _e4m3(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
@@ -137,7 +148,7 @@ def _e4m3(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
 
 
 def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    return select(lax.is_finite(amax), x, float("nan"))
+    return select(amax < jnp.inf, x, float("nan"))
 
 
 _FACTORS = {"power_of_two": _power_of_two, "float32": _float32, "E8M0": _e8m0, "E4M3": _e4m3}

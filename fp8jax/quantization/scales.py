@@ -87,9 +87,16 @@ def largest_scale(limit: float, *, power_of_two: bool = False) -> np.float32:
 def factor_of(amax: jax.Array, limit: Any, *, margin: int = 0, power_of_two: bool = False) -> jax.Array:
     """The reciprocal of `scale_of` where the amax is `usable`; elsewhere undefined."""
     if power_of_two:
-        bits, of_limit = (lax.bitcast_convert_type(jnp.float32(x), jnp.int32) for x in (amax, limit))
+        bits, of_limit = _bits(amax), _bits(limit)
         # Exponents and fractions are subtracted at once: a borrow from the exponents is the floor.
         exponent = lax.clamp(np.int32(-126), ((of_limit - bits) >> 23) - margin, np.int32(126))
         return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
     factor = limit * np.float32(2.0**-margin) / amax
     return lax.clamp(np.float32(MIN_SCALE), factor, np.float32(MAX_SCALE))
+
+
+def _bits(x: Any) -> Any:
+    """The bits of float32 numbers, int32."""
+    if isinstance(x, int | float):
+        return np.float32(x).view(np.int32)
+    return lax.bitcast_convert_type(jnp.float32(x), jnp.int32)

@@ -48,6 +48,7 @@ from fp8jax.quantization import (
     hadamard,
     leaf_seeds,
     quantize_blocks,
+    quantize_twice,
     random_bits,
 )
 from fp8jax.recipe import Recipe
@@ -88,11 +89,13 @@ def quantized(recipe: Recipe, operand: int, x: Float[Array, "*batch rows columns
         `first` of the shape of `x`, `second` of its transpose, both padded to whole blocks.
     """
     method = method_of(recipe, operand)
+    if recipe.gemm == "FP8":
+        return Copies(*quantize_twice(x, method))
     if method.block[0] > 1:
         first = quantize_blocks(x, method)
         return Copies(first, transposed(first))
     turned = jnp.swapaxes(x, -1, -2)
-    if recipe.gemm == "FP4" and "hadamard" in recipe.fp4_options and operand != RHS:
+    if "hadamard" in recipe.fp4_options and operand != RHS:
         turned = hadamard(_padded(turned, method))
     first, second = _random(recipe, operand, x, turned, method, state)
     return Copies(quantize_blocks(x, method, first), quantize_blocks(turned, method, second))

@@ -1,0 +1,101 @@
+"""A matrix quantized in blocks for two GEMMs: as it is, and transposed.
+
+    first, second = quantize_twice(x, BLOCK_1X128)     # of x and of x.T, each with blocks along its last axis
+
+On a GPU one Pallas kernel reads each tile of the matrix once and writes both copies. XLA would compute the
+scales and the codes of each copy in kernels of their own, and read the matrix four times.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float
+
+from fp8jax.formats import E8M0
+from fp8jax.platforms import by_platform
+from fp8jax.quantization.array import ScaledArray
+from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
+
+# Rows and columns of the tile that one program of the kernel reads.
+TILE = 128
+
+# Whether the kernel is interpreted, to test it on a CPU.
+INTERPRET = False
+
+
+def quantize_twice(
+    x: Float[Array, "*batch rows columns"], method: BlockMethod
+) -> tuple[ScaledArray, ScaledArray]:
+    """`quantize_blocks` of `x` and of its transpose, rounded to nearest.
+
+    Args:
+        x: float array.
+        method: a method of FP8 codes, with blocks of one row or square ones.
+    """
+    return by_platform(x, cpu=_in_two, default=_at_once, method=method)
+
+
+def _in_two(x: jax.Array, *, method: BlockMethod) -> tuple[ScaledArray, ScaledArray]:
+    return quantize_blocks(x, method), quantize_blocks(jnp.swapaxes(x, -1, -2), method)
+
+
+def _at_once(x: jax.Array, *, method: BlockMethod) -> tuple[ScaledArray, ScaledArray]:
+    *batch, rows, columns = x.shape
+    tiles = x.reshape(-1, rows, columns)
+    tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
+    count, m, k = tiles.shape
+    grid = (count, m // TILE, k // TILE)
+    sides = [(m, k, lambda b, i, j: (b, i, j)), (k, m, lambda b, i, j: (b, j, i))]
+    height, width = (TILE // size for size in method.block)
+    scale_dtype = jnp.uint8 if method.scale == "E8M0" else jnp.float32
+    out_specs, out_shape = [], []
+    for outer, inner, place in sides:
+        scales = (count, outer // TILE * height, inner // TILE * width)
+        out_specs += [pl.BlockSpec((None, TILE, TILE), place), pl.BlockSpec((None, height, width), place)]
+        out_shape += [
+            jax.ShapeDtypeStruct((count, outer, inner), method.format.dtype),
+            jax.ShapeDtypeStruct(scales, scale_dtype),
+        ]
+    out = pl.pallas_call(
+        functools.partial(_tile, method),
+        grid=grid,
+        in_specs=[pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j))],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+        interpret=INTERPRET,
+    )(tiles)
+    return (
+        _cut(method, (*batch, rows, columns), *out[:2]),
+        _cut(method, (*batch, columns, rows), *out[2:]),
+    )
+
+
+def _tile(method: BlockMethod, x: Any, codes: Any, scale: Any, codes_t: Any, scale_t: Any) -> None:
+    """One tile of both copies."""
+    tile = x[...].astype(jnp.float32)
+    for side, to_codes, to_scale in ((tile, codes, scale), (tile.T, codes_t, scale_t)):
+        parts = side.reshape(-1, method.block[1]) if method.block[0] == 1 else side.reshape(1, -1)
+        largest = jnp.max(jnp.abs(parts), axis=1)
+        # A maximum may ignore a NaN.
+        has_nan = jnp.max((parts != parts).astype(jnp.int32), axis=1) > 0
+        largest = jnp.where(has_nan | (largest == jnp.inf), jnp.inf, largest)
+        factor, stored = factors(largest, method)
+        to_codes[...] = (parts * factor[:, None]).reshape(TILE, TILE).astype(method.format.dtype)
+        to_scale[...] = stored.reshape(to_scale.shape)
+
+
+def _cut(method: BlockMethod, shape: tuple[int, ...], codes: jax.Array, scale: jax.Array) -> ScaledArray:
+    """The copy of shape `method.padded(shape)` from whole tiles."""
+    *batch, rows, columns = method.padded(shape)
+    blocks = (rows // method.block[0], columns // method.block[1])
+    codes = codes[:, :rows, :columns].reshape(*batch, rows, columns)
+    scale = scale[:, : blocks[0], : blocks[1]].reshape(*batch, *blocks)
+    if method.scale == "E8M0":
+        scale = lax.bitcast_convert_type(scale, E8M0.dtype)
+    return ScaledArray(codes, scale)
