@@ -462,7 +462,7 @@ def test_a_block_written_by_hand_learns_as_in_bf16(load_program):
 def test_an_einsum_that_is_no_dot_raises():
     with pytest.raises(ValueError, match="expected an einsum that is one dot product"):
         fp8jax.dot.einsum("ii,ij->j", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="te", state={})
-    with pytest.raises(ValueError, match="expected gemm=FP8 for an FP8 dot; got gemm=BF16"):
+    with pytest.raises(ValueError, match="expected gemm=FP8 or FP4 for an FP8 dot; got gemm=BF16"):
         fp8jax.dot.einsum("bi,ij->bj", jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="bf16", state={})
 
 

@@ -56,7 +56,7 @@ def _output(static: RaggedStatic, lhs: jax.Array, rhs: Any, sizes: jax.Array) ->
     with jax.named_scope(FPROP):
         kernels = _kernels(static, rhs)
         shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.shape[2]), static.out_dtype)
-        multiply = _gemm(static, (block.LHS, False), (block.RHS, False), "mk,kn", static.out_dtype, {})
+        multiply = _gemm(static, (block.LHS, 0), (block.RHS, 0), "mk,kn", static.out_dtype, {})
         return rows_times_matrices(lhs.astype(static.out_dtype), kernels, sizes, multiply, shape)
 
 
@@ -78,10 +78,10 @@ def _gradients(
     key = {"key": state["key"][0]} if "key" in state else {}
     with jax.named_scope(DGRAD):
         shape = jax.ShapeDtypeStruct(lhs.shape, static.lhs_dtype)
-        multiply = _gemm(static, (block.GRAD, False), (block.RHS, True), "mn,kn", dtype, key)
+        multiply = _gemm(static, (block.GRAD, 0), (block.RHS, 1), "mn,kn", dtype, key)
         dlhs = rows_times_matrices(grad.astype(dtype), kernels, sizes, multiply, shape)
     with jax.named_scope(WGRAD):
-        multiply = _gemm(static, (block.LHS, True), (block.GRAD, True), "mk,mn", jnp.float32, key)
+        multiply = _gemm(static, (block.LHS, 1), (block.GRAD, 1), "mk,mn", jnp.float32, key)
         drhs = rows_times_rows(lhs.astype(dtype), grad.astype(dtype), sizes, multiply, kernels.shape)
     state = {**state, **block.update(state)}
     return dlhs, *kernel_gradient(static, drhs, state, groups=sizes.shape[0])
@@ -102,8 +102,8 @@ def _kernels(static: RaggedStatic, rhs: Any) -> jax.Array:
 
 def _gemm(
     static: RaggedStatic,
-    left: tuple[int, bool],
-    right: tuple[int, bool],
+    left: tuple[int, int],
+    right: tuple[int, int],
     spec: str,
     dtype: Any,
     state: State,
@@ -112,7 +112,7 @@ def _gemm(
 
     Args:
         static: the static arguments.
-        left, right: the number of each operand, and whether this is its second GEMM.
+        left, right: the number of each operand, and 0 if this is its first GEMM, 1 if it is its second one.
         spec: as in `contract`.
         dtype: of the output.
         state: the state of a dot.
@@ -125,8 +125,8 @@ def _gemm(
         ((of_lhs,), (of_rhs,)), _ = contract(spec)
         rows, columns = lhs.shape[1 - of_lhs], rhs.shape[1 - of_rhs]
         q_lhs, q_rhs = (
-            block.quantized(static.recipe, operand, x.T if operand == block.RHS else x, state)[is_second]
-            for (operand, is_second), x in ((left, lhs), (right, rhs))
+            block.quantized(static.recipe, operand, x, state, (gemm,))[0]
+            for (operand, gemm), x in ((left, lhs), (right, rhs))
         )
         return backends.block.dot(q_lhs, q_rhs, out_dtype=dtype)[:rows, :columns]
 

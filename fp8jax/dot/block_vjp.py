@@ -1,7 +1,8 @@
 """The custom VJP of the block-scaled dot; see `fp8jax.scaling.block` for its operands.
 
-The residuals are lhs quantized for wgrad and the kernel quantized for dgrad. The residual of a sharded kernel
-is the shard itself: the backward gathers and quantizes it again.
+The residuals are lhs quantized for wgrad, and the kernel as it is stored: the backward quantizes it for
+dgrad. So no second copy of a kernel is in memory between forward and backward, and a sharded kernel is
+gathered again.
 """
 
 import functools
@@ -43,27 +44,22 @@ def _forward(
     static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State
 ) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
-    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
+    fprop_is_high, _, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_fm32(state))
     rows, kernel = static.layout.lhs.to_matrix(lhs), _kernel(static, rhs)
-    q_lhs = _quantized(static, block.LHS, rows, state)
-    q_rhs = _quantized(static, block.RHS, jnp.swapaxes(kernel, -1, -2), state)
+    for_fprop, for_wgrad = _quantized(static, block.LHS, rows, state, (0, 1))
     with jax.named_scope(FPROP):
         if fprop_is_high:
             out = _multiply_high(static, rows, kernel, "mk,kn", static.out_dtype)
         else:
-            out = _multiply(static, q_lhs.first, q_rhs.first, static.out_dtype)
+            [right] = _quantized(static, block.RHS, kernel, state, (0,))
+            out = _multiply(static, for_fprop, right, static.out_dtype)
         out = out[..., : rows.shape[-2], : kernel.shape[-1]]
-    for_wgrad = (
-        (rows.astype(static.out_dtype) if wgrad_is_high else _packed(q_lhs.second))
-        if static.has_wgrad
-        else None
-    )
-    for_dgrad = rhs if static.placement.is_part or dgrad_is_high else _packed(q_rhs.second)
-    kept = checkpoint_name((for_wgrad, for_dgrad), FP8_OPERANDS)
+    kept = rows.astype(static.out_dtype) if wgrad_is_high else _packed(for_wgrad)
+    kept = checkpoint_name(kept if static.has_wgrad else None, FP8_OPERANDS)
     # Codes have no tangents. This zero carries those of the operands, so that a second derivative raises.
     mark = differentiable_once(jnp.zeros(()), (lhs, rhs, grad_slot), ONCE)
-    return differentiable_once(out, mark, ONCE), (kept, mark, state)
+    return differentiable_once(out, mark, ONCE), ((kept, rhs), mark, state)
 
 
 def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
@@ -73,12 +69,13 @@ def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, 
     (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     (_, columns), (*_, inner) = grad.shape[-2:], static.layout.lhs.matrix
-    q_grad = _quantized(static, block.GRAD, grad, state)
+    kernel, (for_dgrad, for_wgrad) = _kernel(static, rhs), _quantized(static, block.GRAD, grad, state, (0, 1))
     with jax.named_scope(DGRAD):
         if dgrad_is_high:
-            dlhs = _multiply_high(static, grad, _kernel(static, rhs), "mn,kn", static.out_dtype)
+            dlhs = _multiply_high(static, grad, kernel, "mn,kn", static.out_dtype)
         else:
-            dlhs = _multiply(static, q_grad.first, _for_dgrad(static, rhs, state), static.out_dtype)
+            [right] = _quantized(static, block.RHS, kernel, state, (1,))
+            dlhs = _multiply(static, for_dgrad, right, static.out_dtype)
         dlhs = dlhs[..., : grad.shape[-2], :inner]
     drhs: Any = None
     if static.has_wgrad:
@@ -86,7 +83,7 @@ def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, 
             if wgrad_is_high:
                 drhs = _multiply_high(static, lhs, grad, "mk,mn", static.wgrad_dtype)
             else:
-                drhs = _multiply(static, _unpacked(lhs, static, block.LHS), q_grad.second, static.wgrad_dtype)
+                drhs = _multiply(static, _unpacked(lhs, static, block.LHS), for_wgrad, static.wgrad_dtype)
             drhs = static.layout.rhs.to_tensor(drhs[..., :inner, :columns])
     dlhs = static.layout.lhs.to_tensor(dlhs).astype(static.lhs_dtype)
     drhs, state = kernel_gradient(static, drhs, {**state, **block.update(state)})
@@ -108,19 +105,14 @@ def _kernel(static: DotStatic, rhs: Any) -> jax.Array:
     return static.layout.rhs.to_matrix(value(static.placement.gathered(rhs)))
 
 
-def _for_dgrad(static: DotStatic, rhs: Any, state: State) -> ScaledArray:
-    """The kernel for dgrad, of a residual."""
-    if not static.placement.is_part:
-        return _unpacked(rhs, static, block.RHS)
-    return _quantized(static, block.RHS, jnp.swapaxes(_kernel(static, rhs), -1, -2), state).second
-
-
-def _quantized(static: DotStatic, operand: int, x: jax.Array, state: State) -> block.Copies:
-    """Both copies of an operand, behind a barrier: XLA on GPU would store the high-precision tensor."""
+def _quantized(
+    static: DotStatic, operand: int, x: jax.Array, state: State, gemms: tuple[int, ...]
+) -> tuple[ScaledArray, ...]:
+    """Copies of an operand, behind a barrier: XLA on GPU would store the high-precision tensor."""
     with jax.named_scope(CASTS[operand]):
-        copies = block.quantized(static.recipe, operand, x, state)
+        copies = block.quantized(static.recipe, operand, x, state, gemms)
     packed = gpu_barrier(tuple(map(_packed, copies)))
-    return block.Copies(*(_unpacked(q, static, operand) for q in packed))
+    return tuple(_unpacked(q, static, operand) for q in packed)
 
 
 def _packed(q: ScaledArray) -> ScaledArray:

@@ -79,11 +79,6 @@ class PackedE2M1:
         """The codes as 4-bit floats, for a GPU."""
         return lax.bitcast_convert_type(self.bytes, E2M1.dtype).reshape(self.shape)
 
-    @property
-    def transposed(self) -> "PackedE2M1":
-        """The codes with the last two axes exchanged."""
-        return self.pack(jnp.swapaxes(self.codes, -1, -2))
-
     def astype(self, dtype: Any) -> Float[Array, "*rows columns"]:
         """The values of the codes."""
         with jax.named_scope(DECODED):

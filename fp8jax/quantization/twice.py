@@ -29,32 +29,34 @@ INTERPRET = False
 
 
 def quantize_twice(
-    x: Float[Array, "*batch rows columns"], method: BlockMethod
-) -> tuple[ScaledArray, ScaledArray]:
+    x: Float[Array, "*batch rows columns"], method: BlockMethod, sides: tuple[bool, ...] = (False, True)
+) -> tuple[ScaledArray, ...]:
     """`quantize_blocks` of `x` and of its transpose, rounded to nearest.
 
     Args:
         x: float array.
         method: a method of FP8 codes, with blocks of one row or square ones.
+        sides: the copies, False for one of `x` and True for one of its transpose.
     """
-    return by_platform(x, cpu=_in_two, default=_at_once, method=method)
+    return by_platform(x, cpu=_one_by_one, default=_at_once, method=method, sides=sides)
 
 
-def _in_two(x: jax.Array, *, method: BlockMethod) -> tuple[ScaledArray, ScaledArray]:
-    return quantize_blocks(x, method), quantize_blocks(jnp.swapaxes(x, -1, -2), method)
+def _one_by_one(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
+    return tuple(quantize_blocks(jnp.swapaxes(x, -1, -2) if turn else x, method) for turn in sides)
 
 
-def _at_once(x: jax.Array, *, method: BlockMethod) -> tuple[ScaledArray, ScaledArray]:
+def _at_once(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
     *batch, rows, columns = x.shape
     tiles = x.reshape(-1, rows, columns)
     tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
     count, m, k = tiles.shape
     grid = (count, m // TILE, k // TILE)
-    sides = [(m, k, lambda b, i, j: (b, i, j)), (k, m, lambda b, i, j: (b, j, i))]
     height, width = (TILE // size for size in method.block)
     scale_dtype = jnp.uint8 if method.scale == "E8M0" else jnp.float32
     out_specs, out_shape = [], []
-    for outer, inner, place in sides:
+    for turn in sides:
+        outer, inner = (k, m) if turn else (m, k)
+        place = _turned if turn else _as_it_is
         scales = (count, outer // TILE * height, inner // TILE * width)
         out_specs += [pl.BlockSpec((None, TILE, TILE), place), pl.BlockSpec((None, height, width), place)]
         out_shape += [
@@ -62,24 +64,34 @@ def _at_once(x: jax.Array, *, method: BlockMethod) -> tuple[ScaledArray, ScaledA
             jax.ShapeDtypeStruct(scales, scale_dtype),
         ]
     out = pl.pallas_call(
-        functools.partial(_tile, method),
+        functools.partial(_tile, method, sides),
         grid=grid,
-        in_specs=[pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j))],
+        in_specs=[pl.BlockSpec((None, TILE, TILE), _as_it_is)],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
         interpret=INTERPRET,
     )(tiles)
-    return (
-        _cut(method, (*batch, rows, columns), *out[:2]),
-        _cut(method, (*batch, columns, rows), *out[2:]),
-    )
+    shapes = [(*batch, columns, rows) if turn else (*batch, rows, columns) for turn in sides]
+    pairs = zip(out[::2], out[1::2], strict=True)
+    return tuple(_cut(method, shape, *pair) for shape, pair in zip(shapes, pairs, strict=True))
 
 
-def _tile(method: BlockMethod, x: Any, codes: Any, scale: Any, codes_t: Any, scale_t: Any) -> None:
-    """One tile of both copies."""
+def _as_it_is(b: Any, i: Any, j: Any) -> tuple[Any, ...]:
+    """The place of a tile."""
+    return (b, i, j)
+
+
+def _turned(b: Any, i: Any, j: Any) -> tuple[Any, ...]:
+    """The place of a tile in the transpose."""
+    return (b, j, i)
+
+
+def _tile(method: BlockMethod, sides: tuple[bool, ...], x: Any, *out: Any) -> None:
+    """One tile of each copy."""
     tile = x[...].astype(jnp.float32)
-    for side, to_codes, to_scale in ((tile, codes, scale), (tile.T, codes_t, scale_t)):
+    for turn, to_codes, to_scale in zip(sides, out[::2], out[1::2], strict=True):
+        side = tile.T if turn else tile
         parts = side.reshape(-1, method.block[1]) if method.block[0] == 1 else side.reshape(1, -1)
         largest = jnp.max(jnp.abs(parts), axis=1)
         # A maximum may ignore a NaN.

@@ -1,6 +1,6 @@
 """Block scaling: scales are computed from the blocks of the tensor to cast.
 
-    copies = quantized(recipe, 0, lhs, state)     # lhs for fprop, and for wgrad
+    for_fprop, for_wgrad = quantized(recipe, LHS, lhs, state)
 
 A GEMM contracts the last axis of both operands, and blocks run along it. Each operand takes part in two GEMMs
 that contract different axes:
@@ -8,11 +8,11 @@ that contract different axes:
 | operand | first GEMM | second GEMM |
 |---|---|---|
 | 0, lhs (m, k) | fprop, along k | wgrad, along m |
-| 1, rhs (n, k) | fprop, along k | dgrad, along n |
+| 1, rhs (k, n) | fprop, along k | dgrad, along n |
 | 2, grad (m, n) | dgrad, along n | wgrad, along m |
 
-So an operand is quantized twice from high precision, as it is and transposed. Square blocks of a kernel serve
-both GEMMs with the same codes.
+So an operand is quantized twice from high precision, as it is and transposed. Square blocks have the same
+codes in both copies.
 
 Only "nvfp4" has a state, for the random bits of output gradients:
 
@@ -27,7 +27,6 @@ References:
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,6 @@ from fp8jax.quantization import (
     NVFP4_1X16,
     NVFP4_16X16,
     BlockMethod,
-    PackedE2M1,
     ScaledArray,
     amax,
     hadamard,
@@ -57,13 +55,6 @@ from fp8jax.scaling.base import State
 LHS, RHS, GRAD = 0, 1, 2
 
 
-class Copies(NamedTuple):
-    """An operand quantized for its two GEMMs, with the contracted axis last."""
-
-    first: ScaledArray
-    second: ScaledArray
-
-
 def init(recipe: Recipe) -> State:
     """The state of a dot."""
     if recipe.gemm == "FP4" and "stochastic" in recipe.fp4_options:
@@ -76,29 +67,46 @@ def update(state: State) -> State:
     return {"key": state["key"].at[..., 1].add(1)} if "key" in state else {}
 
 
-def quantized(recipe: Recipe, operand: int, x: Float[Array, "*batch rows columns"], state: State) -> Copies:
-    """Operand number `operand` of a dot for both of its GEMMs.
+def quantized(
+    recipe: Recipe,
+    operand: int,
+    x: Float[Array, "*batch rows columns"],
+    state: State,
+    gemms: tuple[int, ...] = (0, 1),
+) -> tuple[ScaledArray, ...]:
+    """Operand number `operand` of a dot, quantized for its GEMMs.
 
     Args:
         recipe: a recipe with block scaling.
         operand: `LHS`, `RHS` or `GRAD`.
-        x: the operand as a matrix, its first GEMM's contracted axis last.
+        x: the operand as a matrix: lhs (m, k), rhs (k, n), grad (m, n).
         state: the dot's state.
+        gemms: for which GEMMs of the operand: 0 for the first one, 1 for the second one.
 
     Returns:
-        `first` of the shape of `x`, `second` of its transpose, both padded to whole blocks.
+        For each GEMM a copy with the contracted axis last, padded to whole blocks.
     """
     method = method_of(recipe, operand)
+    turns = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
     if recipe.gemm == "FP8":
-        return Copies(*quantize_twice(x, method))
-    if method.block[0] > 1:
-        first = quantize_blocks(x, method)
-        return Copies(first, transposed(first))
-    turned = jnp.swapaxes(x, -1, -2)
-    if "hadamard" in recipe.fp4_options and operand != RHS:
-        turned = hadamard(_padded(turned, method))
-    first, second = _random(recipe, operand, x, turned, method, state)
-    return Copies(quantize_blocks(x, method, first), quantize_blocks(turned, method, second))
+        return quantize_twice(x, method, turns)
+    return tuple(_in_fp4(recipe, operand, x, turn, state) for turn in turns)
+
+
+def _in_fp4(recipe: Recipe, operand: int, x: jax.Array, turn: bool, state: State) -> ScaledArray:
+    """One copy: of `x`, or of its transpose."""
+    method, copy = method_of(recipe, operand), jnp.swapaxes(x, -1, -2) if turn else x
+    pairs = zip(method.padded(copy.shape), copy.shape, strict=True)
+    copy = jnp.pad(copy, [(0, padded - dim) for padded, dim in pairs])
+    if turn and operand != RHS and "hadamard" in recipe.fp4_options:
+        copy = hadamard(copy)
+    random = None
+    if operand == GRAD and "key" in state:
+        seed, step = state["key"]
+        of_tensor = lax.bitcast_convert_type(amax(x), jnp.uint32)
+        seeds = leaf_seeds(jnp.stack([seed.astype(jnp.uint32), of_tensor]), step.astype(jnp.int32), 2)
+        random = random_bits(seeds[int(turn)], copy.shape)
+    return quantize_blocks(copy, method, random)
 
 
 def method_of(recipe: Recipe, operand: int) -> BlockMethod:
@@ -111,30 +119,3 @@ def method_of(recipe: Recipe, operand: int) -> BlockMethod:
     method = BLOCK_128X128 if operand == RHS else BLOCK_1X128
     scale = "float32" if recipe.scaling == "block_float32" else "power_of_two"
     return dataclasses.replace(method, format=format, scale=scale)
-
-
-def transposed(q: ScaledArray) -> ScaledArray:
-    """The transpose of matrices with square blocks."""
-    is_packed = isinstance(q.data, PackedE2M1)
-    data = q.data.transposed if is_packed else jnp.swapaxes(q.data, -1, -2)
-    scale = transposed(q.scale) if isinstance(q.scale, ScaledArray) else jnp.swapaxes(q.scale, -1, -2)
-    return ScaledArray(data, scale)
-
-
-def _padded(x: jax.Array, method: BlockMethod) -> jax.Array:
-    pairs = zip(method.padded(x.shape), x.shape, strict=True)
-    return jnp.pad(x, [(0, padded - dim) for padded, dim in pairs])
-
-
-def _random(
-    recipe: Recipe, operand: int, x: jax.Array, turned: jax.Array, method: BlockMethod, state: State
-) -> tuple[Any, Any]:
-    """Random bits for both copies of a gradient; Nones where rounding is to nearest."""
-    if operand != GRAD or "key" not in state:
-        return None, None
-    seed, step = state["key"]
-    of_tensor = lax.bitcast_convert_type(amax(x), jnp.uint32)
-    seeds = leaf_seeds(jnp.stack([seed.astype(jnp.uint32), of_tensor]), step.astype(jnp.int32), 2)
-    shapes = map(method.padded, (x.shape, turned.shape))
-    first, second = (random_bits(seed, shape) for seed, shape in zip(seeds, shapes, strict=True))
-    return first, second
