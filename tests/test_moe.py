@@ -17,7 +17,7 @@ from fp8jax.adapters.moe import exchange
 from fp8jax.adapters.moe.exchange import Way
 from fp8jax.adapters.moe.linen import ExpertDense
 from fp8jax.dot import ExpertSharding, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
-from fp8jax.dot.blocks import blocks_of
+from fp8jax.dot.row_tiles import blocks_of
 from fp8jax.scaling.merge import from_fm32, to_fm32
 
 MATRICES = (((1,), (0,)), ((), ()))

@@ -17,7 +17,6 @@ The residuals for the backward are FP8. The new scaling state is the gradient wi
 only the backward knows the amax of `dy` ("overwrite with gradient").
 """
 
-from fp8jax.dot.blocks import ExpertSharding as ExpertSharding
 from fp8jax.dot.dot_general import dot_general as dot_general
 from fp8jax.dot.dot_general import einsum as einsum
 from fp8jax.dot.dot_general import init_state as init_state
@@ -26,5 +25,6 @@ from fp8jax.dot.dot_general import save_fp8_operands as save_fp8_operands
 from fp8jax.dot.ragged import init_ragged_state as init_ragged_state
 from fp8jax.dot.ragged import ragged_dot as ragged_dot
 from fp8jax.dot.ragged_wide import wide_ragged_dot as wide_ragged_dot
+from fp8jax.dot.row_tiles import ExpertSharding as ExpertSharding
 from fp8jax.dot.vjp import GEMMS as GEMMS
 from fp8jax.dot.weight import Weight as Weight

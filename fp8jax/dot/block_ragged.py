@@ -1,6 +1,6 @@
 """The custom VJP of the block-scaled `ragged_dot`.
 
-A group's rows are quantized within the GEMMs of `fp8jax.dot.blocks`: the scale blocks of wgrad, which run
+A group's rows are quantized within the GEMMs of `fp8jax.dot.row_tiles`: the scale blocks of wgrad, which run
 along rows, begin with each block of rows. So the residuals are the operands in high precision.
 """
 
@@ -13,8 +13,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends
-from fp8jax.dot.blocks import Multiply, on_each, rows_times_matrices, rows_times_rows
 from fp8jax.dot.layout import contract, on_data
+from fp8jax.dot.row_tiles import Multiply, on_each, rows_times_matrices, rows_times_rows
 from fp8jax.dot.vjp import (
     DGRAD,
     FPROP,

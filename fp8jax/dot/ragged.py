@@ -4,7 +4,7 @@
 
 The result and the gradients equal those of `dot_general` for each group. Each group has a scaling state, with
 scales for its kernel, its rows and their gradients. A group without rows adds no amax to the histories of
-rows and gradients, and the gradient of its kernel is zero. `fp8jax.dot.blocks` computes the GEMMs.
+rows and gradients, and the gradient of its kernel is zero. `fp8jax.dot.row_tiles` computes the GEMMs.
 
     >>> import jax.numpy as jnp
     >>> from fp8jax.dot import init_ragged_state, ragged_dot
@@ -25,7 +25,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
 from fp8jax.dot.block_ragged import jitted_block_ragged
-from fp8jax.dot.blocks import (
+from fp8jax.dot.dot_general import init_state
+from fp8jax.dot.layout import contract, on_data
+from fp8jax.dot.row_tiles import (
     ExpertSharding,
     Multiply,
     groups_of_rows,
@@ -33,8 +35,6 @@ from fp8jax.dot.blocks import (
     rows_times_matrices,
     rows_times_rows,
 )
-from fp8jax.dot.dot_general import init_state
-from fp8jax.dot.layout import contract, on_data
 from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,

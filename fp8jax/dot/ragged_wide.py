@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from fp8jax.dot.blocks import ExpertSharding, Multiply, on_each, rows_times_matrices, rows_times_rows
 from fp8jax.dot.layout import contract
+from fp8jax.dot.row_tiles import ExpertSharding, Multiply, on_each, rows_times_matrices, rows_times_rows
 from fp8jax.platforms import jvp_of
 
 # A primitive, so that `rewrite` finds it as one equation of a jaxpr.

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, formats, scaling
-from fp8jax.dot.blocks import ExpertSharding
 from fp8jax.dot.layout import Layout, contract
+from fp8jax.dot.row_tiles import ExpertSharding
 from fp8jax.dot.weight import WHOLE, KernelPlacement, Weight
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import (

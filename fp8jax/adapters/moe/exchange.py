@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.adapters.moe.routing import Route
 from fp8jax.dot import ExpertSharding
-from fp8jax.dot.blocks import on_each
+from fp8jax.dot.row_tiles import on_each
 
 Dense = Callable[[jax.Array, jax.Array], jax.Array]  # (rows, sizes of the experts' groups) to rows
 
