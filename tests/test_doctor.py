@@ -22,6 +22,7 @@ from fp8jax.inspect import device as devices
 from fp8jax.inspect import gemms, targets
 from fp8jax.inspect.program import Gemm
 from fp8jax.inspect.subject import subject
+from fp8jax.recipe import PRESETS
 from fp8jax.rewrite.report import Report
 from fp8jax.rewrite.report import Row as Told
 
@@ -281,22 +282,22 @@ def ways(gemms):
 
 
 @pytest.mark.parametrize(
-    "platform, capability, fp8, bf16",
+    "platform, capability, fp8, bf16, mxfp8",
     [
-        ("cpu", None, devices.EMULATED, devices.WIDER),
-        ("gpu", (7, 5), devices.NOT_SUPPORTED, devices.NOT_SUPPORTED),
-        ("gpu", (8, 0), devices.NOT_SUPPORTED, devices.NATIVE),
-        ("gpu", (8, 9), devices.NATIVE, devices.NATIVE),
-        ("gpu", (10, 0), devices.NATIVE, devices.NATIVE),
-        ("gpu", None, devices.UNKNOWN, devices.UNKNOWN),
-        ("tpu", None, devices.UNKNOWN, devices.UNKNOWN),
+        ("cpu", None, devices.EMULATED, devices.WIDER, devices.EMULATED),
+        ("gpu", (7, 5), devices.NOT_SUPPORTED, devices.NOT_SUPPORTED, devices.NOT_SUPPORTED),
+        ("gpu", (8, 0), devices.NOT_SUPPORTED, devices.NATIVE, devices.NOT_SUPPORTED),
+        ("gpu", (8, 9), devices.NATIVE, devices.NATIVE, devices.NOT_SUPPORTED),
+        ("gpu", (10, 0), devices.NATIVE, devices.NATIVE, devices.NATIVE),
+        ("gpu", None, devices.UNKNOWN, devices.UNKNOWN, devices.UNKNOWN),
+        ("tpu", None, devices.UNKNOWN, devices.UNKNOWN, devices.UNKNOWN),
     ],
 )
-def test_what_a_device_multiplies(platform, capability, fp8, bf16):
+def test_what_a_device_multiplies(platform, capability, fp8, bf16, mxfp8):
     gemms = devices.gemms_of(platform, capability)
     assert (ways(gemms)["FP8"], ways(gemms)["BF16"]) == (fp8, bf16)
-    blocks = [gemm for gemm in gemms if gemm["scaling"] == "block"]
-    assert len(blocks) == 2 and {gemm["how"] for gemm in blocks} == {devices.NOT_SUPPORTED}
+    blocks = {gemm["scaling"]: gemm["how"] for gemm in gemms if gemm["scaling"] in PRESETS}
+    assert blocks == {"block": fp8, "mxfp8": mxfp8, "nvfp4": mxfp8}
     assert all(gemm["reason"] for gemm in gemms)
 
 

@@ -23,6 +23,9 @@ from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 # Rows, columns and depth of a tile of the Pallas kernel: one block.
 TILE = 128
 
+# Compute capability of the first GPUs with GEMMs of MXFP8 and NVFP4.
+FIRST_WITH_BLOCKS = (10, 0)
+
 # Whether the kernel is interpreted, to test it on a CPU.
 INTERPRET = False
 
@@ -33,7 +36,7 @@ def why_not(scaling: str) -> str | None:
     if capability is None:
         return None
     shown = f"compute capability {capability[0]}.{capability[1]}"
-    if scaling in ("mxfp8", "nvfp4") and capability < (10, 0):
+    if scaling in ("mxfp8", "nvfp4") and capability < FIRST_WITH_BLOCKS:
         return f"{shown} has no block-scaled GEMMs, which need 10.0; use the recipe block or te"
     return f"{shown} has no FP8 GEMMs, which need 8.9; use the recipe bf16" if capability < (8, 9) else None
 

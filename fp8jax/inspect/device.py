@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from fp8jax import backends
+from fp8jax.backends.block import FIRST_WITH_BLOCKS
 from fp8jax.inspect import targets
 from fp8jax.inspect.gemms import FIRST_WITH_FP8
 from fp8jax.inspect.tables import align
@@ -36,14 +37,20 @@ EXTRAS = {
 CUDA_EXTRA = 'pip install -U "jax[cuda13]"'
 
 _EXACT = (EMULATED, "FP8 numbers are exact in the wider format")
-# Operands, scaling, the first compute capability with such GEMMs, and how a CPU computes them.
+_EXACT_FP4 = (EMULATED, "FP4 numbers are exact in the wider format")
+# What computes the GEMMs of a GPU that has them, and what happens on one that has not.
+_CUBLAS = ("cuBLASLt, through XLA", "XLA uses a wider format")
+_PALLAS = ("a Pallas kernel", "the recipe is refused")
+_CUDNN = ("cuDNN, through jax.nn.scaled_matmul", "the recipe is refused")
+# Operands, scaling, the first compute capability with such GEMMs, how a CPU and how a GPU computes them.
 _FORMATS = (
-    ("FP8, E4M3 x E4M3 (forward)", "delayed, current", FIRST_WITH_FP8, _EXACT),
-    ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT),
-    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs")),
-    ("FP16", "loss scale", (7, 0), (WIDER, "float32")),
-    ("FP8, blocks of 1x128 and 128x128", "block", None, _EXACT),  # None: no recipe has them
-    ("MXFP8, blocks of 32 with E8M0 scales", "block", None, _EXACT),
+    ("FP8, E4M3 x E4M3 (forward)", "delayed, current", FIRST_WITH_FP8, _EXACT, _CUBLAS),
+    ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT, _CUBLAS),
+    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs"), _CUBLAS),
+    ("FP16", "loss scale", (7, 0), (WIDER, "float32"), _CUBLAS),
+    ("FP8, blocks of 1x128 and 128x128", "block", FIRST_WITH_FP8, _EXACT, _PALLAS),
+    ("MXFP8, blocks of 32 with E8M0 scales", "mxfp8", FIRST_WITH_BLOCKS, _EXACT, _CUDNN),
+    ("NVFP4, blocks of 16 with E4M3 scales", "nvfp4", FIRST_WITH_BLOCKS, _EXACT_FP4, _CUDNN),
 )
 
 # Library -> its name in JAX's CUDA plugin.
@@ -94,19 +101,20 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
 def gemms_of(platform: str, capability: tuple[int, int] | None) -> list[dict[str, str]]:
     """How devices of a platform and a compute capability compute GEMMs, by the format of the operands."""
 
-    def way(least: tuple[int, int] | None, on_cpu: tuple[str, str]) -> tuple[str, str]:
-        if least is None:
-            return NOT_SUPPORTED, "no recipe of this release has it"
+    def way(least: tuple[int, int], on_cpu: tuple[str, str], on_gpu: tuple[str, str]) -> tuple[str, str]:
         if platform == "cpu":
             return on_cpu
         if capability is None:
             return UNKNOWN, "not a CPU or NVIDIA GPU; `fp8jax doctor --compile` shows what runs"
         if capability >= least:
-            return NATIVE, "cuBLASLt, through XLA"
+            return NATIVE, on_gpu[0]
         below = f"compute capability {_dotted(capability)} is below {_dotted(least)}"
-        return NOT_SUPPORTED, f"{below}: XLA uses a wider format"
+        return NOT_SUPPORTED, f"{below}: {on_gpu[1]}"
 
-    ways = [(operands, scaling, *way(least, on_cpu)) for operands, scaling, least, on_cpu in _FORMATS]
+    ways = [
+        (operands, scaling, *way(least, on_cpu, on_gpu))
+        for operands, scaling, least, on_cpu, on_gpu in _FORMATS
+    ]
     return [dict(zip(("operands", "scaling", "how", "reason"), row, strict=True)) for row in ways]
 
 
