@@ -432,12 +432,17 @@ def test_layers_called_by_keyword():
     assert [row.kernel_shape for row in model.report(x).rows] == [(48, 64), (64, 32)]
 
 
-@pytest.mark.parametrize("recipe", ["te", "O2", "O3"])
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3", "fp8", "O2 adamw_8bit"])
 def test_flax_serialization_keeps_every_bit(recipe):
     """`flax.serialization` writes and reads scaled weights, moments and states."""
-    model = fp8jax.transform(nn.Dense(32), recipe)
+    recipe, _, optimizer = recipe.partition(" ")
+    model = fp8jax.transform(nn.Dense(128), recipe)
     variables = model.init(jax.random.key(0), jnp.ones((4, 32)))
-    state = variables, fp8jax.optim.adamw(1e-3).init(variables)
+    tx = getattr(fp8jax.optim, optimizer or "adamw")(1e-3, recipe)
+    grads = fp8jax.value_and_grad(lambda variables: model.apply(variables, jnp.ones((4, 32))).sum())(
+        variables
+    )[1]
+    state = variables, tx.update(grads, tx.init(variables), variables)[1]
     again = serialization.from_bytes(jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state))
     assert jax.tree.structure(again) == jax.tree.structure(state)
     for new, old in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
@@ -445,5 +450,5 @@ def test_flax_serialization_keeps_every_bit(recipe):
         np.testing.assert_array_equal(new, old)
     if recipe == "O3":
         other = fp8jax.transform(nn.Dense(64), recipe).init(jax.random.key(0), jnp.ones((4, 32)))
-        with pytest.raises(ValueError, match=r"expected codes float8_e4m3fn\[32, 64\].*; got .*\[32, 32\]"):
+        with pytest.raises(ValueError, match=r"expected codes float8_e4m3fn\[32, 64\].*; got .*\[32, 128\]"):
             serialization.from_bytes(other, serialization.to_bytes(variables))

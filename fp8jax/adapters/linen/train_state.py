@@ -6,6 +6,8 @@ from flax import serialization
 from flax.training import train_state
 
 from fp8jax.gradients import apply_updates
+from fp8jax.optim.step.blockwise import Blockwise
+from fp8jax.optim.step.codecs import Root
 from fp8jax.quantization import ScaledArray
 
 
@@ -22,6 +24,16 @@ def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
 # For `flax.serialization.to_bytes` and `from_bytes`.
 serialization.register_serialization_state(
     ScaledArray, lambda x: {"data": x.data, "scale": x.scale}, _from_state
+)
+serialization.register_serialization_state(
+    Root,
+    lambda x: {"root": serialization.to_state_dict(x.root)},
+    lambda target, state: Root(serialization.from_state_dict(target.root, state["root"])),
+)
+serialization.register_serialization_state(
+    Blockwise,
+    lambda x: {"codes": x.codes, "absmax": x.absmax},
+    lambda target, state: Blockwise(state["codes"], state["absmax"], target.signed),
 )
 
 
