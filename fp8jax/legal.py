@@ -116,6 +116,12 @@ def _check_combination(recipe: Any) -> None:
             f"recipe: scaling={recipe.scaling} computes each scale from its block: expected margin=0 and "
             f"interval=1; got margin={recipe.margin}, interval={recipe.interval}."
         )
+    is_of_pallas = recipe.has_blocks and recipe.scaling in ("block", "block_float32")
+    if is_of_pallas and recipe.fp8_format != "E4M3":
+        raise ValueError(
+            "recipe: no GPU kernel here multiplies E5M2 and E4M3 blocks: expected fp8_format=E4M3, as block "
+            f"and block+O2 have; got scaling={recipe.scaling}, fp8_format={recipe.fp8_format}."
+        )
     if not recipe.is_quantized and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
         raise ValueError(
             "recipe: weight and weight_grad are the formats of layers with FP8 or FP4 GEMMs; with "

@@ -145,6 +145,8 @@ def legal_values(draw):
         values |= {"scaling": "nvfp4", "gemm": "FP4"}
     if values["gemm"] in ("FP8", "FP4") and values["scaling"] not in ("delayed", "current"):
         values |= {"margin": 0, "interval": 1}
+        if values["scaling"] in ("block", "block_float32"):
+            values["fp8_format"] = "E4M3"
     if values["gemm"] not in ("FP8", "FP4"):
         values |= {"weight": "FP32", "master_weight": "-", "weight_grad": "FP32"}
     else:
@@ -260,6 +262,11 @@ def test_every_field_has_illegal_values_in_the_table():
         (
             "block,margin=1",
             "scaling=block computes each scale from its block: expected margin=0 and interval=1",
+        ),
+        (
+            "O2,scaling=block",
+            r"multiplies E5M2 and E4M3 blocks: expected fp8_format=E4M3, as block and block\+O2 have; got "
+            "scaling=block, fp8_format=HYBRID",
         ),
         ("nvfp4,fp4_options=2d+2d", "`fp4_options` is one of: "),
         ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16 E5M2\+FP16; got 'E4M3'"),

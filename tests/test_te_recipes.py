@@ -100,9 +100,9 @@ PLAIN = QParams()
         ),
         (Float8CurrentScaling(), "te,scaling=current"),
         (Float8BlockScaling(), "block"),
-        (Float8BlockScaling(fp8_format=Format.HYBRID), "block,fp8_format=HYBRID"),
         (Float8BlockScaling(True, Format.E4M3, PLAIN, PLAIN, PLAIN), "block,scaling=block_float32"),
         (MXFP8BlockScaling(), "mxfp8"),
+        (MXFP8BlockScaling(fp8_format=Format.HYBRID), "mxfp8,fp8_format=HYBRID"),
         (NVFP4BlockScaling(), "nvfp4"),
         (NVFP4BlockScaling(disable_rht=True), "nvfp4,fp4_options=stochastic+2d"),
         (NVFP4BlockScaling(True, True, True), "nvfp4,fp4_options="),
@@ -121,6 +121,7 @@ def test_objects(source, recipe):
         (DelayedScaling(amax_compute_algo=max), "`amax_compute_algo` is one of: max most_recent"),
         (DelayedScaling(scaling_factor_compute_algo=max), "expected scaling_factor_compute_algo=None"),
         (DelayedScaling(backward_override="dequantized"), "expected backward_override=None"),
+        (Float8BlockScaling(fp8_format=Format.HYBRID), "expected fp8_format=E4M3, .*fp8_format=HYBRID"),
         (Float8BlockScaling(w_block_scaling_dim=1), "expected w_block_scaling_dim=2"),
         (Float8BlockScaling(fp8_quant_fwd_inp=PLAIN), "power_2_scale for some operands only"),
         (
