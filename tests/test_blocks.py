@@ -1,5 +1,6 @@
 """Block scaling: codes and scales as TransformerEngine's, and GEMMs of them."""
 
+import functools
 import pathlib
 
 import jax
@@ -28,7 +29,7 @@ from fp8jax.scaling import block
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
 METHODS = [BLOCK_1X128, BLOCK_128X128, MXFP8, NVFP4_1X16, NVFP4_16X16]
-RECIPES = ["block", "block,scaling=block_float32", "mxfp8", "nvfp4"]
+RECIPES = ["block", "block,scaling=block_float32", "mxfp8", "mxfp8,fp8_format=HYBRID", "nvfp4"]
 MATRICES = (((1,), (0,)), ((), ()))
 
 
@@ -222,6 +223,36 @@ def test_small_tokens(recipe):
     assert sqnr(exact, ours) > 27 > 20 > sqnr(exact, current)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 8, 4), (4, 0, 8), (4, 8, 0)])
+def test_empty_operands(recipe, shape):
+    x, w, g = operands(*shape)
+    y, dx, dw, _ = gradients(recipe, x, w, g)
+    assert (y.shape, dx.shape, dw.shape) == (g.shape, x.shape, w.shape)
+    assert not any(np.asarray(each).any() for each in (y, dx, dw))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_vmap(recipe):
+    """A vmap of one or both operands gives each example's output and gradients."""
+    (x, w, g), state = operands(), init_state(recipe)
+    x = jnp.stack([x, operands(seed=1)[0], 2 * x])
+
+    def run(x, w):
+        product = functools.partial(dot_general, recipe=recipe)
+        y, pull = jax.vjp(lambda x, w, state: product(x, w, MATRICES, state=state), x, w, state)
+        return y, *pull(g)[:2]
+
+    for axes in ((0, None), (None, 0), (0, 0)):
+        given = [jnp.stack([w, 2 * w, 3 * w]) if axes[1] == 0 else w]
+        given = [x if axes[0] == 0 else x[0], *given]
+        ours = jax.vmap(run, axes)(*given)
+        for i in range(3):
+            each = run(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True)))
+            for one, other in zip(ours, each, strict=True):
+                np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-5 * abs(other).max())
+
+
 def test_high_precision_gemms():
     x, w, g = operands()
     flags = "False+True+True"
@@ -308,6 +339,7 @@ def test_kernel_of_both_copies(method, shape, monkeypatch):
     [
         ("block", "h200", "pallas_blocks"),
         ("mxfp8", "b200", "cudnn_blocks"),
+        ("mxfp8,fp8_format=HYBRID", "b200", "cudnn_blocks"),
         ("nvfp4", "b200", "cudnn_blocks"),
     ],
 )

@@ -46,6 +46,8 @@ def dot(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any) -> jax.Array:
 
     The product of two blocks is accumulated in float32 and scaled before it is added to the output's sum.
     """
+    if 0 in (*lhs.shape, *rhs.shape):
+        return jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), out_dtype)
     return by_platform(lhs, rhs, cpu=_emulated, default=_on_gpu, is_deferred=False, out_dtype=out_dtype)
 
 
@@ -69,10 +71,28 @@ def _cudnn(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any) -> jax.Array:
     """One cuDNN call for MXFP8 and for NVFP4, whose scales of tensors are multiplied after it."""
     codes = [x.data.floats if isinstance(x.data, PackedE2M1) else x.data for x in (lhs, rhs)]
     scales = [_by_row(x) for x in (lhs, rhs)]
-    out = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=out_dtype)
     if not is_scaled(lhs.scale):
-        return out
+        return _scaled_matmul(out_dtype, *codes, *scales)
+    out = _scaled_matmul(out_dtype, *codes, *scales)
     return (out.astype(jnp.float32) * lhs.scale.scale * rhs.scale.scale).astype(out_dtype)
+
+
+def _scaled_matmul(dtype: Any, *operands: jax.Array) -> jax.Array:
+    """`jax.nn.scaled_matmul`; under `jax.vmap` one call with more batches. JAX's own rule takes only operands
+    that are all mapped."""
+
+    @jax.custom_batching.custom_vmap
+    def multiply(*operands: jax.Array) -> jax.Array:
+        return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)
+
+    @multiply.def_vmap
+    def _(size: int, is_mapped: Any, *operands: jax.Array) -> tuple[jax.Array, bool]:
+        pairs = zip(operands, is_mapped, strict=True)
+        copies = [x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in pairs]
+        out = _scaled_matmul(dtype, *(x.reshape(-1, *x.shape[2:]) for x in copies))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return multiply(*operands)
 
 
 def _by_row(x: ScaledArray) -> jax.Array:

@@ -137,7 +137,7 @@ def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
 
 def _e4m3(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
     """E4M3 scales of blocks, on the float32 scale of each matrix."""
-    of_matrix = jnp.max(amax, axis=(-2, -1), keepdims=True)
+    of_matrix = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
     encode = select(usable(of_matrix), factor_of(of_matrix, format.max * E4M3.max), 1.0)
     encode = _nan_unless_finite(encode, of_matrix)
     decode = 1 / encode
@@ -170,10 +170,10 @@ def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
         Pretraining with NVFP4, arXiv 2509.25149, section 4.2; TransformerEngine `get_wgrad_sign_vector`.
     """
     # By sums and differences of halves, which XLA fuses into the cast; a matmul would be a GEMM of its own.
-    y = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
     y *= jnp.broadcast_to(_SIGNS, y.shape)
     for width in (8, 4, 2, 1):
-        halves = y.reshape(*x.shape[:-1], -1, 2, width)
+        halves = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * width), 2, width)
         low, high = halves[..., 0, :], halves[..., 1, :]
         y = jnp.stack([low + high, low - high], axis=-2)
     return (y * np.float32(0.25)).reshape(x.shape).astype(x.dtype)

@@ -36,7 +36,7 @@ class PackedE2M1:
     @classmethod
     def pack(cls, codes: UInt8[Array, "*rows columns"]) -> "PackedE2M1":
         """Codes in the low four bits of uint8."""
-        pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+        pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
         return cls(pairs[..., 0] | (pairs[..., 1] << np.uint8(4)))
 
     @classmethod

@@ -38,6 +38,8 @@ def quantize_twice(
         method: a method of FP8 codes, with blocks of one row or square ones.
         sides: the copies, False for one of `x` and True for one of its transpose.
     """
+    if not x.size:
+        return _one_by_one(x, method=method, sides=sides)
     return by_platform(x, cpu=_one_by_one, default=_at_once, method=method, sides=sides)
 
 
