@@ -333,6 +333,16 @@ def test_kernel_of_both_copies(method, shape, monkeypatch):
         np.testing.assert_array_equal(one.data.astype(jnp.float32), other.data.astype(jnp.float32))
 
 
+@pytest.mark.parametrize(
+    "method, wanted", [(MXFP8, "float16"), (NVFP4_1X16, "float32")], ids=["mxfp8", "nvfp4"]
+)
+def test_float16_does_not_overflow(method, wanted):
+    """The product of NVFP4 codes and scales of blocks is up to 6**2 * 448**2 before the scales of tensors."""
+    q = quantized(np.ones((1, 16, 32), np.float32), method)
+    jaxpr = jax.make_jaxpr(lambda a, b: gemm._cudnn(a, b, jnp.float16))(q, q)
+    assert f"preferred_element_type={wanted}" in str(jaxpr) and jaxpr.out_avals[0].dtype == jnp.float16
+
+
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 @pytest.mark.parametrize(
     "recipe, target, kind",

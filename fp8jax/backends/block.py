@@ -73,7 +73,8 @@ def _cudnn(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any) -> jax.Array:
     scales = [_by_row(x) for x in (lhs, rhs)]
     if not is_scaled(lhs.scale):
         return _scaled_matmul(out_dtype, *codes, *scales)
-    out = _scaled_matmul(out_dtype, *codes, *scales)
+    # Without the scales of tensors it exceeds float16's range.
+    out = _scaled_matmul(jnp.float32 if out_dtype == jnp.float16 else out_dtype, *codes, *scales)
     return (out.astype(jnp.float32) * lhs.scale.scale * rhs.scale.scale).astype(out_dtype)
 
 
