@@ -1,6 +1,7 @@
 """Mixture of experts: against a loop over experts, alone, under recipes and over devices."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -180,6 +181,38 @@ def test_a_group_is_a_dot_of_its_own(recipe):
             np.testing.assert_array_equal(found["state"][name][group], kept)
     # Rows of no group.
     assert not found["y"][68:].any() and not found["dx"][68:].any()
+
+
+@pytest.mark.parametrize("recipe, least", [("block", 26), ("mxfp8", 26), ("nvfp4", 12)])
+def test_a_group_in_scale_blocks_is_near_its_float32_dot(recipe, least):
+    (x, w, g), found = of_groups(recipe)
+    for group in (0, 2, 3):
+        rows = rows_of(group)
+        x_of, w_of, g_of = x[rows], w[group], g[rows]
+        exact = {"y": x_of @ w_of, "dx": g_of @ w_of.T, "dw": x_of.T @ g_of}
+        ours = {"y": found["y"][rows], "dx": found["dx"][rows], "dw": found["dw"][group]}
+        for name, value in ours.items():
+            noise = jnp.sum((value - exact[name]) ** 2)
+            assert 10 * jnp.log10(jnp.sum(exact[name] ** 2) / noise) >= least, name
+    assert not found["y"][68:].any() and not found["dx"][68:].any() and not found["dw"][1].any()
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("bad", [jnp.nan, 1e6])
+def test_a_group_in_scale_blocks_is_independent_of_other_rows(recipe, bad):
+    """Rows of another group, and rows of no group, change neither output nor gradients of a group."""
+
+    @jax.jit
+    def run(x, g):
+        product = functools.partial(ragged_dot, recipe=recipe, state=init_ragged_state(recipe, 4))
+        y, vjp = jax.vjp(lambda x, w: product(x, w, jnp.array(SIZES)), x, normal(1, 4, 32, 48))
+        dx, dw = vjp(g)
+        return y[rows_of(2)], dx[rows_of(2)], dw[2]
+
+    x, g = normal(0, ROWS, 32), normal(2, ROWS, 48)
+    others = [part.at[rows_of(3)].set(bad).at[68:].set(-bad) for part in (x, g)]
+    for ours, wanted in zip(run(*others), run(x, g), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
 
 
 def test_each_group_has_the_precision_of_its_own_scale():

@@ -57,7 +57,10 @@ def _output(static: RaggedStatic, lhs: jax.Array, rhs: Any, sizes: jax.Array) ->
         kernels = _kernels(static, rhs)
         shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.shape[2]), static.out_dtype)
         multiply = _gemm(static, (block.LHS, 0), (block.RHS, 0), "mk,kn", static.out_dtype, {})
-        return rows_times_matrices(lhs.astype(static.out_dtype), kernels, sizes, multiply, shape)
+        rows = lhs.astype(static.out_dtype)
+        return rows_times_matrices(
+            rows, kernels, sizes, multiply, shape, is_separate=_has_scale_of_rows(static)
+        )
 
 
 def _backward(static: RaggedStatic, residuals: Any, grad: Any) -> tuple[Any, ...]:
@@ -79,7 +82,10 @@ def _gradients(
     with jax.named_scope(DGRAD):
         shape = jax.ShapeDtypeStruct(lhs.shape, static.lhs_dtype)
         multiply = _gemm(static, (block.GRAD, 0), (block.RHS, 1), "mn,kn", dtype, key)
-        dlhs = rows_times_matrices(grad.astype(dtype), kernels, sizes, multiply, shape)
+        rows = grad.astype(dtype)
+        dlhs = rows_times_matrices(
+            rows, kernels, sizes, multiply, shape, is_separate=_has_scale_of_rows(static)
+        )
     with jax.named_scope(WGRAD):
         multiply = _gemm(static, (block.LHS, 1), (block.GRAD, 1), "mk,mn", jnp.float32, key)
         drhs = rows_times_rows(lhs.astype(dtype), grad.astype(dtype), sizes, multiply, kernels.shape)
@@ -93,6 +99,11 @@ def _forward_rule(static: RaggedStatic, *operands: Any) -> tuple[jax.Array, Any]
 
 _ragged.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 jitted_block_ragged = jax.jit(_ragged, static_argnums=0)
+
+
+def _has_scale_of_rows(static: RaggedStatic) -> bool:
+    """Whether rows share a scale: NVFP4's of the tensor, here of a block of rows."""
+    return static.recipe.scaling == "nvfp4"
 
 
 def _kernels(static: RaggedStatic, rhs: Any) -> jax.Array:

@@ -2,9 +2,12 @@
 
     y[rows of g]  = lhs[rows of g] . rhs[g]
 
-The result and the gradients equal those of `dot_general` for each group. Each group has a scaling state, with
-scales for its kernel, its rows and their gradients. A group without rows adds no amax to the histories of
-rows and gradients, and the gradient of its kernel is zero. `fp8jax.dot.row_tiles` computes the GEMMs.
+The result and the gradients equal those of `dot_general` for each group. Under block scaling they are rounded
+differently: blocks of scales along rows begin with each block of rows.
+
+Each group has a scaling state, with scales for its kernel, its rows and their gradients. A group without rows
+adds no amax to the histories of rows and gradients, and the gradient of its kernel is zero.
+`fp8jax.dot.row_tiles` computes the GEMMs.
 
     >>> import jax.numpy as jnp
     >>> from fp8jax.dot import init_ragged_state, ragged_dot

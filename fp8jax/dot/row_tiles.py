@@ -95,7 +95,13 @@ def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def rows_times_matrices(
-    rows: Operand, matrices: Operand, sizes: jax.Array, multiply: Multiply, shape: Any
+    rows: Operand,
+    matrices: Operand,
+    sizes: jax.Array,
+    multiply: Multiply,
+    shape: Any,
+    *,
+    is_separate: bool = False,
 ) -> jax.Array:
     """Each row times its group's matrix; 0 for rows past the last group.
 
@@ -105,13 +111,15 @@ def rows_times_matrices(
         sizes: sizes of consecutive groups of rows, shape=(groups,), integers.
         multiply: the GEMM of a block and a matrix.
         shape: `jax.ShapeDtypeStruct` of the output, (rows, n).
+        is_separate: whether rows of other groups in a block are zeroed, for a GEMM with a scale for all rows.
     """
     count = rows.shape[0]
     size = size_of_block(count, sizes.shape[0], 4)
     padded = _padded(rows, size)
 
     def one(out: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
-        product = multiply(_rows(padded, block, size), _matrix(matrices, block.group))
+        take = _own_rows if is_separate else _rows
+        product = multiply(take(padded, block, size), _matrix(matrices, block.group))
         return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), block.start, 0), None
 
     empty = jnp.zeros((count + size, *shape.shape[1:]), shape.dtype)
@@ -134,9 +142,7 @@ def rows_times_rows(
 
     def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
         # Other groups' rows are zeroed in both operands, because NaN * 0 is NaN.
-        is_own = jnp.arange(size)[:, None] < block.own
-        own = [_rows(rows, block, size) for rows in operands]
-        own = [on_data(lambda x: jnp.where(is_own, x, jnp.zeros_like(x)), rows) for rows in own]
+        own = [_own_rows(rows, block, size) for rows in operands]
         return sums.at[block.group].add(multiply(*own)), None
 
     sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(sizes, count, size))
@@ -150,6 +156,12 @@ def _padded(rows: Operand, size: int) -> Operand:
 
 def _rows(rows: Operand, block: Blocks, size: int) -> Operand:
     return _part(rows, lambda x: lax.dynamic_slice_in_dim(x, block.start, size), block.group)
+
+
+def _own_rows(rows: Operand, block: Blocks, size: int) -> Operand:
+    """The rows of a block, zeros for those of other groups."""
+    is_own = jnp.arange(size)[:, None] < block.own
+    return on_data(lambda x: jnp.where(is_own, x, jnp.zeros_like(x)), _rows(rows, block, size))
 
 
 def _matrix(matrices: Operand, group: Any) -> Operand:
