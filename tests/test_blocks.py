@@ -233,6 +233,16 @@ def test_empty_operands(recipe, shape):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_a_constant_input(recipe):
+    """A closed-over input, which XLA folds, has the gradients of an argument; shapes are whole blocks."""
+    x, w, g = operands(128, 256, 128)
+    expected = gradients(recipe, x, w, g)
+    constant = jax.jit(lambda w, g: gradients(recipe, x, w, g))(w, g)
+    for ours, other in zip(constant[:3], expected[:3], strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_vmap(recipe):
     """A vmap of one or both operands gives each example's output and gradients."""
     (x, w, g), state = operands(), init_state(recipe)

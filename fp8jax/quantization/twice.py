@@ -44,7 +44,11 @@ def quantize_twice(
 
 
 def _one_by_one(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
-    return tuple(quantize_blocks(jnp.swapaxes(x, -1, -2) if turn else x, method) for turn in sides)
+    # The barrier: XLA on a CPU folds the transpose of a constant, and then reads it in the wrong order.
+    return tuple(
+        quantize_blocks(lax.optimization_barrier(jnp.swapaxes(x, -1, -2)) if turn else x, method)
+        for turn in sides
+    )
 
 
 def _at_once(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
