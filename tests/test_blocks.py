@@ -307,6 +307,13 @@ def test_state_counts_steps():
     assert init_state("nvfp4,fp4_options=2d") == {} == init_state("block")
 
 
+def test_a_state_without_gradient_warns():
+    x, w, _ = operands()
+    state = init_state("nvfp4")
+    with pytest.warns(UserWarning, match="its count of steps does not advance. Take it with"):
+        jax.grad(lambda w: dot_general(x, w, MATRICES, recipe="nvfp4", state=state).sum())(w)
+
+
 def test_second_derivative_raises():
     x, w, g = operands()
     with pytest.raises(NotImplementedError, match="differentiable once"):

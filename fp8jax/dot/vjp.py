@@ -235,9 +235,10 @@ def checked(*operands: Any) -> tuple[Any, ...]:
             "`fp8jax.value_and_grad` (which takes Flax variables and NNX modules); got JAX's or NNX's own."
         )
     if state and (of_rhs or of_grad_slot) and not of_state:
+        lost = "its count of steps does not advance" if "key" in state else "its new amaxes are lost"
         warnings.warn(
-            "a gradient is taken with respect to weights but not to the FP8 scaling state: its new amaxes "
-            "are lost. Take it with `fp8jax.value_and_grad`, of all of the variables.",
+            f"a gradient is taken with respect to weights but not to the FP8 scaling state: {lost}. Take it "
+            "with `fp8jax.value_and_grad`, of all of the variables.",
             stacklevel=3,
         )
     return (lhs, rhs, grad_slot, state, *values[4:])
