@@ -106,7 +106,7 @@ def _check_combination(recipe: Any) -> None:
             "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
             f"weight={recipe.weight}, master_weight={recipe.master_weight}."
         )
-    if (recipe.gemm == "FP4") != (recipe.scaling == "nvfp4"):
+    if recipe.is_quantized and (recipe.gemm == "FP4") != (recipe.scaling == "nvfp4"):
         raise ValueError(
             "recipe: scaling=nvfp4 is that of gemm=FP4, and its only one; got "
             f"gemm={recipe.gemm}, scaling={recipe.scaling}."

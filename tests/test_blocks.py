@@ -389,6 +389,14 @@ def test_models_learn(recipe, other, bound):
     assert ours[-1] < 0.5 * ours[0]
 
 
+@pytest.mark.parametrize("recipe", ["block+O2", "nvfp4", "mxfp8+O3"])
+def test_a_rule_keeps_a_layer_in_bf16(recipe):
+    layers = nn.Sequential([nn.Dense(64), nn.Dense(64)])
+    model = fp8jax.transform(layers, recipe, rules=[fp8jax.Rule("layers_1", "gemm=BF16")])
+    first, last = sorted(model.report(jnp.ones((32, 64))).rows, key=lambda row: row.path)
+    assert (first.fp8, last.fp8, last.reason) == (True, False, "rule: gemm=BF16")
+
+
 @pytest.mark.parametrize("recipe", ["block+O2", pytest.param("mxfp8", marks=pytest.mark.long)])
 def test_sharded_kernels(recipe):
     """In ZeRO's stage 3 a kernel is gathered for each of its GEMMs."""

@@ -177,7 +177,7 @@ def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
         raise TypeError(f"`rules`: expected fp8jax.Rule; got {type(rule).__name__}.")
     if isinstance(rule.recipe, str) and "=" in rule.recipe.partition(",")[0]:
         changes = parse_changes(rule.recipe)
-        if changes.get("gemm", "FP8") != "FP8":
+        if changes.get("gemm", "FP8") not in ("FP8", "FP4"):
             changes = {"weight": "FP32", "weight_grad": "FP32", "master_weight": "-", **changes}
         new = dataclasses.replace(recipe, **{"rounding": _NEAREST, **changes})
         if new.rounding != _NEAREST:
