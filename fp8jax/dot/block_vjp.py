@@ -37,26 +37,30 @@ from fp8jax.scaling.merge import from_fm32
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> jax.Array:
-    return _forward(static, lhs, rhs, grad_slot, state)[0]
+    return _forward(static, lhs, rhs, grad_slot, state, has_backward=False)[0]
 
 
 def _forward(
-    static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State
+    static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State, *, has_backward: bool = True
 ) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
     fprop_is_high, _, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_fm32(state))
     rows, kernel = static.layout.lhs.to_matrix(lhs), _kernel(static, rhs)
-    for_fprop, for_wgrad = _quantized(static, block.LHS, rows, state, (0, 1))
+    has_wgrad = has_backward and static.has_wgrad
+    uses = (not fprop_is_high, has_wgrad and not wgrad_is_high)
+    for_fprop, for_wgrad = _quantized(static, block.LHS, rows, state, uses)
     with jax.named_scope(FPROP):
         if fprop_is_high:
             out = _multiply_high(static, rows, kernel, "mk,kn", static.out_dtype)
         else:
-            [right] = _quantized(static, block.RHS, kernel, state, (0,))
+            right, _ = _quantized(static, block.RHS, kernel, state, (True, False))
             out = _multiply(static, for_fprop, right, static.out_dtype)
         out = out[..., : rows.shape[-2], : kernel.shape[-1]]
-    kept = rows.astype(static.out_dtype) if wgrad_is_high else _packed(for_wgrad)
-    kept = checkpoint_name(kept if static.has_wgrad else None, FP8_OPERANDS)
+    kept = None
+    if has_wgrad:
+        kept = rows.astype(static.out_dtype) if wgrad_is_high else _packed(for_wgrad)
+    kept = checkpoint_name(kept, FP8_OPERANDS)
     # Codes have no tangents. This zero carries those of the operands, so that a second derivative raises.
     mark = differentiable_once(jnp.zeros(()), (lhs, rhs, grad_slot), ONCE)
     return differentiable_once(out, mark, ONCE), ((kept, rhs), mark, state)
@@ -69,12 +73,13 @@ def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, 
     (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     (_, columns), (*_, inner) = grad.shape[-2:], static.layout.lhs.matrix
-    kernel, (for_dgrad, for_wgrad) = _kernel(static, rhs), _quantized(static, block.GRAD, grad, state, (0, 1))
+    kernel, uses = _kernel(static, rhs), (not dgrad_is_high, static.has_wgrad and not wgrad_is_high)
+    for_dgrad, for_wgrad = _quantized(static, block.GRAD, grad, state, uses)
     with jax.named_scope(DGRAD):
         if dgrad_is_high:
             dlhs = _multiply_high(static, grad, kernel, "mn,kn", static.out_dtype)
         else:
-            [right] = _quantized(static, block.RHS, kernel, state, (1,))
+            _, right = _quantized(static, block.RHS, kernel, state, (False, True))
             dlhs = _multiply(static, for_dgrad, right, static.out_dtype)
         dlhs = dlhs[..., : grad.shape[-2], :inner]
     drhs: Any = None
@@ -106,13 +111,20 @@ def _kernel(static: DotStatic, rhs: Any) -> jax.Array:
 
 
 def _quantized(
-    static: DotStatic, operand: int, x: jax.Array, state: State, gemms: tuple[int, ...]
-) -> tuple[ScaledArray, ...]:
-    """Copies of an operand, behind a barrier: XLA on GPU would store the high-precision tensor."""
+    static: DotStatic, operand: int, x: jax.Array, state: State, uses: tuple[bool, bool]
+) -> tuple[Any, Any]:
+    """An operand for its first and its second GEMM; None where it is not used.
+
+    It is behind a barrier: XLA on GPU would store the high-precision tensor.
+    """
+    gemms = tuple(gemm for gemm, is_used in enumerate(uses) if is_used)
+    if not gemms:
+        return None, None
     with jax.named_scope(CASTS[operand]):
         copies = block.quantized(static.recipe, operand, x, state, gemms)
-    packed = gpu_barrier(tuple(map(_packed, copies)))
-    return tuple(_unpacked(q, static, operand) for q in packed)
+    copies = (_unpacked(q, static, operand) for q in gpu_barrier(tuple(map(_packed, copies))))
+    made = dict(zip(gemms, copies, strict=True))
+    return made.get(0), made.get(1)
 
 
 def _packed(q: ScaledArray) -> ScaledArray:
