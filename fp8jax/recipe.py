@@ -258,7 +258,7 @@ class Recipe:
 
     @property
     def lost_to_rounding(self) -> str:
-        """What the optimizer loses by rounding to nearest, as a line of a report; empty if nothing."""
+        """A report's line on what the optimizer loses by rounding to nearest; empty if nothing."""
         lost = []
         if self.moments[0] != "FP32" and self.rounding[0] == "nearest":
             lost.append(f"{self.moments[0]} first moments do not decay to zero")

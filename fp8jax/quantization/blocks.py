@@ -101,7 +101,7 @@ def quantize_blocks(
 
 
 def factors(amax: Float32[Array, "..."], method: BlockMethod) -> tuple[Float32[Array, "..."], Any]:
-    """What the numbers of each block are multiplied with, and the scale that is stored; an E8M0 one as uint8.
+    """The factor of each block before its cast, and the scale to store; an E8M0 scale as uint8.
 
     Args:
         amax: of each block; infinite for a block with an infinity or NaN.

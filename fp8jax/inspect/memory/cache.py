@@ -22,7 +22,7 @@ _VERSION = 1  # of `Figures`; raise it when a field changes its meaning
 
 
 class Figures(NamedTuple):
-    """What a plan needs of a compiled program."""
+    """The figures of a compiled program that a plan needs."""
 
     total: int  # bytes of the peak on one device
     sent: int  # bytes that each device sends in a step

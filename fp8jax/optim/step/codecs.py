@@ -97,7 +97,7 @@ def scaled_part(stored: Any) -> Any:
 
 
 def before_rounding(x: jax.Array, stored: Any) -> jax.Array:
-    """What is rounded to store `x` in the format of `stored`: its root, or itself."""
+    """The value that rounding sees when `x` is stored as `stored`: its root, or itself."""
     return jnp.sqrt(x) if isinstance(stored, Root) else x
 
 
@@ -122,7 +122,7 @@ def encode(x: jax.Array, stored: Any, scale: Any, random: Any = None) -> Any:
 
 
 def encode_remainder(x: jax.Array, stored: Any, scale: Any, random: jax.Array) -> jax.Array:
-    """What `encode` takes from `x` by rounding to nearest: E4M3 codes, rounded stochastically."""
+    """The error of `encode` to nearest, as E4M3 codes that are rounded stochastically."""
     remainder = remainder_of(x * expand(1 / scale, x.shape), format_of(stored))
     return cast_stochastically(remainder / REMAINDER_STEP, formats.E4M3, random)
 
