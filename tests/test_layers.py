@@ -20,6 +20,7 @@ RANKS = {
     "accelerate": 0,
     "legal": 0,
     "te_recipes": 0,
+    "partition": 0,
     "platforms": 0,
     "recipe": 1,
     "quantization": 1,

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform, capability_of
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 
@@ -79,21 +80,10 @@ def _cudnn(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any) -> jax.Array:
 
 
 def _scaled_matmul(dtype: Any, *operands: jax.Array) -> jax.Array:
-    """`jax.nn.scaled_matmul`; under `jax.vmap` one call with more batches. JAX's own rule takes only operands
-    that are all mapped."""
-
-    @jax.custom_batching.custom_vmap
-    def multiply(*operands: jax.Array) -> jax.Array:
-        return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)
-
-    @multiply.def_vmap
-    def _(size: int, is_mapped: Any, *operands: jax.Array) -> tuple[jax.Array, bool]:
-        pairs = zip(operands, is_mapped, strict=True)
-        copies = [x if mapped else jnp.broadcast_to(x, (size, *x.shape)) for x, mapped in pairs]
-        out = _scaled_matmul(dtype, *(x.reshape(-1, *x.shape[2:]) for x in copies))
-        return out.reshape(size, -1, *out.shape[1:]), True
-
-    return multiply(*operands)
+    """`jax.nn.scaled_matmul`; JAX's own rule for `jax.vmap` takes only operands that are all mapped."""
+    multiply = functools.partial(jax.nn.scaled_matmul, preferred_element_type=dtype)
+    gemm = split_by_devices(multiply, "b m k, b n k, b m k, b n k -> b m n", {"k": TILE}, summed="k")
+    return gemm(*operands)
 
 
 def _by_row(x: ScaledArray) -> jax.Array:
@@ -104,14 +94,26 @@ def _by_row(x: ScaledArray) -> jax.Array:
 
 def _tiled(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any) -> jax.Array:
     """A Pallas kernel for float32 scales of 1x128 and 128x128 blocks."""
-    (batch, m, k), n = lhs.shape, rhs.shape[-2]
+    m, n = lhs.shape[-2], rhs.shape[-2]
     a, b = (_whole_tiles(x.data, TILE) for x in (lhs, rhs))
     is_square = rhs.scale.shape[-2] * TILE == rhs.shape[-2] and rhs.shape[-2] > 1
     width = 1 if is_square else TILE
     of_a = _whole_tiles(lhs.scale, TILE)
     of_b = jnp.swapaxes(_whole_tiles(rhs.scale, width), -1, -2)
-    grid = (batch, a.shape[-2] // TILE, b.shape[-2] // TILE)
-    out = pl.pallas_call(
+    gemm = split_by_devices(
+        functools.partial(_tiles, out_dtype),
+        "b m k, b n k, b m k, b k n -> b m n",
+        dict.fromkeys("mnk", TILE),
+        summed="k",
+    )
+    return gemm(a, b, of_a, of_b)[:, :m, :n]
+
+
+def _tiles(out_dtype: Any, a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array) -> jax.Array:
+    """The kernel, of whole tiles and the scales of rows of `a` and of blocks or rows of `b`."""
+    (batch, m, k), n = a.shape, b.shape[-2]
+    grid, width = (batch, m // TILE, n // TILE), of_b.shape[-1] * TILE // n
+    return pl.pallas_call(
         functools.partial(_tile, k // TILE),
         grid=grid,
         in_specs=[
@@ -121,11 +123,10 @@ def _tiled(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any) -> jax.Array:
             pl.BlockSpec((None, k // TILE, width), lambda g, i, j: (g, 0, j)),
         ],
         out_specs=pl.BlockSpec((None, TILE, TILE), lambda g, i, j: (g, i, j)),
-        out_shape=jax.ShapeDtypeStruct((batch, grid[1] * TILE, grid[2] * TILE), out_dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, m, n), out_dtype),
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=INTERPRET,
     )(a, b, of_a, of_b)
-    return out[:, :m, :n]
 
 
 def _tile(steps: int, a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:

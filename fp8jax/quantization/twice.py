@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from fp8jax.formats import E8M0
+from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
@@ -40,7 +41,7 @@ def quantize_twice(
     """
     if not x.size:
         return _one_by_one(x, method=method, sides=sides)
-    return by_platform(x, cpu=_one_by_one, default=_at_once, method=method, sides=sides)
+    return by_platform(x, cpu=_one_by_one, default=_at_once, is_deferred=False, method=method, sides=sides)
 
 
 def _one_by_one(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
@@ -55,7 +56,17 @@ def _at_once(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> t
     *batch, rows, columns = x.shape
     tiles = x.reshape(-1, rows, columns)
     tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
-    count, m, k = tiles.shape
+    copies = ", ".join(place for turn in sides for place in ["b k m" if turn else "b m k"] * 2)
+    quantize = functools.partial(_tiles, method, sides)
+    out = split_by_devices(quantize, f"b m k -> {copies}", {"m": TILE, "k": TILE})(tiles)
+    shapes = [(*batch, columns, rows) if turn else (*batch, rows, columns) for turn in sides]
+    pairs = zip(out[::2], out[1::2], strict=True)
+    return tuple(_cut(method, shape, *pair) for shape, pair in zip(shapes, pairs, strict=True))
+
+
+def _tiles(method: BlockMethod, sides: tuple[bool, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    """The kernel: codes and scales of each copy of whole tiles."""
+    count, m, k = x.shape
     grid = (count, m // TILE, k // TILE)
     height, width = (TILE // size for size in method.block)
     scale_dtype = jnp.uint8 if method.scale == "E8M0" else jnp.float32
@@ -77,10 +88,8 @@ def _at_once(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> t
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
         interpret=INTERPRET,
-    )(tiles)
-    shapes = [(*batch, columns, rows) if turn else (*batch, rows, columns) for turn in sides]
-    pairs = zip(out[::2], out[1::2], strict=True)
-    return tuple(_cut(method, shape, *pair) for shape, pair in zip(shapes, pairs, strict=True))
+    )(x)
+    return tuple(out)
 
 
 def _as_it_is(b: Any, i: Any, j: Any) -> tuple[Any, ...]:
