@@ -111,6 +111,11 @@ def _check_combination(recipe: Any) -> None:
             "recipe: scaling=nvfp4 is that of gemm=FP4, and its only one; got "
             f"gemm={recipe.gemm}, scaling={recipe.scaling}."
         )
+    if recipe.gemm == "FP8" and recipe.fp4_options != type(recipe).fp4_options:
+        raise ValueError(
+            "recipe: `fp4_options` are those of gemm=FP4, so leave them out with gemm=FP8; got "
+            f"fp4_options={shown(recipe.fp4_options)}."
+        )
     if recipe.has_blocks and (recipe.margin, recipe.interval) != (0, 1):
         raise ValueError(
             f"recipe: scaling={recipe.scaling} computes each scale from its block: expected margin=0 and "

@@ -147,6 +147,8 @@ def legal_values(draw):
         values |= {"margin": 0, "interval": 1}
         if values["scaling"] in ("block", "block_float32"):
             values["fp8_format"] = "E4M3"
+    if values["gemm"] == "FP8":
+        values["fp4_options"] = COMMON["fp4_options"]
     if values["gemm"] not in ("FP8", "FP4"):
         values |= {"weight": "FP32", "master_weight": "-", "weight_grad": "FP32"}
     else:
@@ -268,6 +270,7 @@ def test_every_field_has_illegal_values_in_the_table():
             r"multiplies E5M2 and E4M3 blocks: expected fp8_format=E4M3, as block and block\+O2 have; got "
             "scaling=block, fp8_format=HYBRID",
         ),
+        ("te,fp4_options=2d", "leave them out with gemm=FP8; got fp4_options=2d"),
         ("nvfp4,fp4_options=2d+2d", "`fp4_options` is one of: "),
         ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16 E5M2\+FP16; got 'E4M3'"),
         ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: three boo"),
