@@ -307,6 +307,24 @@ def test_state_counts_steps():
     assert init_state("nvfp4,fp4_options=2d") == {} == init_state("block")
 
 
+def test_seeds_of_layers():
+    """Each layer, and each of a stack, has a seed of its own, which is the same in each process."""
+    model, x = fp8jax.transform(Stack(), "nvfp4"), jnp.ones((16, 48))
+    states = model.init(jax.random.key(0), x)["_overwrite_with_gradient"]
+    keys = np.concatenate([np.reshape(key, (-1, 2)) for key in jax.tree.leaves(states)])
+    assert len(keys) > 2 and len(set(keys[:, 0])) == len(keys) and (keys[:, 1] == 0).all()
+    again = jax.tree.leaves(model.init(jax.random.key(1), x)["_overwrite_with_gradient"])
+    for one, other in zip(jax.tree.leaves(states), again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bits_depend_on_the_seed():
+    x, w, g = operands()
+    first, second = ({"key": jnp.array([seed, 0.0])} for seed in (0, 1))
+    copies = [block.quantized(Recipe.NVFP4, block.GRAD, g, state)[0] for state in (first, second)]
+    assert (copies[0].data.bytes != copies[1].data.bytes).any()
+
+
 def test_a_state_without_gradient_warns():
     x, w, _ = operands()
     state = init_state("nvfp4")

@@ -15,6 +15,7 @@ from fp8jax.dot.ragged_wide import RAGGED
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.follow import ParamView
+from fp8jax.scaling.block import with_seeds
 from fp8jax.variables import SCALING
 
 # Index of an equation, after the indices of the enclosing equations.
@@ -229,7 +230,7 @@ class PlannedDot(NamedTuple):
 
     def first_state(self) -> dict[str, jax.Array]:
         """The initial scaling state, with a leading axis for each scan that slices the kernel."""
-        state = self.kernel.first_state()
+        state = with_seeds(self.kernel.first_state(), "/".join(self.key))
         if self.key != self.path:
             state.pop("wgrad_scale", None)  # the parameter has one gradient
         return state

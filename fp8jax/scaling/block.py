@@ -16,10 +16,11 @@ codes in both copies.
 
 Only "nvfp4" has a state, for the random bits of output gradients:
 
-    key    # shape=(2,), float32: a seed, and the number of steps
+    key    # shape=(2,), float32: a seed below 2**24, and the number of steps
 
-The bits depend on the key and on the tensor's amax, so they differ between steps, layers and devices, and are
-equal on devices that hold copies of one tensor.
+A transformed model has a seed for each layer, from its path. The bits depend on the key, the entry's place
+and the tensor's amax, so they differ between layers, steps and devices, and are equal on devices that hold
+copies of one tensor.
 
 References:
     TransformerEngine 2.20 `Float8BlockScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`; see
@@ -27,9 +28,12 @@ References:
 """
 
 import dataclasses
+import math
+import zlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -60,6 +64,15 @@ def init(recipe: Recipe) -> State:
     if recipe.gemm == "FP4" and "stochastic" in recipe.fp4_options:
         return {"key": jnp.zeros(2, jnp.float32)}
     return {}
+
+
+def with_seeds(state: State, path: str) -> State:
+    """The state with seeds for the layer at `path`, other ones for each of its stacked layers."""
+    if "key" not in state:
+        return state
+    stacked = state["key"].shape[:-1]
+    seeds = np.arange(math.prod(stacked), dtype=np.uint32) * np.uint32(0x9E3779B1) + zlib.crc32(path.encode())
+    return {**state, "key": state["key"].at[..., 0].set((seeds % 2**24).astype(np.float32).reshape(stacked))}
 
 
 def update(state: State) -> State:
