@@ -218,6 +218,18 @@ def test_dot_is_close_to_float32(recipe, least):
 
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+@pytest.mark.parametrize("outliers, margins", [(1, (-0.2, 3.5, 3.5)), (1e5, (-0.2, 3.5, 20))])
+def test_margin_over_current_scaling(recipe, outliers, margins):
+    """Decibels of y, dx and dw more than with one scale and E5M2 gradients; dw of channels without outliers."""
+    x, w, g = operands(256, 512, 384)
+    x, g = (each.at[:, ::100].multiply(outliers) for each in (x, g))
+    exact, parts = (x @ w, g @ w.T, x.T @ g), (np.s_[:], np.s_[:], np.s_[1:100, 1:100])
+    ours, current = (gradients(name, x, w, g)[:3] for name in (recipe, "te,scaling=current"))
+    for at, margin, one, other, true in zip(parts, margins, ours, current, exact, strict=True):
+        assert sqnr(true[at], one[at]) > sqnr(true[at], other[at]) + margin
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 def test_small_tokens(recipe):
     """Tokens of a hundred-thousandth of the largest keep their precision; one scale for all loses them."""
     x, w, g = operands(128, 256, 384)
@@ -276,7 +288,7 @@ def test_high_precision_gemms():
 
 
 def test_stochastic_rounding_is_unbiased():
-    """The mean of 10,000 draws is the number within 4.5 standard errors, and each draw is a neighbour."""
+    """The mean of 10,000 draws is the number within 4 standard errors, and each draw is a neighbour."""
     x, count = np.linspace(-5.99, 5.99, 61, dtype=np.float32), 10_000
     random = jax.random.bits(jax.random.key(0), (count, 62), jnp.uint32)
     x = np.append(x, np.float32(0.1))
@@ -287,7 +299,7 @@ def test_stochastic_rounding_is_unbiased():
     assert (np.isin(abs(draws), values) & (abs(draws) >= below) & (abs(draws) <= above)).all()
     share = (abs(x) - below) / (above - below)
     error = (above - below) * np.sqrt(share * (1 - share) / count)
-    assert (abs(draws.mean(0) - x) <= 4.5 * error + 1e-6).all()
+    assert (abs(draws.mean(0) - x) <= 4 * error + 1e-6).all()
 
 
 def test_stochastic_gradients_differ_by_step_and_tensor():
