@@ -28,6 +28,7 @@ from fp8jax.quantization import (
     hadamard,
     quantize_blocks,
     twice,
+    twice_fp4,
 )
 from fp8jax.scaling import block
 
@@ -465,6 +466,33 @@ def test_kernel_of_both_copies(method, shape, monkeypatch):
         assert one.shape == other.shape
         np.testing.assert_array_equal(bits(one.scale), bits(other.scale))
         np.testing.assert_array_equal(one.data.astype(jnp.float32), other.data.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+@pytest.mark.parametrize(
+    "recipe, operand",
+    [("nvfp4", block.LHS), ("nvfp4", block.RHS), ("nvfp4", block.GRAD), ("nvfp4,fp4_options=", 2)],
+)
+@pytest.mark.parametrize("shape", [(2, 130, 200), (256, 128)])
+def test_kernel_of_both_fp4_copies(recipe, operand, bad, shape, monkeypatch):
+    """The Pallas kernels, interpreted, give the same bytes and scales; infinities and NaN the same values."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x *= 2.0 ** np.linspace(-30, 10, shape[-1]).astype(np.float32)
+    x[..., :40, 64:] = 0
+    if bad is not None:
+        x[..., 5, 3] = bad
+    x, state = jnp.asarray(x, jnp.bfloat16), {"key": jnp.array([3.0, 5.0])}
+    expected = block.quantized(Recipe.parse(recipe), operand, x, state)
+    monkeypatch.setattr(twice_fp4, "INTERPRET", True)
+    monkeypatch.setattr(
+        twice_fp4, "by_platform", lambda *args, cpu, default, is_deferred, **static: default(*args, **static)
+    )
+    ours = block.quantized(Recipe.parse(recipe), operand, x, state)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(bits(one.scale.data), bits(other.scale.data))
+        np.testing.assert_array_equal(one.scale.scale, other.scale.scale)
+        np.testing.assert_array_equal(one.dequantize(), other.dequantize())
+        assert one.shape == other.shape and (bad is not None or (one.data.bytes == other.data.bytes).all())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax.backends import block as gemm
 from fp8jax.inspect import targets
 from fp8jax.partition import split_by_devices
-from fp8jax.quantization import BLOCK_1X128, BLOCK_128X128, quantize_blocks, twice
+from fp8jax.quantization import BLOCK_1X128, BLOCK_128X128, NVFP4_1X16, quantize_blocks, twice, twice_fp4
 
 DEVICES = 4
 
@@ -41,6 +41,26 @@ def test_quantizer_is_split(spec, monkeypatch):
         np.testing.assert_array_equal(one.scale, other.scale)
         np.testing.assert_array_equal(one.data.view(jnp.uint8), other.data.view(jnp.uint8))
         assert one.data.addressable_shards[0].data.size * DEVICES == one.data.size
+
+
+@pytest.mark.parametrize("spec", [("devices",), (None, "devices")], ids=["rows", "columns"])
+def test_fp4_quantizer_is_split(spec, monkeypatch):
+    """Each device quantizes its shard, with the tensor's scales and the random bits of the whole matrix."""
+    monkeypatch.setattr(twice_fp4, "INTERPRET", True)
+    x = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float32)
+
+    @jax.jit
+    def quantize(x):
+        seeds = lambda key, amax: key.astype(jnp.uint32)  # noqa: E731
+        static = {"method": NVFP4_1X16, "sides": (False, True), "transform": True, "seeds": seeds}
+        return twice_fp4._at_once(x, jnp.array([3.0, 5.0]), **static)
+
+    compiled = quantize.lower(on_devices(x, *spec)).compile()
+    assert not [shape for shape in gathered(compiled) if "512" in shape]
+    for one, other in zip(compiled(on_devices(x, *spec)), quantize(x), strict=True):
+        np.testing.assert_array_equal(one.scale.data.view(jnp.uint8), other.scale.data.view(jnp.uint8))
+        np.testing.assert_array_equal(one.data.bytes, other.data.bytes)
+        assert one.data.bytes.addressable_shards[0].data.size * DEVICES == one.data.bytes.size
 
 
 @pytest.mark.parametrize(

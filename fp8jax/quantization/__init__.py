@@ -66,3 +66,4 @@ from fp8jax.quantization.scales import largest_scale as largest_scale
 from fp8jax.quantization.scales import scale_of as scale_of
 from fp8jax.quantization.scales import usable as usable
 from fp8jax.quantization.twice import quantize_twice as quantize_twice
+from fp8jax.quantization.twice_fp4 import quantize_twice_fp4 as quantize_twice_fp4

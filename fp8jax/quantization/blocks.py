@@ -21,6 +21,7 @@ References:
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E2M1, E4M3, E8M0, Format
 from fp8jax.quantization.array import ScaledArray, expand
-from fp8jax.quantization.casts import cast, select
+from fp8jax.quantization.casts import cast, cast_by_bits, select
 from fp8jax.quantization.packed import PackedE2M1
 from fp8jax.quantization.quantize import amax
 from fp8jax.quantization.rounding import cast_stochastically
@@ -138,13 +139,29 @@ def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
 def _e4m3(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
     """E4M3 scales of blocks, on the float32 scale of each matrix."""
     of_matrix = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
-    encode = select(usable(of_matrix), factor_of(of_matrix, format.max * E4M3.max), 1.0)
-    encode = _nan_unless_finite(encode, of_matrix)
-    decode = 1 / encode
-    of_block = cast(amax * (encode * np.float32(1 / np.float32(format.max))), E4M3)
-    whole = of_block.astype(jnp.float32) * decode
-    factor = lax.min(1 / whole, jnp.full_like(whole, np.finfo(np.float32).max))
+    encode, decode = of_tensor(of_matrix, format)
+    factor, of_block = of_blocks(amax, encode, decode, format)
     return factor, ScaledArray(of_block, decode)
+
+
+def of_tensor(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
+    """NVFP4's factor of a tensor before the scales of its blocks, and the scale to store."""
+    encode = select(usable(amax), factor_of(amax, format.max * E4M3.max), 1.0)
+    encode = _nan_unless_finite(encode, amax)
+    return encode, 1 / encode
+
+
+def of_blocks(
+    amax: Float32[Array, "..."],
+    encode: Float32[Array, "..."],
+    decode: Float32[Array, "..."],
+    format: Format,
+    reciprocal: Callable[[Any], Any] = lambda x: 1 / x,
+) -> tuple[Float32[Array, "..."], Float[Array, "..."]]:
+    """NVFP4's factor of each block before its cast, and its E4M3 scale, from the results of `of_tensor`."""
+    of_block = cast_by_bits(amax * (encode * np.float32(1 / np.float32(format.max))), E4M3)
+    whole = of_block.astype(jnp.float32) * decode
+    return lax.min(reciprocal(whole), jnp.full_like(whole, np.finfo(np.float32).max)), of_block
 
 
 def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -154,7 +171,7 @@ def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) ->
 _FACTORS = {"power_of_two": _power_of_two, "float32": _float32, "E8M0": _e8m0, "E4M3": _e4m3}
 
 # The signs of TransformerEngine's 16x16 random Hadamard transform.
-_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
 
 
 def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
@@ -171,7 +188,7 @@ def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
     """
     # By sums and differences of halves, which XLA fuses into the cast; a matmul would be a GEMM of its own.
     y = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
-    y *= jnp.broadcast_to(_SIGNS, y.shape)
+    y *= jnp.broadcast_to(SIGNS, y.shape)
     for width in (8, 4, 2, 1):
         halves = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * width), 2, width)
         low, high = halves[..., 0, :], halves[..., 1, :]

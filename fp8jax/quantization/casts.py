@@ -18,7 +18,7 @@ def cast(x: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
     if format.bits == 8:
         # XLA's float8 conversion on CPU is scalar. Integer arithmetic on the float's bits vectorizes: the
         # same codes three times as fast.
-        by_format = functools.partial(by_platform, cpu=_cast_by_bits, default=_cast_natively, format=format)
+        by_format = functools.partial(by_platform, cpu=cast_by_bits, default=_cast_natively, format=format)
         return with_auto_axes(by_format, lambda x: x, x)
     return _cast_natively(x, format)
 
@@ -28,7 +28,8 @@ def _cast_natively(x: jax.Array, format: Format) -> jax.Array:
     return lax.clamp(-limit, x, limit).astype(format.dtype)
 
 
-def _cast_by_bits(x: jax.Array, format: Format) -> jax.Array:
+def cast_by_bits(x: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
+    """`cast` to an 8-bit format by integer arithmetic on the float's bits."""
     return lax.bitcast_convert_type(codes_by_bits(x, format).astype(jnp.uint8), format.dtype)
 
 

@@ -45,8 +45,7 @@ class PackedE2M1:
     ) -> "PackedE2M1":
         """Float32 `x` rounded to nearest even, or stochastically with random bits; saturating. Zeros have no
         sign, and NaN has no code."""
-        codes = codes_by_bits(x, E2M1) if random is None else stochastic_codes(x, E2M1, random)
-        return cls.pack(jnp.where(x == 0, jnp.zeros_like(codes), codes).astype(jnp.uint8))
+        return cls.pack(codes_of(x, random).astype(jnp.uint8))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,3 +85,9 @@ class PackedE2M1:
             exponent, fraction = (codes >> 1) & 3, codes & 1
             halves = jnp.where(exponent == 0, fraction, (2 + fraction) << jnp.maximum(exponent - 1, 0))
             return (jnp.where(codes < 8, halves, -halves).astype(jnp.float32) / 2).astype(dtype)
+
+
+def codes_of(x: Float[Array, "..."], random: UInt32[Array, "..."] | None = None) -> UInt32[Array, "..."]:
+    """The codes of `PackedE2M1.cast`, not packed."""
+    codes = codes_by_bits(x, E2M1) if random is None else stochastic_codes(x, E2M1, random)
+    return jnp.where(x == 0, jnp.zeros_like(codes), codes)

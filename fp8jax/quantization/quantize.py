@@ -16,7 +16,7 @@ from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled,
 from fp8jax.quantization.casts import cast, select
 from fp8jax.quantization.scales import largest_scale, scale_of
 
-_INFINITY = np.array(np.inf, np.float32).view(np.int32)
+INFINITY = np.array(np.inf, np.float32).view(np.int32)
 
 
 def quantize(
@@ -131,7 +131,7 @@ def _amax_of_bits(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
     bits, axes = _in_blocks(bits, shape)
     bits = lax.reduce(bits, np.int32(0), lax.max, axes)
-    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, _INFINITY)), jnp.float32)
+    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, INFINITY)), jnp.float32)
 
 
 def _in_blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:

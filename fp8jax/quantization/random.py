@@ -43,7 +43,12 @@ def random_bits(
         size = np.uint32(math.prod(shape[axis:]))  # of this shard in one row of the axes before
         outer = place // size
         place = place + outer * (size * np.uint32(count - 1)) + index.astype(jnp.uint32) * size
-    return _mix(place.reshape(shape) ^ seed)
+    return bits_at(place.reshape(shape), seed)
+
+
+def bits_at(place: UInt32[Array, "..."], seed: UInt32[Array, ""]) -> UInt32[Array, "..."]:
+    """The bits of the entries at these flat places of the whole array."""
+    return _mix(place ^ seed)
 
 
 def other_bits(bits: UInt32[Array, "..."]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:

@@ -31,11 +31,10 @@ import dataclasses
 import math
 import zlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax import formats
 from fp8jax.quantization import (
@@ -46,12 +45,9 @@ from fp8jax.quantization import (
     NVFP4_16X16,
     BlockMethod,
     ScaledArray,
-    amax,
-    hadamard,
     leaf_seeds,
-    quantize_blocks,
     quantize_twice,
-    random_bits,
+    quantize_twice_fp4,
 )
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import State
@@ -103,23 +99,20 @@ def quantized(
     turns = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
     if recipe.gemm == "FP8":
         return quantize_twice(x, method, turns)
-    return tuple(_in_fp4(recipe, operand, x, turn, state) for turn in turns)
+    return quantize_twice_fp4(
+        x,
+        state["key"] if operand == GRAD and "key" in state else None,
+        method,
+        turns,
+        transform=operand != RHS and "hadamard" in recipe.fp4_options,
+        seeds=_seeds,
+    )
 
 
-def _in_fp4(recipe: Recipe, operand: int, x: jax.Array, turn: bool, state: State) -> ScaledArray:
-    """One copy: of `x`, or of its transpose."""
-    method, copy = method_of(recipe, operand), jnp.swapaxes(x, -1, -2) if turn else x
-    pairs = zip(method.padded(copy.shape), copy.shape, strict=True)
-    copy = jnp.pad(copy, [(0, padded - dim) for padded, dim in pairs])
-    if turn and operand != RHS and "hadamard" in recipe.fp4_options:
-        copy = hadamard(copy)
-    random = None
-    if operand == GRAD and "key" in state:
-        seed, step = state["key"]
-        of_tensor = lax.bitcast_convert_type(amax(x), jnp.uint32)
-        seeds = leaf_seeds(jnp.stack([seed.astype(jnp.uint32), of_tensor]), step.astype(jnp.int32), 2)
-        random = random_bits(seeds[int(turn)], copy.shape)
-    return quantize_blocks(copy, method, random)
+def _seeds(key: Float32[Array, "2"], amax: Float32[Array, ""]) -> UInt32[Array, "2"]:
+    """The seeds of the random bits of a gradient as it is, and of its transpose."""
+    of_tensor = lax.bitcast_convert_type(amax, jnp.uint32)
+    return leaf_seeds(jnp.stack([key[0].astype(jnp.uint32), of_tensor]), key[1].astype(jnp.int32), 2)
 
 
 def method_of(recipe: Recipe, operand: int) -> BlockMethod:

@@ -1,0 +1,306 @@
+"""A matrix in NVFP4 for two GEMMs: as it is, and transposed, with the methods of NVIDIA's recipe.
+
+    first, second = quantize_twice_fp4(x, key, NVFP4_1X16, (False, True), seeds, transform=True)
+
+On a GPU two Pallas kernels read the matrix once each: the first one for the scales of the tensors, the second
+one for all codes. Each has the 16 rows of a block as 16 arrays, so that the Hadamard transform of columns
+is sums and differences of arrays. XLA would store the transformed matrix and its scaled copies.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Float32, UInt32
+
+from fp8jax.formats import E4M3
+from fp8jax.partition import split_by_devices
+from fp8jax.platforms import by_platform
+from fp8jax.quantization.array import ScaledArray
+from fp8jax.quantization.blocks import (
+    SIGNS,
+    BlockMethod,
+    hadamard,
+    of_blocks,
+    of_tensor,
+    quantize_blocks,
+)
+from fp8jax.quantization.packed import PackedE2M1, codes_of
+from fp8jax.quantization.quantize import INFINITY, amax
+from fp8jax.quantization.random import bits_at, random_bits
+
+# Rows and columns of the tile that one program of the kernels reads, and of a block.
+TILE, BLOCK = 128, 16
+COUNT = TILE // BLOCK
+PARAMS = triton.CompilerParams(num_warps=8, num_stages=1)
+
+# Whether the kernels are interpreted, to test them on a CPU.
+INTERPRET = False
+
+Seeds = Callable[[Float32[Array, "2"], Float32[Array, ""]], UInt32[Array, "2"]]
+
+
+def quantize_twice_fp4(
+    x: Float[Array, "*batch rows columns"],
+    key: Float32[Array, "2"] | None,
+    method: BlockMethod,
+    sides: tuple[bool, ...] = (False, True),
+    *,
+    transform: bool = False,
+    seeds: Seeds,
+) -> tuple[ScaledArray, ...]:
+    """`quantize_blocks` of `x` and of its transpose.
+
+    Args:
+        x: float array.
+        key: for stochastic rounding; None rounds to nearest even.
+        method: `NVFP4_1X16` or `NVFP4_16X16`.
+        sides: the copies, False for one of `x` and True for one of its transpose.
+        transform: whether the transpose goes through `hadamard` first. Its padding does, too.
+        seeds: gives the seeds of the random bits of `x` and its transpose, from the key and the amax of `x`.
+    """
+    static = {"method": method, "sides": sides, "transform": transform, "seeds": seeds}
+    if not x.size:
+        return _one_by_one(x, key, **static)
+    return by_platform(x, key, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
+
+
+def _one_by_one(
+    x: jax.Array, key: Any, *, method: BlockMethod, sides: tuple[bool, ...], transform: bool, seeds: Any
+) -> tuple[ScaledArray, ...]:
+    made = None if key is None else seeds(key, amax(x))
+    copies = []
+    for turn in sides:
+        copy = jnp.swapaxes(x, -1, -2) if turn else x
+        pairs = zip(method.padded(copy.shape), copy.shape, strict=True)
+        copy = jnp.pad(copy, [(0, padded - dim) for padded, dim in pairs])
+        copy = hadamard(copy) if turn and transform else copy
+        random = None if made is None else random_bits(made[int(turn)], copy.shape)
+        copies.append(quantize_blocks(copy, method, random))
+    return tuple(copies)
+
+
+def _at_once(
+    x: jax.Array, key: Any, *, method: BlockMethod, sides: tuple[bool, ...], transform: bool, seeds: Any
+) -> tuple[ScaledArray, ...]:
+    *batch, rows, columns = x.shape
+    tiles = x.reshape(-1, rows, columns)
+    tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
+    shapes = tuple(method.padded((columns, rows) if turn else (rows, columns)) for turn in sides)
+    of_x, of_transpose = _amaxes(tiles, transform and any(sides))
+    scales = [of_tensor(of_transpose if turn else of_x, method.format) for turn in sides]
+    operands = [tiles, jnp.stack([part for pair in scales for part in pair], axis=1)]
+    if key is not None:
+        operands += _places(tiles.shape, seeds(key, jnp.max(of_x)))
+    copies = ", ".join(
+        place for turn in sides for place in (["b k m w", "b k m"] if turn else ["b m k w", "b m k"])
+    )
+    rule = f"{', '.join(['b m k', 'b s', 'b r', 'b m', 'b k'][: len(operands)])} -> {copies}"
+    quantize = functools.partial(_codes, method, sides, transform, shapes)
+    out = split_by_devices(quantize, rule, {"m": TILE, "k": TILE})(*operands)
+    copies = []
+    for (outer, inner), (_, decode), words, of_block in zip(shapes, scales, out[::2], out[1::2], strict=True):
+        blocks = (outer // method.block[0], inner // BLOCK)
+        words = words[:, :outer, : blocks[1]].reshape(*batch, outer, 2 * blocks[1])
+        codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(*batch, outer, inner // 2)
+        of_block = of_block[:, : blocks[0], : blocks[1]].reshape(*batch, *blocks)
+        scale = ScaledArray(of_block, decode.reshape(*batch, 1, 1))
+        copies.append(ScaledArray(PackedE2M1(codes), scale))
+    return tuple(copies)
+
+
+def _places(shape: tuple[int, ...], seeds: jax.Array) -> list[jax.Array]:
+    """For each matrix its seeds and number, and the numbers of its rows and columns, which a shard needs."""
+    count, m, k = shape
+    number, row, column = (
+        lax.broadcasted_iota(jnp.uint32, (count, n), i) for n, i in ((1, 0), (m, 1), (k, 1))
+    )
+    return [jnp.concatenate([jnp.broadcast_to(seeds, (count, 2)), number, number], axis=1), row, column]
+
+
+def _amaxes(tiles: jax.Array, transform: bool) -> tuple[jax.Array, jax.Array]:
+    """The amaxes of each matrix and of its transpose, which may be transformed; shape (matrices,)."""
+    if not transform:
+        of_x = amax(tiles, (len(tiles), 1, 1)).reshape(-1)
+        return of_x, of_x
+    bits = split_by_devices(_bits_of_tiles, "b m k -> b m k, b m k", {"m": TILE, "k": TILE})(tiles)
+    of_x, of_transpose = (_as_amax(jnp.max(each, axis=(1, 2))) for each in bits)
+    return of_x, of_transpose
+
+
+def _bits_of_tiles(x: jax.Array) -> tuple[jax.Array, ...]:
+    """The kernel of `_largest`, for each tile."""
+    grid = (x.shape[0], x.shape[1] // TILE, x.shape[2] // TILE)
+    call = pl.pallas_call(
+        _largest,
+        grid=grid,
+        in_specs=[pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j))],
+        out_specs=[pl.BlockSpec((None, 1, 1), lambda b, i, j: (b, i, j))] * 2,
+        out_shape=[jax.ShapeDtypeStruct(grid, jnp.int32)] * 2,
+        compiler_params=PARAMS,
+        interpret=INTERPRET,
+    )
+    return tuple(call(x))
+
+
+def _codes(
+    method: BlockMethod,
+    sides: tuple[bool, ...],
+    transform: bool,
+    shapes: tuple[Any, ...],
+    *operands: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """For each side its codes, eight in each number, and the scales of its blocks, of whole tiles."""
+    (count, m, k), height = operands[0].shape, method.block[0]
+    in_specs = [
+        pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j)),
+        pl.BlockSpec((None, 2 * len(sides)), lambda b, i, j: (b, 0)),
+        pl.BlockSpec((None, 4), lambda b, i, j: (b, 0)),
+        pl.BlockSpec((None, TILE), lambda b, i, j: (b, i)),
+        pl.BlockSpec((None, TILE), lambda b, i, j: (b, j)),
+    ]
+    out_specs, out_shape = [], []
+    for turn in sides:
+        outer, inner = (k, m) if turn else (m, k)
+        out_specs += [
+            pl.BlockSpec((None, TILE, COUNT, 2), lambda b, i, j, t=turn: (b, j, i, 0) if t else (b, i, j, 0)),
+            pl.BlockSpec(
+                (None, TILE // height, COUNT), lambda b, i, j, t=turn: (b, j, i) if t else (b, i, j)
+            ),
+        ]
+        out_shape += [
+            jax.ShapeDtypeStruct((count, outer, inner // BLOCK, 2), jnp.uint32),
+            jax.ShapeDtypeStruct((count, outer // height, inner // BLOCK), E4M3.dtype),
+        ]
+    call = pl.pallas_call(
+        functools.partial(_tile, method, sides, transform, shapes, len(operands) > 2),
+        grid=(count, m // TILE, k // TILE),
+        in_specs=in_specs[: len(operands)],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=PARAMS,
+        interpret=INTERPRET,
+    )
+    return tuple(call(*operands))
+
+
+def _largest(x: Any, of_x: Any, of_transpose: Any) -> None:
+    """The bits of a tile's two amaxes; those of infinities and NaN are larger than any finite number's."""
+    rows = _rows(x)
+    for out, each in ((of_x, rows), (of_transpose, _transformed(rows, x.dtype))):
+        out[...] = jnp.max(functools.reduce(jnp.maximum, map(_bits, each))).reshape(1, 1)
+
+
+def _tile(
+    method: BlockMethod,
+    sides: tuple[bool, ...],
+    transform: bool,
+    shapes: tuple[Any, ...],
+    is_random: bool,
+    x: Any,
+    *refs: Any,
+) -> None:
+    """One tile of each copy."""
+    scales, places, out = refs[0], refs[1:4] if is_random else None, refs[4 if is_random else 1 :]
+    for n, (turn, shape) in enumerate(zip(sides, shapes, strict=True)):
+        blocks = functools.partial(_blocks, method, scales[2 * n], scales[2 * n + 1])
+        random = functools.partial(_random, places, turn, shape) if is_random else lambda _: None
+        if turn:
+            rows = _transformed(_rows(x), x.dtype) if transform else _rows(x)
+            _write_turned(rows, blocks, random, out[2 * n], out[2 * n + 1])
+        else:
+            _write(x[...].astype(jnp.float32), blocks, random, out[2 * n], out[2 * n + 1])
+
+
+def _write(tile: jax.Array, blocks: Any, random: Any, words: Any, scales: Any) -> None:
+    """The codes and scales of a tile as it is."""
+    tile = tile.reshape(TILE, COUNT, BLOCK)
+    factor, scales[...] = blocks(jnp.max(_bits(tile), axis=2), 0)
+    codes = codes_of(tile * factor[:, :, None], random(None)).reshape(TILE, COUNT, 2, 8)
+    shifts = lax.broadcasted_iota(jnp.uint32, codes.shape, 3) * np.uint32(4)
+    words[...] = jnp.sum(codes << shifts, axis=3, dtype=jnp.uint32)
+
+
+def _write_turned(rows: list[jax.Array], blocks: Any, random: Any, words: Any, scales: Any) -> None:
+    """The codes and scales of a tile's transpose, from its rows."""
+    factor, scale = blocks(functools.reduce(jnp.maximum, map(_bits, rows)), 1)
+    scales[...] = scale.T
+    made = [jnp.zeros((COUNT, TILE), jnp.uint32)] * 2
+    for r, row in enumerate(rows):
+        made[r // 8] |= codes_of(row * factor, random(r)) << np.uint32(4 * (r % 8))
+    # Joined before the transpose: of two transposes Triton compiles for 20 seconds.
+    words[...] = lax.concatenate([each[:, :, None] for each in made], 2).transpose(1, 0, 2)
+
+
+def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis: int) -> tuple[Any, Any]:
+    """Factors in the shape of `bits`, and scales. Blocks of 16 rows or columns share them along this axis."""
+    shape, is_square = bits.shape, method.block[0] > 1
+    split = (*shape[:axis], COUNT, BLOCK, *shape[axis + 1 :])
+    if is_square:
+        bits = jnp.max(bits.reshape(split), axis=axis + 1)
+    factor, scale = of_blocks(_as_amax(bits), encode, decode, method.format, _reciprocal)
+    if is_square:
+        factor = jnp.broadcast_to(jnp.expand_dims(factor, axis + 1), split).reshape(shape)
+    return factor, scale
+
+
+def _random(places: Any, turn: bool, shape: tuple[int, int], r: int | None) -> jax.Array:
+    """The bits of `random_bits` for a tile in blocks, or for every 16th row from row `r` on.
+
+    Args:
+        places: what `_places` returns, for this tile.
+        turn: whether the copy, of shape `shape`, is the transpose.
+        shape: of the copy.
+        r: the first row.
+    """
+    of_matrix, rows, columns = places
+    if r is None:
+        row, column = rows[...][:, None, None], columns[...].reshape(1, COUNT, BLOCK)
+    else:
+        row, column = rows[pl.ds(r, COUNT, BLOCK)][:, None], columns[...][None]
+    outer, inner = (column, row) if turn else (row, column)
+    outer += of_matrix[2] * np.uint32(shape[0])
+    return bits_at(outer * np.uint32(shape[1]) + inner, of_matrix[int(turn)])
+
+
+def _rows(x: Any) -> list[jax.Array]:
+    """A tile as 16 arrays, the first with the first row of each block; float32."""
+    return [x[pl.ds(r, COUNT, BLOCK), :].astype(jnp.float32) for r in range(BLOCK)]
+
+
+def _transformed(rows: list[jax.Array], dtype: Any) -> list[jax.Array]:
+    """`hadamard` of each column of a block."""
+    rows = [row * sign for row, sign in zip(rows, SIGNS, strict=True)]
+    for width in (8, 4, 2, 1):
+        for i in range(BLOCK):
+            if i // width % 2 == 0:
+                low, high = rows[i], rows[i + width]
+                rows[i], rows[i + width] = low + high, low - high
+    return [(row * np.float32(0.25)).astype(dtype).astype(jnp.float32) for row in rows]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits of magnitudes, which are in their order."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+
+
+def _as_amax(bits: jax.Array) -> jax.Array:
+    """An amax from its bits; infinite for a NaN."""
+    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, INFINITY)), jnp.float32)
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x, rounded to nearest; the division of Triton is not."""
+    if INTERPRET:
+        return 1 / x
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    [out] = triton.elementwise_inline_asm(
+        "rcp.rn.f32 $0, $1;", args=[x], constraints="=r,r", pack=1, result_shape_dtypes=[shape]
+    )
+    return out
