@@ -155,19 +155,26 @@ def lower_for(
     jitted = jax.jit(fn, donate_argnums=donate_argnums)
     if target is None:
         return jitted.lower(*args)
-    replicated = NamedSharding(mesh(target, devices), PartitionSpec())
+    on = mesh(target, devices)
+    replicated = NamedSharding(on, PartitionSpec())
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
         sharding = leaf.sharding if aval is leaf and leaf.sharding is not None else replicated
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
-    return jitted.lower(*jax.tree.map(place, args))
+    args = jax.tree.map(place, args)
+    on = next((leaf.sharding.mesh for leaf in jax.tree.leaves(args)), on)
+    with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the kind of GPU from it
+        return jitted.lower(*args)
 
 
 def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.stages.Compiled:
     """Compiles a program of `lower_for`, with the options that its target needs."""
-    return lowered.compile(compiler_options=None if target is None else COMPILER_OPTIONS)
+    if target is None:
+        return lowered.compile()
+    with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
+        return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
 def compile_for(
@@ -206,6 +213,7 @@ def _description(target: Target) -> str:
           clock_rate_ghz: {target.clock_ghz}
           device_memory_size: {target.memory}
           cuda_compute_capability {{ major: {major} minor: {minor} }}
+          dnn_version: "9.12.0"
           registers_per_core_limit: 65536
           registers_per_block_limit: 65536
         }}
