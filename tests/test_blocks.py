@@ -221,7 +221,7 @@ def test_dot_is_close_to_float32(recipe, least):
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 @pytest.mark.parametrize("outliers, margins", [(1, (-0.2, 3.5, 3.5)), (1e5, (-0.2, 3.5, 20))])
 def test_margin_over_current_scaling(recipe, outliers, margins):
-    """Decibels of y, dx and dw more than with one scale and E5M2 gradients; dw of channels without outliers."""
+    """Decibels more than with one scale and E5M2 gradients: y, dx, and dw of channels without outliers."""
     x, w, g = operands(256, 512, 384)
     x, g = (each.at[:, ::100].multiply(outliers) for each in (x, g))
     exact, parts = (x @ w, g @ w.T, x.T @ g), (np.s_[:], np.s_[:], np.s_[1:100, 1:100])
