@@ -50,7 +50,9 @@ def by_platform(
     leaves, treedef = jax.tree.flatten(args)
     leaves = [jax.numpy.asarray(leaf) for leaf in leaves]
     avals = tuple(jax.typeof(leaf) for leaf in leaves)
-    on_cpu, elsewhere, out = _trace(cpu, default, tuple(sorted(static.items())), treedef, avals, is_deferred)
+    mesh = jax.sharding.get_abstract_mesh()  # it is in the types of the values within
+    static_items = tuple(sorted(static.items()))
+    on_cpu, elsewhere, out = _trace(cpu, default, static_items, treedef, avals, is_deferred, mesh)
     return jax.tree.unflatten(out, _by_platform_p.bind(*leaves, cpu=on_cpu, default=elsewhere))
 
 
@@ -81,9 +83,10 @@ class Deferred:
 
 @functools.lru_cache(maxsize=4096)
 def _trace(
-    cpu: Any, default: Any, static: Any, treedef: Any, avals: Any, is_deferred: bool
+    cpu: Any, default: Any, static: Any, treedef: Any, avals: Any, is_deferred: bool, mesh: Any
 ) -> tuple[Any, Any, Any]:
-    """The jaxprs of both functions, and the structure of their result."""
+    """The jaxprs of both functions, and the structure of their result; `mesh` is a key of the cache."""
+    del mesh
     args = treedef.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
     cpu, default = (functools.partial(function, **dict(static)) for function in (cpu, default))
     on_cpu, shapes = jax.make_jaxpr(cpu, return_shape=True)(*args)

@@ -429,19 +429,20 @@ def test_boxes_of_axis_names_and_flags(recipe):
 
 
 @pytest.mark.long
-def test_a_stack_whose_axis_is_not_in_front():
+@pytest.mark.parametrize("recipe", ["te", "mxfp8"])
+def test_a_stack_whose_axis_is_not_in_front(recipe):
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
             layers = nn.scan(Layer, variable_axes={"params": 1}, split_rngs={"params": True}, length=8)
             return layers(name="layers")(x, None)[0]
 
-    model = fp8jax.transform(Stack(), "te")
+    model = fp8jax.transform(Stack(), recipe)
     variables = model.init(jax.random.key(0), X)
     loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
     one, _ = fp8jax.value_and_grad(loss_fn)(variables, X)
     for stage in (2, 3):
-        zero = Zero(mesh(), "te", stage)
+        zero = Zero(mesh(), recipe, stage)
         many, _ = fp8jax.value_and_grad(loss_fn, zero=zero)(zero.place(variables), X)
         np.testing.assert_allclose(many, one, rtol=NOISE)
 

@@ -38,6 +38,20 @@ class ShardSpec:
         """All-gathers the kernel in its storage format; the shards of a `ScaledArray` share a scale."""
         return whole_from_parts([part], [self.axis], self.axis_name)[0] if self.is_part else part
 
+    def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
+        """All-gathers arrays along a negative axis that consists of sharded runs."""
+
+        def in_runs(x: jax.Array) -> jax.Array:
+            at = axis % x.ndim
+            return x.reshape(*x.shape[:at], runs, x.shape[at] // runs, *x.shape[at + 1 :])
+
+        def joined(x: jax.Array) -> jax.Array:
+            at = axis % x.ndim
+            return x.reshape(*x.shape[: at - 1], runs * x.shape[at], *x.shape[at + 1 :])
+
+        whole = whole_from_parts(list(map(in_runs, parts)), [axis] * len(parts), self.axis_name)
+        return list(map(joined, whole))
+
     def after(self, operands: Any, grad: jax.Array) -> tuple[Any, jax.Array]:
         """`operands` and `grad` behind a barrier, which delays the all-gather of a sharded kernel until
         `grad` is computed, to save memory."""

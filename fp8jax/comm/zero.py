@@ -10,7 +10,7 @@
 | 0 | nothing: plain data parallelism | all-reduce of gradients |
 | 1 | moments and master weights | reduce-scatter of gradients; all-gather of new weights |
 | 2 | gradients, too | the same; a kernel's gradient is reduce-scattered inside the backward |
-| 3 | weights, too | gradients as in 2; all-gather of E4M3 kernels, in forward and backward |
+| 3 | weights, too | gradients as in 2; all-gather of quantized kernels, in forward and backward |
 
 A tensor is sharded along the second-to-last axis if the number of devices divides it, otherwise along the
 last axis. Vectors, and tensors without such an axis, are replicated. The axis of stacked layers comes first.

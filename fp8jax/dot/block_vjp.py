@@ -2,7 +2,7 @@
 
 The residuals are lhs quantized for wgrad, and the kernel as it is stored: the backward quantizes it for
 dgrad. So no second copy of a kernel is in memory between forward and backward, and a sharded kernel is
-gathered again.
+gathered again, as the codes and scales of dgrad.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends
-from fp8jax.dot.layout import contract
+from fp8jax.dot.layout import Shard, Side, contract
 from fp8jax.dot.vjp import (
     CASTS,
     DGRAD,
@@ -25,12 +25,13 @@ from fp8jax.dot.vjp import (
     WGRAD,
     DotStatic,
     State,
+    Static,
     checked,
     cotangents,
     kernel_gradient,
 )
 from fp8jax.platforms import differentiable_once, gpu_barrier
-from fp8jax.quantization import PackedE2M1, ScaledArray, to_bytes, value
+from fp8jax.quantization import PackedE2M1, ScaledArray, amax, to_bytes, value
 from fp8jax.scaling import block
 from fp8jax.scaling.merge import from_fm32
 
@@ -46,17 +47,17 @@ def _forward(
     """The output and the residuals."""
     fprop_is_high, _, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_fm32(state))
-    rows, kernel = static.layout.lhs.to_matrix(lhs), _kernel(static, rhs)
+    rows, columns = static.layout.lhs.to_matrix(lhs), static.layout.rhs.matrix[-1]
     has_wgrad = has_backward and static.has_wgrad
     uses = (not fprop_is_high, has_wgrad and not wgrad_is_high)
     for_fprop, for_wgrad = _quantized(static, block.LHS, rows, state, uses)
     with jax.named_scope(FPROP):
         if fprop_is_high:
-            out = _multiply_high(static, rows, kernel, "mk,kn", static.out_dtype)
+            out = _multiply_high(static, rows, _kernel(static, rhs), "mk,kn", static.out_dtype)
         else:
-            right, _ = _quantized(static, block.RHS, kernel, state, (True, False))
+            right = quantized_kernel(static, static.layout.rhs, rhs, state, 0)
             out = _multiply(static, for_fprop, right, static.out_dtype)
-        out = out[..., : rows.shape[-2], : kernel.shape[-1]]
+        out = out[..., : rows.shape[-2], :columns]
     kept = None
     if has_wgrad:
         kept = rows.astype(static.out_dtype) if wgrad_is_high else _packed(for_wgrad)
@@ -73,13 +74,13 @@ def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, 
     (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     (_, columns), (*_, inner) = grad.shape[-2:], static.layout.lhs.matrix
-    kernel, uses = _kernel(static, rhs), (not dgrad_is_high, static.has_wgrad and not wgrad_is_high)
+    uses = (not dgrad_is_high, static.has_wgrad and not wgrad_is_high)
     for_dgrad, for_wgrad = _quantized(static, block.GRAD, grad, state, uses)
     with jax.named_scope(DGRAD):
         if dgrad_is_high:
-            dlhs = _multiply_high(static, grad, kernel, "mn,kn", static.out_dtype)
+            dlhs = _multiply_high(static, grad, _kernel(static, rhs), "mn,kn", static.out_dtype)
         else:
-            _, right = _quantized(static, block.RHS, kernel, state, (False, True))
+            right = quantized_kernel(static, static.layout.rhs, rhs, state, 1)
             dlhs = _multiply(static, for_dgrad, right, static.out_dtype)
         dlhs = dlhs[..., : grad.shape[-2], :inner]
     drhs: Any = None
@@ -110,8 +111,52 @@ def _kernel(static: DotStatic, rhs: Any) -> jax.Array:
     return static.layout.rhs.to_matrix(value(static.placement.gathered(rhs)))
 
 
+def quantized_kernel(static: Static, side: Side, rhs: Any, state: State, gemm: int) -> ScaledArray:
+    """The whole kernel, quantized for its first GEMM (0) or its second one (1).
+
+    A sharded kernel is quantized in shards, and all-gathered as codes and scales, if the shards have whole
+    blocks and it is stored in more bytes. Then the result is the same to the bit.
+    """
+    uses = (gemm == 0, gemm == 1)
+    shard = _shard_of_blocks(static, side, rhs, gemm)
+    if shard is None:
+        kernel = side.to_matrix(value(static.placement.gathered(rhs)))
+        return _quantized(static, block.RHS, kernel, state, uses)[gemm]
+    part, whole_amax = shard.side.to_matrix(value(rhs)), None
+    if static.recipe.gemm == "FP4":
+        whole_amax = static.placement.common_amax(amax(part, (*part.shape[:-2], 1, 1)))
+    q = _quantized(static, block.RHS, part, state, uses, whole_amax)[gemm]
+    # The codes and the scales of blocks; NVFP4's scale of the tensor is the same on all devices.
+    leaves, treedef = jax.tree.flatten(_packed(q))
+    leaves[:2] = static.placement.gathered_runs(leaves[:2], _axis(shard, gemm), shard.runs)
+    return _unpacked(treedef.unflatten(leaves), static, block.RHS)
+
+
+def _shard_of_blocks(static: Static, side: Side, rhs: Any, gemm: int) -> Shard | None:
+    """This device's shard of a kernel; None if not blocks of it are to be sent."""
+    if not static.placement.is_part:
+        return None
+    stored = rhs.data if isinstance(rhs, ScaledArray) else rhs
+    shard = side.shard(static.placement.axis, static.placement.devices)
+    is_smaller = stored.dtype.itemsize > 1 or static.recipe.gemm == "FP4"
+    is_whole = shard.axis > -3 and (
+        shard.length % block.method_of(static.recipe, block.RHS).block[_axis(shard, gemm)] == 0
+    )
+    return shard if is_smaller and is_whole else None
+
+
+def _axis(shard: Shard, gemm: int) -> int:
+    """The sharded axis of a kernel's copy: the first GEMM's is transposed."""
+    return shard.axis if gemm else -3 - shard.axis
+
+
 def _quantized(
-    static: DotStatic, operand: int, x: jax.Array, state: State, uses: tuple[bool, bool]
+    static: Static,
+    operand: int,
+    x: jax.Array,
+    state: State,
+    uses: tuple[bool, bool],
+    whole_amax: Any = None,
 ) -> tuple[Any, Any]:
     """An operand for its first and its second GEMM; None where it is not used.
 
@@ -121,7 +166,7 @@ def _quantized(
     if not gemms:
         return None, None
     with jax.named_scope(CASTS[operand]):
-        copies = block.quantized(static.recipe, operand, x, state, gemms)
+        copies = block.quantized(static.recipe, operand, x, state, gemms, whole_amax)
     copies = (_unpacked(q, static, operand) for q in gpu_barrier(tuple(map(_packed, copies))))
     made = dict(zip(gemms, copies, strict=True))
     return made.get(0), made.get(1)
@@ -132,7 +177,7 @@ def _packed(q: ScaledArray) -> ScaledArray:
     return q if isinstance(q.data, PackedE2M1) else ScaledArray(to_bytes(q.data), q.scale)
 
 
-def _unpacked(q: ScaledArray, static: DotStatic, operand: int) -> ScaledArray:
+def _unpacked(q: ScaledArray, static: Static, operand: int) -> ScaledArray:
     """The inverse of `_packed`."""
     if isinstance(q.data, PackedE2M1):
         return q

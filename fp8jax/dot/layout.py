@@ -30,6 +30,28 @@ class Side(NamedTuple):
         back = tuple(self.order.index(dim) for dim in range(len(self.order)))
         return x.reshape(tuple(self.shape[dim] for dim in self.order)).transpose(back)
 
+    def shard(self, dim: int, count: int) -> "Shard":
+        """One of `count` shards along a dim that is larger than 1."""
+        dim %= len(self.shape)
+        before, after = (self.order[: self.order.index(dim)], self.order[self.order.index(dim) + 1 :])
+        within = math.prod(self.shape[d] for d in after)
+        # The matrix's axis that has this dim: the axes after it have no more entries than the dims after it.
+        axis = next(i for i in range(len(self.matrix)) if math.prod(self.matrix[i + 1 :]) <= within)
+        rows = self.shape[dim] // count * within // math.prod(self.matrix[axis + 1 :])
+        shape = tuple(n // count if d == dim else n for d, n in enumerate(self.shape))
+        matrix = tuple(n // count if i == axis else n for i, n in enumerate(self.matrix))
+        runs = math.prod(self.shape[d] for d in before) // math.prod(self.matrix[:axis])
+        return Shard(Side(shape, self.order, matrix), axis - len(matrix), runs, rows)
+
+
+class Shard(NamedTuple):
+    """One device's shard of an operand."""
+
+    side: Side
+    axis: int  # the sharded axis of the matrix, negative
+    runs: int  # the axis consists of this many runs, each of which has shards of all devices
+    length: int  # of a shard in a run
+
 
 class Layout(NamedTuple):
     """The shapes and transposes that turn one `dot_general` into a matmul."""

@@ -19,6 +19,8 @@ class KernelPlacement(Protocol):
     """
 
     is_part: bool = False  # whether the kernel is sharded
+    axis: int = -1  # the sharded axis, negative
+    devices: int = 1
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole kernel; `shape` is the shape of this device's shard."""
@@ -31,6 +33,11 @@ class KernelPlacement(Protocol):
     def gathered(self, part: Any) -> Any:
         """All-gathers the kernel, in the format of the shard."""
         return part
+
+    def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
+        """All-gathers arrays along a negative axis that consists of sharded runs, see `Shard`."""
+        del axis, runs
+        return parts
 
     def after(self, operands: Any, grad: jax.Array) -> tuple[Any, jax.Array]:
         """`operands` and `grad`, with a dependency that delays the all-gather for the backward GEMMs until

@@ -21,7 +21,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
-from fp8jax.dot.dot_general import OPERANDS
+from fp8jax.dot.dot_general import OPERANDS, init_state
 from fp8jax.gradients.keys import check_batch
 from fp8jax.gradients.slots import WGRAD_SCALE, state_at
 from fp8jax.quantization import ScaledArray, is_scaled
@@ -143,12 +143,16 @@ def _sharding(path: Any, leaf: Any, state: Mapping[str, Any], zero: Zero) -> Gra
     axis = zero.split_of(leaf) if zero.stage else None
     if axis is None:
         return GradSharding()
-    if zero.stage == 1 or not (is_scaled(leaf) or state) or not _is_stacked_in_front(leaf, state):
-        return GradSharding(axis)
     # Only parameters named "kernel" are left sharded for their dot to gather; others may have other uses.
-    names = [part.key for part in path if hasattr(part, "key")]
-    waits = zero.stage == 3 and names[-1:] == ["kernel"]
-    return GradSharding(axis, ShardSpec(zero.axis, axis, zero.devices, Recipe.parse(zero.recipe).comm, waits))
+    names, recipe = [part.key for part in path if hasattr(part, "key")], Recipe.parse(zero.recipe)
+    is_kernel = names[-1:] == ["kernel"]
+    is_stateless = is_kernel and recipe.is_quantized and not init_state(recipe)
+    is_of_dot = is_scaled(leaf) or state or is_stateless
+    if zero.stage == 1 or not is_of_dot or not _is_stacked_in_front(leaf, state):
+        return GradSharding(axis)
+    return GradSharding(
+        axis, ShardSpec(zero.axis, axis, zero.devices, recipe.comm, zero.stage == 3 and is_kernel)
+    )
 
 
 def _is_stacked_in_front(leaf: Any, state: Mapping[str, Any]) -> bool:

@@ -70,7 +70,10 @@ NVFP4_16X16 = BlockMethod(E2M1, (16, 16), "E4M3")
 
 
 def quantize_blocks(
-    x: Float[Array, "*batch rows columns"], method: BlockMethod, random: UInt32[Array, "..."] | None = None
+    x: Float[Array, "*batch rows columns"],
+    method: BlockMethod,
+    random: UInt32[Array, "..."] | None = None,
+    whole_amax: Float32[Array, "..."] | None = None,
 ) -> ScaledArray:
     """`x` in codes with a scale for each block.
 
@@ -78,6 +81,8 @@ def quantize_blocks(
         x: float array. Dims that are no multiples of the block are padded with zeros.
         method: the format, the block and the kind of scale.
         random: random bits of the padded shape, for stochastic rounding; None rounds to nearest even.
+        whole_amax: for NVFP4 the amax that sets the scale of the tensor, shape=(*batch, 1, 1); None for the
+            amax of each matrix of `x`.
 
     Returns:
         A `ScaledArray` of the padded shape; E2M1 codes are `PackedE2M1`. Its scale is float32, E8M0, or for
@@ -90,7 +95,7 @@ def quantize_blocks(
         x = jnp.pad(x, [(0, padded - dim) for padded, dim in zip(shape, x.shape, strict=True)])
     x = x.astype(jnp.float32)
     blocks = (*batch, shape[-2] // method.block[0], shape[-1] // method.block[1])
-    factor, scale = factors(amax(x, blocks), method)
+    factor, scale = factors(amax(x, blocks), method, whole_amax)
     if method.scale == "E8M0":
         scale = lax.bitcast_convert_type(scale, E8M0.dtype)
     codes = x * expand(factor, shape)
@@ -101,13 +106,18 @@ def quantize_blocks(
     return ScaledArray(cast(codes, method.format), scale)
 
 
-def factors(amax: Float32[Array, "..."], method: BlockMethod) -> tuple[Float32[Array, "..."], Any]:
+def factors(
+    amax: Float32[Array, "..."], method: BlockMethod, whole_amax: Float32[Array, "..."] | None = None
+) -> tuple[Float32[Array, "..."], Any]:
     """The factor of each block before its cast, and the scale to store; an E8M0 scale as uint8.
 
     Args:
         amax: of each block; infinite for a block with an infinity or NaN.
         method: its kind of scale and format.
+        whole_amax: see `quantize_blocks`.
     """
+    if method.scale == "E4M3":
+        return _e4m3(amax, method.format, whole_amax)
     return _FACTORS[method.scale](amax, method.format)
 
 
@@ -136,10 +146,11 @@ def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
     return _nan_unless_finite(factor, amax), code.astype(jnp.uint8)
 
 
-def _e4m3(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
+def _e4m3(amax: Float32[Array, "..."], format: Format, whole_amax: Any) -> tuple[Any, Any]:
     """E4M3 scales of blocks, on the float32 scale of each matrix."""
-    of_matrix = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
-    encode, decode = of_tensor(of_matrix, format)
+    if whole_amax is None:
+        whole_amax = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
+    encode, decode = of_tensor(whole_amax, format)
     factor, of_block = of_blocks(amax, encode, decode, format)
     return factor, ScaledArray(of_block, decode)
 
@@ -168,7 +179,7 @@ def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) ->
     return select(amax < jnp.inf, x, float("nan"))
 
 
-_FACTORS = {"power_of_two": _power_of_two, "float32": _float32, "E8M0": _e8m0, "E4M3": _e4m3}
+_FACTORS = {"power_of_two": _power_of_two, "float32": _float32, "E8M0": _e8m0}
 
 # The signs of TransformerEngine's 16x16 random Hadamard transform.
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)

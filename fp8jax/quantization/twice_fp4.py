@@ -54,6 +54,7 @@ def quantize_twice_fp4(
     *,
     transform: bool = False,
     seeds: Seeds,
+    whole_amax: Float32[Array, "..."] | None = None,
 ) -> tuple[ScaledArray, ...]:
     """`quantize_blocks` of `x` and of its transpose.
 
@@ -64,15 +65,23 @@ def quantize_twice_fp4(
         sides: the copies, False for one of `x` and True for one of its transpose.
         transform: whether the transpose goes through `hadamard` first. Its padding does, too.
         seeds: gives the seeds of the random bits of `x` and its transpose, from the key and the amax of `x`.
+        whole_amax: see `quantize_blocks`; only without `transform`.
     """
     static = {"method": method, "sides": sides, "transform": transform, "seeds": seeds}
     if not x.size:
-        return _one_by_one(x, key, **static)
-    return by_platform(x, key, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
+        return _one_by_one(x, key, whole_amax, **static)
+    return by_platform(x, key, whole_amax, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
 
 
 def _one_by_one(
-    x: jax.Array, key: Any, *, method: BlockMethod, sides: tuple[bool, ...], transform: bool, seeds: Any
+    x: jax.Array,
+    key: Any,
+    whole_amax: Any = None,
+    *,
+    method: BlockMethod,
+    sides: tuple[bool, ...],
+    transform: bool,
+    seeds: Any,
 ) -> tuple[ScaledArray, ...]:
     made = None if key is None else seeds(key, amax(x))
     copies = []
@@ -82,18 +91,25 @@ def _one_by_one(
         copy = jnp.pad(copy, [(0, padded - dim) for padded, dim in pairs])
         copy = hadamard(copy) if turn and transform else copy
         random = None if made is None else random_bits(made[int(turn)], copy.shape)
-        copies.append(quantize_blocks(copy, method, random))
+        copies.append(quantize_blocks(copy, method, random, whole_amax))
     return tuple(copies)
 
 
 def _at_once(
-    x: jax.Array, key: Any, *, method: BlockMethod, sides: tuple[bool, ...], transform: bool, seeds: Any
+    x: jax.Array,
+    key: Any,
+    whole_amax: Any = None,
+    *,
+    method: BlockMethod,
+    sides: tuple[bool, ...],
+    transform: bool,
+    seeds: Any,
 ) -> tuple[ScaledArray, ...]:
     *batch, rows, columns = x.shape
     tiles = x.reshape(-1, rows, columns)
     tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
     shapes = tuple(method.padded((columns, rows) if turn else (rows, columns)) for turn in sides)
-    of_x, of_transpose = _amaxes(tiles, transform and any(sides))
+    of_x, of_transpose = _amaxes(tiles, transform and any(sides), whole_amax)
     scales = [of_tensor(of_transpose if turn else of_x, method.format) for turn in sides]
     operands = [tiles, jnp.stack([part for pair in scales for part in pair], axis=1)]
     if key is not None:
@@ -124,11 +140,11 @@ def _places(shape: tuple[int, ...], seeds: jax.Array) -> list[jax.Array]:
     return [jnp.concatenate([jnp.broadcast_to(seeds, (count, 2)), number, number], axis=1), row, column]
 
 
-def _amaxes(tiles: jax.Array, transform: bool) -> tuple[jax.Array, jax.Array]:
+def _amaxes(tiles: jax.Array, transform: bool, whole_amax: Any) -> tuple[jax.Array, jax.Array]:
     """The amaxes of each matrix and of its transpose, which may be transformed; shape (matrices,)."""
     if not transform:
-        of_x = amax(tiles, (len(tiles), 1, 1)).reshape(-1)
-        return of_x, of_x
+        of_x = amax(tiles, (len(tiles), 1, 1)) if whole_amax is None else whole_amax
+        return of_x.reshape(-1), of_x.reshape(-1)
     bits = split_by_devices(_bits_of_tiles, "b m k -> b m k, b m k", {"m": TILE, "k": TILE})(tiles)
     of_x, of_transpose = (_as_amax(jnp.max(each, axis=(1, 2))) for each in bits)
     return of_x, of_transpose

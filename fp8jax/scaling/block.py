@@ -82,6 +82,7 @@ def quantized(
     x: Float[Array, "*batch rows columns"],
     state: State,
     gemms: tuple[int, ...] = (0, 1),
+    whole_amax: Float32[Array, "..."] | None = None,
 ) -> tuple[ScaledArray, ...]:
     """Operand number `operand` of a dot, quantized for its GEMMs.
 
@@ -91,6 +92,7 @@ def quantized(
         x: the operand as a matrix: lhs (m, k), rhs (k, n), grad (m, n).
         state: the dot's state.
         gemms: for which GEMMs of the operand: 0 for the first one, 1 for the second one.
+        whole_amax: see `quantize_blocks`.
 
     Returns:
         For each GEMM a copy with the contracted axis last, padded to whole blocks.
@@ -106,6 +108,7 @@ def quantized(
         turns,
         transform=operand != RHS and "hadamard" in recipe.fp4_options,
         seeds=_seeds,
+        whole_amax=whole_amax,
     )
 
 

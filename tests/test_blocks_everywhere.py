@@ -1,0 +1,110 @@
+"""Block scaling with sharded and frozen kernels, experts, remat and resumed runs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fp8jax.comm.shard import ShardSpec
+from fp8jax.dot import Weight, dot_general, init_state
+from fp8jax.quantization import NVFP4_16X16, quantize, twice_fp4
+from fp8jax.scaling import block
+
+RECIPES = ["block", "mxfp8", "nvfp4"]
+DEVICES = 4
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def same_bits(a, b):
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+# Sharded kernels #################################################################################
+
+# A kernel's shape, how many of its first axes are contracted, and the sharded axis.
+ROWS, COLUMNS = ((512, 256), 1, -2), ((256, 512), 1, -1)
+HEADS, RUNS = ((256, 8, 64), 1, -2), ((2, 512, 128), 2, -2)
+
+
+def run_sharded(recipe, kernel, contracted, axis):
+    """Output and gradient of the input on each device, and the compiled program; without `axis` on one."""
+    x = normal(1, 24, *kernel.shape[:contracted])
+    numbers = ((tuple(range(1, contracted + 1)), tuple(range(contracted))), ((), ()))
+
+    def on_device(kernel):
+        shard = None if axis is None else ShardSpec("data", axis, DEVICES, "FP32", True)
+        weight = Weight(kernel, jnp.zeros(kernel.shape, jnp.float32), shard)
+        state = init_state(recipe)
+        out, pull = jax.vjp(lambda x: dot_general(x, weight, numbers, recipe=recipe, state=state), x)
+        return out, pull(jnp.sin(out))[0]
+
+    if axis is None:
+        return jax.jit(on_device)(kernel), ""
+    spec = P(*("data" if i == axis % kernel.ndim else None for i in range(kernel.ndim)))
+    spec = jax.tree.map(lambda leaf: spec if leaf.ndim else P(), kernel)
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("data",))
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=(spec,), out_specs=P(), check_vma=False)
+    run = jax.jit(run).lower(kernel).compile()
+    return run(kernel), run.as_text()
+
+
+def gathered_bytes(text):
+    """The bytes that a device has after the all-gathers of a program, by dtype."""
+    sizes, found = {"u8": 1, "u16": 2, "u32": 4, "f32": 4}, {}
+    for shapes in re.findall(r"= (.*?) all-gather(?:-start)?\(", text):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+            count = int(np.prod([int(n) for n in shape.split(",") if n]))
+            found[dtype] = found.get(dtype, 0) + count * sizes[dtype]
+    return found
+
+
+@pytest.mark.parametrize(
+    "case, format",
+    [(ROWS, None), (COLUMNS, None), (HEADS, None), (RUNS, None), (ROWS, "FP16"), (COLUMNS, "E4M3")],
+    ids=["rows", "columns", "heads", "runs", "FP16", "E4M3"],
+)
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4,fp4_options=stochastic"])
+def test_sharded_kernels_are_sent_as_codes(recipe, case, format):
+    """Forward and backward gather codes and scales, and compute what the whole kernel does, to the bit."""
+    shape, contracted, axis = case
+    kernel = normal(0, *shape)
+    kernel = kernel if format is None else quantize(kernel, format, power_of_two=True)
+    expected, _ = run_sharded(recipe, kernel, contracted, None)
+    ours, text = run_sharded(recipe, kernel, contracted, axis)
+    same_bits(ours, expected)
+    # Bytes a value: a code, and the scales of blocks.
+    each = {"block": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16**2}
+    each = each.get(recipe, 0.5 + 1 / 16)
+    # E4M3 codes are sent as they are, once: the program is so small that XLA shares the two all-gathers.
+    total = 1 if format == "E4M3" and not recipe.startswith("nvfp4") else 2 * each
+    assert sum(gathered_bytes(text).values()) == total * np.prod(shape)
+
+
+@pytest.mark.parametrize("recipe, shape", [("block", (256, 64)), ("mxfp8", (64, 48)), ("nvfp4", (32, 48))])
+def test_shards_without_whole_blocks_are_sent_as_stored(recipe, shape):
+    kernel = normal(0, *shape)
+    expected, _ = run_sharded(recipe, kernel, 1, None)
+    ours, text = run_sharded(recipe, kernel, 1, -2)
+    same_bits(ours, expected)
+    # MX blocks along the columns are whole, so dgrad's copy is sent as codes; 48 columns are padded to 64.
+    codes = {"u8": 64 * (64 + 2)} if recipe == "mxfp8" else {}
+    assert gathered_bytes(text) == {"f32": 4 * kernel.size, **codes}
+
+
+@pytest.mark.long
+def test_kernel_with_the_amax_of_a_whole_tensor(monkeypatch):
+    """NVFP4's Pallas kernel, interpreted, gives a shard the codes that the emulation gives it."""
+    monkeypatch.setattr(twice_fp4, "INTERPRET", True)
+    static = {"method": NVFP4_16X16, "sides": (False, True), "transform": False, "seeds": block._seeds}
+    ways = twice_fp4._at_once, twice_fp4._one_by_one
+    ours, expected = (way(normal(0, 128, 64), None, jnp.full((1, 1), 9.5), **static) for way in ways)
+    same_bits(ours, expected)
