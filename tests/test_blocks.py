@@ -528,6 +528,22 @@ def test_compiled_gemms(recipe, target, kind):
     assert [gemm.kind for gemm in read.gemms] == [kind] * 3 and all(gemm.is_fp8 for gemm in read.gemms)
 
 
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize("rows", [1, 128])
+def test_kernel_uses_fp8_instructions(rows, tmp_path):
+    """Hopper's FP8 instruction, and few reads of scales by each thread. JAX's own dot would give FP16's."""
+    shapes = [(1, 256, 512), (1, 256, 512), (1, 256, 4), (1, 4, 256 // rows)]
+    dtypes = [formats.E4M3.dtype] * 2 + [jnp.float32] * 2
+    args = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes, strict=True)]
+    lowered = targets.lower_for(
+        functools.partial(gemm._tiles, jnp.bfloat16, gemm.TILING), *args, target="h200"
+    )
+    lowered.compile(compiler_options={**targets.COMPILER_OPTIONS, "xla_dump_to": str(tmp_path)})
+    code = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert code.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4 == 128 // 32
+    assert "mma.sync" not in code and "cp.async" in code and 0 < code.count("ld.global") < 40
+
+
 def test_scaled_array_of_blocks_is_a_tree():
     q = quantized(DATA["x"], NVFP4_1X16)
     leaves, treedef = jax.tree.flatten(q)
