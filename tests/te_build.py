@@ -27,6 +27,7 @@ PACKAGES = [
     f"jax[cuda13-local]=={JAX}",
     "flax==0.12.12",
     "hypothesis==6.170.15",
+    "jaxtyping==0.3.11",
     "ml_dtypes==0.6.0",
     "optax==0.2.8",
     "orbax-checkpoint==0.12.8",
