@@ -90,7 +90,7 @@ def _parser() -> _Parser:
         "GEMMs of one gradient step, layer by layer, next to the report."
     )
     doctor.add_argument("--compile", action="store_true", help="check a program; what follows is for it")
-    doctor.add_argument("--recipe", nargs="+", default=["O2"], metavar="RECIPE", help="(default O2)")
+    doctor.add_argument("--recipe", nargs="+", default=["fp8"], metavar="RECIPE", help="(default fp8)")
     _add_model(doctor)
 
     plan = commands.add_parser("plan", help="bytes on each device of a training step, compiled")
@@ -99,7 +99,7 @@ def _parser() -> _Parser:
         "run. Finished rows stay in fp8jax/plan of the user's cache folder."
     )
     _add_model(plan)
-    plan.add_argument("--recipe", nargs="+", default=["bf16", "O2"], metavar="RECIPE")
+    plan.add_argument("--recipe", nargs="+", default=["bf16", "fp8"], metavar="RECIPE")
     plan.add_argument(
         "--zero", nargs="+", type=_integer, default=[0], metavar="STAGE", help="0 to 3 (default 0)"
     )
