@@ -35,6 +35,7 @@ from fp8jax.quantization.blocks import NVFP4_16X16 as NVFP4_16X16
 from fp8jax.quantization.blocks import BlockMethod as BlockMethod
 from fp8jax.quantization.blocks import hadamard as hadamard
 from fp8jax.quantization.blocks import quantize_blocks as quantize_blocks
+from fp8jax.quantization.blocks import quantize_like as quantize_like
 from fp8jax.quantization.casts import bits_of as bits_of
 from fp8jax.quantization.casts import cast as cast
 from fp8jax.quantization.casts import select as select
@@ -49,7 +50,6 @@ from fp8jax.quantization.quantize import amax as amax
 from fp8jax.quantization.quantize import amax_of_floats as amax_of_floats
 from fp8jax.quantization.quantize import quantize as quantize
 from fp8jax.quantization.quantize import quantize_gradient as quantize_gradient
-from fp8jax.quantization.quantize import quantize_like as quantize_like
 from fp8jax.quantization.quantize import without_infinities as without_infinities
 from fp8jax.quantization.random import leaf_seeds as leaf_seeds
 from fp8jax.quantization.random import other_bits as other_bits

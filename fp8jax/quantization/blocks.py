@@ -30,10 +30,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E2M1, E4M3, E8M0, Format
-from fp8jax.quantization.array import ScaledArray, expand
+from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled, value
 from fp8jax.quantization.casts import cast, cast_by_bits, select
 from fp8jax.quantization.packed import PackedE2M1
-from fp8jax.quantization.quantize import amax
+from fp8jax.quantization.quantize import amax, quantize
 from fp8jax.quantization.rounding import cast_stochastically
 from fp8jax.quantization.scales import factor_of, usable
 
@@ -104,6 +104,18 @@ def quantize_blocks(
     if random is not None:
         return ScaledArray(cast_stochastically(codes, method.format, random), scale)
     return ScaledArray(cast(codes, method.format), scale)
+
+
+def quantize_like(x: Any, like: Any) -> Any:
+    """`x` quantized to the format, blocks and model dtype of `like`, on new power-of-two scales.
+
+    Returns:
+        A `ScaledArray`, or the value of `x` if `like` is no `ScaledArray`.
+    """
+    if not is_scaled(like):
+        return value(x)
+    q = quantize(x, format_of(like), power_of_two=True, blocks=like.bits.shape)
+    return q.with_own_dtype(like.own_dtype)
 
 
 def factors(

@@ -1,7 +1,6 @@
 """Quantization, and the amaxes that scales are computed from."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 from fp8jax.formats import E4M3, E8M0, Format, get
 from fp8jax.platforms import by_platform, with_auto_axes
-from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled, value
+from fp8jax.quantization.array import ScaledArray, expand, value
 from fp8jax.quantization.casts import cast, select
 from fp8jax.quantization.scales import largest_scale, scale_of
 
@@ -66,18 +65,6 @@ def quantize(
     scale = jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
     return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)
-
-
-def quantize_like(x: Any, like: Any) -> Any:
-    """`x` quantized to the format, blocks and model dtype of `like`, on new power-of-two scales.
-
-    Returns:
-        A `ScaledArray`, or the value of `x` if `like` is no `ScaledArray`.
-    """
-    if not is_scaled(like):
-        return value(x)
-    q = quantize(x, format_of(like), power_of_two=True, blocks=like.bits.shape)
-    return q.with_own_dtype(like.own_dtype)
 
 
 def quantize_gradient(x: Float[Array, "..."] | ScaledArray, blocks: tuple[int, ...] = ()) -> ScaledArray:
