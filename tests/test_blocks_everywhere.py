@@ -1,18 +1,24 @@
 """Block scaling with sharded and frozen kernels, experts, remat and resumed runs."""
 
+import functools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx, serialization
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import fp8jax
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot import Weight, dot_general, init_state
-from fp8jax.quantization import NVFP4_16X16, quantize, twice_fp4
+from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, twice_fp4, value
 from fp8jax.scaling import block
+from fp8jax.train import checkpoint
+from fp8jax.variables import FROZEN, PARAMS
 
 RECIPES = ["block", "mxfp8", "nvfp4"]
 DEVICES = 4
@@ -108,3 +114,98 @@ def test_kernel_with_the_amax_of_a_whole_tensor(monkeypatch):
     ways = twice_fp4._at_once, twice_fp4._one_by_one
     ours, expected = (way(normal(0, 128, 64), None, jnp.full((1, 1), 9.5), **static) for way in ways)
     same_bits(ours, expected)
+
+
+# Frozen kernels ##################################################################################
+
+# Bytes a number of a frozen kernel: of the codes, and of the scales.
+STORED = {"block": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16**2}
+X = normal(3, 16, 256)
+
+
+class Net(nn.Module):
+    """Layers of whole blocks, scanned ones, one of heads and one of other sides."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.Dense(256, name="fc")(x), None
+
+        stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x = nn.DenseGeneral((4, 64), name="heads")(stack(name="layers")(x, None)[0])
+        return nn.Dense(72, name="odd")(nn.DenseGeneral(256, axis=(-2, -1), name="out")(nn.gelu(x)))
+
+
+@functools.cache
+def adapted(recipe):
+    """A model with adapters that are not zero, and its variables."""
+    model = fp8jax.transform(Net(), recipe, lora=fp8jax.LoRA(rank=4))
+    variables = model.init(jax.random.key(0), X)
+    keys = iter(jax.random.split(jax.random.key(1), 20))
+    random = lambda x: 0.1 * jax.random.normal(next(keys), x.shape)  # noqa: E731
+    return model, {**variables, PARAMS: jax.tree.map(random, variables[PARAMS])}
+
+
+def gradient(model, variables):
+    loss_fn = lambda variables: jnp.mean(jnp.sin(model.apply(variables, X)))  # noqa: E731
+    return jax.jit(fp8jax.value_and_grad(loss_fn))(variables)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_kernels_are_stored_in_blocks(recipe):
+    """Codes and scales, in E4M3 with one scale where the sides are not whole blocks; no float32 kernel."""
+    model, variables = adapted(recipe)
+    plain = Net().init(jax.random.key(0), X)[PARAMS]
+    for layer, below in variables[FROZEN].items():
+        kernel = below.get("fc", below)["kernel"].validate()
+        is_whole = layer != "odd" or recipe == "mxfp8"  # 256 rows of MX blocks, and 72 columns
+        of_tensors = 4 * (2 if layer == "layers" else 1) * (recipe == "nvfp4" or not is_whole)
+        assert kernel.nbytes == (STORED[recipe] if is_whole else 1) * kernel.size + of_tensors, layer
+        # Half a step at the format's max, on a scale that is up to twice, or for E4M3 a 16th, too large.
+        bound = 1 / 6 * 17 / 16 if recipe == "nvfp4" else 16 / 224
+        exact = plain[layer].get("fc", plain[layer])["kernel"]
+        assert jnp.max(jnp.abs(value(kernel) - exact)) <= bound * jnp.max(jnp.abs(exact))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_kernels_multiply_as_plain_ones(recipe):
+    """Loss and gradients of adapters equal, to the bit, those of a float32 kernel: for block and mxfp8 of the
+    dequantized values; for nvfp4, whose codes would be rounded again, of the values before freezing."""
+    model, variables = adapted(recipe)
+    if recipe == "nvfp4":
+        frozen = Net().init(jax.random.key(0), X)[PARAMS]
+        frozen["odd"] = jax.tree.map(value, variables[FROZEN]["odd"], is_leaf=is_scaled)
+    else:
+        frozen = jax.tree.map(value, variables[FROZEN], is_leaf=is_scaled)
+    ours, expected = gradient(model, variables), gradient(model, {**variables, FROZEN: frozen})
+    same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_frozen_kernels_are_written_and_read(recipe, dtype, tmp_path):
+    """From plain values into the formats of variables, by msgpack and by orbax; a model's dtype is kept."""
+    layer = nn.Dense(128, param_dtype=dtype)
+    model = fp8jax.transform(layer, recipe, lora=fp8jax.LoRA(rank=2))
+    plain, other = (layer.init(jax.random.key(seed), X) for seed in (0, 1))
+    variables = model.adapt(jax.random.key(2), plain, X)
+    kernel = variables[FROZEN]["kernel"]
+    assert kernel.own_dtype == dtype and model.apply(variables, X.astype(dtype)).dtype == dtype
+    like = model.adapt(jax.random.key(2), other, X)
+    same_bits(model.quantize(plain, like=like), variables)
+    same_bits(serialization.from_bytes(like, serialization.to_bytes(variables)), variables)
+    checkpoint.save(tmp_path, 1, variables)
+    found, skipped = checkpoint.restore(tmp_path, like)
+    assert found is not None and not skipped
+    same_bits(found.state, variables)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_kernels_of_nnx(recipe):
+    layer = nnx.LinearGeneral(256, (4, 64), rngs=nnx.Rngs(0))
+    model = fp8jax.transform(layer, recipe, lora=fp8jax.LoRA(rank=2))
+    assert model.kernel.get_value().nbytes == STORED[recipe] * layer.kernel.size + 4 * (recipe == "nvfp4")
+    plain = fp8jax.transform(layer, recipe)
+    np.testing.assert_array_equal(model(X), plain(X))

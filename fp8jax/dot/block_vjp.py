@@ -34,6 +34,7 @@ from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import PackedE2M1, ScaledArray, amax, to_bytes, value
 from fp8jax.scaling import block
 from fp8jax.scaling.merge import from_fm32
+from fp8jax.scaling.stored import operand_of_stored
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -117,6 +118,10 @@ def quantized_kernel(static: Static, side: Side, rhs: Any, state: State, gemm: i
     A sharded kernel is quantized in shards, and all-gathered as codes and scales, if the shards have whole
     blocks and it is stored in more bytes. Then the result is the same to the bit.
     """
+    if isinstance(rhs, ScaledArray) and len(side.matrix) == 2 and side.order == tuple(range(rhs.ndim)):
+        stored = operand_of_stored(static.recipe, rhs, side.matrix[0], gemm)
+        if stored is not None and not static.placement.is_part:
+            return stored
     uses = (gemm == 0, gemm == 1)
     shard = _shard_of_blocks(static, side, rhs, gemm)
     if shard is None:

@@ -35,6 +35,7 @@ from fp8jax.quantization.blocks import NVFP4_16X16 as NVFP4_16X16
 from fp8jax.quantization.blocks import BlockMethod as BlockMethod
 from fp8jax.quantization.blocks import hadamard as hadamard
 from fp8jax.quantization.blocks import quantize_blocks as quantize_blocks
+from fp8jax.quantization.blocks import quantize_in as quantize_in
 from fp8jax.quantization.blocks import quantize_like as quantize_like
 from fp8jax.quantization.casts import bits_of as bits_of
 from fp8jax.quantization.casts import cast as cast

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.formats import ALL, E8M0, Format
+from fp8jax.formats import ALL, E4M3, E8M0, Format
 
 _BITS = {
     jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32),
@@ -62,8 +62,8 @@ class ScaledArray:
         `data` has a floating dtype and any shape;
         `scale` is float32. It is a scalar, or has `data`'s rank and dims that divide `data`'s dims; each
         entry scales one block. A bfloat16 scale, a power of two, marks a parameter that is bfloat16 in its
-        model. GEMM operands in blocks (see `quantize_blocks`) may have E8M0 scales, or scales that are a
-        `ScaledArray` of the same kind.
+        model. GEMM operands in blocks (see `quantize_blocks`), and frozen kernels stored as such, may have
+        E8M0 scales, or scales that are a `ScaledArray`; its codes are bfloat16 to mark such a parameter.
 
     Operators (+ - * / ** @ negation), reductions, reshapes and indexing dequantize, and return a float32
     array.
@@ -121,14 +121,20 @@ class ScaledArray:
 
     @property
     def own_dtype(self) -> Any:
-        """The dtype of the parameter in its model: the scale's dtype."""
-        return self.scale.dtype
+        """The dtype of the parameter in its model, bfloat16 or float32."""
+        scale = self.scale.data if isinstance(self.scale, ScaledArray) else self.scale
+        return jnp.dtype(jnp.bfloat16 if scale.dtype == jnp.bfloat16 else jnp.float32)
 
     def with_own_dtype(self, dtype: Any) -> "ScaledArray":
-        """The same codes with a bfloat16 scale if `dtype` is bfloat16, else a float32 scale. Scales must be
-        powers of two."""
-        own = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-        return ScaledArray(self.data, self.scale.astype(own))
+        """The same codes with a bfloat16 scale if `dtype` is bfloat16, else an E8M0 or float32 scale. Scales
+        must be powers of two, or E4M3 ones of blocks."""
+        scale, is_bf16 = self.scale, dtype == jnp.bfloat16
+        if isinstance(scale, ScaledArray):
+            of_blocks = scale.data.astype(jnp.bfloat16 if is_bf16 else E4M3.dtype)
+            return ScaledArray(self.data, ScaledArray(of_blocks, scale.scale))
+        if not is_bf16 and scale.dtype == E8M0.dtype:
+            return self
+        return ScaledArray(self.data, scale.astype(jnp.bfloat16 if is_bf16 else jnp.float32))
 
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "..."]:
         """The value, `data * scale`, computed in float32 and cast to `dtype`."""

@@ -50,7 +50,7 @@ class BlockMethod:
     """
 
     format: Format
-    block: tuple[int, int]
+    block: tuple[int, ...]
     scale: str = "power_of_two"
 
     def padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -93,12 +93,23 @@ def quantize_blocks(
     shape = method.padded(x.shape)
     if shape != x.shape:
         x = jnp.pad(x, [(0, padded - dim) for padded, dim in zip(shape, x.shape, strict=True)])
-    x = x.astype(jnp.float32)
     blocks = (*batch, shape[-2] // method.block[0], shape[-1] // method.block[1])
+    return quantize_in(x, blocks, method, random, whole_amax)
+
+
+def quantize_in(
+    x: Float[Array, "..."],
+    blocks: tuple[int, ...],
+    method: BlockMethod,
+    random: UInt32[Array, "..."] | None = None,
+    whole_amax: Float32[Array, "..."] | None = None,
+) -> ScaledArray:
+    """`x` in codes with as many scales along each axis as `blocks` says; see `quantize_blocks`."""
+    x = x.astype(jnp.float32)
     factor, scale = factors(amax(x, blocks), method, whole_amax)
     if method.scale == "E8M0":
         scale = lax.bitcast_convert_type(scale, E8M0.dtype)
-    codes = x * expand(factor, shape)
+    codes = x * expand(factor, x.shape)
     if method.format == E2M1:
         return ScaledArray(PackedE2M1.cast(codes, random), scale)
     if random is not None:
@@ -107,14 +118,21 @@ def quantize_blocks(
 
 
 def quantize_like(x: Any, like: Any) -> Any:
-    """`x` quantized to the format, blocks and model dtype of `like`, on new power-of-two scales.
+    """`x` quantized to the format, blocks and model dtype of `like`, on new scales of the same kind.
 
     Returns:
         A `ScaledArray`, or the value of `x` if `like` is no `ScaledArray`.
     """
     if not is_scaled(like):
         return value(x)
-    q = quantize(x, format_of(like), power_of_two=True, blocks=like.bits.shape)
+    blocks, format, scale = like.bits.shape, format_of(like), like.scale
+    if is_scaled(scale):
+        x = jnp.asarray(value(x))
+        q = quantize_in(x, blocks, BlockMethod(format, (), "E4M3"), whole_amax=amax(x, scale.scale.shape))
+    elif scale.dtype == E8M0.dtype:
+        q = quantize_in(jnp.asarray(value(x)), blocks, BlockMethod(format, (), "E8M0"))
+    else:
+        q = quantize(x, format, power_of_two=True, blocks=blocks)
     return q.with_own_dtype(like.own_dtype)
 
 

@@ -116,7 +116,8 @@ class FunctionModel:
                 _insert(adapters, layer_names(path), lora.new(key, layer, planned.kernel.layers, dot.gemm))
 
         def freeze(x: Any, planned: PlannedDot) -> Any:
-            return x if planned.dot.is_computed else lora.freeze(x, planned.kernel)
+            inputs = planned.dot.gemm[1] if planned.dot.is_matrix else None
+            return x if planned.dot.is_computed else lora.freeze(x, planned.kernel, inputs)
 
         frozen = _with_kernels(params, program, freeze)
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}

@@ -24,10 +24,11 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fp8jax.dot.layout import Layout
-from fp8jax.quantization import value
+from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Kernel
 from fp8jax.rewrite.rules import layer_names, matches, matches_any
+from fp8jax.scaling.stored import stored_kernel
 
 # The names of a layer's adapters, beside its kernel.
 A, B = "lora_a", "lora_b"
@@ -45,7 +46,8 @@ class LoRA:
         targets: layers with adapters, as shell-style patterns (see `Rule`); None for all layers that the
             recipe includes and that can have adapters.
         weight: format of the frozen kernels: E4M3, FP16 (both with a power-of-two scale per tensor), BF16 or
-            FP32. None is E4M3 for layers with FP8 GEMMs and FP32 for others.
+            FP32. None is E4M3 for layers with FP8 GEMMs and FP32 for others. Under block scaling None stores
+            kernels of whole blocks as codes and scales of their GEMM, and other kernels in E4M3.
         seed: random seed of A, for an NNX module; a Linen model's `init` has a key.
 
     Raises:
@@ -118,8 +120,13 @@ class LoRA:
         a = jax.random.normal(key, (*stack, inputs, self.rank)) * inputs**-0.5
         return {A: a, B: jnp.zeros((*stack, self.rank, outputs))}
 
-    def freeze(self, x: Any, kernel: Kernel) -> Any:
-        """The frozen kernel `x` in its storage format."""
+    def freeze(self, x: Any, kernel: Kernel, inputs: int | None) -> Any:
+        """The frozen kernel `x` in its storage format; `inputs` is the size of its contracted axes, None if
+        they do not come first."""
+        if self.weight is None and kernel.recipe.has_blocks and inputs is not None and not is_scaled(x):
+            q = stored_kernel(kernel.recipe, x, kernel.layers, inputs)
+            if q is not None:
+                return q
         default = "E4M3" if kernel.recipe.is_quantized else "FP32"
         return kernel.in_format(x, self.weight or default)
 

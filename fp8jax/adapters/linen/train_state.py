@@ -8,11 +8,18 @@ from flax.training import train_state
 from fp8jax.gradients import apply_updates
 from fp8jax.optim.step.blockwise import Blockwise
 from fp8jax.optim.step.codecs import Root
-from fp8jax.quantization import ScaledArray
+from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
+
+
+def _to_state(x: ScaledArray) -> dict[str, Any]:
+    data = x.data.bytes if isinstance(x.data, PackedE2M1) else x.data
+    return {"data": data, "scale": _to_state(x.scale) if is_scaled(x.scale) else x.scale}
 
 
 def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
-    new = ScaledArray(state["data"], state["scale"])
+    data, scale = state["data"], state["scale"]
+    data = PackedE2M1(data) if isinstance(target.data, PackedE2M1) else data
+    new = ScaledArray(data, _from_state(target.scale, scale) if is_scaled(target.scale) else scale)
     if (new.data.dtype, new.shape) != (target.data.dtype, target.shape):
         raise ValueError(
             f"`state`: expected codes {target.data.dtype}{list(target.shape)}, as the target has them; got "
@@ -22,9 +29,7 @@ def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
 
 
 # For `flax.serialization.to_bytes` and `from_bytes`.
-serialization.register_serialization_state(
-    ScaledArray, lambda x: {"data": x.data, "scale": x.scale}, _from_state
-)
+serialization.register_serialization_state(ScaledArray, _to_state, _from_state)
 serialization.register_serialization_state(
     Root,
     lambda x: {"root": serialization.to_state_dict(x.root)},

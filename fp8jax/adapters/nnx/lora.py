@@ -49,7 +49,7 @@ def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
             if lora.chooses(layer, settings.recipe):
                 for name, new in lora.new(key, layer, kernel.layers, (0, *found)).items():
                     setattr(owner, name, nnx.LoRAParam(new))
-        param.set_value(lora.freeze(param.get_value(), kernel))
+        param.set_value(lora.freeze(param.get_value(), kernel, found[0] if found else None))
     layers = {"/".join(map(str, path)) for path, module in modules_of(model) if hasattr(module, "kernel")}
     lora.check(able, sorted(layers - set(able)))
 
