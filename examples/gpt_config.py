@@ -34,11 +34,17 @@ class Config(DeviceConfig, GPTOptions):
         "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8, block, mxfp8, nvfp4 or one as "
         "block+O2; with changes: O2,margin=1; by default fp8, for adafactor O2",
     )
+    rules: str = option(
+        "", "recipes of single layers, as last=0.25:gemm=BF16 for the last quarter of the blocks in bf16"
+    )
     twin: bool = option(True, "train the same model in bf16 next to it")
     # the model
     bias: bool = option(False, "biases in linear layers and norms")
     tied: bool = option(False, "use the embedding's transpose as the head, as nanoGPT does")
     dtype: str = option("float32", "dtype of activations between GEMMs", choices=("float32", "bfloat16"))
+    scan: bool = option(
+        True, "compile one block for all; --no-scan gives each its own path, as rules need that count layers"
+    )
     remat: bool = option(True, "save only the outputs of GEMMs: less memory, on a CPU less time")
     # the training
     steps: int = option(500, "optimizer steps", least=1)
@@ -68,13 +74,14 @@ class Config(DeviceConfig, GPTOptions):
                 f"--min-lr {self.min_lr} must be at most --lr {self.lr}; give a smaller --min-lr"
             )
 
-    def trainer(self, recipe: str, folder: str, devices: int) -> TrainConfig:
+    def trainer(self, recipe: str, folder: str, devices: int, rules: str = "") -> TrainConfig:
         """The trainer's configuration for a recipe ("" for the default), on all devices of all processes."""
         if self.batch % devices:
             raise ValueError(f"--batch must be a multiple of the {devices} devices; got --batch {self.batch}")
         return TrainConfig(
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(DeviceConfig)},
             recipe=recipe,
+            rules=rules,
             per_device_train_batch_size=self.batch // devices,
             optim=self.optim,
             learning_rate=self.lr,

@@ -31,6 +31,7 @@ class GPTConfig:
     bias: bool = False
     tied: bool = False  # whether the head is the embedding's transpose
     dtype: str = "float32"  # of activations between GEMMs
+    scan: bool = True  # one compiled block, with parameters stacked along axis 0; else blocks h_0, h_1, ...
     remat: bool = True  # save only the outputs of the linear layers, and recompute the rest in the backward
     policy: Any = None  # of rematerialization, instead of that one
     attention: str = "plain"  # the one of this file, or "xla" or "cudnn" of `jax.nn.dot_product_attention`
@@ -110,13 +111,18 @@ class GPT(nn.Module):
         wte = nn.Embed(config.vocabulary, config.width, dtype=config.dtype, embedding_init=INIT, name="wte")
         wpe = nn.Embed(config.context, config.width, dtype=config.dtype, embedding_init=INIT, name="wpe")
         x = wte(tokens) + wpe(jnp.arange(time)[None])
-        # A scan compiles one block instead of `layers` of them; parameters are stacked along axis 0.
         keep = config.policy or jax.checkpoint_policies.save_only_these_names(LINEAR)
-        block = nn.remat(Block, prevent_cse=False, policy=keep) if config.remat else Block
-        scanned = nn.scan(
-            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers
-        )
-        x, _ = scanned(config, name="h")(x, None)
+        # Outside of a scan, XLA would undo the recomputation.
+        prevent = not config.scan
+        block = nn.remat(Block, prevent_cse=prevent, policy=keep) if config.remat else Block
+        if config.scan:
+            scanned = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers
+            )
+            x, _ = scanned(config, name="h")(x, None)
+        else:
+            for number in range(config.layers):
+                x, _ = block(config, name=f"h_{number}")(x, None)
         x = norm(config, "ln_f")(x)
         if config.tied:
             return wte.attend(x)

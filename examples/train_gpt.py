@@ -62,7 +62,8 @@ def prepare(argv: Sequence[str] | None) -> Run:
     gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
     devices = len(distributed.devices(options.devices))
     example = np.zeros((1, options.context + 1), np.int32)
-    configs = [options.trainer(recipe, str(folder), devices) for recipe in (options.recipe, "bf16")]
+    place = str(folder), devices
+    configs = [options.trainer(options.recipe, *place, options.rules), options.trainer("bf16", *place)]
     has_twin = options.twin and configs[0].precision != Recipe.BF16
     trainers = [train.Trainer(gpt, loss, each, example) for each in configs[: 1 + has_twin]]
     return Run(options, text, trainers)

@@ -52,9 +52,10 @@ class Settings(NamedTuple):
         """The collection of the model's own parameters; with adapters "params" has the adapters."""
         return PARAMS if self.lora is None else FROZEN
 
-    def new_rules(self) -> Rules:
-        """A new `Rules`, without records of matches. With adapters, `LoRA.freeze` stores the kernels."""
-        return Rules(self.recipe, self.rules, plain_weights=self.lora is not None)
+    def new_rules(self, paths: Iterable[tuple[str, ...]] = ()) -> Rules:
+        """A new `Rules`, without records of matches, for parameters of these paths. With adapters,
+        `LoRA.freeze` stores the kernels."""
+        return Rules(self.recipe, self.rules, self.lora is not None, map(layer_path, paths))
 
 
 @dataclasses.dataclass
@@ -184,7 +185,8 @@ def trace(
         dots = [dot for dot in found.dots if dot.path is not None]
         remat, note = remat_of(settings.checkpointing, annotations.calls, dots)
         notes.append(note)
-    rules, lora, modules = settings.new_rules(), settings.lora, annotations.modules
+    kernels = [path for path, leaf in zip(paths, leaves, strict=True) if can_be_kernel(leaf)]
+    rules, lora, modules = settings.new_rules(kernels), settings.lora, annotations.modules
     planned, choices = choose(found, rules, modules, settings.kernels)
     if settings.kernels is None:
         rules.check([layer_path(dot.path) for dot, _ in choices if dot.path is not None])

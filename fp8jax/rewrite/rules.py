@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
+from fp8jax.rewrite.blocks import blocks_of
 from fp8jax.rewrite.dots import Dot, Kernel, PlannedDot
 from fp8jax.rewrite.find import FoundDots
 
@@ -17,6 +18,9 @@ SMALLEST = 32
 
 # Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
+
+_BLOCKS = "a number of blocks, a share of them between 0 and 1, or None"
+_PARSED = ("path", "kind", "smaller_than", "first", "last")
 
 
 def layer_names(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -35,11 +39,14 @@ class Layer(NamedTuple):
     path: str  # as in "params", joined by "/"
     module: Any  # the layer's module
     kernel_shape: tuple[int, ...]  # shape in one layer of a scan
+    scans: tuple[int, ...] = ()  # lengths of the scans that stack it
 
     @classmethod
-    def of(cls, path: tuple[str, ...], module: Any, shape: tuple[int, ...]) -> "Layer":
+    def of(
+        cls, path: tuple[str, ...], module: Any, shape: tuple[int, ...], scans: tuple[int, ...]
+    ) -> "Layer":
         """The layer of a parameter."""
-        return cls(layer_path(path), module, shape)
+        return cls(layer_path(path), module, shape, scans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Rule:
         Rule("blocks/0/*", "gemm=BF16")                # as the recipe, in bf16
         Rule("re:.*/(query|key)", "margin=1")
         Rule("lm_head", "O2")                           # in FP8, which heads are not by default
+        Rule(first=1, last=0.25)                        # the first block and the last quarter, in bf16
         Rule(smaller_than=128 * 128, recipe="gemm=BF16")
         Rule(kind=nnx.LoRALinear, recipe="bf16")
         Rule(where=lambda layer: layer.kernel_shape[-1] % 16 != 0, recipe="gemm=BF16")
@@ -61,10 +69,12 @@ class Rule:
         kind: only layers of this class, or class name.
         smaller_than: only kernels with fewer entries.
         where: only layers with `where(layer)` true, see `Layer`.
+        first, last: only layers in the first or the last blocks: so many, or a share of them between 0 and
+            1, rounded up. With both, the layers in either. See `blocks_of`.
 
     Raises:
         TypeError: an attribute has another type.
-        ValueError: `path` is not a valid regular expression.
+        ValueError: `path` is not a valid regular expression, or a number is out of its range.
     """
 
     path: str = "*"
@@ -72,6 +82,8 @@ class Rule:
     kind: Any = None
     smaller_than: int | None = None
     where: Callable[[Layer], bool] | None = None
+    first: int | float | None = None
+    last: int | float | None = None
 
     def __post_init__(self) -> None:
         kind, size = self.kind, self.smaller_than
@@ -80,6 +92,8 @@ class Rule:
             ("kind", kind is None or isinstance(kind, str | type), "a class, the name of one or None"),
             ("smaller_than", size is None or _is_number(size), "a number or None"),
             ("where", self.where is None or callable(self.where), "a function of a Layer or None"),
+            ("first", self.first is None or _is_number(self.first), _BLOCKS),
+            ("last", self.last is None or _is_number(self.last), _BLOCKS),
         ):
             if not fits:
                 raise TypeError(f"Rule: `{name}` is {expected}; got {getattr(self, name)!r}.")
@@ -87,9 +101,43 @@ class Rule:
             matches(self.path, "")
         except re.error as error:
             raise ValueError(f"Rule: `path` is no regular expression ({error}): {self.path!r}.") from None
+        for name in ("first", "last"):
+            number: Any = getattr(self, name)
+            is_share = not isinstance(number, numbers.Integral)
+            if number is not None and not 0 < number < (1 if is_share else math.inf):
+                raise ValueError(f"Rule: `{name}` is {_BLOCKS}; got {number!r}.")
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """The rule of a text: a path, or `field=value,field=value`; then, after ":", a recipe.
+
+        "last=0.25", "first=1,last=2:gemm=BF16", "lm_head:O2", "kind=Dense,smaller_than=4096:margin=1"
+
+        Raises:
+            ValueError: an unknown field, or a value that is not legal.
+        """
+        which, _, recipe = text.rpartition(":") if ":" in text else (text, "", cls.recipe)
+        if "=" not in which:
+            return cls(which, recipe)
+        fields: dict[str, Any] = {}
+        for part in which.split(","):
+            name, _, value = part.partition("=")
+            is_number = re.fullmatch(r"[\d.]*\d", value) is not None
+            if name not in _PARSED or name in fields or not (is_number or name in _PARSED[:2]):
+                raise ValueError(
+                    f"rule: expected a path, or field=value with a field of {', '.join(_PARSED)}; then `:` "
+                    f"and a recipe, as in last=0.25:gemm=BF16; got {text!r}."
+                )
+            fields[name] = value if name in _PARSED[:2] else int(value) if value.isdigit() else float(value)
+        return cls(recipe=recipe, **fields)
+
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether it has `first` or `last`."""
+        return self.first is not None or self.last is not None
 
     def fits(self, layer: Layer) -> bool:
-        """Whether this rule matches the layer."""
+        """Whether this rule matches the layer, which may be in any block."""
         names = {cls.__name__ for cls in type(layer.module).__mro__}
         if isinstance(self.kind, str) and self.kind not in names:
             return False
@@ -119,24 +167,32 @@ class Rules:
         recipe: the model's recipe.
         rules: the first rule that matches a layer applies.
         plain_weights: whether kernels and their gradients stay float32, because another part stores them.
+        paths: the paths of all layers, for rules that count blocks.
 
     Raises:
         ValueError: a rule's recipe changes a column of the whole model.
         TypeError: a rule is not a `Rule`.
     """
 
-    def __init__(self, recipe: Recipe, rules: Iterable[Rule] = (), plain_weights: bool = False):
-        self.recipe, self.rules = recipe, tuple(rules)
+    def __init__(
+        self,
+        recipe: Recipe,
+        rules: Iterable[Rule] = (),
+        plain_weights: bool = False,
+        paths: Iterable[str] = (),
+    ):
+        self.recipe, self.rules, self.paths = recipe, tuple(rules), tuple(dict.fromkeys(paths))
         self.recipes = [_recipe_of(rule, recipe) for rule in self.rules]
         self._used: set[int] = set()  # indices of the rules that matched a layer
+        self._blocks: dict[int, tuple[str, ...]] = {}  # by rule
         if plain_weights:
             self.recipe = recipe.with_plain_weights()
             self.recipes = [each.with_plain_weights() for each in self.recipes]
 
     def choose(self, layer: Layer) -> LayerChoice:
         """The layer's recipe, by the first rule that matches or the recipe's patterns."""
-        for number, rule in enumerate(self.rules):
-            if rule.fits(layer):
+        for number in range(len(self.rules)):
+            if self._fits(number, layer):
                 self._used.add(number)
                 recipe = self.recipes[number]
                 return LayerChoice(recipe, None if recipe.is_quantized else f"rule: gemm={recipe.gemm}")
@@ -150,7 +206,20 @@ class Rules:
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""
         patterns = [pattern for pattern in self.recipe.include if pattern != "*"]
-        return any(rule.fits(layer) for rule in self.rules) or matches_any(patterns, layer.path)
+        fits = any(self._fits(number, layer) for number in range(len(self.rules)))
+        return fits or matches_any(patterns, layer.path)
+
+    def _fits(self, number: int, layer: Layer) -> bool:
+        rule = self.rules[number]
+        if not rule.fits(layer) or not rule.counts_blocks:
+            return rule.fits(layer)
+        if number not in self._blocks:
+            paths = [path for path in self.paths if matches(rule.path, path)]
+            try:
+                self._blocks[number] = blocks_of([] if layer.scans else paths, rule.first, rule.last)
+            except ValueError as error:
+                raise ValueError(f"`rules`: {rule} {error}; the layers are {', '.join(paths)}.") from None
+        return f"{layer.path}/".startswith(self._blocks[number])
 
     def check(self, paths: Sequence[str]) -> None:
         """Raises ValueError if a rule or a user's include or exclude pattern matches no layer."""
@@ -252,7 +321,8 @@ def choose(
 def _choose(
     dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, modules: Mapping[str, Any]
 ) -> LayerChoice:
-    layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape)
+    scans = tuple(length for _, length in dot.loops)
+    layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape, scans)
     choice = rules.choose(layer)
     if dot.reason is not None:
         return LayerChoice(dataclasses.replace(rules.recipe, gemm="FP8"), dot.reason)

@@ -25,6 +25,7 @@ from typing import Any
 
 from fp8jax.inspect import targets
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import Rule
 from fp8jax.train.errors import need
 
 AUTO = "auto"
@@ -202,6 +203,9 @@ class TrainConfig(DeviceConfig):
     recipe: str = option(
         "", "precision recipe, as O2 or te,scaling=current; by default fp8, for adafactor O2"
     )
+    rules: str = option(
+        "", "recipes of single layers, as last=0.25:gemm=BF16 lm_head:O2, see fp8jax.Rule.parse"
+    )
     fp16: bool = option(False, "float16 GEMMs with a dynamic loss scale, instead of a recipe")
     bf16: bool = option(False, "bfloat16 GEMMs, instead of a recipe")
     tf32: bool = option(False, "TF32 for float32 GEMMs, where the device has it")
@@ -252,6 +256,7 @@ class TrainConfig(DeviceConfig):
 
     def __post_init__(self) -> None:
         validate(self)
+        _ = self.layer_rules  # raises for bad text
         for is_so, reason in _contradictions(self, self.precision):
             if is_so:
                 raise ValueError(reason)
@@ -264,6 +269,11 @@ class TrainConfig(DeviceConfig):
         if self.fp16 or self.bf16:
             return Recipe.parse(self.recipe or ("fp16_amp" if self.fp16 else "bf16"))
         return Recipe.parse(self.recipe or ("O2" if self.optimizer == "adafactor" else "fp8"))
+
+    @property
+    def layer_rules(self) -> tuple[Rule, ...]:
+        """The rules, parsed."""
+        return tuple(map(Rule.parse, self.rules.split()))
 
     @property
     def optimizer(self) -> str:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
 from fp8jax.inspect import program as compiled_program
-from fp8jax.rewrite.lora import LoRA
+from fp8jax.rewrite import LoRA
 from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
@@ -70,7 +70,7 @@ class Trainer:
             jax.config.update("jax_compilation_cache_dir", config.compile_cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         self.config = config
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"rules": config.layer_rules}
         if config.gradient_checkpointing != "none":
             options["gradient_checkpointing"] = config.gradient_checkpointing
             options["checkpoint_blocks"] = tuple(config.checkpoint_blocks.split()) or None

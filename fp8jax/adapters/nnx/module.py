@@ -81,8 +81,10 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     Kernels of Flax's layers are stored in the recipe's weight format. In other modules each parameter with
     two or more axes gets a scaling state, and stays float32.
     """
-    rules, found, paths = settings.new_rules(), {}, []
-    for path, (module, name, param) in places_of(model).items():
+    places, found, paths = places_of(model), {}, []
+    kernels = [path for path, (_, _, param) in places.items() if can_be_kernel(param.get_value())]
+    rules = settings.new_rules(kernels)
+    for path, (module, name, param) in places.items():
         leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
         if not (_may_multiply(module, name) and can_be_kernel(leaf)):
             continue
@@ -90,7 +92,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
         depth = leaf.ndim - rank - bool(groups)
         layers, shape = tuple(leaf.shape[:depth]), tuple(leaf.shape[depth:])
-        layer = Layer.of(path, module, shape)
+        layer = Layer.of(path, module, shape, layers)
         choice = rules.choose(layer)
         paths.append(layer.path)
         # The sides of an einsum's kernel may depend on its call.

@@ -1,0 +1,214 @@
+"""Rules that count blocks, and rules as text."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import Rule, train
+from fp8jax.rewrite.blocks import blocks_of
+
+WIDTH, BLOCKS = 32, 4
+X = jnp.ones((32, WIDTH))
+BF16 = "rule: gemm=BF16"
+
+
+# What counts as blocks ###########################################################################
+
+GPT = [f"h_{i}/{name}" for i in range(12) for name in ("attn/qkv_0", "attn/qkv_1", "mlp/up", "mlp/down")]
+EXPERTS = [f"layers/{i}/experts/{j}" for i in range(3) for j in range(8)]
+T5 = [f"{side}/block_{i}/{name}" for side in ("encoder", "decoder") for i in range(4) for name in "qkv"]
+
+
+@pytest.mark.parametrize(
+    "paths, first, last, blocks",
+    [
+        (["wte", *GPT, "Dense_0", "Dense_1"], None, 0.25, ["h_9/", "h_10/", "h_11/"]),
+        (GPT, 1, 2, ["h_0/", "h_10/", "h_11/"]),
+        (GPT, None, 0.15, ["h_10/", "h_11/"]),  # 1.8, rounded up
+        (GPT[:40], None, 0.1, ["h_9/"]),  # 1
+        (GPT[:40], 0.3, None, ["h_0/", "h_1/", "h_2/"]),  # 3, and not 3.0000000000000004
+        (GPT[::-1], 1, 99, [f"h_{i}/" for i in range(12)]),
+        (EXPERTS, None, 1, ["layers/2/"]),  # not the experts, of which there are more
+        ([f"stage_{i}/block_{j}/w" for i in range(2) for j in range(9)], None, 1, ["stage_1/"]),
+        (["0", "1", "2"], 1, None, ["0/"]),
+        (["w1", "w2"], None, 1, ["w2/"]),
+        (
+            [path for path in T5 if path.startswith("enc")],
+            None,
+            0.5,
+            ["encoder/block_2/", "encoder/block_3/"],
+        ),
+    ],
+)
+def test_blocks_of_a_model(paths, first, last, blocks):
+    found = blocks_of(paths, first, last)
+    assert list(found) == blocks
+
+
+@pytest.mark.parametrize(
+    "paths, says",
+    [
+        (T5, r"two series of them, encoder/block_\* and decoder/block_\*; give the path of one, as in path="),
+        (["h/attn/qkv", "h/mlp/up"], "found none. If a scan stacks the blocks in one path, build the model"),
+        (["fc_1", "head"], "found none"),
+    ],
+)
+def test_without_one_series_of_blocks_it_raises(paths, says):
+    with pytest.raises(ValueError, match=says):
+        blocks_of(paths, None, 0.25)
+
+
+# In a model ######################################################################################
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(2 * WIDTH, name="up")(x))), None
+
+
+class Named(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for number in range(BLOCKS):
+            x, _ = Block(name=f"layers_{number}")(x)
+        return nn.Dense(WIDTH, name="out")(x)
+
+
+class Auto(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH)(x)
+        for _ in range(BLOCKS):
+            x, _ = Block()(x)
+        return x
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(Block, length=BLOCKS, variable_axes={"params": 0}, split_rngs={"params": True})
+        x, _ = scan(name="h")(x, None)
+        return nn.Dense(WIDTH, name="out_1")(nn.Dense(WIDTH, name="out_0")(x))
+
+
+class OfNnx(nnx.Module):
+    def __init__(self, rngs):
+        blocks = [nnx.Sequential(*(nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in "ab")) for _ in range(BLOCKS)]
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+PARAMS = {"layers": [{"in": {"w": X.T @ X}, "out": {"w": X.T @ X}} for _ in range(BLOCKS)]}
+
+
+def of_params(params, x, blocks=BLOCKS):
+    for layer in params["layers"][:blocks]:
+        x = jax.nn.gelu(x @ layer["in"]["w"]) @ layer["out"]["w"]
+    return x
+
+
+def in_bf16(report):
+    reasons = {row.path: row.reason for row in report.rows}
+    assert set(reasons.values()) == {"", BF16}
+    return {path for path, reason in reasons.items() if reason}
+
+
+@pytest.mark.parametrize(
+    "module, rule, layers",
+    [
+        (Named(), Rule(last=0.25), {"layers_3/up", "layers_3/down"}),
+        (Named(), Rule(first=1, last=1), {f"layers_{i}/{n}" for i in (0, 3) for n in ("up", "down")}),
+        (Named(), Rule("*/up", last=2), {"layers_2/up", "layers_3/up"}),
+        (Named(), Rule(kind="Dense", last=0.25), {"layers_3/up", "layers_3/down"}),
+        (Auto(), Rule(last=0.25), {"Block_3/up", "Block_3/down"}),
+    ],
+)
+def test_linen(module, rule, layers):
+    model = fp8jax.transform(module, "nvfp4", rules=[rule])
+    variables = model.init(jax.random.key(0), X)
+    assert in_bf16(model.report(X)) == layers
+    # NVFP4's state is a key for each dot in FP4.
+    assert len(jax.tree.leaves(variables["_overwrite_with_gradient"])) == 2 * BLOCKS + 1 - len(layers)
+
+
+def test_blocks_are_those_of_the_parameters_and_not_of_a_call():
+    model = fp8jax.transform(of_params, "te", rules=[Rule(first=1, last=1)])
+    report = model.report(PARAMS, X, 3)
+    assert in_bf16(report) == {"layers/0/in", "layers/0/out"} and len(report.rows) == 6
+
+
+@pytest.mark.parametrize("inputs", [None, (X,)])
+def test_nnx(inputs):
+    model = fp8jax.transform(OfNnx(nnx.Rngs(0)), "nvfp4", rules=[Rule(first=1, last=0.25)], inputs=inputs)
+    layers = {f"blocks/{i}/layers/{j}" for i in (0, 3) for j in (0, 1)}
+    assert in_bf16(fp8jax.report(model, X)) == layers
+
+
+def test_function_of_a_list_of_parameters():
+    model = fp8jax.transform(of_params, "mxfp8", rules=[Rule(last=0.5)])
+    layers = {f"layers/{i}/{name}" for i in (2, 3) for name in ("in", "out")}
+    assert in_bf16(model.report(PARAMS, X)) == layers
+
+
+def test_a_scan_has_no_blocks_to_count():
+    """Also where layers outside of the scan are numbered."""
+    model = fp8jax.transform(Scanned(), "te", rules=[Rule(last=0.25)])
+    with pytest.raises(
+        ValueError, match="Rule.*last=0.25.* found none. If a scan .* build the model without"
+    ):
+        model.init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.0, 1.5, 0.0, float("nan")])
+def test_a_number_of_blocks_that_means_nothing_raises(number):
+    with pytest.raises(
+        ValueError, match="Rule: `last` is a number of blocks, a share of them between 0 and 1"
+    ):
+        Rule(last=number)
+
+
+@pytest.mark.parametrize("number", ["0.25", True])
+def test_what_is_no_number_raises(number):
+    with pytest.raises(TypeError, match="Rule: `first` is a number of blocks, .*; got"):
+        Rule(first=number)
+
+
+# As text #########################################################################################
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("last=0.25", Rule(last=0.25)),
+        ("first=1,last=2:te,margin=1", Rule(first=1, last=2, recipe="te,margin=1")),
+        ("lm_head:O2", Rule("lm_head", "O2")),
+        ("blocks/0/*", Rule("blocks/0/*")),
+        ("re:.*/(q|k):margin=1", Rule("re:.*/(q|k)", "margin=1")),
+        ("path=*/up,kind=Dense,smaller_than=99:bf16", Rule("*/up", "bf16", "Dense", 99)),
+    ],
+)
+def test_a_rule_of_text(text, rule):
+    assert Rule.parse(text) == rule
+    assert train.TrainConfig(rules=f"{text} out:te").layer_rules == (rule, Rule("out", "te"))
+
+
+@pytest.mark.parametrize(
+    "text", ["lst=0.25", "last=", "last=quarter", "last=1,last=2", "where=x", "last=0.5,up"]
+)
+def test_text_that_is_no_rule_raises(text):
+    with pytest.raises(ValueError, match="rule: expected a path, or field=value with a field of path, kind,"):
+        train.TrainConfig(rules=text)
+
+
+def test_a_trainer_takes_rules():
+    config = train.TrainConfig(recipe="nvfp4", rules="last=0.25")
+    trainer = train.Trainer(Named(), lambda model, x: jnp.mean(model(x) ** 2), config, X)
+    assert trainer.layers.count(BF16) == 2
