@@ -4,7 +4,9 @@
     python examples/levels.py --data shakespeare.txt --steps 2000
     python examples/levels.py --levels bf16 O2 O3 --seed 7 --out runs/levels
 
-Model and validation are those of train_gpt.py; all its options work here but --recipe, --twin and --resume.
+Model and validation are those of train_gpt.py; all its options work here but --recipe, --rules, --twin and
+--resume. nvfp4-mixed is nvfp4 with the last quarter of the blocks in bf16. It needs blocks with paths of
+their own, so all levels train with --no-scan.
 Prints a table and leaves levels.json and levels.png, with all curves, in the run's folder. "update ms" is the
 time of the optimizer, compiled by itself. "unchanged" is the mean share of the weights that a step left
 unchanged because they are rounded to nearest.
@@ -30,13 +32,15 @@ import gpt
 import output
 
 BASELINE = "bf16"
+LEVELS = {name: ["--recipe", name] for name in PRESETS}
+LEVELS["nvfp4-mixed"] = ["--recipe", "nvfp4", "--rules", "last=0.25"]
 ROUNDS = 20  # of the update's time
 FIGURES = ("weights", "gradients", "optimizer", "bytes", "step ms", "update ms")
 
 
 def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     """Trains at a level; returns its row of the table."""
-    run = train_gpt.prepare([*argv, "--recipe", name, "--no-twin"])
+    run = train_gpt.prepare(["--no-scan", *argv, *LEVELS[name], "--no-twin"])
     fitted, (trainer,) = train_gpt.fit(run), run.trainers
     if fitted.steps < run.config.steps:
         raise KeyboardInterrupt
@@ -91,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--levels", nargs="+", default=list(PRESETS), choices=list(PRESETS), metavar="LEVEL")
+    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=list(LEVELS), metavar="LEVEL")
     parser.add_argument("--out", default="runs/levels", help="folder; one of that name must not exist")
     args, others = parser.parse_known_args(argv)
     folder, rows = pathlib.Path(args.out), []
