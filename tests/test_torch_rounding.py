@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from fp8jax_torch import casts
-from fp8jax_torch.optim import Adam, AdamW, random, step
+from fp8jax_torch import casts, random
+from fp8jax_torch.optim import Adam, AdamW, step
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 from test_rounding import FORMATS, numbers
 from test_torch_optim import gradient

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from fp8jax import formats
 from fp8jax_torch import casts
-from fp8jax_torch.optim.random import leaf_seed, random_bits
+from fp8jax_torch.random import leaf_seed, random_bits
 from fp8jax_torch.scaled import ScaledTensor, is_scaled
 
 TO_NEAREST = ("nearest", "nearest", "value")
