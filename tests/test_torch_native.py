@@ -718,9 +718,3 @@ def test_accelerate_loop(tmp_path):
 
     losses, plain = run(True), run(False)
     assert np.mean(losses[-4:]) == pytest.approx(np.mean(plain[-4:]), rel=0.08)
-
-
-@pytest.mark.parametrize("recipe", ["block", "mxfp8+O2", "nvfp4"])
-def test_block_scaling_is_refused(recipe):
-    with pytest.raises(ValueError, match="is for JAX models only; expected scaling=delayed or scaling=curr"):
-        transform(nn.Linear(32, 32), recipe)

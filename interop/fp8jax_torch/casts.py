@@ -3,13 +3,13 @@
 Casts saturate; NaN stays NaN. An amax that is zero, subnormal, infinite or NaN gives scale 1.
 """
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int32
 
 from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE
+from fp8jax.quantization.casts import nan_code
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -32,7 +32,15 @@ def cast(x: Float[torch.Tensor, "..."], format: Format) -> Float[torch.Tensor, "
 def cast_stochastically(
     x: Float[torch.Tensor, "..."], format: Format, random: Int32[torch.Tensor, "..."]
 ) -> Float[torch.Tensor, "..."]:
-    """float32 `x` to the codes of `format`, of at most 16 bits, by stochastic rounding with random bits."""
+    """float32 `x` to the codes of `format`, of 8 or 16 bits, by stochastic rounding with random bits."""
+    integer = getattr(torch, f"int{format.bits}")
+    return stochastic_codes(x, format, random).to(integer).view(dtype_of(format))
+
+
+def stochastic_codes(
+    x: Float[torch.Tensor, "..."], format: Format, random: Int32[torch.Tensor, "..."]
+) -> Int32[torch.Tensor, "..."]:
+    """`cast_stochastically` to a format of at most 16 bits, as codes in int32."""
     cut = 23 - format.mantissa_bits
     magnitude = x.abs().clamp_(max=format.max)
     is_subnormal = magnitude < format.smallest_normal
@@ -42,10 +50,7 @@ def cast_stochastically(
     code = bits.bitwise_right_shift_(cut).bitwise_and_(2 ** (32 - cut) - 1)  # of a NaN without a sign
     code.sub_((127 - format.exponent_bias) << format.mantissa_bits)
     code.add_(is_subnormal, alpha=-(1 << format.mantissa_bits))
-    integer = f"int{format.bits}"
-    code.clamp_(max=int(abs(np.array(np.nan, format.dtype)).view(integer)))
-    code.bitwise_or_((x.view(torch.int32) >> 31) << (format.bits - 1))
-    return code.to(getattr(torch, integer)).view(dtype_of(format))
+    return code.clamp_(max=nan_code(format)).bitwise_or_((x.view(torch.int32) >> 31) << (format.bits - 1))
 
 
 def to_float(codes: Float[torch.Tensor, "..."]) -> Float[torch.Tensor, "..."]:
@@ -83,12 +88,23 @@ def scale_of(
     otherwise: float | Float[torch.Tensor, "..."] = 1.0,
 ) -> Float[torch.Tensor, "..."]:
     """`fp8jax.quantization.scale_of`: the scale that maps `amax`, float32, to `limit`, a format's max."""
+    factor = factor_of(amax, limit, margin=margin, power_of_two=power_of_two)
+    return torch.where(usable(amax), 1.0, otherwise) / factor
+
+
+def factor_of(
+    amax: Float[torch.Tensor, "..."],
+    limit: float | Float[torch.Tensor, "..."],
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+) -> Float[torch.Tensor, "..."]:
+    """The reciprocal of `scale_of`; 1 where the amax is not `usable`."""
     limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
     if power_of_two:
         # One subtraction for exponents and fractions: a borrow from the exponent is the floor.
         exponent = (((limit.view(torch.int32) - amax.view(torch.int32)) >> 23) - margin).clamp(-126, 126)
-        reciprocal = ((exponent + 127) << 23).view(torch.float32)
+        factor = ((exponent + 127) << 23).view(torch.float32)
     else:
-        reciprocal = (limit * 2.0**-margin / amax).clamp(MIN_SCALE, MAX_SCALE)
-    is_usable = usable(amax)
-    return torch.where(is_usable, 1.0, otherwise) / torch.where(is_usable, reciprocal, 1.0)
+        factor = (limit * 2.0**-margin / amax).clamp(MIN_SCALE, MAX_SCALE)
+    return torch.where(usable(amax), factor, 1.0)

@@ -57,11 +57,11 @@ class HighPrecision(Converted):
             return (x.to(gemm) @ (weight if self.in_out else weight.t())).to(dtype)
 
 
-def convert(layer: Any, recipe: Recipe) -> None:
-    """Changes the class of a plain layer to a class that follows the recipe."""
+def convert(layer: Any, recipe: Recipe, path: str) -> None:
+    """Changes the class of the plain layer at `path` to a class that follows the recipe."""
     layer.in_out = is_conv1d(layer)
-    if recipe.gemm == "FP8":
-        layer.fp8 = ScalingState(recipe, layer.weight.device)
+    if recipe.is_quantized:
+        layer.fp8 = ScalingState(recipe, layer.weight.device, path)
         layer.__class__ = mixed(FP8, type(layer))
     else:
         layer.gemm = recipe.gemm

@@ -5,6 +5,9 @@ in float32 and multiply by both scales before they cast to the output's dtype. T
 weight's dtype, or is quantized to E4M3 on a power-of-two scale where the recipe says so. An output gradient
 with inf or NaN makes both other gradients NaN, so that the step is skipped.
 
+With block scaling each operand is quantized for each of its GEMMs, see `blocks`. The residuals are the input
+in blocks for the wgrad GEMM, and the weight as it is stored, which the backward quantizes for dgrad.
+
 On a GPU with FP8 tensor cores the GEMMs are `torch._scaled_mm`. Elsewhere the codes are multiplied in
 float32, where each product is exact: the numbers are the same except for the order of the sums.
 """
@@ -18,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch.autograd.function import once_differentiable
 
-from fp8jax_torch import casts
+from fp8jax_torch import blocks, casts
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
 from fp8jax_torch.scaling import GRAD, LHS, RHS, ScalingState, operand_formats
 
@@ -42,7 +45,10 @@ def matmul(
     """
     with without_autocast(x.device):
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0
-        out: Any = _Matmul.apply(matrix, weight, state, in_out, dtype)
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # so that nothing is quantized for a backward
+        function = _BlockMatmul if state.recipe.has_blocks else _Matmul
+        out: Any = function.apply(matrix, weight, state, in_out, dtype)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -74,7 +80,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        state, in_out, (x_dtype, weight_dtype, dtype) = ctx.state, ctx.in_out, ctx.dtypes
+        state, in_out, (x_dtype, _, dtype) = ctx.state, ctx.in_out, ctx.dtypes
         _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
         x_amax, weight_amax, *residuals = ctx.saved_tensors
         x, weight = (
@@ -95,13 +101,85 @@ class _Matmul(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad = grad.to(dtype) if wgrad_is_high else q_grad
                 lhs, rhs = (x, grad) if in_out else (grad, x)
-                is_fp8 = state.recipe.weight_grad == "E4M3"
-                dweight = _gemm(_transposed(lhs), rhs, dtype if is_fp8 else weight_dtype, fast=False)
-                if is_fp8:
-                    q = quantize_gradient(dweight)
-                    # autograd expects the weight's dtype.
-                    dweight = ScaledTensor(q.codes, q.scale, weight_dtype)
+                dweight = _gemm(_transposed(lhs), rhs, _wgrad_dtype(ctx), fast=False)
+                dweight = _weight_gradient(ctx, dweight)
         return dx, dweight, None, None, None
+
+
+class _BlockMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any) -> Any:
+        fprop_is_high, _, wgrad_is_high = state.recipe.override_linear_precision
+        blocks.check_device(x.device)
+        x, kernel = value(x), _kernel(weight, in_out)
+        if fprop_is_high:
+            out = _high_gemm(x.to(dtype), kernel.to(dtype), dtype)
+        else:
+            out = _block_gemm(state, (LHS, x, 0), (RHS, kernel, 0), dtype)[:, : kernel.shape[1]]
+        residuals: list[Any] = []
+        if ctx.needs_input_grad[1]:
+            residuals += [x.to(dtype)] if wgrad_is_high else blocks.quantized(state.recipe, LHS, x, 1)
+        parts = [weight.codes, weight.scale] if is_scaled(weight) else [weight]
+        ctx.save_for_backward(*parts, *residuals)
+        ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight.dtype, dtype)
+        ctx.parts = len(parts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        state, in_out, (x_dtype, _, dtype) = ctx.state, ctx.in_out, ctx.dtypes
+        _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
+        weight, x = ctx.saved_tensors[: ctx.parts], ctx.saved_tensors[ctx.parts :]
+        kernel = _kernel(ScaledTensor(*weight) if ctx.parts == 2 else weight[0], in_out)
+        [grad] = grads
+        dx = dweight = None
+        with without_autocast(grad.device):
+            state.record()
+            if ctx.needs_input_grad[0] and dgrad_is_high:
+                dx = _high_gemm(grad.to(dtype), kernel.t().to(dtype), dtype).to(x_dtype)
+            elif ctx.needs_input_grad[0]:
+                dx = _block_gemm(state, (GRAD, grad, 0), (RHS, kernel, 1), dtype)
+                dx = dx[:, : kernel.shape[0]].to(x_dtype)
+            if ctx.needs_input_grad[1]:
+                if wgrad_is_high:
+                    dweight = _high_gemm(x[0].t(), grad.to(dtype), _wgrad_dtype(ctx))
+                else:
+                    dweight = _block_gemm(state, blocks.Blocks(*x), (GRAD, grad, 1), _wgrad_dtype(ctx))
+                dweight = dweight[: kernel.shape[0], : kernel.shape[1]]
+                dweight = _weight_gradient(ctx, dweight if in_out else dweight.t())
+        return dx, dweight, None, None, None
+
+
+def _kernel(weight: Any, in_out: bool) -> torch.Tensor:
+    """The weight as a matrix (k, n), in high precision."""
+    weight = weight.dequantize(torch.float32) if is_scaled(weight) else weight
+    return weight if in_out else weight.t()
+
+
+def _block_gemm(state: ScalingState, lhs: Any, rhs: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The GEMM, emulated, of two operands: in blocks, or as arguments of `blocks.quantized`."""
+    key: Any = getattr(state, "key", None)
+
+    def quantized(x: Any) -> Any:
+        return x if isinstance(x, blocks.Blocks) else blocks.quantized(state.recipe, *x, key=key)
+
+    lhs, rhs = map(quantized, (lhs, rhs))
+    return (lhs.dequantize() @ rhs.dequantize().t()).to(dtype)
+
+
+def _wgrad_dtype(ctx: Any) -> torch.dtype:
+    """The output dtype of the wgrad GEMM, so that the gradient is rounded once."""
+    _, weight_dtype, dtype = ctx.dtypes
+    return dtype if ctx.state.recipe.weight_grad == "E4M3" else weight_dtype
+
+
+def _weight_gradient(ctx: Any, dweight: torch.Tensor) -> torch.Tensor:
+    """The weight's gradient in the recipe's format."""
+    if ctx.state.recipe.weight_grad != "E4M3":
+        return dweight
+    q = quantize_gradient(dweight)
+    return ScaledTensor(q.codes, q.scale, ctx.dtypes[1])  # autograd expects the weight's dtype
 
 
 def _quantize(state: ScalingState, operand: int, x: torch.Tensor) -> tuple[torch.Tensor, ScaledTensor]:

@@ -23,14 +23,15 @@ class Report(NamedTuple):
     note: str = ""
 
     def __str__(self) -> str:
-        cells = [("layer", "kind", "weight", "FP8")]
+        gemm = "FP4" if Recipe.parse(self.recipe).gemm == "FP4" else "FP8"
+        cells = [("layer", "kind", "weight", gemm)]
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
             cells.append((row.path or "(root)", row.kind, shape, row.reason or "yes"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:3] + [0]
         lines = ["  ".join(map(str.ljust, line, widths)) for line in cells]
         count = sum(row.fp8 for row in self.rows)
-        summary = [f"{self.recipe}: {count} of {len(self.rows)} modules with weights in FP8", self.why]
+        summary = [f"{self.recipe}: {count} of {len(self.rows)} modules with weights in {gemm}", self.why]
         return "\n".join([*summary, *lines, *([self.note] if self.note else [])])
 
 
@@ -55,14 +56,9 @@ def prepare(
             was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
             optimizer cannot keep the recipe's formats, or has a scheduler.
         ImportError: the library of the named backend is not installed.
-        RuntimeError: the named backend cannot run here.
+        RuntimeError: the named backend cannot run here, or has no block scaling here.
     """
     recipe = Recipe.parse(recipe)
-    if recipe.has_blocks:
-        raise ValueError(
-            f"`recipe`: scaling={recipe.scaling} is for JAX models only; expected scaling=delayed or "
-            "scaling=current for a torch model."
-        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
     for name, module in model.named_modules():

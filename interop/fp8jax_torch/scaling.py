@@ -5,8 +5,10 @@ amaxes; microbatches, several uses of a layer and recomputed activations merge b
 moves the amaxes into the history once per optimizer step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 
@@ -14,6 +16,7 @@ from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.quantization import FIRST_SCALES, UNSET
 from fp8jax.recipe import Recipe
+from fp8jax.scaling import block
 from fp8jax_torch import casts
 
 LHS, RHS, GRAD = range(3)
@@ -22,22 +25,30 @@ LHS, RHS, GRAD = range(3)
 class ScalingState(torch.nn.Module):
     """Scaling state of the operands input, weight and output gradient, in this order.
 
-    Buffers, of delayed scaling only:
+    Buffers, of nvfp4 with stochastic rounding:
+        key: shape=(2,), float32: a seed, and the number of steps; see `fp8jax.scaling.block`.
+
+    Buffers, of delayed scaling:
         scale: shape=(3,), float32: for the next cast.
         amax_history: shape=(3, amax_history_len), float32: newest first, 0 without an amax.
         step: shape=(), float32: steps modulo interval; only where interval > 1.
         recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; not saved.
     """
 
+    key: torch.Tensor
     scale: torch.Tensor
     amax_history: torch.Tensor
     step: torch.Tensor
     recorded: torch.Tensor
 
-    def __init__(self, recipe: Recipe, device: torch.device | None = None):
+    def __init__(self, recipe: Recipe, device: torch.device | None = None, path: str = ""):
         super().__init__()
         self.recipe = recipe
         self.has_recorded = False
+        if recipe.has_blocks:
+            # The weight's path in a Flax model of the same names, which has the same seeds.
+            for name, array in block.with_seeds(block.init(recipe), f"{path}/kernel".lstrip("/")).items():
+                self.register_buffer(name, torch.tensor(np.asarray(array), device=device))
         if recipe.scaling != "delayed":
             return
         self.register_buffer("scale", torch.tensor(FIRST_SCALES[recipe.first_scale], device=device))
@@ -56,10 +67,12 @@ class ScalingState(torch.nn.Module):
             return scale
         return torch.where(scale == UNSET, casts.scale_of(amax, limit, margin=margin), scale)
 
-    def record(self, amaxes: list[torch.Tensor]) -> None:
-        """Records the amaxes of the three operands of one matmul."""
+    def record(self, amaxes: Sequence[torch.Tensor] = ()) -> None:
+        """Records a backward, with the amaxes of the three operands of one matmul."""
+        if "key" in self._buffers:
+            self.has_recorded = True
         if self.recipe.scaling == "delayed":
-            new = torch.stack(amaxes)
+            new = torch.stack([*amaxes])
             self.recorded.copy_(torch.maximum(self.recorded, torch.where(casts.usable(new), new, 0.0)))
             self.has_recorded = True
 
@@ -68,6 +81,9 @@ class ScalingState(torch.nn.Module):
         """Moves the recorded amaxes into the history, and sets the scales of the next step."""
         if not self.has_recorded:
             return
+        if "key" in self._buffers:
+            self.key[1] += 1
+            return self.forget()
         recipe = self.recipe
         history = torch.cat([self.recorded[:, None], self.amax_history[:, :-1]], 1)
         amaxes = self.recorded if recipe.amax_compute_algo == "most_recent" else history.amax(1)
@@ -85,9 +101,9 @@ class ScalingState(torch.nn.Module):
 
     def forget(self) -> None:
         """Drops the recorded amaxes: a skipped step leaves the state unchanged."""
-        if self.has_recorded:
+        if self.has_recorded and "recorded" in self._buffers:
             self.recorded.zero_()
-            self.has_recorded = False
+        self.has_recorded = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
         """A move to a device; the state stays float32 when the model is cast."""

@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 from fp8jax import formats
 from fp8jax.recipe import Recipe
-from fp8jax_torch import layers
+from fp8jax_torch import blocks, layers
 from fp8jax_torch.backends import base
 from fp8jax_torch.linear import FP8, Converted, convert
 from fp8jax_torch.matmul import why_emulated
@@ -46,12 +46,16 @@ def refuses(recipe: Recipe) -> str | None:
 def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     """Makes the chosen layers and the optimizer follow the recipe; see `base`.
 
+    Block scaling raises RuntimeError for a model on a GPU.
+
     An Adam or AdamW of torch becomes that of `fp8jax_torch.optim` where the recipe has low-precision weights,
     moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32, and
     rounds to nearest.
     """
     found, new = layers.linears(model), {}
-    if recipe.gemm == "FP8":
+    if recipe.has_blocks:
+        blocks.check_device(layers.device_of(model))
+    if recipe.is_quantized:
         rows = base.plan(NAME, model, recipe, layers.why_not_converted, base.no_gemm)
         chosen = {row.path: found[row.path] for row in rows if row.fp8}
         new = _to_fp8(chosen, layers.shared_weights(model), recipe)
@@ -61,7 +65,7 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
         rows = base.rows_of(model, shown, base.no_gemm)
         for path, module in found.items():
             if reasons[path] is None:
-                convert(module, recipe)
+                convert(module, recipe, path)
     _leave_fast_path(model)
     if optimizer is None:
         model.register_forward_pre_hook(_advance)
@@ -102,7 +106,7 @@ def _to_fp8(
     with_plain_weight = recipe.with_plain_weights()
     for path, module in chosen.items():
         is_plain = shared.get(path, path) not in chosen
-        convert(module, with_plain_weight if is_plain else recipe)
+        convert(module, with_plain_weight if is_plain else recipe, path)
         old: Any = module.weight
         if is_plain or recipe.weight == "FP32" or is_scaled(old):
             continue

@@ -59,6 +59,8 @@ def refuses_gemm(name: str, recipe: Recipe) -> str | None:
     Without an installed version the newest version counts. `name` is the backend's.
     """
     old = _installed_default()
+    if reason := base.refused(name, recipe, {"scaling": ("delayed", "current")}):
+        return reason
     if recipe.scaling == "current":
         if old is not None and not hasattr(_recipes(), "Float8CurrentScaling"):
             return f"{name} has no scaling=current before transformer_engine 2.2"

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from fp8jax import formats
 from fp8jax_torch import casts
-from fp8jax_torch.random import leaf_seed, random_bits
+from fp8jax_torch.random import leaf_seed, other_bits, random_bits
 from fp8jax_torch.scaled import ScaledTensor, is_scaled
 
 TO_NEAREST = ("nearest", "nearest", "value")
@@ -72,7 +72,8 @@ def take_step(state: ParamState, scalars: AdamScalars) -> None:
     is_random, start = scalars.rounding != TO_NEAREST, 0
     seed = leaf_seed(scalars.seed, scalars.step, scalars.leaf) if is_random else None
     for part, tensors in zip(parts, new, strict=True):
-        random = (None,) * 3 if seed is None else random_bits(seed, start, tensors[0])
+        bits = None if seed is None else random_bits(seed, start, tensors[0])
+        random = (None,) * 3 if bits is None else (bits, *other_bits(bits))
         _write(part, tensors, random, scalars.rounding)
         start += tensors[0].numel()
 
