@@ -528,6 +528,23 @@ def test_compiled_gemms(recipe, target, kind):
     assert [gemm.kind for gemm in read.gemms] == [kind] * 3 and all(gemm.is_fp8 for gemm in read.gemms)
 
 
+def assembly(function, *args, target, at):
+    """The PTX of a function's kernels."""
+    lowered = targets.lower_for(function, *args, target=target)
+    lowered.compile(compiler_options={**targets.COMPILER_OPTIONS, "xla_dump_to": str(at)})
+    return "".join(path.read_text() for path in at.glob("*.ptx"))
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize("recipe, target", [("block", "h200"), ("mxfp8", "b200"), ("nvfp4", "b200")])
+def test_kernel_of_both_copies_exchanges_little(recipe, target, tmp_path):
+    """Only packed codes pass between threads. A transpose of a tile of float32 waits for others 133 times."""
+    quantize = functools.partial(block.quantized, Recipe.parse(recipe), block.LHS, state={})
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    code = assembly(quantize, x, target=target, at=tmp_path)
+    assert 0 < code.count("bar.sync") < 16
+
+
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 @pytest.mark.parametrize("rows", [1, 128])
 def test_kernel_uses_fp8_instructions(rows, tmp_path):
@@ -535,11 +552,9 @@ def test_kernel_uses_fp8_instructions(rows, tmp_path):
     shapes = [(1, 256, 512), (1, 256, 512), (1, 256, 4), (1, 4, 256 // rows)]
     dtypes = [formats.E4M3.dtype] * 2 + [jnp.float32] * 2
     args = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes, strict=True)]
-    lowered = targets.lower_for(
-        functools.partial(gemm._tiles, jnp.bfloat16, gemm.TILING), *args, target="h200"
+    code = assembly(
+        functools.partial(gemm._tiles, jnp.bfloat16, gemm.TILING), *args, target="h200", at=tmp_path
     )
-    lowered.compile(compiler_options={**targets.COMPILER_OPTIONS, "xla_dump_to": str(tmp_path)})
-    code = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
     assert code.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4 == 128 // 32
     assert "mma.sync" not in code and "cp.async" in code and 0 < code.count("ld.global") < 40
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from fp8jax.formats import E8M0
@@ -21,9 +20,10 @@ from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
+from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, largest_bits, packed, rows_of
 
-# Rows and columns of the tile that one program of the kernel reads.
-TILE = 128
+# Rows of a tile that are an array each in `_write_turned`.
+PART = 32
 
 # Whether the kernel is interpreted, to test it on a CPU.
 INTERPRET = False
@@ -72,49 +72,65 @@ def _tiles(method: BlockMethod, sides: tuple[bool, ...], x: jax.Array) -> tuple[
     scale_dtype = jnp.uint8 if method.scale == "E8M0" else jnp.float32
     out_specs, out_shape = [], []
     for turn in sides:
+        place = (lambda b, i, j: (b, j, i)) if turn else (lambda b, i, j: (b, i, j))
+        if turn:  # four codes in each number
+            of_codes = pl.BlockSpec((None, TILE, TILE // PART, PART // 4), lambda b, i, j: (b, j, i, 0))
+            out_shape.append(jax.ShapeDtypeStruct((count, k, m // PART, PART // 4), jnp.uint32))
+        else:
+            of_codes = pl.BlockSpec((None, TILE, TILE), place)
+            out_shape.append(jax.ShapeDtypeStruct((count, m, k), method.format.dtype))
+        out_specs += [of_codes, pl.BlockSpec((None, height, width), place)]
         outer, inner = (k, m) if turn else (m, k)
-        place = _turned if turn else _as_it_is
         scales = (count, outer // TILE * height, inner // TILE * width)
-        out_specs += [pl.BlockSpec((None, TILE, TILE), place), pl.BlockSpec((None, height, width), place)]
-        out_shape += [
-            jax.ShapeDtypeStruct((count, outer, inner), method.format.dtype),
-            jax.ShapeDtypeStruct(scales, scale_dtype),
-        ]
+        out_shape.append(jax.ShapeDtypeStruct(scales, scale_dtype))
     out = pl.pallas_call(
         functools.partial(_tile, method, sides),
         grid=grid,
-        in_specs=[pl.BlockSpec((None, TILE, TILE), _as_it_is)],
+        in_specs=[pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j))],
         out_specs=out_specs,
         out_shape=out_shape,
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=PARAMS,
         interpret=INTERPRET,
     )(x)
-    return tuple(out)
+    codes = [_bytes_of(each, method) if turn else each for turn, each in zip(sides, out[::2], strict=True)]
+    return tuple(each for pair in zip(codes, out[1::2], strict=True) for each in pair)
 
 
-def _as_it_is(b: Any, i: Any, j: Any) -> tuple[Any, ...]:
-    """The place of a tile."""
-    return (b, i, j)
-
-
-def _turned(b: Any, i: Any, j: Any) -> tuple[Any, ...]:
-    """The place of a tile in the transpose."""
-    return (b, j, i)
+def _bytes_of(words: jax.Array, method: BlockMethod) -> jax.Array:
+    """The codes in numbers of 32 bits."""
+    codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:2], -1)
+    return lax.bitcast_convert_type(codes, method.format.dtype)
 
 
 def _tile(method: BlockMethod, sides: tuple[bool, ...], x: Any, *out: Any) -> None:
     """One tile of each copy."""
-    tile = x[...].astype(jnp.float32)
     for turn, to_codes, to_scale in zip(sides, out[::2], out[1::2], strict=True):
-        side = tile.T if turn else tile
-        parts = side.reshape(-1, method.block[1]) if method.block[0] == 1 else side.reshape(1, -1)
-        largest = jnp.max(jnp.abs(parts), axis=1)
-        # A maximum may ignore a NaN.
-        has_nan = jnp.max((parts != parts).astype(jnp.int32), axis=1) > 0
-        largest = jnp.where(has_nan | (largest == jnp.inf), jnp.inf, largest)
-        factor, stored = factors(largest, method)
-        to_codes[...] = (parts * factor[:, None]).reshape(TILE, TILE).astype(method.format.dtype)
-        to_scale[...] = stored.reshape(to_scale.shape)
+        write = _write_turned if turn else _write
+        write(method, x, to_codes, to_scale)
+
+
+def _write(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
+    """The codes and scales of a tile as it is."""
+    tile = x[...].astype(jnp.float32)
+    parts = tile.reshape(-1, method.block[1]) if method.block[0] == 1 else tile.reshape(1, -1)
+    factor, stored = factors(amax_of(jnp.max(bits_of(parts), axis=1)), method)
+    to_codes[...] = (parts * factor[:, None]).reshape(TILE, TILE).astype(method.format.dtype)
+    to_scale[...] = stored.reshape(to_scale.shape)
+
+
+def _write_turned(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
+    """The codes and scales of a tile's transpose."""
+    rows = rows_of(x, PART)
+    bits = largest_bits(rows)
+    if method.block[1] > PART:
+        bits = jnp.max(bits, axis=0, keepdims=True)
+    if method.block[0] > 1:
+        bits = jnp.max(bits, axis=1, keepdims=True)
+    factor, stored = factors(amax_of(bits), method)
+    to_scale[...] = stored.T
+    codes = [(row * factor).astype(method.format.dtype) for row in rows]
+    words = packed([lax.bitcast_convert_type(each, jnp.uint8).astype(jnp.uint32) for each in codes], 8)
+    to_codes[...] = words.transpose(1, 0, 2)
 
 
 def _cut(method: BlockMethod, shape: tuple[int, ...], codes: jax.Array, scale: jax.Array) -> ScaledArray:

@@ -32,13 +32,12 @@ from fp8jax.quantization.blocks import (
     quantize_blocks,
 )
 from fp8jax.quantization.packed import PackedE2M1, codes_of
-from fp8jax.quantization.quantize import INFINITY, amax
+from fp8jax.quantization.quantize import amax
 from fp8jax.quantization.random import bits_at, random_bits
+from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, largest_bits, packed, rows_of
 
-# Rows and columns of the tile that one program of the kernels reads, and of a block.
-TILE, BLOCK = 128, 16
+BLOCK = 16
 COUNT = TILE // BLOCK
-PARAMS = triton.CompilerParams(num_warps=8, num_stages=1)
 
 # Whether the kernels are interpreted, to test them on a CPU.
 INTERPRET = False
@@ -146,7 +145,7 @@ def _amaxes(tiles: jax.Array, transform: bool, whole_amax: Any) -> tuple[jax.Arr
         of_x = amax(tiles, (len(tiles), 1, 1)) if whole_amax is None else whole_amax
         return of_x.reshape(-1), of_x.reshape(-1)
     bits = split_by_devices(_bits_of_tiles, "b m k -> b m k, b m k", {"m": TILE, "k": TILE})(tiles)
-    of_x, of_transpose = (_as_amax(jnp.max(each, axis=(1, 2))) for each in bits)
+    of_x, of_transpose = (amax_of(jnp.max(each, axis=(1, 2))) for each in bits)
     return of_x, of_transpose
 
 
@@ -208,9 +207,9 @@ def _codes(
 
 def _largest(x: Any, of_x: Any, of_transpose: Any) -> None:
     """The bits of a tile's two amaxes; those of infinities and NaN are larger than any finite number's."""
-    rows = _rows(x)
+    rows = rows_of(x, BLOCK)
     for out, each in ((of_x, rows), (of_transpose, _transformed(rows, x.dtype))):
-        out[...] = jnp.max(functools.reduce(jnp.maximum, map(_bits, each))).reshape(1, 1)
+        out[...] = jnp.max(largest_bits(each)).reshape(1, 1)
 
 
 def _tile(
@@ -228,7 +227,7 @@ def _tile(
         blocks = functools.partial(_blocks, method, scales[2 * n], scales[2 * n + 1])
         random = functools.partial(_random, places, turn, shape) if is_random else lambda _: None
         if turn:
-            rows = _transformed(_rows(x), x.dtype) if transform else _rows(x)
+            rows = _transformed(rows_of(x, BLOCK), x.dtype) if transform else rows_of(x, BLOCK)
             _write_turned(rows, blocks, random, out[2 * n], out[2 * n + 1])
         else:
             _write(x[...].astype(jnp.float32), blocks, random, out[2 * n], out[2 * n + 1])
@@ -237,7 +236,7 @@ def _tile(
 def _write(tile: jax.Array, blocks: Any, random: Any, words: Any, scales: Any) -> None:
     """The codes and scales of a tile as it is."""
     tile = tile.reshape(TILE, COUNT, BLOCK)
-    factor, scales[...] = blocks(jnp.max(_bits(tile), axis=2), 0)
+    factor, scales[...] = blocks(jnp.max(bits_of(tile), axis=2), 0)
     codes = codes_of(tile * factor[:, :, None], random(None)).reshape(TILE, COUNT, 2, 8)
     shifts = lax.broadcasted_iota(jnp.uint32, codes.shape, 3) * np.uint32(4)
     words[...] = jnp.sum(codes << shifts, axis=3, dtype=jnp.uint32)
@@ -245,13 +244,10 @@ def _write(tile: jax.Array, blocks: Any, random: Any, words: Any, scales: Any) -
 
 def _write_turned(rows: list[jax.Array], blocks: Any, random: Any, words: Any, scales: Any) -> None:
     """The codes and scales of a tile's transpose, from its rows."""
-    factor, scale = blocks(functools.reduce(jnp.maximum, map(_bits, rows)), 1)
+    factor, scale = blocks(largest_bits(rows), 1)
     scales[...] = scale.T
-    made = [jnp.zeros((COUNT, TILE), jnp.uint32)] * 2
-    for r, row in enumerate(rows):
-        made[r // 8] |= codes_of(row * factor, random(r)) << np.uint32(4 * (r % 8))
-    # Joined before the transpose: of two transposes Triton compiles for 20 seconds.
-    words[...] = lax.concatenate([each[:, :, None] for each in made], 2).transpose(1, 0, 2)
+    codes = [codes_of(row * factor, random(r)) for r, row in enumerate(rows)]
+    words[...] = packed(codes, 4).transpose(1, 0, 2)
 
 
 def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis: int) -> tuple[Any, Any]:
@@ -260,7 +256,7 @@ def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis
     split = (*shape[:axis], COUNT, BLOCK, *shape[axis + 1 :])
     if is_square:
         bits = jnp.max(bits.reshape(split), axis=axis + 1)
-    factor, scale = of_blocks(_as_amax(bits), encode, decode, method.format, _reciprocal)
+    factor, scale = of_blocks(amax_of(bits), encode, decode, method.format, _reciprocal)
     if is_square:
         factor = jnp.broadcast_to(jnp.expand_dims(factor, axis + 1), split).reshape(shape)
     return factor, scale
@@ -285,11 +281,6 @@ def _random(places: Any, turn: bool, shape: tuple[int, int], r: int | None) -> j
     return bits_at(outer * np.uint32(shape[1]) + inner, of_matrix[int(turn)])
 
 
-def _rows(x: Any) -> list[jax.Array]:
-    """A tile as 16 arrays, the first with the first row of each block; float32."""
-    return [x[pl.ds(r, COUNT, BLOCK), :].astype(jnp.float32) for r in range(BLOCK)]
-
-
 def _transformed(rows: list[jax.Array], dtype: Any) -> list[jax.Array]:
     """`hadamard` of each column of a block."""
     rows = [row * sign for row, sign in zip(rows, SIGNS, strict=True)]
@@ -299,16 +290,6 @@ def _transformed(rows: list[jax.Array], dtype: Any) -> list[jax.Array]:
                 low, high = rows[i], rows[i + width]
                 rows[i], rows[i + width] = low + high, low - high
     return [(row * np.float32(0.25)).astype(dtype).astype(jnp.float32) for row in rows]
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """The bits of magnitudes, which are in their order."""
-    return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-
-
-def _as_amax(bits: jax.Array) -> jax.Array:
-    """An amax from its bits; infinite for a NaN."""
-    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, INFINITY)), jnp.float32)
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:

@@ -1,0 +1,61 @@
+"""Parts of the Pallas kernels that quantize a tile of a matrix as it is and transposed.
+
+A kernel has the rows of a tile as a list of arrays, the first one with the first row of each block. So blocks
+of rows, which are blocks of the transpose, have scales and codes by operations of one array with another, and
+only packed codes are transposed. A transpose of the tile would pass through shared memory in many steps.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float32, Int32, UInt, UInt32
+
+from fp8jax.quantization.quantize import INFINITY
+
+# Rows and columns of the tile that one program of a kernel reads.
+TILE = 128
+
+PARAMS = triton.CompilerParams(num_warps=8, num_stages=1)
+
+
+def rows_of(x: Any, size: int) -> list[Float32[Array, "blocks columns"]]:
+    """The rows of a tile: for each row of a block of `size` rows an array with this row of all blocks."""
+    return [x[pl.ds(row, TILE // size, size), :].astype(jnp.float32) for row in range(size)]
+
+
+def bits_of(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    """The bits of magnitudes, which have their order; those of infinity and NaN are the largest."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+
+
+def largest_bits(rows: list[Float32[Array, "..."]]) -> Int32[Array, "..."]:
+    """The largest of `bits_of` in each place of the arrays."""
+    return functools.reduce(jnp.maximum, map(bits_of, rows))
+
+
+def amax_of(bits: Int32[Array, "..."]) -> Float32[Array, "..."]:
+    """An amax from its bits; infinite for a NaN."""
+    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, INFINITY)), jnp.float32)
+
+
+def packed(codes: list[UInt[Array, "*place"]], width: int) -> UInt32[Array, "*place words"]:
+    """Codes of `width` bits in numbers of 32 bits, the first code in the lowest bits."""
+    count, words = 32 // width, []
+    for start in range(0, len(codes), count):
+        group = enumerate(codes[start : start + count])
+        words.append(functools.reduce(jnp.bitwise_or, [code << np.uint32(width * n) for n, code in group]))
+    return _interleaved(words)
+
+
+def _interleaved(words: list[jax.Array]) -> jax.Array:
+    """The arrays along a new last axis. Triton joins two arrays, so even and odd ones are joined."""
+    if len(words) == 1:
+        return words[0][..., None]
+    halves = [_interleaved(words[start::2])[..., None] for start in (0, 1)]
+    return lax.concatenate(halves, halves[0].ndim - 1).reshape(*words[0].shape, len(words))
