@@ -11,8 +11,9 @@ import types
 
 import pytest
 import torch
-from fp8jax_torch import backends, layers
+from fp8jax_torch import backends, blocks, layers, prepare, report, transform
 from fp8jax_torch.backends import base, msamp, te, torchao
+from fp8jax_torch.matmul import why_no_fp8
 from fp8jax_torch.mixins import unmixed
 from released import TE, Format, fake_msamp, fake_te
 from torch import nn
@@ -198,6 +199,23 @@ REFUSED = [
     (torchao, "te,scaling=current,margin=1", "torchao has no margin=1, only 0"),
     (torchao, "O2,scaling=current", "torchao has no comm=FP8"),
     (torchao, "te,scaling=current,weight=FP16", "torchao has no weight=FP16"),
+    (torchao, "block", "torchao has no scaling=block, only current or mxfp8 or block_float32 or nvfp4"),
+    (torchao, "mxfp8,fp8_format=HYBRID", "torchao has no fp8_format=HYBRID, only E4M3"),
+    (
+        torchao,
+        "mxfp8,override_linear_precision=True+False+False",
+        "has no override_linear_precision=True",
+    ),
+    (
+        torchao,
+        "nvfp4,override_linear_precision=False+False+True",
+        "has no override_linear_precision=False",
+    ),
+    (torchao, "nvfp4,fp4_options=2d", "torchao has no fp4_options=2d, only hadamard+stochastic+2d"),
+    (torchao, "mxfp8+O2", "torchao has no comm=FP8"),
+    (te, "mxfp8", "te has no scaling=mxfp8, only delayed or current"),
+    (te, "nvfp4", "te has no gemm=FP4"),
+    (msamp, "block+O2", "msamp has no scaling=block, only delayed"),
 ]
 ACCEPTED = [
     (te, "te"),
@@ -211,6 +229,10 @@ ACCEPTED = [
     (torchao, "te,scaling=current"),
     (torchao, "te,scaling=current,fp8_format=E4M3,override_linear_precision=False+True+True"),
     (torchao, "te,scaling=current,amax_history_len=7"),
+    (torchao, "mxfp8"),
+    (torchao, "mxfp8,override_linear_precision=False+False+True"),
+    (torchao, "block,scaling=block_float32"),
+    (torchao, "nvfp4"),
 ]
 
 
@@ -573,3 +595,79 @@ def test_torchao_defaults_stay():
 
     torchao.prepare(nn.Linear(16, 16), None, dataclasses.replace(CURRENT, fp8_format="E4M3"))
     assert Float8LinearConfig().cast_config_grad_output.target_dtype == torch.float8_e5m2
+
+
+def bf16(bias=True):
+    return nn.Linear(128, 256, bias=bias, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8,override_linear_precision=False+False+True"])
+def test_torchaos_mxfp8_is_native(recipe):
+    """torchao's emulation and native's: output and gradients but for the order of sums."""
+    torch.manual_seed(0)
+    plain, x, g = nn.Linear(96, 64), torch.randn(2, 32, 96), torch.randn(2, 32, 64)
+    results = []
+    for backend in ("torchao", "native"):
+        model = transform(plain, recipe, backend)
+        inputs = x.clone().requires_grad_()
+        y = model(inputs)
+        y.backward(g)
+        results.append((y, inputs.grad, model.weight.grad, model.bias.grad))
+    assert type(transform(plain, recipe, "torchao")).__name__ == "MXFP8Linear"
+    for theirs, ours in zip(*results, strict=True):
+        assert sqnr(ours.double(), theirs.double()) > 100
+
+
+def test_torchaos_mxfp8_trains():
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32), nn.Linear(32, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    model, optimizer = prepare(model, optimizer, "mxfp8", "torchao")
+    rows = {row.path: row.reason for row in report(model).rows}
+    assert rows == {"0": None, "2": None, "3": "its dims [10, 32] are not all multiples of 32"}
+    x, y, losses = torch.randn(64, 64), torch.randn(64, 10), []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_torchaos_block_layers(monkeypatch, gpu):
+    """Where they run, and how they are made; none of them runs on a CPU."""
+    for recipe, name in (("block,scaling=block_float32", "Float8BlockwiseLinear"), ("nvfp4", "NVFP4Linear")):
+        with pytest.raises(base.NoLayer, match=f"{name} needs a CUDA device; got cpu"):
+            transform(bf16(), recipe, "torchao")
+    gpu("NVIDIA H100", (9, 0))
+    module = types.ModuleType("torchao.prototype.blockwise_fp8_training.linear")
+    module.Float8BlockwiseLinear = types.SimpleNamespace(from_float=nn.Sequential)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    layer = types.SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16, device="meta"), bias=None)
+    monkeypatch.setattr(torchao, "why_no_fp8", lambda *args: why_no_fp8(args[0], CUDA, args[2]))
+    reasons = {}
+    for scaling, kind in torchao._LAYERS.items():
+        reasons[scaling] = torchao._why_no_blocks(layer, kind, is_emulated=False)
+    assert reasons.pop("block_float32") is None
+    assert {why.partition(" ")[2] for why in reasons.values()} == {
+        "needs compute capability 10.0 or higher; got 9.0 (NVIDIA H100)"
+    }
+    old, kind = bf16(bias=False), torchao._LAYERS["block_float32"]
+    assert "has no bias" in torchao._why_no_blocks(bf16(), kind, is_emulated=False)
+    why = torchao._why_no_blocks(nn.Linear(128, 128, bias=False), kind, is_emulated=False)
+    assert why == "Float8BlockwiseLinear computes in bfloat16, and its weight is torch.float32"
+    [inside] = torchao._replaced(old, Recipe.parse("block,scaling=block_float32"), emulate=False)
+    assert inside is old
+
+
+def test_torchaos_block_layers_are_of_the_recipe(monkeypatch):
+    old = bf16()
+    new = torchao._replaced(old, Recipe.NVFP4, emulate=False)
+    assert type(new).__name__ == "NVFP4Linear" and new.weight is old.weight and new.bias is old.bias
+    assert list(new.rht_sign_vector) == blocks.SIGNS.tolist()
+    wgrad = dataclasses.replace(Recipe.MXFP8, override_linear_precision=(False, False, True))
+    for recipe, emulate in ((Recipe.MXFP8, False), (wgrad, True)):
+        new = torchao._replaced(old, recipe, emulate=emulate)
+        assert new.weight is old.weight and new.bias is old.bias
+        assert new.kernel_preference.name == ("EMULATED" if emulate else "AUTO")
+        assert new.wgrad_with_hp is emulate and new.scale_calculation_mode.name == "RCEIL"

@@ -122,7 +122,7 @@ def _factors(
         # Carries into the exponent if the mantissa is larger than the limit's.
         above = (amax.view(torch.int32) + (0x7FFFFF - (bits & 0x7FFFFF))) >> 23
         code = (above - ((bits >> 23) - 127)).clamp_(min=0).masked_fill_(is_bad, 255)
-        factor = ((254 - code).clamp_(min=1) << 23).view(torch.float32)
+        factor = ((254 - code) << 23).view(torch.float32)
         return factor.masked_fill(is_bad, math.nan), code.to(torch.uint8).view(torch.float8_e8m0fnu), None
     if method.scale == "E4M3":
         largest = casts.amax(amax)

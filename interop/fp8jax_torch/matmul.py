@@ -242,13 +242,13 @@ def why_emulated(device: torch.device) -> str | None:
     return f"FP8 GEMMs are emulated, exactly: {reason}" if reason else None
 
 
-def why_no_fp8(name: str, device: torch.device) -> str | None:
-    """The reason why the device has no FP8 tensor cores, which `name` needs; or None."""
+def why_no_fp8(name: str, device: torch.device, needed: tuple[int, int] = _FP8_CAPABILITY) -> str | None:
+    """The reason why the device is no GPU of the compute capability that `name` needs; or None."""
     if device.type != "cuda":
         return f"{name} needs a CUDA device; got {device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if capability >= _FP8_CAPABILITY:
+    if capability >= needed:
         return None
-    needed, got = (".".join(map(str, c)) for c in (_FP8_CAPABILITY, capability))
+    least, got = (".".join(map(str, c)) for c in (needed, capability))
     gpu = torch.cuda.get_device_name(device)
-    return f"{name} needs compute capability {needed} or higher; got {got} ({gpu})"
+    return f"{name} needs compute capability {least} or higher; got {got} ({gpu})"

@@ -1,15 +1,26 @@
-"""torchao's `Float8Linear` in place of `nn.Linear`, for recipes with `scaling=current`.
+"""torchao's layers in place of `nn.Linear`.
 
-Weights, gradients and moments stay in high precision. On a CPU torchao rounds to FP8 and multiplies in
-float32.
+| scaling       | torchao's layer         | runs on                                          |
+|---------------|-------------------------|--------------------------------------------------|
+| current       | `Float8Linear`          | compute capability 8.9 or higher, CPU (emulated) |
+| mxfp8         | `MXFP8Linear`           | 10.0 or higher, CPU (emulated)                   |
+| block_float32 | `Float8BlockwiseLinear` | 9.0 or higher                                    |
+| nvfp4         | `NVFP4Linear`           | 10.0 or higher                                   |
+
+Weights, gradients and moments stay in high precision. On a CPU torchao rounds as a GPU does, and multiplies
+in float32. The layers of block scaling are prototypes of torchao. On a GPU they give bfloat16. They take
+inputs of whole blocks of rows, and keep the input in high precision for the backward, except for
+`NVFP4Linear`, which has random bits of its own.
 """
 
-from typing import Any
+import importlib
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fp8jax import formats
+from fp8jax.quantization.blocks import SIGNS
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts, layers
 from fp8jax_torch.backends import base
@@ -17,6 +28,25 @@ from fp8jax_torch.matmul import why_no_fp8
 from fp8jax_torch.optim.skipping import skipping
 
 NAME = "torchao"
+
+
+class _Layer(NamedTuple):
+    """A layer of torchao for one way to scale blocks."""
+
+    module: str
+    name: str
+    multiple: int  # of its dims
+    capability: tuple[int, int]
+
+
+_PROTOTYPE = "torchao.prototype."
+_LAYERS = {
+    "mxfp8": _Layer(_PROTOTYPE + "moe_training.mxfp8_linear", "MXFP8Linear", 32, (10, 0)),
+    "block_float32": _Layer(
+        _PROTOTYPE + "blockwise_fp8_training.linear", "Float8BlockwiseLinear", 128, (9, 0)
+    ),
+    "nvfp4": _Layer(_PROTOTYPE + "moe_training.nvfp4_training.nvfp4_training", "NVFP4Linear", 128, (10, 0)),
+}
 
 PACKAGE = base.Package("torchao", "pip install torchao")
 
@@ -35,15 +65,24 @@ def refuses(recipe: Recipe) -> str | None:
     The fields of delayed scaling (interval, amax_history_len, amax_compute_algo, first_scale) have no meaning
     with scaling=current.
     """
-    return base.refused(NAME, recipe, {**base.ONLY_GEMM, "scaling": ("current",), "margin": (0,)})
+    legal = {**base.ONLY_GEMM, "scaling": ("current", *_LAYERS), "margin": (0,)}
+    if recipe.scaling in _LAYERS:
+        high = [(False, False, False)] + [(False, False, True)] * (recipe.scaling == "mxfp8")
+        legal |= {"fp8_format": ("E4M3",), "override_linear_precision": tuple(high)}
+        legal["fp4_options"] = (Recipe.NVFP4.fp4_options,)
+    if recipe.scaling == "nvfp4":
+        legal["gemm"] = ("FP4",)
+    return base.refused(NAME, recipe, legal)
 
 
 def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
     """See `base.plan`."""
-    multiple = 1 if _is_emulated(model) else _MULTIPLE
+    is_emulated, layer = _is_emulated(model), _LAYERS.get(recipe.scaling)
+    multiple = layer.multiple if layer else 1 if is_emulated else _MULTIPLE
 
     def why_not(module: nn.Module) -> str | None:
-        return layers.why_not_replaced(module, "torchao", multiple)
+        reason = layers.why_not_replaced(module, "torchao", multiple)
+        return reason or (layer and _why_no_blocks(module, layer, is_emulated=is_emulated))
 
     return base.plan(NAME, model, recipe, why_not, base.no_gemm)
 
@@ -52,21 +91,63 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     """Replaces the chosen `nn.Linear`s by torchao's layers, with the same parameters; see `base`.
 
     References:
-        torchao 0.18.0, torchao/float8/config.py and float8_linear_utils.py.
+        torchao 0.18.0, torchao/float8/config.py and float8_linear_utils.py; the modules of `_LAYERS`.
     """
-    from torchao.float8 import convert_to_float8_training
-
     emulate, rows, found = _is_emulated(model), plan(model, recipe), layers.linears(model)
     # By identity, since torchao asks about a layer under each of its names.
     chosen = {found[row.path] for row in rows if row.fp8}
-    config = _config(recipe, emulate=emulate)
+    if recipe.scaling in _LAYERS:
+        new = {module: _replaced(module, recipe, emulate=emulate) for module in chosen}
+        model = layers.swap(model, new)
+    else:
+        model = _with_float8(model, chosen, _config(recipe, emulate=emulate))
+    note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in high precision"
+    return base.Prepared(model, optimizer and skipping(optimizer), rows, note if emulate else "")
+
+
+def _with_float8(model: nn.Module, chosen: set[nn.Module], config: Any) -> nn.Module:
+    """The model with `Float8Linear`s."""
+    from torchao.float8 import convert_to_float8_training
+
     # torchao replaces a layer in two places of one parent only in the first place.
     while any(module in chosen for module in model.modules()):
         model = convert_to_float8_training(
             model, module_filter_fn=lambda module, name: module in chosen, config=config
         )
-    note = "torchao emulates FP8 on the CPU: it rounds as a GPU does, and multiplies in high precision"
-    return base.Prepared(model, optimizer and skipping(optimizer), rows, note if emulate else "")
+    return model
+
+
+def _why_no_blocks(module: Any, layer: _Layer, *, is_emulated: bool) -> str | None:
+    """The reason why a layer of block scaling cannot replace a linear layer here, or None."""
+    if not (is_emulated and layer.name == "MXFP8Linear"):
+        if reason := why_no_fp8(layer.name, module.weight.device, layer.capability):
+            return reason
+        if module.weight.dtype != torch.bfloat16:
+            return f"{layer.name} computes in bfloat16, and its weight is {module.weight.dtype}"
+    if layer.name == "Float8BlockwiseLinear" and module.bias is not None:
+        return f"{layer.name} has no bias"
+    return PACKAGE.unusable(layer.module)
+
+
+def _replaced(old: Any, recipe: Recipe, *, emulate: bool) -> nn.Module:
+    """torchao's layer of block scaling in place of a linear layer, with its parameters."""
+    module, name, *_ = _LAYERS[recipe.scaling]
+    layer = getattr(importlib.import_module(module), name)
+    if recipe.scaling == "block_float32":
+        new = layer.from_float(old)
+    elif recipe.scaling == "nvfp4":
+        new = layer.from_linear(old, rht_sign_vector=SIGNS.astype(int).tolist())
+    else:
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        new = layer(
+            *(old.in_features, old.out_features, old.bias is not None),
+            kernel_preference=KernelPreference.EMULATED if emulate else KernelPreference.AUTO,
+            wgrad_with_hp=recipe.override_linear_precision[2],
+            device="meta",
+        )
+        new.weight, new.bias = old.weight, old.bias
+    return new.train(old.training)
 
 
 def _is_emulated(model: nn.Module) -> bool:
