@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.comm.shard import ShardSpec
-from fp8jax.dot import Weight, dot_general, init_state
+from fp8jax.dot import Weight, dot_general, init_ragged_state, init_state, ragged_dot
+from fp8jax.inspect import program, targets
 from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, twice_fp4, value
 from fp8jax.scaling import block
 from fp8jax.train import checkpoint
@@ -209,3 +210,73 @@ def test_frozen_kernels_of_nnx(recipe):
     assert model.kernel.get_value().nbytes == STORED[recipe] * layer.kernel.size + 4 * (recipe == "nvfp4")
     plain = fp8jax.transform(layer, recipe)
     np.testing.assert_array_equal(model(X), plain(X))
+
+
+# Experts #########################################################################################
+
+SIZES = jnp.array([200, 0, 133, 5])
+
+
+def grouped(recipe, x, w, g, sizes=SIZES):
+    """Output and gradients of a ragged dot, and the bytes of its residuals beside the kernels."""
+    state = init_ragged_state(recipe, len(w))
+    run = lambda x, w, state: ragged_dot(x, w, sizes, recipe=recipe, state=state)  # noqa: E731
+    y, pull = jax.vjp(run, x, w, state)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if leaf.size != w.size and leaf.ndim > 1)
+    return (y, *pull(g)[:2]), kept
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_experts_are_dots_of_each_group(recipe):
+    """Rows of a group have the scale blocks of `dot_general`, without rows of other groups."""
+    x, w, g = normal(0, 352, 256), normal(1, 4, 256, 160), normal(2, 352, 160)
+    x = x.at[210, 3].set(jnp.nan)
+    ours, kept = grouped(recipe, x, w, g)
+    numbers, start = (((1,), (0,)), ((), ())), 0
+    for group, size in enumerate(SIZES):
+        rows = slice(start, start + int(size))
+        start += int(size)
+        dot = lambda x, w: dot_general(x, w, numbers, recipe=recipe, state={})  # noqa: E731
+        y, pull = jax.vjp(dot, x[rows], w[group])
+        dx, dw = pull(g[rows])
+        for one, other in ((ours[0][rows], y), (ours[1][rows], dx), (ours[2][group], dw)):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    assert not ours[0][start:].any() and not ours[1][start:].any()
+    # The rows, each group padded to whole blocks, a byte a number and a scale a block.
+    each, block_size = (1 + 4 / 128, 128) if recipe == "block" else (1 + 1 / 32, 32)
+    total = -(-(352 + 4 * (block_size - 1)) // block_size) * block_size
+    assert kept == each * total * 256
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_without_rows(recipe):
+    (y, dx, dw), _ = grouped(recipe, normal(0, 0, 32), normal(1, 4, 32, 16), normal(2, 0, 16), 0 * SIZES)
+    assert (y.shape, dx.shape, dw.shape) == ((0, 16), (0, 32), (4, 32, 16)) and not dw.any()
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize(
+    "recipe, target, kind",
+    [
+        ("block", "h200", "pallas_blocks"),
+        ("mxfp8", "b200", "cudnn_blocks"),
+        ("nvfp4", "b200", "cudnn_blocks"),
+    ],
+)
+def test_compiled_gemms_of_experts(recipe, target, kind):
+    """One GEMM in each of three loops over blocks of rows, and no cast of a kernel in a loop."""
+    state = init_ragged_state(recipe, 4)
+    shapes = ((2048, 256), (4, 256, 384), (2048, 384))
+    x, w, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def run(x, w, state, g, sizes):
+        dot = lambda x, w, state: ragged_dot(x, w, sizes, recipe=recipe, state=state)  # noqa: E731
+        y, pull = jax.vjp(dot, x, w, state)
+        return y, *pull(g)
+
+    compiled = targets.compile_for(run, x, w, state, g, sizes, target=target)
+    read = program.read(compiled)
+    assert [gemm.kind for gemm in read.gemms] == [kind] * 3 and all(gemm.is_fp8 for gemm in read.gemms)
+    casts = [line for line in compiled.as_text().splitlines() if "cast_rhs" in line]
+    assert casts and not any("/while/body/" in line for line in casts)

@@ -4,10 +4,10 @@
     python examples/bench/moe.py --rounds 20 --record examples/records
 
 Ways: `one kernel` is a bf16 GEMM of all rows with a single kernel, the least work. `lax.ragged_dot` is JAX's
-in bf16, `blocks` is `fp8jax.dot.wide_ragged_dot` in bf16, `te` and `te, current` are `fp8jax.dot.ragged_dot`
-in FP8, from bf16 rows and float32 kernels. "here" times them on this machine, taking turns. "h200" compiles
-them for a GPU that is not here: GEMMs (counted once in loops over blocks) and temporaries. GEMM TFLOP
-includes the padding of blocks.
+in bf16, `blocks` is `fp8jax.dot.wide_ragged_dot` in bf16, the others are `fp8jax.dot.ragged_dot` in FP8 or
+FP4, from bf16 rows and float32 kernels. No GPU has GEMMs of all of `te`, `block`, `mxfp8` and `nvfp4`. "here"
+times them on this machine, taking turns. "h200" compiles them for a GPU that is not here: GEMMs (counted once
+in loops over blocks) and temporaries. GEMM TFLOP includes the padding of blocks.
 """
 
 import statistics
@@ -48,10 +48,14 @@ def in_bf16(product: Callable[..., Any]) -> Callable[..., Any]:
 def in_fp8(recipe: str) -> Callable[..., Any]:
     """fp8jax's, with the state of the recipe's scaling."""
     options = {"recipe": recipe, "out_dtype": jnp.bfloat16}
-    needs_state = "current" not in recipe
-    return lambda rows, kernels, sizes, state: ragged_dot(
-        rows, kernels, sizes, state=state if needs_state else {}, **options
-    )
+    own = init_ragged_state(recipe, 1)
+
+    def product(rows: Any, kernels: Any, sizes: Any, state: Any) -> jax.Array:
+        if "scale" not in own:  # not delayed scaling's
+            state = {name: jnp.repeat(x, len(kernels), 0) for name, x in own.items()}
+        return ragged_dot(rows, kernels, sizes, state=state, **options)
+
+    return product
 
 
 WAYS = {
@@ -60,6 +64,9 @@ WAYS = {
     "blocks": in_bf16(wide_ragged_dot),
     "te": in_fp8("te"),
     "te, current": in_fp8("te,scaling=current"),
+    "block": in_fp8("block"),
+    "mxfp8": in_fp8("mxfp8"),
+    "nvfp4": in_fp8("nvfp4"),
 }
 
 

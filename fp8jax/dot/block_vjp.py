@@ -51,7 +51,7 @@ def _forward(
     rows, columns = static.layout.lhs.to_matrix(lhs), static.layout.rhs.matrix[-1]
     has_wgrad = has_backward and static.has_wgrad
     uses = (not fprop_is_high, has_wgrad and not wgrad_is_high)
-    for_fprop, for_wgrad = _quantized(static, block.LHS, rows, state, uses)
+    for_fprop, for_wgrad = quantized_operand(static, block.LHS, rows, state, uses)
     with jax.named_scope(FPROP):
         if fprop_is_high:
             out = _multiply_high(static, rows, _kernel(static, rhs), "mk,kn", static.out_dtype)
@@ -61,7 +61,7 @@ def _forward(
         out = out[..., : rows.shape[-2], :columns]
     kept = None
     if has_wgrad:
-        kept = rows.astype(static.out_dtype) if wgrad_is_high else _packed(for_wgrad)
+        kept = rows.astype(static.out_dtype) if wgrad_is_high else to_residual(for_wgrad)
     kept = checkpoint_name(kept, FP8_OPERANDS)
     # Codes have no tangents. This zero carries those of the operands, so that a second derivative raises.
     mark = differentiable_once(jnp.zeros(()), (lhs, rhs, grad_slot), ONCE)
@@ -76,7 +76,7 @@ def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, 
     _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     (_, columns), (*_, inner) = grad.shape[-2:], static.layout.lhs.matrix
     uses = (not dgrad_is_high, static.has_wgrad and not wgrad_is_high)
-    for_dgrad, for_wgrad = _quantized(static, block.GRAD, grad, state, uses)
+    for_dgrad, for_wgrad = quantized_operand(static, block.GRAD, grad, state, uses)
     with jax.named_scope(DGRAD):
         if dgrad_is_high:
             dlhs = _multiply_high(static, grad, _kernel(static, rhs), "mn,kn", static.out_dtype)
@@ -90,7 +90,7 @@ def _backward(static: DotStatic, residuals: Any, grad: jax.Array) -> tuple[Any, 
             if wgrad_is_high:
                 drhs = _multiply_high(static, lhs, grad, "mk,mn", static.wgrad_dtype)
             else:
-                drhs = _multiply(static, _unpacked(lhs, static, block.LHS), for_wgrad, static.wgrad_dtype)
+                drhs = _multiply(static, from_residual(lhs, static, block.LHS), for_wgrad, static.wgrad_dtype)
             drhs = static.layout.rhs.to_tensor(drhs[..., :inner, :columns])
     dlhs = static.layout.lhs.to_tensor(dlhs).astype(static.lhs_dtype)
     drhs, state = kernel_gradient(static, drhs, {**state, **block.update(state)})
@@ -126,15 +126,15 @@ def quantized_kernel(static: Static, side: Side, rhs: Any, state: State, gemm: i
     shard = _shard_of_blocks(static, side, rhs, gemm)
     if shard is None:
         kernel = side.to_matrix(value(static.placement.gathered(rhs)))
-        return _quantized(static, block.RHS, kernel, state, uses)[gemm]
+        return quantized_operand(static, block.RHS, kernel, state, uses)[gemm]
     part, whole_amax = shard.side.to_matrix(value(rhs)), None
     if static.recipe.gemm == "FP4":
         whole_amax = static.placement.common_amax(amax(part, (*part.shape[:-2], 1, 1)))
-    q = _quantized(static, block.RHS, part, state, uses, whole_amax)[gemm]
+    q = quantized_operand(static, block.RHS, part, state, uses, whole_amax)[gemm]
     # The codes and the scales of blocks; NVFP4's scale of the tensor is the same on all devices.
-    leaves, treedef = jax.tree.flatten(_packed(q))
+    leaves, treedef = jax.tree.flatten(to_residual(q))
     leaves[:2] = static.placement.gathered_runs(leaves[:2], _axis(shard, gemm), shard.runs)
-    return _unpacked(treedef.unflatten(leaves), static, block.RHS)
+    return from_residual(treedef.unflatten(leaves), static, block.RHS)
 
 
 def _shard_of_blocks(static: Static, side: Side, rhs: Any, gemm: int) -> Shard | None:
@@ -155,7 +155,7 @@ def _axis(shard: Shard, gemm: int) -> int:
     return shard.axis if gemm else -3 - shard.axis
 
 
-def _quantized(
+def quantized_operand(
     static: Static,
     operand: int,
     x: jax.Array,
@@ -172,18 +172,18 @@ def _quantized(
         return None, None
     with jax.named_scope(CASTS[operand]):
         copies = block.quantized(static.recipe, operand, x, state, gemms, whole_amax)
-    copies = (_unpacked(q, static, operand) for q in gpu_barrier(tuple(map(_packed, copies))))
+    copies = (from_residual(q, static, operand) for q in gpu_barrier(tuple(map(to_residual, copies))))
     made = dict(zip(gemms, copies, strict=True))
     return made.get(0), made.get(1)
 
 
-def _packed(q: ScaledArray) -> ScaledArray:
+def to_residual(q: ScaledArray) -> ScaledArray:
     """`q` with its codes as bytes, the storage of residuals."""
     return q if isinstance(q.data, PackedE2M1) else ScaledArray(to_bytes(q.data), q.scale)
 
 
-def _unpacked(q: ScaledArray, static: Static, operand: int) -> ScaledArray:
-    """The inverse of `_packed`."""
+def from_residual(q: ScaledArray, static: Static, operand: int) -> ScaledArray:
+    """The inverse of `to_residual`."""
     if isinstance(q.data, PackedE2M1):
         return q
     format = block.method_of(static.recipe, operand).format

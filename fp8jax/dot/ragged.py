@@ -2,8 +2,8 @@
 
     y[rows of g]  = lhs[rows of g] . rhs[g]
 
-The result and the gradients equal those of `dot_general` for each group. Under block scaling they are rounded
-differently: blocks of scales along rows begin with each block of rows.
+The result and the gradients equal those of `dot_general` for each group. Under NVFP4 they are rounded
+differently: each block of rows has a scale of its own, as a tensor has.
 
 Each group has a scaling state, with scales for its kernel, its rows and their gradients. A group without rows
 adds no amax to the histories of rows and gradients, and the gradient of its kernel is zero.

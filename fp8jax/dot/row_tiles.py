@@ -50,7 +50,7 @@ class ExpertSharding(NamedTuple):
 
 
 # Rows, shape=(rows, n), or a matrix per group, shape=(groups, k, n): floats, or codes as bytes with a float32
-# scale of each group, shape=(groups,).
+# scale of each group, shape=(groups,), or with scales of blocks, whose first axis is that of the codes.
 Operand = jax.Array | ScaledArray
 
 # A GEMM of two matrices: floats, or codes as bytes with a scalar scale.
@@ -102,6 +102,8 @@ def rows_times_matrices(
     shape: Any,
     *,
     is_separate: bool = False,
+    aligned: jax.Array | None = None,
+    least: int = 1,
 ) -> jax.Array:
     """Each row times its group's matrix; 0 for rows past the last group.
 
@@ -112,18 +114,22 @@ def rows_times_matrices(
         multiply: the GEMM of a block and a matrix.
         shape: `jax.ShapeDtypeStruct` of the output, (rows, n).
         is_separate: whether rows of other groups in a block are zeroed, for a GEMM with a scale for all rows.
+        aligned: the sizes of the groups in `rows` if they are `in_aligned_groups`; `least` is a multiple.
+        least: rows of a block at least, a power of two.
     """
-    count = rows.shape[0]
-    size = size_of_block(count, sizes.shape[0], 4)
-    padded = _padded(rows, size)
+    count = shape.shape[0]
+    size = max(size_of_block(count, sizes.shape[0], 4), least)
+    padded, blocks = _padded(rows, size), blocks_of(sizes, count, size)
+    shifts = jnp.zeros_like(sizes) if aligned is None else _starts(aligned) - _starts(sizes)
 
     def one(out: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
         take = _own_rows if is_separate else _rows
-        product = multiply(take(padded, block, size), _matrix(matrices, block.group))
+        read = block._replace(start=block.start + shifts[block.group].astype(jnp.int32))
+        product = multiply(take(padded, read, size), _matrix(matrices, block.group))
         return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), block.start, 0), None
 
     empty = jnp.zeros((count + size, *shape.shape[1:]), shape.dtype)
-    out, _ = lax.scan(one, empty, blocks_of(sizes, count, size))
+    out, _ = lax.scan(one, empty, blocks)
     is_of_group = jnp.arange(count)[:, None] < jnp.sum(sizes)
     return jnp.where(is_of_group, out[:count], jnp.zeros((), shape.dtype))
 
@@ -149,9 +155,63 @@ def rows_times_rows(
     return sums
 
 
+def in_aligned_groups(rows: jax.Array, sizes: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """The rows with zeros after each group, up to a multiple of `size`; and the sizes of these groups."""
+    aligned = -(-sizes // size) * size
+    total = -(-(rows.shape[0] + sizes.shape[0] * (size - 1)) // size) * size
+    number = groups_of_rows(aligned, total)
+    group = jnp.minimum(number, sizes.shape[0] - 1)
+    within = jnp.arange(total, dtype=sizes.dtype) - _starts(aligned)[group]
+    is_own = (number < sizes.shape[0]) & (within < sizes[group])
+    some = rows if rows.shape[0] else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
+    taken = jnp.take(some, _starts(sizes)[group] + within, axis=0, mode="clip")
+    return jnp.where(is_own[:, None], taken, jnp.zeros((), rows.dtype)), aligned
+
+
+def columns_times_columns(
+    lhs: ScaledArray, rhs: ScaledArray, aligned: jax.Array, multiply: Multiply, shape: tuple[int, ...]
+) -> jax.Array:
+    """As `rows_times_rows`, of transposed operands in scale blocks along the rows of aligned groups.
+
+    Args:
+        lhs, rhs: codes as bytes, shape=(k or n, rows), and scales of shape (k or n, rows / block).
+        aligned: the sizes of the groups, multiples of the block.
+        multiply, shape: see `rows_times_rows`; k and n may be padded.
+    """
+    count, block_size = lhs.shape[1], lhs.shape[1] // lhs.bits.shape[1]
+    size = max(size_of_block(count, aligned.shape[0], 2), block_size)
+    leaves, treedef = jax.tree.flatten((lhs, rhs))
+    parts = [size // (count // leaf.shape[1]) for leaf in leaves]
+    padded = [jnp.pad(leaf, ((0, 0), (0, n))) for leaf, n in zip(leaves, parts, strict=True)]
+
+    def own(leaf: jax.Array, n: int, block: Blocks) -> jax.Array:
+        taken = lax.dynamic_slice_in_dim(leaf, block.start // (size // n), n, axis=1)
+        # Codes and scales, which may be NaN, of other groups are zeroed.
+        is_own = jnp.arange(n)[None] < block.own // (size // n)
+        return jnp.where(is_own, taken, jnp.zeros_like(taken))
+
+    def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
+        operands = [own(leaf, n, block) for leaf, n in zip(padded, parts, strict=True)]
+        product = multiply(*treedef.unflatten(operands))
+        return sums.at[block.group].add(product[: shape[1], : shape[2]]), None
+
+    sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(aligned, count, size))
+    return sums
+
+
+def _starts(sizes: jax.Array) -> jax.Array:
+    return jnp.cumsum(sizes) - sizes
+
+
+def _has_blocks(x: Operand) -> bool:
+    """Whether each leaf has the codes' first axis."""
+    return isinstance(x, ScaledArray) and x.scale.ndim > 1
+
+
 def _padded(rows: Operand, size: int) -> Operand:
     """The rows, followed by one block of zeros."""
-    return on_data(lambda x: jnp.pad(x, ((0, size), (0, 0))), rows)
+    pad = lambda x: jnp.pad(x, ((0, size), (0, 0)))  # noqa: E731
+    return jax.tree.map(pad, rows) if _has_blocks(rows) else on_data(pad, rows)
 
 
 def _rows(rows: Operand, block: Blocks, size: int) -> Operand:
@@ -169,5 +229,7 @@ def _matrix(matrices: Operand, group: Any) -> Operand:
 
 
 def _part(x: Any, take: Callable[[jax.Array], jax.Array], group: Any) -> Operand:
-    """A part of the data, with the group's scale."""
+    """A part of the data, with the group's scale or the scales of its blocks."""
+    if _has_blocks(x):
+        return jax.tree.map(take, x)
     return ScaledArray(take(x.data), x.scale[group]) if is_scaled(x) else take(x)
