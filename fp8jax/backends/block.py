@@ -9,6 +9,7 @@ Both operands have the contracted axis last, (m, k) and (n, k), as GPU instructi
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +44,8 @@ class Tiling(NamedTuple):
 TILING = Tiling()
 
 
-# Compute capability of the first GPUs with GEMMs of MXFP8 and NVFP4.
-FIRST_WITH_BLOCKS = (10, 0)
+# Compute capability of the first GPUs with GEMMs of FP8, and of MXFP8 and NVFP4.
+FIRST_WITH_FP8, FIRST_WITH_BLOCKS = (8, 9), (10, 0)
 
 # Whether the kernel is interpreted, to test it on a CPU.
 INTERPRET = False
@@ -52,13 +53,38 @@ INTERPRET = False
 
 def why_not(scaling: str) -> str | None:
     """None, or the reason why JAX's default device has no GEMMs for this scaling, and what to use instead."""
-    capability = capability_of(jax.devices()[0])
-    if capability is None:
+    device = jax.devices()[0]
+    if device.platform == "cpu":
         return None
+    capability = capability_of(device)
+    if capability is None:
+        return f"{device.device_kind} is no NVIDIA GPU, and has no GEMMs of blocks here; use the recipe te"
+    return lacks(capability, scaling)
+
+
+def lacks(capability: tuple[int, int], scaling: str) -> str | None:
+    """None, or the reason why GPUs of a compute capability have no GEMMs for a scaling, and what to use."""
     shown = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < FIRST_WITH_FP8:
+        return f"{shown} has no FP8 GEMMs, which need 8.9; use the recipe bf16"
     if scaling in ("mxfp8", "nvfp4") and capability < FIRST_WITH_BLOCKS:
-        return f"{shown} has no block-scaled GEMMs, which need 10.0; use the recipe block or te"
-    return f"{shown} has no FP8 GEMMs, which need 8.9; use the recipe bf16" if capability < (8, 9) else None
+        return f"{shown} has no GEMMs of MXFP8 or NVFP4, which need 10.0; use the recipe block or te"
+    return None
+
+
+def refuse(program: str, capability: tuple[int, int]) -> str | None:
+    """None, or the reason why a lowered program has block-scaled GEMMs that a GPU does not have.
+
+    XLA would dequantize their operands and say nothing.
+
+    Args:
+        program: its StableHLO.
+        capability: the GPU's compute capability.
+    """
+    if "@__op$block_scaled_dot" in program:
+        return lacks(capability, "mxfp8")
+    is_of_pallas = re.search(r"@__gpu\$xla\.gpu\.triton.*f8E[45]M", program)
+    return lacks(capability, "block") if is_of_pallas else None
 
 
 def dot(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any) -> jax.Array:

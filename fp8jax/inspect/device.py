@@ -19,9 +19,8 @@ from typing import Any
 import jax
 
 from fp8jax import backends
-from fp8jax.backends.block import FIRST_WITH_BLOCKS
+from fp8jax.backends.block import FIRST_WITH_BLOCKS, FIRST_WITH_FP8
 from fp8jax.inspect import targets
-from fp8jax.inspect.gemms import FIRST_WITH_FP8
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
 

@@ -21,6 +21,7 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.adapters import linen, nnx
+from fp8jax.backends.block import FIRST_WITH_FP8
 from fp8jax.dot import GEMMS
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.program import Gemm
@@ -33,8 +34,6 @@ from fp8jax.rewrite.report import Row as ReportRow
 from fp8jax.rewrite.rules import Rules
 
 NO_LAYER = "(no layer's)"
-
-FIRST_WITH_FP8 = (8, 9)  # compute capability of the first GPUs with FP8 GEMMs
 
 
 class Row(NamedTuple):

@@ -21,6 +21,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from fp8jax.backends import block
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -149,7 +151,8 @@ def lower_for(
         The lowered program, for `compile` and `program.read_lowered`.
 
     Raises:
-        ValueError: no such target, or `devices` is not positive.
+        ValueError: no such target, `devices` is not positive, or the GPU lacks block-scaled GEMMs of the
+            program.
         RuntimeError: the CUDA plugin is missing, or its version is not jaxlib's.
     """
     jitted = jax.jit(fn, donate_argnums=donate_argnums)
@@ -166,7 +169,13 @@ def lower_for(
     args = jax.tree.map(place, args)
     on = next((leaf.sharding.mesh for leaf in jax.tree.leaves(args)), on)
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the kind of GPU from it
-        return jitted.lower(*args)
+        lowered = jitted.lower(*args)
+    gpu = get(target)
+    if gpu.capability < block.FIRST_WITH_BLOCKS and (
+        reason := block.refuse(lowered.as_text(), gpu.capability)
+    ):
+        raise ValueError(f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}.")
+    return lowered
 
 
 def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.stages.Compiled:
