@@ -80,7 +80,7 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     chart = commands.add_parser("chart", help="the precision chart, read back from compiled programs")
-    chart.add_argument("recipes", nargs="*", default=list(PRESETS), help="by default all levels")
+    chart.add_argument("recipes", nargs="*", help="by default all levels that the device has GEMMs for")
     chart.add_argument("--devices", type=_devices, default=8, help="that share the batch (default 8)")
     chart.add_argument("--png", metavar="FILE", help="draw the chart, too")
 
@@ -164,11 +164,15 @@ def run_chart(args: argparse.Namespace) -> int:
     _configure(is_cpu=bool(args.target), devices=args.devices)
     from fp8jax.inspect import chart
 
-    recipes = [Recipe.parse(recipe) for recipe in args.recipes]
+    lacking = {} if args.recipes else chart.lacking(args.target)
+    names = args.recipes or [name for name in PRESETS if name not in lacking]
+    recipes = [Recipe.parse(recipe) for recipe in names]
     if args.png:
         chart.check_picture(args.png)
     rows = [chart.measure(recipe, target=args.target, devices=args.devices) for recipe in recipes]
     _print(args, chart.as_data(rows), lambda: chart.text(rows))
+    for name, reason in lacking.items():
+        print(f"fp8jax chart: {name} is left out: {reason}", file=sys.stderr)
     if args.png:
         chart.picture(rows, args.png)
     return int(any(row.differences for row in rows))

@@ -14,21 +14,22 @@ from fp8jax import Recipe, adapters, comm, optim
 from fp8jax.inspect import chart, targets
 from fp8jax.recipe import PRESETS
 
-# As in the README; moments are Adam's first and second.
+# As in the README; moments are Adam's first and second. Then what has a scale in the GEMMs.
 NEAREST = "nearest + nearest + value"
+HISTORY = "tensor, history"
 CHART = {
-    "fp32": ("FP32", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
-    "bf16": ("BF16", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
-    "fp16_amp": ("FP16", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
-    "te": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
-    "O1": ("FP8", "FP8", "FP16", "-", "FP8", "FP32 + FP32", NEAREST),
-    "O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
-    "O3": ("FP8", "FP8", "FP8", "FP16", "FP8", "FP8 + FP16", NEAREST),
-    "te+O2": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
-    "fp8": ("FP8", "FP8", "FP16", "-", "FP8", "FP8 + FP16", "stochastic + kahan + root"),
-    "block": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
-    "mxfp8": ("FP8", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
-    "nvfp4": ("FP4", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "fp32": ("FP32", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "bf16": ("BF16", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "fp16_amp": ("FP16", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "te": ("FP8", HISTORY, "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "O1": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP32 + FP32", NEAREST),
+    "O2": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
+    "O3": ("FP8", HISTORY, "FP8", "FP8", "FP16", "FP8", "FP8 + FP16", NEAREST),
+    "te+O2": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST),
+    "fp8": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", "stochastic + kahan + root"),
+    "block": ("FP8", "128x128 FP32 / 1x128 FP32", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "mxfp8": ("FP8", "1x32 E8M0", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
+    "nvfp4": ("FP4", "16x16 E4M3 / 1x16 E4M3", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST),
 }
 
 
@@ -66,6 +67,7 @@ def test_what_a_gpu_would_run_is_the_chart(name):
 # One change to a train step per column, none of which a recipe knows about.
 BREAKS = {
     "gemm": ("O2", "transform", {"override_linear_precision": (False, False, True)}),
+    "scaling": ("te", "transform", {"scaling": "current"}),
     "comm": ("O2", "Zero", {"comm": "FP32"}),
     "weight": ("O2", "transform", {"weight": "FP32"}),
     "master_weight": ("O3", "adamw", {"master_weight": "FP32"}),
@@ -90,6 +92,31 @@ def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     row = chart.measure(name, devices=8)
     assert row.differences == [column]
     assert f"(declared {row.cells[column].declared})" in chart.table([row])
+
+
+@pytest.mark.parametrize(
+    "recipe, scaling",
+    [
+        ("te,scaling=current", "tensor"),
+        ("nvfp4,fp4_options=hadamard", "1x16 E4M3"),
+        ("mxfp8+O2", "1x32 E8M0"),
+    ],
+)
+def test_scaling_is_read_back(recipe, scaling):
+    assert chart.measure(recipe, devices=2).cells["scaling"][:2] == (scaling, scaling)
+
+
+def test_a_step_of_another_block_shows(monkeypatch):
+    transform = adapters.transform
+    monkeypatch.setattr(adapters, "transform", lambda model, recipe: transform(model, "block"))
+    row = chart.measure("mxfp8", devices=2)
+    assert str(row.cells["scaling"]) == "128x128 FP32 / 1x128 FP32 (declared 1x32 E8M0)"
+
+
+def test_levels_without_gemms_on_a_gpu_are_left_out():
+    lacking = {target: chart.lacking(target) for target in (None, "h200", "b200")}
+    assert [list(each) for each in lacking.values()] == [[], ["mxfp8", "nvfp4"], []]
+    assert "need 10.0; use the recipe block or te" in lacking["h200"]["mxfp8"]
 
 
 def test_too_many_devices_and_unknown_names_raise():
@@ -144,7 +171,7 @@ def test_the_command_prints_a_table_and_evidence():
     done = command("chart", "te,override_linear_precision=False+False+True", "--devices", "2")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    headings = "recipe GEMM comm weight master weight gradient moments rounding"
+    headings = "recipe GEMM scaling comm weight master weight gradient moments rounding"
     assert lines[0].split() == headings.split()
     assert "FP32 / FP8 (declared FP8)" in lines[1]
     assert any("f8e4m3fn x f8e4m3fn dot" in line for line in lines)

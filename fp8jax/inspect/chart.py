@@ -6,7 +6,8 @@
 A recipe declares a format for each kind of tensor. `measure` compiles a data-parallel train step of two
 layers and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe.
 For a GPU that is not here, GEMMs are read from the optimized program. A CPU computes FP8 GEMMs in a wider
-format, so there GEMMs are read from the lowered program.
+format, so there GEMMs are read from the lowered program. So is what has a scale, for all devices: a tensor or
+blocks of it, and the scales' format. A "history" is an array of amaxes in the scaling state.
 """
 
 import collections
@@ -20,18 +21,20 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import adapters, gradients, optim
+from fp8jax.backends import block
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.step import training_step
 from fp8jax.inspect.tables import align
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
 from fp8jax.quantization import is_scaled
-from fp8jax.recipe import Recipe
-from fp8jax.variables import PARAMS
+from fp8jax.recipe import PRESETS, Recipe
+from fp8jax.variables import PARAMS, SCALING
 
 # Column -> heading.
 HEADINGS = {
     "gemm": "GEMM",
+    "scaling": "scaling",
     "comm": "comm",
     "weight": "weight",
     "master_weight": "master",
@@ -54,6 +57,16 @@ _DTYPES = {
 }
 _FORMATS = {dtype: name for name, dtypes in _DTYPES.items() for dtype in dtypes}
 _BITS = {"FP4": 4, "FP8": 8, "FP16": 16, "BF16": 16, "FP32": 32}
+# Scaling -> the blocks with a scale each, and the scale's format.
+_SCALES = {
+    "delayed": "tensor, history",
+    "current": "tensor",
+    "block": "128x128 FP32 / 1x128 FP32",
+    "block_float32": "128x128 FP32 / 1x128 FP32",
+    "mxfp8": "1x32 E8M0",
+    "nvfp4": "16x16 E4M3 / 1x16 E4M3",
+}
+_SCALE_FORMATS = {"f32": "FP32", "f8e8m0fnu": "E8M0", "f8e4m3fn": "E4M3"}
 
 
 class Cell(NamedTuple):
@@ -89,7 +102,26 @@ def declare(recipe: Recipe) -> dict[str, str]:
     """A recipe's row of the chart."""
     row = {column: getattr(recipe, column) for column in COLUMNS}
     row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
-    return {column: re.sub("E4M3|E5M2", "FP8", formats) for column, formats in row.items()}
+    row = {column: re.sub("E4M3|E5M2", "FP8", formats) for column, formats in row.items()}
+    is_by_row = recipe.gemm == "FP4" and "2d" not in recipe.fp4_options
+    scales = "1x16 E4M3" if is_by_row else _SCALES[recipe.scaling]
+    return {**row, "scaling": scales if recipe.is_quantized else "-"}
+
+
+def lacking(target: str | None) -> dict[str, str]:
+    """The presets with block-scaled GEMMs that a GPU or this machine lacks, and the reasons.
+
+    Args:
+        target: as in `measure`.
+    """
+    reasons = {
+        name: block.lacks(targets.get(target).capability, recipe.scaling)
+        if target
+        else block.why_not(recipe.scaling)
+        for name, recipe in PRESETS.items()
+        if recipe.has_blocks
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8) -> Row:
@@ -124,6 +156,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
     [adam] = (node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node))
     measured = {
         "gemm": _of_gemms(program.read_lowered(lowered) if device.platform == "cpu" else read.gemms),
+        "scaling": _of_scales(gradients.value_and_grad(loss_fn), step.args[0], *step.args[2:]),
         "comm": _of_collectives(read.collectives, devices),
         "weight": _of_arrays(variables[PARAMS]),
         "master_weight": _of_arrays(adam.master),
@@ -147,6 +180,18 @@ def _of_gemms(gemms: Sequence[program.Gemm]) -> tuple[str, str]:
     """The wider operand's format of each GEMM."""
     wider = [max(_format(gemm.lhs), _format(gemm.rhs), key=_bits) for gemm in gemms]
     return _mixed(wider), _counted(f"{gemm.lhs} x {gemm.rhs} {gemm.kind}" for gemm in gemms)
+
+
+def _of_scales(value_and_grad: Any, variables: Any, *inputs: Any) -> tuple[str, str]:
+    """What has a scale in the GEMMs, as a CPU would compute them, and whether it has an amax history."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, *inputs))
+    lowered = jax.jit(value_and_grad).trace(*shapes).lower(lowering_platforms=("cpu",))
+    gemms = [gemm for gemm in program.read_lowered(lowered) if gemm.is_fp8]
+    found = [block for gemm in gemms for block in gemm.blocks or ("tensor",)]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(variables.get(SCALING, {}))]
+    history = ", history" if any("amax_history" in path for path in paths) else ""
+    names = [re.sub(r"\w+$", lambda dtype: _SCALE_FORMATS.get(dtype[0], dtype[0]), block) for block in found]
+    return _mixed(name + history * (name == "tensor") for name in names), _counted(found)
 
 
 def _of_collectives(collectives: Sequence[program.Collective], devices: int) -> tuple[str, str]:

@@ -39,6 +39,9 @@ class Gemm(NamedTuple):
     fast: bool  # sums may be accumulated in less than float32 (precision DEFAULT)
     runs: int  # how often it runs in one call: trip counts of the loops around it; 1 where unknown
     name: str  # where JAX traced it, e.g. "jit(step)/jvp(Dense_0)/dot_general"
+    blocks: tuple[
+        str, ...
+    ] = ()  # of `read_lowered`: block and scale of each block-scaled operand, "1x128 f32"
 
     @property
     def is_fp8(self) -> bool:

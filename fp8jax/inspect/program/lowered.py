@@ -30,7 +30,8 @@ def read_lowered(lowered: jax.stages.Lowered) -> tuple[Gemm, ...]:
     for dot, _, scope in module.executed():
         if dot.opcode == "dot" and (gemm := gemm_of(module, dot)):
             lhs, rhs = map(_narrowest, dot.operands)
-            gemms.append(gemm._replace(lhs=lhs, rhs=rhs, name=scope + gemm.name))
+            blocks = tuple(filter(None, map(_block, dot.operands)))
+            gemms.append(gemm._replace(lhs=lhs, rhs=rhs, name=scope + gemm.name, blocks=blocks))
     return tuple(gemms)
 
 
@@ -44,6 +45,20 @@ def _narrowest(operand: Instruction | None) -> str:
             floats.append(operand.first)
         operand = _before(operand)
     return min(floats, key=lambda array: array.bits).dtype if floats else ""
+
+
+def _block(operand: Instruction) -> str:
+    """The block and the dtype of an operand's scales, as "1x128 f32"; "" without scales of blocks."""
+    at: Instruction | None = operand
+    while at is not None and at.opcode != "multiply":
+        at = _before(at)
+    if at is None:
+        return ""
+    scale = at.operands[1]
+    while scale.opcode in ("broadcast", "reshape"):
+        scale = scale.operands[0]
+    sizes = zip(operand.first.dims[-2:], scale.first.dims[-2:], strict=False)
+    return f"{'x'.join(str(dim // blocks) for dim, blocks in sizes)} {_narrowest(scale)}"
 
 
 def _before(operand: Instruction) -> Instruction | None:
