@@ -11,6 +11,8 @@ import time
 import jax
 import pytest
 
+from fp8jax import backends
+
 ROOT = pathlib.Path(__file__).parent.parent
 PROGRAM = str(ROOT / "examples/bench/gpu.py")
 
@@ -48,7 +50,19 @@ def test_the_dry_run_leaves_a_whole_record(gpu, tmp_path):
     [checks] = kept["sections"]["correctness"]["tables"].values()
     assert len(checks) >= 14 and all(check["held"] for check in checks)
     ways = {row["way"] for rows in kept["sections"]["gemm"]["tables"].values() for row in rows}
-    assert ways == {"bf16", "fp8jax", "fp8jax, kernel (k, n)", "torch._scaled_mm"}
+    ours = {
+        "fp8jax",
+        "fp8jax, kernel (k, n)",
+        "block",
+        "mxfp8",
+        "nvfp4",
+        "block, least speed / the FP8 GEMM's",
+    }
+    assert gpu.TILINGS[0] == "x".join(map(str, backends.block.TILING))
+    tilings = {f"block {tiling}" for tiling in gpu.TILINGS[1:]}
+    assert ways == {"bf16", "torch._scaled_mm", *ours, *tilings}
+    for name in ("block", "mxfp8", "nvfp4"):
+        assert sum(check["what"].startswith(f"{name}") for check in checks) == 7
     [layers] = kept["sections"]["layer"]["tables"].values()
     assert {row["way"] for row in layers} >= {"bf16", "fp8jax te", "fp8jax te,scaling=current"}
     # What could not be measured is said with its reason.
@@ -62,7 +76,7 @@ def test_the_dry_run_leaves_a_whole_record(gpu, tmp_path):
     assert len({row["steps"] for row in learned}) == 1
 
     page = (record / "table.md").read_text()
-    assert len(kept["targets"]) == 11
+    assert len(kept["targets"]) == 12
     for line in kept["targets"]:
         assert line["measured"] is not None and math.isfinite(line["measured"])
         assert line["verdict"] == "not judged: a dry run"
@@ -72,7 +86,7 @@ def test_the_dry_run_leaves_a_whole_record(gpu, tmp_path):
 
 def test_a_section_alone(tmp_path):
     _, kept, _ = dry_run(tmp_path, "--only", "gemm")
-    small, _ = kept["sections"]["gemm"]["tables"].values()
+    small, *_ = kept["sections"]["gemm"]["tables"].values()
     assert [row["way"] for row in small][:2] == ["bf16", "fp8jax"]
     verdicts = {line["target"]: line["verdict"] for line in kept["targets"]}
     assert verdicts["GPT-124M, validation loss, O2 - bf16"] == "not run: the section was left out"

@@ -22,7 +22,7 @@ import optax
 import output
 
 import fp8jax
-from fp8jax import ScaledArray, formats
+from fp8jax import ScaledArray, formats, scaling
 from fp8jax.inspect import program
 from fp8jax.quantization import cast, is_scaled
 
@@ -35,7 +35,7 @@ STEPS = 3
 def rows(is_tiny: bool) -> list[dict[str, Any]]:
     """All rows; a part that fails is a row that did not hold."""
     found = []
-    for part in (casts, gemm_counts, products, optimizer, losses):
+    for part in (casts, gemm_counts, products, in_blocks, optimizer, losses):
         try:
             found += part(is_tiny)
         except Exception as error:
@@ -86,31 +86,78 @@ def casts(is_tiny: bool) -> list[dict[str, Any]]:
 
 def products(is_tiny: bool) -> list[dict[str, Any]]:
     """The GEMMs of a dense layer, forward and backward, against the reference backend on the CPU."""
-    m, k, n = (32, 64, 48) if is_tiny else (512, 1024, 768)
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, kernel, grad = (
-        jax.random.normal(key, shape, jnp.bfloat16)
-        for key, shape in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
-    )
-    dims = (((1,), (0,)), ((), ()))
-
-    def three(backend: str, x: Any, kernel: Any, grad: Any) -> Any:
-        def dot(x: Any, kernel: Any, state: Any) -> Any:
-            return fp8jax.dot.dot_general(x, kernel, dims, recipe=RECIPE, state=state, backend=backend)
-
-        out, pull = jax.vjp(dot, x, kernel, fp8jax.dot.init_state(RECIPE))
-        return out, *pull(grad)[:2]
-
-    ways = (jax.jit(functools.partial(three, backend)) for backend in ("auto", "reference"))
+    x, kernel, grad = operands(is_tiny)
+    ways = (jax.jit(functools.partial(three, RECIPE, backend)) for backend in ("auto", "reference"))
     ours, meant = here_and_there(*ways, x, kernel, grad)
     a, b, g = (np.abs(np.asarray(operand, np.float32)) for operand in (x, kernel, grad))
     # Sums of the products' magnitudes; a cast can raise an operand by a sixteenth or, to E5M2, an eighth.
     sizes = (1.13 * (a @ b), 1.2 * (g @ b.T), 1.2 * (a.T @ g))
-    additions = (k / 32, 128 / 32, 128 / 32)
+    return compared("", ours, meant, sizes, (x.shape[1] / 32, 128 / 32, 128 / 32))
+
+
+def operands(is_tiny: bool) -> list[jax.Array]:
+    """An input, a kernel and an output gradient."""
+    m, k, n = (32, 64, 48) if is_tiny else (512, 1024, 768)
+    pairs = zip(jax.random.split(jax.random.key(0), 3), ((m, k), (k, n), (m, n)), strict=True)
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in pairs]
+
+
+def three(recipe: str, backend: str, x: Any, kernel: Any, grad: Any) -> Any:
+    """The output of a dense layer, and the gradients of its input and kernel."""
+
+    def dot(x: Any, kernel: Any, state: Any) -> Any:
+        dims = (((1,), (0,)), ((), ()))
+        return fp8jax.dot.dot_general(x, kernel, dims, recipe=recipe, state=state, backend=backend)
+
+    out, pull = jax.vjp(dot, x, kernel, fp8jax.dot.init_state(recipe))
+    return out, *pull(grad)[:2]
+
+
+def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
+    """The same with scales of blocks: equal codes and scales, and GEMMs of them."""
+    given, found = operands(is_tiny), []
+    for name in ("block", "mxfp8", "nvfp4"):
+        if reason := fp8jax.backends.block.why_not(name):
+            found.append(row(f"{name}: {reason}", None, None, True))
+            continue
+        copies, meant = here_and_there(*[jax.jit(functools.partial(quantized, name))] * 2, *given)
+        pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(meant), strict=True)
+        wrong = sum(int(np.sum(one.view(np.uint8) != other.view(np.uint8))) for one, other in pairs)
+        found.append(row(f"{name}: bytes of codes and scales that differ from the CPU's", wrong, 0))
+        (x1, x2), (w1, w2), (g1, g2) = (
+            [np.abs(np.asarray(jax.tree.map(jnp.asarray, copy).dequantize())) for copy in pair]
+            for pair in meant
+        )
+        ways = [jax.jit(functools.partial(three, name, "auto"))] * 2
+        ours, meant = here_and_there(*ways, *given)
+        sizes = (x1 @ w1.T, g1 @ w2.T, x2 @ g2.T)
+        sizes = [size[: out.shape[0], : out.shape[1]] for size, out in zip(sizes, ours, strict=True)]
+        # The kernel for "block" goes to float32 every 128 products; of cuDNN that is not known.
+        additions = [4.0 if name == "block" else x.shape[1] / 32 for x in (x1, g1, x2)]
+        found += compared(f"{name}, ", ours, meant, sizes, additions)
+    return found
+
+
+def quantized(name: str, *given: jax.Array) -> Any:
+    """Both copies of the three operands."""
+    recipe, state = fp8jax.Recipe.parse(name), fp8jax.dot.init_state(name)
+    return [scaling.block.quantized(recipe, number, x, state) for number, x in enumerate(given)]
+
+
+def compared(prefix: str, ours: Any, meant: Any, sizes: Any, additions: Any) -> list[dict[str, Any]]:
+    """Two rows for each GEMM.
+
+    Args:
+        prefix: of their names.
+        ours, meant: the results of `three` here and on the CPU.
+        sizes: sums of the products' magnitudes.
+        additions: that each number of a result is rounded for, in the tensor cores' registers.
+    """
     found = []
-    for name, own, other, magnitude, count in zip(
+    for kind, own, other, magnitude, count in zip(
         ("fprop", "dgrad", "wgrad"), ours, meant, sizes, additions, strict=True
     ):
+        name = f"{prefix}{kind}"
         own, other = np.asarray(own, np.float32), np.asarray(other, np.float32)
         bound = (count + 1) * REGISTER * magnitude + 2 * HALF_ULP * np.abs(other)
         worst = float(np.max(np.abs(own - other) / bound))

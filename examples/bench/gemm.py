@@ -1,13 +1,18 @@
-"""Matrix products: TFLOP/s of bfloat16, of our FP8 product, and of `torch._scaled_mm`, which is the ceiling.
+"""Matrix products: TFLOP/s of bfloat16, of our FP8 products, and of `torch._scaled_mm`, which is the ceiling.
 
     python examples/bench/gemm.py
+    python examples/bench/gemm.py --tilings 128x128x8x4x8 64x128x4x4x8
     python examples/bench/gemm.py --tiny
 
 The operands of ours and of torch's are the same random codes, ready: no cast is timed. Each program
 multiplies several pairs, which together do not fit into a GPU's cache. "(k, n)" is the kernel as a dense
 layer keeps it: cuBLASLt takes FP8 operands with the summed axis last, so XLA transposes it first.
+
+"block", "mxfp8" and "nvfp4" have a scale for each block. "block" is a Pallas kernel: `--tilings` are rows and
+columns of a tile, warps, stages and grouped rows (`fp8jax.backends.block.Tiling`), the first one the default.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +24,27 @@ from jax import lax
 
 from fp8jax import backends, formats, quantize
 from fp8jax.inspect import program
+from fp8jax.quantization import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    MXFP8,
+    NVFP4_1X16,
+    NVFP4_16X16,
+    quantize_blocks,
+)
 
 # Size of the square matrices -> pairs of them; the first is judged.
 SIZES = {8192: 4, 4096: 12, 16384: 2}
 TINY = {32: 2, 64: 2}
 
 TORCH, OURS, OURS_KN, BF16 = "torch._scaled_mm", "fp8jax", "fp8jax, kernel (k, n)", "bf16"
+LEAST = "block, least speed / the FP8 GEMM's"
+METHODS = {
+    "block": (BLOCK_1X128, BLOCK_128X128),
+    "mxfp8": (MXFP8, MXFP8),
+    "nvfp4": (NVFP4_1X16, NVFP4_16X16),
+}
+TILING = "x".join(map(str, backends.block.TILING))
 LAST = (((1,), (1,)), ((), ()))  # both sum over their last axis
 FIRST = (((1,), (0,)), ((), ()))
 
@@ -42,7 +62,24 @@ def operands(size: int, pairs: int) -> tuple[list[Any], list[Any]]:
     return [list(zip(each[::2], each[1::2], strict=True)) for each in (wide, narrow)]  # pyright: ignore
 
 
-def rows(size: int, pairs: int, rounds: int, skipped: dict[str, str]) -> output.Rows:
+def in_blocks(wide: Any, tilings: list[str], skipped: dict[str, str]) -> dict[str, Any]:
+    """For each way with scales of blocks its product, and its operands."""
+    found = {}
+    for scaling, methods in METHODS.items():
+        if reason := backends.block.why_not(scaling):
+            skipped[scaling] = reason
+            continue
+        cast = [jax.jit(functools.partial(quantize_blocks, method=method)) for method in methods]
+        ready = [tuple(to(x) for to, x in zip(cast, pair, strict=True)) for pair in wide]
+        for number, text in enumerate(tilings if scaling == "block" else [TILING]):
+            tiling = backends.block.Tiling(*map(int, text.split("x")))
+            dot = functools.partial(backends.block.dot, out_dtype=jnp.bfloat16, tiling=tiling)
+            name = f"{scaling} {text}" if number else scaling
+            found[name] = (lambda each, dot=dot: [dot(a, b) for a, b in each], ready)
+    return found
+
+
+def rows(size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[str, str]) -> output.Rows:
     """One row a way, from the seconds of all pairs."""
     wide, narrow = operands(size, pairs)
     product = backends.BACKENDS["xla"].dot
@@ -54,6 +91,7 @@ def rows(size: int, pairs: int, rounds: int, skipped: dict[str, str]) -> output.
         return [lax.dot_general(a, b, LAST, preferred_element_type=jnp.bfloat16) for a, b in each]
 
     ways = {BF16: (in_bf16, wide), OURS: (multiplied(LAST), narrow), OURS_KN: (multiplied(FIRST), narrow)}
+    ways |= in_blocks(wide, tilings, skipped)
     compiled = {name: jax.jit(function).lower(each).compile() for name, (function, each) in ways.items()}
     timers = {
         name: clock.timer(lambda run=run, name=name: run(ways[name][1])) for name, run in compiled.items()
@@ -65,7 +103,8 @@ def rows(size: int, pairs: int, rounds: int, skipped: dict[str, str]) -> output.
     times, found = clock.take_turns(timers, rounds), []
     for name in times:
         low, middle, high = (2e-12 * size**3 * pairs / s for s in clock.quartiles(times[name]))
-        fp8 = program.read(compiled[name]).count("cublaslt_f8") if name in compiled else None
+        kinds = ("cublaslt_f8", "pallas_blocks", "cudnn_blocks")
+        fp8 = program.read(compiled[name]).count(*kinds) if name in compiled else None
         found.append(
             {
                 "way": name,
@@ -73,6 +112,7 @@ def rows(size: int, pairs: int, rounds: int, skipped: dict[str, str]) -> output.
                 "lower": high,
                 "upper": low,
                 "torch /": clock.ratio(times, TORCH, name),
+                "fp8jax /": clock.ratio(times, OURS, name),
                 "FP8 GEMMs": None if fp8 is None else f"{fp8} of {pairs}",
             }
         )
@@ -105,13 +145,19 @@ def torch_product(pairs: list[Any]) -> tuple[Callable[[], Any], Callable[[Any], 
 
 def main() -> None:
     """Measures and prints."""
-    args = output.parse(__doc__, tiny={"rounds": 2}, rounds=30)
+    args = output.parse(__doc__, tiny={"rounds": 2}, rounds=30, tilings=[TILING])
     skipped: dict[str, str] = {}
     sizes = TINY if args.tiny else SIZES
     sections = {
-        f"GEMM {size} x {size} x {size}": rows(size, pairs, args.rounds, skipped)
+        f"GEMM {size} x {size} x {size}": rows(size, pairs, args.rounds, args.tilings, skipped)
         for size, pairs in sizes.items()
     }
+    speeds = [
+        row["fp8jax /"] for found in list(sections.values())[:2] for row in found if row["way"] == "block"
+    ]
+    sections["scales of blocks, the first two sizes"] = [
+        {"way": LEAST, "fp8jax /": min(speeds, default=None)}
+    ]
     output.finish("gemm", output.device(), sections, args, skipped=skipped)
 
 

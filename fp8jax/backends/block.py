@@ -87,7 +87,7 @@ def refuse(program: str, capability: tuple[int, int]) -> str | None:
     return lacks(capability, "block") if is_of_pallas else None
 
 
-def dot(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any) -> jax.Array:
+def dot(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any, tiling: Tiling = TILING) -> jax.Array:
     """([batch,] m, k) times ([batch,] n, k), accumulated in float32.
 
     The product of two blocks is scaled before it is added to the output's float32 sum. Hopper adds the 128
@@ -95,19 +95,20 @@ def dot(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any) -> jax.Array:
     """
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((*lhs.shape[:-1], rhs.shape[-2]), out_dtype)
-    return by_platform(lhs, rhs, cpu=_emulated, default=_on_gpu, is_deferred=False, out_dtype=out_dtype)
+    static = {"out_dtype": out_dtype, "tiling": tiling}
+    return by_platform(lhs, rhs, cpu=_emulated, default=_on_gpu, is_deferred=False, **static)
 
 
-def _emulated(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any) -> jax.Array:
+def _emulated(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any, tiling: Tiling) -> jax.Array:
     batch = tuple(range(lhs.ndim - 2))
     numbers = (((lhs.ndim - 1,), (rhs.ndim - 1,)), (batch, batch))
     out = lax.dot_general(lhs.dequantize(), rhs.dequantize(), numbers, preferred_element_type=jnp.float32)
     return out.astype(out_dtype)
 
 
-def _on_gpu(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any) -> jax.Array:
+def _on_gpu(lhs: ScaledArray, rhs: ScaledArray, *, out_dtype: Any, tiling: Tiling = TILING) -> jax.Array:
     has_float32_scales = not is_scaled(lhs.scale) and lhs.scale.dtype == jnp.float32
-    gemm = _tiled if has_float32_scales else _cudnn
+    gemm = functools.partial(_tiled, tiling=tiling) if has_float32_scales else _cudnn
     if lhs.ndim == 2:
         lhs, rhs = (jax.tree.map(lambda leaf: leaf[None], x) for x in (lhs, rhs))
         return gemm(lhs, rhs, out_dtype)[0]
