@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from fp8jax.inspect import targets
+from fp8jax.backends import block
+from fp8jax.inspect import gemms, targets
 
 A100 = dataclasses.replace(targets.get("h100"), name="a100", device="NVIDIA A100", capability=(8, 0))
 X = jnp.ones((128, 128), jnp.bfloat16)
@@ -59,3 +60,23 @@ def test_device_without_a_format_is_refused(device, says, monkeypatch):
         return
     with pytest.raises(ValueError, match=f"scaling=mxfp8 cannot run here: .*{says}"):
         fp8jax.transform(nn.Dense(128), "mxfp8").init(jax.random.key(0), X)
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize("target, kinds", [("b200", ""), ("h200", "fprop and wgrad")])
+def test_gemms_that_xla_dequantizes_are_named_with_the_cause(target, kinds, monkeypatch):
+    """As on a GPU that is let through."""
+    monkeypatch.setattr(block, "refuse", lambda *_: None)
+    rows = gemms.check((nn.Dense(256, name="up"), (X,)), "mxfp8", target=target)
+    assert bool(rows[0].complaint) == bool(kinds) and rows[0].fp8 == (0 if kinds else 2)
+    cause = "XLA dequantizes blocks where cuDNN has no GEMM for the GPU or the shapes"
+    assert not kinds or (rows[0].complaint.startswith(kinds) and rows[0].complaint.endswith(cause))
+
+
+def test_report_says_which_scaling_a_layer_has():
+    layers = nn.Sequential([nn.Dense(64), nn.Dense(64), nn.Dense(64), nn.Dense(64)])
+    rules = [fp8jax.Rule(last=1), fp8jax.Rule("layers_0", "te"), fp8jax.Rule("layers_1", "mxfp8")]
+    report = fp8jax.transform(layers, "nvfp4", rules=rules).report(X)
+    assert [row.scaling for row in report.rows] == ["delayed", "mxfp8", "nvfp4", ""]
+    answers = [line.split("%  ")[1] for line in str(report).splitlines()[2:6]]
+    assert answers == ["yes", "yes, mxfp8", "yes, nvfp4", "rule: gemm=BF16"]

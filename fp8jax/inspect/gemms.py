@@ -71,10 +71,15 @@ def check(
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     model = transformed(model, recipe)
     loss_fn, variables = loss_of(model, inputs, *loss)
-    lowered = targets.lower_for(gradients.value_and_grad(loss_fn), variables, *inputs, target=target)
+    step = gradients.value_and_grad(loss_fn)
+    lowered = targets.lower_for(step, variables, *inputs, target=target)
     gemms = compiled = program.read_lowered(lowered)
     if target is not None or jax.devices()[0].platform != "cpu":
         compiled = program.read(targets.compile(lowered, target)).gemms
+        if any(row.scaling not in ("", "delayed", "current") for row in report_of(model, inputs).rows):
+            # For a GPU, GEMMs of blocks are calls; for a CPU, dots.
+            lowered = jax.jit(step).trace(variables, *inputs).lower(lowering_platforms=("cpu",))
+            gemms = program.read_lowered(lowered)
     capability = capability_of(jax.devices()[0]) if target is None else targets.get(target).capability
     return _compared(report_of(model, inputs), _high_precision(model), gemms, compiled, capability)
 
@@ -164,6 +169,8 @@ def _cause(lost: list[Gemm], replaced: list[Gemm], capability: tuple[int, int] |
     """The likely cause why XLA computes the FP8 GEMMs `lost` as `replaced`, which are not FP8."""
     if capability is not None and capability < FIRST_WITH_FP8:
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 GEMMs; they need 8.9"
+    if any(gemm.blocks for gemm in lost):
+        return "XLA dequantizes blocks where cuDNN has no GEMM for the GPU or the shapes"
     if any(gemm.lhs == gemm.rhs == "f8e5m2" for gemm in lost):
         return "cuBLASLt has no GEMM of E5M2 with E5M2"
     if any(len(gemm.out_shape) > 2 for gemm in lost):

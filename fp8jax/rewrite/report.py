@@ -30,6 +30,7 @@ class Row(NamedTuple):
     lora: int = 0  # rank of its adapters; 0 without adapters
     # rows, inputs and outputs of its first matmul; of one block for experts
     gemm: tuple[int, int, int] | None = None
+    scaling: str = ""  # of a layer in FP8
 
 
 class Report(NamedTuple):
@@ -57,7 +58,7 @@ class Report(NamedTuple):
         cells = [("layer", "kind", "kernel", "FLOPs", "FP8")]
         for row in self.rows:
             shape = "x".join(map(str, row.kernel_shape))
-            answer = "yes" if row.fp8 else row.reason
+            answer = row.reason or ("yes" if row.scaling in ("", "delayed") else f"yes, {row.scaling}")
             answer += f", adapters of rank {row.lora}" if row.lora else ""
             cells.append((row.path or "(root)", row.kind, shape, share(row.flops), answer))
         others = self.flops - sum(row.flops for row in self.rows)
@@ -102,7 +103,9 @@ def make_report(
         assert dot.path is not None
         key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
         name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
-        row = rows.get(key) or Row(layer_path(dot.path), name, dot.shape, key[1], key[2], gemm=dot.gemm)
+        scaling = choice.recipe.scaling if choice.reason is None else ""
+        row = Row(layer_path(dot.path), name, dot.shape, *key[1:], gemm=dot.gemm, scaling=scaling)
+        row = rows.get(key, row)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())
     for (scope, path), flops in found.convolutions.items():

@@ -57,6 +57,8 @@ def _block(operand: Instruction) -> str:
     scale = at.operands[1]
     while scale.opcode in ("broadcast", "reshape"):
         scale = scale.operands[0]
+    if not scale.first.dims:  # that of a tensor
+        return ""
     sizes = zip(operand.first.dims[-2:], scale.first.dims[-2:], strict=False)
     return f"{'x'.join(str(dim // blocks) for dim, blocks in sizes)} {_narrowest(scale)}"
 
