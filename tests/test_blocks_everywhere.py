@@ -280,3 +280,49 @@ def test_compiled_gemms_of_experts(recipe, target, kind):
     assert [gemm.kind for gemm in read.gemms] == [kind] * 3 and all(gemm.is_fp8 for gemm in read.gemms)
     casts = [line for line in compiled.as_text().splitlines() if "cast_rhs" in line]
     assert casts and not any("/while/body/" in line for line in casts)
+
+
+# Remat ###########################################################################################
+
+
+class Blocks(nn.Module):
+    """Two blocks of two layers, whose second input is computed from the first output."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x + nn.Dense(256, name="down")(jnp.sin(nn.Dense(512, name="up")(x)))
+
+        return Block(name="second")(Block(name="first")(x))
+
+
+@functools.cache
+def checkpointed(recipe, policy):
+    """The loss and its gradients, and the bytes of the residuals."""
+    model = fp8jax.transform(Blocks(), recipe, gradient_checkpointing=policy)
+    x = normal(4, 128, 256)
+    variables = model.init(jax.random.key(0), x)
+    loss_fn = lambda variables: jnp.mean(jnp.sin(model.apply(variables, x)))  # noqa: E731
+    pull = jax.eval_shape(lambda variables: jax.vjp(loss_fn, variables)[1], variables)
+    sizes = (np.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 4) for leaf in jax.tree.leaves(pull))
+    return jax.jit(fp8jax.value_and_grad(loss_fn))(variables), sum(sizes)
+
+
+@pytest.mark.filterwarnings("ignore:a gradient is taken with respect to weights")
+@pytest.mark.parametrize("policy", ["fp8", "full", "dots"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_remat_gives_the_same_bits(recipe, policy):
+    """Also of gradients that NVFP4 rounds at random. "full" is the default policy of `jax.checkpoint`."""
+    same_bits(checkpointed(recipe, policy)[0], checkpointed(recipe, "none")[0])
+
+
+@pytest.mark.filterwarnings("ignore:a gradient is taken with respect to weights")
+@pytest.mark.parametrize("recipe, each", [("block", 1 + 4 / 128), ("mxfp8", 1 + 1 / 32), ("nvfp4", 9 / 16)])
+def test_remat_saves_codes(recipe, each):
+    """For each layer the codes and scales of its input for wgrad, and nothing in high precision."""
+    full, fp8, none = (checkpointed(recipe, policy)[1] for policy in ("full", "fp8", "none"))
+    of_tensors = 4 * 4 * (recipe == "nvfp4")
+    assert fp8 - full == 2 * 128 * (256 + 512) * each + of_tensors
+    assert fp8 < none

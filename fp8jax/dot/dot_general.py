@@ -135,6 +135,9 @@ def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
     activation takes 1 byte per entry, in a bf16 model 2. To save more, combine policies with
     `jax.checkpoint_policies.save_from_both_policies`.
 
+    Under block scaling the saved operands are those of the weight gradient's GEMM. The forward's, which have
+    other blocks, are cast again for a dot whose output is recomputed.
+
     The arguments are those of a `jax.checkpoint` policy.
     """
     return _save_operands(primitive, *avals, **params)
