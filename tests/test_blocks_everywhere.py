@@ -13,15 +13,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
+from fp8jax import Recipe
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot import Weight, dot_general, init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect import program, targets
 from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, twice_fp4, value
 from fp8jax.scaling import block
-from fp8jax.train import checkpoint
-from fp8jax.variables import FROZEN, PARAMS
+from fp8jax.train import checkpoint, metrics
+from fp8jax.variables import FROZEN, PARAMS, SCALING
 
 RECIPES = ["block", "mxfp8", "nvfp4"]
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 DEVICES = 4
 
 
@@ -76,10 +78,15 @@ def gathered_bytes(text):
 
 @pytest.mark.parametrize(
     "case, format",
-    [(ROWS, None), (COLUMNS, None), (HEADS, None), (RUNS, None), (ROWS, "FP16"), (COLUMNS, "E4M3")],
-    ids=["rows", "columns", "heads", "runs", "FP16", "E4M3"],
+    [
+        (ROWS, None),
+        (RUNS, None),
+        (COLUMNS, "E4M3"),
+        *(long(*each) for each in ((COLUMNS, None), (HEADS, None), (ROWS, "FP16"))),
+    ],
+    ids=["rows", "runs", "E4M3", "columns", "heads", "FP16"],
 )
-@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4,fp4_options=stochastic"])
+@pytest.mark.parametrize("recipe", [*RECIPES, long("nvfp4,fp4_options=stochastic")])
 def test_sharded_kernels_are_sent_as_codes(recipe, case, format):
     """Forward and backward gather codes and scales, and compute what the whole kernel does, to the bit."""
     shape, contracted, axis = case
@@ -311,7 +318,7 @@ def checkpointed(recipe, policy):
 
 
 @pytest.mark.filterwarnings("ignore:a gradient is taken with respect to weights")
-@pytest.mark.parametrize("policy", ["fp8", "full", "dots"])
+@pytest.mark.parametrize("policy", ["fp8", "full", long("dots")])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_remat_gives_the_same_bits(recipe, policy):
     """Also of gradients that NVFP4 rounds at random. "full" is the default policy of `jax.checkpoint`."""
@@ -326,3 +333,75 @@ def test_remat_saves_codes(recipe, each):
     of_tensors = 4 * 4 * (recipe == "nvfp4")
     assert fp8 - full == 2 * 128 * (256 + 512) * each + of_tensors
     assert fp8 < none
+
+
+# Steps ###########################################################################################
+
+
+def training(recipe):
+    """The first state of a training, and its step."""
+    model, tx = fp8jax.transform(Blocks(), recipe), fp8jax.optim.adamw(1e-2, recipe)
+    variables = model.init(jax.random.key(0), normal(4, 64, 256))
+
+    @jax.jit
+    def step(state, x):
+        loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - jnp.sin(x)) ** 2)  # noqa: E731
+        variables, opt_state = state
+        loss, grads = fp8jax.value_and_grad(loss_fn)(variables, x)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return (fp8jax.apply_updates(variables, updates), opt_state), loss
+
+    return (variables, tx.init(variables)), step
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", long("nvfp4+O2"), long("mxfp8+fp8")])
+def test_a_resumed_run_has_the_same_bits(recipe, tmp_path):
+    """Random bits of NVFP4's gradients come from the steps that the saved state counts."""
+    state, step = training(recipe)
+    for i in range(4):
+        state, loss = step(state, normal(i, 64, 256))
+        if i == 1:
+            checkpoint.save(tmp_path, 2, state)
+    like, step = training(recipe)
+    found, _ = checkpoint.restore(tmp_path, like)
+    assert found is not None
+    resumed = found.state
+    for i in (2, 3):
+        resumed, loss_of_resumed = step(resumed, normal(i, 64, 256))
+    same_bits((resumed, loss_of_resumed), (state, loss))
+    if recipe == "nvfp4":
+        # A key that begins anew draws other bits.
+        (variables, opt_state), (first, _) = found.state, like
+        (other, _), _ = step(({**variables, SCALING: first[SCALING]}, opt_state), normal(2, 64, 256))
+        (same, _), _ = step(found.state, normal(2, 64, 256))
+        assert (other[PARAMS]["first"]["up"]["kernel"] != same[PARAMS]["first"]["up"]["kernel"]).any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_microbatches_and_optimizer_states(recipe):
+    """Accumulated gradients are the mean of those of microbatches, NVFP4 counts one step, and optimizers have
+    the states that they have for bf16."""
+    model, x = fp8jax.transform(Blocks(), recipe), normal(4, 64, 256)
+    variables = model.init(jax.random.key(0), x)
+    loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - jnp.sin(x)) ** 2)  # noqa: E731
+    _, grads = jax.jit(fp8jax.accumulate_gradients(loss_fn, 2, format="FP32"))(variables, x)
+    parts = [jax.jit(fp8jax.value_and_grad(loss_fn))(variables, half)[1] for half in (x[:32], x[32:])]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *(part[PARAMS] for part in parts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads[PARAMS], mean)
+    if recipe == "nvfp4":
+        key, old = (tree[SCALING]["first"]["up"]["kernel"]["key"] for tree in (grads, variables))
+        np.testing.assert_array_equal(key, [old[0], 1])
+    ours, theirs = (fp8jax.optim.adamw(1e-2, name).init(variables) for name in (recipe, "bf16"))
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) for state in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_report_and_metrics(recipe):
+    """The report has the layers; scales that are computed from their blocks have no metrics."""
+    model, x = fp8jax.transform(Blocks(), recipe), normal(4, 64, 256)
+    variables = model.init(jax.random.key(0), x)
+    report = model.report(x)
+    assert report.fp8_share == 1 and all(row.fp8 for row in report.rows) and len(report.rows) == 4
+    found = metrics.scale_metrics(variables, variables, Recipe.parse(recipe))
+    assert found.scale.size == found.saturation.size == 0
