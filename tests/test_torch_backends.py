@@ -646,15 +646,15 @@ def test_torchaos_block_layers(monkeypatch, gpu):
     layer = types.SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16, device="meta"), bias=None)
     monkeypatch.setattr(torchao, "why_no_fp8", lambda *args: why_no_fp8(args[0], CUDA, args[2]))
     reasons = {}
-    for scaling, kind in torchao._LAYERS.items():
-        reasons[scaling] = torchao._why_no_blocks(layer, kind, is_emulated=False)
+    for scaling in torchao._LAYERS:
+        reasons[scaling] = torchao._why_no_blocks(layer, scaling)
     assert reasons.pop("block_float32") is None
     assert {why.partition(" ")[2] for why in reasons.values()} == {
         "needs compute capability 10.0 or higher; got 9.0 (NVIDIA H100)"
     }
-    old, kind = bf16(bias=False), torchao._LAYERS["block_float32"]
-    assert "has no bias" in torchao._why_no_blocks(bf16(), kind, is_emulated=False)
-    why = torchao._why_no_blocks(nn.Linear(128, 128, bias=False), kind, is_emulated=False)
+    old, scaling = bf16(bias=False), "block_float32"
+    assert "has no bias" in torchao._why_no_blocks(bf16(), scaling)
+    why = torchao._why_no_blocks(nn.Linear(128, 128, bias=False), scaling)
     assert why == "Float8BlockwiseLinear computes in bfloat16, and its weight is torch.float32"
     [inside] = torchao._replaced(old, Recipe.parse("block,scaling=block_float32"), emulate=False)
     assert inside is old

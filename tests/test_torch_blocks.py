@@ -16,7 +16,7 @@ from fp8jax_torch import blocks, bridge, dequantize, prepare, report, transform
 from fp8jax_torch.matmul import matmul
 from fp8jax_torch.scaled import is_scaled, quantize, value
 from fp8jax_torch.scaling import ScalingState
-from test_torch_native import Net, batch, jax_product, sqnr, train
+from test_torch_native import MODELS, Net, batch, fit, hugging_face, jax_product, sqnr, train
 from torch import nn
 
 import fp8jax
@@ -378,3 +378,14 @@ def test_report_of_fp4():
     model = transform(Net(), "nvfp4")
     assert "nvfp4: 2 of 4 modules with weights in FP4" in str(report(model))
     assert transform(Net(), "block").up.fp8.state_dict() == {}
+
+
+def test_transformers_models_train():
+    """GPT-2, with Conv1D's weights of shape (in, out)."""
+    net, losses = hugging_face("gpt2"), {}
+    for level in ("bf16", "block"):
+        model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
+        losses[level] = fit(model, optimizer, "gpt2")
+    assert sum(row.fp8 for row in report(model).rows) == MODELS["gpt2"]
+    assert losses["block"][0] == pytest.approx(losses["bf16"][0], rel=0.01)
+    assert np.abs(np.subtract(*losses.values())).mean() < 0.03 * losses["bf16"][0]

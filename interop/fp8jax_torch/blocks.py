@@ -77,16 +77,22 @@ def quantized(
     Returns:
         The copy with the contracted axis last, padded to whole blocks.
     """
-    method, turn = block.method_of(recipe, operand), (gemm == 1) != (operand == block.RHS)
-    copy = _padded(x.t() if turn else x, method)
-    if recipe.gemm == "FP4" and turn and operand != block.RHS and "hadamard" in recipe.fp4_options:
+    method = block.method_of(recipe, operand)
+    copy = _padded(turned(operand, x, gemm), method)
+    is_of_wgrad = gemm == 1 and operand != block.RHS
+    if recipe.gemm == "FP4" and is_of_wgrad and "hadamard" in recipe.fp4_options:
         copy = hadamard(copy)
     random = None
     if operand == block.GRAD and key is not None:
         seed, step = map(int, key)
         of_tensor = int(casts.amax(x).view(torch.int32))
-        random = random_bits(leaf_seed((seed << 32) + of_tensor, step, int(turn)), 0, copy)
+        random = random_bits(leaf_seed((seed << 32) + of_tensor, step, gemm), 0, copy)
     return quantize_blocks(copy, method, random)
+
+
+def turned(operand: int, x: torch.Tensor, gemm: int) -> torch.Tensor:
+    """The operand with the axis last that its GEMM contracts."""
+    return x.t() if (gemm == 1) != (operand == block.RHS) else x
 
 
 def quantize_blocks(

@@ -111,43 +111,37 @@ class _BlockMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any) -> Any:
         fprop_is_high, _, wgrad_is_high = state.recipe.override_linear_precision
         blocks.check_device(x.device)
-        x, kernel = value(x), _kernel(weight, in_out)
-        if fprop_is_high:
-            out = _high_gemm(x.to(dtype), kernel.to(dtype), dtype)
-        else:
-            out = _block_gemm(state, (LHS, x, 0), (RHS, kernel, 0), dtype)[:, : kernel.shape[1]]
-        residuals: list[Any] = []
+        kernel, kept = _kernel(weight, in_out), []
+        out = _block_gemm(state, (LHS, x, 0), (RHS, kernel, 0), dtype, dtype if fprop_is_high else None)
         if ctx.needs_input_grad[1]:
-            residuals += [x.to(dtype)] if wgrad_is_high else blocks.quantized(state.recipe, LHS, x, 1)
+            kept = [x.to(dtype)] if wgrad_is_high else blocks.quantized(state.recipe, LHS, x, 1)
         parts = [weight.codes, weight.scale] if is_scaled(weight) else [weight]
-        ctx.save_for_backward(*parts, *residuals)
+        ctx.save_for_backward(*parts, *kept)
         ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight.dtype, dtype)
         ctx.parts = len(parts)
-        return out
+        return out[:, : kernel.shape[1]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         state, in_out, (x_dtype, _, dtype) = ctx.state, ctx.in_out, ctx.dtypes
-        _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
+        _, *high = (dtype if is_high else None for is_high in state.recipe.override_linear_precision)
         weight, x = ctx.saved_tensors[: ctx.parts], ctx.saved_tensors[ctx.parts :]
         kernel = _kernel(ScaledTensor(*weight) if ctx.parts == 2 else weight[0], in_out)
         [grad] = grads
         dx = dweight = None
         with without_autocast(grad.device):
             state.record()
-            if ctx.needs_input_grad[0] and dgrad_is_high:
-                dx = _high_gemm(grad.to(dtype), kernel.t().to(dtype), dtype).to(x_dtype)
-            elif ctx.needs_input_grad[0]:
-                dx = _block_gemm(state, (GRAD, grad, 0), (RHS, kernel, 1), dtype)
+            if ctx.needs_input_grad[0]:
+                dx = _block_gemm(state, (GRAD, grad, 0), (RHS, kernel, 1), dtype, high[0])
                 dx = dx[:, : kernel.shape[0]].to(x_dtype)
             if ctx.needs_input_grad[1]:
-                if wgrad_is_high:
-                    dweight = _high_gemm(x[0].t(), grad.to(dtype), _wgrad_dtype(ctx))
-                else:
-                    dweight = _block_gemm(state, blocks.Blocks(*x), (GRAD, grad, 1), _wgrad_dtype(ctx))
-                dweight = dweight[: kernel.shape[0], : kernel.shape[1]]
-                dweight = _weight_gradient(ctx, dweight if in_out else dweight.t())
+                (rows, columns), lhs = kernel.shape, (LHS, x[0], 1) if high[1] else blocks.Blocks(*x)
+                rhs: Any = (GRAD, grad, 1)
+                if not in_out:
+                    lhs, rhs, rows, columns = rhs, lhs, columns, rows
+                dweight = _block_gemm(state, lhs, rhs, _wgrad_dtype(ctx), high[1])
+                dweight = _weight_gradient(ctx, dweight[:rows, :columns])
         return dx, dweight, None, None, None
 
 
@@ -157,14 +151,17 @@ def _kernel(weight: Any, in_out: bool) -> torch.Tensor:
     return weight if in_out else weight.t()
 
 
-def _block_gemm(state: ScalingState, lhs: Any, rhs: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The GEMM, emulated, of two operands: in blocks, or as arguments of `blocks.quantized`."""
+def _block_gemm(state: ScalingState, lhs: Any, rhs: Any, dtype: torch.dtype, high: Any) -> torch.Tensor:
+    """The GEMM of two operands, which are `Blocks` or the arguments of `blocks.quantized`; emulated, or of
+    operands in the dtype `high`."""
+    if high is not None:
+        a, b = (blocks.turned(*operand).to(high) for operand in (lhs, rhs))
+        return _high_gemm(a, b.t(), dtype)
     key: Any = getattr(state, "key", None)
-
-    def quantized(x: Any) -> Any:
-        return x if isinstance(x, blocks.Blocks) else blocks.quantized(state.recipe, *x, key=key)
-
-    lhs, rhs = map(quantized, (lhs, rhs))
+    if not isinstance(lhs, blocks.Blocks):
+        lhs = blocks.quantized(state.recipe, *lhs, key=key)
+    if not isinstance(rhs, blocks.Blocks):
+        rhs = blocks.quantized(state.recipe, *rhs, key=key)
     return (lhs.dequantize() @ rhs.dequantize().t()).to(dtype)
 
 

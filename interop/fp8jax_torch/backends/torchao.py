@@ -14,7 +14,7 @@ inputs of whole blocks of rows, and keep the input in high precision for the bac
 """
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,23 +29,12 @@ from fp8jax_torch.optim.skipping import skipping
 
 NAME = "torchao"
 
-
-class _Layer(NamedTuple):
-    """A layer of torchao for one way to scale blocks."""
-
-    module: str
-    name: str
-    multiple: int  # of its dims
-    capability: tuple[int, int]
-
-
-_PROTOTYPE = "torchao.prototype."
+# For each way to scale blocks torchao's module below `torchao.prototype`, its layer, the multiple of the
+# layer's dims, and the compute capability of its first GPU.
 _LAYERS = {
-    "mxfp8": _Layer(_PROTOTYPE + "moe_training.mxfp8_linear", "MXFP8Linear", 32, (10, 0)),
-    "block_float32": _Layer(
-        _PROTOTYPE + "blockwise_fp8_training.linear", "Float8BlockwiseLinear", 128, (9, 0)
-    ),
-    "nvfp4": _Layer(_PROTOTYPE + "moe_training.nvfp4_training.nvfp4_training", "NVFP4Linear", 128, (10, 0)),
+    "mxfp8": ("moe_training.mxfp8_linear", "MXFP8Linear", 32, (10, 0)),
+    "block_float32": ("blockwise_fp8_training.linear", "Float8BlockwiseLinear", 128, (9, 0)),
+    "nvfp4": ("moe_training.nvfp4_training.nvfp4_training", "NVFP4Linear", 128, (10, 0)),
 }
 
 PACKAGE = base.Package("torchao", "pip install torchao")
@@ -77,12 +66,12 @@ def refuses(recipe: Recipe) -> str | None:
 
 def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
     """See `base.plan`."""
-    is_emulated, layer = _is_emulated(model), _LAYERS.get(recipe.scaling)
-    multiple = layer.multiple if layer else 1 if is_emulated else _MULTIPLE
+    scaling, is_emulated = recipe.scaling, _is_emulated(model)
+    multiple = _LAYERS[scaling][2] if scaling in _LAYERS else 1 if is_emulated else _MULTIPLE
 
     def why_not(module: nn.Module) -> str | None:
         reason = layers.why_not_replaced(module, "torchao", multiple)
-        return reason or (layer and _why_no_blocks(module, layer, is_emulated=is_emulated))
+        return reason or (_why_no_blocks(module, scaling) if scaling in _LAYERS else None)
 
     return base.plan(NAME, model, recipe, why_not, base.no_gemm)
 
@@ -117,22 +106,24 @@ def _with_float8(model: nn.Module, chosen: set[nn.Module], config: Any) -> nn.Mo
     return model
 
 
-def _why_no_blocks(module: Any, layer: _Layer, *, is_emulated: bool) -> str | None:
+def _why_no_blocks(module: Any, scaling: str) -> str | None:
     """The reason why a layer of block scaling cannot replace a linear layer here, or None."""
-    if not (is_emulated and layer.name == "MXFP8Linear"):
-        if reason := why_no_fp8(layer.name, module.weight.device, layer.capability):
+    path, name, _, capability = _LAYERS[scaling]
+    weight = module.weight
+    if scaling != "mxfp8" or weight.device.type != "cpu":
+        if reason := why_no_fp8(name, weight.device, capability):
             return reason
-        if module.weight.dtype != torch.bfloat16:
-            return f"{layer.name} computes in bfloat16, and its weight is {module.weight.dtype}"
-    if layer.name == "Float8BlockwiseLinear" and module.bias is not None:
-        return f"{layer.name} has no bias"
-    return PACKAGE.unusable(layer.module)
+        if weight.dtype != torch.bfloat16:
+            return f"{name} computes in bfloat16, and its weight is {weight.dtype}"
+    if scaling == "block_float32" and module.bias is not None:
+        return f"{name} has no bias"
+    return PACKAGE.unusable(f"torchao.prototype.{path}")
 
 
 def _replaced(old: Any, recipe: Recipe, *, emulate: bool) -> nn.Module:
     """torchao's layer of block scaling in place of a linear layer, with its parameters."""
     module, name, *_ = _LAYERS[recipe.scaling]
-    layer = getattr(importlib.import_module(module), name)
+    layer = getattr(importlib.import_module(f"torchao.prototype.{module}"), name)
     if recipe.scaling == "block_float32":
         new = layer.from_float(old)
     elif recipe.scaling == "nvfp4":
