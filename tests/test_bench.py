@@ -14,6 +14,7 @@ import pytest
 
 import fp8jax
 from fp8jax.inspect import program, targets
+from fp8jax.inspect.program import hlo
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -152,6 +153,39 @@ def test_mlp_on_an_h200(compiled, way):
         2 - 2 * ("O2" in way)
     )
     assert read.total < bf16.total
+
+
+@needs_plugin
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "way, target, kind, most_bytes, most_temporaries",
+    [
+        ("fp8jax block", "h200", "pallas_blocks", 1.25, 0.7),
+        ("fp8jax mxfp8", "b200", "cudnn_blocks", 1.2, 0.7),
+        ("fp8jax nvfp4", "b200", "cudnn_blocks", 1.4, 0.7),
+    ],
+)
+def test_scales_of_blocks(load_program, way, target, kind, most_bytes, most_temporaries):
+    """All GEMMs of an MLP are block-scaled, no copy of an operand is dequantized, and few bytes move."""
+    bench = load_program("examples/bench/program.py")
+    ours, bf16 = (
+        bench.compile_way(
+            bench.WAYS[name], bench.Blocks(bench.WAYS[name].dense, jnp.bfloat16, 1), (8192, 4096), target
+        )
+        for name in (way, "bf16")
+    )
+    read = bench.program.read(ours)
+    assert [gemm.kind for gemm in read.gemms] == [kind] * 6
+    assert read.temporaries < most_temporaries * bench.program.read(bf16).temporaries
+    module = hlo.parse(ours.as_text())
+    inside = [each for executed in module.executed() for each in module.inside(executed.instruction)]
+    codes = ("f8", "f4")
+    read_again = [
+        each for each in inside if each.opcode == "convert" and each.operands[0].first.dtype.startswith(codes)
+    ]
+    assert not [each for each in read_again if len(each.first.dims) > 1]
+    _, row = bench.layer_rows([way], (31, 512, 4096), target)
+    assert row["FP8 GEMMs"] == 12 and row["/ bf16"] < most_bytes
 
 
 @needs_plugin

@@ -2,7 +2,7 @@
 
 A benchmark's model takes its `nn.Dense` as an argument. A way gives the dense layer, transforms the model,
 and differentiates its loss. Attention's GEMMs stay in the model's dtype. `WAYS` run on any machine where
-`why_not()` is None; `IN_BLOCKS` on CPUs, and each on the GPUs that have its GEMMs; `THROUGH_TE` need
+`why_not()` is None; `IN_BLOCKS` on GPUs that have their GEMMs, and fp8jax's also on CPUs; `THROUGH_TE` need
 TransformerEngine, and so a GPU.
 """
 
@@ -79,6 +79,21 @@ def _of_te(name: str, recipe: str) -> Way:
     return Way(f"TransformerEngine {name}", dense, why_not=lambda: _missing("transformer_engine"))
 
 
+def _scaled_dot_general(mode: str, features: int, **options: Any) -> nn.Module:
+    """A dense layer with `jax.nn.scaled_dot_general`."""
+
+    def dot(lhs: jax.Array, rhs: jax.Array, dims: Any, precision: Any = None) -> jax.Array:
+        configs: Any = [jax.nn.get_scaled_dot_general_config(mode)] * 3  # pyright: ignore[reportArgumentType]
+        return jax.nn.scaled_dot_general(lhs, rhs, dims, preferred_element_type=lhs.dtype, configs=configs)
+
+    return BF16(features, dot_general=dot, **options)
+
+
+def _of_jax(mode: str) -> Way:
+    """JAX alone."""
+    return Way(f"jax.nn.scaled_dot_general {mode}", functools.partial(_scaled_dot_general, mode))
+
+
 def _named(*ways: Way) -> dict[str, Way]:
     return {way.name: way for way in ways}
 
@@ -90,7 +105,7 @@ WAYS = _named(
     Way("qwix", transform=_qwix, why_not=lambda: _missing("qwix")),
     *map(_ours, OURS),
 )
-IN_BLOCKS = _named(*map(_ours, ("block", "mxfp8", "nvfp4")))
+IN_BLOCKS = _named(*map(_ours, ("block", "mxfp8", "nvfp4")), *map(_of_jax, ("mxfp8", "nvfp4")))
 THROUGH_TE = _named(
     *map(_through_te, OURS[:2]),
     _of_te("delayed", "DelayedScaling"),
