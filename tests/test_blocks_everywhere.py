@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import Recipe
+from fp8jax.comm import Zero
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot import Weight, dot_general, init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect import program, targets
@@ -405,3 +406,49 @@ def test_report_and_metrics(recipe):
     assert report.fp8_share == 1 and all(row.fp8 for row in report.rows) and len(report.rows) == 4
     found = metrics.scale_metrics(variables, variables, Recipe.parse(recipe))
     assert found.scale.size == found.saturation.size == 0
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", long("block"), long("nvfp4")])
+def test_sharded_experts_are_sent_as_codes(recipe):
+    """In ZeRO's stage 3 each device has rows of all kernels, and computes its own tokens."""
+    x, w = normal(0, 64, 512), normal(1, 3, 512, 128)
+    sizes, state = jnp.array([40, 0, 20]), init_ragged_state(recipe, 3)
+
+    def on_device(w, shard=None):
+        weight = Weight(w, jnp.zeros(w.shape), shard)
+        run = lambda x: ragged_dot(x, weight, sizes, recipe=recipe, state=state)  # noqa: E731
+        out, pull = jax.vjp(run, x)
+        return out, pull(jnp.sin(out))[0]
+
+    shard = ShardSpec("data", -2, DEVICES, "FP32", True)
+    run = jax.shard_map(
+        functools.partial(on_device, shard=shard),
+        mesh=Mesh(np.array(jax.devices()[:DEVICES]), ("data",)),
+        in_specs=P(None, "data"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    run = jax.jit(run).lower(w).compile()
+    same_bits(run(w), jax.jit(on_device)(w))
+    found = gathered_bytes(run.as_text())
+    assert set(found) <= {"u8", "u32"} and sum(found.values()) == 2 * STORED[recipe] * w.size
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_adapters_on_frozen_blocks_train_over_devices(recipe):
+    """ZeRO's stage 3 leaves frozen kernels whole, and gives the loss and gradients of one device.
+
+    The scale blocks of inputs and output gradients lie in rows.
+    """
+    model, variables = adapted(recipe)
+    loss_fn = lambda variables, x: jnp.mean(jnp.sin(model.apply(variables, x)))  # noqa: E731
+    zero = Zero(Mesh(np.array(jax.devices()[:DEVICES]), ("data",)), recipe, stage=3)
+    ours = jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))(zero.place(variables), X)
+    expected = gradient(model, variables)
+    np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5, atol=1e-6)
+    for one, other in zip(
+        jax.tree.leaves(ours[1][PARAMS]), jax.tree.leaves(expected[1][PARAMS]), strict=True
+    ):
+        error = jnp.linalg.norm(one - other) / jnp.linalg.norm(other)
+        assert error < 1e-5
