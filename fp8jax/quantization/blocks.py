@@ -12,7 +12,8 @@ different axes is quantized twice: as it is, and transposed.
 | `NVFP4_1X16`, `NVFP4_16X16` | E2M1 | 1x16, 16x16 | E4M3, times a float32 scale of the tensor |
 
 A block of zeros has codes 0 and scale 1 (MXFP8: 2**-127, NVFP4: 0). A block with an infinity or NaN has a NaN
-scale, so all its values are NaN; in NVFP4 the whole tensor is. Blocks of numbers below 2**-117 may become 0.
+scale, so all its values are NaN; in NVFP4 the whole tensor is. Blocks of numbers below 2**-117, in
+E5M2 below 2**-110, may become 0.
 
 References:
     TransformerEngine 2.20 `Float8BlockScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`.

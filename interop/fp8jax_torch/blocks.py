@@ -147,7 +147,8 @@ def check_device(device: torch.device) -> None:
     if device.type not in ("cpu", "meta"):
         raise RuntimeError(
             "`recipe`: block scaling on torch runs on a CPU, emulated exactly, and has no GEMMs for GPUs; "
-            f'got {device.type}. Use the recipe "te,scaling=current", or block scaling in JAX.'
+            f'got {device.type}. Use the recipe "te,scaling=current", or backend="torchao" with mxfp8, '
+            "nvfp4 or block,scaling=block_float32."
         )
 
 
