@@ -452,3 +452,36 @@ def test_adapters_on_frozen_blocks_train_over_devices(recipe):
     ):
         error = jnp.linalg.norm(one - other) / jnp.linalg.norm(other)
         assert error < 1e-5
+
+
+class Odd(nn.Module):
+    """Parameters named "kernel" with other uses: stacked vectors, a convolution's, a matrix used twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                gain = self.param("kernel", nn.initializers.ones, (128,))
+                return x * gain[None] + nn.Dense(128, name="fc")(x), None
+
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)
+        x, _ = layers()(x, None)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (128, 128))
+        return (x + x @ kernel + jnp.sin(kernel[:1]))[:, :, None] + nn.Conv(16, (3,))(x[:, :, None])
+
+
+def test_other_parameters_named_kernel():
+    """ZeRO's stage 3 gathers them, too, where a recipe without scaling states does not tell them apart."""
+    model, x = fp8jax.transform(Odd(), "mxfp8"), normal(0, 16, 128)
+    variables = model.init(jax.random.key(0), x)
+    loss_fn = lambda variables, x: jnp.mean(jnp.sin(model.apply(variables, x)))  # noqa: E731
+    zero = Zero(Mesh(np.array(jax.devices()[:DEVICES]), ("data",)), "mxfp8", stage=3)
+    one, expected = jax.jit(fp8jax.value_and_grad(loss_fn))(variables, x)
+    many, grads = jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))(zero.place(variables), x)
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.max(jnp.abs(b)))),
+        grads[PARAMS],
+        expected[PARAMS],
+    )

@@ -257,10 +257,10 @@ def _depth(state: DotState, planned: PlannedDot) -> int:
 
 def _layers(x: Tracked, site: Site, length: int) -> Any:
     """A stacked parameter as the scanned input of a scan, with a scale for each layer."""
-    view = x.view.in_scan(site, length)
-    if view is None:
+    view, stored, shard = x.view.in_scan(site, length), x.weight.value, x.weight.shard
+    # Layers that are sharded themselves, as those of a vector for each layer, are gathered here.
+    if view is None or (shard is not None and -shard.axis == stored.ndim):
         return x.value()
-    stored = x.weight.value
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
         stored = ScaledArray(stored.data, scale)
