@@ -536,13 +536,18 @@ def assembly(function, *args, target, at):
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
-@pytest.mark.parametrize("recipe, target", [("block", "h200"), ("mxfp8", "b200"), ("nvfp4", "b200")])
+@pytest.mark.parametrize(
+    "recipe, target",
+    [("block", "h200"), ("block,scaling=block_float32", "h200"), ("mxfp8", "b200"), ("nvfp4", "b200")],
+)
 def test_kernel_of_both_copies_exchanges_little(recipe, target, tmp_path):
-    """Only packed codes pass between threads. A transpose of a tile of float32 waits for others 133 times."""
+    """Only packed codes pass between threads. A transpose of a tile of float32 waits for others 133 times.
+    Divisions are rounded to nearest, as on a CPU; not XLA's, of the scales of tensors."""
     quantize = functools.partial(block.quantized, Recipe.parse(recipe), block.LHS, state={})
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     code = assembly(quantize, x, target=target, at=tmp_path)
     assert 0 < code.count("bar.sync") < 16
+    assert recipe == "nvfp4" or "div.full" not in code
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))

@@ -122,8 +122,12 @@ def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
             continue
         copies, meant = here_and_there(*[jax.jit(functools.partial(quantized, name))] * 2, *given)
         pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(meant), strict=True)
-        wrong = sum(int(np.sum(one.view(np.uint8) != other.view(np.uint8))) for one, other in pairs)
-        found.append(row(f"{name}: bytes of codes and scales that differ from the CPU's", wrong, 0))
+        same = np.concatenate([(one.view(np.uint8) == other.view(np.uint8)).ravel() for one, other in pairs])
+        # XLA's division on a GPU, of the scales of NVFP4's tensors, may be two units off: a number at a tie
+        # has another code.
+        most = 1e-3 if name == "nvfp4" else 0
+        wrong = float(np.mean(~same))
+        found.append(row(f"{name}: share of codes and scales that differ from the CPU's", wrong, most))
         (x1, x2), (w1, w2), (g1, g2) = (
             [np.abs(np.asarray(jax.tree.map(jnp.asarray, copy).dequantize())) for copy in pair]
             for pair in meant

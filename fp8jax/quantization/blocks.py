@@ -36,7 +36,7 @@ from fp8jax.quantization.casts import cast, cast_by_bits, select
 from fp8jax.quantization.packed import PackedE2M1
 from fp8jax.quantization.quantize import amax, quantize
 from fp8jax.quantization.rounding import cast_stochastically
-from fp8jax.quantization.scales import factor_of, usable
+from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, factor_of, usable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,10 @@ def quantize_like(x: Any, like: Any) -> Any:
 
 
 def factors(
-    amax: Float32[Array, "..."], method: BlockMethod, whole_amax: Float32[Array, "..."] | None = None
+    amax: Float32[Array, "..."],
+    method: BlockMethod,
+    whole_amax: Float32[Array, "..."] | None = None,
+    divide: Callable[..., Any] = lax.div,
 ) -> tuple[Float32[Array, "..."], Any]:
     """The factor of each block before its cast, and the scale to store; an E8M0 scale as uint8.
 
@@ -146,7 +149,10 @@ def factors(
         amax: of each block; infinite for a block with an infinity or NaN.
         method: its kind of scale and format.
         whole_amax: see `quantize_blocks`.
+        divide: division of float32 arrays, rounded to nearest.
     """
+    if method.scale == "float32":
+        return _float32(amax, method.format, divide)
     if method.scale == "E4M3":
         return _e4m3(amax, method.format, whole_amax)
     return _FACTORS[method.scale](amax, method.format)
@@ -154,13 +160,16 @@ def factors(
 
 def _power_of_two(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
     factor = select(usable(amax), factor_of(amax, format.max, power_of_two=True), 1.0)
-    factor = _nan_unless_finite(factor, amax)
-    return factor, 1 / factor
+    # The exponent with the other sign: 1 / factor without a division.
+    scale = lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(factor, jnp.int32), jnp.float32)
+    return _nan_unless_finite(factor, amax), _nan_unless_finite(scale, amax)
 
 
-def _float32(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
-    factor = _nan_unless_finite(select(usable(amax), factor_of(amax, format.max), 1.0), amax)
-    return factor, 1 / factor
+def _float32(amax: Float32[Array, "..."], format: Format, divide: Callable[..., Any]) -> tuple[Any, Any]:
+    factor = divide(jnp.full_like(amax, format.max), amax)
+    factor = lax.clamp(np.float32(MIN_SCALE), factor, np.float32(MAX_SCALE))
+    factor = _nan_unless_finite(select(usable(amax), factor, 1.0), amax)
+    return factor, divide(jnp.ones_like(factor), factor)
 
 
 def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
@@ -198,19 +207,20 @@ def of_blocks(
     encode: Float32[Array, "..."],
     decode: Float32[Array, "..."],
     format: Format,
-    reciprocal: Callable[[Any], Any] = lambda x: 1 / x,
+    divide: Callable[..., Any] = lax.div,
 ) -> tuple[Float32[Array, "..."], Float[Array, "..."]]:
     """NVFP4's factor of each block before its cast, and its E4M3 scale, from the results of `of_tensor`."""
     of_block = cast_by_bits(amax * (encode * np.float32(1 / np.float32(format.max))), E4M3)
     whole = of_block.astype(jnp.float32) * decode
-    return lax.min(reciprocal(whole), jnp.full_like(whole, np.finfo(np.float32).max)), of_block
+    inverse = divide(jnp.ones_like(whole), whole)
+    return lax.min(inverse, jnp.full_like(whole, np.finfo(np.float32).max)), of_block
 
 
 def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return select(amax < jnp.inf, x, float("nan"))
 
 
-_FACTORS = {"power_of_two": _power_of_two, "float32": _float32, "E8M0": _e8m0}
+_FACTORS = {"power_of_two": _power_of_two, "E8M0": _e8m0}
 
 # The signs of TransformerEngine's 16x16 random Hadamard transform.
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)

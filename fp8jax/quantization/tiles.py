@@ -6,6 +6,7 @@ only packed codes are transposed. A transpose of the tile would pass through sha
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,3 +60,16 @@ def _interleaved(words: list[jax.Array]) -> jax.Array:
         return words[0][..., None]
     halves = [_interleaved(words[start::2])[..., None] for start in (0, 1)]
     return lax.concatenate(halves, halves[0].ndim - 1).reshape(*words[0].shape, len(words))
+
+
+def divide_of(is_interpreted: bool) -> Callable[..., Any]:
+    """The division of float32 arrays, rounded to nearest; Triton's own may be two units off."""
+    return lax.div if is_interpreted else _divide
+
+
+def _divide(x: jax.Array, y: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    [out] = triton.elementwise_inline_asm(
+        "div.rn.f32 $0, $1, $2;", args=[x, y], constraints="=r,r,r", pack=1, result_shape_dtypes=[shape]
+    )
+    return out

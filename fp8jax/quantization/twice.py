@@ -20,7 +20,7 @@ from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
-from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, largest_bits, packed, rows_of
+from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, divide_of, largest_bits, packed, rows_of
 
 # Rows of a tile that are an array each in `_write_turned`.
 PART = 32
@@ -113,7 +113,7 @@ def _write(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
     """The codes and scales of a tile as it is."""
     tile = x[...].astype(jnp.float32)
     parts = tile.reshape(-1, method.block[1]) if method.block[0] == 1 else tile.reshape(1, -1)
-    factor, stored = factors(amax_of(jnp.max(bits_of(parts), axis=1)), method)
+    factor, stored = factors(amax_of(jnp.max(bits_of(parts), axis=1)), method, divide=divide_of(INTERPRET))
     to_codes[...] = (parts * factor[:, None]).reshape(TILE, TILE).astype(method.format.dtype)
     to_scale[...] = stored.reshape(to_scale.shape)
 
@@ -126,7 +126,7 @@ def _write_turned(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> 
         bits = jnp.max(bits, axis=0, keepdims=True)
     if method.block[0] > 1:
         bits = jnp.max(bits, axis=1, keepdims=True)
-    factor, stored = factors(amax_of(bits), method)
+    factor, stored = factors(amax_of(bits), method, divide=divide_of(INTERPRET))
     to_scale[...] = stored.T
     codes = [(row * factor).astype(method.format.dtype) for row in rows]
     words = packed([lax.bitcast_convert_type(each, jnp.uint8).astype(jnp.uint32) for each in codes], 8)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E4M3
@@ -34,7 +33,7 @@ from fp8jax.quantization.blocks import (
 from fp8jax.quantization.packed import PackedE2M1, codes_of
 from fp8jax.quantization.quantize import amax
 from fp8jax.quantization.random import bits_at, random_bits
-from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, largest_bits, packed, rows_of
+from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, divide_of, largest_bits, packed, rows_of
 
 BLOCK = 16
 COUNT = TILE // BLOCK
@@ -256,7 +255,7 @@ def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis
     split = (*shape[:axis], COUNT, BLOCK, *shape[axis + 1 :])
     if is_square:
         bits = jnp.max(bits.reshape(split), axis=axis + 1)
-    factor, scale = of_blocks(amax_of(bits), encode, decode, method.format, _reciprocal)
+    factor, scale = of_blocks(amax_of(bits), encode, decode, method.format, divide_of(INTERPRET))
     if is_square:
         factor = jnp.broadcast_to(jnp.expand_dims(factor, axis + 1), split).reshape(shape)
     return factor, scale
@@ -290,14 +289,3 @@ def _transformed(rows: list[jax.Array], dtype: Any) -> list[jax.Array]:
                 low, high = rows[i], rows[i + width]
                 rows[i], rows[i + width] = low + high, low - high
     return [(row * np.float32(0.25)).astype(dtype).astype(jnp.float32) for row in rows]
-
-
-def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x, rounded to nearest; the division of Triton is not."""
-    if INTERPRET:
-        return 1 / x
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    [out] = triton.elementwise_inline_asm(
-        "rcp.rn.f32 $0, $1;", args=[x], constraints="=r,r", pack=1, result_shape_dtypes=[shape]
-    )
-    return out
