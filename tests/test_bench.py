@@ -89,6 +89,13 @@ def test_blocks_need_less(bench):
     assert blocks[0]["/ none"] == 1.0 and all(row["/ none"] < 0.8 for row in blocks[1:])
 
 
+@pytest.mark.long
+def test_fp4_bias_measures_gradients(bench):
+    [rows] = json.loads(bench("fp4_bias", "--tiny", "--json")).values()
+    assert len(rows) == 4 and all(0.05 < row["all, 1 batch"] < 0.5 for row in rows)
+    assert all(0 < row["backward, 2 batches"] < row["backward, 1 batch"] for row in rows)
+
+
 def test_rounding_finds_none_in_float32(bench):
     """Adam in float32 moves as in float64, and O2's idle row does not."""
     out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
