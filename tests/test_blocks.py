@@ -532,7 +532,10 @@ def assembly(function, *args, target, at):
     """The PTX of a function's kernels."""
     lowered = targets.lower_for(function, *args, target=target)
     lowered.compile(compiler_options={**targets.COMPILER_OPTIONS, "xla_dump_to": str(at)})
-    return "".join(path.read_text() for path in at.glob("*.ptx"))
+    files = list(at.glob("*.ptx"))
+    if not files and jax.__version_info__ >= (0, 11):
+        pytest.skip("since JAX 0.11 XLA compiles kernels for an absent GPU no further than their HLO")
+    return "".join(path.read_text() for path in files)
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
