@@ -118,9 +118,10 @@ def quantized_kernel(static: Static, side: Side, rhs: Any, state: State, gemm: i
     A sharded kernel is quantized in shards, and all-gathered as codes and scales, if the shards have whole
     blocks and it is stored in more bytes. Then the result is the same to the bit.
     """
-    if isinstance(rhs, ScaledArray) and len(side.matrix) == 2 and side.order == tuple(range(rhs.ndim)):
+    is_as_stored = len(side.matrix) == 2 and side.order == tuple(range(rhs.ndim))
+    if isinstance(rhs, ScaledArray) and is_as_stored and not static.placement.is_part:
         stored = operand_of_stored(static.recipe, rhs, side.matrix[0], gemm)
-        if stored is not None and not static.placement.is_part:
+        if stored is not None:
             return stored
     uses = (gemm == 0, gemm == 1)
     shard = _shard_of_blocks(static, side, rhs, gemm)
