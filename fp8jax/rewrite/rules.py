@@ -325,7 +325,7 @@ def _choose(
     layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape, scans)
     choice = rules.choose(layer)
     if dot.reason is not None:
-        return LayerChoice(dataclasses.replace(rules.recipe, gemm="FP8"), dot.reason)
+        return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, dot.reason)
     if choice.reason is None and not rules.names(layer):
         if path in found.tables or path[-1:] == ("embedding",):
             return LayerChoice(choice.recipe, "embeddings stay as they are, unless a rule names them")
