@@ -389,3 +389,16 @@ def test_transformers_models_train():
     assert sum(row.fp8 for row in report(model).rows) == MODELS["gpt2"]
     assert losses["block"][0] == pytest.approx(losses["bf16"][0], rel=0.01)
     assert np.abs(np.subtract(*losses.values())).mean() < 0.03 * losses["bf16"][0]
+
+
+@pytest.mark.parametrize("recipe", ["block", "nvfp4", "mxfp8+O3"])
+def test_gradient_checkpointing(recipe):
+    """As torch recommends it: each residual is unpacked once."""
+    torch.manual_seed(0)
+    layer, x = transform(nn.Linear(64, 64), recipe), torch.randn(8, 64)
+    other, grads = copy.deepcopy(layer), []
+    for run in (layer, lambda x: torch.utils.checkpoint.checkpoint(other, x, use_reentrant=False)):
+        inputs = x.clone().requires_grad_()
+        run(inputs).square().sum().backward()
+        grads.append(inputs.grad)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)

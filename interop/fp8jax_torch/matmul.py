@@ -126,7 +126,8 @@ class _BlockMatmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         state, in_out, (x_dtype, _, dtype) = ctx.state, ctx.in_out, ctx.dtypes
         _, *high = (dtype if is_high else None for is_high in state.recipe.override_linear_precision)
-        weight, x = ctx.saved_tensors[: ctx.parts], ctx.saved_tensors[ctx.parts :]
+        saved = ctx.saved_tensors  # once: gradient checkpointing unpacks them
+        weight, x = saved[: ctx.parts], saved[ctx.parts :]
         kernel = _kernel(ScaledTensor(*weight) if ctx.parts == 2 else weight[0], in_out)
         [grad] = grads
         dx = dweight = None
