@@ -227,7 +227,8 @@ SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.
 
 
 def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
-    """Each 16 columns times an orthogonal 16x16 matrix, a Hadamard matrix with random signs; x's dtype.
+    """Each 16 columns times an orthogonal 16x16 matrix, a Hadamard matrix with random signs; x's
+    dtype, but float32 for float16, whose largest number the transform may exceed.
 
     It spreads outliers over a block, and leaves a GEMM of two operands that are transformed along the
     contracted axis as it is.
@@ -245,4 +246,9 @@ def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
         halves = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * width), 2, width)
         low, high = halves[..., 0, :], halves[..., 1, :]
         y = jnp.stack([low + high, low - high], axis=-2)
-    return (y * np.float32(0.25)).reshape(x.shape).astype(x.dtype)
+    return (y * np.float32(0.25)).reshape(x.shape).astype(dtype_of_hadamard(x.dtype))
+
+
+def dtype_of_hadamard(dtype: Any) -> Any:
+    """The dtype of `hadamard`'s output."""
+    return jnp.float32 if dtype == jnp.float16 else dtype

@@ -25,6 +25,7 @@ from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import (
     SIGNS,
     BlockMethod,
+    dtype_of_hadamard,
     hadamard,
     of_blocks,
     of_tensor,
@@ -288,4 +289,4 @@ def _transformed(rows: list[jax.Array], dtype: Any) -> list[jax.Array]:
             if i // width % 2 == 0:
                 low, high = rows[i], rows[i + width]
                 rows[i], rows[i + width] = low + high, low - high
-    return [(row * np.float32(0.25)).astype(dtype).astype(jnp.float32) for row in rows]
+    return [(row * np.float32(0.25)).astype(dtype_of_hadamard(dtype)).astype(jnp.float32) for row in rows]

@@ -159,7 +159,7 @@ def hadamard(x: Float[torch.Tensor, "rows columns"]) -> Float[torch.Tensor, "row
     for width in (8, 4, 2, 1):
         low, high = y.view(rows, columns // (2 * width), 2, width).unbind(-2)
         y = torch.stack([low + high, low - high], -2)
-    return (y * 0.25).view(rows, columns).to(x.dtype)
+    return (y * 0.25).view(rows, columns).to(torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
 def _padded(x: torch.Tensor, method: BlockMethod) -> torch.Tensor:
