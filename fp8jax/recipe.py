@@ -231,8 +231,8 @@ class Recipe:
             different = [name for name in names if getattr(self, name) != getattr(preset, name)]
             return [f"{name}={legal.shown(getattr(self, name))}" for name in different]
 
-        described = [[name, *changes(preset)] for name, preset in (PRESETS | COMBINED).items()]
-        return ",".join(min(described, key=len))
+        presets = [pair for pair in (PRESETS | COMBINED).items() if pair[1].has_blocks == self.has_blocks]
+        return ",".join(min(([name, *changes(preset)] for name, preset in presets), key=len))
 
     @property
     def is_quantized(self) -> bool:

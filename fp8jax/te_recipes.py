@@ -79,7 +79,8 @@ def _check(kind: str, name: str, given: Any, expected: Any) -> None:
 
 def _format(kind: str, source: Any) -> dict[str, Any]:
     """The recipe's `fp8_format`."""
-    name = getattr(source.fp8_format, "name", source.fp8_format)
+    name = getattr(source, "fp8_format", None)
+    name = getattr(name, "name", name)
     if name not in ("HYBRID", "E4M3"):
         raise ValueError(f"`source`: {kind}(fp8_format={name}) is none of HYBRID and E4M3.")
     return {"fp8_format": name}

@@ -102,6 +102,12 @@ def test_combined_presets_have_the_gemm_column_of_one_and_the_rest_of_the_other(
     assert str(recipe) == f"{name}+{level}" and recipe.has_blocks and not others.has_blocks
 
 
+def test_text_names_no_preset_of_blocks_for_a_recipe_without():
+    text = "te,scaling=current,fp8_format=E4M3"
+    assert str(Recipe.parse(text)) == "te,scaling=current,fp8_format=E4M3"
+    assert str(Recipe.parse("te,scaling=block,fp8_format=E4M3")) == "block"
+
+
 @pytest.mark.parametrize("fp8_format, expected", [("HYBRID", ("E4M3", "E5M2")), ("E4M3", ("E4M3", "E4M3"))])
 def test_formats_of_a_gemm(fp8_format, expected):
     assert Recipe.te(fp8_format).gemm_formats == expected
