@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import fp8jax
@@ -30,6 +31,7 @@ from fp8jax.quantization import (
     twice,
     twice_fp4,
 )
+from fp8jax.quantization.blocks import SIGNS
 from fp8jax.scaling import block
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
@@ -331,6 +333,61 @@ def test_seeds_of_layers():
         np.testing.assert_array_equal(one, other)
 
 
+def test_seeds_of_nnx_layers():
+    """The same as of the Linen layers of the same paths."""
+
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    model = fp8jax.transform(Two(nnx.Rngs(0)), "nvfp4")
+    keys = [leaf for path, leaf in nnx.to_flat_state(nnx.state(model)) if "fp8_key" in str(path)]
+    first = block.with_seeds(init_state("nvfp4"), "a/kernel")["key"]
+    np.testing.assert_array_equal(keys[0].get_value(), first)
+    assert len(keys) == 2 and keys[0].get_value()[0] != keys[1].get_value()[0]
+
+
+@pytest.mark.parametrize("split", ["microbatches", "devices"])
+def test_parts_of_a_batch_have_bits_of_their_own(split):
+    """Two equal parts: their mean gradient is not that of one, and the seed stays."""
+    model = fp8jax.transform(nn.Dense(64, use_bias=False), "nvfp4")
+    x = jax.random.normal(jax.random.key(0), (32, 64))
+    variables = model.init(jax.random.key(1), x)
+    loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
+    _, one = fp8jax.value_and_grad(loss)(variables, x)
+    twice = jnp.concatenate([x, x])
+    if split == "microbatches":
+        _, grads = fp8jax.accumulate_gradients(loss, 2)(variables, twice)
+    else:
+        zero = Zero(Mesh(np.array(jax.devices()[:2]), ("data",)), "nvfp4", stage=0)
+        _, grads = fp8jax.value_and_grad(loss, zero=zero)(zero.place(variables), twice)
+    assert (grads["params"]["kernel"] != one["params"]["kernel"]).mean() > 0.5
+    for ours, other in zip(
+        *(jax.tree.leaves(g["_overwrite_with_gradient"]) for g in (grads, one)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, other)
+
+
+def test_hadamard_of_float16_does_not_overflow():
+    x = np.tile(SIGNS * 20000, (16, 1)).astype(np.float16)
+    assert float(hadamard(jnp.asarray(x)).max()) == 80000
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4+fp8", "block", "bf16,fp4_options=2d"])
+def test_a_layer_of_single_vectors_is_left_out(recipe):
+    class Pool(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64, name="pool")(jnp.mean(nn.Dense(64, name="a")(x), 0))
+
+    rows = {row.path: row for row in fp8jax.transform(Pool(), recipe).report(jnp.ones((32, 64))).rows}
+    assert not rows["pool"].fp8 and rows["pool"].reason == "it multiplies a single vector"
+    assert rows["a"].fp8 == recipe.startswith(("nvfp4", "block"))
+
+
 def test_bits_depend_on_the_seed():
     x, w, g = operands()
     first, second = ({"key": jnp.array([seed, 0.0])} for seed in (0, 1))
@@ -428,7 +485,7 @@ def test_a_rule_keeps_a_layer_in_bf16(recipe):
     assert (first.fp8, last.fp8, last.reason) == (True, False, "rule: gemm=BF16")
 
 
-@pytest.mark.parametrize("recipe", ["block+O2", pytest.param("mxfp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["block+O2", "mxfp8+O3", pytest.param("mxfp8", marks=pytest.mark.long)])
 def test_sharded_kernels(recipe):
     """In ZeRO's stage 3 a kernel is gathered for each of its GEMMs."""
     np.testing.assert_allclose(losses(recipe, stage=3), losses(recipe), rtol=0.01)

@@ -386,7 +386,13 @@ def test_microbatches_and_optimizer_states(recipe):
     variables = model.init(jax.random.key(0), x)
     loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - jnp.sin(x)) ** 2)  # noqa: E731
     _, grads = jax.jit(fp8jax.accumulate_gradients(loss_fn, 2, format="FP32"))(variables, x)
-    parts = [jax.jit(fp8jax.value_and_grad(loss_fn))(variables, half)[1] for half in (x[:32], x[32:])]
+    states = [
+        {name: block.for_part(variables[name], n) for name in variables if name == SCALING} for n in range(2)
+    ]
+    parts = [
+        jax.jit(fp8jax.value_and_grad(loss_fn))({**variables, **state}, half)[1]
+        for state, half in zip(states, (x[:32], x[32:]), strict=True)
+    ]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *(part[PARAMS] for part in parts))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads[PARAMS], mean)
     if recipe == "nvfp4":

@@ -92,8 +92,8 @@ def _on_one_device(
     """The mean loss and the mean gradients of a device's microbatches, see `loss.on_one_device`."""
 
     def one(part: Any) -> Any:
-        args, keys = part
-        return on_one_device(context, loss_fn, variables, args, {**kwargs, **keys})
+        args, keys, number = part
+        return on_one_device(context, loss_fn, variables, args, {**kwargs, **keys}, number)
 
     def add(sums: Any, part: Any) -> tuple[Any, Any]:
         out, grads = one(part)
@@ -102,8 +102,8 @@ def _on_one_device(
     numbers = context.device_index * microbatches + jnp.arange(microbatches)
     keys = jax.vmap(functools.partial(fold_in, {name: kwargs[name] for name in names}))(numbers)
     rows = jax.tree.map(lambda x: x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:]), args)
-    _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys)))
-    sums, (losses, aux) = jax.lax.scan(add, _no_sums(shapes, format), (rows, keys))
+    _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys, numbers)))
+    sums, (losses, aux) = jax.lax.scan(add, _no_sums(shapes, format), (rows, keys, numbers))
     return (jnp.mean(losses), aux), _finished(sums, shapes, variables, context)
 
 

@@ -15,6 +15,7 @@ from fp8jax.gradients.keys import shown
 from fp8jax.gradients.slots import quantized
 from fp8jax.gradients.traced import gradient
 from fp8jax.quantization import as_gradients
+from fp8jax.scaling.block import for_part, of_whole
 from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params
 
@@ -99,23 +100,31 @@ _jitted_settled = jax.jit(settled)
 
 
 def on_one_device(
-    context: ShardContext, loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any
+    context: ShardContext,
+    loss_fn: Callable[..., Any],
+    variables: Any,
+    args: Any,
+    kwargs: Any,
+    part: Any = None,
 ) -> tuple[Any, Any]:
     """A `GradFn` on one device, perhaps one of many with its shards of the variables.
 
-    The loss is divided by the number of devices. Dots reduce some gradients over the devices; `over_devices`
-    reduces the others. The scaling states are not yet `settled`, so that they can be merged with those of
-    other microbatches and devices.
+    `part` is the number of this part of the batch, by default the device's. The loss is divided by the number
+    of devices. Dots reduce some gradients over the devices; `over_devices` reduces the others. The scaling
+    states are not yet `settled`, so that they can be merged with those of other microbatches and devices.
     """
 
     def run(variables: Any) -> Any:
         inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
         inside[PARAMS] = params = context.whole(variables[PARAMS])
+        old = variables.get(SCALING, {})
+        if SCALING in variables:
+            inside[SCALING] = for_part(old, context.device_index if part is None else part)
         scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
         scaled = functools.partial(_scaled_loss, loss_fn, context.devices, scale)
         out, grads, state = gradient(scaled, inside, args, kwargs, context.shardings)
-        old = variables.get(SCALING, {})
-        grads, state = quantized(grads, params, from_cotangents(state), old, context.shardings)
+        state = of_whole(from_cotangents(state), old)
+        grads, state = quantized(grads, params, state, old, context.shardings)
         new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
         if scale is not None:
             new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])

@@ -182,13 +182,14 @@ class Kernel(NamedTuple):
         """The rank of the part of the parameter `x` that one scale covers."""
         return x.ndim - len(self.layers) - bool(self.groups)
 
-    def first_state(self) -> dict[str, jax.Array]:
-        """The initial scaling state of one of its dot products."""
+    def first_state(self, key: Iterable[Any]) -> dict[str, jax.Array]:
+        """The initial scaling state of its dot product with this key."""
         if not self.recipe.is_quantized:
             return {}
         state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
         # On a mesh with explicit axes the copy has the same type as the states that a step returns.
-        return {name: jnp.copy(jnp.broadcast_to(x, (*self.layers, *x.shape))) for name, x in state.items()}
+        copies = {name: jnp.copy(jnp.broadcast_to(x, (*self.layers, *x.shape))) for name, x in state.items()}
+        return with_seeds(copies, "/".join(map(str, key)))
 
     def in_format(self, x: Any, format: str | None = None) -> Any:
         """The parameter `x` in a storage format, by default its recipe's; scales are powers of two, one for
@@ -230,7 +231,7 @@ class PlannedDot(NamedTuple):
 
     def first_state(self) -> dict[str, jax.Array]:
         """The initial scaling state, with a leading axis for each scan that slices the kernel."""
-        state = with_seeds(self.kernel.first_state(), "/".join(self.key))
+        state = self.kernel.first_state(self.key)
         if self.key != self.path:
             state.pop("wgrad_scale", None)  # the parameter has one gradient
         return state

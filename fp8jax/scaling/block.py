@@ -18,9 +18,9 @@ Only "nvfp4" has a state, for the random bits of output gradients:
 
     key    # shape=(2,), float32: a seed below 2**24, and the number of steps
 
-A transformed model has a seed for each layer, from its path. The bits depend on the key, the entry's place
-and the tensor's amax, so they differ between layers, steps and devices, and are equal on devices that hold
-copies of one tensor.
+A transformed model has a seed for each layer, from its path, and `fp8jax.value_and_grad` adds the number of
+the device and of the microbatch, see `for_part`. The bits depend on the key, the entry's place and the
+tensor's amax.
 
 References:
     TransformerEngine 2.20 `Float8BlockScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`; see
@@ -30,11 +30,13 @@ References:
 import dataclasses
 import math
 import zlib
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, UInt32
+from jaxtyping import Array, Float, Float32, PyTree, UInt32
 
 from fp8jax import formats
 from fp8jax.quantization import (
@@ -54,6 +56,8 @@ from fp8jax.scaling.base import State
 
 LHS, RHS, GRAD = 0, 1, 2
 
+_SPREAD = np.uint32(0x9E3779B1)  # odd: seeds of consecutive numbers are far apart
+
 
 def init(recipe: Recipe) -> State:
     """The state of a dot."""
@@ -67,8 +71,34 @@ def with_seeds(state: State, path: str) -> State:
     if "key" not in state:
         return state
     stacked = state["key"].shape[:-1]
-    seeds = np.arange(math.prod(stacked), dtype=np.uint32) * np.uint32(0x9E3779B1) + zlib.crc32(path.encode())
+    seeds = np.arange(math.prod(stacked), dtype=np.uint32) * _SPREAD + zlib.crc32(path.encode())
     return {**state, "key": state["key"].at[..., 0].set((seeds % 2**24).astype(np.float32).reshape(stacked))}
+
+
+def for_part(states: PyTree, number: Any) -> PyTree:
+    """A tree of states for part `number` of a batch, a microbatch or a device's: with other random bits than
+    part 0, whose bits are those of `states`."""
+
+    def moved(path: Any, leaf: jax.Array) -> jax.Array:
+        if not _is_key(path):
+            return leaf
+        seed = leaf[..., 0].astype(jnp.uint32) + jnp.asarray(number).astype(jnp.uint32) * _SPREAD
+        return leaf.at[..., 0].set((seed % 2**24).astype(jnp.float32))
+
+    return jax.tree.map_with_path(moved, states)
+
+
+def of_whole(states: PyTree, old: PyTree) -> PyTree:
+    """The states that a part of a batch leaves, with the seeds of the `old` ones."""
+    return jax.tree.map_with_path(
+        lambda path, new, old: new.at[..., 0].set(old[..., 0]) if _is_key(path) else new, states, old
+    )
+
+
+def _is_key(path: Any) -> bool:
+    """Whether a leaf is a key: "key" in a dict of states, "kernel__fp8_key" in an NNX module."""
+    names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
+    return names[-1:] == ["key"] or any(name.endswith("__fp8_key") for name in names)
 
 
 def update(state: State) -> State:

@@ -65,7 +65,7 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
     places = places_of(copy)
     for path, kernel in kernels.items():
         owner, name, param = places[path]
-        for part, state in kernel.first_state().items():
+        for part, state in kernel.first_state(path).items():
             setattr(owner, f"{name}{STATE}{part}", FP8State(state))
         if kernel.recipe.weight != "FP32":
             param.set_value(kernel.in_format(param.get_value()))
@@ -182,9 +182,9 @@ def freeze(model: nnx.Module) -> nnx.Module:
     """
     check_module(model, "freeze(variables, *inputs)")
     copy: Any = nnx.clone(model)
-    for _, kernel, (owner, name, param) in placed_kernels(copy):
+    for path, kernel, (owner, name, param) in placed_kernels(copy):
         if kernel.recipe.is_quantized and isinstance(owner, _KNOWN):
-            parts = kernel.first_state()
+            parts = kernel.first_state(path)
             state = {part: getattr(owner, f"{name}{STATE}{part}").get_value() for part in parts}
             param.set_value(kernel.for_inference(param.get_value(), state))
     return copy
