@@ -3,6 +3,8 @@
 A CPU computes FP8 GEMMs in a wider format, exactly, so its compiled program does not show them.
 """
 
+import math
+
 import jax
 
 from fp8jax.inspect.program.compiled import Gemm, gemm_of
@@ -57,8 +59,9 @@ def _block(operand: Instruction) -> str:
     scale = at.operands[1]
     while scale.opcode in ("broadcast", "reshape"):
         scale = scale.operands[0]
-    if not scale.first.dims:  # that of a tensor
-        return ""
+    of_batch = operand.first.dims[:-2]
+    if not scale.first.dims or (of_batch and math.prod(scale.first.dims) == math.prod(of_batch)):
+        return ""  # one for each matrix
     sizes = zip(operand.first.dims[-2:], scale.first.dims[-2:], strict=False)
     return f"{'x'.join(str(dim // blocks) for dim, blocks in sizes)} {_narrowest(scale)}"
 
