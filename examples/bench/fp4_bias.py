@@ -1,4 +1,4 @@
-"""What NVFP4's methods do to a GPT's gradients: errors that stay when many batches are averaged.
+"""Bias of a GPT's gradients in NVFP4, with and without its methods: the error of a mean over many batches.
 
     python examples/bench/fp4_bias.py --data shakespeare.txt
     python examples/bench/fp4_bias.py --data shakespeare.txt --steps 1000 --batches 256 --json

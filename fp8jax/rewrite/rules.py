@@ -133,7 +133,7 @@ class Rule:
 
     @property
     def counts_blocks(self) -> bool:
-        """Whether it has `first` or `last`."""
+        """True for a rule with `first` or `last`."""
         return self.first is not None or self.last is not None
 
     def fits(self, layer: Layer) -> bool:
