@@ -28,10 +28,9 @@ from fp8jax.quantization import (
     ScaledArray,
     hadamard,
     quantize_blocks,
-    twice,
-    twice_fp4,
 )
 from fp8jax.quantization.blocks import SIGNS
+from fp8jax.quantization.kernels import twice, twice_fp4
 from fp8jax.scaling import block
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")

@@ -18,7 +18,8 @@ from fp8jax.comm import Zero
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot import Weight, dot_general, init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect import program, targets
-from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, twice_fp4, value
+from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, value
+from fp8jax.quantization.kernels import twice_fp4
 from fp8jax.scaling import block
 from fp8jax.train import checkpoint, metrics
 from fp8jax.variables import FROZEN, PARAMS, SCALING

@@ -46,6 +46,8 @@ from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient
 from fp8jax.quantization.gradient import as_gradients as as_gradients
 from fp8jax.quantization.gradient import like_gradient as like_gradient
 from fp8jax.quantization.gradient import plain as plain
+from fp8jax.quantization.kernels import quantize_twice as quantize_twice
+from fp8jax.quantization.kernels import quantize_twice_fp4 as quantize_twice_fp4
 from fp8jax.quantization.packed import PackedE2M1 as PackedE2M1
 from fp8jax.quantization.quantize import amax as amax
 from fp8jax.quantization.quantize import amax_of_floats as amax_of_floats
@@ -66,5 +68,3 @@ from fp8jax.quantization.scales import factor_of as factor_of
 from fp8jax.quantization.scales import largest_scale as largest_scale
 from fp8jax.quantization.scales import scale_of as scale_of
 from fp8jax.quantization.scales import usable as usable
-from fp8jax.quantization.twice import quantize_twice as quantize_twice
-from fp8jax.quantization.twice_fp4 import quantize_twice_fp4 as quantize_twice_fp4

@@ -20,7 +20,16 @@ from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
-from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, divide_of, largest_bits, packed, rows_of
+from fp8jax.quantization.kernels.tiles import (
+    PARAMS,
+    TILE,
+    amax_of,
+    bits_of,
+    divide_of,
+    largest_bits,
+    packed,
+    rows_of,
+)
 
 # Rows of a tile that are an array each in `_write_turned`.
 PART = 32

@@ -31,10 +31,19 @@ from fp8jax.quantization.blocks import (
     of_tensor,
     quantize_blocks,
 )
+from fp8jax.quantization.kernels.tiles import (
+    PARAMS,
+    TILE,
+    amax_of,
+    bits_of,
+    divide_of,
+    largest_bits,
+    packed,
+    rows_of,
+)
 from fp8jax.quantization.packed import PackedE2M1, codes_of
 from fp8jax.quantization.quantize import amax
 from fp8jax.quantization.random import bits_at, random_bits
-from fp8jax.quantization.tiles import PARAMS, TILE, amax_of, bits_of, divide_of, largest_bits, packed, rows_of
 
 BLOCK = 16
 COUNT = TILE // BLOCK
