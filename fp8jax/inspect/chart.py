@@ -183,7 +183,7 @@ def _of_gemms(gemms: Sequence[program.Gemm]) -> tuple[str, str]:
 
 
 def _of_scales(value_and_grad: Any, variables: Any, *inputs: Any) -> tuple[str, str]:
-    """The parts of GEMM operands that have a scale, in the program of a CPU, and ", history" for amax histories."""
+    """The parts of GEMM operands that have a scale, in a CPU's program, and ", history" or ""."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, *inputs))
     lowered = jax.jit(value_and_grad).trace(*shapes).lower(lowering_platforms=("cpu",))
     gemms = [gemm for gemm in program.read_lowered(lowered) if gemm.is_fp8]
