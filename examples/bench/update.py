@@ -24,6 +24,7 @@ import output
 import fp8jax
 from fp8jax import Recipe, ScaledArray, formats
 from fp8jax.inspect import program, targets
+from fp8jax.quantization import as_gradients, is_scaled
 
 OPTAX = "optax.adamw"
 # Optimizers of float32 weights and gradients; the recipes are for `fp8jax.optim.adamw`.
@@ -47,7 +48,7 @@ def arguments(way: str, leaves: int, size: int) -> tuple[Any, Any, Any, Any]:
         {f"layer_{i}": leaf(format) for i in range(leaves)} for format in (recipe.weight, recipe.weight_grad)
     )
     tx = OPTIMIZERS[way]() if way in OPTIMIZERS else fp8jax.optim.adamw(3e-4, recipe)
-    return tx, params, jax.eval_shape(tx.init, params), grads
+    return tx, params, jax.eval_shape(tx.init, params), jax.eval_shape(as_gradients, grads)
 
 
 def step_of(tx: Any) -> Any:
@@ -86,10 +87,15 @@ def on_target(way: str, leaves: int, size: int, target: str) -> dict[str, Any]:
     return row(way, program.read(compiled), leaves, size, nbytes(shapes))
 
 
+def _of_ones(x: Any) -> Any:
+    return ScaledArray(x.data, jnp.ones(x.bits.shape)) if is_scaled(x) else x
+
+
 def loop(run: Any, shapes: Any) -> Callable[[], Any]:
     """A step that goes on from the step before."""
     # Codes of small numbers, with scale 1: a CPU computes zeros in other ways.
     params, state, grads = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+    grads = as_gradients({name: _of_ones(x) for name, x in grads.items()})
 
     def step() -> Any:
         nonlocal params, state

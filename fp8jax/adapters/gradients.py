@@ -10,30 +10,42 @@ from fp8jax import gradients
 from fp8jax.adapters import nnx
 from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, is_split, mean_of_devices
 from fp8jax.comm import Zero
+from fp8jax.gradients.loss import AxisNames
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, zero: Zero | None = None
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    zero: Zero | None = None,
+    axis_name: AxisNames = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for models with quantized weights and scaling state.
+
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables, batch)
+        loss, grads = fp8jax.value_and_grad(loss_fn)(nnx_module, batch)
 
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)` or `loss_fn(nnx_module, *args, **kwargs)`; returns a
             scalar, or with `has_aux` a scalar and auxiliary outputs. Variables may be Flax variables, a tree
             of parameters, an `nnx.State` of parameters, or `{"params": state, "_overwrite_with_gradient":
-            state}` of `nnx.Param`s and `FP8State`s. Without the second collection the new scaling state is
-            lost.
+            state}` of `nnx.Param`s and `FP8State`s.
         has_aux: as in `jax.value_and_grad`.
         zero: shards the batch over devices, see `fp8jax.gradients.value_and_grad`. The statistics of an NNX
             module become the mean over the devices, intermediates are concatenated, and each device has its
             own random streams.
+        axis_name: inside a `jax.shard_map` of yours, the mesh axes over which the batch is split, see
+            `fp8jax.gradients.value_and_grad`.
 
     Returns:
-        A function of the same arguments. For variables see `fp8jax.gradients.value_and_grad`. For a module it
-        returns the loss and an `nnx.State` of gradients of its `nnx.Param`s, as `nnx.value_and_grad` does,
-        and writes the new scaling state and statistics to the module.
+        A function of the same arguments. For variables it returns `(loss, grads, variables)`: the gradients
+        are a tree like the parameters, and the variables have the new scaling state, see
+        `fp8jax.gradients.value_and_grad`. For a module it returns the loss and an `nnx.State` of gradients of
+        its `nnx.Param`s, as `nnx.value_and_grad` does, and writes the new scaling state and statistics to the
+        module.
     """
-    return _of_any(loss_fn, has_aux, functools.partial(gradients.value_and_grad, zero=zero), zero, None)
+    grad_of = functools.partial(gradients.value_and_grad, zero=zero, axis_name=axis_name)
+    return _of_any(loss_fn, has_aux, grad_of, zero, None)
 
 
 def accumulate_gradients(
@@ -43,6 +55,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     format: str = "FP16",
     zero: Zero | None = None,
+    axis_name: AxisNames = None,
     keys: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` in sequential microbatches, with the peak memory of one microbatch.
@@ -51,9 +64,8 @@ def accumulate_gradients(
     name them in `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of
     an NNX module need no name. All microbatches see the incoming statistics; those of the last one are kept.
     """
-    grad_of = functools.partial(
-        gradients.accumulate_gradients, microbatches=microbatches, format=format, zero=zero, keys=keys
-    )
+    options = {"format": format, "zero": zero, "axis_name": axis_name, "keys": keys}
+    grad_of = functools.partial(gradients.accumulate_gradients, microbatches=microbatches, **options)
     return _of_any(loss_fn, has_aux, grad_of, zero, microbatches)
 
 

@@ -29,7 +29,7 @@ from fp8jax.comm.zero import own_part
 from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, quantize_gradient, to_bytes, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import marked, unmarked
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params, with_collections
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 
 def all_reduce(
@@ -110,9 +110,11 @@ def _reduce(
     new, factors = reduced(
         leaves, axes, axis_name, Recipe.parse(recipe).comm, op=op, floats=floats, mu=factors
     )
-    tree = treedef.unflatten(map(like_gradient, leaves, new))
+    is_power_of_two = op == "mean" and mu is None
+    pairs = zip(leaves, new, strict=True)
+    tree = treedef.unflatten(like_gradient(old, leaf, is_power_of_two) for old, leaf in pairs)
     if has_params(grads):
-        tree = with_collections(grads, {**merged(grads, axis_name), PARAMS: tree}, Gradients)
+        tree = {**merged(grads, axis_name), PARAMS: tree}
     return tree if factors is None else (tree, treedef.unflatten(factors))
 
 

@@ -11,7 +11,7 @@ from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.gradients.devices import ShardContext, over_devices
 from fp8jax.gradients.keys import check_batch, check_named, fold_in, names_of
-from fp8jax.gradients.loss import check_arguments, for_optimizers, on_one_device
+from fp8jax.gradients.loss import AxisNames, check_arguments, on_one_device, with_state
 from fp8jax.gradients.slots import quantized
 from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
@@ -24,6 +24,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     format: str = "FP16",
     zero: Zero | None = None,
+    axis_name: AxisNames = None,
     keys: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` in sequential microbatches, with the peak memory of one microbatch.
@@ -34,6 +35,7 @@ def accumulate_gradients(
         has_aux: as in `value_and_grad`.
         format: format of the gradient sums of quantized kernels: "FP16" on power-of-two scales (each sum is
             rounded to 11 bits), "FP32", or "E4M3" as in MS-AMP. Other gradients are summed in float32.
+        axis_name: as in `value_and_grad`.
         zero: as in `value_and_grad`; each device splits its part of the batch into microbatches.
         keys: names of the keyword arguments with random keys, e.g. for dropout. Each is a key or a tree of
             keys, as Linen's `rngs={"dropout": key}`. Microbatch i gets `jax.random.fold_in(key, i)`; with
@@ -41,10 +43,10 @@ def accumulate_gradients(
             `keys=()` to use the same keys, and so the same random numbers, in all microbatches.
 
     Returns:
-        A function of the same arguments. It splits the arrays after the variables along their first axis, but
-        not the keyword arguments. The loss is the mean over the microbatches, auxiliary outputs are stacked,
-        and the gradients are the mean, in `value_and_grad`'s formats. All microbatches use the same incoming
-        scaling state; their amaxes are merged by max.
+        A function of the same arguments that returns `(loss, grads, variables)`. It splits the arrays after
+        the variables along their first axis, but not the keyword arguments. The loss is the mean over the
+        microbatches, auxiliary outputs are stacked, and the gradients are the mean, in `value_and_grad`'s
+        formats. All microbatches use the same incoming scaling state; their amaxes are merged by max.
 
     Raises:
         ValueError: an array's first axis is not divisible by `microbatches`; `microbatches` or `format` is
@@ -57,7 +59,7 @@ def accumulate_gradients(
     _check_number(microbatches)
     names = names_of(keys)
     on_device = functools.partial(_on_one_device, microbatches, format, names or ())
-    run = for_optimizers(loss_fn, has_aux, over_devices(on_device, zero))
+    run = with_state(loss_fn, has_aux, over_devices(on_device, zero), zero, axis_name)
     parts, of = microbatches, f"`microbatches`={microbatches}"
     if zero is not None:
         parts, of = parts * zero.devices, f"{of} on each of {zero.devices} devices"

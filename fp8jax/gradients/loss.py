@@ -1,4 +1,4 @@
-"""`value_and_grad`: gradients in the recipe's formats, and the new scaling state."""
+"""`value_and_grad`: the loss, the gradients, and the variables with the new scaling state."""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
@@ -17,13 +18,24 @@ from fp8jax.gradients.traced import gradient
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.block import for_part, of_whole
 from fp8jax.scaling.merge import from_cotangents, settled
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, Gradients, has_params
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+
+# Names of mesh axes: one, several, or None where none were named.
+AxisNames = str | tuple[str, ...] | None
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, zero: Zero | None = None
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    zero: Zero | None = None,
+    axis_name: AxisNames = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for variables with quantized weights and scaling state.
+
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables, batch)
+
+    The scaling state goes in and out as state, as batch statistics do: pass on the variables that come back.
 
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)` returns a scalar, or with `has_aux` a pair of a scalar
@@ -33,23 +45,32 @@ def value_and_grad(
             `jax.shard_map` with its part of all positional arguments along their first axis; keyword
             arguments are replicated. `loss_fn` must be a mean over the batch. The loss, gradients and scaling
             states are those of the whole batch; auxiliary outputs are stacked over the devices.
+        axis_name: inside a `jax.shard_map` of yours, the mesh axes over which the batch is split: a name, or
+            a tuple of names. The new scaling states are merged by max over them, and the new loss scales by
+            min; average the gradients yourself. `()` leaves each device with states of its own.
 
     Returns:
-        A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
-        `grads["params"]` has an array of the same dtype for each array. For a `ScaledArray` weight it has an
-        E4M3 `ScaledArray` with a power-of-two scale if the recipe's weight gradients are FP8, otherwise a
-        float32 array. If a layer is used more than once, its amaxes are merged by max; the state of an unused
-        layer does not change. Other collections are not differentiated.
+        A function of the same arguments that returns `(loss, grads, variables)`, or
+        `((loss, aux), grads, variables)`.
+
+        grads: a tree like `variables["params"]`. It has an array of the same dtype for each array. For a
+            `ScaledArray` weight it has an E4M3 `ScaledGradient` with a power-of-two scale if the recipe's
+            weight gradients are FP8, otherwise a float32 array.
+        variables: the variables that went in, with the new scaling state and loss scale. If a layer is used
+            more than once, its amaxes are merged by max; the state of an unused layer does not change.
+
+        With parameters alone in place of variables, `grads` is a tree like them, and they come back.
 
     Raises:
-        ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices.
+        ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices; the
+            function runs inside `jax.shard_map` with a scaling state, and `axis_name` is None.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
     References:
         FP8-LM, arXiv 2310.18313, section 2.1 (FP8 gradients); MS-AMP `ScalingParameter`.
     """
     check_arguments(loss_fn, zero)
-    return for_optimizers(loss_fn, has_aux, over_devices(on_one_device, zero))
+    return with_state(loss_fn, has_aux, over_devices(on_one_device, zero), zero, axis_name)
 
 
 def check_arguments(loss_fn: Any, zero: Any) -> None:
@@ -66,13 +87,14 @@ def check_arguments(loss_fn: Any, zero: Any) -> None:
         )
 
 
-def for_optimizers(loss_fn: Callable[..., Any], has_aux: bool, grad_fn: GradFn) -> Callable[..., Any]:
-    """The gradient function for whole variables and for parameters alone, with an optimizer's inputs as its
-    outputs: `settled` scaling states, `ScaledGradient`s, and for whole variables `Gradients`.
+def with_state(
+    loss_fn: Callable[..., Any], has_aux: bool, grad_fn: GradFn, zero: Zero | None, axis_name: AxisNames
+) -> Callable[..., Any]:
+    """The gradient function at the user's boundary: `(loss, grads, variables)`, see `value_and_grad`.
 
     Args:
-        loss_fn, has_aux: see `value_and_grad`.
-        grad_fn: computes the gradients.
+        loss_fn, has_aux, zero, axis_name: see `value_and_grad`.
+        grad_fn: computes the gradients and the new states.
     """
 
     @functools.wraps(loss_fn)
@@ -83,17 +105,32 @@ def for_optimizers(loss_fn: Callable[..., Any], has_aux: bool, grad_fn: GradFn) 
             out = loss_fn(variables if is_whole else variables[PARAMS], *args, **kwargs)
             return _loss_and_aux(out, has_aux)
 
-        out, grads = grad_fn(loss_and_aux, variables if is_whole else {PARAMS: variables}, args, kwargs)
+        old = variables if is_whole else {PARAMS: variables}
+        out, new = grad_fn(loss_and_aux, old, args, kwargs)
         out = out if has_aux else out[0]
-        if SCALING in grads:
-            grads[SCALING] = _jitted_settled(grads[SCALING], variables[SCALING])
-        grads[PARAMS] = as_gradients(grads[PARAMS])
-        if not is_whole:
-            return out, grads[PARAMS]
-        whole = Gradients(grads)
-        return out, whole if whole.others() else grads
+        grads = as_gradients(new.pop(PARAMS))
+        if zero is None:
+            new = _merged(new, axis_name)
+        if SCALING in new:
+            new[SCALING] = _jitted_settled(new[SCALING], old[SCALING])
+        return out, grads, {**variables, **new} if is_whole else variables
 
     return wrapped
+
+
+def _merged(states: dict[str, Any], axis_name: AxisNames) -> dict[str, Any]:
+    """The new states and loss scale, merged over the axes of a `jax.shard_map` around this gradient."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name is None and axes and jax.tree.leaves(states):
+        names = ", ".join(map(repr, axes))
+        raise ValueError(
+            f"`axis_name`: expected the mesh axes over which the batch is split; got None inside of "
+            f"`jax.shard_map` over {names}, where each device sees other amaxes. Pass their names, as in "
+            f"value_and_grad(loss_fn, axis_name={axes[0]!r}), to merge the scaling states over them, or () "
+            "for states of each device."
+        )
+    merge = {SCALING: lax.pmax, LOSS_SCALE: lax.pmin}
+    return {name: merge[name](x, axis_name) for name, x in states.items()} if axis_name else states
 
 
 _jitted_settled = jax.jit(settled)

@@ -1,7 +1,6 @@
 """`apply_updates`: the new variables after an optimizer step."""
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,41 +10,38 @@ import jax.numpy as jnp
 from fp8jax.gradients.keys import shown
 from fp8jax.optim.replace_update import replaces
 from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, value
-from fp8jax.variables import PARAMS, check_gradients, has_params
+from fp8jax.variables import PARAMS, has_params
 
 
 def apply_updates(variables: Any, updates: Any) -> Any:
     """`optax.apply_updates` for variables with quantized weights.
 
     Args:
-        variables: Flax variables, or parameters.
-        updates: the optimizer's updates, with the structure of `variables`; other collections than "params"
-            may be missing.
+        variables: the variables that `value_and_grad` returned, or parameters alone.
+        updates: the optimizer's updates, a tree like the parameters.
 
     Returns:
         New variables. A plain leaf becomes `leaf + update` in the leaf's dtype. A `ScaledArray` is replaced
         by the new value from `adam` or `adamw` (`optax.apply_updates` does this, too). With a float update,
         its value plus the update is computed in float32 and quantized to its format, with a new power-of-two
-        scale for each scale block. The scaling state is replaced by that of `updates`. Collections that
-        `updates` lacks stay unchanged.
+        scale for each scale block. Collections other than "params" stay as they are.
 
     Raises:
-        ValueError: `updates` has a collection that `variables` lacks, or the tree or a shape of the
-            parameters differs.
+        ValueError: the tree or a shape of the updates differs from the parameters'.
         TypeError: an update is still a `ScaledArray`, because an optax transformation cannot update codes and
-            scale consistently; or a transformation changed the scaling state.
+            scale consistently.
     """
-    check_gradients(updates, variables)
     if not has_params(variables):
         return _stepped(variables, updates)
-    if not has_params(updates) or not set(updates) <= set(variables):
-        got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+    if has_params(updates) and set(updates) - {PARAMS} and set(updates) <= set(variables):
         raise ValueError(
-            f"`updates`: expected the collections of `variables` ({', '.join(sorted(variables))}), "
-            f"'params' among them; got {got}. Give `tx.update` the gradients and variables as "
-            "`value_and_grad` returned and took them."
+            f"`updates`: expected a tree like variables['params']; got whole variables, "
+            f"{', '.join(map(repr, updates))}. The scaling state is no gradient: give `tx.update` the "
+            "gradients that `value_and_grad` returned, or the 'params' of JAX's own."
         )
-    return {**variables, **updates, PARAMS: _stepped(variables[PARAMS], updates[PARAMS])}
+    is_whole = has_params(updates) and not has_params(variables[PARAMS])
+    updates = updates[PARAMS] if is_whole else updates
+    return {**variables, PARAMS: _stepped(variables[PARAMS], updates)}
 
 
 def _stepped(params: Any, updates: Any) -> Any:
@@ -84,11 +80,11 @@ def _shape(update: Any) -> Any:
 
 def _unless_zero(leaf: Any, update: Any) -> Any:
     """The leaf, if `optax.set_to_zero` made the update; other updates raise, or under jit give NaN."""
-    scale = update.scale
-    if not isinstance(scale, jax.core.Tracer) and jnp.any(scale != 0):
+    bits = update.bits
+    if not isinstance(bits, jax.core.Tracer) and jnp.any(bits != 0):
         return _step(leaf, plain(update))
     # Compiled code cannot raise, and a gradient must not be applied as an update.
-    is_zero = jnp.all(scale == 0)
+    is_zero = jnp.all(bits == 0)
     return jax.tree.map(lambda x: jnp.where(is_zero, x, jnp.full_like(x, jnp.nan)), leaf)
 
 

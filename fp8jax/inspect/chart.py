@@ -151,7 +151,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
     read = program.read(targets.compile(lowered, target))
     device = targets.mesh(target, devices).devices.flat[0]
     variables, state, _ = lowered.out_info
-    _, grads = jax.eval_shape(step.value_and_grad, step.args[0], *step.args[2:])
+    _, grads, _ = jax.eval_shape(step.value_and_grad, step.args[0], *step.args[2:])
     moments = map(_of_arrays, optim.moments(state))
     [adam] = (node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node))
     measured = {
@@ -160,7 +160,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "comm": _of_collectives(read.collectives, devices),
         "weight": _of_arrays(variables[PARAMS]),
         "master_weight": _of_arrays(adam.master),
-        "weight_grad": _of_arrays(grads[PARAMS]),
+        "weight_grad": _of_arrays(grads),
         "moments": tuple(" + ".join(parts) for parts in zip(*moments, strict=True)),
         "rounding": _of_rounding(model, recipe),
     }
@@ -220,7 +220,7 @@ def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
 
     def step(seed: int) -> tuple[Any, Any]:
         tx = optim.adamw(1e-3, recipe, seed=seed)
-        updates, state = tx.update({PARAMS: grads}, tx.init(variables), variables)
+        updates, state = tx.update(grads, tx.init(variables), variables)
         return gradients.apply_updates(variables, updates)[PARAMS], state
 
     (weights, state), (other_weights, other) = step(0), step(1)

@@ -17,13 +17,14 @@ from jaxtyping import PyTree
 from fp8jax import comm, gradients, optim
 from fp8jax.inspect import targets
 from fp8jax.recipe import Recipe
+from fp8jax.variables import PARAMS
 
 
 class Step(NamedTuple):
     """A training step."""
 
     function: Callable[..., Any]  # (variables, opt_state, *batch) -> new variables, new state, loss
-    value_and_grad: Callable[..., Any]  # (variables, *batch) -> loss, gradients
+    value_and_grad: Callable[..., Any]  # (variables, *batch) -> loss, gradients, variables
     args: tuple[PyTree, ...]  # shapes of variables, opt_state, *batch
 
 
@@ -65,8 +66,8 @@ def training_step(
     value_and_grad = gradients.value_and_grad(loss_fn, zero=zero)
 
     def step(variables: PyTree, opt_state: PyTree, *batch: PyTree) -> tuple[PyTree, PyTree, Any]:
-        loss, grads = value_and_grad(variables, *batch)
-        updates, opt_state = tx.update(grads, opt_state, variables)
+        loss, grads, variables = value_and_grad(variables, *batch)
+        updates, opt_state = tx.update(grads, opt_state, variables[PARAMS])
         return gradients.apply_updates(variables, updates), opt_state, loss
 
     return Step(step, value_and_grad, (*state, *batch))

@@ -5,8 +5,8 @@
         fp8jax.optim.adamw(3e-4, recipe),
     )
 
-Each gradient transformation takes parameters or whole Flax variables. It updates the "params" collection of
-variables; the scaling state passes through unchanged.
+Gradients and updates are trees like the parameters. Each gradient transformation takes the parameters or the
+whole variables beside them.
 """
 
 from fp8jax.optim.adam import adam as adam
@@ -16,10 +16,11 @@ from fp8jax.optim.adam import scale_by_adam as scale_by_adam
 from fp8jax.optim.dequantized import adafactor as adafactor
 from fp8jax.optim.dequantized import with_dequantized as with_dequantized
 from fp8jax.optim.first_state import with_masters as with_masters
+from fp8jax.optim.spoilt import restore_weights as restore_weights
 from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
 from fp8jax.optim.step.blockwise import Blockwise as Blockwise
 from fp8jax.optim.transforms import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.transforms import dequantize as dequantize
+from fp8jax.optim.transforms import global_norm as global_norm
 from fp8jax.optim.transforms import multi_steps as multi_steps
-from fp8jax.optim.transforms import on_params as on_params

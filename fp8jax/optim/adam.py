@@ -30,6 +30,7 @@ from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.first_state import first_state
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
+from fp8jax.optim.spoilt import check_tags, check_weights
 from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
     DECOUPLED,
@@ -42,12 +43,11 @@ from fp8jax.optim.step import (
     as_written,
     fused_adam,
 )
-from fp8jax.optim.transforms import on_params, plain_mask
+from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import (
     is_scaled,
     leaf_seeds,
-    plain,
     with_float32_scales,
 )
 from fp8jax.recipe import Recipe
@@ -239,15 +239,21 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         # An `nnx.State` has an `nnx.Variable` around each leaf.
         boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
         updates, *kept = map(without_variables, boxes)
-        params = with_float32_scales(without_variables(params))
-        grads, treedef = jax.tree.flatten(jax.tree.map(plain, updates, is_leaf=is_scaled), is_leaf=is_scaled)
+        check_tags(updates)
+        params = without_variables(params)
+        check_weights(params)
+        params = with_float32_scales(params)
+        grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
         count = jnp.asarray(optax.safe_increment(state.adam.count))
+        rate: Any = (
+            rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate
+        )
         scalars = AdamScalars(
             (rule.b1, rule.b2),
             (1 - rule.b1, 1 - rule.b2),
             (1 - jnp.float32(rule.b1) ** count, jnp.sqrt(1 - jnp.float32(rule.b2) ** count)),
             rule.eps,
-            rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate,
+            None if rate is None else -rate,
             rule.weight_decay,
         )
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
@@ -273,7 +279,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         skipped = state.skipped + jnp.where(ok, 0, 1)
         return directions, AdamState(adam, master, skipped, remainder, state.key)
 
-    return on_params(optax.GradientTransformation(init, update))
+    return takes_variables(optax.GradientTransformation(init, update))
 
 
 def _check_shapes(leaves: list[ParamState]) -> None:

@@ -23,8 +23,9 @@ from fp8jax.optim.checks import (
     refuse_zero,
 )
 from fp8jax.optim.replace_update import ReplaceUpdate
+from fp8jax.optim.spoilt import check_tags, spoilt_updates
 from fp8jax.optim.state import DequantizedState
-from fp8jax.optim.transforms import on_params, plain_mask
+from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.quantization import amax, format_of, is_scaled, quantize, value, with_float32_scales
 from fp8jax.recipe import Recipe
 
@@ -106,7 +107,8 @@ def _with_dequantized(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
         params = with_float32_scales(params)
-        new, inner = tx.update(_values(updates), state.inner, _values(params), **extra)
+        broken, grads = check_tags(updates), _values(updates)
+        new, inner = tx.update(grads, state.inner, _values(params), **extra)
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         weights = [
             value(leaf).astype(jnp.float32) + update
@@ -118,9 +120,10 @@ def _with_dequantized(
             _written(leaf, weight, update, ok)
             for leaf, weight, update in zip(leaves, weights, treedef.flatten_up_to(new), strict=True)
         ]
-        return treedef.unflatten(written), DequantizedState(inner, state.skipped + jnp.where(ok, 0, 1))
+        updates = spoilt_updates(treedef.unflatten(written), params, broken, grads)
+        return updates, DequantizedState(inner, state.skipped + jnp.where(ok, 0, 1))
 
-    return on_params(optax.GradientTransformationExtraArgs(init, update))
+    return takes_variables(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _values(tree: Any) -> Any:

@@ -5,58 +5,63 @@ JAX has no implicit promotion for float8. They work after `dequantize`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fp8jax.optim.state import skipped
-from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, value
-from fp8jax.scaling.merge import marked, unmarked
-from fp8jax.variables import PARAMS, SCALING, Updates, check_gradients, has_params, with_collections
+from fp8jax.optim.spoilt import check_tags, spoilt_updates
+from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, value
+from fp8jax.variables import PARAMS, SCALING, has_params, params_of
 
 
-def on_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` on the "params" collection of whole variables; other collections pass through.
-
-    A tree without a "params" collection goes to `tx` unchanged. If `tx` skips a step and `update` gets the
-    variables, the scaling state stays the old one.
-    """
+def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` for parameters or whole variables: it gets the "params" collection of a tree that has one."""
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
-        return tx.init(params[PARAMS] if has_params(params) else params)
+        return tx.init(params_of(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_gradients(updates, params)
         if not has_params(updates):
-            params = params[PARAMS] if has_params(params) else params
-            return tx.update(updates, state, params, **extra)
-        variables = params if has_params(params) else {PARAMS: params}
-        new, new_state = tx.update(updates[PARAMS], state, variables[PARAMS], **extra)
-        new = {PARAMS: new}
-        if SCALING in updates and SCALING in variables:
-            new[SCALING] = unless_skipped(updates[SCALING], variables[SCALING], new_state, state)
-        return with_collections(updates, new, Updates), new_state
+            return tx.update(updates, state, params_of(params), **extra)
+        if SCALING in updates:
+            raise ValueError(
+                f"`updates`: expected gradients of the parameters; got also {SCALING!r}, which "
+                "is no gradient. `fp8jax.value_and_grad` returns both apart, as in `loss, grads, variables`; "
+                f"of gradients by JAX's own, give ['params'], and take [{SCALING!r}] as the new state."
+            )
+        new, state = update(updates[PARAMS], state, params, **extra)
+        return {PARAMS: new}, state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def unless_skipped(new: Any, old: Any, new_state: Any, old_state: Any) -> Any:
-    """The new tree, or the old one after a step that the optimizer skipped."""
-    is_taken = skipped(new_state) == skipped(old_state)
-    return jax.tree.map(lambda new, old: jnp.where(is_taken, new, old), new, old)
-
-
 def dequantize() -> optax.GradientTransformationExtraArgs:
-    """Dequantizes FP8 gradients to float32, so that any optax transformation can follow."""
+    """Dequantizes FP8 gradients to float32, so that any optax transformation can follow.
+
+    Raises:
+        TypeError: arithmetic changed an FP8 gradient's codes and scales apart. Compiled code cannot raise:
+            there the gradient is NaN.
+    """
 
     def update(updates: Any, params: Any = None) -> Any:
         del params
+        check_tags(updates)
         return jax.tree.map(value, updates, is_leaf=is_scaled)
 
-    return on_params(optax.stateless(update))
+    return takes_variables(optax.stateless(update))
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The norm of all gradients, parameters or updates in a tree, as `optax.global_norm`; float32, shape ().
+
+    Quantized leaves count with their values.
+    """
+    leaves = jax.tree.leaves(params_of(tree), is_leaf=is_scaled)
+    squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
 def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
@@ -71,34 +76,26 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Any, params: Any = None) -> Any:
         del params
-        leaves = jax.tree.leaves(updates, is_leaf=is_scaled)
-        squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
-        norm = jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+        norm = global_norm(updates)
         factor = jnp.where(norm < max_norm, 1.0, max_norm / norm).astype(jnp.float32)
 
         def clip(leaf: Any) -> Any:
+            if isinstance(leaf, ScaledGradient):
+                return leaf.times(factor)
             if is_scaled(leaf):
-                return like_gradient(leaf, ScaledArray(leaf.data, leaf.scale * factor))
+                return ScaledArray(leaf.data, leaf.scale * factor)
             return leaf * factor.astype(leaf.dtype)
 
         return jax.tree.map(clip, updates, is_leaf=is_scaled)
 
-    return on_params(optax.stateless(update))
-
-
-class MultiStepsState(NamedTuple):
-    """State of `multi_steps`."""
-
-    inner: optax.MultiStepsState  # its accumulated gradients are float32
-    scaling: Any  # max of the `marked` scaling states since the last step; -inf before the first
+    return takes_variables(optax.stateless(update))
 
 
 def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.GradientTransformationExtraArgs:
     """`optax.MultiSteps(tx, every_k)` that dequantizes gradients and averages them in float32.
 
     FP8 codes cannot be averaged, and `optax.MultiSteps` raises on FP8 gradients. Parameters and the state of
-    `tx` keep their formats. The scaling state changes once per step of `tx`: between steps the amaxes are
-    merged by max.
+    `tx` keep their formats. With float gradients, as the recipe "te" has, `optax.MultiSteps` does the same.
 
     Args:
         tx: the optimizer, e.g. an `optax.chain` that ends in `fp8jax.optim.adamw`.
@@ -112,38 +109,17 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
     def multi(init: Any) -> optax.MultiSteps:
         return optax.MultiSteps(optax.GradientTransformationExtraArgs(init, tx.update), every_k)
 
-    def init(params: Any) -> MultiStepsState:
-        scaling = params.get(SCALING, {}) if has_params(params) else {}
-        unseen = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), scaling)
-        params = params[PARAMS] if has_params(params) else params
+    def init(params: Any) -> optax.MultiStepsState:
         values = jax.tree.map(value, params, is_leaf=is_scaled)
-        return MultiStepsState(multi(lambda _: tx.init(params)).init(values), unseen)
+        return multi(lambda _: tx.init(params)).init(values)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_gradients(updates, params)
-        variables, is_flax = params, has_params(updates)
-        params = variables[PARAMS] if has_params(variables) else variables
-        grads = jax.tree.map(value, updates[PARAMS] if is_flax else updates, is_leaf=is_scaled)
-        steps = multi(tx.init)
-        new, inner = steps.update(grads, state.inner, params, **extra)
-        if not is_flax:
-            return new, state._replace(inner=inner)
-        if SCALING not in updates:
-            return with_collections(updates, {PARAMS: new}, Updates), state._replace(inner=inner)
-        if not has_params(variables):
-            raise ValueError("`params`: expected whole variables, as `updates` are; got parameters alone.")
-        is_step = steps.has_updated(inner)
-        merged = jax.tree.map(jnp.maximum, state.scaling, marked(updates[SCALING]))
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(is_step, new, old), unmarked(merged), variables[SCALING]
-        )
-        kept = unless_skipped(kept, variables[SCALING], inner, state.inner)
-        unseen = jax.tree.map(lambda x: jnp.where(is_step, -jnp.inf, x), merged)
-        return with_collections(updates, {PARAMS: new, SCALING: kept}, Updates), MultiStepsState(
-            inner, unseen
-        )
+        broken = check_tags(updates)
+        grads = jax.tree.map(value, updates, is_leaf=is_scaled)
+        new, state = multi(tx.init).update(grads, state, params, **extra)
+        return spoilt_updates(new, params, broken, grads), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return takes_variables(optax.GradientTransformationExtraArgs(init, update))
 
 
 def plain_mask(mask: Any | Callable[[Any], Any] | None) -> Any:

@@ -42,10 +42,12 @@ from fp8jax.quantization.casts import cast as cast
 from fp8jax.quantization.casts import select as select
 from fp8jax.quantization.casts import to_bits as to_bits
 from fp8jax.quantization.casts import to_bytes as to_bytes
+from fp8jax.quantization.gradient import NO_TAG as NO_TAG
 from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient
 from fp8jax.quantization.gradient import as_gradients as as_gradients
 from fp8jax.quantization.gradient import like_gradient as like_gradient
 from fp8jax.quantization.gradient import plain as plain
+from fp8jax.quantization.gradient import scale_of_bits as scale_of_bits
 from fp8jax.quantization.kernels import quantize_twice as quantize_twice
 from fp8jax.quantization.kernels import quantize_twice_fp4 as quantize_twice_fp4
 from fp8jax.quantization.packed import PackedE2M1 as PackedE2M1

@@ -47,6 +47,9 @@ def build(recipe: Recipe) -> Scaling:
 
     def scale(state: State, operand: int, amax: Float[Array, ""], limit: float) -> Float[Array, ""]:
         kept = lax.index_in_dim(state["scale"], operand, keepdims=False)
+        # No amax is negative, but an optimizer that takes the state for a parameter makes it so at once.
+        newest = state["amax_history"][operand, 0]
+        kept = select(newest < 0, float("nan"), kept)
         if recipe.first_scale != "tensor":
             return kept
         first = kept == UNSET

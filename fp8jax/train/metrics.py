@@ -123,7 +123,7 @@ def bytes_per_parameter(variables: PyTree, gradients: PyTree, opt_state: PyTree)
 
     count = parameters(variables)
     scaling = size(variables.get(SCALING, {}))
-    return Bytes(size(variables[PARAMS]), size(gradients[PARAMS]), size(opt_state), scaling)
+    return Bytes(size(variables[PARAMS]), size(gradients), size(opt_state), scaling)
 
 
 @dataclasses.dataclass

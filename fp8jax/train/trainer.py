@@ -38,7 +38,6 @@ from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
 from fp8jax.train.step.unchanged import Sample, sampler_of
-from fp8jax.variables import PARAMS, has_params
 
 
 class Trainer:
@@ -267,11 +266,10 @@ class Trainer:
             devices=devices,
         )
 
-    def gradients(self) -> dict[str, Any]:
-        """Shapes and dtypes of the gradients of a step, in "params"."""
+    def gradients(self) -> PyTree:
+        """Shapes and dtypes of the gradients of a step."""
         arguments = self.like.variables, self._batch(self.rows), self.key
-        grads = jax.eval_shape(self.network.gradients, *arguments)[1]
-        return {PARAMS: grads[PARAMS] if has_params(grads) else grads}
+        return jax.eval_shape(self.network.gradients, *arguments)[1]
 
     def _init(self, key: PRNGKeyArray, batch: PyTree) -> State:
         return self._first_state(self.network.init(key, batch))

@@ -9,6 +9,7 @@ from fp8jax.gradients import apply_updates
 from fp8jax.optim.step.blockwise import Blockwise
 from fp8jax.optim.step.codecs import Root
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
+from fp8jax.variables import PARAMS, has_params
 
 
 def _to_state(x: ScaledArray) -> dict[str, Any]:
@@ -46,20 +47,31 @@ class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `params` are whole variables.
 
         state = TrainState.create(apply_fn=model.apply, params=model.init(key, x), tx=tx)
-        loss, grads = fp8jax.value_and_grad(loss_fn)(state.params, batch)
-        state = state.apply_gradients(grads=grads)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(state.params, batch)
+        state = state.apply_gradients(grads=grads, variables=variables)
 
-    Flax's own class works for FP8 GEMMs, too. It gives `tx` only the parameters. This class gives it whole
-    variables, so that a step that the optimizer skips keeps the old scaling state, and loss scales change.
+    Flax's own class works with FP8 GEMMs and `jax.value_and_grad`, too: its gradients of whole variables have
+    the new scaling state in "_overwrite_with_gradient".
     """
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
         """A state at step 0, with `tx.init(params)`."""
-        return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(params), **kwargs)
+        return cls(
+            step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(_params(params)), **kwargs
+        )
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
-        """The state after `tx.update` and `fp8jax.apply_updates` with `value_and_grad`'s gradients."""
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = apply_updates(self.params, updates)
+    def apply_gradients(self, *, grads: Any, variables: Any, **kwargs: Any) -> "TrainState":
+        """The state after `tx.update` and `fp8jax.apply_updates`.
+
+        Args:
+            grads, variables: as `value_and_grad` returned them.
+            kwargs: other fields to replace.
+        """
+        updates, opt_state = self.tx.update(grads, self.opt_state, _params(variables))
+        params = apply_updates(variables, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+
+
+def _params(variables: Any) -> Any:
+    return variables[PARAMS] if has_params(variables) else variables

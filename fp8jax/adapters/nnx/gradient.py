@@ -60,12 +60,12 @@ def gradient_of_module(
             return loss, (aux, after)
 
         numbers = np.arange(parts, dtype=np.int32) if parts > 1 else None  # split as a batch is
-        out, grads = gradient_of_states(pure, grad_of)(variables, numbers, *args, **kwargs)
+        out, grads, new = gradient_of_states(pure, grad_of)(variables, numbers, *args, **kwargs)
         loss, (aux, after) = out
-        nnx.update(model, merged(after), grads[SCALING])
+        nnx.update(model, merged(after), new[SCALING])
         for path, variable in nnx.to_flat_state(scales):
-            nnx.update(model, nnx.from_flat_state([(path, variable.replace(grads[LOSS_SCALE]))]))
-        return ((loss, aux) if has_aux else loss), grads[PARAMS]
+            nnx.update(model, nnx.from_flat_state([(path, variable.replace(new[LOSS_SCALE]))]))
+        return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
 
@@ -100,8 +100,9 @@ def gradient_of_states(
             return loss_fn(with_states(trees), *args, **kwargs)
 
         trees = {name: tree_of(s) if isinstance(s, nnx.State) else s for name, s in states.items()}
-        out, grads = grad_of(pure)(trees, *args, **kwargs)
-        return out, with_states(grads)
+        out, grads, new = grad_of(pure)(trees, *args, **kwargs)
+        params = states[PARAMS]
+        return out, put_in(params, grads) if isinstance(params, nnx.State) else grads, with_states(new)
 
     return wrapped
 

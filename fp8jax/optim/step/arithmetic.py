@@ -26,7 +26,7 @@ class AdamScalars(NamedTuple):
     shares: tuple[Any, Any]  # 1 - b1, 1 - b2, computed in Python to round once
     corrections: tuple[Any, Any]  # 1 - b1**t, sqrt(1 - b2**t)
     eps: Any
-    rate: Any  # None without a learning rate
+    step_size: Any  # the negative learning rate; None without one
     weight_decay: Any
 
 
@@ -70,5 +70,5 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
         return AdamStep(m, v, direction, None)
     if decay == DECOUPLED:
         direction = direction + scalars.weight_decay * weight
-    update = -scalars.rate * direction
+    update = scalars.step_size * direction
     return AdamStep(m, v, update, weight + update)

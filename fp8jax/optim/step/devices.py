@@ -11,7 +11,7 @@ from fp8jax.comm.zero import own_part
 from fp8jax.optim.replace_update import ReplaceUpdate, replaces
 from fp8jax.optim.step.arithmetic import AdamScalars, ParamState
 from fp8jax.optim.step.fused import Rounding, Shards, Written, fused_adam
-from fp8jax.quantization import ScaledArray, is_scaled
+from fp8jax.quantization import ScaledArray, is_scaled, plain
 
 
 def advance_over_devices(
@@ -51,7 +51,7 @@ def advance_over_devices(
         new, ok = fused_adam(mine, scalars, seeds, decays, rounding, Shards(zero.axis, tuple(axes)))
         return new if stays else _whole(new, axes, zero), ok
 
-    leaves = [_fetched(leaf, zero) for leaf in leaves]
+    leaves = [_fetched(leaf._replace(grad=plain(leaf.grad)), zero) for leaf in leaves]
     in_specs = [specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     out_specs = [written_specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     new, ok = zero.on_each(on_device, (in_specs, P(), P()), (out_specs, P()), leaves, scalars, seeds)

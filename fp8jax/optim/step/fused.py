@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from fp8jax.optim.replace_update import ReplaceUpdate
+from fp8jax.optim.spoilt import spoilt_scale
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.step.codecs import decode, scaled_part
@@ -39,10 +40,12 @@ from fp8jax.optim.step.scales import (
 )
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import (
+    NO_TAG,
     amax_of_floats,
     format_of,
     is_scaled,
     other_bits,
+    plain,
     random_bits,
     scale_of,
     value,
@@ -93,7 +96,8 @@ def fused_adam(
 
     Returns:
         What is written for each parameter, the update of a `ScaledArray` as a `ReplaceUpdate`; and a bool,
-        shape (). If any new moment or weight is infinite or NaN, the old state and zero updates.
+        shape (). If any new moment or weight is infinite or NaN, the old state and zero updates; if a
+        gradient that lost its tag is the cause, NaN scales for the parameters (see `optim.spoilt`).
     """
     if shards is None:
         ways = functools.partial(by_platform, cpu=_by_tensor, default=_all_at_once)
@@ -105,11 +109,24 @@ def _by_tensor(
     states: list[ParamState], scalars: AdamScalars, seeds: Any, decays: tuple[str, ...], rounding: Rounding
 ) -> tuple[list[Written], jax.Array]:
     """The step on a CPU."""
+    states = [state._replace(grad=plain(state.grad)) for state in states]
     steps = [_step(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
     largest = [jnp.max(amax) for _, amaxes, _ in steps for amax in amaxes]
     ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
+    pairs = zip(states, steps, strict=True)
+    lost = [
+        _is_lost(state.grad.scale, jnp.stack([*map(jnp.max, step[1])]))
+        for state, step in pairs
+        if is_scaled(state.grad)
+    ]
+    is_lost = jnp.any(jnp.stack(lost)) if lost else None
     every = zip(states, steps, _each(seeds, states), strict=True)
-    return [_write(state, *step, ok, seed, rounding) for state, step, seed in every], ok
+    return [_write(state, *step, ok, is_lost, seed, rounding) for state, step, seed in every], ok
+
+
+def _is_lost(scales: jax.Array, amaxes: jax.Array) -> jax.Array:
+    """Whether a gradient on these scales lost its tag, and made one of its parameter's amaxes infinite."""
+    return jnp.any(scales == NO_TAG) & ~(jnp.max(amaxes) < jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
@@ -121,20 +138,22 @@ def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep
     return step, amaxes, _block_maxima(step, state)
 
 
-@functools.partial(jax.jit, static_argnums=6)
+@functools.partial(jax.jit, static_argnums=7)
 def _write(
     state: ParamState,
     step: AdamStep,
     amaxes: list[jax.Array],
     maxima: list[Any],
     ok: jax.Array,
+    is_lost: Any,
     seed: Any,
     rounding: Rounding,
 ) -> Written:
     pairs = [(stored, x) for stored, x in zip(quantized(state), amaxes, strict=True) if is_scaled(stored)]
     scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
     kept = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
-    return _second_pass(state, step, scales, kept, maxima, ok, _random_bits(state, seed), rounding)
+    random = _random_bits(state, seed)
+    return _second_pass(state, step, scales, kept, maxima, ok, is_lost, random, rounding)
 
 
 def _all_at_once(
@@ -157,8 +176,13 @@ def _all_at_once(
         np.full(scale_size(stored), 1.0 if stored is None else format_of(stored).max) for stored in nodes
     ]
     new = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
-    old = packed[0][places_of_old(states)] if packed[0].size else jnp.ones_like(new)
-    (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, ok), maxima))
+    places, of_grads, checks = places_of_old(states)
+    old = packed[0][np.concatenate([places, of_grads])] if packed[0].size else jnp.ones_like(new)
+    is_lost = None
+    if len(of_grads):
+        old, grad_scales = jnp.split(old, [len(places)])
+        is_lost = jnp.any((grad_scales == NO_TAG) & ~(amaxes[checks] < jnp.inf))
+    (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, ok, is_lost), maxima))
     sizes = [sum(map(scale_size, quantized(state))) for state in states]
     places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]
     written = []
@@ -166,7 +190,7 @@ def _all_at_once(
         if states[i].remainder is not None:
             # With shared scalars XLA fuses outputs of different tensors, and leaves those of one apart.
             scales, shared = gpu_barrier((scales, shared))
-        scalars, seeds, new, old, ok = shared
+        scalars, seeds, new, old, ok, is_lost = shared
         state, decay = unpack((scales, data), layout)[i], decays[i]
         random = _random_bits(state, None if seeds is None else seeds[i], places[i])
         fresh, kept = (shaped(state, parts_of(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
@@ -175,7 +199,9 @@ def _all_at_once(
             # XLA would store what the weight and its remainder have in common. It computes the step again
             # with scalars that it cannot tell to be the same.
             weight = adam_step(state, gpu_barrier(scalars), decay).weight
-        written.append(_second_pass(state, step, fresh, kept, maxima[i], ok, random, rounding, weight))
+        written.append(
+            _second_pass(state, step, fresh, kept, maxima[i], ok, is_lost, random, rounding, weight)
+        )
     return written, ok
 
 
@@ -215,6 +241,7 @@ def _second_pass(
     kept_scales: list[jax.Array],
     maxima: list[Any],
     ok: jax.Array,
+    is_lost: Any,
     random: Any,
     rounding: Rounding,
     weight_again: Any = None,
@@ -228,12 +255,15 @@ def _second_pass(
         kept_scales: the scales to store: `scales` if `ok`, else the old scales.
         maxima: the absmax of the moments' 8-bit blocks.
         ok: whether the step is taken.
+        is_lost: whether to spoil the parameter's scale, or a plain parameter; None for no.
         random: see `_random_bits`.
         rounding: how the first moment and the weight are rounded.
         weight_again: the weight of `step`, computed again for the remainder; None takes that of `step`.
     """
     names = [name for name in STORED if scaled_part(getattr(state, name)) is not None]
     new, kept = (dict(zip(names, all_of, strict=False)) for all_of in (scales, kept_scales))
+    if is_lost is not None and "param" in kept:
+        kept["param"] = jnp.where(is_lost, spoilt_scale(state.param.scale), kept["param"])
     of_mu = random[0] if rounding.first_moment == "stochastic" else None
     of_weight = random[1] if rounding.weight == "stochastic" else None
 
@@ -246,7 +276,10 @@ def _second_pass(
     nu = stored("nu", codecs.encode(step.nu, state.nu, new.get("nu", maxima[1]), of_nu))
     if not is_scaled(state.param):
         # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
-        return Written(jnp.where(ok, step.update, -0.0), mu, nu, None, None)
+        update = jnp.where(ok, step.update, -0.0)
+        if is_lost is not None and is_scaled(state.grad):
+            update = jnp.where(is_lost, jnp.nan, update)
+        return Written(update, mu, nu, None, None)
     name, remainder = "param" if state.master is None else "master", state.remainder
     if remainder is None:
         weight = codecs.encode(step.weight, getattr(state, name), new.get(name), of_weight)

@@ -14,7 +14,14 @@ from jax import lax
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamStep, ParamState
 from fp8jax.optim.step.codecs import scaled_part
-from fp8jax.quantization import ScaledArray, amax_of_floats, is_scaled
+from fp8jax.quantization import (
+    NO_TAG,
+    ScaledArray,
+    ScaledGradient,
+    amax_of_floats,
+    is_scaled,
+    scale_of_bits,
+)
 
 # Limits on partial amaxes: the largest number of partials per block, and the fewest entries per partial.
 _MOST_PARTS, _FEW = 16384, 64
@@ -46,11 +53,34 @@ def pack(states: list[ParamState]) -> tuple[Any, Any]:
     A GPU would copy hundreds of scalar buffers, which are read and updated in place, one at a time.
     """
     nodes, treedef = jax.tree.flatten(states, is_leaf=is_scaled)
-    shapes = tuple(node.scale.shape if is_scaled(node) else None for node in nodes)
-    scales = [node.scale.reshape(-1) for node in nodes if is_scaled(node)]
+    shapes = tuple(node.bits.shape if is_scaled(node) else None for node in nodes)
+    scaled = list(filter(is_scaled, nodes))
+    bits = jnp.concatenate([jnp.zeros(0, jnp.uint32), *(node.bits.reshape(-1) for node in scaled)])
     # Without the barrier XLA simplifies the slices back to the scalars.
-    packed = lax.optimization_barrier(jnp.concatenate([jnp.zeros(0, jnp.float32), *scales]))
-    return (packed, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
+    bits = lax.optimization_barrier(bits)
+    scales = lax.bitcast_convert_type(bits, jnp.float32)
+    # Tags are checked here for all gradients at once.
+    of_grads = _repeated([isinstance(node, ScaledGradient) for node in scaled], scaled)
+    if of_grads.any():
+        factors = [_factor(node) for node in scaled]
+        scales = jnp.where(of_grads, scale_of_bits(bits), scales)
+        if any(factor is not None for factor in factors):
+            ones = [
+                jnp.ones(node.bits.size) if x is None else x for x, node in zip(factors, scaled, strict=True)
+            ]
+            scales = jnp.where(scales == NO_TAG, scales, scales * jnp.concatenate(ones))
+    return (scales, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
+
+
+def _factor(node: Any) -> Any:
+    """The factor of a gradient for each of its scales; None for none."""
+    factor = getattr(node, "factor", None)
+    return None if factor is None else jnp.broadcast_to(factor, node.bits.shape).reshape(-1)
+
+
+def _repeated(flags: list[bool], nodes: list[Any]) -> np.ndarray[Any, Any]:
+    """A flag for each scale of the nodes."""
+    return np.repeat(np.array(flags, bool), [node.bits.size for node in nodes])
 
 
 def unpack(packed: Any, layout: Any) -> list[ParamState]:
@@ -85,16 +115,31 @@ def shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
     return [x.reshape(s) for x, s in zip(parts_of(scales, [*map(math.prod, shapes)]), shapes, strict=True)]
 
 
-def places_of_old(states: list[ParamState]) -> np.ndarray[Any, Any]:
-    """Indices of the scales of the `quantized` tensors in the packed scales; 0 for None."""
-    places, seen = [], 0
+def places_of_old(states: list[ParamState]) -> tuple[Any, Any, Any]:
+    """Indices of scales in the packed scales.
+
+    Returns:
+        The indices of the `quantized` tensors' scales, 0 for None; those of the gradients' scales; and, for
+        each scale of a gradient, the index among the first of an amax that is infinite if the gradient is.
+    """
+    places, of_grads, checks, seen, count = [], [], [], 0, 0
     for state in states:
         of_node = {}
         for node in filter(is_scaled, jax.tree.leaves(state, is_leaf=is_scaled)):
-            of_node[id(node)] = np.arange(seen, seen + node.scale.size)
-            seen += node.scale.size
-        places += [of_node.get(id(stored), np.zeros(1, int)) for stored in quantized(state)]
-    return np.concatenate([np.zeros(0, int), *places])
+            of_node[id(node)] = np.arange(seen, seen + node.bits.size)
+            seen += node.bits.size
+        stored = quantized(state)
+        places += [of_node.get(id(node), np.zeros(1, int)) for node in stored]
+        if is_scaled(state.grad):
+            sizes = [scale_size(node) for node in stored]
+            # The second moment, or the last, which stands for it.
+            number = next((i for i, x in enumerate(stored) if x is scaled_part(state.nu)), len(stored) - 1)
+            first, size = count + sum(sizes[:number]), state.grad.bits.size
+            of_grads.append(of_node[id(state.grad)])
+            checks.append(first + np.arange(size) % sizes[number])
+        count += sum(map(scale_size, stored))
+    first, second, third = (np.concatenate([np.zeros(0, int), *each]) for each in (places, of_grads, checks))
+    return first, second, third
 
 
 def partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:

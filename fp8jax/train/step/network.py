@@ -99,7 +99,7 @@ class _Linen(_Network):
 
     def trained(self, variables: dict[str, Any]) -> dict[str, Any]:
         """The part of the variables that the optimizer gets."""
-        return variables
+        return variables[PARAMS]
 
     def gradients(
         self, variables: PyTree, batch: PyTree, key: PRNGKeyArray
@@ -110,7 +110,7 @@ class _Linen(_Network):
         def loss_fn(variables: PyTree, batch: PyTree, keys: jax.Array) -> Any:
             return self._call(variables, batch, keys[0])
 
-        (loss, others), grads = self._value_and_grad(loss_fn, has_aux=True)(variables, batch, keys)
+        (loss, others), grads, variables = self._value_and_grad(loss_fn, has_aux=True)(variables, batch, keys)
         # Of the parts of a batch: the mean over the devices, and the last of the microbatches.
         others = others if self.zero is None else jax.tree.map(_mean, others)
         others = others if self.microbatches == 1 else jax.tree.map(lambda x: x[-1], others)
