@@ -137,7 +137,7 @@ def test_it_trains(module):
 
     @jax.jit
     def step(variables, state):
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
         updates, state = tx.update(grads, state, variables)
         return fp8jax.apply_updates(variables, updates), state, loss
 
@@ -192,14 +192,14 @@ def test_a_normed_kernel_is_a_plain_parameter_and_its_product_in_fp8(recipe):
     plain = Normed().init(jax.random.key(0), X)
     jax.tree.map(np.testing.assert_array_equal, variables["params"], plain["params"])
     loss = lambda apply: lambda variables: jnp.mean(apply(variables, X) ** 3)  # noqa: E731
-    _, grads = fp8jax.value_and_grad(loss(model.apply))(variables)
+    _, grads, new = fp8jax.value_and_grad(loss(model.apply))(variables)
     want = jax.grad(loss(Normed().apply))(plain)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=0.1 * jnp.max(jnp.abs(b))),
-        grads["params"],
+        grads,
         want["params"],
     )
-    [kept] = jax.tree.leaves(grads["_overwrite_with_gradient"], is_leaf=lambda node: "scale" in node)
+    [kept] = jax.tree.leaves(new["_overwrite_with_gradient"], is_leaf=lambda node: "scale" in node)
     assert set(kept) == {"scale", "amax_history"} and kept["amax_history"][0, 0] == np.max(np.abs(X))
     assert all(row.fp8 for row in model.report(X).rows)
 
@@ -208,10 +208,10 @@ def test_a_batch_of_nothing():
     model = fp8jax.transform(nn.Dense(2 * WIDTH), "O2")
     variables = model.init(jax.random.key(0), X)
     assert model.apply(variables, X[:0]).shape == (0, 8, 2 * WIDTH)
-    loss, grads = fp8jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X[:0])))(variables)
-    assert loss == 0 and not np.any(grads["params"]["kernel"].dequantize())
+    loss, grads, new = fp8jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X[:0])))(variables)
+    assert loss == 0 and not np.any(grads["kernel"].dequantize())
     state = variables["_overwrite_with_gradient"]["kernel"]["scale"]
-    np.testing.assert_array_equal(grads["_overwrite_with_gradient"]["kernel"]["scale"][0], state[0])
+    np.testing.assert_array_equal(new["_overwrite_with_gradient"]["kernel"]["scale"][0], state[0])
 
 
 def test_the_names_of_axes_survive():
@@ -306,7 +306,7 @@ def test_a_rule_may_change_any_column_of_a_layer_and_the_first_that_fits_decides
     scaled = [is_scaled(variables["params"][name]["kernel"]) for name in ("lm_head", "fc_0", "fc_1")]
     assert scaled == [False, False, True]
     model = fp8jax.transform(Mlp(), "O2", rules=rules)
-    _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
+    _, grads, variables = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
     tx = adamw(1e-3, "O2")
     updates, _ = tx.update(grads, tx.init(variables), variables)
     new = fp8jax.apply_updates(variables, updates)
@@ -392,7 +392,7 @@ def test_frozen_variables_give_the_same_and_cast_no_kernel(module, recipe):
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen["params"])} >= {"float8_e4m3fn"}
         if recipe != "O3":
             assert casts(model.apply, frozen, X) < casts(model.apply, variables, X)
-        _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
+        _, grads, new = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
         variables = {**variables, **{k: v for k, v in grads.items() if k != "params"}}
 
 
@@ -421,7 +421,7 @@ def test_products_of_raw_code_keep_their_state(model):
     @jax.jit
     def step(variables, state):
         loss_fn = lambda v: jnp.mean((model.apply(v, X) - jnp.tanh(X[..., :8])) ** 2)  # noqa: E731
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
         updates, state = tx.update(grads, state, variables)
         return fp8jax.apply_updates(variables, updates), state, loss
 
@@ -497,8 +497,8 @@ def test_attend_is_in_fp8_where_it_is_asked_for(recipe, rules):
     assert ("embed" in variables["_overwrite_with_gradient"]) == is_asked
     assert not is_scaled(variables["params"]["embed"]["embedding"])
     loss_fn = lambda v, apply=model.apply: jnp.mean(apply(v, tokens) ** 2)  # noqa: E731
-    _, grads = fp8jax.value_and_grad(loss_fn)(variables)
+    _, grads, new = fp8jax.value_and_grad(loss_fn)(variables)
     want = jax.grad(lambda v: loss_fn(v, Tied().apply))(model.dequantize(variables))
     got, want = (g["params"]["embed"]["embedding"] for g in (grads, want))
     assert jnp.linalg.norm(got - want) < 0.1 * jnp.linalg.norm(want)
-    assert is_scaled(grads["params"]["fc"]["kernel"])
+    assert is_scaled(grads["fc"]["kernel"])

@@ -53,7 +53,7 @@ class Level:
         return jnp.mean((self.model.apply(variables, X) - Y) ** 2)
 
     def _step(self, variables, opt_state):
-        loss, grads = fp8jax.value_and_grad(self.loss)(variables)
+        loss, grads, variables = fp8jax.value_and_grad(self.loss)(variables)
         updates, opt_state = self.tx.update(grads, opt_state, variables)
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 
@@ -62,7 +62,7 @@ class Level:
 
         @jax.jit
         def step(state):
-            _, grads = fp8jax.value_and_grad(self.loss)(state.params)
+            _, grads, new = fp8jax.value_and_grad(self.loss)(state.params)
             return state.apply_gradients(grads=grads)
 
         state = create(apply_fn=self.model.apply, params=self.variables, tx=self.tx)

@@ -43,16 +43,16 @@ def o2():
 
 def test_gradients_are_in_the_formats_of_the_recipe(o2):
     model, variables = o2
-    _, grads = jax.jit(fp8jax.value_and_grad(mse(model)))(variables, X, Y)
-    kernel, bias = grads["params"]["first"]["kernel"], grads["params"]["first"]["bias"]
+    _, grads, new = jax.jit(fp8jax.value_and_grad(mse(model)))(variables, X, Y)
+    kernel, bias = grads["first"]["kernel"], grads["first"]["bias"]
     assert is_scaled(kernel) and kernel.data.dtype == jnp.float8_e4m3fn
     assert kernel.scale.shape == variables["params"]["first"]["kernel"].scale.shape
     assert np.frexp(kernel.scale)[0] == 0.5  # a power of two
     assert bias.dtype == jnp.float32
-    recorded = grads["_overwrite_with_gradient"]["first"]["kernel"]["wgrad_scale"]
+    recorded = new["_overwrite_with_gradient"]["first"]["kernel"]["wgrad_scale"]
     assert float(recorded) == float(kernel.scale.squeeze())
     te = fp8jax.transform(MLP(), "te")
-    _, grads = jax.jit(fp8jax.value_and_grad(mse(te)))(te.init(jax.random.key(0), X), X, Y)
+    _, grads, new = jax.jit(fp8jax.value_and_grad(mse(te)))(te.init(jax.random.key(0), X), X, Y)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
@@ -70,7 +70,7 @@ def test_with_and_without_jit_and_with_aux_agree(o2):
     jitted = jax.jit(fp8jax.value_and_grad(loss))(variables, X, Y)
     eager = fp8jax.value_and_grad(loss)(variables, X, Y)
     with_aux = lambda *args: (loss(*args), {"x": X})  # noqa: E731
-    (value, aux), grads = jax.jit(fp8jax.value_and_grad(with_aux, has_aux=True))(variables, X, Y)
+    (value, aux), grads, new = jax.jit(fp8jax.value_and_grad(with_aux, has_aux=True))(variables, X, Y)
     for got in (eager, (value, grads)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, jitted)
     np.testing.assert_array_equal(aux["x"], X)
@@ -79,11 +79,11 @@ def test_with_and_without_jit_and_with_aux_agree(o2):
 def test_state_of_an_unused_layer_stays(o2):
     model, variables = o2
     loss = lambda variables: jnp.mean(model.apply(variables, X, deep=False) ** 2)  # noqa: E731
-    _, grads = jax.jit(fp8jax.value_and_grad(loss))(variables)
-    before, after = variables["_overwrite_with_gradient"], grads["_overwrite_with_gradient"]
+    _, grads, new = jax.jit(fp8jax.value_and_grad(loss))(variables)
+    before, after = variables["_overwrite_with_gradient"], new["_overwrite_with_gradient"]
     jax.tree.map(np.testing.assert_array_equal, after["second"], before["second"])
     assert (after["first"]["kernel"]["amax_history"][:, 0] > 0).all()
-    unused = grads["params"]["second"]["kernel"]
+    unused = grads["second"]["kernel"]
     assert not unused.dequantize().any() and np.isfinite(unused.scale).all()
 
 
@@ -91,7 +91,7 @@ def test_parameters_alone_are_variables_too():
     weight = quantize(jnp.asarray(RNG.standard_normal((8, 4), np.float32)), formats.FP16)
     params = {"w": weight, "b": jnp.ones((4,))}
     loss = lambda params, x: jnp.sum((x @ jnp.asarray(params["w"]) + params["b"][None]) ** 2)  # noqa: E731
-    value, grads = fp8jax.value_and_grad(loss)(params, X[:, :8])
+    value, grads, new = fp8jax.value_and_grad(loss)(params, X[:, :8])
     want = jax.value_and_grad(loss)({**params, "w": weight.dequantize()}, X[:, :8])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (value, grads), want)
     updated = fp8jax.apply_updates(params, jax.tree.map(lambda g: -0.01 * g, grads))
@@ -138,7 +138,7 @@ def test_training_reaches_the_loss_of_float32_in_one_trace(recipe):
         @jax.jit
         def step(variables, opt_state):
             traces.append(recipe)
-            loss, grads = fp8jax.value_and_grad(mse(model))(variables, X, Y)
+            loss, grads, variables = fp8jax.value_and_grad(mse(model))(variables, X, Y)
             updates, opt_state = tx.update(grads, opt_state, variables)
             return fp8jax.apply_updates(variables, updates), opt_state, loss
 
@@ -164,8 +164,8 @@ def test_a_shared_float16_weight_gets_a_float32_sum_before_it_is_narrowed():
     model = fp8jax.transform(Twice(), "O2")
     variables = model.init(jax.random.key(0), X)
     loss = lambda variables: jnp.mean(model.apply(variables, X) ** 2)  # noqa: E731
-    _, grads = jax.jit(fp8jax.value_and_grad(loss))(variables)
-    got = grads["params"]["layer"]["kernel"]
+    _, grads, new = jax.jit(fp8jax.value_and_grad(loss))(variables)
+    got = grads["layer"]["kernel"]
     assert isinstance(got, ScaledArray) and got.data.dtype == jnp.float8_e4m3fn
     plain = jax.grad(lambda v: jnp.mean(Twice().apply(v, X) ** 2))(model.dequantize(variables))
     want = plain["params"]["layer"]["kernel"]
@@ -186,12 +186,12 @@ def test_an_fp8_layer_beside_float16_layers():
     """The loss is scaled for the float16 layer, and both gradients are divided by the loss scale."""
     model = fp8jax.transform(MLP(), "fp16_amp", rules=[fp8jax.Rule("first", "O2,scaling=current")])
     variables = model.init(jax.random.key(0), X)
-    _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
+    _, grads, new = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(variables)
     params = jax.tree.map(value, variables["params"], is_leaf=is_scaled)
     want = jax.grad(lambda params: jnp.mean(MLP().apply({"params": params}, X) ** 2))(params)
     for name in ("first", "second"):
-        got, expected = value(grads["params"][name]["kernel"]), want[name]["kernel"]
-        assert is_scaled(grads["params"][name]["kernel"]) == (name == "first")
+        got, expected = value(grads[name]["kernel"]), want[name]["kernel"]
+        assert is_scaled(grads[name]["kernel"]) == (name == "first")
         assert np.linalg.norm(got - expected) < 0.2 * np.linalg.norm(expected)
 
 
@@ -280,7 +280,7 @@ def of_two_devices(**options):
 
     def by_hand(loss):
         def on_each(variables, *parts):
-            value, grads = fp8jax.value_and_grad(loss)(variables, *parts)
+            value, grads, new = fp8jax.value_and_grad(loss)(variables, *parts)
             return value, fp8jax.comm.all_reduce(grads, "data", "te")
 
         specs = (P(), P("data"), P("data"))
@@ -296,7 +296,7 @@ def in_two_steps(loss):
         tx = fp8jax.optim.multi_steps(optax.set_to_zero(), 2)
         state = tx.init(variables)
         for half in zip(*(jnp.split(x, 2) for x in batch), strict=True):
-            value, grads = fp8jax.value_and_grad(loss)(variables, *half)
+            value, grads, variables = fp8jax.value_and_grad(loss)(variables, *half)
             updates, state = tx.update(grads, state, variables)
         return value, updates
 
@@ -331,8 +331,8 @@ def test_what_has_no_gradient_does_not_keep_the_scale_of_gradients_up(way):
 
     step = jax.jit(grad(loss))
     for _ in range(2):
-        _, grads = step(variables, X, weights)
-        variables = {**variables, "_overwrite_with_gradient": grads["_overwrite_with_gradient"]}
+        _, grads, new = step(variables, X, weights)
+        variables = {**variables, "_overwrite_with_gradient": new["_overwrite_with_gradient"]}
     state = variables["_overwrite_with_gradient"]["layer"]["kernel"]
     np.testing.assert_allclose(state["scale"], state["amax_history"][:, 0] / LIMITS, rtol=1e-6)
     assert state["amax_history"][2, 0] < 1e-6
@@ -388,6 +388,6 @@ def test_stop_gradient_of_one_use_leaves_the_gradient_of_the_other():
     _, got = both(variables)
     y = jax.jit(model.apply)(variables, 500 * X)
     _, want = jax.jit(fp8jax.value_and_grad(alone))(variables, y - 0.999 * y)
-    got, want = (grads["params"]["layer"]["kernel"] for grads in (got, want))
+    got, want = (grads["layer"]["kernel"] for grads in (got, want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert jnp.all(jnp.any(got.data != 0, axis=(1, 2)))

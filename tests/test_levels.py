@@ -50,7 +50,7 @@ class Training:
 
     def _step(self, variables, state, spoil):
         loss_fn = lambda variables: jnp.mean((self.model.apply(variables, X * spoil) - Y) ** 2)  # noqa: E731
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
         updates, state = self.tx.update(grads, state, variables)
         return fp8jax.apply_updates(variables, updates), state, loss
 
@@ -113,13 +113,13 @@ def test_bytes_per_parameter_of_the_live_arrays(name):
     trained = training(name)
     variables, state, _ = trained.run(np.ones(1))
     loss_fn = lambda variables: jnp.mean((trained.model.apply(variables, X) - Y) ** 2)  # noqa: E731
-    _, grads = jax.jit(fp8jax.value_and_grad(loss_fn))(variables)
+    _, grads, new = jax.jit(fp8jax.value_and_grad(loss_fn))(variables)
     [adam] = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
     for layer in ("up", "down"):
         size = int(np.prod(variables[PARAMS][layer]["kernel"].shape))
         mu, nu = moments(state)
         nu = jax.tree.map(lambda x: getattr(x, "root", x), nu, is_leaf=lambda x: hasattr(x, "root"))
-        kept = [variables[PARAMS], grads[PARAMS], mu, nu, adam.master, adam.remainder]
+        kept = [variables[PARAMS], grads, mu, nu, adam.master, adam.remainder]
         leaves = [tree[layer]["kernel"] for tree in kept]
         data = [leaf.data if is_scaled(leaf) else leaf for leaf in leaves]
         assert tuple(0 if array is None else array.nbytes / size for array in data) == BYTES[name]
@@ -274,8 +274,8 @@ def test_gradients_that_float16_cannot_hold_survive_by_the_loss_scale():
     x = jnp.full((1, 8), 1e-3)
     variables = model.init(jax.random.key(0), x)
     loss_fn = lambda variables: jnp.sum(model.apply(variables, x).astype(jnp.float32)) * 1e-6  # noqa: E731
-    loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
-    np.testing.assert_allclose(grads[PARAMS]["kernel"], 1e-9, rtol=2e-3)
+    loss, grads, new = fp8jax.value_and_grad(loss_fn)(variables)
+    np.testing.assert_allclose(grads["kernel"], 1e-9, rtol=2e-3)
     np.testing.assert_allclose(loss, loss_fn(variables), rtol=1e-6)
     plain = jax.grad(lambda params: loss_fn({PARAMS: params}))(variables[PARAMS])
     assert not np.asarray(plain["kernel"]).any()

@@ -49,7 +49,7 @@ def step_of(of, recipe, zero):
 
     def step(variables, opt_state, *batch):
         loss_fn = lambda variables, *batch: of.loss(model.apply(variables, *batch), *batch)  # noqa: E731
-        loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, *batch)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, *batch)
         updates, opt_state = tx.update(grads, opt_state, variables)
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 

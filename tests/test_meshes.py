@@ -54,9 +54,9 @@ def two_steps(recipe, kind, spec):
 
     @jax.jit
     def step(variables, state, x):
-        loss, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+        loss, grads, variables = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
         updates, state = tx.update(grads, state, variables)
-        return fp8jax.apply_updates(variables, updates), state, grads["params"], loss
+        return fp8jax.apply_updates(variables, updates), state, grads, loss
 
     with jax.set_mesh(mesh):
         variables = spread(variables, mesh, spec)

@@ -149,7 +149,7 @@ def training(name, recipe, rate):
 
     def step(variables, state, spoil):
         loss_fn = lambda variables: jnp.mean((model.apply(variables, X * spoil) - Y) ** 2)  # noqa: E731
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
+        loss, grads, new = fp8jax.value_and_grad(loss_fn)(variables)
         return *step_of(tx, variables, state, grads), loss
 
     return jax.jit(start)(), jax.jit(step)
@@ -203,7 +203,7 @@ def test_an_nnx_optimizer_takes_the_step_of_variables(name, level):
         optimizer.update(model, grads)
         return params, nnx.to_pure_dict(grads)
 
-    params, grads = step(model, optimizer)
+    params, grads, new = step(model, optimizer)
     expected, state = jax.jit(functools.partial(step_of, tx))(params, tx.init(params), grads)
     got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, got, expected)

@@ -116,7 +116,7 @@ def test_linen_models(module, inputs, targets, share, asked):
 
         @jax.jit
         def step(variables, state, loss_fn=loss_fn, tx=tx):
-            (loss, new), grads = fp8jax.value_and_grad(loss_fn, has_aux=True)(variables)
+            (loss, new), grads, variables = fp8jax.value_and_grad(loss_fn, has_aux=True)(variables)
             updates, state = tx.update(grads, state, variables)
             return {**fp8jax.apply_updates(variables, updates), **new}, state, loss
 

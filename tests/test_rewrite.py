@@ -56,7 +56,7 @@ def trained(apply, variables, tx, steps=20):
     @jax.jit
     def step(variables, state):
         loss = functools.partial(cross_entropy, apply)
-        loss, grads = fp8jax.value_and_grad(loss)(variables, tokens)
+        loss, grads, variables = fp8jax.value_and_grad(loss)(variables, tokens)
         updates, state = tx.update(grads, state, variables)
         return fp8jax.apply_updates(variables, updates), state, loss
 
@@ -88,7 +88,7 @@ def test_decoder_trains(level):
         grads = jax.eval_shape(fp8jax.value_and_grad(functools.partial(cross_entropy, model)), after, tokens)[
             1
         ]
-        assert grads["params"]["layers"]["up"].data.dtype == formats.E4M3.dtype
+        assert grads["layers"]["up"].data.dtype == formats.E4M3.dtype
 
 
 def test_report_of_decoder():
@@ -154,8 +154,8 @@ def test_wide_gemms(level):
     exact = jnp.dot(x.astype(dtype), w.astype(dtype)).astype(jnp.float32)
     # XLA may keep the product in float32.
     np.testing.assert_allclose(jax.jit(model.apply)(variables, x), exact, rtol=2**-7, atol=0.02)
-    _, grads = fp8jax.value_and_grad(lambda v, x: jnp.sin(model.apply(v, x)).mean())(variables, x)
-    assert grads["params"]["w"].dtype == jnp.float32 and 0.01 < jnp.linalg.norm(grads["params"]["w"]) < 1
+    _, grads, new = fp8jax.value_and_grad(lambda v, x: jnp.sin(model.apply(v, x)).mean())(variables, x)
+    assert grads["w"].dtype == jnp.float32 and 0.01 < jnp.linalg.norm(grads["w"]) < 1
 
 
 def test_adapters_of_function():
@@ -202,8 +202,8 @@ def test_parameters_that_are_one_array():
     model, x = fp8jax.transform(lambda w, x: x @ w, "O2"), normal(1, 8, WIDTH)
     variables = model.init(normal(0, WIDTH, WIDTH), x)
     assert sorted(variables["_overwrite_with_gradient"]) == ["amax_history", "scale", "wgrad_scale"]
-    _, grads = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
-    assert is_scaled(value_of := grads["params"]) and value_of.shape == (WIDTH, WIDTH)
+    _, grads, new = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+    assert is_scaled(value_of := grads) and value_of.shape == (WIDTH, WIDTH)
 
 
 def test_reasons():
@@ -238,10 +238,10 @@ def test_control_flow():
         level += ",override_linear_precision=True+True+False,scaling=current"
         model = fp8jax.transform(everything, level)
         variables = model.init(params, *args)
-        got, grads = fp8jax.value_and_grad(functools.partial(loss, model.apply))(variables, *args)
+        got, grads, new = fp8jax.value_and_grad(functools.partial(loss, model.apply))(variables, *args)
         np.testing.assert_allclose(got, exact, rtol=1e-5)
         for new, old in zip(
-            jax.tree.leaves(grads["params"], is_leaf=is_scaled), jax.tree.leaves(of_exact), strict=True
+            jax.tree.leaves(grads, is_leaf=is_scaled), jax.tree.leaves(of_exact), strict=True
         ):
             error = jnp.linalg.norm(value(new) - old) / jnp.linalg.norm(old)
             assert error < 10 ** (-21 / 20)  # 21 dB, of E5M2 gradients
@@ -314,8 +314,8 @@ def test_shared_kernel_has_a_state_for_each_dot():
     x, w = normal(0, 16, WIDTH), normal(1, WIDTH, WIDTH)
     model = fp8jax.transform(fn, "te,amax_history_len=1")
     variables = model.init({"w": w}, x)
-    _, grads = fp8jax.value_and_grad(lambda v, x: model.apply(v, x).sum())(variables, x)
-    states = grads["_overwrite_with_gradient"]
+    _, grads, new = fp8jax.value_and_grad(lambda v, x: model.apply(v, x).sum())(variables, x)
+    states = new["_overwrite_with_gradient"]
     first, second = (states[name]["amax_history"][:, 0] for name in ("w", "w#1"))
     np.testing.assert_allclose(first[0], jnp.abs(x).max())
     assert second[0] > 50 * first[0]
@@ -403,14 +403,14 @@ def test_kernel_read_by_the_loss(penalty, level):
     def loss(variables, x):
         return PENALTIES[penalty](variables["params"]["fc"]["kernel"]) + 0 * model.apply(variables, x).sum()
 
-    _, grads = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
-    got = grads["params"]["fc"]["kernel"]
+    _, grads, new = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
+    got = grads["fc"]["kernel"]
     exact = jax.grad(PENALTIES[penalty])(value(variables["params"]["fc"]["kernel"]))
     if level == "te":
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
     else:
         assert jnp.linalg.norm(value(got) - exact) < 10 ** (-28 / 20) * jnp.linalg.norm(exact)  # of E4M3
-    history = grads["_overwrite_with_gradient"]["fc"]["kernel"]["amax_history"]
+    history = new["_overwrite_with_gradient"]["fc"]["kernel"]["amax_history"]
     np.testing.assert_allclose(history[0, 0], jnp.abs(x).max())
 
 
@@ -425,11 +425,11 @@ def test_stop_gradient(level):
         params = {**variables["params"], "a": lax.stop_gradient(variables["params"]["a"])}
         return jnp.square(model.apply({**variables, "params": params}, x)).sum()
 
-    _, grads = fp8jax.value_and_grad(loss)(variables, x)
-    norms = [jnp.linalg.norm(value(grads["params"][name])) for name in ("a", "b")]
+    _, grads, new = fp8jax.value_and_grad(loss)(variables, x)
+    norms = [jnp.linalg.norm(value(grads[name])) for name in ("a", "b")]
     assert norms[0] == 0 and norms[1] > 0
     for name in ("a", "b"):
-        assert grads["_overwrite_with_gradient"][name]["amax_history"][0, 0] > 0
+        assert new["_overwrite_with_gradient"][name]["amax_history"][0, 0] > 0
 
 
 def test_loss_is_traced_once():
@@ -479,7 +479,7 @@ def test_zero():
         @jax.jit
         def step(variables, state, tx=tx, zero=each):
             grad_fn = fp8jax.value_and_grad(functools.partial(cross_entropy, model.apply), zero=zero)
-            loss, grads = grad_fn(variables, tokens)
+            loss, grads, variables = grad_fn(variables, tokens)
             updates, state = tx.update(grads, state, variables)
             return fp8jax.apply_updates(variables, updates), state, loss
 
@@ -511,7 +511,7 @@ def test_nnx_states(level):
         @jax.jit
         def step(variables, state):
             grad_fn = fp8jax.value_and_grad(lambda v: jnp.mean((apply(v, x) - jnp.sin(x)) ** 2))
-            loss, grads = grad_fn(variables)
+            loss, grads, variables = grad_fn(variables)
             updates, state = tx.update(grads, state, variables)
             return fp8jax.apply_updates(variables, updates), state, loss
 
@@ -537,8 +537,8 @@ def test_stop_gradient_over_devices():
         params = {**variables["params"], "a": lax.stop_gradient(variables["params"]["a"])}
         return jnp.square(model.apply({**variables, "params": params}, x)).mean()
 
-    _, grads = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(variables, x)
-    norms = [jnp.linalg.norm(value(grads["params"][name])) for name in ("a", "b")]
+    _, grads, new = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(variables, x)
+    norms = [jnp.linalg.norm(value(grads[name])) for name in ("a", "b")]
     assert norms[0] == 0 and norms[1] > 0
 
 

@@ -304,7 +304,7 @@ def test_a_plain_loop_does_the_same():
 
             return loss(apply, batch), kept
 
-        (value, kept), grads = fp8jax.value_and_grad(loss_fn, has_aux=True)(variables, batch)
+        (value, kept), grads, variables = fp8jax.value_and_grad(loss_fn, has_aux=True)(variables, batch)
         updates, opt_state = tx.update(grads, opt_state, variables)
         return {**fp8jax.apply_updates(variables, updates), **kept}, opt_state, value
 
