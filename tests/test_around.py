@@ -62,8 +62,11 @@ class Level:
 
         @jax.jit
         def step(state):
-            _, grads, new = fp8jax.value_and_grad(self.loss)(state.params)
-            return state.apply_gradients(grads=grads)
+            _, grads, variables = fp8jax.value_and_grad(self.loss)(state.params)
+            if isinstance(state, fp8jax.TrainState):
+                return state.apply_gradients(grads=grads, variables=variables)
+            name = "_overwrite_with_gradient"
+            return state.apply_gradients(grads={PARAMS: grads, name: variables[name]})
 
         state = create(apply_fn=self.model.apply, params=self.variables, tx=self.tx)
         for _ in range(steps):

@@ -1,6 +1,7 @@
 """Variables through a step: gradients in their format, state replaced, weights requantized."""
 
 import flax.linen as nn
+import gradients_apart
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,8 @@ def test_gradients_are_in_the_formats_of_the_recipe(o2):
 def test_no_wide_gradient_of_a_kernel_exists_in_the_program(o2):
     """The gradient leaves the backward as codes: no float32 array of the kernel's shape is made of it."""
     model, variables = o2
-    jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(mse(model)))(variables, X, Y)
+    grad = lambda *args: fp8jax.value_and_grad(mse(model))(*args)[1]  # noqa: E731
+    jaxpr = jax.make_jaxpr(grad)(variables, X, Y)
     kernels = [aval for aval in jaxpr.out_avals if aval.shape == (64, 48)]
     assert [str(aval.dtype) for aval in kernels] == ["float8_e4m3fn"]
 
@@ -71,7 +73,7 @@ def test_with_and_without_jit_and_with_aux_agree(o2):
     eager = fp8jax.value_and_grad(loss)(variables, X, Y)
     with_aux = lambda *args: (loss(*args), {"x": X})  # noqa: E731
     (value, aux), grads, new = jax.jit(fp8jax.value_and_grad(with_aux, has_aux=True))(variables, X, Y)
-    for got in (eager, (value, grads)):
+    for got in (eager, (value, grads, new)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, jitted)
     np.testing.assert_array_equal(aux["x"], X)
 
@@ -91,7 +93,8 @@ def test_parameters_alone_are_variables_too():
     weight = quantize(jnp.asarray(RNG.standard_normal((8, 4), np.float32)), formats.FP16)
     params = {"w": weight, "b": jnp.ones((4,))}
     loss = lambda params, x: jnp.sum((x @ jnp.asarray(params["w"]) + params["b"][None]) ** 2)  # noqa: E731
-    value, grads, new = fp8jax.value_and_grad(loss)(params, X[:, :8])
+    value, grads, same = fp8jax.value_and_grad(loss)(params, X[:, :8])
+    assert same is params
     want = jax.value_and_grad(loss)({**params, "w": weight.dequantize()}, X[:, :8])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (value, grads), want)
     updated = fp8jax.apply_updates(params, jax.tree.map(lambda g: -0.01 * g, grads))
@@ -100,29 +103,35 @@ def test_parameters_alone_are_variables_too():
 
 def test_apply_updates_adds_requantizes_and_replaces(o2):
     _, variables = o2
-    updates = {
-        "params": jax.tree.map(lambda p: jnp.full(p.shape, 0.25), variables["params"], is_leaf=is_scaled),
-        "_overwrite_with_gradient": jax.tree.map(lambda s: s + 1, variables["_overwrite_with_gradient"]),
-    }
+    updates = jax.tree.map(lambda p: jnp.full(p.shape, 0.25), variables["params"], is_leaf=is_scaled)
     new = jax.jit(fp8jax.apply_updates)(variables, updates)
     kernel = variables["params"]["first"]["kernel"]
     expected = quantize(kernel.dequantize() + 0.25, formats.FP16, power_of_two=True, blocks=(1, 1))
     jax.tree.map(np.testing.assert_array_equal, new["params"]["first"]["kernel"], expected)
     np.testing.assert_array_equal(new["params"]["first"]["bias"], 0.25)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        new["_overwrite_with_gradient"],
-        updates["_overwrite_with_gradient"],
-    )
+    states = (tree["_overwrite_with_gradient"] for tree in (new, variables))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    alone = jax.jit(fp8jax.apply_updates)(variables["params"], updates)
+    jax.tree.map(np.testing.assert_array_equal, alone, new["params"])
     assert jax.tree.structure(new) == jax.tree.structure(variables)
-    kept = fp8jax.apply_updates({"params": {"b": jnp.ones(2)}, "other": 3}, {"params": {"b": None}})
+    kept = fp8jax.apply_updates({"params": {"b": jnp.ones(2)}, "other": 3}, {"b": None})
     assert kept["other"] == 3 and (kept["params"]["b"] == 1).all()
 
 
 @pytest.mark.parametrize("updates", [{"first": 0}, {"params": {}, "momentum": {}}])
-def test_apply_updates_refuses_other_collections(o2, updates):
-    with pytest.raises(ValueError, match=r"`updates`: expected the collections of `variables`"):
+def test_apply_updates_refuses_other_trees(o2, updates):
+    with pytest.raises(ValueError, match=r"`updates`: expected the tree of the parameters"):
         fp8jax.apply_updates(o2[1], updates)
+
+
+def test_a_scaling_state_among_updates_or_gradients_is_refused(o2):
+    """The form of version 0.1.0, and of JAX's own gradient of whole variables."""
+    _, variables = o2
+    with pytest.raises(ValueError, match=r"`updates`: expected a tree like variables\['params'\]"):
+        fp8jax.apply_updates(variables, variables)
+    tx = fp8jax.optim.adamw(0.1, "O2")
+    with pytest.raises(ValueError, match=r"`updates`: .*got also '_overwrite_with_gradient'"):
+        tx.update(variables, tx.init(variables), variables)
 
 
 @pytest.mark.parametrize("recipe", ["O2,scaling=current", "te"])
@@ -214,8 +223,13 @@ def test_a_vmap_of_value_and_grad_gives_the_gradient_of_each_example(module):
     model = fp8jax.transform(MLP() if module == "MLP" else Uses(module), "O2")
     variables, x = jax.jit(model.init)(jax.random.key(0), X), jnp.split(X, 4)
     grad = fp8jax.value_and_grad(lambda variables, x: jnp.mean(model.apply(variables, x) ** 2))
-    together = jax.vmap(grad, (None, 0))(variables, jnp.stack(x))
-    compiled = jax.jit(grad)
+
+    def of_example(variables, x):
+        loss, grads, new = grad(variables, x)
+        return loss, grads, new["_overwrite_with_gradient"]
+
+    together = jax.vmap(of_example, (None, 0))(variables, jnp.stack(x))
+    compiled = jax.jit(of_example)
     each = [compiled(variables, part) for part in x]
 
     def check(together, *each):
@@ -280,8 +294,9 @@ def of_two_devices(**options):
 
     def by_hand(loss):
         def on_each(variables, *parts):
-            value, grads, new = fp8jax.value_and_grad(loss)(variables, *parts)
-            return value, fp8jax.comm.all_reduce(grads, "data", "te")
+            grad = fp8jax.value_and_grad(loss, axis_name="data")
+            value, grads, variables = grad(variables, *parts)
+            return value, fp8jax.comm.all_reduce(grads, "data", "te"), variables
 
         specs = (P(), P("data"), P("data"))
         return jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
@@ -289,31 +304,16 @@ def of_two_devices(**options):
     return by_hand
 
 
-def in_two_steps(loss):
-    """`value_and_grad` of two halves, and `multi_steps` of an optimizer that does nothing."""
-
-    def grad(variables, *batch):
-        tx = fp8jax.optim.multi_steps(optax.set_to_zero(), 2)
-        state = tx.init(variables)
-        for half in zip(*(jnp.split(x, 2) for x in batch), strict=True):
-            value, grads, variables = fp8jax.value_and_grad(loss)(variables, *half)
-            updates, state = tx.update(grads, state, variables)
-        return value, updates
-
-    return grad
-
-
 WAYS = {
     "uses": ("", fp8jax.value_and_grad),
     "scan": ("scan", fp8jax.value_and_grad),
     "vmap": ("vmap", fp8jax.value_and_grad),
-    "jax.grad": ("", jax.value_and_grad),
+    "jax.grad": ("", gradients_apart.value_and_grad),
     "microbatches": ("", lambda loss: fp8jax.accumulate_gradients(loss, 2)),
-    "multi_steps": ("", in_two_steps),
     "all_reduce": ("", of_two_devices()),
     "zero": ("", of_two_devices(stage=2)),
 }
-OF_HALVES = ("microbatches", "multi_steps", "all_reduce", "zero")
+OF_HALVES = ("microbatches", "all_reduce", "zero")
 LIMITS = np.float32([448, 448, 57344])
 
 
@@ -351,12 +351,14 @@ def test_stop_gradient_inside_the_loss_freezes_a_layer(recipe, stop):
         return mse(model)({**variables, "params": params}, X, Y)
 
     grad = jax.jit(fp8jax.value_and_grad(loss), static_argnums=1)
-    (_, free), (_, frozen) = grad(variables, ()), grad(variables, ("first",))
-    for leaf in jax.tree.leaves(frozen["params"]["first"], is_leaf=is_scaled):
+    (_, free, with_free), (_, frozen, with_frozen) = grad(variables, ()), grad(variables, ("first",))
+    for leaf in jax.tree.leaves(frozen["first"], is_leaf=is_scaled):
         np.testing.assert_array_equal(value(leaf), 0)
-    jax.tree.map(np.testing.assert_array_equal, frozen["params"]["second"], free["params"]["second"])
-    before, after = (tree["_overwrite_with_gradient"]["first"]["kernel"] for tree in (variables, frozen))
-    seen = free["_overwrite_with_gradient"]["first"]["kernel"]["amax_history"]
+    jax.tree.map(np.testing.assert_array_equal, frozen["second"], free["second"])
+    before, after = (
+        tree["_overwrite_with_gradient"]["first"]["kernel"] for tree in (variables, with_frozen)
+    )
+    seen = with_free["_overwrite_with_gradient"]["first"]["kernel"]["amax_history"]
     np.testing.assert_array_equal(after["amax_history"], seen)  # the layer still multiplies, and is scaled
     if recipe != "te":
         np.testing.assert_array_equal(after["wgrad_scale"], before["wgrad_scale"])
@@ -385,9 +387,9 @@ def test_stop_gradient_of_one_use_leaves_the_gradient_of_the_other():
         y = model.apply(stopped, 500 * X)
         return alone(variables, y - jax.lax.stop_gradient(0.999 * y))
 
-    _, got = both(variables)
+    _, got, _ = both(variables)
     y = jax.jit(model.apply)(variables, 500 * X)
-    _, want = jax.jit(fp8jax.value_and_grad(alone))(variables, y - 0.999 * y)
+    _, want, _ = jax.jit(fp8jax.value_and_grad(alone))(variables, y - 0.999 * y)
     got, want = (grads["layer"]["kernel"] for grads in (got, want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert jnp.all(jnp.any(got.data != 0, axis=(1, 2)))
