@@ -305,9 +305,9 @@ def test_explicit_mesh_is_one_program():
 
         @jax.jit
         def step(variables, state):
-            loss, grads, variables = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, jnp.asarray(X)) ** 2))(
-                variables
-            )
+            loss, grads, variables = fp8jax.value_and_grad(
+                lambda v: jnp.mean(model.apply(v, jnp.asarray(X)) ** 2)
+            )(variables)
             updates, state = tx.update(grads, state, variables)
             return fp8jax.apply_updates(variables, updates), state, loss
 

@@ -399,8 +399,8 @@ def test_a_run_goes_on_from_its_modules_state_and_they_from_ours(gpu):
     @functools.partial(jax.jit, static_argnums=0)
     def step(name, variables):
         loss, grads = jax.value_and_grad(lambda v: jnp.mean((layers[name].apply(v, x) - y) ** 2))(variables)
-        params = jax.tree.map(lambda p, g: p - 0.5 * g, variables["params"], grads)
-        return {"params": params, "_overwrite_with_gradient": new["_overwrite_with_gradient"]}, loss
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, variables["params"], grads["params"])
+        return {"params": params, "_overwrite_with_gradient": grads["_overwrite_with_gradient"]}, loss
 
     def run(name, variables, count):
         losses = []
@@ -470,11 +470,11 @@ def test_a_layer_used_twice_has_a_state_for_each_use_where_its_own_adds(gpu):
         (
             "ours",
             fp8jax.transform(Twice(), recipe, backend="te"),
-            lambda f: lambda v: fp8jax.value_and_grad(f)(v)[1],
+            lambda f: lambda v: fp8jax.value_and_grad(f)(v)[2],
         ),
     ):
         variables = model.init(jax.random.key(0), x)
-        grads = grad(lambda v, model=model: jnp.sum(model.apply(v, x) ** 2))(variables)
+        new = grad(lambda v, model=model: jnp.sum(model.apply(v, x) ** 2))(variables)
         states[name] = new["_overwrite_with_gradient"]
     added = te.from_te(states["theirs"], recipe)["layer"]["kernel"]
     largest = float(8 * jnp.abs(x).max())

@@ -355,9 +355,7 @@ def test_stop_gradient_inside_the_loss_freezes_a_layer(recipe, stop):
     for leaf in jax.tree.leaves(frozen["first"], is_leaf=is_scaled):
         np.testing.assert_array_equal(value(leaf), 0)
     jax.tree.map(np.testing.assert_array_equal, frozen["second"], free["second"])
-    before, after = (
-        tree["_overwrite_with_gradient"]["first"]["kernel"] for tree in (variables, with_frozen)
-    )
+    before, after = (tree["_overwrite_with_gradient"]["first"]["kernel"] for tree in (variables, with_frozen))
     seen = with_free["_overwrite_with_gradient"]["first"]["kernel"]["amax_history"]
     np.testing.assert_array_equal(after["amax_history"], seen)  # the layer still multiplies, and is scaled
     if recipe != "te":

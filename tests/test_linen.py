@@ -3,9 +3,9 @@
 import functools
 
 import flax.linen as nn
+import gradients_apart
 import jax
 import jax.numpy as jnp
-import gradients_apart
 import jaxprs
 import numpy as np
 import pytest

@@ -67,7 +67,7 @@ def test_bytes_count_every_leaf():
     state = {"kernel": scaling_state(np.ones(3), np.ones(3))}
     whole = {"params": params, "_overwrite_with_gradient": state}
     assert metrics.parameters(whole) == 110
-    count = metrics.bytes_per_parameter(whole, {"params": grads}, {"mu": jnp.zeros((5,), jnp.int8)})
+    count = metrics.bytes_per_parameter(whole, grads, {"mu": jnp.zeros((5,), jnp.int8)})
     np.testing.assert_allclose(
         count, np.array([200 + 4 + 40, 100 + 4 + 40, 5, 3 * 4 + 3 * 4 * 4]) / 110, rtol=1e-12
     )

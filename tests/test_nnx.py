@@ -343,16 +343,16 @@ def test_split_states_are_variables_too(recipe, pure):
         parts = variables["params"], variables["_overwrite_with_gradient"], rest
         return squares(nnx.merge(graph, *parts), x)
 
-    (got, grads), (want, of_module) = (
+    (got, grads, new), (want, of_module) = (
         fp8jax.value_and_grad(loss)(variables, x),
         fp8jax.value_and_grad(squares)(model, x),
     )
     assert float(got) == float(want)
+    jax.tree.map(np.testing.assert_array_equal, grads, pure(of_module))
     renewed = pure(nnx.state(model, FP8State))
-    wanted = {"params": pure(of_module), "_overwrite_with_gradient": renewed}
-    jax.tree.map(np.testing.assert_array_equal, grads, wanted)
-    updates = {**grads, "params": jax.tree.map(lambda g: -value(g), grads, is_leaf=is_scaled)}
-    after = fp8jax.apply_updates(variables, updates)
+    jax.tree.map(np.testing.assert_array_equal, new["_overwrite_with_gradient"], renewed)
+    updates = jax.tree.map(lambda g: -value(g), grads, is_leaf=is_scaled)
+    after = fp8jax.apply_updates(new, updates)
     assert jax.tree.structure(after) == jax.tree.structure(variables) and float(loss(after, x)) < float(got)
 
 

@@ -100,9 +100,7 @@ def test_a_dense_layer_in_fp8_is_the_layer():
         assert shapes == {(3,), (3, 1024)}  # scales and histories of input, kernel and output gradient
         got, (grads, dx) = run(model, variables)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-        np.testing.assert_allclose(
-            grads["kernel"], want_grads["params"]["kernel"], rtol=1e-5, atol=1e-2
-        )
+        np.testing.assert_allclose(grads["kernel"], want_grads["params"]["kernel"], rtol=1e-5, atol=1e-2)
         np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-2)
 
 
@@ -198,7 +196,7 @@ def test_a_layer_used_again_has_the_scale_of_its_largest_input_where_flax_adds_s
     x = normal(0, (4, WIDTH))
     _, variables, loss = gradient_of(module(), x)
     _, grads, new = fp8jax.value_and_grad(loss)(variables, x)
-    kept = {name: state["scale"][0] for name, state in grads[STATE]["shared"].items()}
+    kept = {name: state["scale"][0] for name, state in new[STATE]["shared"].items()}
     expected = {name: size * jnp.max(jnp.abs(x)) / 448 for name, size in inputs.items()}
     assert kept.keys() == expected.keys()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), kept, expected)
@@ -279,29 +277,14 @@ def test_a_plain_gradient_warns_of_the_state_it_drops():
         jax.grad(loss)(variables, x)
 
 
-@pytest.mark.parametrize("recipe", ["te", "O2"])
-def test_multi_steps_keeps_the_largest_amax_of_its_parts(recipe):
-    parts = [normal(0, (4, WIDTH), 5.0), normal(1, (4, WIDTH))]
-    _, variables, loss = gradient_of(nn.Dense(WIDTH), parts[0], recipe)
-    tx = fp8jax.optim.multi_steps(fp8jax.optim.adam(1e-2, recipe), 2)
-    opt_state, step = tx.init(variables), jax.jit(tx.update)
-    for x in parts:
-        _, grads, variables = fp8jax.value_and_grad(loss)(variables, x)
-        updates, opt_state = step(grads, opt_state, variables)
-        variables = fp8jax.apply_updates(variables, updates)
-    if recipe == "te":
-        assert state_of(variables)["amax_history"][0, 0] == jnp.max(jnp.abs(parts[0]))
-    assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(variables[STATE]))
-
-
-@pytest.mark.parametrize("tx", [fp8jax.optim.adamw(0.1, "te"), fp8jax.optim.on_params(optax.adamw(0.1))])
+@pytest.mark.parametrize("tx", [fp8jax.optim.adamw(0.1, "te"), optax.adamw(0.1)])
 def test_adam_leaves_scales_alone(tx):
     x = normal(0, (4, WIDTH))
     _, variables, loss = gradient_of(nn.Dense(WIDTH), x)
     _, grads, variables = fp8jax.value_and_grad(loss)(variables, x)
-    updates, _ = tx.update(grads, tx.init(variables), variables)
+    updates, _ = tx.update(grads, tx.init(variables["params"]), variables["params"])
     new = fp8jax.apply_updates(variables, updates)
-    jax.tree.map(np.testing.assert_array_equal, new[STATE], grads[STATE])
+    jax.tree.map(np.testing.assert_array_equal, new[STATE], variables[STATE])
     assert not np.array_equal(new["params"]["kernel"], variables["params"]["kernel"])
 
 
@@ -378,8 +361,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(recipe):
     x = normal(0, (8, WIDTH)).at[:4].multiply(7.0)
     _, variables, loss = gradient_of(nn.Dense(WIDTH), x, recipe)
     _, grads, new = jax.jit(fp8jax.accumulate_gradients(loss, 2))(variables, x)
-    _, whole = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
-    kernels = [jnp.asarray(tree["params"]["kernel"], jnp.float32) for tree in (grads, whole)]
+    _, whole, _ = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
+    kernels = [jnp.asarray(tree["kernel"], jnp.float32) for tree in (grads, whole)]
     assert relative(*kernels) < 0.1
     if recipe == "te":
-        assert state_of(grads)["amax_history"][0, 0] == jnp.max(jnp.abs(x))
+        assert state_of(new)["amax_history"][0, 0] == jnp.max(jnp.abs(x))

@@ -275,7 +275,7 @@ def test_fidelity(way, level):
         return jnp.vdot(model.apply(variables, x), g)
 
     (dw, dx) = jax.tree.leaves(
-        (fp8jax.value_and_grad(loss)(variables, x)[1]["params"]["w"], jax.grad(loss, 1)(variables, x)),
+        (fp8jax.value_and_grad(loss)(variables, x)[1]["w"], jax.grad(loss, 1)(variables, x)),
         is_leaf=is_scaled,
     )
 
@@ -548,8 +548,8 @@ def test_gradient_of_each_example():
     model = fp8jax.transform(lambda params, x: x @ params["w"], "O2")
     variables = model.init({"w": w}, x[0])
     grad = fp8jax.value_and_grad(lambda v, x: jnp.square(model.apply(v, x)).mean())
-    together = jax.vmap(grad, (None, 0))(variables, x)[1]["params"]["w"]
-    each = jnp.stack([value(grad(variables, part)[1]["params"]["w"]) for part in x])
+    together = jax.vmap(grad, (None, 0))(variables, x)[1]["w"]
+    each = jnp.stack([value(grad(variables, part)[1]["w"]) for part in x])
     np.testing.assert_allclose(value(together), each, rtol=1e-6, atol=1e-6 * jnp.abs(each).max())
 
 

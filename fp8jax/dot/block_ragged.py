@@ -42,7 +42,7 @@ from fp8jax.dot.vjp import (
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, value
 from fp8jax.scaling import block
-from fp8jax.scaling.merge import from_fm32
+from fp8jax.scaling.merge import from_cotangents
 
 # The three GEMMs, in the order of `Recipe.override_linear_precision`.
 _SPECS = ("mk,kn", "mn,kn", "mk,mn")
@@ -57,7 +57,7 @@ def _forward(
     static: RaggedStatic, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
 ) -> tuple[Any, Any]:
     """The output and the residuals."""
-    state = lax.stop_gradient(from_fm32(state))
+    state = lax.stop_gradient(from_cotangents(state))
     out, kept = on_each(functools.partial(_output, static), static.over)(lhs, rhs, state, sizes)
     mark = differentiable_once(jnp.zeros(()), (lhs, rhs, grad_slot), ONCE)
     kept = checkpoint_name(kept, FP8_OPERANDS)

@@ -33,7 +33,7 @@ from fp8jax.dot.vjp import (
 from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import PackedE2M1, ScaledArray, amax, to_bytes, value
 from fp8jax.scaling import block
-from fp8jax.scaling.merge import from_fm32
+from fp8jax.scaling.merge import from_cotangents
 from fp8jax.scaling.stored import operand_of_stored
 
 
@@ -47,7 +47,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
     fprop_is_high, _, wgrad_is_high = static.recipe.override_linear_precision
-    state = lax.stop_gradient(from_fm32(state))
+    state = lax.stop_gradient(from_cotangents(state))
     rows, columns = static.layout.lhs.to_matrix(lhs), static.layout.rhs.matrix[-1]
     has_wgrad = has_backward and static.has_wgrad
     uses = (not fprop_is_high, has_wgrad and not wgrad_is_high)

@@ -61,7 +61,7 @@ from fp8jax.dot.weight import Weight
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, amax, quantize, value
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.merge import broadcast_under_vmap, from_fm32, to_fm32
+from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_fm32
 
 
 def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
@@ -141,7 +141,7 @@ def _forward(
 ) -> tuple[Any, Any]:
     """The output and the residuals."""
     on_device = on_each(functools.partial(_forward_of_device, static), static.over)
-    out, (kept, seen, *others) = on_device(lhs, rhs, lax.stop_gradient(from_fm32(state)), sizes)
+    out, (kept, seen, *others) = on_device(lhs, rhs, lax.stop_gradient(from_cotangents(state)), sizes)
     seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
     kept, seen, *others = checkpoint_name((kept, seen, *others), FP8_OPERANDS)
     return differentiable_once(out, seen, ONCE), (kept, seen, *others)

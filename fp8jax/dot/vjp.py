@@ -25,7 +25,7 @@ from fp8jax.quantization import (
     value,
 )
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.merge import FP8_GRAD, from_fm32, to_cotangents, to_fp8_grad
+from fp8jax.scaling.merge import FP8_GRAD, from_cotangents, to_cotangents, to_fp8_grad
 
 State = dict[str, jax.Array]
 
@@ -127,7 +127,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
     fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    state = lax.stop_gradient(from_fm32(state))  # the state has no second derivative
+    state = lax.stop_gradient(from_cotangents(state))  # the state has no second derivative
     lhs = static.layout.lhs.to_matrix(lhs)  # before the cast, so that the codes have the GEMM's layout
     lhs_seen, q_lhs = quantize_operand(static, 0, lhs, state)
     rhs_seen, q_rhs = quantize_operand(static, 1, rhs, state)

@@ -80,7 +80,7 @@ def _shape(update: Any) -> Any:
 
 def _unless_zero(leaf: Any, update: Any) -> Any:
     """The leaf, if `optax.set_to_zero` made the update; other updates raise, or under jit give NaN."""
-    bits = update.bits
+    bits, _ = update.bits, update.is_intact  # which raises if they became floats
     if not isinstance(bits, jax.core.Tracer) and jnp.any(bits != 0):
         return _step(leaf, plain(update))
     # Compiled code cannot raise, and a gradient must not be applied as an update.

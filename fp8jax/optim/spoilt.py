@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.optim.replace_update import ReplaceUpdate, replaces
-from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled
+from fp8jax.quantization import ScaledArray, ScaledGradient, amax, is_scaled
 from fp8jax.variables import PARAMS, has_params
 
 _REMEDY = (
@@ -40,7 +40,7 @@ def check_tags(grads: Any) -> list[Any]:
             broken.append(None)
             continue
         broken.append(~jnp.all(leaf.is_intact))
-        if _is_at_hand(leaf.bits) and broken[-1] and jnp.any(leaf.data != 0):
+        if is_at_hand(leaf.bits) and _is_changed(leaf):
             raise TypeError(
                 f"`updates`: expected an FP8 gradient as `value_and_grad` returned it at "
                 f"{jax.tree_util.keystr(path)}; got one that arithmetic changed. {_REMEDY}"
@@ -52,7 +52,7 @@ def check_weights(params: Any) -> None:
     """Raises ValueError, outside of compiled code, if weights are `spoilt`."""
     leaves, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     for path, leaf in leaves:
-        if is_scaled(leaf) and _is_at_hand(leaf.bits) and jnp.any(_is_spoilt(leaf.bits)):
+        if is_scaled(leaf) and is_at_hand(leaf.bits) and _has_spoilt(leaf.bits):
             raise ValueError(
                 f"`params`: expected finite scales; got NaN at {jax.tree_util.keystr(path)}, because an "
                 "earlier step got an FP8 gradient that arithmetic changed. The weights are not lost: "
@@ -60,7 +60,18 @@ def check_weights(params: Any) -> None:
             )
 
 
-def _is_at_hand(x: Any) -> bool:
+def _is_changed(grad: ScaledGradient) -> bool:
+    with jax.ensure_compile_time_eval():
+        return not jnp.all(grad.is_intact) and bool(jnp.any(grad.data != 0))
+
+
+def _has_spoilt(bits: jax.Array) -> bool:
+    with jax.ensure_compile_time_eval():
+        return bool(jnp.any(_is_spoilt(bits)))
+
+
+def is_at_hand(x: Any) -> bool:
+    """Whether the values of an array can be read: not in compiled code, nor on other processes."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return is_array and not x.is_deleted() and x.is_fully_addressable
 
@@ -103,7 +114,7 @@ def spoilt_updates(updates: Any, params: Any, broken: list[Any], grads: Any) -> 
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
     flags = [
-        flag & ~(jnp.max(jnp.abs(grad), initial=0) < jnp.inf)
+        flag & ~(amax(grad) < jnp.inf)
         for flag, grad in zip(broken, treedef.flatten_up_to(grads), strict=True)
         if flag is not None
     ]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fp8jax.optim.spoilt import check_tags, spoilt_updates
+from fp8jax.optim.spoilt import check_tags, is_at_hand, spoilt_updates
 from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, value
 from fp8jax.variables import PARAMS, SCALING, has_params, params_of
 
@@ -24,6 +24,8 @@ def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransform
         return tx.init(params_of(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if has_params(params):
+            _check_moved(params.get(SCALING, {}), state)
         if not has_params(updates):
             return tx.update(updates, state, params_of(params), **extra)
         if SCALING in updates:
@@ -36,6 +38,22 @@ def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransform
         return {PARAMS: new}, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_moved(scaling: Any, state: Any) -> None:
+    """Raises ValueError, outside of compiled code, if many steps left the scaling state as `init` made it."""
+    histories, _ = jax.tree.flatten_with_path(scaling)
+    histories = [leaf for path, leaf in histories if getattr(path[-1], "key", None) == "amax_history"]
+    steps = getattr(getattr(state, "adam", None), "count", None)
+    if not histories or not all(map(is_at_hand, [steps, *histories])):
+        return
+    with jax.ensure_compile_time_eval():
+        is_first = steps > 1 and not any(jnp.any(history) for history in histories)
+    if is_first:
+        raise ValueError(
+            f"`params`: expected the scaling state of {int(steps)} steps; got that of `init`. Pass on the "
+            "variables that `value_and_grad` returns, as in `loss, grads, variables = grad_fn(variables)`."
+        )
 
 
 def dequantize() -> optax.GradientTransformationExtraArgs:

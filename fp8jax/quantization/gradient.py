@@ -4,11 +4,11 @@ Tree functions see codes and scales as two arrays. A sum of two gradients, leaf 
 different scales, and would add the scales' exponents. So the second leaf has a tag in the 23 mantissa bits
 that a power of two leaves free:
 
-    bits = 8 bits exponent, 23 bits tag(exponent)
+    bits = 1, 8 bits exponent, 23 bits tag(exponent)
 
-The tag is an odd number that depends on the exponent in no linear way. Sums, differences, integer factors,
-clips, means and casts give other bits. What comes without its tag reads as NaN: optimizers raise, or where
-compiled code cannot raise they make the loss not a number (`spoilt`).
+The tag is an odd number that depends on the exponent in no linear way. A sum or a mean loses the first bit.
+Differences, integer factors, clips and casts give other bits, too. Without its tag a gradient reads as NaN:
+optimizers raise, or where compiled code cannot raise they make the loss not a number (`optim.spoilt`).
 """
 
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8jax.quantization.array import ScaledArray, expand, is_scaled
@@ -26,7 +27,7 @@ from fp8jax.remedy import ShowsRemedy
 # and the square of any other code is infinite.
 NO_TAG = float(jnp.finfo(jnp.float32).max)
 
-_MANTISSA, _INFINITE, _ONE = (1 << 23) - 1, 0xFF << 23, 0x7F << 23
+_MANTISSA, _INFINITE, _ONE, _FIRST = (1 << 23) - 1, 0xFF << 23, 0x7F << 23, np.uint32(1 << 31)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -57,7 +58,7 @@ class ScaledGradient(ScaledArray, metaclass=ShowsRemedy):
         exponent, factor = bits >> 23, None
         if not is_power_of_two:
             factor = lax.bitcast_convert_type((bits & _MANTISSA) | _ONE, jnp.float32)
-        new = cls.tree_unflatten(None, (q.data, (exponent << 23) | _tag(exponent), factor))
+        new = cls.tree_unflatten(None, (q.data, _FIRST | (exponent << 23) | _tag(exponent), factor))
         object.__setattr__(new, "has_come", True)
         return new
 
@@ -113,8 +114,8 @@ def _tag(exponent: jax.Array) -> jax.Array:
 
 
 def _is_intact(bits: jax.Array) -> jax.Array:
-    exponent = bits >> 23
-    return ((bits & _MANTISSA) == _tag(exponent)) & (exponent > 0) & (exponent < 256)
+    exponent = (bits & _INFINITE) >> 23
+    return (bits >= _FIRST) & (exponent > 0) & ((bits & _MANTISSA) == _tag(exponent))
 
 
 def scale_of_bits(bits: jax.Array) -> jax.Array:
