@@ -28,9 +28,10 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
+from fp8jax.optim.convert import check_formats, first_key
 from fp8jax.optim.first_state import first_state
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState
+from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.optim.step import (
     DECOUPLED,
     L2,
@@ -51,8 +52,6 @@ from fp8jax.quantization import (
     with_float32_scales,
 )
 from fp8jax.recipe import Recipe
-
-_TO_NEAREST = ("nearest", "nearest", "value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +217,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         checks.check_weights(rule.recipe, params)
         if rule.learning_rate is None:
             checks.refuse_8_bits(params)
+            checks.refuse_rounding(rule.recipe, params)
         betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
         checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
@@ -226,15 +226,18 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
         mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
         adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-        key = None
-        if recipe.rounding != _TO_NEAREST:
-            key = jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(rule.seed).astype(jnp.uint32)])
+        key = first_key(recipe, rule.seed)
         return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
         if params is None and rule.learning_rate is not None:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
+            )
+        if not is_adam_state(state):
+            raise TypeError(
+                f"`state`: expected an `AdamState`, which `init` returns; got a {type(state).__name__}. Call "
+                "`update(grads, state, params)`."
             )
         # An `nnx.State` has an `nnx.Variable` around each leaf.
         boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
@@ -260,6 +263,8 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
         leaves = [ParamState(*part) for part in parts]
         _check_shapes(leaves)
+        checks.check_weights(rule.recipe, params)
+        check_formats(leaves, state.key, rule.recipe, rule.in_8_bits)
         decays = _decays(rule, treedef, params)
         if rule.zero is None:
             step = functools.partial(fused_adam, decays=decays, rounding=rounding)

@@ -49,6 +49,17 @@ def refuse_8_bits(params: Any) -> None:
             )
 
 
+def refuse_rounding(recipe: Recipe | None, params: Any) -> None:
+    """Raises ValueError for quantized weights that the recipe does not round to nearest. For optimizers that
+    do not write the weights."""
+    if recipe is not None and recipe.rounding[1] != "nearest":
+        if any(map(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled))):
+            raise ValueError(
+                f"`recipe`: expected one that rounds weights to nearest; got {recipe} with rounding="
+                f"{'+'.join(recipe.rounding)}. adam and adamw round weights so; use one of them, or O2."
+            )
+
+
 def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
     """Raises ValueError if `zero` is given to the optimizer `name`."""
     if zero is not None:
