@@ -13,7 +13,16 @@ from flax import nnx
 import fp8jax
 from fp8jax import Recipe, quantize
 from fp8jax.comm import Zero
-from fp8jax.optim import adamw, adamw_8bit, convert, moments, multi_steps, scale_by_adam, skipped
+from fp8jax.optim import (
+    adamw,
+    adamw_8bit,
+    convert,
+    moments,
+    multi_steps,
+    scale_by_adam,
+    skipped,
+    with_dequantized,
+)
 from fp8jax.optim.state import AdamState, is_adam_state
 from fp8jax.variables import PARAMS
 
@@ -122,7 +131,7 @@ def test_moments_in_another_dtype():
 def test_arguments_in_another_order():
     params, tx = params_of("O2"), adamw(1e-3, "O2")
     with pytest.raises(
-        TypeError, match=r"`state`: expected an `AdamState`.*got a dict.*grads, state, params"
+        TypeError, match=r"`state`: expected the `AdamState` .*got a dict.*grads, state, params"
     ):
         tx.update(tx.init(params), grads_of(0), params)
 
@@ -195,6 +204,22 @@ def test_sharded_states(stage):
     for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(wanted), strict=True):
         assert not a.ndim or a.sharding.is_equivalent_to(b.sharding, a.ndim)
     adamw(1e-3, "fp8", zero=zero).update(grads_of(1), changed, params)
+
+
+def test_states_of_other_optimizers():
+    """`with_dequantized` keeps remainders under `fp8`, none under `O2` and refuses the other state."""
+    params, grads = params_of("O2"), grads_of(0)
+    lion = {name: with_dequantized(optax.lion(1e-6), name) for name in ("O2", "fp8", None)}
+    states = {name: tx.update(grads, tx.init(params), params)[1] for name, tx in lion.items()}
+    for old, new in (("O2", "fp8"), ("fp8", "O2"), ("O2", None)):
+        with pytest.raises(ValueError, match=r"`state`: .*remainders: \w+ instead of \w+, random key"):
+            lion[new].update(grads, states[old], params)
+        changed = convert((states[old],), params, new)[0]
+        assert formats_of(changed) == formats_of(states[new]) and changed.inner is states[old].inner
+        lion[new].update(grads, changed, params)
+    same = convert(states["fp8"], params, None)
+    np.testing.assert_array_equal(same.remainder["w"], states["fp8"].remainder["w"])
+    assert int(same.count) == 1
 
 
 def test_other_states_and_parameters_are_refused():

@@ -28,10 +28,10 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.convert import check_formats, first_key
-from fp8jax.optim.first_state import first_state
+from fp8jax.optim.convert import check_formats
+from fp8jax.optim.first_state import first_key, first_state
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState, is_adam_state
+from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
     DECOUPLED,
     L2,
@@ -234,11 +234,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
-        if not is_adam_state(state):
-            raise TypeError(
-                f"`state`: expected an `AdamState`, which `init` returns; got a {type(state).__name__}. Call "
-                "`update(grads, state, params)`."
-            )
+        checks.check_state(state, AdamState)
         # An `nnx.State` has an `nnx.Variable` around each leaf.
         boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
         updates, *kept = map(without_variables, boxes)

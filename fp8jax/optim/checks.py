@@ -32,6 +32,15 @@ def check_rate(learning_rate: Any) -> None:
         )
 
 
+def check_state(state: Any, kind: type[Any]) -> None:
+    """Raises TypeError if `state` is not of this kind."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state`: expected the `{kind.__name__}` that `init` returns; got a {type(state).__name__}. "
+            "Call `update(grads, state, params)`."
+        )
+
+
 def check_weights(recipe: Recipe | None, params: Any) -> None:
     """Raises ValueError if the parameters' format is not the recipe's, see `recipe.check_weights`."""
     leaves = jax.tree.leaves(params, is_leaf=is_scaled)
@@ -70,18 +79,12 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
 
 
 def refuse_masters(recipe: Recipe | str) -> None:
-    """Raises ValueError for a recipe with master weights or with weights that are not rounded to nearest,
-    which adafactor does not support."""
+    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
     row = Recipe.parse(recipe)
-    if row.rounding[1] != "nearest":
-        raise ValueError(
-            f"`recipe`: expected one that rounds weights to nearest; got {row} with rounding="
-            f"{'+'.join(row.rounding)}, which adam, adamw and adamw_8bit do. Use one of them, or O2."
-        )
     if row.master_weight != "-":
         raise ValueError(
             f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
-            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
+            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like fp8."
         )
 
 

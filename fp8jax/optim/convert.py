@@ -1,4 +1,4 @@
-"""Adam states of one recipe in the formats of another, and the check that a state has a recipe's formats."""
+"""Optimizer states of one recipe in the formats of another, and checks of a state's formats."""
 
 from typing import Any
 
@@ -9,9 +9,19 @@ import optax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.first_state import BLOCKWISE, NONE, ROOT, StoredFormats, stored_formats
+from fp8jax.optim.first_state import (
+    BLOCKWISE,
+    NONE,
+    ROOT,
+    TO_NEAREST,
+    StoredFormats,
+    first_key,
+    first_remainder,
+    first_roundings,
+    stored_formats,
+)
 from fp8jax.optim.nnx_variables import with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState, is_adam_state
+from fp8jax.optim.state import AdamState, DequantizedState, is_ours
 from fp8jax.optim.step import ParamState, Root
 from fp8jax.optim.step.blockwise import Blockwise
 from fp8jax.optim.step.codecs import decode
@@ -19,15 +29,7 @@ from fp8jax.quantization import format_of, is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 
-_TO_NEAREST = ("nearest", "nearest", "value")
 _LABELS = StoredFormats("first moments", "second moments", "master weights", "remainders")
-
-
-def first_key(recipe: Recipe, seed: Any) -> Any:
-    """The key of an `AdamState`, shape=(2,), uint32; None for a recipe that rounds to nearest."""
-    if recipe.rounding == _TO_NEAREST:
-        return None
-    return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed).astype(jnp.uint32)])
 
 
 def convert(
@@ -49,8 +51,8 @@ def convert(
     Step counts and all other states stay.
 
     Args:
-        state: the state of `adam`, `adamw`, `adamw_8bit` or `scale_by_adam`, or a state that contains such
-            states: of `optax.chain`, `optax.MultiSteps`, `optax.masked`, `optax.multi_transform`.
+        state: the state of an optimizer of this package, or a state that contains such states: of
+            `optax.chain`, `optax.MultiSteps`, `optax.masked`, `optax.multi_transform`.
         params: the parameters, or whole variables. They are not changed.
         recipe: the recipe of the new optimizer, as in `adamw`.
         seed: as in `adamw`; for a state that has no random key yet.
@@ -58,22 +60,23 @@ def convert(
         in_8_bits: True for `adamw_8bit`.
 
     Raises:
-        ValueError: `state` has no state of an Adam, or belongs to other parameters; or the recipe's weights
-            are not those of the parameters.
+        ValueError: `state` has no state of this package, or belongs to other parameters; or the weights of
+            the recipe are not those of the parameters.
     """
     row = checks.recipe_of(recipe)
     params = without_variables(params[PARAMS] if has_params(params) else params)
     checks.check_weights(row, params)
-    found = jax.tree.leaves(state, is_leaf=is_adam_state)
-    if not any(map(is_adam_state, found)):
-        raise ValueError("`state`: expected an optimizer state with the state of an Adam; got none.")
+    if not any(map(is_ours, jax.tree.leaves(state, is_leaf=is_ours))):
+        raise ValueError("`state`: expected the state of an optimizer of fp8jax.optim in it; got none.")
 
     def rebuild(node: Any) -> Any:
-        if not is_adam_state(node):
-            return node
-        return _converted(node, params, row or Recipe.O3, seed, zero, in_8_bits)
+        if isinstance(node, DequantizedState):
+            return _converted_roundings(node, params, row, seed)
+        if isinstance(node, AdamState):
+            return _converted(node, params, row or Recipe.O3, seed, zero, in_8_bits)
+        return node
 
-    return jax.tree.map(rebuild, state, is_leaf=is_adam_state)
+    return jax.tree.map(rebuild, state, is_leaf=is_ours)
 
 
 def check_formats(leaves: list[ParamState], key: Any, recipe: Recipe | None, in_8_bits: bool) -> None:
@@ -91,8 +94,33 @@ def check_formats(leaves: list[ParamState], key: Any, recipe: Recipe | None, in_
         have = StoredFormats(*map(_name_of, (leaf.mu, leaf.nu, leaf.master, leaf.remainder)))
         each = zip(_LABELS, have, wanted, strict=True)
         differences += [f"{what}: {got} instead of {want}" for what, got, want in each if got != want]
-    if (key is None) != (first_key(row, 0) is None):
-        differences.append(f"random key: {'none instead of one' if key is None else 'one instead of none'}")
+    _refuse([*differences, *_of_keys(key, row.rounding != TO_NEAREST)], recipe, in_8_bits)
+
+
+def check_roundings(leaves: list[Any], remainders: list[Any], key: Any, recipe: Recipe | None) -> None:
+    """Raises ValueError if a `DequantizedState` does not have the remainders and the key of its recipe.
+
+    Args:
+        leaves: the parameters.
+        remainders: their remainders.
+        key: the random key of the state.
+        recipe: the recipe of the optimizer.
+    """
+    rounding = (recipe or Recipe.FP8).rounding[1]
+    wanted = [stored_formats(leaf, recipe or Recipe.FP8, False).remainder for leaf in leaves]
+    pairs = zip(map(_name_of, remainders), wanted, strict=True)
+    differences = [f"{_LABELS.remainder}: {got} instead of {want}" for got, want in pairs if got != want]
+    needs_key = rounding != "nearest" and any(map(is_scaled, leaves))
+    _refuse([*differences, *_of_keys(key, needs_key)], recipe, False)
+
+
+def _of_keys(key: Any, needs_key: bool) -> list[str]:
+    if (key is not None) == needs_key:
+        return []
+    return [f"random key: {'none instead of one' if needs_key else 'one instead of none'}"]
+
+
+def _refuse(differences: list[str], recipe: Recipe | None, in_8_bits: bool) -> None:
     if differences:
         name = None if recipe is None else str(recipe)
         raise ValueError(
@@ -148,6 +176,17 @@ def _converted(
     return AdamState(state.adam._replace(mu=mu, nu=nu), master, state.skipped, remainder, key)
 
 
+def _converted_roundings(
+    state: DequantizedState, params: Any, recipe: Recipe | None, seed: int
+) -> DequantizedState:
+    remainder, key, count = first_roundings(params, recipe, seed)
+    if state.remainder is not None and remainder is not None:
+        remainder = state.remainder
+    if state.key is not None and key is not None:
+        key, count = state.key, state.count
+    return DequantizedState(state.inner, state.skipped, remainder, key, count)
+
+
 def _is_stored(node: Any) -> bool:
     return is_scaled(node) or isinstance(node, Root | Blockwise | optax.MaskedNode)
 
@@ -166,7 +205,7 @@ def _converted_leaf(old: ParamState, wanted: StoredFormats, zero: Zero | None) -
     if wanted.remainder != NONE:
         # A remainder belongs to the codes of one array, the weight or the master weight.
         is_same = old.remainder is not None and _name_of(old.master) == wanted.master
-        remainder = old.remainder if is_same else jnp.zeros_like(old.param.data, formats.E4M3.dtype)
+        remainder = old.remainder if is_same else first_remainder(old.param, wanted)
     moments = [
         kept if _name_of(kept) == name else _stored_as(decode(kept), name, old.param, signed)
         for kept, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))

@@ -16,6 +16,8 @@ from fp8jax.variables import PARAMS, has_params
 # Names of storages beside those of formats.
 NONE, BLOCKWISE, ROOT = "none", "8-bit blocks", "root of "
 
+TO_NEAREST = ("nearest", "nearest", "value")
+
 
 class StoredFormats(NamedTuple):
     """The names of the formats in which the state of one parameter is stored."""
@@ -65,8 +67,40 @@ def _first_of(param: Any, stored: StoredFormats) -> list[Any]:
         moment = zeros(param, formats.get(name.removeprefix(ROOT)))
         return Root(moment) if name.startswith(ROOT) else moment
 
-    remainder = None if stored.remainder == NONE else jnp.zeros_like(param.data, formats.E4M3.dtype)
-    return [zero(stored.mu, True), zero(stored.nu, False), _master_of(param, stored.master), remainder]
+    moments = zero(stored.mu, True), zero(stored.nu, False)
+    return [*moments, _master_of(param, stored.master), first_remainder(param, stored)]
+
+
+def first_remainder(param: Any, stored: StoredFormats) -> Any:
+    """Zeros for the remainders of one parameter; None for `NONE`."""
+    return None if stored.remainder == NONE else jnp.zeros_like(param.data, formats.E4M3.dtype)
+
+
+def first_key(recipe: Recipe, seed: Any) -> Any:
+    """The key of an `AdamState`, shape=(2,), uint32; None for a recipe that rounds to nearest."""
+    if recipe.rounding == TO_NEAREST:
+        return None
+    return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed).astype(jnp.uint32)])
+
+
+def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any, Any, Any]:
+    """The first remainders, key and step count of a `DequantizedState`; None where the recipe needs none.
+
+    Args:
+        params: the parameters, arrays and `ScaledArray`s.
+        recipe: its `rounding` says how weights are rounded; None for that of `fp8`.
+        seed: of the random bits.
+    """
+    row = recipe or Recipe.FP8
+    scaled = list(filter(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled)))
+    if row.rounding[1] == "nearest" or not scaled:
+        return None, None, None
+    remainder = None
+    if row.rounding[1] == "kahan":
+        remainder = jax.tree.map(
+            lambda param: first_remainder(param, stored_formats(param, row, False)), params, is_leaf=is_scaled
+        )
+    return remainder, first_key(row, seed), jnp.zeros([], jnp.int32)
 
 
 def with_masters(state: Any, params: Any) -> Any:
