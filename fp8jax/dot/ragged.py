@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
 from fp8jax.dot.block_ragged import jitted_block_ragged
-from fp8jax.dot.dot_general import init_state
+from fp8jax.dot.dot_general import check_state, init_state
 from fp8jax.dot.layout import contract, on_data
 from fp8jax.dot.row_tiles import (
     ExpertSharding,
@@ -103,7 +103,8 @@ def ragged_dot(
         scale for each group.
 
     Raises:
-        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", or the shapes do not match.
+        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", `state` is of another recipe, or the shapes do
+            not match.
     """
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
@@ -116,6 +117,7 @@ def ragged_dot(
         out_dtype,
         over=over,
     )
+    check_state(static.recipe, state)
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
