@@ -82,3 +82,26 @@ def test_states_of_the_same_scaling_fit():
     other = fp8jax.transform(nn.Dense(32), "O2")
     sums(other)({**variables, SCALING: variables[SCALING]})
     assert PARAMS in variables
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "nvfp4"])
+def test_scaling_states_that_were_cast(recipe):
+    """`jax.tree.map(lambda x: x.astype(...), variables)` casts the scales too."""
+    model = fp8jax.transform(nn.Dense(32), recipe)
+    variables = model.init(jax.random.key(0), X)
+    cast = {**variables, SCALING: jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables[SCALING])}
+    for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
+        with pytest.raises(
+            ValueError, match="scaling state: expected float32; got bfloat16. Cast .*'params'"
+        ):
+            run(cast)
+
+
+def test_text_in_the_place_of_an_array():
+    """The module's own error, with a note of what it got."""
+    model = fp8jax.transform(nn.Dense(32), "te")
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(IndexError) as error:
+        model.apply(variables, "x")
+    note = "fp8jax: the argument 'x' is a str, no array; the model got it as a constant."
+    assert error.value.__notes__.count(note) == 1
