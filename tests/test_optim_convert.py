@@ -128,14 +128,6 @@ def test_moments_in_another_dtype():
         adamw(1e-3, "te").update(grads_of(0), state, params)
 
 
-def test_arguments_in_another_order():
-    params, tx = params_of("O2"), adamw(1e-3, "O2")
-    with pytest.raises(
-        TypeError, match=r"`state`: expected the `AdamState` .*got a dict.*grads, state, params"
-    ):
-        tx.update(tx.init(params), grads_of(0), params)
-
-
 def test_directions_keep_no_remainder():
     """`scale_by_adam` does not write the weights, so it cannot keep what their rounding takes."""
     with pytest.raises(ValueError, match="`recipe`: expected one that rounds weights to nearest; got fp8"):

@@ -14,7 +14,7 @@ from fp8jax.dot.layout import Layout
 from fp8jax.dot.vjp import FP8_OPERANDS, DotStatic, State, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
-from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize, value
+from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize_by, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
@@ -185,7 +185,7 @@ def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> Sc
 
     def one(kernel: jax.Array, state: State) -> ScaledArray:
         scale = scaling.of_recipe(recipe).scale(state, 1, amax(kernel), format.max)
-        return quantize(kernel, format, scale)
+        return quantize_by(kernel, format, scale)
 
     for _ in range(depth):
         one = jax.vmap(one)

@@ -59,7 +59,7 @@ from fp8jax.dot.vjp import (
 )
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import differentiable_once
-from fp8jax.quantization import ScaledArray, amax, quantize, value
+from fp8jax.quantization import ScaledArray, amax, quantize_by, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import broadcast_under_vmap, from_fm32, to_fm32
 
@@ -215,7 +215,7 @@ def _quantize_rows(
     scale = jax.vmap(lambda state, amax: choose(state, operand, amax, format.max))(state, seen)
     with jax.named_scope(CASTS[operand]):
         of_row = jnp.take(scale, group, mode="clip")[:, None]
-        q = stored(ScaledArray(quantize(x, format, of_row).data, scale), format)
+        q = stored(ScaledArray(quantize_by(x, format, of_row).data, scale), format)
     return seen, packed(q)
 
 

@@ -19,7 +19,7 @@ from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import (
     ScaledArray,
     amax,
-    quantize,
+    quantize_by,
     quantize_gradient,
     to_bytes,
     value,
@@ -305,7 +305,7 @@ def quantize_operand(static: Static, operand: int, x: Any, state: State) -> tupl
     seen = static.placement.common_amax(seen) if operand == 1 else seen
     scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
     with jax.named_scope(CASTS[operand]):
-        q = quantize(x, format, scale)
+        q = quantize_by(x, format, scale)
     return seen, stored(q, format)
 
 

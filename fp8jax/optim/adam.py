@@ -20,6 +20,7 @@ References:
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -141,11 +142,12 @@ def adam(
 
     Raises:
         TypeError: `learning_rate` is a recipe.
-        ValueError: from `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
+        ValueError: a hyperparameter is NaN, infinite or negative, or a decay rate is 1 or more; `seed` has
+            more than 32 bits; from `update`, `state` has the formats of another recipe, see `convert`; from
+            `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
 
     `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """
-    checks.check_rate(learning_rate)
     row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
 
@@ -168,7 +170,6 @@ def adamw(
 
     Returns, raises: as in `adam`.
     """
-    checks.check_rate(learning_rate)
     row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
 
@@ -204,12 +205,13 @@ def adamw_8bit(
         8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise`.
     """
     checks.refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
-    checks.check_rate(learning_rate)
     row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
 
 
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
+    checks.check_rate(rule.learning_rate)
+    checks.check_adam(rule.b1, rule.b2, rule.eps, rule.weight_decay, rule.seed)
     recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
     rounding = Rounding(*recipe.rounding[:2])
 
@@ -218,6 +220,8 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         if rule.learning_rate is None:
             checks.refuse_8_bits(params)
             checks.refuse_rounding(rule.recipe, params)
+        leaves, treedef = jax.tree.flatten(without_variables(params), is_leaf=is_scaled)
+        _decays(rule, treedef, treedef.unflatten(leaves))
         betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
         checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
@@ -287,10 +291,27 @@ def _check_shapes(leaves: list[ParamState]) -> None:
 
 
 def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
-    """The kind of weight decay of each leaf."""
+    """The kind of weight decay of each leaf.
+
+    Raises:
+        ValueError: the mask is not a tree like the parameters.
+    """
     if rule.learning_rate is None or rule.mask is None:
         return (rule.decay,) * treedef.num_leaves
     mask: Any = plain_mask(rule.mask)
     mask = mask(params) if callable(mask) else mask
-    spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params)
-    return tuple(rule.decay if decays else NO_DECAY for decays in treedef.flatten_up_to(spread))
+    try:
+        spread = jax.tree.map(
+            lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params
+        )
+        decays = treedef.flatten_up_to(spread)
+    except (TypeError, ValueError):
+        wanted, got = (
+            "{" + ", ".join(map(repr, x)) + "}" if isinstance(x, Mapping) else type(x).__name__
+            for x in (params, mask)
+        )
+        raise ValueError(
+            "`mask`: expected a tree of booleans like the parameters, or a function from the parameters to "
+            f"one; got {got} for parameters {wanted}."
+        ) from None
+    return tuple(rule.decay if decay else NO_DECAY for decay in decays)

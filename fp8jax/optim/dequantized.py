@@ -17,6 +17,7 @@ import optax
 from fp8jax.comm import Zero
 from fp8jax.optim.checks import (
     check_rate,
+    check_seed,
     check_state,
     check_weights,
     recipe_of,
@@ -111,6 +112,7 @@ def with_dequantized(
             so that small steps would be lost: use `adam` or `adamw`, which have master weights. From
             `update`, the state is of another recipe; `fp8jax.optim.convert` changes it.
     """
+    check_seed(seed)
     row = recipe_of(recipe)
     tx = optax.with_extra_args_support(tx)
 

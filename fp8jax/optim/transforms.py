@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fp8jax.optim.checks import check_number
 from fp8jax.optim.state import skipped
 from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, value
 from fp8jax.scaling.merge import marked, unmarked
@@ -65,9 +66,13 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
     Clipping multiplies the scales and leaves the codes. The norm is computed in float32 from the dequantized
     gradients.
 
+    Raises:
+        ValueError: `max_norm` is negative or NaN.
+
     References:
         MS-AMP `clip_grad_norm_`.
     """
+    check_number("max_norm", max_norm, or_inf=True)
 
     def update(updates: Any, params: Any = None) -> Any:
         del params
