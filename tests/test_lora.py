@@ -1,6 +1,7 @@
 """Adapters on frozen kernels: what is trained, what is not, and that a merged model is the adapted one."""
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -418,3 +419,69 @@ def test_a_frozen_model_computes_the_same():
         frozen = model.freeze(variables, X)
         assert sorted(frozen) == sorted(variables)
         np.testing.assert_array_equal(model.apply(frozen, X), model.apply(variables, X))
+
+
+# The gradient in a loop of one's own ##############################################################
+
+
+def told(take):
+    """What taking a gradient warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        take()
+    return [str(each.message) for each in caught]
+
+
+LOST = [
+    "a gradient is taken with respect to weights but not to the FP8 scaling state: its new amaxes are lost"
+]
+
+
+@pytest.mark.parametrize("module", [Net, Stack])
+def test_adapters_alone_lose_the_scaling_state(module):
+    """One warning, as for full training; none where the state is in the gradient or not there."""
+    model = fp8jax.transform(module(), "te", lora=LoRA(rank=4))
+    variables = model.init(jax.random.key(0), X)
+    loss = loss_of(model.apply)
+    found = told(lambda: jax.grad(lambda params: loss({**variables, PARAMS: params}))(variables[PARAMS]))
+    assert [text.split(". ")[0] for text in found] == LOST
+    compiled = jax.jit(jax.grad(lambda params: loss({**variables, PARAMS: params})))
+    assert len(told(lambda: compiled(variables[PARAMS]))) == 1
+    assert told(lambda: fp8jax.value_and_grad(loss)(variables)) == []
+    assert told(lambda: jax.grad(lambda x: jnp.sum(model.apply(variables, x)))(X)) == []
+
+    model = fp8jax.transform(module(), "te,scaling=current", lora=LoRA(rank=4))
+    variables = model.init(jax.random.key(0), X)
+    loss = loss_of(model.apply)
+    grads = lambda: jax.grad(lambda params: loss({**variables, PARAMS: params}))(variables[PARAMS])  # noqa: E731
+    assert told(grads) == []
+
+
+class WithHead(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.head = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, OUT, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.gelu(self.up(x)))
+
+
+def squares(model):
+    return jnp.mean((model(X) - Y) ** 2)
+
+
+def test_nnx_adapters_alone_lose_the_scaling_state():
+    model = fp8jax.transform(WithHead(nnx.Rngs(0)), "te", lora=LoRA(rank=4))
+    found = told(lambda: nnx.value_and_grad(squares, argnums=nnx.DiffState(0, nnx.LoRAParam))(model))
+    assert [text.split(". ")[0] for text in found] == LOST
+    assert told(lambda: fp8jax.value_and_grad(squares)(model)) == []
+
+
+def test_a_head_alone_loses_the_scaling_state():
+    """The layer in high precision is trained, the FP8 layers below are not: their inputs may still change."""
+    model = fp8jax.transform(WithHead(nnx.Rngs(0)), "te")
+    of_head = nnx.DiffState(0, lambda path, variable: isinstance(variable, nnx.Param) and "head" in path)
+    assert [text.split(". ")[0] for text in told(lambda: nnx.grad(squares, argnums=of_head)(model))] == LOST
+    of_all = nnx.DiffState(0, nnx.Param)
+    assert set(text.split(". ")[0] for text in told(lambda: nnx.grad(squares, argnums=of_all)(model))) == {
+        *LOST
+    }

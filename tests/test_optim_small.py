@@ -233,6 +233,106 @@ def test_with_dequantized():
     jax.tree.map(np.testing.assert_array_equal, optax.apply_updates(options, updates), got)
 
 
+# Rounding, written by any optimizer of optax ######################################################
+
+
+def fp16_weights(shape=(64, 64)):
+    """Weights of 0.02, whose last bit is 1.5e-5."""
+    return {"w": quantize(jnp.full(shape, 0.02), formats.FP16, power_of_two=True), "b": jnp.zeros(shape[1])}
+
+
+def followed(tx, steps, params=None, grads=None):
+    """The parameters and the state after steps along one gradient."""
+    params = fp16_weights() if params is None else params
+    grads = jax.tree.map(jnp.ones_like, values_of(params)) if grads is None else grads
+    state, step = tx.init(params), jax.jit(functools.partial(step_of, tx))
+    for _ in range(steps):
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def values_of(tree):
+    return jax.tree.map(value, tree, is_leaf=is_scaled)
+
+
+ROUNDINGS = [(None, 0.01), ("fp8", 0.01), ("O2,rounding=nearest+stochastic+value", 0.2), ("O2", None)]
+
+
+@pytest.mark.parametrize("recipe, bound", ROUNDINGS)
+def test_small_steps_of_any_optimizer(recipe, bound):
+    """200 steps of lion at 1e-6, a fifteenth of the weights' last bit: O2 rounds them all away."""
+    params, state = followed(with_dequantized(optax.lion(1e-6, weight_decay=0.0), recipe), 200)
+    moved = np.asarray(value(params["w"]) - value(fp16_weights()["w"]))
+    if bound is None:
+        assert not moved.any() and state.remainder is None and state.key is None
+    else:
+        assert abs(moved.mean() / -2e-4 - 1) < bound
+    np.testing.assert_allclose(params["b"], -2e-4, rtol=1e-5)
+
+
+AUTOMATIC = {
+    "prodigy": lambda: optax.contrib.prodigy(0.1),
+    "mechanize": lambda: optax.contrib.mechanize(optax.sgd(0.1)),
+    "adafactor": None,
+}
+
+
+@pytest.mark.parametrize("name", AUTOMATIC)
+def test_rates_that_grow_from_little_steps(name):
+    """The loss is that of float32 weights. Under O2 the first steps of mechanize move nothing."""
+    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    w = np.random.default_rng(1).normal(0, 0.1, (32, 32)).astype(np.float32)
+    loss_fn = lambda params: jnp.mean((x @ params["w"] - np.roll(x, 1, 1)) ** 2)  # noqa: E731
+
+    def last_loss(weight, recipe):
+        tx = adafactor(3e-2, recipe) if name == "adafactor" else with_dequantized(AUTOMATIC[name](), recipe)
+        params, state = {"w": weight}, tx.init({"w": weight})
+
+        @jax.jit
+        def step(params, state):
+            loss, grads = jax.value_and_grad(loss_fn)(values_of(params))
+            return *step_of(tx, params, state, grads), loss
+
+        for _ in range(200):
+            params, state, loss = step(params, state)
+        return float(loss)
+
+    expected = last_loss(jnp.asarray(w), "te")
+    assert abs(last_loss(quantize(w, formats.FP16, power_of_two=True), "fp8") / expected - 1) < 0.1
+
+
+def test_remainders_wait_through_a_skipped_step():
+    tx = with_dequantized(optax.lion(1e-6), "fp8")
+    params, state = followed(tx, 3)
+    assert state.remainder["b"] is None and np.asarray(state.remainder["w"], np.float32).any()
+    after, new = step_of(tx, params, state, {"w": jnp.ones((64, 64)), "b": jnp.full(64, jnp.nan)})
+    assert (int(new.skipped), int(new.count), int(state.count)) == (1, 3, 3)
+    for a, b in zip(*map(jax.tree.leaves, ((params, state.remainder), (after, new.remainder))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_seeds_give_other_bits():
+    seeds = [followed(with_dequantized(optax.lion(1e-6), "fp8", seed=seed), 3)[1] for seed in (0, 0, 1)]
+    bits = [np.asarray(state.remainder["w"]).tobytes() for state in seeds]
+    assert bits[0] == bits[1] != bits[2]
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_remainders_do_not_depend_on_devices(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    at = lambda *spec: jax.NamedSharding(mesh, jax.P(*spec))  # noqa: E731
+    spread = lambda x: jax.device_put(x, at("data") if x.ndim == 2 else at())  # noqa: E731
+    tx, grads = (
+        with_dequantized(optax.lion(1e-6), "fp8"),
+        jax.tree.map(jnp.ones_like, values_of(fp16_weights())),
+    )
+    alone = followed(tx, 2, fp16_weights(), grads)
+    parts = followed(tx, 2, jax.tree.map(spread, fp16_weights()), jax.tree.map(spread, grads))
+    assert parts[1].remainder["w"].sharding.spec[0] == "data"
+    for one, many in zip(*map(jax.tree.leaves, (alone, parts)), strict=True):
+        np.testing.assert_array_equal(one, many)
+
+
 def test_masters_are_kept_in_8_bit_adamw():
     params = {"w": kernel(formats.E4M3)}
     tx = adamw_8bit(1e-3, "O3")
@@ -249,7 +349,6 @@ def test_masters_are_kept_in_8_bit_adamw():
     "make, text",
     [
         (lambda: adafactor(1e-3, "O3"), "master"),
-        (lambda: adafactor(1e-3, "fp8"), "rounds weights to nearest"),
         (lambda: SGD.init({"w": kernel(formats.E4M3)}), "16 bits"),
         (lambda: SGD.update({}, SGD.init({})), "`params`"),
         (lambda: adamw_8bit(1e-3, "O2", zero=object()), "`zero`"),

@@ -18,7 +18,7 @@ from fp8jax.quantization import (
     amax,
     format_of,
     is_scaled,
-    quantize,
+    quantize_by,
     scale_of,
     to_bytes,
     without_infinities,
@@ -48,7 +48,7 @@ def on_common_scales(
     if mu is not None:
         scales = [scale / factor for scale, factor in zip(scales, mu, strict=True)]
     kinds = [format_of(leaf) if is_scaled(leaf) else formats.E4M3 for leaf in leaves]
-    return [quantize(*each) for each in zip(leaves, kinds, scales, strict=True)]
+    return [quantize_by(*each) for each in zip(leaves, kinds, scales, strict=True)]
 
 
 def _common_scales(leaves: list[Any], axis_name: str, blocks: tuple[int, ...]) -> list[jax.Array]:
@@ -109,7 +109,7 @@ def means_of_rows(tensors: list[jax.Array], axis_name: str) -> list[jax.Array]:
     def mean(rows: jax.Array) -> jax.Array:
         parts = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
         mean = jnp.mean(from_bytes(parts).astype(jnp.float32), axis=0)
-        return to_bytes(quantize(mean, formats.E4M3, 1.0).data)
+        return to_bytes(quantize_by(mean, formats.E4M3, 1.0).data)
 
     return list(in_buckets(mean, tensors))
 

@@ -14,7 +14,7 @@ from fp8jax.dot.layout import Layout
 from fp8jax.dot.vjp import FP8_OPERANDS, DotStatic, State, jitted_dot
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
-from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize, value
+from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize_by, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
@@ -36,6 +36,23 @@ def init_state(recipe: Recipe | str) -> State:
     if recipe.weight_grad == "E4M3":
         state["wgrad_scale"] = jnp.ones((), jnp.float32)
     return state
+
+
+@functools.cache
+def state_names(recipe: Recipe) -> tuple[str, ...]:
+    """The names of the arrays of `init_state`, sorted."""
+    return tuple(sorted(jax.eval_shape(lambda: init_state(recipe))))
+
+
+def check_state(recipe: Recipe, state: State) -> None:
+    """Raises ValueError if the scaling state of a dot lacks an array that the scaling of the recipe needs."""
+    wanted = [name for name in state_names(recipe) if name != "wgrad_scale"]
+    if missing := sorted(set(wanted) - set(state)):
+        got = ", ".join(sorted(state)) or "nothing"
+        raise ValueError(
+            f"`state`: expected {', '.join(wanted)} for {recipe}; got {got}, without {missing[0]!r}. Make "
+            "the state with `fp8jax.dot.init_state(recipe)`, or `init_ragged_state`."
+        )
 
 
 def dot_general(
@@ -69,14 +86,16 @@ def dot_general(
         dtype; the gradient of a `Weight` is in its `grad_slot`, and the gradient of `state` is the new state.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8" or "FP4", or the backend does not support this dot here.
+        ValueError: `recipe.gemm` is not "FP8" or "FP4", `state` is of another recipe, or the backend does not
+            support this dot here.
     """
+    recipe = Recipe.parse(recipe)
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
-    scaling_of = Recipe.parse(recipe).scaling
-    chosen = backends.choose(backend, is_batched=layout.is_batched, scaling=scaling_of).name
+    chosen = backends.choose(backend, is_batched=layout.is_batched, scaling=recipe.scaling).name
     static = DotStatic.of(lhs, weight, recipe, chosen, out_dtype, layout=layout)
+    check_state(recipe, state)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
@@ -166,7 +185,7 @@ def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> Sc
 
     def one(kernel: jax.Array, state: State) -> ScaledArray:
         scale = scaling.of_recipe(recipe).scale(state, 1, amax(kernel), format.max)
-        return quantize(kernel, format, scale)
+        return quantize_by(kernel, format, scale)
 
     for _ in range(depth):
         one = jax.vmap(one)

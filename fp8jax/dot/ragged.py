@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
 from fp8jax.dot.block_ragged import jitted_block_ragged
-from fp8jax.dot.dot_general import init_state
+from fp8jax.dot.dot_general import check_state, init_state
 from fp8jax.dot.layout import contract, on_data
 from fp8jax.dot.row_tiles import (
     ExpertSharding,
@@ -59,7 +59,7 @@ from fp8jax.dot.vjp import (
 )
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import differentiable_once
-from fp8jax.quantization import ScaledArray, amax, quantize, value
+from fp8jax.quantization import ScaledArray, amax, quantize_by, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_fm32
 
@@ -103,7 +103,8 @@ def ragged_dot(
         scale for each group.
 
     Raises:
-        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", or the shapes do not match.
+        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", `state` is of another recipe, or the shapes do
+            not match.
     """
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
@@ -116,6 +117,7 @@ def ragged_dot(
         out_dtype,
         over=over,
     )
+    check_state(static.recipe, state)
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
@@ -213,7 +215,7 @@ def _quantize_rows(
     scale = jax.vmap(lambda state, amax: choose(state, operand, amax, format.max))(state, seen)
     with jax.named_scope(CASTS[operand]):
         of_row = jnp.take(scale, group, mode="clip")[:, None]
-        q = stored(ScaledArray(quantize(x, format, of_row).data, scale), format)
+        q = stored(ScaledArray(quantize_by(x, format, of_row).data, scale), format)
     return seen, packed(q)
 
 

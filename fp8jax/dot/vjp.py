@@ -19,7 +19,7 @@ from fp8jax.platforms import differentiable_once, gpu_barrier
 from fp8jax.quantization import (
     ScaledArray,
     amax,
-    quantize,
+    quantize_by,
     quantize_gradient,
     to_bytes,
     value,
@@ -235,13 +235,50 @@ def checked(*operands: Any) -> tuple[Any, ...]:
             "`fp8jax.value_and_grad` (which takes Flax variables and NNX modules); got JAX's or NNX's own."
         )
     if state and (of_rhs or of_grad_slot) and not of_state:
-        lost = "its count of steps does not advance" if "key" in state else "its new amaxes are lost"
-        warnings.warn(
-            f"a gradient is taken with respect to weights but not to the FP8 scaling state: {lost}. Take it "
-            "with `fp8jax.value_and_grad`, of all of the variables.",
-            stacklevel=3,
-        )
+        _warn_of_lost(state)
     return (lhs, rhs, grad_slot, state, *values[4:])
+
+
+def _warn_of_lost(state: State) -> None:
+    lost = "its count of steps does not advance" if "key" in state else "its new amaxes are lost"
+    warnings.warn(
+        f"a gradient is taken with respect to weights but not to the FP8 scaling state: {lost}. Take it "
+        "with `fp8jax.value_and_grad`, of all of the variables.",
+        stacklevel=4,
+    )
+
+
+@jax.custom_vjp
+def with_state(weights: Any, kernels: Any, state: State) -> Any:
+    """The weights of a model that are not operands of FP8 dots, unchanged: biases, adapters, other layers.
+
+    Args:
+        weights: a tree of float arrays.
+        kernels: the operands of FP8 dots, which warn by themselves.
+        state: the scaling state of one of these dots.
+
+    Warns:
+        A gradient is taken with respect to the weights, but not to kernels or to the scaling state.
+    """
+    del kernels, state
+    return weights
+
+
+def _with_state_forward(weights: Any, *others: Any) -> tuple[Any, None]:
+    is_of_weights, is_of_others = (
+        any(leaf.perturbed for leaf in jax.tree.leaves(tree)) for tree in (weights, others)
+    )
+    if is_of_weights and not is_of_others:
+        _warn_of_lost(others[-1])
+    return jax.tree.map(lambda leaf: leaf.value, weights), None
+
+
+def _with_state_backward(residuals: None, grad: Any) -> tuple[Any, None, None]:
+    del residuals
+    return grad, None, None
+
+
+with_state.defvjp(_with_state_forward, _with_state_backward, symbolic_zeros=True)
 
 
 def _forward_rule(static: DotStatic, *operands: Any) -> tuple[jax.Array, Any]:
@@ -268,7 +305,7 @@ def quantize_operand(static: Static, operand: int, x: Any, state: State) -> tupl
     seen = static.placement.common_amax(seen) if operand == 1 else seen
     scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
     with jax.named_scope(CASTS[operand]):
-        q = quantize(x, format, scale)
+        q = quantize_by(x, format, scale)
     return seen, stored(q, format)
 
 

@@ -13,6 +13,7 @@ from fp8jax.optim.adam import adam as adam
 from fp8jax.optim.adam import adamw as adamw
 from fp8jax.optim.adam import adamw_8bit as adamw_8bit
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam
+from fp8jax.optim.convert import convert as convert
 from fp8jax.optim.dequantized import adafactor as adafactor
 from fp8jax.optim.dequantized import with_dequantized as with_dequantized
 from fp8jax.optim.first_state import with_masters as with_masters

@@ -20,6 +20,7 @@ References:
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.first_state import first_state
+from fp8jax.optim.convert import check_formats
+from fp8jax.optim.first_state import first_key, first_state
 from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
-from fp8jax.optim.spoilt import check_tags, check_weights
+from fp8jax.optim.spoilt import check_finite_scales, check_tags
 from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
     DECOUPLED,
@@ -51,8 +53,6 @@ from fp8jax.quantization import (
     with_float32_scales,
 )
 from fp8jax.recipe import Recipe
-
-_TO_NEAREST = ("nearest", "nearest", "value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +142,12 @@ def adam(
 
     Raises:
         TypeError: `learning_rate` is a recipe.
-        ValueError: from `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
+        ValueError: a hyperparameter is NaN, infinite or negative, or a decay rate is 1 or more; `seed` has
+            more than 32 bits; from `update`, `state` has the formats of another recipe, see `convert`; from
+            `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
 
     `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """
-    checks.check_rate(learning_rate)
     row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
 
@@ -169,7 +170,6 @@ def adamw(
 
     Returns, raises: as in `adam`.
     """
-    checks.check_rate(learning_rate)
     row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
 
@@ -205,12 +205,13 @@ def adamw_8bit(
         8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861; see `blockwise`.
     """
     checks.refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
-    checks.check_rate(learning_rate)
     row = checks.recipe_of(recipe)
     return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
 
 
 def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
+    checks.check_rate(rule.learning_rate)
+    checks.check_adam(rule.b1, rule.b2, rule.eps, rule.weight_decay, rule.seed)
     recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
     rounding = Rounding(*recipe.rounding[:2])
 
@@ -218,6 +219,9 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         checks.check_weights(rule.recipe, params)
         if rule.learning_rate is None:
             checks.refuse_8_bits(params)
+            checks.refuse_rounding(rule.recipe, params)
+        leaves, treedef = jax.tree.flatten(without_variables(params), is_leaf=is_scaled)
+        _decays(rule, treedef, treedef.unflatten(leaves))
         betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
         checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
@@ -226,9 +230,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
         mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
         adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-        key = None
-        if recipe.rounding != _TO_NEAREST:
-            key = jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(rule.seed).astype(jnp.uint32)])
+        key = first_key(recipe, rule.seed)
         return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
@@ -236,12 +238,13 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
+        checks.check_state(state, AdamState)
         # An `nnx.State` has an `nnx.Variable` around each leaf.
         boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
         updates, *kept = map(without_variables, boxes)
         check_tags(updates)
         params = without_variables(params)
-        check_weights(params)
+        check_finite_scales(params)
         params = with_float32_scales(params)
         grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
         count = jnp.asarray(optax.safe_increment(state.adam.count))
@@ -266,6 +269,8 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
         leaves = [ParamState(*part) for part in parts]
         _check_shapes(leaves)
+        checks.check_weights(rule.recipe, params)
+        check_formats(leaves, state.key, rule.recipe, rule.in_8_bits)
         decays = _decays(rule, treedef, params)
         if rule.zero is None:
             step = functools.partial(fused_adam, decays=decays, rounding=rounding)
@@ -292,10 +297,27 @@ def _check_shapes(leaves: list[ParamState]) -> None:
 
 
 def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
-    """The kind of weight decay of each leaf."""
+    """The kind of weight decay of each leaf.
+
+    Raises:
+        ValueError: the mask is not a tree like the parameters.
+    """
     if rule.learning_rate is None or rule.mask is None:
         return (rule.decay,) * treedef.num_leaves
     mask: Any = plain_mask(rule.mask)
     mask = mask(params) if callable(mask) else mask
-    spread = jax.tree.map(lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params)
-    return tuple(rule.decay if decays else NO_DECAY for decays in treedef.flatten_up_to(spread))
+    try:
+        spread = jax.tree.map(
+            lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params
+        )
+        decays = treedef.flatten_up_to(spread)
+    except (TypeError, ValueError):
+        wanted, got = (
+            "{" + ", ".join(map(repr, x)) + "}" if isinstance(x, Mapping) else type(x).__name__
+            for x in (params, mask)
+        )
+        raise ValueError(
+            "`mask`: expected a tree of booleans like the parameters, or a function from the parameters to "
+            f"one; got {got} for parameters {wanted}."
+        ) from None
+    return tuple(rule.decay if decay else NO_DECAY for decay in decays)

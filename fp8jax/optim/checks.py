@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.core
 
 from fp8jax import formats
 from fp8jax import recipe as recipes
@@ -24,11 +25,65 @@ def recipe_of(recipe: Recipe | str | None) -> Recipe | None:
 
 
 def check_rate(learning_rate: Any) -> None:
-    """Raises TypeError if `learning_rate` is a recipe."""
+    """Raises TypeError if `learning_rate` is a recipe, and ValueError if it is no finite number from 0 on."""
     if isinstance(learning_rate, str | Recipe):
         raise TypeError(
             f"`learning_rate`: expected a number or a schedule; got {str(learning_rate)!r}. The rate comes "
             "first, then the recipe: adamw(3e-4, 'O2')."
+        )
+    if learning_rate is not None and not callable(learning_rate):
+        check_number("learning_rate", learning_rate)
+
+
+def check_adam(b1: Any, b2: Any, eps: Any, weight_decay: Any, seed: Any) -> None:
+    """Raises ValueError for hyperparameters of Adam that are not legal."""
+    check_number("b1", b1, below=1)
+    check_number("b2", b2, below=1)
+    check_number("eps", eps)
+    check_number("weight_decay", weight_decay)
+    check_seed(seed)
+
+
+def check_number(name: str, given: Any, *, below: float = math.inf, or_inf: bool = False) -> None:
+    """Raises ValueError unless an argument is a number from 0 on and below a limit. Tracers pass.
+
+    Args:
+        name: of the argument.
+        given: its value.
+        below: the limit.
+        or_inf: whether the argument may be infinite.
+    """
+    number = _value_of(name, given)
+    if number is not None and not (0 <= number < below or (or_inf and number == math.inf)):
+        kind = "number" if or_inf else "finite number"
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"`{name}`: expected a {kind} from 0 on{limit}; got {number:g}.")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ValueError unless `seed` is an integer of 32 bits. Tracers pass."""
+    number = _value_of("seed", seed)
+    if number is not None and not (number == int(number) and 0 <= number < 2**32):
+        raise ValueError(f"`seed`: expected an integer from 0 to 2**32 - 1; got {seed}.")
+
+
+def _value_of(name: str, given: Any) -> Any:
+    """A number as a Python number; None for a tracer."""
+    if isinstance(given, jax.core.Tracer):
+        return None
+    if isinstance(given, numbers.Real):
+        return given
+    if getattr(given, "shape", None) != ():
+        raise TypeError(f"`{name}`: expected a number; got {given!r}.")
+    return given.item()
+
+
+def check_state(state: Any, kind: type[Any]) -> None:
+    """Raises TypeError if `state` is not of this kind."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"`state`: expected the `{kind.__name__}` that `init` returns; got a {type(state).__name__}. "
+            "Call `update(grads, state, params)`."
         )
 
 
@@ -49,6 +104,17 @@ def refuse_8_bits(params: Any) -> None:
             )
 
 
+def refuse_rounding(recipe: Recipe | None, params: Any) -> None:
+    """Raises ValueError for quantized weights that the recipe does not round to nearest. For optimizers that
+    do not write the weights."""
+    if recipe is not None and recipe.rounding[1] != "nearest":
+        if any(map(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled))):
+            raise ValueError(
+                f"`recipe`: expected one that rounds weights to nearest; got {recipe} with rounding="
+                f"{'+'.join(recipe.rounding)}. adam and adamw round weights so; use one of them, or O2."
+            )
+
+
 def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
     """Raises ValueError if `zero` is given to the optimizer `name`."""
     if zero is not None:
@@ -59,18 +125,12 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
 
 
 def refuse_masters(recipe: Recipe | str) -> None:
-    """Raises ValueError for a recipe with master weights or with weights that are not rounded to nearest,
-    which adafactor does not support."""
+    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
     row = Recipe.parse(recipe)
-    if row.rounding[1] != "nearest":
-        raise ValueError(
-            f"`recipe`: expected one that rounds weights to nearest; got {row} with rounding="
-            f"{'+'.join(row.rounding)}, which adam, adamw and adamw_8bit do. Use one of them, or O2."
-        )
     if row.master_weight != "-":
         raise ValueError(
             f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
-            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like O2."
+            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like fp8."
         )
 
 

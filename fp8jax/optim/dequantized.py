@@ -4,9 +4,10 @@
     tx = fp8jax.optim.adafactor(1e-3)
 
 The optax optimizer gets dequantized float32 arrays. The new value of a quantized weight is rounded to the
-weight's format. The optimizer's state is not quantized.
+weight's format, as the recipe's `rounding` says. The optimizer's state is not quantized.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,17 +17,34 @@ import optax
 from fp8jax.comm import Zero
 from fp8jax.optim.checks import (
     check_rate,
+    check_seed,
+    check_state,
     check_weights,
     recipe_of,
     refuse_8_bits,
     refuse_masters,
     refuse_zero,
 )
+from fp8jax.optim.convert import check_roundings
+from fp8jax.optim.first_state import first_roundings
 from fp8jax.optim.replace_update import ReplaceUpdate
-from fp8jax.optim.spoilt import check_tags, spoilt_updates
+from fp8jax.optim.spoilt import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.state import DequantizedState
+from fp8jax.optim.step.codecs import decode, encode_weight, select
 from fp8jax.optim.transforms import plain_mask, takes_variables
-from fp8jax.quantization import amax, format_of, is_scaled, quantize, value, with_float32_scales
+from fp8jax.platforms import with_auto_axes
+from fp8jax.quantization import (
+    amax,
+    format_of,
+    is_scaled,
+    largest_scale,
+    leaf_seeds,
+    other_bits,
+    random_bits,
+    scale_of,
+    value,
+    with_float32_scales,
+)
 from fp8jax.recipe import Recipe
 
 
@@ -36,6 +54,7 @@ def adafactor(
     *,
     zero: Zero | None = None,
     weight_decay_mask: Any = None,
+    seed: int = 0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adafactor` for quantized weights and gradients.
@@ -45,9 +64,10 @@ def adafactor(
 
     Args:
         learning_rate: number or schedule; None scales steps by each weight's root mean square only.
-        recipe: the model's recipe, without master weights; or None.
+        recipe: the model's recipe, without master weights; see `with_dequantized`.
         zero: None; a shard's rows and columns are not the tensor's.
         weight_decay_mask: as `mask` in `adam`.
+        seed: of the random bits, as in `adam`.
         options: options of `optax.adafactor`.
 
     Returns:
@@ -62,15 +82,16 @@ def adafactor(
         Adafactor, arXiv 1804.04235.
     """
     check_rate(learning_rate)
-    row = recipe_of(recipe)
-    if row is not None:
-        refuse_masters(row)
+    if recipe is not None:
+        refuse_masters(recipe)
     refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
     options["weight_decay_mask"] = plain_mask(weight_decay_mask)
-    return _with_dequantized(optax.adafactor(learning_rate, **options), row)
+    return with_dequantized(optax.adafactor(learning_rate, **options), recipe, seed=seed)
 
 
-def with_dequantized(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def with_dequantized(
+    tx: optax.GradientTransformation, recipe: Recipe | str | None = None, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` on the dequantized float32 values of parameters and gradients.
 
     A step that would make a weight or a float of tx's state infinite or NaN is skipped, and
@@ -78,50 +99,64 @@ def with_dequantized(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
     Args:
         tx: an optimizer of plain arrays; of a chain, everything after `clip_by_global_norm`.
+        recipe: the model's recipe. Its `rounding` says how FP16 weights are rounded. None rounds them as
+            `fp8` does: one more byte stores what rounding takes from a weight, and the next step adds it.
+        seed: of the random bits, as in `adam`.
 
     Returns:
         An optimizer for parameters or whole variables; `update` needs them. The updates of plain parameters
         are arrays to add. The updates of `ScaledArray`s are their new values (`ReplaceUpdate`), in the same
-        format on new power-of-two scales, rounded to nearest. So this optimizer is the last in a chain.
+        format on new power-of-two scales. So this optimizer is the last in a chain.
 
     Raises:
-        ValueError: a weight has 8 bits, so that small steps would be lost. Use `adam` or `adamw`, which have
-            master weights.
+        ValueError: from `init`, the recipe's weights are not those of the parameters; or a weight has 8 bits,
+            so that small steps would be lost: use `adam` or `adamw`, which have master weights. From
+            `update`, the state is of another recipe; `fp8jax.optim.convert` changes it.
     """
-    return _with_dequantized(tx, None)
-
-
-def _with_dequantized(
-    tx: optax.GradientTransformation, recipe: Recipe | None
-) -> optax.GradientTransformationExtraArgs:
+    check_seed(seed)
+    row = recipe_of(recipe)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> DequantizedState:
-        check_weights(recipe, params)
+        check_weights(row, params)
         refuse_8_bits(params)
-        return DequantizedState(tx.init(_values(params)), jnp.zeros([], jnp.int32))
+        inner = tx.init(_values(params))
+        return DequantizedState(inner, jnp.zeros([], jnp.int32), *first_roundings(params, row, seed))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, DequantizedState]:
         if params is None:
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
-        params = with_float32_scales(params)
         broken, grads = check_tags(updates), _values(updates)
-        new, inner = tx.update(grads, state.inner, _values(params), **extra)
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-        weights = [
-            value(leaf).astype(jnp.float32) + update
-            for leaf, update in zip(leaves, treedef.flatten_up_to(new), strict=True)
+        check_state(state, DequantizedState)
+        check_finite_scales(params)
+        check_weights(row, params)
+        leaves, treedef = jax.tree.flatten(with_float32_scales(params), is_leaf=is_scaled)
+        remainders = [None] * len(leaves)
+        if state.remainder is not None:
+            remainders = treedef.flatten_up_to(state.remainder)
+        check_roundings(leaves, remainders, state.key, row)
+        values = [
+            decode(*pair) if is_scaled(pair[0]) else pair[0] for pair in zip(leaves, remainders, strict=True)
         ]
+        new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)
+        new = treedef.flatten_up_to(new)
+        weights = [old.astype(jnp.float32) + update for old, update in zip(values, new, strict=True)]
         ok = jnp.all(jnp.stack([amax(x) < jnp.inf for x in _floats([weights, inner])]))
-        inner = jax.tree.map(lambda new, old: jnp.where(ok, new, old), inner, state.inner)
-        written = [
-            _written(leaf, weight, update, ok)
-            for leaf, weight, update in zip(leaves, weights, treedef.flatten_up_to(new), strict=True)
-        ]
-        updates = spoilt_updates(treedef.unflatten(written), params, broken, grads)
-        return updates, DequantizedState(inner, state.skipped + jnp.where(ok, 0, 1))
+        seeds = [None] * len(leaves)
+        if state.key is not None:
+            seeds = list(leaf_seeds(state.key, state.count + 1, len(leaves)))
+        each = zip(leaves, remainders, seeds, weights, new, strict=True)
+        new, remainders = zip(*(_written(*leaf, ok, row) for leaf in each), strict=True)
+        updates = spoilt_updates(treedef.unflatten(new), params, broken, grads)
+        return updates, DequantizedState(
+            jax.tree.map(lambda new, old: jnp.where(ok, new, old), inner, state.inner),
+            state.skipped + jnp.where(ok, 0, 1),
+            None if state.remainder is None else treedef.unflatten(remainders),
+            state.key,
+            None if state.count is None else jnp.where(ok, state.count + 1, state.count),
+        )
 
     return takes_variables(optax.GradientTransformationExtraArgs(init, update))
 
@@ -135,9 +170,29 @@ def _floats(tree: Any) -> list[jax.Array]:
     return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def _written(leaf: Any, weight: jax.Array, update: jax.Array, ok: jax.Array) -> Any:
-    """The update of one parameter; no change unless `ok`."""
+def _written(
+    leaf: Any, remainder: Any, seed: Any, weight: jax.Array, update: jax.Array, ok: jax.Array, row: Any
+) -> tuple[Any, Any]:
+    """The update of one parameter and its new remainder; no change unless `ok`."""
     if not is_scaled(leaf):
-        return jnp.where(ok, update, 0)
-    new = quantize(weight, format_of(leaf), power_of_two=True, blocks=leaf.scale.shape)
-    return ReplaceUpdate.by(jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, leaf))
+        return jnp.where(ok, update, 0), None
+    limit = format_of(leaf).max
+    scale = scale_of(amax(weight, leaf.scale.shape), limit, power_of_two=True)
+    scale = jnp.minimum(scale, largest_scale(limit, power_of_two=True))
+    rounded = functools.partial(_rounded, rounding=(row or Recipe.FP8).rounding[1])
+    new = with_auto_axes(rounded, _as_written, leaf, remainder, seed, weight, scale)
+    chosen, remainder = (select(ok, *pair) for pair in zip(new, (leaf, remainder), strict=True))
+    return ReplaceUpdate.by(chosen), remainder
+
+
+def _rounded(
+    leaf: Any, remainder: Any, seed: Any, weight: jax.Array, scale: jax.Array, rounding: str
+) -> tuple[Any, Any]:
+    bits = None if seed is None else other_bits(random_bits(seed, weight.shape))[0]
+    return encode_weight(weight, leaf, scale, remainder, rounding=rounding, random=bits)
+
+
+def _as_written(leaf: Any, remainder: Any, seed: Any, weight: Any, scale: Any) -> tuple[Any, Any]:
+    """A result with the shapes and shardings of `_rounded`'s."""
+    del seed, weight, scale
+    return leaf, remainder

@@ -1,6 +1,6 @@
 """The first moments, master weights and remainders of Adam, in a recipe's formats."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,24 @@ import jax.numpy as jnp
 from fp8jax import formats
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
-from fp8jax.optim.step.codecs import blockwise_zeros, zeros
+from fp8jax.optim.step.codecs import FEWEST, blockwise_zeros, zeros
 from fp8jax.quantization import format_of, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
+
+# Names of storages beside those of formats.
+NONE, BLOCKWISE, ROOT = "none", "8-bit blocks", "root of "
+
+TO_NEAREST = ("nearest", "nearest", "value")
+
+
+class StoredFormats(NamedTuple):
+    """The names of the formats in which the state of one parameter is stored."""
+
+    mu: str
+    nu: str
+    master: str
+    remainder: str
 
 
 def first_state(params: Any, recipe: Recipe, in_8_bits: bool) -> list[Any]:
@@ -22,20 +36,71 @@ def first_state(params: Any, recipe: Recipe, in_8_bits: bool) -> list[Any]:
         recipe: the formats.
         in_8_bits: whether moments are in 8-bit blocks instead.
     """
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+    each = [_first_of(leaf, stored_formats(leaf, recipe, in_8_bits)) for leaf in leaves]
+    return [treedef.unflatten(stored[i] for stored in each) for i in range(4)]
 
-    def zero(number: int, param: Any) -> Any:
-        if in_8_bits:
-            return blockwise_zeros(param, signed=number == 0)
-        moment = zeros(param, formats.get(recipe.moments[number]))
-        return Root(moment) if number == 1 and recipe.rounding[2] == "root" else moment
 
-    each = (
-        lambda param: zero(0, param),
-        lambda param: zero(1, param),
-        lambda param: _master_of(param, recipe),
-        lambda param: _remainder_of(param, recipe),
-    )
-    return [jax.tree.map(first, params, is_leaf=is_scaled) for first in each]
+def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool) -> StoredFormats:
+    """The formats in which a recipe stores the state of one parameter, an array or a `ScaledArray`."""
+    mu, nu = recipe.moments
+    if in_8_bits:
+        mu = nu = "FP32" if param.size < FEWEST else BLOCKWISE
+    elif recipe.rounding[2] == "root":
+        nu = ROOT + nu
+    master = remainder = NONE
+    if is_scaled(param):
+        weight = format_of(param).name
+        if recipe.master_weight != "-" and weight == recipe.weight:
+            master = recipe.master_weight
+        if recipe.rounding[1] == "kahan" and (weight == "FP16" or master != NONE):
+            remainder = "E4M3"
+    return StoredFormats(mu, nu, master, remainder)
+
+
+def _first_of(param: Any, stored: StoredFormats) -> list[Any]:
+    """The first moments, master weight and remainder of one parameter."""
+
+    def zero(name: str, signed: bool) -> Any:
+        if name == BLOCKWISE:
+            return blockwise_zeros(param, signed=signed)
+        moment = zeros(param, formats.get(name.removeprefix(ROOT)))
+        return Root(moment) if name.startswith(ROOT) else moment
+
+    moments = zero(stored.mu, True), zero(stored.nu, False)
+    return [*moments, _master_of(param, stored.master), first_remainder(param, stored)]
+
+
+def first_remainder(param: Any, stored: StoredFormats) -> Any:
+    """Zeros for the remainders of one parameter; None for `NONE`."""
+    return None if stored.remainder == NONE else jnp.zeros_like(param.data, formats.E4M3.dtype)
+
+
+def first_key(recipe: Recipe, seed: Any) -> Any:
+    """The key of an `AdamState`, shape=(2,), uint32; None for a recipe that rounds to nearest."""
+    if recipe.rounding == TO_NEAREST:
+        return None
+    return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed).astype(jnp.uint32)])
+
+
+def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any, Any, Any]:
+    """The first remainders, key and step count of a `DequantizedState`; None where the recipe needs none.
+
+    Args:
+        params: the parameters, arrays and `ScaledArray`s.
+        recipe: its `rounding` says how weights are rounded; None for that of `fp8`.
+        seed: of the random bits.
+    """
+    row = recipe or Recipe.FP8
+    scaled = list(filter(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled)))
+    if row.rounding[1] == "nearest" or not scaled:
+        return None, None, None
+    remainder = None
+    if row.rounding[1] == "kahan":
+        remainder = jax.tree.map(
+            lambda param: first_remainder(param, stored_formats(param, row, False)), params, is_leaf=is_scaled
+        )
+    return remainder, first_key(row, seed), jnp.zeros([], jnp.int32)
 
 
 def with_masters(state: Any, params: Any) -> Any:
@@ -67,19 +132,10 @@ def _like(kept: Any, new: jax.Array) -> Any:
     return quantize(new, format_of(kept), power_of_two=True, blocks=kept.scale.shape)
 
 
-def _master_of(param: Any, recipe: Recipe) -> Any:
-    """The master weight of a parameter in the recipe's weight format; None for other parameters."""
-    if recipe.master_weight == "-" or not is_scaled(param) or format_of(param).name != recipe.weight:
+def _master_of(param: Any, name: str) -> Any:
+    """The master weight of a parameter in a format; None for `NONE`."""
+    if name == NONE:
         return None
-    format = formats.get(recipe.master_weight)
-    if format == formats.FP32:
+    if name == "FP32":
         return value(param)
-    return quantize(value(param), format, power_of_two=True, blocks=param.scale.shape)
-
-
-def _remainder_of(param: Any, recipe: Recipe) -> Any:
-    """Zeros for what rounding takes from a parameter or its master weight; None for other parameters."""
-    if recipe.rounding[1] != "kahan" or not is_scaled(param):
-        return None
-    is_kept = format_of(param) == formats.FP16 or _master_of(param, recipe) is not None
-    return jnp.zeros_like(param.data, formats.E4M3.dtype) if is_kept else None
+    return quantize(value(param), formats.get(name), power_of_two=True, blocks=param.scale.shape)

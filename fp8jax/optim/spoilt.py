@@ -48,7 +48,7 @@ def check_tags(grads: Any) -> list[Any]:
     return broken
 
 
-def check_weights(params: Any) -> None:
+def check_finite_scales(params: Any) -> None:
     """Raises ValueError, outside of compiled code, if weights are `spoilt`."""
     leaves, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     for path, leaf in leaves:

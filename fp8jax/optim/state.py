@@ -25,10 +25,13 @@ class AdamState(NamedTuple):
 
 
 class DequantizedState(NamedTuple):
-    """State of `with_dequantized`."""
+    """State of `with_dequantized`. The last three fields are None where no weight is rounded at random."""
 
     inner: Any  # state of the wrapped optimizer
     skipped: jax.Array  # as in `AdamState`
+    remainder: Any = None  # as in `AdamState`
+    key: Any = None  # as in `AdamState`
+    count: Any = None  # shape=(), int32: number of steps taken
 
 
 def moments(state: Any) -> tuple[Any, Any]:
@@ -52,13 +55,15 @@ def moments(state: Any) -> tuple[Any, Any]:
 def skipped(state: Any) -> jax.Array:
     """The number of skipped steps, summed over all optimizers in the state; int32, shape ()."""
 
-    def counts(node: Any) -> bool:
-        return isinstance(node, AdamState | DequantizedState)
-
-    states = [node for node in jax.tree.leaves(state, is_leaf=counts) if counts(node)]
+    states = [node for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node)]
     return sum((node.skipped for node in states), jnp.zeros((), jnp.int32))
 
 
 def is_adam_state(node: Any) -> bool:
     """Whether a tree node is an `AdamState`."""
     return isinstance(node, AdamState)
+
+
+def is_ours(node: Any) -> bool:
+    """Whether a tree node is the state of an optimizer of this package."""
+    return isinstance(node, AdamState | DequantizedState)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fp8jax.optim.checks import check_number
 from fp8jax.optim.spoilt import check_tags, is_at_hand, spoilt_updates
 from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, value
 from fp8jax.variables import PARAMS, SCALING, has_params, params_of
@@ -44,7 +45,7 @@ def _check_moved(scaling: Any, state: Any) -> None:
     """Raises ValueError, outside of compiled code, if many steps left the scaling state as `init` made it."""
     histories, _ = jax.tree.flatten_with_path(scaling)
     histories = [leaf for path, leaf in histories if getattr(path[-1], "key", None) == "amax_history"]
-    steps = getattr(getattr(state, "adam", None), "count", None)
+    steps: Any = getattr(getattr(state, "adam", None), "count", None)
     if not histories or not all(map(is_at_hand, [steps, *histories])):
         return
     with jax.ensure_compile_time_eval():
@@ -88,9 +89,13 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
     Clipping multiplies the scales and leaves the codes. The norm is computed in float32 from the dequantized
     gradients.
 
+    Raises:
+        ValueError: `max_norm` is negative or NaN.
+
     References:
         MS-AMP `clip_grad_norm_`.
     """
+    check_number("max_norm", max_norm, or_inf=True)
 
     def update(updates: Any, params: Any = None) -> Any:
         del params

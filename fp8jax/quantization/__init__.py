@@ -54,6 +54,7 @@ from fp8jax.quantization.packed import PackedE2M1 as PackedE2M1
 from fp8jax.quantization.quantize import amax as amax
 from fp8jax.quantization.quantize import amax_of_floats as amax_of_floats
 from fp8jax.quantization.quantize import quantize as quantize
+from fp8jax.quantization.quantize import quantize_by as quantize_by
 from fp8jax.quantization.quantize import quantize_gradient as quantize_gradient
 from fp8jax.quantization.quantize import without_infinities as without_infinities
 from fp8jax.quantization.random import leaf_seeds as leaf_seeds

@@ -171,6 +171,9 @@ class ScaledArray:
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.dequantize(), dtype, copy=copy)
+
     def __getitem__(self, index: Any) -> Any:
         """Itself for `...`, else the indexed dequantized value."""
         return self if index is ... else self.dequantize()[index]

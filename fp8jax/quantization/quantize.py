@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,7 +14,7 @@ from fp8jax.formats import E4M3, E8M0, Format, get
 from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.quantization.array import ScaledArray, expand, value
 from fp8jax.quantization.casts import cast, select
-from fp8jax.quantization.scales import largest_scale, scale_of
+from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, largest_scale, scale_of
 
 INFINITY = np.array(np.inf, np.float32).view(np.int32)
 
@@ -35,7 +36,8 @@ def quantize(
     Args:
         x: float array (float32, bfloat16, float16) or `ScaledArray`, any shape.
         format: format of the codes, or its name.
-        scale: float32, scalar or of x's rank (see `ScaledArray`). The default is current scaling: it maps
+        scale: float32, scalar or of x's rank (see `ScaledArray`), from 2**-126 to 2**126. Another one raises,
+            and under `jax.jit` becomes NaN, so that all values are. The default is current scaling: it maps
             the amax of `x`, or of each block, to the format's max, but no code to infinity.
         margin: binary headroom of the default scale.
         power_of_two: whether the default scale is a power of two.
@@ -47,8 +49,8 @@ def quantize(
 
     Raises:
         TypeError: `x` is not a floating array, `format` not a format, or `blocks` not a shape.
-        ValueError: the shape of `scale` or `blocks` does not fit, `format` is unknown, or it is E8M0, which
-            has neither sign nor zero.
+        ValueError: the shape of `scale` or `blocks` does not fit, a scale is zero, negative, NaN, infinite or
+            subnormal, `format` is unknown, or it is E8M0, which has neither sign nor zero.
     """
     format = get(format)
     x = jnp.asarray(value(x))
@@ -62,9 +64,29 @@ def quantize(
         ScaledArray(x, jax.ShapeDtypeStruct(blocks, jnp.float32)).validate()
         scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)
         scale = jnp.minimum(scale, largest_scale(format.max, power_of_two=power_of_two))
-    scale = jnp.asarray(scale, jnp.float32)
+    else:
+        scale = _checked(jnp.asarray(scale, jnp.float32))
+    return quantize_by(x, format, scale)
+
+
+def quantize_by(
+    x: Float[Array, "..."] | ScaledArray, format: Format, scale: Float32[Array, "..."] | float
+) -> ScaledArray:
+    """`quantize` on a scale that is known to be finite, positive and normal."""
+    x, scale = jnp.asarray(value(x)), jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
     return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)
+
+
+def _checked(scale: jax.Array) -> jax.Array:
+    """The scale; NaN where it is not legal, if its value is not known yet."""
+    is_legal = (scale >= MIN_SCALE) & (scale <= MAX_SCALE)
+    if isinstance(scale, jax.core.Tracer):
+        return select(is_legal, scale, float("nan"))
+    if not is_legal.all():
+        bad = np.asarray(scale)[~np.asarray(is_legal)].flat[0]
+        raise ValueError(f"`scale`: expected finite, positive, normal numbers, up to 2**126; got {bad:g}.")
+    return scale
 
 
 def quantize_gradient(x: Float[Array, "..."] | ScaledArray, blocks: tuple[int, ...] = ()) -> ScaledArray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.dot import init_ragged_state, init_state, quantized_kernel
+from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
 from fp8jax.dot.ragged_wide import RAGGED
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
@@ -240,17 +240,29 @@ class PlannedDot(NamedTuple):
         """The scaling state among nested dicts of states; {} if it has none.
 
         Raises:
-            ValueError: `states` lack it.
+            ValueError: `states` lack it, or have one of another recipe.
         """
-        if not self.first_state():
+        recipe = self.kernel.recipe
+        names = set(state_names(recipe)) if recipe.is_quantized else set()
+        if self.key != self.path:
+            names.discard("wgrad_scale")
+        if not names:
             return {}
         # States that `merge` merged by max have the parameter's own key.
         for key in (self.key, self.path):
             found: Any = states
             for name in key:
                 found = found.get(name) if isinstance(found, Mapping) else None
-            if found is not None:
-                return found
+            if found is None:
+                continue
+            if missing := sorted(names - set(found)):
+                raise ValueError(
+                    f"`variables`: expected {', '.join(sorted(names))} in the scaling state of "
+                    f"{'/'.join(self.path)!r} for {recipe}; got {', '.join(sorted(found)) or 'nothing'}, "
+                    f"without {missing[0]!r}: the state of another recipe. Take it from `model.init(...)`; "
+                    "`model.quantize(plain, like=model.init(...))` keeps trained weights."
+                )
+            return found
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
             f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "

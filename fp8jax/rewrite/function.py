@@ -243,7 +243,16 @@ class FunctionModel:
         except TypeError:
             is_hashable = False
         num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
-        pair = trace(self.fn, self.settings, self.annotations, params, static, arrays, num_state_arrays)
+        try:
+            pair = trace(self.fn, self.settings, self.annotations, params, static, arrays, num_state_arrays)
+        except Exception as error:
+            texts = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, str | bytes)]
+            if texts:
+                error.add_note(
+                    f"fp8jax: the argument {texts[0]!r} is a {type(texts[0]).__name__}, no array; the model "
+                    "got it as a constant."
+                )
+            raise
         # Do not cache a function that closes over tracers, which are invalid after their trace.
         if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
             while len(self._programs) >= _MAX_PROGRAMS:

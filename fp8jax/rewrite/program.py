@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax import backends
-from fp8jax.dot import Weight
+from fp8jax.dot import Weight, with_state
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
@@ -122,12 +123,33 @@ class Program:
             arrays: the other inputs.
             consts: constants of the jaxpr.
         """
+        leaves, states = self._checked(leaves, states)
         pairs = zip(leaves, self.paths, strict=True)
         ins = [
             Tracked(Weight(x), ParamView.of(path, aval_of(x))) if can_be_kernel(x) else x for x, path in pairs
         ]
         states = {key: state._replace(scaling=to_fm32(state.scaling)) for key, state in states.items()}
         return evaluate(self.plan, self.jaxpr, consts, [*ins, *arrays], states)
+
+    def _checked(
+        self, leaves: list[Any], states: Mapping[Any, DotState]
+    ) -> tuple[list[Any], Mapping[Any, DotState]]:
+        """The same arguments. A gradient of other parameters than FP8 kernels warns if it drops the state."""
+        state = next((state.scaling for state in states.values() if state.scaling), None)
+        if state is None or any(isinstance(leaf, Tracked) for leaf in leaves):
+            return leaves, states
+        dots = self.plan.dots.values()
+        quantized = {each.path for each in dots if each.kernel.recipe.is_quantized}
+        others, kernels = {}, {}
+        for i, (leaf, path) in enumerate(zip(leaves, self.paths, strict=True)):
+            if path in quantized or is_scaled(leaf):
+                kernels[i] = leaf
+            elif jnp.issubdtype(leaf.dtype, jnp.floating):
+                others[i] = leaf
+        adapters = {key: state.adapters for key, state in states.items()}
+        others, adapters = with_state((others, adapters), kernels, state)
+        leaves = [others.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return leaves, {key: state._replace(adapters=adapters[key]) for key, state in states.items()}
 
 
 def live_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[jex.Jaxpr, list[Any], Any]:

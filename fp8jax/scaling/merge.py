@@ -54,9 +54,17 @@ def to_fm32(tree: PyTree) -> PyTree:
     """Converts float32 leaves to `fm32`; `fm32` leaves stay.
 
     The gradient with respect to a float32 leaf is its next value.
+
+    Raises:
+        ValueError: a leaf has another dtype, such as that of weights that were cast together with it.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = [leaf for leaf in leaves if leaf.dtype != fm32]
+    if others := [leaf.dtype for leaf in floats if leaf.dtype != jnp.float32]:
+        raise ValueError(
+            f"scaling state: expected float32; got {others[0]}. Cast the collection 'params' alone, as in "
+            "`{**variables, 'params': cast(variables['params'])}`: a scaling state is no weight."
+        )
     converted = iter(_to_fm32(floats) if floats else ())
     return treedef.unflatten([leaf if leaf.dtype == fm32 else next(converted) for leaf in leaves])
 

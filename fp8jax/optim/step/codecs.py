@@ -121,6 +121,32 @@ def encode(x: jax.Array, stored: Any, scale: Any, random: Any = None) -> Any:
     return ScaledArray(data, scale)
 
 
+def encode_weight(
+    x: jax.Array,
+    stored: Any,
+    scale: Any,
+    remainder: Any,
+    *,
+    rounding: str,
+    random: Any = None,
+    again: Any = None,
+) -> tuple[Any, Any]:
+    """A new weight in the format of `stored`, and its new remainder; None without a remainder.
+
+    Args:
+        x: the new weight, float32.
+        stored: the old weight or master weight.
+        scale: the new scale of a `ScaledArray`.
+        remainder: the old remainder.
+        rounding: the recipe's rounding of weights; "kahan" needs the remainder.
+        random: bits for stochastic rounding, of the weight or of its remainder.
+        again: the new weight, computed again for the remainder; by default `x`.
+    """
+    if remainder is None:
+        return encode(x, stored, scale, random if rounding == "stochastic" else None), None
+    return encode(x, stored, scale), encode_remainder(x if again is None else again, stored, scale, random)
+
+
 def encode_remainder(x: jax.Array, stored: Any, scale: Any, random: jax.Array) -> jax.Array:
     """The error of `encode` to nearest, as E4M3 codes that are rounded stochastically."""
     remainder = remainder_of(x * expand(1 / scale, x.shape), format_of(stored))

@@ -265,7 +265,6 @@ def _second_pass(
     if is_lost is not None and "param" in kept:
         kept["param"] = jnp.where(is_lost, spoilt_scale(state.param.scale), kept["param"])
     of_mu = random[0] if rounding.first_moment == "stochastic" else None
-    of_weight = random[1] if rounding.weight == "stochastic" else None
 
     def stored(name: str, encoded: Any) -> Any:
         chosen = codecs.select(ok, encoded, getattr(state, name))
@@ -280,14 +279,17 @@ def _second_pass(
         if is_lost is not None and is_scaled(state.grad):
             update = jnp.where(is_lost, jnp.nan, update)
         return Written(update, mu, nu, None, None)
-    name, remainder = "param" if state.master is None else "master", state.remainder
-    if remainder is None:
-        weight = codecs.encode(step.weight, getattr(state, name), new.get(name), of_weight)
-    else:
-        weight = codecs.encode(step.weight, getattr(state, name), new[name])
-        exact = step.weight if weight_again is None else weight_again
-        rest = codecs.encode_remainder(exact, getattr(state, name), new[name], random[1])
-        remainder = codecs.select(ok, rest, remainder)
+    name = "param" if state.master is None else "master"
+    weight, remainder = codecs.encode_weight(
+        step.weight,
+        getattr(state, name),
+        new.get(name),
+        state.remainder,
+        rounding=rounding.weight,
+        random=random[1],
+        again=weight_again,
+    )
+    remainder = None if remainder is None else codecs.select(ok, remainder, state.remainder)
     if state.master is None:
         return Written(ReplaceUpdate.by(stored("param", weight)), mu, nu, None, remainder)
     # From the stored master weight, so that a checkpoint of master weights gives the same weight.

@@ -41,7 +41,7 @@ def optimizer_of(config: TrainConfig, zero: Any = None) -> optax.GradientTransfo
     clip = optim.clip_by_global_norm(config.max_grad_norm or math.inf)
     decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decays}
     if config.optimizer == "adafactor":
-        return optax.chain(clip, optim.with_dequantized(_adafactor(rate, **decay)))
+        return optax.chain(clip, optim.with_dequantized(_adafactor(rate, **decay), recipe))
     betas = config.adam_beta1, config.adam_beta2, config.adam_epsilon
     options = {**decay, "seed": np.uint32(config.seed)}  # an int of 32 bits is too large for JAX's int32
     if config.optimizer == "adamw_8bit":

@@ -1,0 +1,225 @@
+"""Optimizer states of one recipe in the formats of another, and checks of a state's formats."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fp8jax import formats
+from fp8jax.comm import Zero
+from fp8jax.optim import checks
+from fp8jax.optim.first_state import (
+    BLOCKWISE,
+    NONE,
+    ROOT,
+    TO_NEAREST,
+    StoredFormats,
+    first_key,
+    first_remainder,
+    first_roundings,
+    stored_formats,
+)
+from fp8jax.optim.nnx_variables import with_variables_inside, without_variables
+from fp8jax.optim.state import AdamState, DequantizedState, is_ours
+from fp8jax.optim.step import ParamState, Root
+from fp8jax.optim.step.blockwise import Blockwise
+from fp8jax.optim.step.codecs import decode
+from fp8jax.quantization import format_of, is_scaled, quantize
+from fp8jax.recipe import Recipe
+from fp8jax.variables import PARAMS, has_params
+
+_LABELS = StoredFormats("first moments", "second moments", "master weights", "remainders")
+
+
+def convert(
+    state: Any,
+    params: Any,
+    recipe: Recipe | str | None,
+    *,
+    seed: int = 0,
+    zero: Zero | None = None,
+    in_8_bits: bool = False,
+) -> Any:
+    """An optimizer state in the formats of another recipe, so that a run can go on with that recipe.
+
+        state = fp8jax.optim.convert(state, params, "fp8")
+        tx = fp8jax.optim.adamw(3e-4, "fp8")
+
+    Moments and master weights are decoded to float32 and rounded to nearest; those that have the format
+    already keep their bits. New remainders are zero. New master weights are the weights, see `with_masters`.
+    Step counts and all other states stay.
+
+    Args:
+        state: the state of an optimizer of this package, or a state that contains such states: of
+            `optax.chain`, `optax.MultiSteps`, `optax.masked`, `optax.multi_transform`.
+        params: the parameters, or whole variables. They are not changed.
+        recipe: the recipe of the new optimizer, as in `adamw`.
+        seed: as in `adamw`; for a state that has no random key yet.
+        zero: as in `adamw`: the new state is placed as `init` places it.
+        in_8_bits: True for `adamw_8bit`.
+
+    Raises:
+        ValueError: `state` has no state of this package, or belongs to other parameters; or the weights of
+            the recipe are not those of the parameters.
+    """
+    row = checks.recipe_of(recipe)
+    params = without_variables(params[PARAMS] if has_params(params) else params)
+    checks.check_weights(row, params)
+    if not any(map(is_ours, jax.tree.leaves(state, is_leaf=is_ours))):
+        raise ValueError("`state`: expected the state of an optimizer of fp8jax.optim in it; got none.")
+
+    def rebuild(node: Any) -> Any:
+        if isinstance(node, DequantizedState):
+            return _converted_roundings(node, params, row, seed)
+        if isinstance(node, AdamState):
+            return _converted(node, params, row or Recipe.O3, seed, zero, in_8_bits)
+        return node
+
+    return jax.tree.map(rebuild, state, is_leaf=is_ours)
+
+
+def check_formats(leaves: list[ParamState], key: Any, recipe: Recipe | None, in_8_bits: bool) -> None:
+    """Raises ValueError if an Adam's state does not have the formats of its recipe.
+
+    Args:
+        leaves: the state of each parameter.
+        key: the random key of the state.
+        recipe: the optimizer's recipe.
+        in_8_bits: whether moments are in 8-bit blocks.
+    """
+    row, differences = recipe or Recipe.O3, []
+    for leaf in leaves:
+        wanted = stored_formats(leaf.grad if leaf.param is None else leaf.param, row, in_8_bits)
+        have = StoredFormats(*map(_name_of, (leaf.mu, leaf.nu, leaf.master, leaf.remainder)))
+        each = zip(_LABELS, have, wanted, strict=True)
+        differences += [f"{what}: {got} instead of {want}" for what, got, want in each if got != want]
+    _refuse([*differences, *_of_keys(key, row.rounding != TO_NEAREST)], recipe, in_8_bits)
+
+
+def check_roundings(leaves: list[Any], remainders: list[Any], key: Any, recipe: Recipe | None) -> None:
+    """Raises ValueError if a `DequantizedState` does not have the remainders and the key of its recipe.
+
+    Args:
+        leaves: the parameters.
+        remainders: their remainders.
+        key: the random key of the state.
+        recipe: the recipe of the optimizer.
+    """
+    rounding = (recipe or Recipe.FP8).rounding[1]
+    wanted = [stored_formats(leaf, recipe or Recipe.FP8, False).remainder for leaf in leaves]
+    pairs = zip(map(_name_of, remainders), wanted, strict=True)
+    differences = [f"{_LABELS.remainder}: {got} instead of {want}" for got, want in pairs if got != want]
+    needs_key = rounding != "nearest" and any(map(is_scaled, leaves))
+    _refuse([*differences, *_of_keys(key, needs_key)], recipe, False)
+
+
+def _of_keys(key: Any, needs_key: bool) -> list[str]:
+    if (key is not None) == needs_key:
+        return []
+    return [f"random key: {'none instead of one' if needs_key else 'one instead of none'}"]
+
+
+def _refuse(differences: list[str], recipe: Recipe | None, in_8_bits: bool) -> None:
+    if differences:
+        name = None if recipe is None else str(recipe)
+        raise ValueError(
+            f"`state`: expected the formats of the optimizer's recipe, {name}; got "
+            f"{', '.join(dict.fromkeys(differences))}. Change the state with `fp8jax.optim.convert(state, "
+            f"params, {name!r}{', in_8_bits=True' if in_8_bits else ''})`, or begin a new one with `init`."
+        )
+
+
+def _name_of(stored: Any) -> str:
+    """The name of a storage, as in `StoredFormats`."""
+    if stored is None:
+        return NONE
+    if isinstance(stored, Blockwise):
+        return BLOCKWISE
+    if isinstance(stored, Root):
+        return ROOT + _name_of(stored.root)
+    try:
+        return format_of(stored).name
+    except StopIteration:
+        return str(stored.dtype)
+
+
+def _converted(
+    state: AdamState, params: Any, recipe: Recipe, seed: int, zero: Zero | None, in_8_bits: bool
+) -> AdamState:
+    mus, nus, *others = (without_variables(tree) for tree in (*state.adam[1:], state.master, state.remainder))
+    # A state that `optax.masked` made has a `MaskedNode` in place of some parameters.
+    mus, treedef = jax.tree.flatten(mus, is_leaf=_is_stored)
+    nothing = [None] * len(mus)
+    try:
+        nus, params = treedef.flatten_up_to(nus), treedef.flatten_up_to(params)
+        others = [nothing if tree is None else treedef.flatten_up_to(tree) for tree in others]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`params`: expected the parameters that `state` was made for; got another tree."
+        ) from None
+    new = []
+    for mu, nu, param, master, remainder in zip(mus, nus, params, *others, strict=True):
+        if isinstance(mu, optax.MaskedNode):
+            new.append([mu] * 4)
+            continue
+        if mu.shape != param.shape:
+            raise ValueError(f"`params`: expected a parameter of shape {mu.shape}; got {param.shape}.")
+        old = ParamState(None, mu, nu, param, master, remainder)
+        leaf = _converted_leaf(old, stored_formats(param, recipe, in_8_bits), zero)
+        new.append(leaf if zero is None else [zero.place_state(stored, param) for stored in leaf])
+    mu, nu, master, remainder = (
+        with_variables_inside(treedef.unflatten(leaf[i] for leaf in new)) for i in range(4)
+    )
+    key = first_key(recipe, seed)
+    key = state.key if key is not None and state.key is not None else key
+    return AdamState(state.adam._replace(mu=mu, nu=nu), master, state.skipped, remainder, key)
+
+
+def _converted_roundings(
+    state: DequantizedState, params: Any, recipe: Recipe | None, seed: int
+) -> DequantizedState:
+    remainder, key, count = first_roundings(params, recipe, seed)
+    if state.remainder is not None and remainder is not None:
+        remainder = state.remainder
+    if state.key is not None and key is not None:
+        key, count = state.key, state.count
+    return DequantizedState(state.inner, state.skipped, remainder, key, count)
+
+
+def _is_stored(node: Any) -> bool:
+    return is_scaled(node) or isinstance(node, Root | Blockwise | optax.MaskedNode)
+
+
+def _converted_leaf(old: ParamState, wanted: StoredFormats, zero: Zero | None) -> list[Any]:
+    """The moments, the master weight and the remainder of one parameter in other formats."""
+    if zero is not None and zero.offload:
+        kept = [old.mu, old.nu, old.master, old.remainder]
+        mu, nu, master, remainder = zero.place_state(kept, [old.param] * 4, "device")
+        old = old._replace(mu=mu, nu=nu, master=master, remainder=remainder)
+    master = old.master
+    if _name_of(master) != wanted.master:
+        weight = decode(old.param if master is None else master, old.remainder)
+        master = None if wanted.master == NONE else _stored_as(weight, wanted.master, old.param)
+    remainder = None
+    if wanted.remainder != NONE:
+        # A remainder belongs to the codes of one array, the weight or the master weight.
+        is_same = old.remainder is not None and _name_of(old.master) == wanted.master
+        remainder = old.remainder if is_same else first_remainder(old.param, wanted)
+    moments = [
+        kept if _name_of(kept) == name else _stored_as(decode(kept), name, old.param, signed)
+        for kept, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))
+    ]
+    return [*moments, master, remainder]
+
+
+def _stored_as(x: jax.Array, name: str, param: Any, signed: bool = True) -> Any:
+    """A float32 array in the storage of this name, with the scale blocks of a parameter."""
+    if name == BLOCKWISE:
+        return Blockwise.of(x, signed)
+    if name.startswith(ROOT):
+        return Root(_stored_as(jnp.sqrt(x), name.removeprefix(ROOT), param))
+    if name == formats.FP32.name:
+        return x
+    blocks = param.scale.shape if is_scaled(param) else ()
+    return quantize(x, formats.get(name), power_of_two=True, blocks=blocks)

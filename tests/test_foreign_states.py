@@ -1,0 +1,107 @@
+"""Scaling states of another recipe: Linen modules, functions, NNX modules and single dots refuse them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.dot import dot_general, init_ragged_state, init_state, ragged_dot
+from fp8jax.variables import PARAMS, SCALING
+
+X = jnp.ones((32, 32))
+# The model's recipe, that of the state, and the name that is missing.
+PAIRS = [
+    ("nvfp4", "te", "key"),
+    ("te", "nvfp4", "amax_history"),
+    ("O2", "te", "wgrad_scale"),
+    ("te,interval=2", "te", "step"),
+    ("nvfp4+O2", "O2", "key"),
+    ("O2,scaling=current", "te", "wgrad_scale"),
+]
+
+
+def sums(model):
+    return lambda variables: jnp.sum(model.apply(variables, X))
+
+
+@pytest.mark.parametrize("recipe, other, missing", PAIRS)
+@pytest.mark.parametrize("kind", ["Linen", "function"])
+def test_variables_of_another_recipe(kind, recipe, other, missing):
+    def model_and_variables(recipe):
+        if kind == "function":
+            model = fp8jax.transform(lambda params, x: x @ params["fc"], recipe)
+            return model, model.init({"fc": jnp.ones((32, 32))}, X)
+        model = fp8jax.transform(nn.Dense(32), recipe)
+        return model, model.init(jax.random.key(0), X)
+
+    (model, variables), (_, foreign) = map(model_and_variables, (recipe, other))
+    mixed = {**variables, SCALING: foreign[SCALING]}
+    for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
+        with pytest.raises(
+            ValueError, match=rf"`variables`: .*for {recipe.split('+')[0]}.*without '{missing}'"
+        ) as error:
+            run(mixed)
+        assert "\n" not in str(error.value)
+    sums(model)(variables)
+
+
+@pytest.mark.parametrize("recipe, other, missing", PAIRS)
+def test_nnx_modules_with_states_of_another_recipe(recipe, other, missing):
+    model, foreign = (
+        fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), name) for name in (recipe, other)
+    )
+    for name in [name for name in vars(model) if "__fp8_" in name]:
+        delattr(model, name)
+    for name, state in vars(foreign).items():
+        if "__fp8_" in name:
+            setattr(model, name, state)
+    with pytest.raises(ValueError, match=f"without '{missing}'"):
+        model(X)
+    with pytest.raises(ValueError, match=f"without '{missing}'"):
+        fp8jax.value_and_grad(lambda model: jnp.sum(model(X)))(model)
+
+
+@pytest.mark.parametrize("recipe, other, missing", [pair for pair in PAIRS if pair[2] != "wgrad_scale"])
+def test_dots_with_states_of_another_recipe(recipe, other, missing):
+    """The last scale of an FP8 gradient is not needed: a dot alone has no such gradient."""
+    numbers = (((1,), (0,)), ((), ()))
+    with pytest.raises(ValueError, match=f"`state`: expected .*without '{missing}'"):
+        dot_general(X, X, numbers, recipe=recipe, state=init_state(other))
+    with pytest.raises(ValueError, match=f"`state`: expected .*without '{missing}'"):
+        ragged_dot(X, X[None], jnp.array([32]), recipe=recipe, state=init_ragged_state(other, 1))
+    with pytest.raises(ValueError, match=r"`state`: expected .*; got nothing"):
+        dot_general(X, X, numbers, recipe=recipe, state={})
+
+
+def test_states_of_the_same_scaling_fit():
+    """The optimizer's columns do not change the state."""
+    model = fp8jax.transform(nn.Dense(32), "fp8")
+    variables = model.init(jax.random.key(0), X)
+    other = fp8jax.transform(nn.Dense(32), "O2")
+    sums(other)({**variables, SCALING: variables[SCALING]})
+    assert PARAMS in variables
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "nvfp4"])
+def test_scaling_states_that_were_cast(recipe):
+    """`jax.tree.map(lambda x: x.astype(...), variables)` casts the scales too."""
+    model = fp8jax.transform(nn.Dense(32), recipe)
+    variables = model.init(jax.random.key(0), X)
+    cast = {**variables, SCALING: jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables[SCALING])}
+    for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
+        with pytest.raises(
+            ValueError, match="scaling state: expected float32; got bfloat16. Cast .*'params'"
+        ):
+            run(cast)
+
+
+def test_text_in_the_place_of_an_array():
+    """The module's own error, with a note of what it got."""
+    model = fp8jax.transform(nn.Dense(32), "te")
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(IndexError) as error:
+        model.apply(variables, "x")
+    note = "fp8jax: the argument 'x' is a str, no array; the model got it as a constant."
+    assert error.value.__notes__.count(note) == 1

@@ -1,0 +1,128 @@
+"""Arguments of optimizers that are not legal raise one line where they are given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from fp8jax.optim import (
+    adafactor,
+    adam,
+    adamw,
+    adamw_8bit,
+    clip_by_global_norm,
+    scale_by_adam,
+    with_dequantized,
+)
+
+NAN, INF = float("nan"), float("inf")
+PARAMS = {"fc": {"kernel": jnp.ones((32, 32)), "bias": jnp.zeros(32)}}
+
+BAD = {
+    "learning_rate": [NAN, -1.0, INF, np.float32(-1), jnp.array(NAN)],
+    "b1": [1, 1.0, -0.1, NAN],
+    "b2": [1.0, 2, NAN],
+    "eps": [-1.0, NAN, INF],
+    "weight_decay": [-1e-4, NAN],
+    "seed": [-1, 2**32, 0.5],
+}
+
+
+@pytest.mark.parametrize("make", [adam, adamw, adamw_8bit])
+@pytest.mark.parametrize("name, given", [(name, given) for name in BAD for given in BAD[name]])
+def test_hyperparameters(make, name, given):
+    with pytest.raises(ValueError, match=f"`{name}`: expected .*; got ") as error:
+        make(**{"learning_rate": 1e-3, name: given})
+    assert "\n" not in str(error.value)
+
+
+def test_hyperparameters_of_other_optimizers():
+    for make, name in (
+        (lambda: scale_by_adam(b1=1.0), "b1"),
+        (lambda: adafactor(NAN), "learning_rate"),
+        (lambda: with_dequantized(optax.sgd(1.0), seed=-1), "seed"),
+        (lambda: clip_by_global_norm(-1), "max_norm"),
+        (lambda: clip_by_global_norm(NAN), "max_norm"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}`: expected "):
+            make()
+    with pytest.raises(TypeError, match="`b1`: expected a number; got '0.9'"):
+        adamw(1e-3, b1="0.9")
+
+
+def test_legal_edges():
+    """Zero, an infinite norm, numbers of NumPy and JAX, schedules, and values that jit does not know."""
+    adamw(0, "te", 0, 0.0, 0, 0, seed=2**32 - 1)
+    adamw(np.float32(1e-3), b1=jnp.array(0.9), seed=np.uint32(7))
+    adamw(optax.linear_schedule(1e-3, 0.0, 10))
+    adafactor()
+    clip_by_global_norm(INF)
+    clip_by_global_norm(0)
+    injected = optax.inject_hyperparams(lambda learning_rate, b1: adamw(learning_rate, "te", b1))(
+        1e-3, b1=0.9
+    )
+    jax.jit(injected.update)(PARAMS, injected.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("make", [adam, adamw, adamw_8bit])
+def test_masks_of_another_tree(make):
+    """`init` says it, not the first update."""
+    for mask in ({"x": True}, {"fc": {"kernel": True}}, lambda params: {"x": True}, [True, False]):
+        with pytest.raises(
+            ValueError, match="`mask`: expected a tree of booleans like the parameters"
+        ) as error:
+            make(1e-3, "te", mask=mask).init(PARAMS)
+        assert "\n" not in str(error.value)
+    make(1e-3, "te", mask={"fc": True}).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx", [adamw(1e-3, "te"), with_dequantized(optax.sgd(1.0))], ids=["adamw", "dequantized"]
+)
+def test_arguments_of_update_in_another_order(tx):
+    state = tx.init(PARAMS)
+    chain = optax.chain(clip_by_global_norm(1.0), tx)
+    for update, args in (
+        (tx.update, (state, PARAMS, PARAMS)),
+        (tx.update, (PARAMS, PARAMS, state)),
+        (chain.update, (PARAMS, (optax.EmptyState(), PARAMS), PARAMS)),
+    ):
+        with pytest.raises(
+            TypeError, match=r"`state`: expected the .*State.* got a dict.*update\(grads, state, params"
+        ):
+            update(*args)
+
+
+# Scales and values ###############################################################################
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, NAN, -1.0, INF, 1e-40, 2.0**127])
+@pytest.mark.parametrize("format", ["E4M3", "E5M2", "FP16", "E2M1"])
+def test_scales_that_are_no_scales(scale, format):
+    """They raise; where jit does not know the value, all values are NaN."""
+    with pytest.raises(ValueError, match="`scale`: expected finite, positive, normal numbers, up to 2"):
+        fp8jax.quantize(jnp.ones(4), format, scale)
+    got = jax.jit(lambda scale: fp8jax.quantize(jnp.ones(4), format, scale).dequantize())(jnp.float32(scale))
+    assert np.isnan(got).all()
+    got = jax.jit(lambda scale: fp8jax.quantize(jnp.ones(4), format, scale).dequantize())(jnp.float32(0.5))
+    np.testing.assert_array_equal(got, 1)
+
+
+def test_one_bad_scale_of_many():
+    scales = jnp.array([[1.0], [0.0]])
+    with pytest.raises(ValueError, match="got 0"):
+        fp8jax.quantize(jnp.ones((2, 4)), "E4M3", scales)
+    got = jax.jit(lambda scale: fp8jax.quantize(jnp.ones((2, 4)), "E4M3", scale).dequantize())(scales)
+    np.testing.assert_array_equal(np.isnan(got).all(1), [False, True])
+
+
+def test_numpy_takes_the_value():
+    kernel = fp8jax.quantize(jnp.arange(8.0).reshape(2, 4), "FP16", power_of_two=True)
+    got = np.asarray(kernel)
+    assert got.dtype == np.float32 and np.asarray(kernel, np.float64).dtype == np.float64
+    np.testing.assert_array_equal(got, kernel.dequantize())
+    np.testing.assert_array_equal(np.mean(kernel), 3.5)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(np.asarray)(kernel)

@@ -1,0 +1,309 @@
+"""Optimizer states of one recipe under another: they raise, and `convert` changes them."""
+
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import Recipe, quantize
+from fp8jax.comm import Zero
+from fp8jax.optim import (
+    adamw,
+    adamw_8bit,
+    convert,
+    moments,
+    multi_steps,
+    scale_by_adam,
+    skipped,
+    with_dequantized,
+)
+from fp8jax.optim.state import AdamState, is_adam_state
+from fp8jax.variables import PARAMS
+
+IN_8_BITS = "adamw_8bit"
+KAHAN_O3 = "O3,rounding=stochastic+kahan+root"
+# The recipes by the format of their weights.
+RECIPES = {
+    "FP16": ("O1", "O2", "fp8", IN_8_BITS),
+    "E4M3": ("O3", KAHAN_O3, "O3,master_weight=FP32"),
+    "FP32": ("te", "te,moments=E4M3+FP16"),
+}
+PAIRS = [pair for names in RECIPES.values() for pair in itertools.permutations(names, 2)]
+
+
+def optimizer(name, rate=1e-3):
+    return adamw_8bit(rate) if name == IN_8_BITS else adamw(rate, name)
+
+
+def params_of(name, shape=(64, 64)):
+    weight = "FP16" if name == IN_8_BITS else Recipe.parse(name).weight
+    w = jnp.asarray(np.random.default_rng(0).normal(0, 0.05, shape), jnp.float32)
+    return {"w": w if weight == "FP32" else quantize(w, weight, power_of_two=True), "b": jnp.zeros(shape[1])}
+
+
+def grads_of(step, shape=(64, 64)):
+    random = np.random.default_rng(step + 1)
+    return {"w": jnp.asarray(random.normal(size=shape), jnp.float32), "b": jnp.ones(shape[1])}
+
+
+def trained(name, rate=1e-3):
+    """The parameters and the state after three steps."""
+    tx, params = optimizer(name, rate), params_of(name)
+    state = tx.init(params)
+    for number in range(3):
+        updates, state = tx.update(grads_of(number), state, params)
+        params = fp8jax.apply_updates(params, updates)
+    return params, state
+
+
+def converted(state, params, name, **options):
+    if name == IN_8_BITS:
+        return convert(state, params, None, in_8_bits=True, **options)
+    return convert(state, params, name, **options)
+
+
+def formats_of(state):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(state)], jax.tree.structure(state)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* rounds to nearest")
+
+
+# States of another recipe #########################################################################
+
+
+@pytest.mark.parametrize("old, new", PAIRS)
+def test_state_of_another_recipe(old, new):
+    """`update` raises one line that names the change; after `convert` it goes on with the same moments."""
+    params, state = trained(old)
+    tx = optimizer(new)
+    with pytest.raises(ValueError, match=r"`state`: expected .* instead of .*optim\.convert\(") as error:
+        tx.update(grads_of(9), state, params)
+    assert "\n" not in str(error.value)
+
+    changed = converted(state, params, new)
+    assert formats_of(changed) == formats_of(tx.init(params))
+    assert int(changed.adam.count) == 3
+    for before, after in zip(moments(state), moments(changed), strict=True):
+        np.testing.assert_allclose(jnp.asarray(after["w"]), jnp.asarray(before["w"]), rtol=0.13, atol=4e-3)
+    tx.update(grads_of(9), changed, params)
+
+
+@pytest.mark.parametrize("name", [name for names in RECIPES.values() for name in names])
+def test_state_of_the_same_recipe_is_kept_to_the_bit(name):
+    params, state = trained(name)
+    again = converted(state, params, name)
+    assert formats_of(again) == formats_of(state)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_state_without_a_recipe_is_that_of_the_default():
+    """`recipe=None` reads no float32 moments as its own."""
+    params = params_of("O2")
+    state = adamw(1e-3, "O2").init(params)
+    adamw(1e-3).update(grads_of(0), state, params)
+    with pytest.raises(ValueError, match=r"recipe, None; got first moments: FP32 instead of E4M3"):
+        adamw(1e-3).update(grads_of(0), adamw(1e-3, "O1").init(params), params)
+
+
+def test_weights_of_another_recipe():
+    params = params_of("O2")
+    state = adamw(1e-3, "te,moments=E4M3+FP16").init(params_of("te"))
+    with pytest.raises(ValueError, match="`recipe`: expected one with FP16 weights"):
+        adamw(1e-3, "te,moments=E4M3+FP16").update(grads_of(0), state, params)
+
+
+def test_moments_in_another_dtype():
+    """A state that was cast as a whole, here to bfloat16."""
+    params = params_of("te")
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adamw(1e-3, "te").init(params))
+    with pytest.raises(ValueError, match="first moments: BF16 instead of FP32"):
+        adamw(1e-3, "te").update(grads_of(0), state, params)
+
+
+def test_directions_keep_no_remainder():
+    """`scale_by_adam` does not write the weights, so it cannot keep what their rounding takes."""
+    with pytest.raises(ValueError, match="`recipe`: expected one that rounds weights to nearest; got fp8"):
+        scale_by_adam("fp8").init(params_of("fp8"))
+    tx, params = scale_by_adam("fp8"), params_of("te")
+    state = tx.init(params)
+    assert formats_of(tx.update(grads_of(0), state)[1]) == formats_of(state)
+
+
+# Conversion #######################################################################################
+
+
+def test_master_weights_take_what_the_remainder_has():
+    """From `O3` with remainders to float32 master weights: the sum of both, exactly."""
+    params, state = trained(KAHAN_O3, 1e-4)
+    exact = np.asarray(state.master["w"].data, np.float32) + np.asarray(state.remainder["w"], np.float32) / 16
+    exact = exact * np.asarray(state.master["w"].scale)
+    assert np.abs(exact - np.asarray(state.master["w"].dequantize())).max() > 0
+    changed = convert(state, params, "O3,master_weight=FP32")
+    np.testing.assert_array_equal(changed.master["w"], exact)
+
+
+CONTAINERS = {
+    "chain": lambda name: optax.chain(fp8jax.optim.clip_by_global_norm(1.0), optimizer(name)),
+    "optax.MultiSteps": lambda name: optax.MultiSteps(optimizer(name), 1).gradient_transformation(),
+    "multi_steps": lambda name: multi_steps(optimizer(name), 1),
+    "masked": lambda name: optax.masked(optimizer(name), {"w": True, "b": False}),
+    "multi_transform": lambda name: optax.multi_transform(
+        {"w": optimizer(name), "b": optax.sgd(1e-2)}, {"w": "w", "b": "b"}
+    ),
+    "schedule": lambda name: optimizer(name, optax.linear_schedule(1e-3, 1e-4, 10)),
+    "inject_hyperparams": lambda name: optax.inject_hyperparams(
+        lambda learning_rate: optimizer(name, learning_rate)
+    )(1e-3),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("old, new", [("O2", "fp8"), ("fp8", "O1")])
+def test_states_inside_of_others(container, old, new):
+    params = params_of("O2") if container != "optax.MultiSteps" else params_of("te")
+    if container == "optax.MultiSteps":  # which takes no quantized weights
+        old, new = (f"te,moments={'+'.join(Recipe.parse(name).moments)}" for name in (old, new))
+    tx = CONTAINERS[container](old)
+    grads = grads_of(0) if container != "masked" else {**grads_of(0), "b": jnp.zeros(64)}
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    params = fp8jax.apply_updates(params, updates)
+    tx = CONTAINERS[container](new)
+    with pytest.raises(ValueError, match="`state`: expected the formats"):
+        jax.jit(tx.update)(grads, state, params)
+    changed = convert(state, {PARAMS: params, "batch_stats": {}}, new)
+    assert formats_of(changed) == formats_of(tx.init(params))
+    [adam] = [x for x in jax.tree.leaves(changed, is_leaf=is_adam_state) if isinstance(x, AdamState)]
+    assert int(adam.adam.count) == 1
+    jax.jit(tx.update)(grads, changed, params)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_sharded_states(stage):
+    zero = Zero(jax.make_mesh((8,), ("data",)), "O2", stage=stage)
+    params = zero.place(params_of("O2"))
+    tx = adamw(1e-3, "O2", zero=zero)
+    _, state = tx.update(grads_of(0), tx.init(params), params)
+    changed = convert(state, params, "fp8", zero=zero)
+    wanted = adamw(1e-3, "fp8", zero=zero).init(params)
+    for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(wanted), strict=True):
+        assert not a.ndim or a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    adamw(1e-3, "fp8", zero=zero).update(grads_of(1), changed, params)
+
+
+def test_states_of_other_optimizers():
+    """`with_dequantized` keeps remainders under `fp8`, none under `O2` and refuses the other state."""
+    params, grads = params_of("O2"), grads_of(0)
+    lion = {name: with_dequantized(optax.lion(1e-6), name) for name in ("O2", "fp8", None)}
+    states = {name: tx.update(grads, tx.init(params), params)[1] for name, tx in lion.items()}
+    for old, new in (("O2", "fp8"), ("fp8", "O2"), ("O2", None)):
+        with pytest.raises(ValueError, match=r"`state`: .*remainders: \w+ instead of \w+, random key"):
+            lion[new].update(grads, states[old], params)
+        changed = convert((states[old],), params, new)[0]
+        assert formats_of(changed) == formats_of(states[new]) and changed.inner is states[old].inner
+        lion[new].update(grads, changed, params)
+    same = convert(states["fp8"], params, None)
+    np.testing.assert_array_equal(same.remainder["w"], states["fp8"].remainder["w"])
+    assert int(same.count) == 1
+
+
+def test_other_states_and_parameters_are_refused():
+    params = params_of("O2")
+    state = adamw(1e-3, "O2").init(params)
+    with pytest.raises(ValueError, match="`state`: .*got none"):
+        convert(optax.sgd(1e-3).init(params), params, "fp8")
+    with pytest.raises(ValueError, match="`params`: .*another tree"):
+        convert(state, {"v": params["w"]}, "fp8")
+    with pytest.raises(ValueError, match=r"`params`: .*\(64, 64\); got \(8, 64\)"):
+        convert(state, params_of("O2", (8, 64)), "fp8")
+    with pytest.raises(ValueError, match="`recipe`: expected one with FP16 weights"):
+        convert(state, params, "O3")
+
+
+# Training #########################################################################################
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32)(nn.gelu(nn.Dense(64)(x)))
+
+
+X = np.random.default_rng(5).normal(size=(64, 32)).astype(np.float32)
+Y = np.roll(X, 1, 1)
+
+
+def train_step(model, tx, variables, state):
+    def loss_fn(variables):
+        return jnp.mean((model.apply(variables, X) - Y) ** 2)
+
+    loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
+    updates, state = tx.update(grads, state, variables)
+    return loss, fp8jax.apply_updates(variables, updates), state
+
+
+def test_training_through_three_recipes():
+    """fp8, then O2, then fp8: the loss falls in each part, and ends where fp8 alone ends."""
+    model = fp8jax.transform(MLP(), "fp8")
+
+    def run(names, steps=30):
+        variables, state, losses = model.init(jax.random.key(0), X), None, []
+        for name in names:
+            tx = adamw(3e-3, name)
+            state = tx.init(variables) if state is None else convert(state, variables, name)
+            step = jax.jit(lambda variables, state, tx=tx: train_step(model, tx, variables, state))
+            for _ in range(steps):
+                loss, variables, state = step(variables, state)
+            losses.append(float(loss))
+        assert int(skipped(state)) == 0 and int(state.adam.count) == len(names) * steps
+        return losses
+
+    losses, alone = run(["fp8", "O2", "fp8"]), run(["fp8", "fp8", "fp8"])
+    assert losses[2] < losses[1] < losses[0]
+    np.testing.assert_allclose(losses[2], alone[2], rtol=0.05)
+
+
+def test_small_steps_move_after_the_change():
+    """20 steps at a rate of 1e-6 with the same gradient: O2's weights stay, those of `fp8` move, but for what
+    E4M3's and E5M2's moments of small gradients lose."""
+
+    def moved(name, params, state, steps=20):
+        tx, first = adamw(1e-6, name, weight_decay=0.0), params["w"].dequantize()
+        for _ in range(steps):
+            updates, state = tx.update(grads_of(0), state, params)
+            params = fp8jax.apply_updates(params, updates)
+        rest = 0.0
+        if state.remainder["w"] is not None:
+            rest = state.remainder["w"].astype(jnp.float32) / 16 * params["w"].scale
+        return float(jnp.abs(params["w"].dequantize() + rest - first).mean()), state, params
+
+    params = params_of("O2")
+    lost, state, params = moved("O2", params, adamw(1e-6, "O2").init(params))
+    kept, _, _ = moved("fp8", params, convert(state, params, "fp8"))
+    assert lost < 0.1 * 20e-6 and 0.9 * 20e-6 < kept < 20e-6
+
+
+def test_nnx_optimizer():
+    """An `nnx.Optimizer`'s state: as pure arrays, and back."""
+    model = fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), "fp8")
+
+    def step(optimizer):
+        loss, grads = fp8jax.value_and_grad(lambda model: jnp.mean((model(X) - Y) ** 2))(model)[:2]
+        optimizer.update(model, grads)
+        return float(loss)
+
+    first = nnx.Optimizer(model, adamw(1e-2, "O2"), wrt=nnx.Param)
+    losses = [step(first) for _ in range(5)]
+    second = nnx.Optimizer(model, adamw(1e-2, "fp8"), wrt=nnx.Param)
+    params = nnx.as_pure(nnx.state(model, nnx.Param))
+    nnx.update(second.opt_state, nnx.state(convert(nnx.as_pure(first.opt_state), params, "fp8")))
+    losses += [step(second) for _ in range(5)]
+    assert losses[9] < losses[5] < losses[4]
+    assert int(nnx.as_pure(second.opt_state).adam.count) == 10
