@@ -10,6 +10,8 @@ from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import native
 from fp8jax_torch.backends.base import Row
 from fp8jax_torch.linear import Converted, restore
+from fp8jax_torch.optim.skipping import Skipping
+from fp8jax_torch.scaling import ScalingState
 
 _REPORT = "_fp8jax_report"
 
@@ -36,7 +38,13 @@ class Report(NamedTuple):
 
 
 def prepare(
-    model: nn.Module, optimizer: Any, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
+    model: nn.Module,
+    optimizer: Any,
+    recipe: Recipe | str,
+    backend: str = "auto",
+    *,
+    inplace: bool = False,
+    process_group: Any = None,
 ) -> tuple[nn.Module, Any]:
     """The model and the optimizer to train with; the training loop does not change. See also `report`.
 
@@ -49,12 +57,15 @@ def prepare(
         backend: "native", "te", "msamp", "torchao" or "auto", see `fp8jax_torch.backends.choose`.
         inplace: whether to change the given model and optimizer instead of copies. In both cases use only the
             returned optimizer, also for schedulers.
+        process_group: of `torch.distributed`, the processes that train the model together; None for all. They
+            share the amaxes of delayed scaling, and skip the same steps, so each must call `optimizer.step`.
+            Only with backend="native".
 
     Raises:
         TypeError: `model` is not a module.
         ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a submodule
             was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
-            optimizer cannot keep the recipe's formats, or has a scheduler.
+            optimizer cannot keep the recipe's formats, or has a scheduler; the backend has no process group.
         ImportError: the library of the named backend is not installed.
         RuntimeError: the named backend cannot run here, or has no block scaling here.
     """
@@ -69,6 +80,8 @@ def prepare(
                 "already. Give the original model, or `fp8jax_torch.dequantize(model)` of a native one."
             )
     chosen, why = backends.choose(backend, recipe, layers.device_of(model), model)
+    if process_group is not None and chosen is not native:
+        raise ValueError(f"`process_group`: only backend='native' takes one; got it with {chosen.NAME!r}.")
     given = optimizer
     if not inplace:
         model, optimizer = copy.deepcopy((model, optimizer))
@@ -78,19 +91,30 @@ def prepare(
             "`optimizer`: expected one without a scheduler; got one with a scheduler, which would not act on "
             "the returned optimizer. Make the scheduler of the returned optimizer, after `prepare`."
         )
+    for state in [module for module in model.modules() if isinstance(module, ScalingState)]:
+        state.process_group = process_group
+    if isinstance(optimizer, Skipping):
+        optimizer.process_group = process_group
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
     return model, optimizer
 
 
 def transform(
-    model: nn.Module, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
+    model: nn.Module,
+    recipe: Recipe | str,
+    backend: str = "auto",
+    *,
+    inplace: bool = False,
+    process_group: Any = None,
 ) -> nn.Module:
     """`prepare` without an optimizer.
 
-    Scaling states advance at the first forward after a backward, so once per microbatch.
+    Scaling states advance at the first forward after a backward, so once per microbatch. Over several
+    processes they do not advance in evaluation (`model.eval()` and `torch.no_grad()`), which one process may
+    run alone.
     `fp8jax_torch.optim.skipping(optimizer)` makes an optimizer skip steps that are not finite.
     """
-    return prepare(model, None, recipe, backend, inplace=inplace)[0]
+    return prepare(model, None, recipe, backend, inplace=inplace, process_group=process_group)[0]
 
 
 def report(model: nn.Module) -> Report:

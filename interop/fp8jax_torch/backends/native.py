@@ -8,7 +8,7 @@ recipe's format, their weight gradients are FP8, and Adam keeps moments and mast
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from fp8jax import formats
 from fp8jax.recipe import Recipe
@@ -18,8 +18,9 @@ from fp8jax_torch.linear import FP8, Converted, convert
 from fp8jax_torch.matmul import why_emulated
 from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.optim.skipping import Skipping, skipping
+from fp8jax_torch.processes import are_several
 from fp8jax_torch.scaled import is_scaled, quantize
-from fp8jax_torch.scaling import ScalingState
+from fp8jax_torch.scaling import ScalingState, advance
 
 NAME = "native"
 
@@ -34,7 +35,7 @@ def supports(device: torch.device) -> str | None:
 
 def refuses(recipe: Recipe) -> str | None:
     """The column of the recipe that several processes cannot have, or None."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
     return reason and (
@@ -183,9 +184,12 @@ class Advancing(Skipping):
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; then the scaling states advance."""
+        _check_processes(self.scaling_states)
         loss = super().step(*args, **kwargs)
-        for state in self.scaling_states:
-            state.forget() if self.has_skipped else state.advance()
+        if self.has_skipped:
+            self._forget()
+        else:
+            advance(self.scaling_states)
         return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
@@ -193,6 +197,9 @@ class Advancing(Skipping):
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """As torch's; drops the recorded amaxes with the gradients."""
         super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        self._forget()
+
+    def _forget(self) -> None:
         for state in self.scaling_states:
             state.forget()
 
@@ -205,8 +212,19 @@ def _advance(model: nn.Module, inputs: Any) -> None:
     # A forward within a backward recomputes activations.
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         return
-    for state in _states(model):
-        state.advance()
+    # One of several processes may evaluate alone, and `advance` waits for all.
+    if are_several() and not (model.training or torch.is_grad_enabled()):
+        return
+    states = _states(model)
+    _check_processes(states)
+    advance(states)
+
+
+def _check_processes(states: list[ScalingState]) -> None:
+    """Raises RuntimeError for a recipe that several processes cannot have; `prepare` may have seen one."""
+    for recipe in {state.recipe for state in states} if are_several() else ():
+        if reason := refuses(recipe):
+            raise RuntimeError(f"`model`: {NAME} cannot express the recipe {recipe}: {reason}.")
 
 
 def _states(model: nn.Module) -> list[ScalingState]:

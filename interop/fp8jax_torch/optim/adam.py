@@ -124,7 +124,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             for leaf, (group, parameter) in enumerate(listed)
             if parameter.grad is not None
         ]
-        self.has_skipped = not _is_finite(parameters)
+        self.has_skipped = not self.agrees(_is_finite(parameters))
         if self.has_skipped:
             self.skipped += 1
             return loss
