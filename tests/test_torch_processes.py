@@ -55,7 +55,7 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), 1e-4)
 
 
-WAYS = {
+WAYS: dict[str, Any] = {
     "ddp": lambda: prepared(DistributedDataParallel),
     "ddp, transform": lambda: transformed(DistributedDataParallel),
     "ddp, accumulated": lambda: prepared(DistributedDataParallel),
@@ -101,7 +101,8 @@ def states_of(model):
 
 
 def trained(way, rank):
-    return states_of(train(*WAYS[way](), X[rank], way))
+    model, optimizer = WAYS[way]()
+    return states_of(train(model, optimizer, X[rank], way))
 
 
 def skips(rank):
