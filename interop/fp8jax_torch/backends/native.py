@@ -34,7 +34,10 @@ def supports(device: torch.device) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """The column of the recipe that several processes cannot have, or None."""
+    """The field of the recipe that is not here, or that several processes cannot have, or None."""
+    if recipe.is_quantized and not recipe.has_blocks:
+        if reason := base.refused(NAME, recipe, {"scaling": ("delayed", "current")}):
+            return reason
     if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
