@@ -1,8 +1,11 @@
 """`prepare` a model and an optimizer for a recipe, `report` on it, and `dequantize` it."""
 
 import copy
+import functools
+import warnings
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fp8jax.recipe import Recipe
@@ -13,7 +16,7 @@ from fp8jax_torch.linear import Converted, restore
 from fp8jax_torch.optim.skipping import Skipping
 from fp8jax_torch.scaling import ScalingState
 
-_REPORT = "_fp8jax_report"
+_REPORT, _REPLACED = "_fp8jax_report", "_fp8jax_replaced"
 
 
 class Report(NamedTuple):
@@ -56,13 +59,13 @@ def prepare(
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
         backend: "native", "te", "msamp", "torchao" or "auto", see `fp8jax_torch.backends.choose`.
         inplace: whether to change the given model and optimizer instead of copies. In both cases use only the
-            returned optimizer, also for schedulers.
+            returned optimizer, also for schedulers: a step of the given one without gradients raises.
         process_group: of `torch.distributed`, the processes that train the model together; None for all. They
             share the amaxes of delayed scaling, and skip the same steps, so each must call `optimizer.step`.
             Only with backend="native".
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `optimizer` not an optimizer.
         ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a submodule
             was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
             optimizer cannot keep the recipe's formats, or has a scheduler; the backend has no process group.
@@ -72,6 +75,9 @@ def prepare(
     recipe = Recipe.parse(recipe)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        got = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(f"`optimizer`: expected a torch.optim.Optimizer or None; got {got.__name__}.")
     for name, module in model.named_modules():
         if hasattr(module, _REPORT) or isinstance(module, Converted):
             within = f" with a {type(module).__name__} in it" if name else ""
@@ -95,8 +101,36 @@ def prepare(
         state.process_group = process_group
     if isinstance(optimizer, Skipping):
         optimizer.process_group = process_group
+    if optimizer is not None:
+        _warn_of_others(model, optimizer)
+    if given is not None and given is not optimizer and not hasattr(given, _REPLACED):
+        setattr(given, _REPLACED, given.register_step_pre_hook(functools.partial(_refuse_step, inplace)))
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
     return model, optimizer
+
+
+def _warn_of_others(model: nn.Module, optimizer: Any) -> None:
+    """Warns of trainable parameters that the optimizer does not train."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name, parameter in trained if id(parameter) not in own]
+    if others:
+        warnings.warn(
+            f"{len(others)} of {len(trained)} trainable parameters of the prepared model are not the "
+            f"optimizer's, {others[0]} for one. An optimizer that was made before `prepare` does not move "
+            "them: make it of the prepared model, or say requires_grad_(False).",
+            stacklevel=3,
+        )
+
+
+def _refuse_step(inplace: bool, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step of the optimizer that `prepare` was given: it does not train the prepared model."""
+    grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    if inplace or all(grad is None for grad in grads):
+        raise RuntimeError(
+            "`optimizer`: expected the one that `prepare` returned; got the one that it was given, which "
+            "does not train the prepared model. Say `model, optimizer = prepare(model, optimizer, recipe)`."
+        )
 
 
 def transform(

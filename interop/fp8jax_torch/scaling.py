@@ -35,8 +35,10 @@ class ScalingState(torch.nn.Module):
         step: shape=(), float32: steps modulo interval; only where interval > 1.
 
     Attributes:
+        path: the layer's path.
         recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; None without a backward
             since. Not a buffer: DistributedDataParallel would replace it by that of process 0.
+        version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
             None.
     """
@@ -47,21 +49,28 @@ class ScalingState(torch.nn.Module):
     step: torch.Tensor
     recorded: torch.Tensor | None
     process_group: Any
+    version: tuple[int, int] | None
 
     def __init__(self, recipe: Recipe, device: torch.device | None = None, path: str = ""):
         super().__init__()
-        self.recipe = recipe
-        self.recorded = self.process_group = None
+        self.recipe, self.path = recipe, path
+        self.recorded = self.process_group = self.version = None
+        for name, buffer in self._first().items():
+            self.register_buffer(name, buffer.to(device))
+
+    def _first(self) -> dict[str, torch.Tensor]:
+        """The buffers before the first step."""
+        recipe = self.recipe
         if recipe.has_blocks:
             # The weight's path in a Flax model of the same names, which has the same seeds.
-            for name, array in block.with_seeds(block.init(recipe), f"{path}/kernel".lstrip("/")).items():
-                self.register_buffer(name, torch.tensor(np.asarray(array), device=device))
+            state = block.with_seeds(block.init(recipe), f"{self.path}/kernel".lstrip("/"))
+            return {name: torch.tensor(np.asarray(array), device="cpu") for name, array in state.items()}
         if recipe.scaling != "delayed":
-            return
-        self.register_buffer("scale", torch.tensor(FIRST_SCALES[recipe.first_scale], device=device))
-        self.register_buffer("amax_history", torch.zeros(3, recipe.amax_history_len, device=device))
-        if recipe.interval > 1:
-            self.register_buffer("step", torch.zeros((), device=device))
+            return {}
+        with torch.device("cpu"):
+            scale = torch.tensor(FIRST_SCALES[recipe.first_scale])
+            first = {"scale": scale, "amax_history": torch.zeros(3, recipe.amax_history_len)}
+            return first | ({"step": torch.zeros(())} if recipe.interval > 1 else {})
 
     def scale_for(self, operand: int, amax: Float[torch.Tensor, ""], limit: float) -> Float[torch.Tensor, ""]:
         """The scale of an operand's cast in this step, by its amax, float32."""
@@ -114,17 +123,26 @@ class ScalingState(torch.nn.Module):
         return {**self.__dict__, "process_group": None}  # which cannot be copied
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
-        """A move to a device; the state stays float32 when the model is cast."""
+        """A move to a device; the state stays float32 when the model is cast, and starts anew from "meta"."""
         old = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, new in self.named_buffers():
-            if new.dtype != torch.float32:
+            if old[name].is_meta and not new.is_meta:
+                self._buffers[name] = self._first()[name].to(new.device)
+            elif new.dtype != torch.float32:
                 self._buffers[name] = old[name].to(new.device)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
-        """Accepts a checkpoint of the plain model, without scaling state; the state then stays unchanged."""
+        """Accepts a checkpoint of the plain model, without scaling state; the state then stays unchanged.
+
+        Refuses scales that are zero, negative or not finite.
+        """
         metadata, strict, missing_keys, *errors = args
+        scale = state_dict.get(f"{prefix}scale")
+        if scale is not None and not casts.usable(scale[scale != UNSET]).all():
+            errors[-1].append(f"{prefix}scale: expected finite positive scales; got {scale.tolist()}.")
+            return
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
         if any(name.startswith(prefix) for name in state_dict):

@@ -186,8 +186,20 @@ class Advancing(Skipping):
     scaling_states: list[ScalingState]
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step; then the scaling states advance."""
+        """The optimizer's step; then the scaling states advance.
+
+        Raises:
+            RuntimeError: the model has other parameters than the optimizer, or its recipe is refused over
+                several processes.
+        """
         _check_processes(self.scaling_states)
+        grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        has_recorded = any(state.recorded is not None for state in self.scaling_states)
+        if has_recorded and not (args or kwargs) and all(grad is None for grad in grads):
+            raise RuntimeError(
+                "`optimizer`: expected gradients of its parameters after a backward; got none. The model has "
+                "other parameters, as after `load_state_dict(assign=True)`: make the optimizer of those."
+            )
         loss = super().step(*args, **kwargs)
         if self.has_skipped:
             self._forget()
@@ -220,7 +232,23 @@ def _advance(model: nn.Module, inputs: Any) -> None:
         return
     states = _states(model)
     _check_processes(states)
+    _check_optimizer(model)
     advance(states)
+
+
+def _check_optimizer(model: nn.Module) -> None:
+    """Raises RuntimeError where an optimizer without the recipe's masters or rounding moved weights."""
+    for layer in [module for module in model.modules() if isinstance(module, FP8)]:
+        recipe, weight = layer.fp8.recipe, layer.weight
+        if not is_scaled(weight) or (recipe.master_weight == "-" and recipe.rounding[1] == "nearest"):
+            continue
+        old, layer.fp8.version = layer.fp8.version, (id(weight.codes), weight.codes._version)
+        if layer.fp8.recorded is not None and old != layer.fp8.version and not weight.is_of_adam:
+            raise RuntimeError(
+                f"`model`: expected an optimizer with master_weight={recipe.master_weight} and rounding="
+                f"{'+'.join(recipe.rounding)}, which {recipe} needs; another one wrote its weights. Use "
+                f"fp8jax_torch.optim.AdamW(..., recipe={str(recipe)!r}), or give `prepare` the optimizer."
+            )
 
 
 def _check_processes(states: list[ScalingState]) -> None:
