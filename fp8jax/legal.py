@@ -5,6 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+# The values of `scaling` with a scale for each block of an operand; the others have a scale for each tensor.
+BLOCK_SCALINGS = ("block", "block_float32", "mxfp8", "nvfp4")
+
 _LEGAL: dict[str, tuple[Any, ...]] = {
     "gemm": ("FP32", "BF16", "FP16", "FP8", "FP4"),
     "comm": ("FP32", "BF16", "FP8"),
@@ -15,7 +18,7 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "rounding": tuple(
         itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
     ),
-    "scaling": ("delayed", "current", "block", "block_float32", "mxfp8", "nvfp4"),
+    "scaling": ("delayed", "current", *BLOCK_SCALINGS),
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),

@@ -242,7 +242,7 @@ class Recipe:
     @property
     def has_blocks(self) -> bool:
         """Whether GEMM operands have a scale for each block."""
-        return self.is_quantized and self.scaling not in ("delayed", "current")
+        return self.is_quantized and self.scaling in legal.BLOCK_SCALINGS
 
     @property
     def gemm_formats(self) -> tuple[str, str]:

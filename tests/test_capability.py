@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
+from fp8jax import backends
 from fp8jax.backends import block
 from fp8jax.inspect import gemms, targets
 
@@ -60,6 +61,29 @@ def test_device_without_a_format_is_refused(device, says, monkeypatch):
         return
     with pytest.raises(ValueError, match=f"scaling=mxfp8 cannot run here: .*{says}"):
         fp8jax.transform(nn.Dense(128), "mxfp8").init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize(
+    "scaling, capability, name",
+    [
+        ("block", "9.0", "pallas"),
+        ("block_float32", "10.0", "pallas"),
+        ("mxfp8", "10.0", "cudnn"),
+        ("nvfp4", "10.0", "cudnn"),
+        ("block", None, "xla"),
+        ("nvfp4", None, "xla"),
+    ],
+)
+def test_reported_backend_is_the_one_that_multiplies(monkeypatch, scaling, capability, name):
+    if capability:
+        gpu = types.SimpleNamespace(platform="gpu", device_kind="GPU", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    assert backends.choose("auto", scaling=scaling).name == name
+    assert backends.note("auto", scaling).startswith(f"backend: {name} (")
+    assert backends.choose(name, scaling=scaling).name == name
+    other = "xla" if name != "xla" else "pallas"
+    with pytest.raises(ValueError, match=f"`backend`: expected auto or {name} for scaling={scaling}; got"):
+        backends.choose(other, scaling=scaling)
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))

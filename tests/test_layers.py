@@ -7,6 +7,8 @@ checker reads the sources (lazy imports included) and imports nothing.
 """
 
 import ast
+import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -348,3 +350,16 @@ def test_importing_the_package_loads_no_extra_and_touches_no_device():
 def test_every_room_of_the_table_is_described_once():
     assert set(SIDEWAYS) <= {(a, b) for a in RANKS for b in RANKS if RANKS[a] == RANKS[b]}
     assert {room.split(".")[0] for rooms in LIBRARIES.values() for room in rooms} <= set(RANKS)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_tables_of_ranks(page):
+    """The tables of the rooms, `| rank | room, room | ...`, have the ranks of `RANKS`, and all of them."""
+    text = (pathlib.Path(__file__).parent.parent / page).read_text()
+    rows = re.findall(r"^\| (\d) \| (`.*?) \|", text, re.MULTILINE)
+    found = {
+        name.removesuffix("/").removesuffix(".py"): int(rank)
+        for rank, names in rows
+        for name in re.findall(r"`([^`]*)`", names)
+    }
+    assert found == RANKS

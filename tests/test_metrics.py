@@ -3,12 +3,14 @@
 import json
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
 
+import fp8jax
 from fp8jax import Recipe, ScaledArray
 from fp8jax.quantization import UNSET
 from fp8jax.train import metrics
@@ -49,6 +51,27 @@ def test_saturation_compares_the_new_amax_with_the_scale_that_was_used():
         "h/fc", "1", "output gradient"
     )
     assert names[6:] == [ScaledTensor("head", "", operand) for operand in metrics.OPERANDS]
+
+
+@pytest.mark.parametrize("recipe", ["te", "O3"])
+def test_clipped_tensors_of_an_evaluation(recipe):
+    """Inputs 10,000 times larger give a fraction of the output, and an evaluation changes no scale."""
+    x, module = jax.random.normal(jax.random.key(0), (32, 32)), nn.Dense(64)
+    model = fp8jax.transform(module, recipe)
+    variables = model.init(jax.random.key(1), x)
+    assert metrics.clipped(model, variables, x) == {}
+    large = 1e4 * x
+    want = module.apply(model.dequantize(variables), large)
+    assert jnp.linalg.norm(model.apply(variables, large)) < 0.4 * jnp.linalg.norm(want)
+    [(tensor, ratio)] = metrics.clipped(model, variables, large).items()
+    assert tensor == ScaledTensor("kernel", "", "input")
+    assert ratio == pytest.approx(jnp.abs(large).max() / 3584)
+
+
+def test_nothing_is_clipped_without_delayed_scales():
+    x = jnp.ones((32, 32))
+    model = fp8jax.transform(nn.Dense(64), "te,scaling=current")
+    assert metrics.clipped(model, model.init(jax.random.key(0), x), 1e9 * x) == {}
 
 
 def test_nothing_is_watched_without_delayed_scales():

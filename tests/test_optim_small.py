@@ -345,6 +345,27 @@ def test_masters_are_kept_in_8_bit_adamw():
     np.testing.assert_array_equal(value(new["w"]), value(requantized))
 
 
+def test_masters_of_boxed_and_nnx_parameters():
+    """The boxes of axis names, and `nnx.Variable`s, stay around the master weights."""
+    tx = adamw(1e-3, "O3")
+    for box in (lambda x: nn.Partitioned(x, ("a", "b")), nnx.Param):
+        state = tx.init({"w": box(kernel(formats.E4M3))})
+        new = with_masters(state, {"w": box(MATRIX)})
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        want = with_masters(tx.init({"w": kernel(formats.E4M3)}), {"w": MATRIX})
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(new), jax.tree.leaves(want))
+
+
+def test_masters_of_other_parameters_are_refused():
+    state = adamw(1e-3, "O3").init({"w": kernel(formats.E4M3)})
+    with pytest.raises(ValueError, match=r"`params`: expected shape \(.*\) of w; got \(.*, 1\)"):
+        with_masters(state, {"w": MATRIX[:, :1]})
+    with pytest.raises(ValueError, match=r"`params`: .* other names are \['v', 'w'\]"):
+        with_masters(state, {"v": MATRIX})
+    with pytest.raises(ValueError, match="`state`: expected the state of one `adam` or `adamw`; got 0"):
+        with_masters(optax.adam(1e-3).init({"w": MATRIX}), {"w": MATRIX})
+
+
 @pytest.mark.parametrize(
     "make, text",
     [

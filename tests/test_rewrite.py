@@ -467,7 +467,7 @@ def test_gradient_of_one_use_is_codes():
 def test_zero():
     """Over four devices, with parameters split, a function learns as on one."""
     params, tokens = decoder_inputs()
-    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), stage=3)
+    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), "O2", stage=3)
     model = fp8jax.transform(decoder, "O2")
     losses = []
     for each in (None, zero):
@@ -529,7 +529,7 @@ def test_nnx_states(level):
 def test_stop_gradient_over_devices():
     """Where each device has a part of the batch, a kernel whose gradient the loss stops has none either."""
     x, params = normal(0, 16, WIDTH), {name: normal(1, WIDTH, WIDTH) for name in ("a", "b")}
-    zero = Zero(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), stage=1)
+    zero = Zero(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), "O2", stage=1)
     model = fp8jax.transform(lambda params, x: (x @ params["a"]) @ params["b"], "O2")
     variables = zero.place(model.init(params, x))
 

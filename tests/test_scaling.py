@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -11,7 +12,8 @@ import pytest
 from flax.linen.fp8_ops import fm32
 from jax import lax
 
-from fp8jax import Recipe, scaling
+import fp8jax
+from fp8jax import Recipe, legal, scaling
 from fp8jax.dot import dot_general, init_state
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.scaling.merge import (
@@ -346,3 +348,50 @@ def test_codes_are_of_their_own_dtype_and_start_at_zero():
     start = jax.eval_shape(lambda: zero_fp8_grad(jnp.zeros((2, 3))))
     assert start.dtype == FP8_GRAD and start.shape == (2, 3)
     np.testing.assert_array_equal(from_fp8_grad(zero_fp8_grad(jnp.zeros((2, 3)))), np.zeros((2, 3)))
+
+
+# A new scaling ####################################################################################
+
+
+@pytest.fixture
+def fixed(monkeypatch):
+    """A scaling named "fixed", added as CONTRIBUTING.md says: every scale is 2."""
+
+    def build(recipe):
+        return scaling.Scaling(
+            init=lambda operands: {},
+            scale=lambda state, operand, amax, limit: jnp.float32(2),
+            update=lambda state, amaxes, limits: state,
+        )
+
+    monkeypatch.setitem(legal._LEGAL, "scaling", (*legal._LEGAL["scaling"], "fixed"))
+    monkeypatch.setattr(
+        scaling,
+        "of_recipe",
+        lambda recipe, old=scaling.of_recipe: (build if recipe.scaling == "fixed" else old)(recipe),
+    )
+    return "te,scaling=fixed"
+
+
+def test_a_new_scaling_is_used(fixed):
+    """And not that of blocks: 1000 / 2 is above E4M3's max and saturates."""
+    x, kernel = jnp.full((4, 256), 1000.0), jnp.eye(256)
+    numbers = (((1,), (0,)), ((), ()))
+    out, pullback = jax.vjp(lambda x: dot_general(x, kernel, numbers, recipe=fixed, state={}), x)
+    np.testing.assert_array_equal(out, np.full((4, 256), 896.0))
+    np.testing.assert_array_equal(*pullback(jnp.full((4, 256), 3.0)), np.full((4, 256), 3.0))
+    assert not Recipe.parse(fixed).has_blocks
+
+
+def test_a_new_scaling_is_used_in_a_model(fixed):
+    x = jnp.full((4, 256), 1000.0)
+    model = fp8jax.transform(nn.Dense(256, kernel_init=nn.initializers.ones, use_bias=False), fixed)
+    variables = model.init(jax.random.key(0), x)
+    assert "backend: xla" in str(model.report(x)).splitlines()[-1]
+    np.testing.assert_allclose(model.apply(variables, x), 896.0 * 256)
+
+
+def test_a_new_scaling_without_its_twin_on_torch_is_refused(fixed):
+    fp8jax_torch = pytest.importorskip("fp8jax_torch")
+    with pytest.raises(ValueError, match="scaling=fixed"):
+        fp8jax_torch.transform(fp8jax_torch.extra.torch.nn.Linear(16, 16), fixed)

@@ -8,6 +8,7 @@ import torch
 from fp8jax_torch import ScaledTensor, dequantize, prepare, quantize, transform
 from fp8jax_torch.linear import FP8
 from fp8jax_torch.mixins import mixed
+from fp8jax_torch.optim import AdamW
 from fp8jax_torch.scaled import value
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -237,3 +238,170 @@ def test_state_dicts_load_with_weights_only():
     train(*pair)
     model, _ = saved_and_loaded([part.state_dict() for part in pair], weights_only=True)
     assert isinstance(model["0.weight"], ScaledTensor)
+
+
+# Misuse ###########################################################################################
+
+
+def replaced(model):
+    model[0].weight = nn.Parameter(torch.zeros(16, 16))
+
+
+def assigned(model):
+    model.load_state_dict(net(seed=1).state_dict(), assign=True)
+
+
+def swapped(model):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("change", [replaced, assigned, swapped])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_plain_parameter_in_an_fp8_layer_is_refused(level, change):
+    """It would train in float32, and the optimizer would move the old parameter."""
+    model, _ = prepared(level)
+    change(model)
+    with pytest.raises(TypeError, match="`0.weight`: expected a ScaledTensor"):
+        model(X.to(model[0].bias.dtype))
+
+
+def test_optimizer_of_replaced_parameters_is_refused():
+    model, optimizer = prepared("O2")
+    model.load_state_dict(prepared("O2", net(seed=1))[0].state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match=r"`optimizer`: expected gradients .*assign=True"):
+        train(model, optimizer)
+
+
+def test_items_are_written():
+    """In the weight and in `data`; torch would write to a copy that nobody sees."""
+    for level in ("O2", "O3"):
+        model, _ = prepared(level)
+        before = value(model[0].weight.detach())
+        with torch.no_grad():
+            model[0].weight[0] = 0.5
+        model[0].weight.data[1, 2:4] = torch.tensor([0.25, 0.0])
+        after = value(model[0].weight.detach())
+        assert (after[0] == 0.5).all() and after[1, 2:4].tolist() == [0.25, 0.0]
+        torch.testing.assert_close(after[2:], before[2:], rtol=0.07, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.view(-1)[:4].zero_(),
+        lambda x: x[0].fill_(1),
+        lambda x: x.t().copy_(torch.ones(16, 16)),
+        lambda x: x.chunk(2)[0].mul_(2),
+        nn.init.orthogonal_,
+    ],
+)
+def test_writes_to_views_are_refused(write):
+    model, _ = prepared("O2")
+    before = value(model[0].weight.detach())
+    with pytest.raises(RuntimeError, match="`ScaledTensor`: expected no write to a part"), torch.no_grad():
+        write(model[0].weight)
+    assert torch.equal(value(model[0].weight.detach()), before)
+
+
+def test_views_are_read_and_differentiated():
+    model, _ = prepared("O1")
+    weight = model[0].weight
+    (weight.t()[:, :4].sum() + weight.view(4, -1)[0].square().sum()).backward()
+    want = torch.zeros(16, 16)
+    want[:4] += 1 + 2 * value(weight.detach())[:4]
+    torch.testing.assert_close(value(weight.grad), want)
+    assert type(weight[0] * 2) is torch.Tensor
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_optimizer_that_prepare_replaced_is_refused(inplace):
+    model = net()
+    old = torch.optim.AdamW(model.parameters(), 1e-2)
+    new_model, new = prepare(model, old, "O2", inplace=inplace)
+    new_model(X).sum().backward()
+    with pytest.raises(RuntimeError, match="`optimizer`: expected the one that `prepare` returned"):
+        old.step()
+    new.step()
+    if not inplace:  # the plain model and its optimizer may go on
+        model(X).sum().backward()
+        old.step()
+
+
+def test_objects_that_are_no_optimizer_are_refused():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for wrong in ([optimizer], "adamw", torch.optim.AdamW, optimizer.state_dict(), model):
+        with pytest.raises(TypeError, match="`optimizer`: expected a torch.optim.Optimizer or None"):
+            prepare(model, wrong, "te")
+
+
+def test_parameters_of_another_optimizer_are_warned_of():
+    model = net()
+    with pytest.warns(UserWarning, match=r"2 of 4 trainable parameters.*2.weight"):
+        prepare(model, torch.optim.AdamW(model[0].parameters()), "O2")
+    model[2].requires_grad_(False)
+    prepare(model, torch.optim.AdamW(model[0].parameters()), "O2")
+
+
+@pytest.mark.parametrize("level", ["te", "nvfp4"])
+def test_scaling_states_that_leave_meta_start_anew(level):
+    want = transform(net(), level)
+    model = transform(net(), level).to("meta").to_empty(device="cpu")
+    model.load_state_dict(net().state_dict())  # a plain checkpoint has no scaling states
+    for (name, got), (_, start) in zip(model.named_buffers(), want.named_buffers(), strict=True):
+        assert torch.equal(got, start), name
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
+def test_bad_scales_are_not_loaded(bad):
+    model = transform(net(), "te")
+    saved = copy.deepcopy(model.state_dict())
+    saved["2.fp8.scale"][1] = bad
+    with pytest.raises(RuntimeError, match="2.fp8.scale: expected finite positive scales"):
+        model.load_state_dict(saved)
+
+
+def test_frozen_layers_have_scales_of_their_inputs():
+    """No backward reaches the first layer, and small inputs would vanish on the first scale."""
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = prepare(model, sgd(model), "te")
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X / 100).sum().backward()
+        optimizer.step()
+    history = model[0].fp8.amax_history[:, :3]
+    assert history[0].tolist() == [(X / 100).abs().max()] * 2 + [0]
+    assert (history[1, :2] > 0).all() and (history[2] == 0).all()
+    with torch.no_grad():
+        model(9 * X)
+    optimizer.step()
+    assert torch.equal(model[0].fp8.amax_history[:, :3], history)
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2)
+
+
+@pytest.mark.parametrize("level", ["O3", "fp8"])
+def test_optimizer_without_masters_is_refused_after_transform(level):
+    """`transform` does not see the optimizer; torch's would round E4M3 weights to nearest in each step."""
+    model = transform(net(), level)
+    optimizer = sgd(model)
+    model(X).sum().backward()
+    model(X).sum().backward()  # no step between: microbatches
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="fp8jax_torch.optim.AdamW"):
+        model(X)
+    model = transform(net(), level)
+    train(model, AdamW(model.parameters(), 1e-2, recipe=level), 3)
+
+
+def test_options_of_adam():
+    for name, wrong in (("betas", (0.9,)), ("betas", 0.9), ("seed", 1.5), ("lr", "1e-3"), ("lr", None)):
+        with pytest.raises(ValueError, match=f"`{name}`: expected"):
+            AdamW([nn.Parameter(torch.ones(3))], **{name: wrong})

@@ -497,6 +497,12 @@ def test_moments_in_the_hosts_memory():
         assert kernel.data.sharding.memory_kind == "pinned_host"
 
 
+def test_no_communication_in_fp8_by_default():
+    """Gradients of a te or bf16 model are floats: `Zero` is told the recipe, and does not take O2's."""
+    with pytest.raises(TypeError, match="'recipe'"):
+        Zero(mesh(), stage=2)  # pyright: ignore[reportCallIssue]
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"`stage`: expected 0, 1, 2 or 3; got 4"):
         Zero(mesh(), "O2", 4)

@@ -18,6 +18,7 @@ import jax
 
 from fp8jax.backends import block as block
 from fp8jax.backends import reference, te, xla
+from fp8jax.legal import BLOCK_SCALINGS
 
 BACKENDS = {"xla": xla, "reference": reference, "te": te}
 
@@ -25,7 +26,7 @@ BACKENDS = {"xla": xla, "reference": reference, "te": te}
 class Choice(NamedTuple):
     """The selected backend, and the reason."""
 
-    name: str  # a key of BACKENDS
+    name: str  # a key of BACKENDS, or a name of `block.backend_of`
     why: str
 
     def __str__(self) -> str:
@@ -45,12 +46,12 @@ def choose(name: str, *, is_batched: bool = False, scaling: str = "delayed") -> 
     Args:
         name: "auto", or a key of `BACKENDS`.
         is_batched: whether the dot has batch dimensions.
-        scaling: the recipe's scaling. Block scaling is computed by `block`, under the name "xla".
+        scaling: the recipe's scaling. Block scaling has one backend on each device, see `block.backend_of`.
 
     Raises:
         ValueError: the backend is unknown, or cannot run here.
     """
-    if scaling not in ("delayed", "current"):
+    if scaling in BLOCK_SCALINGS:
         return _choose_for_blocks(name, scaling)
     if name == "auto":
         reason = te.supports(is_batched=is_batched)
@@ -66,16 +67,17 @@ def choose(name: str, *, is_batched: bool = False, scaling: str = "delayed") -> 
 
 
 def _choose_for_blocks(name: str, scaling: str) -> Choice:
-    if name not in ("auto", "xla"):
-        raise ValueError(f"`backend`: expected auto or xla for scaling={scaling}; got {name!r}.")
     if reason := block.why_not(scaling):
         raise ValueError(f"`backend`: scaling={scaling} cannot run here: {reason}.")
-    return Choice("xla", f"the only one for scaling={scaling}")
+    only = block.backend_of(scaling)
+    if name not in ("auto", only):
+        raise ValueError(f"`backend`: expected auto or {only} for scaling={scaling}; got {name!r}.")
+    return Choice(only, f"the only one for scaling={scaling}")
 
 
 def note(name: str, scaling: str = "delayed") -> str:
     """The report's text for the backend `name`: its `NORMS`, and the selected backend."""
-    if scaling not in ("delayed", "current"):
+    if scaling in BLOCK_SCALINGS:
         return f"backend: {choose(name, scaling=scaling)}"
     choice = choose(name)
     line = f"backend: {choice}"

@@ -62,6 +62,13 @@ def why_not(scaling: str) -> str | None:
     return lacks(capability, scaling)
 
 
+def backend_of(scaling: str) -> str:
+    """What multiplies blocks on JAX's default device: "xla" on a CPU, else "pallas" or "cudnn"."""
+    if jax.devices()[0].platform == "cpu":
+        return "xla"
+    return "cudnn" if scaling in ("mxfp8", "nvfp4") else "pallas"
+
+
 def lacks(capability: tuple[int, int], scaling: str) -> str | None:
     """None, or the reason why GPUs of a compute capability have no GEMMs for a scaling, and what to use."""
     shown = f"compute capability {capability[0]}.{capability[1]}"

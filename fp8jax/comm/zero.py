@@ -45,7 +45,7 @@ class Zero:
 
     Attributes:
         mesh: the device mesh.
-        recipe: sets the format of gradient communication by its `comm` column.
+        recipe: the model's recipe; its `comm` column is the format of gradient communication.
         stage: 0 to 3, see this module.
         axis_name: the mesh axis that shards the batch; "" for a mesh with one axis. JAX handles other axes:
             kernels sharded along them stay sharded.
@@ -57,7 +57,7 @@ class Zero:
     """
 
     mesh: Mesh
-    recipe: Recipe | str = "O2"
+    recipe: Recipe | str
     stage: int = 0
     axis_name: str = ""
     offload: bool = False

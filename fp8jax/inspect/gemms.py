@@ -27,6 +27,7 @@ from fp8jax.inspect import program, targets
 from fp8jax.inspect.program import Gemm
 from fp8jax.inspect.subject import Subject, loss_of, report_of, transformed
 from fp8jax.inspect.tables import align
+from fp8jax.legal import BLOCK_SCALINGS
 from fp8jax.platforms import capability_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report, layer_of
@@ -76,7 +77,7 @@ def check(
     gemms = compiled = program.read_lowered(lowered)
     if target is not None or jax.devices()[0].platform != "cpu":
         compiled = program.read(targets.compile(lowered, target)).gemms
-        if any(row.scaling not in ("", "delayed", "current") for row in report_of(model, inputs).rows):
+        if any(row.scaling in BLOCK_SCALINGS for row in report_of(model, inputs).rows):
             # For a GPU, GEMMs of blocks are calls; for a CPU, dots.
             lowered = jax.jit(step).trace(variables, *inputs).lower(lowering_platforms=("cpu",))
             gemms = program.read_lowered(lowered)

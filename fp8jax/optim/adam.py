@@ -83,7 +83,8 @@ def scale_by_adam(
     """`optax.scale_by_adam` with the recipe's moments.
 
     Args:
-        recipe: sets the formats of the moments: FP32+FP32 or E4M3+FP16. None means E4M3+FP16, see `adam`.
+        recipe: its `moments` are the formats of the moments (FP32+FP32, E4M3+FP16 or E5M2+FP16), and its
+            `rounding` says how they are rounded. None means E4M3+FP16, rounded to nearest, see `adam`.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.

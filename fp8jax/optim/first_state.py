@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
+from fp8jax.optim.nnx_variables import in_variables, without_variables
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
 from fp8jax.optim.step.codecs import FEWEST, blockwise_zeros, zeros
@@ -104,25 +105,59 @@ def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any,
 
 
 def with_masters(state: Any, params: Any) -> Any:
-    """The optimizer state with master weights from a high-precision checkpoint.
+    """The optimizer state with master weights from plain weights: a checkpoint, or a new model.
 
-    `init` sets master weights to the values of the FP8 weights, which are already rounded.
+    `init` sees only the FP8 weights, which have lost 2.6% of the plain ones, and sets master weights to their
+    values. With this function they are those of `fp8jax_torch.prepare`, which sees the plain weights:
+
+        variables = model.init(key, x)
+        opt_state = with_masters(tx.init(variables), module.init(key, x))
 
     Args:
         state: an optimizer state that contains one `adam` or `adamw`.
         params: parameters of the same structure, plain arrays or `ScaledArray`s, or whole variables.
+
+    Raises:
+        ValueError: `state` has no Adam or more than one, or `params` has other names or shapes.
     """
+    tree = params[PARAMS] if has_params(params) else params
+    found = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
+    if len(found) != 1:
+        raise ValueError(f"`state`: expected the state of one `adam` or `adamw`; got {len(found)} of them.")
 
     def rebuild(node: Any) -> Any:
         if not is_adam_state(node):
             return node
-        tree = params[PARAMS] if has_params(params) else params
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
-        masters = treedef.flatten_up_to(node.master)
-        new = [m if m is None else _like(m, value(leaf)) for m, leaf in zip(masters, leaves, strict=True)]
-        return node._replace(master=treedef.unflatten(new))
+        new = _masters_from(without_variables(tree), without_variables(node.master))
+        return node._replace(master=in_variables(node.master, new))
 
     return jax.tree.map(rebuild, state, is_leaf=is_adam_state)
+
+
+def _masters_from(params: Any, masters: Any) -> Any:
+    """Master weights with the values of `params`; the boxes around both may be of different classes."""
+
+    def is_place(node: Any) -> bool:
+        return node is None or is_scaled(node)
+
+    sources, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    places, treedef = jax.tree.flatten_with_path(masters, is_leaf=is_place)
+    names, expected = ([_names(path) for path, _ in leaves] for leaves in (sources, places))
+    if names != expected:
+        other = sorted({"/".join(path) for path in names} ^ {"/".join(path) for path in expected})
+        raise ValueError(f"`params`: expected the parameters of the optimizer; other names are {other[:4]}.")
+    new = []
+    for name, (_, source), (_, old) in zip(names, sources, places, strict=True):
+        if old is not None and old.shape != source.shape:
+            raise ValueError(f"`params`: expected shape {old.shape} of {'/'.join(name)}; got {source.shape}.")
+        new.append(old if old is None else _like(old, value(source)))
+    return treedef.unflatten(new)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    """The names and numbers of a leaf's path, without those of boxes."""
+    kinds = jax.tree_util.DictKey, jax.tree_util.SequenceKey
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path if isinstance(key, kinds))
 
 
 def _like(kept: Any, new: jax.Array) -> Any:

@@ -84,6 +84,37 @@ def scale_metrics(before: PyTree, after: PyTree, recipe: Recipe) -> ScaleMetrics
     return ScaleMetrics(jnp.concatenate(scales), jnp.concatenate(saturations))
 
 
+def clipped(model: Any, variables: PyTree, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
+    """The inputs and weights that `model.apply` clips, and how many times larger than the range each one is.
+
+    `apply` casts with the scales that training left. Inputs much larger than those of training are clipped,
+    and since an evaluation changes no scale, they stay clipped.
+
+    Args:
+        model: from `fp8jax.transform`: a Linen model, or a function.
+        variables: its variables.
+        args, kwargs: the other arguments of `model.apply`.
+
+    Returns:
+        The tensors whose largest magnitude is above the range of their cast; {} if all fit. Empty, too,
+        without delayed scaling.
+    """
+
+    def outputs(states: PyTree) -> Float32[Array, ""]:
+        leaves = jax.tree.leaves(model.apply({**variables, SCALING: states}, *args, **kwargs))
+        floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return sum((jnp.sum(leaf, dtype=jnp.float32) for leaf in floats), jnp.float32(0))
+
+    names = scaled_tensors(variables)
+    if not names:
+        return {}
+    # The gradient of a scaling state is the state after the step, with the newest amaxes.
+    after = {SCALING: jax.jit(jax.grad(outputs))(variables[SCALING])}
+    saturation = scale_metrics(variables, after, model.recipe).saturation
+    pairs = zip(names, map(float, saturation), strict=True)
+    return {name: ratio for name, ratio in pairs if ratio > 1 and name.operand != OPERANDS[2]}
+
+
 def _delayed_states(variables: PyTree) -> list[tuple[str, Mapping[str, Any]]]:
     """(layer, state) of every dot with delayed scales, in the order of their paths."""
     is_state = lambda node: isinstance(node, Mapping) and "amax_history" in node  # noqa: E731

@@ -79,7 +79,10 @@ class Trainer:
         self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _shapes(example))
         self.placement = place(distributed.devices(config.devices))
         zero = self.placement.zero(config.precision, config)
-        self.network = network_of(self.model, loss, config.gradient_accumulation_steps, zero)
+        # Adapters have no master weights.
+        self._has_masters = config.precision.master_weight != "-" and not config.lora_rank
+        plain = model if self._has_masters else None
+        self.network = network_of(self.model, loss, config.gradient_accumulation_steps, zero, plain)
         self._tx = optimizer_of(config, zero)
         self.found = self._search() if config.is_auto else None
         self.per_device = self.found.rows if self.found else int(config.per_device_train_batch_size)
@@ -155,7 +158,7 @@ class Trainer:
         return prefetch_to_device(loader, self.config.dataloader_prefetch_factor, self.placement.by_rows)
 
     def init(self, plain: PyTree = None) -> State:
-        """The first state, on the devices.
+        """The first state, on the devices; master weights start from plain weights, before they are rounded.
 
         Args:
             plain: variables of the untransformed Linen module to start from, as a checkpoint has them; an NNX
@@ -163,10 +166,10 @@ class Trainer:
         """
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self._rows(1)))
         state = self._compiled_init(self.key, zeros)
-        if plain is None:
-            return state
-        restart = jax.jit(self._first_state, out_shardings=self._compiled_init.output_shardings)
-        return restart(self.model.quantize(plain, state.variables))
+        if plain is not None:
+            restart = jax.jit(self._first_state, out_shardings=self._compiled_init.output_shardings)
+            state, plain = restart(self.model.quantize(plain, state.variables)), plain[PARAMS]
+        return self._with_masters(state, plain, zeros) if self._has_masters else state
 
     def step(self, state: State, batch: PyTree) -> tuple[State, StepMetrics]:
         """The state after an optimizer step, and the metrics of the step; the given state is donated.
@@ -277,6 +280,18 @@ class Trainer:
     def _first_state(self, variables: PyTree) -> State:
         variables = self.network.placed(variables)
         return State(jnp.zeros((), jnp.int32), variables, self._tx.init(self.network.trained(variables)))
+
+    def _with_masters(self, state: State, plain: PyTree, batch: PyTree) -> State:
+        """The state with master weights from plain parameters, by default those of a new model."""
+
+        def masters(opt_state: PyTree, plain: PyTree, key: PRNGKeyArray) -> Any:
+            plain = self.network.plain_params(key, batch) if plain is None else plain
+            return optim.with_masters(opt_state, plain)
+
+        at = self._compiled_init.output_shardings.opt_state
+        with self._precision():
+            jitted = jax.jit(masters, out_shardings=at, donate_argnums=0)
+            return state._replace(opt_state=jitted(state.opt_state, plain, self.key))
 
     def _step(self, state: State, batch: PyTree, key: PRNGKeyArray) -> tuple[State, StepMetrics]:
         key = jax.random.fold_in(key, state.step)

@@ -42,7 +42,15 @@ class FP8(Converted):
     fp8: ScalingState
 
     def _matmul(self: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return matmul(x, self.weight, self.fp8, in_out=self.in_out, dtype=dtype)
+        state, weight = self.fp8, self.weight
+        if state.recipe.weight != "FP32" and isinstance(weight, nn.Parameter) and not is_scaled(weight):
+            name = f"{state.path}.weight".replace("/", ".").lstrip(".")
+            raise TypeError(
+                f"`{name}`: expected a ScaledTensor, since weight={state.recipe.weight}; got a plain "
+                "parameter, which the optimizer may not know. Write into the old one, by `load_state_dict` "
+                "without `assign` or by `weight.data = x`. FSDP needs weight=FP32,weight_grad=FP32."
+            )
+        return matmul(x, weight, state, in_out=self.in_out, dtype=dtype)
 
 
 class HighPrecision(Converted):

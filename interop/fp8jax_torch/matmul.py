@@ -45,10 +45,14 @@ def matmul(
     """
     with without_autocast(x.device):
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0
-        if not torch.is_grad_enabled():
+        is_trained = torch.is_grad_enabled()
+        if not is_trained:
             weight = weight.detach()  # so that nothing is quantized for a backward
-        function = _BlockMatmul if state.recipe.has_blocks else _Matmul
-        out: Any = function.apply(matrix, weight, state, in_out, dtype)
+        if state.recipe.has_blocks:
+            out: Any = _BlockMatmul.apply(matrix, weight, state, in_out, dtype)
+        else:
+            is_frozen = is_trained and not (matrix.requires_grad or weight.requires_grad)
+            out = _Matmul.apply(matrix, weight, state, in_out, dtype, is_frozen)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -61,10 +65,14 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any) -> Any:
+    def forward(
+        ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any, is_frozen: bool
+    ) -> Any:
         fprop_is_high, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
         x_amax, q_x = _quantize(state, LHS, x)
         weight_amax, q_weight = _quantize(state, RHS, weight)
+        if is_frozen:  # no backward will record the amaxes
+            state.record([x_amax, weight_amax, torch.zeros_like(x_amax)])
         high_x = value(x).to(dtype) if fprop_is_high or wgrad_is_high else None
         high_weight = value(weight).to(dtype) if fprop_is_high or dgrad_is_high else None
         lhs, rhs = (high_x, high_weight) if fprop_is_high else (q_x, q_weight)
@@ -103,7 +111,7 @@ class _Matmul(torch.autograd.Function):
                 lhs, rhs = (x, grad) if in_out else (grad, x)
                 dweight = _gemm(_transposed(lhs), rhs, _wgrad_dtype(ctx), fast=False)
                 dweight = _weight_gradient(ctx, dweight)
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 class _BlockMatmul(torch.autograd.Function):

@@ -1,8 +1,11 @@
 """`prepare` a model and an optimizer for a recipe, `report` on it, and `dequantize` it."""
 
 import copy
+import functools
+import warnings
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fp8jax.recipe import Recipe
@@ -10,8 +13,10 @@ from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import native
 from fp8jax_torch.backends.base import Row
 from fp8jax_torch.linear import Converted, restore
+from fp8jax_torch.optim.skipping import Skipping
+from fp8jax_torch.scaling import ScalingState
 
-_REPORT = "_fp8jax_report"
+_REPORT, _REPLACED = "_fp8jax_report", "_fp8jax_replaced"
 
 
 class Report(NamedTuple):
@@ -36,7 +41,13 @@ class Report(NamedTuple):
 
 
 def prepare(
-    model: nn.Module, optimizer: Any, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
+    model: nn.Module,
+    optimizer: Any,
+    recipe: Recipe | str,
+    backend: str = "auto",
+    *,
+    inplace: bool = False,
+    process_group: Any = None,
 ) -> tuple[nn.Module, Any]:
     """The model and the optimizer to train with; the training loop does not change. See also `report`.
 
@@ -48,19 +59,25 @@ def prepare(
         recipe: a `Recipe`, or the text of one (`Recipe.parse`).
         backend: "native", "te", "msamp", "torchao" or "auto", see `fp8jax_torch.backends.choose`.
         inplace: whether to change the given model and optimizer instead of copies. In both cases use only the
-            returned optimizer, also for schedulers.
+            returned optimizer, also for schedulers: a step of the given one without gradients raises.
+        process_group: of `torch.distributed`, the processes that train the model together; None for all. They
+            share the amaxes of delayed scaling, and skip the same steps, so each must call `optimizer.step`.
+            Only with backend="native".
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `optimizer` not an optimizer.
         ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a submodule
             was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
-            optimizer cannot keep the recipe's formats, or has a scheduler.
+            optimizer cannot keep the recipe's formats, or has a scheduler; the backend has no process group.
         ImportError: the library of the named backend is not installed.
         RuntimeError: the named backend cannot run here, or has no block scaling here.
     """
     recipe = Recipe.parse(recipe)
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model`: expected a torch.nn.Module; got {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        got = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(f"`optimizer`: expected a torch.optim.Optimizer or None; got {got.__name__}.")
     for name, module in model.named_modules():
         if hasattr(module, _REPORT) or isinstance(module, Converted):
             within = f" with a {type(module).__name__} in it" if name else ""
@@ -69,6 +86,8 @@ def prepare(
                 "already. Give the original model, or `fp8jax_torch.dequantize(model)` of a native one."
             )
     chosen, why = backends.choose(backend, recipe, layers.device_of(model), model)
+    if process_group is not None and chosen is not native:
+        raise ValueError(f"`process_group`: only backend='native' takes one; got it with {chosen.NAME!r}.")
     given = optimizer
     if not inplace:
         model, optimizer = copy.deepcopy((model, optimizer))
@@ -78,19 +97,58 @@ def prepare(
             "`optimizer`: expected one without a scheduler; got one with a scheduler, which would not act on "
             "the returned optimizer. Make the scheduler of the returned optimizer, after `prepare`."
         )
+    for state in [module for module in model.modules() if isinstance(module, ScalingState)]:
+        state.process_group = process_group
+    if isinstance(optimizer, Skipping):
+        optimizer.process_group = process_group
+    if optimizer is not None:
+        _warn_of_others(model, optimizer)
+    if given is not None and given is not optimizer and not hasattr(given, _REPLACED):
+        setattr(given, _REPLACED, given.register_step_pre_hook(functools.partial(_refuse_step, inplace)))
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
     return model, optimizer
 
 
+def _warn_of_others(model: nn.Module, optimizer: Any) -> None:
+    """Warns of trainable parameters that the optimizer does not train."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name, parameter in trained if id(parameter) not in own]
+    if others:
+        warnings.warn(
+            f"{len(others)} of {len(trained)} trainable parameters of the prepared model are not the "
+            f"optimizer's, {others[0]} for one. An optimizer that was made before `prepare` does not move "
+            "them: make it of the prepared model, or say requires_grad_(False).",
+            stacklevel=3,
+        )
+
+
+def _refuse_step(inplace: bool, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step of the optimizer that `prepare` was given: it does not train the prepared model."""
+    grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    if inplace or all(grad is None for grad in grads):
+        raise RuntimeError(
+            "`optimizer`: expected the one that `prepare` returned; got the one that it was given, which "
+            "does not train the prepared model. Say `model, optimizer = prepare(model, optimizer, recipe)`."
+        )
+
+
 def transform(
-    model: nn.Module, recipe: Recipe | str, backend: str = "auto", *, inplace: bool = False
+    model: nn.Module,
+    recipe: Recipe | str,
+    backend: str = "auto",
+    *,
+    inplace: bool = False,
+    process_group: Any = None,
 ) -> nn.Module:
     """`prepare` without an optimizer.
 
-    Scaling states advance at the first forward after a backward, so once per microbatch.
+    Scaling states advance at the first forward after a backward, so once per microbatch. Over several
+    processes they do not advance in evaluation (`model.eval()` and `torch.no_grad()`), which one process may
+    run alone.
     `fp8jax_torch.optim.skipping(optimizer)` makes an optimizer skip steps that are not finite.
     """
-    return prepare(model, None, recipe, backend, inplace=inplace)[0]
+    return prepare(model, None, recipe, backend, inplace=inplace, process_group=process_group)[0]
 
 
 def report(model: nn.Module) -> Report:

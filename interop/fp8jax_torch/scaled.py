@@ -10,8 +10,8 @@
     tensor([   1.1046,   -1.0089,  301.0000])
 
 It can be a parameter, a gradient, or an entry of a `state_dict`. In-place writes (an optimizer's step,
-`grad.add_`, `load_state_dict`) round on a new power-of-two scale. In-place multiplication (`clip_grad_norm_`)
-changes only the scale.
+`grad.add_`, `weight[0] = x`, `load_state_dict`) round on a new power-of-two scale. In-place multiplication
+(`clip_grad_norm_`) changes only the scale. Views, as `weight.t()`, are copies that cannot be written.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.quantization import largest_scale
 from fp8jax_torch import casts
+from fp8jax_torch.views import as_views
 
 _aten = torch.ops.aten
 
@@ -41,6 +42,7 @@ class ScaledTensor(torch.Tensor):
 
     codes: Float[torch.Tensor, "..."]
     scale: Float[torch.Tensor, ""]
+    is_of_adam = False  # whether an optimizer of `fp8jax_torch.optim` has moved it
 
     @staticmethod
     def __new__(
@@ -81,6 +83,11 @@ class ScaledTensor(torch.Tensor):
             new = quantize(new, casts.format_of(self.codes.dtype), power_of_two=True)
         torch.Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
         self.codes, self.scale = new.codes, new.scale
+
+    def __setitem__(self, index: Any, new: Any) -> None:
+        plain = self.detach().dequantize()
+        plain[index] = value(new)
+        self.copy_(plain)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[torch.Tensor, "..."]:
         """The value as a plain tensor: `codes * scale`, computed in float32 and cast to `dtype`."""
@@ -218,7 +225,7 @@ def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
     for scaled, plain in written:
         scaled.requantize_(plain)
     scaled_of = {id(plain): scaled for scaled, plain in written}
-    return pytree.tree_map(lambda x: scaled_of.get(id(x), x), out)
+    return as_views(func, pytree.tree_map(lambda x: scaled_of.get(id(x), x), out))
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., ScaledTensor]:

@@ -36,7 +36,9 @@ class State(NamedTuple):
     opt_state: PyTree
 
 
-def network_of(model: Any, loss: Loss, microbatches: int = 1, zero: Zero | None = None) -> "_Linen | _NNX":
+def network_of(
+    model: Any, loss: Loss, microbatches: int = 1, zero: Zero | None = None, plain: Any = None
+) -> "_Linen | _NNX":
     """The functions of a model and its loss.
 
     Args:
@@ -44,10 +46,11 @@ def network_of(model: Any, loss: Loss, microbatches: int = 1, zero: Zero | None 
         loss: see this module.
         microbatches: parts of a batch, see `accumulate_gradients`.
         zero: as in `value_and_grad`.
+        plain: the untransformed NNX module, for `plain_params`.
     """
     if isinstance(model, LinenModel):
         return _Linen(model, loss, microbatches, zero)
-    return _NNX(model, loss, microbatches, zero)
+    return _NNX(model, loss, microbatches, zero, plain)
 
 
 class _Network:
@@ -83,7 +86,7 @@ class _Linen(_Network):
 
     def init(self, key: PRNGKeyArray, batch: PyTree) -> dict[str, Any]:
         """New variables; of the batch only shapes and dtypes count."""
-        variables = self._initialized(key, batch, calls=[])
+        variables = self._initialized(key, batch, [], self.model)
         # Sown collections grow with each call: the loss may read them, but they are not part of the state.
         after = jax.eval_shape(lambda: self._call(variables, batch, key)[1])
         sown = {
@@ -92,6 +95,10 @@ class _Linen(_Network):
             if jax.tree.structure(tree) != jax.tree.structure(variables[name])
         }
         return {name: tree for name, tree in variables.items() if name not in sown}
+
+    def plain_params(self, key: PRNGKeyArray, batch: PyTree) -> Any:
+        """The parameters of the untransformed model that `init` rounds to the recipe's formats."""
+        return self._initialized(key, batch, [], self.model.module)[PARAMS]
 
     def placed(self, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables as ZeRO shards them."""
@@ -135,19 +142,19 @@ class _Linen(_Network):
             ValueError: the loss does not call the model.
         """
         calls: list[Any] = []
-        jax.eval_shape(lambda batch: self._initialized(jax.random.key(0), batch, calls), batch)
+        jax.eval_shape(lambda batch: self._initialized(jax.random.key(0), batch, calls, self.model), batch)
         return self._report(self.model, calls, rngs={"dropout": None})
 
-    def _initialized(self, key: PRNGKeyArray, batch: PyTree, calls: list[Any]) -> dict[str, Any]:
-        """New variables; the shapes of the calls of the model are appended to `calls`."""
+    def _initialized(self, key: PRNGKeyArray, batch: PyTree, calls: list[Any], model: Any) -> dict[str, Any]:
+        """New variables of the model, or of the plain module; appends the shapes of its calls to `calls`."""
         variables: dict[str, Any] = {}
 
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
             calls.append(_shapes((args, kwargs)))
             if variables:
-                return self.model.apply(variables, *args, mutable=mutable, rngs={"dropout": key}, **kwargs)
+                return model.apply(variables, *args, mutable=mutable, rngs={"dropout": key}, **kwargs)
             streams = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
-            out, new = self.model.init_with_output(streams, *args, **kwargs)
+            out, new = model.init_with_output(streams, *args, **kwargs)
             variables.update(new)
             return out if mutable is False else (out, {})
 
@@ -175,13 +182,21 @@ class _Linen(_Network):
 class _NNX(_Network):
     """An NNX model: its state, with its own random streams. The methods are those of `_Linen`."""
 
-    def __init__(self, model: nnx.Module, loss: Loss, microbatches: int, zero: Zero | None) -> None:
+    def __init__(
+        self, model: nnx.Module, loss: Loss, microbatches: int, zero: Zero | None, plain: Any
+    ) -> None:
         super().__init__(loss, microbatches, zero)
         self.graph, self.variables = nnx.split(model)
+        # In the memory of the host.
+        self._plain = None if plain is None else jax.device_get(nnx.as_pure(nnx.state(plain, nnx.Param)))
 
     def init(self, key: PRNGKeyArray, batch: PyTree) -> Any:
         del key, batch
         return self.variables
+
+    def plain_params(self, key: PRNGKeyArray, batch: PyTree) -> Any:
+        del key, batch
+        return self._plain
 
     def placed(self, variables: PyTree) -> Any:
         if self.zero is None:

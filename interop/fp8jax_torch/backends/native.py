@@ -8,7 +8,7 @@ recipe's format, their weight gradients are FP8, and Adam keeps moments and mast
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from fp8jax import formats
 from fp8jax.recipe import Recipe
@@ -18,8 +18,9 @@ from fp8jax_torch.linear import FP8, Converted, convert
 from fp8jax_torch.matmul import why_emulated
 from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.optim.skipping import Skipping, skipping
+from fp8jax_torch.processes import are_several
 from fp8jax_torch.scaled import is_scaled, quantize
-from fp8jax_torch.scaling import ScalingState
+from fp8jax_torch.scaling import ScalingState, advance
 
 NAME = "native"
 
@@ -33,8 +34,11 @@ def supports(device: torch.device) -> str | None:
 
 
 def refuses(recipe: Recipe) -> str | None:
-    """The column of the recipe that several processes cannot have, or None."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    """The field of the recipe that is not here, or that several processes cannot have, or None."""
+    if recipe.is_quantized and not recipe.has_blocks:
+        if reason := base.refused(NAME, recipe, {"scaling": ("delayed", "current")}):
+            return reason
+    if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
     return reason and (
@@ -182,10 +186,25 @@ class Advancing(Skipping):
     scaling_states: list[ScalingState]
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step; then the scaling states advance."""
+        """The optimizer's step; then the scaling states advance.
+
+        Raises:
+            RuntimeError: the model has other parameters than the optimizer, or its recipe is refused over
+                several processes.
+        """
+        _check_processes(self.scaling_states)
+        grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        has_recorded = any(state.recorded is not None for state in self.scaling_states)
+        if has_recorded and not (args or kwargs) and all(grad is None for grad in grads):
+            raise RuntimeError(
+                "`optimizer`: expected gradients of its parameters after a backward; got none. The model has "
+                "other parameters, as after `load_state_dict(assign=True)`: make the optimizer of those."
+            )
         loss = super().step(*args, **kwargs)
-        for state in self.scaling_states:
-            state.forget() if self.has_skipped else state.advance()
+        if self.has_skipped:
+            self._forget()
+        else:
+            advance(self.scaling_states)
         return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
@@ -193,6 +212,9 @@ class Advancing(Skipping):
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """As torch's; drops the recorded amaxes with the gradients."""
         super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        self._forget()
+
+    def _forget(self) -> None:
         for state in self.scaling_states:
             state.forget()
 
@@ -205,8 +227,35 @@ def _advance(model: nn.Module, inputs: Any) -> None:
     # A forward within a backward recomputes activations.
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         return
-    for state in _states(model):
-        state.advance()
+    # One of several processes may evaluate alone, and `advance` waits for all.
+    if are_several() and not (model.training or torch.is_grad_enabled()):
+        return
+    states = _states(model)
+    _check_processes(states)
+    _check_optimizer(model)
+    advance(states)
+
+
+def _check_optimizer(model: nn.Module) -> None:
+    """Raises RuntimeError where an optimizer without the recipe's masters or rounding moved weights."""
+    for layer in [module for module in model.modules() if isinstance(module, FP8)]:
+        recipe, weight = layer.fp8.recipe, layer.weight
+        if not is_scaled(weight) or (recipe.master_weight == "-" and recipe.rounding[1] == "nearest"):
+            continue
+        old, layer.fp8.version = layer.fp8.version, (id(weight.codes), weight.codes._version)
+        if layer.fp8.recorded is not None and old != layer.fp8.version and not weight.is_of_adam:
+            raise RuntimeError(
+                f"`model`: expected an optimizer with master_weight={recipe.master_weight} and rounding="
+                f"{'+'.join(recipe.rounding)}, which {recipe} needs; another one wrote its weights. Use "
+                f"fp8jax_torch.optim.AdamW(..., recipe={str(recipe)!r}), or give `prepare` the optimizer."
+            )
+
+
+def _check_processes(states: list[ScalingState]) -> None:
+    """Raises RuntimeError for a recipe that several processes cannot have; `prepare` may have seen one."""
+    for recipe in {state.recipe for state in states} if are_several() else ():
+        if reason := refuses(recipe):
+            raise RuntimeError(f"`model`: {NAME} cannot express the recipe {recipe}: {reason}.")
 
 
 def _states(model: nn.Module) -> list[ScalingState]:

@@ -84,9 +84,14 @@ class Adam(Skipping, torch.optim.Optimizer):
         limits = {"betas": 1, "seed": 2**64}
         for name, option in options.items():
             numbers = option if isinstance(option, tuple | list) else [option]
-            if not all(0 <= number < limits.get(name, math.inf) for number in numbers):
+            kinds = int if name == "seed" else int | float | torch.Tensor
+            is_legal = len(numbers) == (2 if name == "betas" else 1) and all(
+                isinstance(number, kinds) and 0 <= number < limits.get(name, math.inf) for number in numbers
+            )
+            if not is_legal:
                 below = f", below {limits[name]}" if name in limits else ""
-                raise ValueError(f"`{name}`: expected 0 or more{below}; got {option}.")
+                kind = {"betas": ", two numbers", "seed": ", an integer"}.get(name, "")
+                raise ValueError(f"`{name}`: expected 0 or more{below}{kind}; got {option!r}.")
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         self._versions: dict[torch.Tensor, Any] = {}  # of parameters, when their masters were written
         super().__init__(params, {**options, "maximize": maximize})
@@ -124,7 +129,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             for leaf, (group, parameter) in enumerate(listed)
             if parameter.grad is not None
         ]
-        self.has_skipped = not _is_finite(parameters)
+        self.has_skipped = not self.agrees(_is_finite(parameters))
         if self.has_skipped:
             self.skipped += 1
             return loss
@@ -143,6 +148,8 @@ class Adam(Skipping, torch.optim.Optimizer):
         """The state of a parameter; missing moments start at zero, a missing master at `master` or the
         parameter's value."""
         state = self.state[parameter]
+        if is_scaled(parameter):
+            parameter.is_of_adam = True
         state.setdefault("step", torch.zeros(()))
         for name, format in self._formats_of(parameter).items():
             if name in state:

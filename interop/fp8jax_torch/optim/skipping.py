@@ -10,6 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from fp8jax_torch import casts
 from fp8jax_torch.mixins import mixed
+from fp8jax_torch.processes import are_several, largest_of_all
 from fp8jax_torch.scaled import is_scaled
 
 
@@ -18,10 +19,11 @@ class _NotFinite(Exception):
 
 
 class Skipping:
-    """Mixin of an optimizer that counts skipped steps."""
+    """Mixin of an optimizer that counts skipped steps. All processes skip a step if one of them does."""
 
     skipped = 0  # number of skipped steps
     has_skipped = False  # whether the last step was skipped
+    process_group: Any = None  # the processes that step together; None for all; a copy has None
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; no step and no step hooks where a gradient is not finite."""
@@ -29,7 +31,7 @@ class Skipping:
 
         def check(loss: Any = None) -> Any:
             grads = (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
-            if not math.isfinite(largest(grads)):
+            if not self.agrees(math.isfinite(largest(grads))):
                 raise _NotFinite(loss)
             return loss
 
@@ -44,6 +46,14 @@ class Skipping:
             return error.args[0]
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
+
+    def agrees(self: Any, is_finite: bool) -> bool:
+        """Whether the gradients of all processes are finite; in FSDP each has other shards of them."""
+        if not are_several(self.process_group):
+            return is_finite
+        device = self.param_groups[0]["params"][0].device
+        flag = torch.tensor(float(not is_finite), device=device)
+        return not largest_of_all(flag, self.process_group).item()
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As torch's, and "skipped"."""
