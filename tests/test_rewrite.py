@@ -15,6 +15,7 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.quantization import is_scaled, value
+from fp8jax.recipe import PRESETS
 
 LEVELS = ("te", "O1", "O2", "O3")
 LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 50
@@ -430,6 +431,25 @@ def test_stop_gradient(level):
     assert norms[0] == 0 and norms[1] > 0
     for name in ("a", "b"):
         assert grads["_overwrite_with_gradient"][name]["amax_history"][0, 0] > 0
+
+
+@pytest.mark.parametrize("level", [name for name, recipe in PRESETS.items() if recipe.is_quantized])
+def test_frozen_use_before_the_trained_one(level):
+    """A teacher with the student's weights multiplies first: the student's gradient is its own, in the
+    recipe's format."""
+
+    def fn(params, x):
+        teacher = jnp.tanh(x @ lax.stop_gradient(params["w"]))
+        return jnp.square(jnp.tanh(1.2 * (x @ params["w"])) - teacher).mean()
+
+    x, w = normal(0, 32, WIDTH), 0.2 * normal(1, WIDTH, WIDTH)
+    model = fp8jax.transform(fn, level)
+    variables = model.init({"w": w}, x)
+    grad_fn = fp8jax.value_and_grad(model.apply)
+    grad, exact = grad_fn(variables, x)[1]["params"]["w"], jax.grad(fn)({"w": w}, x)["w"]
+    assert is_scaled(grad) == (model.recipe.weight_grad == "E4M3")
+    bound = 0.6 if level == "nvfp4" else 0.3  # both outputs are rounded, and the loss is of their difference
+    assert jnp.linalg.norm(value(grad) - exact) < bound * jnp.linalg.norm(exact)
 
 
 def test_loss_is_traced_once():

@@ -9,6 +9,7 @@ product a recipe. `evaluate` runs the jaxpr with those dot products in FP8. The 
 arrays.
 """
 
+from fp8jax.rewrite.choose import SMALLEST as SMALLEST
 from fp8jax.rewrite.dots import Kernel as Kernel
 from fp8jax.rewrite.dots import Plan as Plan
 from fp8jax.rewrite.evaluate import evaluate as evaluate
@@ -29,6 +30,5 @@ from fp8jax.rewrite.program import live_jaxpr as live_jaxpr
 from fp8jax.rewrite.program import plain_parameters as plain_parameters
 from fp8jax.rewrite.remat import checkpointing as checkpointing
 from fp8jax.rewrite.report import Report as Report
-from fp8jax.rewrite.rules import SMALLEST as SMALLEST
 from fp8jax.rewrite.rules import Layer as Layer
 from fp8jax.rewrite.rules import Rule as Rule

@@ -79,6 +79,7 @@ class Dot(NamedTuple):
     flops: int  # in one call of the function
     loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
     is_computed: bool  # whether the operand is computed from the parameter
+    is_frozen: bool  # whether the parameter passed a `stop_gradient`
     groups: int  # number of groups of a ragged dot; 0 for other dots
     is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
     reason: str | None  # why it cannot run in FP8; None if it can
@@ -121,6 +122,7 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         flops=flops,
         loops=x.loops if is_parameter(x) else (),
         is_computed=isinstance(x, Derived),
+        is_frozen=isinstance(x, ParamView) and x.is_frozen,
         groups=groups,
         # The contracted axes come first in storage.
         is_matrix=is_matrix

@@ -24,6 +24,7 @@ from fp8jax.dot import Weight
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.choose import choose
 from fp8jax.rewrite.dots import DotState, Kernel, Plan, PlannedDot
 from fp8jax.rewrite.evaluate import evaluate
 from fp8jax.rewrite.find import PROGRAM, find_dots
@@ -31,7 +32,7 @@ from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is
 from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.remat import Calls, Checkpointing, remat_of
 from fp8jax.rewrite.report import Report, make_report
-from fp8jax.rewrite.rules import Rule, Rules, choose, layer_path
+from fp8jax.rewrite.rules import Rule, Rules, layer_path
 from fp8jax.scaling.merge import to_fm32
 from fp8jax.variables import FROZEN, PARAMS
 

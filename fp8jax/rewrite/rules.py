@@ -1,20 +1,15 @@
-"""The choice of each layer's recipe, by the recipe's patterns, the user's rules and the layer's dots."""
+"""Rules: which layers a user gives another recipe, by the patterns of the recipe and the fields of a `Rule`."""
 
 import dataclasses
 import fnmatch
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
 from fp8jax.rewrite.blocks import blocks_of
-from fp8jax.rewrite.dots import Dot, Kernel, PlannedDot
-from fp8jax.rewrite.find import FoundDots
-
-# Smaller dot products gain no speed, and are usually routers, gates or heads.
-SMALLEST = 32
 
 # Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
@@ -279,60 +274,3 @@ def matches_any(patterns: Iterable[str], path: str) -> bool:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
-
-
-# The choice of a function's dot products #########################################################
-
-
-def choose(
-    found: FoundDots,
-    rules: Rules,
-    modules: Mapping[str, Any],
-    kernels: Mapping[tuple[str, ...], Kernel] | None = None,
-) -> tuple[list[PlannedDot], list[tuple[Dot, LayerChoice]]]:
-    """The dot products that `evaluate` replaces, and the choice for every dot product of a parameter.
-
-    Args:
-        found: the dot products of the function.
-        rules: the model's rules.
-        modules: the function's modules by path.
-        kernels: the parameters with scaling states, if already initialized; others stay high precision.
-    """
-    planned, choices, uses = [], [], {}
-    for dot in found.dots:
-        if dot.path is None:
-            continue
-        choice = _choose(dot, dot.path, found, rules, modules)
-        if kernels is not None and choice.reason is None:
-            if dot.path in kernels:
-                choice = LayerChoice(kernels[dot.path].recipe, None)
-            else:
-                choice = choice._replace(reason="`transform` knew no parameter of it")
-        choices.append((dot, choice))
-        if choice.reason is None or choice.is_high_precision:
-            number = uses[dot.path] = uses.get(dot.path, -1) + 1
-            name = "".join(dot.path[-1:])  # a function of one array has the path ()
-            key = dot.path if not number else (*dot.path[:-1], f"{name}#{number}")
-            layers = tuple(length for _, length in dot.loops)
-            planned.append(PlannedDot(dot, key, Kernel(choice.recipe, layers, dot.groups)))
-    return planned, choices
-
-
-def _choose(
-    dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, modules: Mapping[str, Any]
-) -> LayerChoice:
-    scans = tuple(length for _, length in dot.loops)
-    layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape, scans)
-    choice = rules.choose(layer)
-    if dot.reason is not None:
-        return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, dot.reason)
-    if choice.reason is None and not rules.names(layer):
-        if path in found.tables or path[-1:] == ("embedding",):
-            return LayerChoice(choice.recipe, "embeddings stay as they are, unless a rule names them")
-        _, *sides = dot.gemm
-        if min(sides) < SMALLEST:
-            return LayerChoice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
-    if dot.is_computed or path in found.tables:
-        # Other operations read the parameter, too.
-        return LayerChoice(choice.recipe.with_plain_weights(), choice.reason)
-    return choice
