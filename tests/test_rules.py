@@ -181,6 +181,48 @@ def test_what_is_no_number_raises(number):
         Rule(first=number)
 
 
+# By the parameter ################################################################################
+
+
+GATED = {"mlp": {name: jnp.ones((WIDTH, WIDTH)) for name in ("w", "v", "kernel")}, "out": {"w": X.T @ X}}
+
+
+def gated(params, x):
+    mlp = params["mlp"]
+    return (jax.nn.silu(x @ mlp["w"]) * (x @ mlp["v"])) @ mlp["kernel"] @ params["out"]["w"]
+
+
+def test_parameters_beside_each_other_have_rows_of_their_own():
+    """In a layer of one kernel its name is left out; kernels beside each other are told apart by theirs."""
+    model = fp8jax.transform(gated, "te")
+    paths = [row.path for row in model.report(GATED, X).rows]
+    assert sorted(paths) == ["mlp/kernel", "mlp/v", "mlp/w", "out"]
+    text = str(jax.make_jaxpr(model.apply)(model.init(GATED, X), X).pretty_print(name_stack=True))
+    assert "fp8jax:mlp.kernel" in text
+
+
+@pytest.mark.parametrize(
+    "pattern, layers",
+    [
+        ("w", {"mlp/w", "out"}),
+        ("mlp/w", {"mlp/w"}),
+        ("*/kernel", {"mlp/kernel"}),
+        ("re:out/w", {"out"}),
+        ("out", {"out"}),
+        ("mlp", {"mlp/w", "mlp/kernel"}),  # where the layer's path ends
+    ],
+)
+def test_patterns_name_layers_or_parameters(pattern, layers):
+    """`exclude=w` means parameters of that name."""
+    for recipe, rules in ((f"te,exclude={pattern}", []), ("te", [Rule(pattern)])):
+        model = fp8jax.transform(gated, recipe, rules=rules)
+        assert {row.path for row in model.report(GATED, X).rows if not row.fp8} == layers
+    lora = fp8jax.transform(gated, f"te,exclude={pattern}", lora=fp8jax.LoRA(rank=4))
+    assert {row.path for row in lora.report(GATED, X).rows if not row.lora} == layers
+    adapters = jax.tree.leaves(lora.init(GATED, X)["params"])
+    assert len(adapters) == 2 * (len(lora.report(GATED, X).rows) - len(layers))
+
+
 # As text #########################################################################################
 
 

@@ -32,3 +32,4 @@ from fp8jax.rewrite.remat import checkpointing as checkpointing
 from fp8jax.rewrite.report import Report as Report
 from fp8jax.rewrite.rules import Layer as Layer
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.rules import layer_path as layer_path

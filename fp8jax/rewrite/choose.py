@@ -31,7 +31,7 @@ def choose(
     for dot in found.dots:
         if dot.path is None:
             continue
-        choice = _choose(dot, dot.path, found, rules, modules)
+        choice = _choose(dot, dot.path, found, rules, layer_of(dot, modules))
         if kernels is not None and choice.reason is None:
             if dot.path in kernels:
                 choice = LayerChoice(kernels[dot.path].recipe, None)
@@ -67,11 +67,13 @@ def _keys(dots: Sequence[Dot]) -> list[tuple[str, ...]]:
     return keys
 
 
-def _choose(
-    dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, modules: Mapping[str, Any]
-) -> LayerChoice:
-    scans = tuple(length for _, length in dot.loops)
-    layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape, scans)
+def layer_of(dot: Dot, modules: Mapping[str, Any]) -> Layer:
+    """The layer of a parameter's dot product; `modules` are the function's modules by path."""
+    scans, path = tuple(length for _, length in dot.loops), dot.path or ()
+    return Layer(dot.layer, modules.get("/".join(path[:-1])), dot.shape, scans, "/".join(path))
+
+
+def _choose(dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, layer: Layer) -> LayerChoice:
     choice = rules.choose(layer)
     if dot.reason is not None:
         return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, dot.reason)

@@ -83,6 +83,7 @@ class Dot(NamedTuple):
     groups: int  # number of groups of a ragged dot; 0 for other dots
     is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
     reason: str | None  # why it cannot run in FP8; None if it can
+    layer: str = ""  # path of its layer, see `layer_paths`
 
 
 def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
@@ -268,7 +269,7 @@ class Plan:
         dots: the dot products to replace, by site.
         below: sites of all equations around them, around named dot products, or around calls of transformed
             functions.
-        named: parameter paths of the dot products that get a named scope, by site.
+        named: layers of the dot products that get a named scope, by site.
         remat: the blocks to checkpoint, a `remat.Remat`, or None.
         backend: the GEMM backend.
         lora_scale: alpha / rank of adapters.
@@ -276,7 +277,7 @@ class Plan:
 
     dots: dict[Site, PlannedDot]
     below: frozenset[Site]
-    named: dict[Site, tuple[str, ...]]
+    named: dict[Site, str]
     remat: Any
     backend: str
     lora_scale: float
@@ -293,7 +294,7 @@ class Plan:
     ) -> "Plan":
         """Makes a plan; `programs` are sites of calls of transformed functions, with plans of their own."""
         by_site = {each.dot.place.site: each for each in dots}
-        names = {dot.place.site: dot.path for dot in named if dot.path is not None}
+        names = {dot.place.site: dot.layer for dot in named if dot.path is not None}
         below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
         return cls(by_site, frozenset(below), names, remat, backend, lora_scale)
 

@@ -28,7 +28,6 @@ from fp8jax.rewrite.dots import DOT_OUTPUT, DotState, Plan, PlannedDot, Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain
 from fp8jax.rewrite.report import scope
-from fp8jax.rewrite.rules import layer_path
 
 # By the key of the dot product; without an entry it has no state.
 States = Mapping[tuple[str, ...], DotState]
@@ -132,7 +131,7 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         if site in plan.dots:
-            with scope(layer_path(plan.dots[site].path)):
+            with scope(plan.dots[site].dot.layer):
                 return [_dot(plan, eqn, plan.dots[site], ins, states)]
         if eqn.primitive.name == PROGRAM:
             leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
@@ -142,7 +141,7 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
             return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
         if ins and isinstance(ins[0], Tracked) and (outs := move(ins[0], eqn, ins[1:])) is not None:
             return outs
-        with scope(layer_path(plan.named[site])) if site in plan.named else contextlib.nullcontext():
+        with scope(plan.named[site]) if site in plan.named else contextlib.nullcontext():
             return bind(eqn, *map(plain, ins))
 
 

@@ -24,6 +24,7 @@ from fp8jax.rewrite.dots import (
     is_parameter,
 )
 from fp8jax.rewrite.follow import ParamView, follow
+from fp8jax.rewrite.rules import layer_paths
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -67,7 +68,9 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None]) -> FoundDots:
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views))
     for out in walk.through(jaxpr, [*views, *others], Place()):
         walk.note_value(out)
-    return walk.found
+    layers = layer_paths(dot.path for dot in walk.found.dots if dot.path is not None)
+    dots = [dot if dot.path is None else dot._replace(layer=layers[dot.path]) for dot in walk.found.dots]
+    return walk.found._replace(dots=dots)
 
 
 @dataclasses.dataclass(frozen=True)

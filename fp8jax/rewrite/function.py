@@ -26,7 +26,7 @@ from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import adapters_at
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
 from fp8jax.rewrite.report import Report, check_share
-from fp8jax.rewrite.rules import layer_names, layer_path
+from fp8jax.rewrite.rules import layer_names
 from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Number of cached programs of one model, for different input shapes.
@@ -111,9 +111,10 @@ class FunctionModel:
         program, _ = self._program(params, args, kwargs)
         adapters = {}
         for path, planned in program.plan.kernels().items():
-            layer, dot = layer_path(path), planned.dot
-            if dot.is_matrix and lora.chooses(layer, self.recipe):
-                _insert(adapters, layer_names(path), lora.new(key, layer, planned.kernel.layers, dot.gemm))
+            layer, parameter, dot = planned.dot.layer, "/".join(path), planned.dot
+            if dot.is_matrix and lora.chooses(layer, parameter, self.recipe):
+                at = path if layer == parameter else layer_names(path)
+                _insert(adapters, at, lora.new(key, layer, planned.kernel.layers, dot.gemm))
 
         def freeze(x: Any, planned: PlannedDot) -> Any:
             inputs = planned.dot.gemm[1] if planned.dot.is_matrix else None

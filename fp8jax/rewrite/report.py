@@ -104,7 +104,7 @@ def make_report(
         key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
         name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
         scaling = choice.recipe.scaling if choice.reason is None else ""
-        row = Row(layer_path(dot.path), name, dot.shape, *key[1:], gemm=dot.gemm, scaling=scaling)
+        row = Row(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm, scaling=scaling)
         row = rows.get(key, row)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())

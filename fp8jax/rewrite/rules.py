@@ -1,5 +1,6 @@
-"""Rules: which layers a user gives another recipe, by the patterns of the recipe and the fields of a `Rule`."""
+"""Which layers get which recipe, by the patterns of the model's recipe and by a user's rules."""
 
+import collections
 import dataclasses
 import fnmatch
 import math
@@ -28,6 +29,14 @@ def layer_path(path: tuple[str, ...]) -> str:
     return "/".join(layer_names(path))
 
 
+def layer_paths(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """The paths of the layers of dot products' parameters. Beside other such parameters, a parameter is a
+    layer of its own."""
+    paths = set(paths)
+    beside = collections.Counter(path[:-1] for path in paths)
+    return {path: layer_path(path) if beside[path[:-1]] == 1 else "/".join(path) for path in paths}
+
+
 class Layer(NamedTuple):
     """A layer, as a rule sees it."""
 
@@ -35,13 +44,7 @@ class Layer(NamedTuple):
     module: Any  # the layer's module
     kernel_shape: tuple[int, ...]  # shape in one layer of a scan
     scans: tuple[int, ...] = ()  # lengths of the scans that stack it
-
-    @classmethod
-    def of(
-        cls, path: tuple[str, ...], module: Any, shape: tuple[int, ...], scans: tuple[int, ...]
-    ) -> "Layer":
-        """The layer of a parameter."""
-        return cls(layer_path(path), module, shape, scans)
+    parameter: str = ""  # path of the kernel, as "fc/kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Rule:
             return False
         if self.smaller_than is not None and math.prod(layer.kernel_shape) >= self.smaller_than:
             return False
-        return matches(self.path, layer.path) and (self.where is None or bool(self.where(layer)))
+        return layer_matches(self.path, layer) and (self.where is None or bool(self.where(layer)))
 
 
 class LayerChoice(NamedTuple):
@@ -193,16 +196,16 @@ class Rules:
                 return LayerChoice(recipe, None if recipe.is_quantized else f"rule: gemm={recipe.gemm}")
         if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
-        if not matches_any(self.recipe.include, layer.path):
+        if not any(layer_matches(pattern, layer) for pattern in self.recipe.include):
             return LayerChoice(self.recipe, f"not in include={'+'.join(self.recipe.include)}")
-        excluding = (pattern for pattern in self.recipe.exclude if matches(pattern, layer.path))
+        excluding = (pattern for pattern in self.recipe.exclude if layer_matches(pattern, layer))
         return LayerChoice(self.recipe, next((f"exclude={pattern}" for pattern in excluding), None))
 
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""
-        patterns = [pattern for pattern in self.recipe.include if pattern != "*"]
-        fits = any(self._fits(number, layer) for number in range(len(self.rules)))
-        return fits or matches_any(patterns, layer.path)
+        if any(self._fits(number, layer) for number in range(len(self.rules))):
+            return True
+        return any(layer_matches(pattern, layer) for pattern in self.recipe.include if pattern != "*")
 
     def _fits(self, number: int, layer: Layer) -> bool:
         rule = self.rules[number]
@@ -216,7 +219,7 @@ class Rules:
                 raise ValueError(f"`rules`: {rule} {error}; the layers are {', '.join(paths)}.") from None
         return f"{layer.path}/".startswith(self._blocks[number])
 
-    def check(self, paths: Sequence[str]) -> None:
+    def check(self, layers: Sequence[Layer]) -> None:
         """Raises ValueError if a rule or a user's include or exclude pattern matches no layer."""
         given = [("include pattern", p) for p in self.recipe.include if p != "*"]
         if self.recipe.exclude != DEFAULT_EXCLUDE:
@@ -224,9 +227,10 @@ class Rules:
         unfit = [
             (name, repr(pattern))
             for name, pattern in given
-            if self.recipe.is_quantized and not any(matches(pattern, path) for path in paths)
+            if self.recipe.is_quantized and not any(layer_matches(pattern, layer) for layer in layers)
         ]
         unfit += [("rule", str(rule)) for i, rule in enumerate(self.rules) if i not in self._used]
+        paths = dict.fromkeys(layer.path for layer in layers)
         for name, what in unfit:
             raise ValueError(
                 f"recipe: the {name} {what} matches no layer; the layers are {', '.join(paths) or 'none'}."
@@ -267,9 +271,14 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 
-def matches_any(patterns: Iterable[str], path: str) -> bool:
-    """Whether one of the patterns matches."""
-    return any(matches(pattern, path) for pattern in patterns)
+def layer_matches(pattern: str, layer: Layer) -> bool:
+    """Whether a pattern matches the layer's path; or its parameter's, if both end in the same name, as in "w"
+    and "*/w"."""
+    *parents, name = layer.parameter.split("/")
+    paths = {layer.path, layer_path((*parents, name))}
+    if pattern.rsplit("/", 1)[-1] == name:
+        paths.add(layer.parameter)
+    return any(matches(pattern, path) for path in paths)
 
 
 def _is_number(x: Any) -> bool:

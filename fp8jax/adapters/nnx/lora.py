@@ -46,7 +46,7 @@ def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
         found = sides(owner, param.shape[depth:]) if is_matrix else None
         if found is not None:
             able.append(layer)
-            if lora.chooses(layer, settings.recipe):
+            if lora.chooses(layer, "/".join(path), settings.recipe):
                 for name, new in lora.new(key, layer, kernel.layers, (0, *found)).items():
                     setattr(owner, name, nnx.LoRAParam(new))
         param.set_value(lora.freeze(param.get_value(), kernel, found[0] if found else None))

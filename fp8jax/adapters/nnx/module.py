@@ -23,7 +23,7 @@ from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_o
 from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
 from fp8jax.dot.einsum import is_single_dot
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel
+from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel, layer_path
 from fp8jax.variables import FROZEN, PARAMS
 
 FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -81,7 +81,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     Kernels of Flax's layers are stored in the recipe's weight format. In other modules each parameter with
     two or more axes gets a scaling state, and stays float32.
     """
-    places, found, paths = places_of(model), {}, []
+    places, found, seen = places_of(model), {}, []
     kernels = [path for path, (_, _, param) in places.items() if can_be_kernel(param.get_value())]
     rules = settings.new_rules(kernels)
     for path, (module, name, param) in places.items():
@@ -92,9 +92,9 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
         depth = leaf.ndim - rank - bool(groups)
         layers, shape = tuple(leaf.shape[:depth]), tuple(leaf.shape[depth:])
-        layer = Layer.of(path, module, shape, layers)
+        layer = Layer(layer_path(path), module, shape, layers, "/".join(path))
         choice = rules.choose(layer)
-        paths.append(layer.path)
+        seen.append(layer)
         # The sides of an einsum's kernel may depend on its call.
         has_sides = is_known and not isinstance(module, nnx.Einsum)
         both = sides(module, shape[bool(groups) :]) if has_sides else None
@@ -103,11 +103,11 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         if choice.is_high_precision or (choice.reason is None and not is_skipped):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
             found[path] = Kernel(recipe, layers, groups)
-    rules.check(paths)
+    rules.check(seen)
     if settings.recipe.is_quantized and not found:
         raise ValueError(
             "`model`: expected a kernel that can multiply in FP8; got none of "
-            f"{', '.join(paths) or 'any path'}. Give a rule for those that shall, "
+            f"{', '.join(layer.path for layer in seen) or 'any path'}. Give a rule for those that shall, "
             '`rules=[fp8jax.Rule("PATH", "te")]`, or use the recipe bf16.'
         )
     return found
