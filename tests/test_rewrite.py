@@ -622,6 +622,24 @@ def test_functions_among_the_parameters():
         fp8jax.transform(lambda params, x: x @ params["w"], "te").init(params, jnp.ones((8, 64)))
 
 
+@pytest.mark.parametrize("recipe", ("te", "block"))
+@pytest.mark.parametrize("collections", ({}, {"batch_stats": {"mean": jnp.zeros(64)}}))
+def test_own_parameters_with_a_collection_named_params(recipe, collections):
+    """A wrapped Linen `apply` takes `{"params": ...}` as its own parameters, as model variables are."""
+    params = {"params": {"fc": {"kernel": jnp.eye(64)}}, **collections}
+    model = fp8jax.transform(lambda v, x: x @ v["params"]["fc"]["kernel"], recipe)
+    x = normal(0, 32, 64)
+    for _ in range(2):
+        assert [row.path for row in model.report(params, x).rows if row.fp8] == ["params/fc"]
+        variables = model.init(params, x)
+        assert model.report(variables, x) == model.report(params, x)
+        np.testing.assert_allclose(model.apply(variables, x), x, atol=0.1 * jnp.abs(x).max())
+    if recipe == "block":
+        np.testing.assert_array_equal(model.apply(params, x), model.apply(variables, x))
+    with pytest.raises(KeyError, match="fc"):
+        model.report({"params": {"params": {"other": jnp.eye(64)}}}, x)
+
+
 def test_quantize_like_shapes():
     """Shapes alone hold no scaling state."""
     model, params = fp8jax.transform(lambda params, x: x @ params["w"], "te"), {"w": jnp.ones((64, 64))}

@@ -7,6 +7,7 @@
 A stacked parameter that a scan slices has a scale and a scaling state for each layer.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from fp8jax.rewrite.lora import adapters_at
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
 from fp8jax.rewrite.report import Report, check_share
 from fp8jax.rewrite.rules import layer_names
-from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
+from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
 
 # Number of cached programs of one model, for different input shapes.
 _MAX_PROGRAMS = 128
@@ -145,9 +146,9 @@ class FunctionModel:
         Raises:
             ValueError: `variables` lack the scaling state of a dot product.
         """
-        params, adapters = self._split(variables)
         scaling = variables.get(SCALING, {}) if has_params(variables) else {}
-        program, consts = self._program(params, args, kwargs)
+        params, adapters = self._split(variables)
+        params, (program, consts) = self._found(params, variables, args, kwargs)
         states = {
             each.key: DotState(dict(each.state_in(scaling)), adapters_at(adapters, each.path))
             for each in program.plan.dots.values()
@@ -163,11 +164,12 @@ class FunctionModel:
 
         The arguments are those of `init` or `apply`, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
         """
-        return self._program(_params_of(variables), args, kwargs)[0].report
+        _, (program, _) = self._found(_params_of(variables), variables, args, kwargs)
+        return program.report
 
     def kernels(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
         """The kernels that the recipe or a rule applies to for these inputs, by path."""
-        program, _ = self._program(_params_of(params), args, kwargs)
+        _, (program, _) = self._found(_params_of(params), params, args, kwargs)
         if self.recipe.is_quantized:
             check_share(program.report)
         return {path: planned.kernel for path, planned in program.plan.kernels().items()}
@@ -208,6 +210,21 @@ class FunctionModel:
                 "`model.adapt`."
             )
         return variables[FROZEN], variables[PARAMS]
+
+    def _found(self, params: PyTree, variables: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, Any]:
+        """The function's parameters, which are `params` or `variables`, and the program with its constants.
+
+        Without another collection of ours, `{"params": ...}` may be the function's own parameters, as those
+        of a wrapped Linen `apply`. These are tried second.
+        """
+        try:
+            return params, self._program(params, args, kwargs)
+        except Exception:
+            if not has_params(variables) or any(name in variables for name in OURS if name != PARAMS):
+                raise
+            with contextlib.suppress(Exception):
+                return variables, self._program(variables, args, kwargs)
+            raise
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables for repeated inference: each kernel quantized once to its GEMM's format.
