@@ -601,6 +601,36 @@ def test_report_names_what_is_left():
     assert report.flops == 9 * one
 
 
+@pytest.mark.parametrize("recipe", ("te", "O2", "block", "bf16", "fp16_amp"))
+def test_complex_dots_stay_as_they_are(recipe):
+    """A state space as S5's: its complex matmuls are exact and named by their matrix."""
+
+    def fn(params, x):
+        step = jnp.exp(params["log_step"][:, 0])
+        b = (1j * step)[:, None] * lax.complex(params["B"][..., 0], params["B"][..., 1])
+        return ((x @ b.T) @ lax.complex(params["C"][..., 0], params["C"][..., 1])).real @ params["out"]
+
+    params = {"B": normal(0, 48, 64, 2), "C": normal(1, 48, 64, 2), "log_step": normal(2, 48, 1)}
+    params = jax.tree.map(lambda x: 0.1 * x, {**params, "out": normal(3, 64, 64)})
+    x = normal(4, 32, 64)
+    model = fp8jax.transform(fn, recipe)
+    rows = {row.path: row for row in model.report(params, x).rows}
+    assert set(rows) == {"B", "C", "out"}
+    assert [rows[name].reason for name in "BC"] == ["it multiplies complex numbers"] * 2
+    assert rows["out"].fp8 == model.recipe.is_quantized
+    assert rows["B"].flops == 4 * 2 * 32 * 64 * 48  # four multiplications of real numbers for one
+    if model.recipe.is_quantized:
+        with pytest.warns(UserWarning, match="B .it multiplies complex"):
+            variables = model.init(params, x)
+    else:
+        variables = model.init(params, x)
+    mean = lambda apply: lambda v: jnp.square(apply(v, x)).mean()  # noqa: E731
+    grads, exact = fp8jax.value_and_grad(mean(model.apply))(variables)[1], jax.grad(mean(fn))(params)
+    for name, grad in exact.items():
+        got = value(grads["params"][name])
+        assert jnp.linalg.norm(got - grad) < 0.1 * jnp.linalg.norm(grad)
+
+
 def test_flops_inside_of_shard_map():
     """Those of all devices, as everywhere else."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

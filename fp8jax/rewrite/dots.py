@@ -33,7 +33,8 @@ OF_CONSTANTS = "its kernel is a constant of the function: make it a parameter"
 class Derived(NamedTuple):
     """A value computed from parameters only."""
 
-    path: tuple[str, ...]  # path of the first of these parameters
+    path: tuple[str, ...]  # path of the largest of these parameters
+    size: int  # of this parameter
     reason: str
     loops: tuple[tuple[Site, int], ...]
     is_opaque: bool  # whether `evaluate` cannot replace dot products of this value, as inside a custom call
@@ -56,8 +57,8 @@ def is_parameter(x: Any) -> bool:
 def derived(x: ParamView | Derived, reason: str, is_opaque: bool = False) -> Derived:
     """A value computed from `x`, with the reason why its dot products cannot run in FP8."""
     if isinstance(x, Derived):
-        return Derived(x.path, reason if is_opaque else x.reason, x.loops, x.is_opaque or is_opaque)
-    return Derived(x.path, reason, x.loops, is_opaque)
+        return x._replace(reason=reason if is_opaque else x.reason, is_opaque=x.is_opaque or is_opaque)
+    return Derived(x.path, x.size, reason, x.loops, is_opaque)
 
 
 class Place(NamedTuple):
@@ -103,7 +104,9 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         for side, shape in enumerate(shapes)
     ]
     k = math.prod(shapes[0][axis] for axis in contracted[0])
-    flops = place.times * 2 * math.prod(eqn.outvars[0].aval.shape) * k
+    is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
+    # A multiplication of complex numbers is four of real ones.
+    flops = place.times * (8 if is_complex else 2) * math.prod(eqn.outvars[0].aval.shape) * k
     groups = 0
     if ragged is not None:
         groups = eqn.invars[2].aval.shape[-1]
@@ -128,14 +131,18 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         # The contracted axes come first in storage.
         is_matrix=is_matrix
         and sorted(x.perm[axis] for axis in contracted[kernel]) == [*range(len(contracted[kernel]))],
-        reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged),
+        reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged, is_complex),
     )
 
 
-def _why_not(ins: list[Any], kernels: list[int], rank: int, contracted: Any, ragged: Any) -> str | None:
+def _why_not(
+    ins: list[Any], kernels: list[int], rank: int, contracted: Any, ragged: Any, is_complex: bool
+) -> str | None:
     """Why a dot product cannot run in FP8; `rank` is the other operand's."""
     if not kernels:
         return OF_CONSTANTS if CONSTANT in ins else "both operands are activations"
+    if is_complex:
+        return "it multiplies complex numbers"
     if len(kernels) == 2:
         return "both operands are parameters"
     [kernel] = kernels

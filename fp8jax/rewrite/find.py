@@ -153,7 +153,7 @@ class _Walk:
         parameters = [x for x in ins if is_parameter(x)]
         if not parameters:
             return CONSTANT if CONSTANT in ins else None
-        return derived(parameters[0], f"its kernel is computed ({name})")
+        return derived(max(parameters, key=lambda x: x.size), f"its kernel is computed ({name})")
 
     def scan(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> list[Any]:
         """The outputs of a scan."""

@@ -37,6 +37,7 @@ class ParamView:
         path: names of the parameter in the tree of parameters.
         perm: for each axis of the value, the axis of the stored array.
         dtypes: the parameter's dtype and the dtypes of its casts, in order.
+        size: the parameter's number of entries.
         loops: sites and lengths of the scans that sliced it, outermost first.
         is_frozen: whether it passed a `stop_gradient`.
         is_shared: whether it is a part of the parameter, or a loop constant.
@@ -45,6 +46,7 @@ class ParamView:
     path: tuple[str, ...]
     perm: tuple[int, ...]
     dtypes: tuple[Any, ...]
+    size: int
     loops: tuple[tuple[tuple[int, ...], int], ...] = ()
     is_frozen: bool = False
     is_shared: bool = False
@@ -52,7 +54,7 @@ class ParamView:
     @classmethod
     def of(cls, path: tuple[str, ...], aval: Any) -> "ParamView":
         """The unchanged parameter; `aval` has the shape and dtype that the function sees."""
-        return cls(path, tuple(range(len(aval.shape))), (jnp.dtype(aval.dtype),))
+        return cls(path, tuple(range(len(aval.shape))), (jnp.dtype(aval.dtype),), math.prod(aval.shape))
 
     @property
     def is_transposed(self) -> bool:
