@@ -22,6 +22,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from fp8jax import backends, loss_scale
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.cache import Programs
 from fp8jax.rewrite.dots import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import adapters_at
@@ -29,9 +30,6 @@ from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call,
 from fp8jax.rewrite.report import Report, check_share
 from fp8jax.rewrite.rules import layer_names
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
-
-# Number of cached programs of one model, for different input shapes.
-_MAX_PROGRAMS = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +54,7 @@ class FunctionModel:
     annotations: Annotations = dataclasses.field(default_factory=Annotations, repr=False)
     num_states: int = 0
     context: Callable[[], Any] = lambda: None
-    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    _programs: Programs = dataclasses.field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:
         backends.choose(self.settings.backend, scaling=self.recipe.scaling)
@@ -253,20 +251,14 @@ class FunctionModel:
         static, arrays = Static.of((args, kwargs))
         constants = tuple((type(x), x) for x in static.leaves)  # with the type, because 1 == True
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *arrays) if is_array(x))
-        key = treedef, static.treedef, avals, constants, trace_context(), self.context()
-        try:
-            if key in self._programs:
-                return self._programs[key]
-            is_hashable = True
-        except TypeError:
-            is_hashable = False
+        types = treedef, static.treedef, avals, trace_context(), self.context()
+        if (found := self._programs.find(types, constants)) is not None:
+            return found
         num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
         pair = trace(self.fn, self.settings, self.annotations, params, static, arrays, num_state_arrays)
         # Do not cache a function that closes over tracers, which are invalid after their trace.
-        if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
-            while len(self._programs) >= _MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            self._programs[key] = pair
+        if not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
+            self._programs.add(types, constants, pair)
         return pair
 
 

@@ -18,7 +18,7 @@ import jax.core
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw
+from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw, value_of
 from fp8jax.rewrite import FunctionModel, Static
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
@@ -178,7 +178,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     module: Any = nodes[0]
     thaw(nodes)
     _refuse_assignments(nodes)
-    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(nodes))}
+    values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
     constants = _constants(nodes)
     modules = iter(nodes[1:])
     arguments = call.arguments.filled(arrays)
@@ -194,7 +194,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     changes = []
     for path, variable in nnx.to_flat_state(nnx.state(nodes)):
         is_new = path not in values
-        is_changed = is_new or not _is_same(values[path], variable.get_value())
+        is_changed = is_new or not _is_same(values[path], value_of(variable))
         if is_changed and not isinstance(variable, nnx.Param | Frozen | FP8State):
             changes.append(((path, variable), is_new))
     return result, changes
