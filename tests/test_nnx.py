@@ -415,6 +415,35 @@ def test_layers_under_vmap_scan_and_remat(recipe):
     assert (new != scale).all() and len(set(map(float, new[:, 0]))) > 1
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_layers_stacked_along_another_axis(axis, given):
+    """`StateAxes({nnx.Param: 1, ...: 0})`: as stacked along the first, with and without example inputs."""
+    x, results = jax.random.normal(jax.random.key(0), (8, WIDTH)), []
+    for axes in (0, axis, nnx.StateAxes({nnx.Param: axis, ...: 0})):
+
+        class Layers(nnx.Module):
+            def __init__(self, rngs, axes=axes):
+                every = nnx.StateAxes({nnx.RngState: 0, ...: None})
+                make = functools.partial(nnx.Linear, WIDTH, 2 * WIDTH, use_bias=False)
+                stack = nnx.vmap(lambda rngs: make(rngs=rngs), in_axes=(every,), out_axes=axes)
+                self.layers = nnx.split_rngs(splits=DEPTH)(stack)(rngs)
+
+            def __call__(self, x, axes=axes):
+                run = lambda layer, x: x + layer(x)[:, WIDTH:]  # noqa: E731
+                return nnx.scan(run, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+        model = fp8jax.transform(Layers(nnx.Rngs(0)), "O2", inputs=(x,) if given else None)
+        loss, grads = fp8jax.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+        grad = grads["layers"]["kernel"].get_value()
+        assert is_scaled(model.layers.kernel.get_value()) and grad.scale.size == DEPTH
+        assert fp8jax.report(model, x).rows[0].kernel_shape == (WIDTH, 2 * WIDTH)
+        where = axes if isinstance(axes, int) else axis
+        results.append((loss, jnp.moveaxis(value(grad), where, 0)))
+    for result in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], result)
+
+
 @pytest.mark.long
 def test_state_axes_may_leave_the_scaling_state_out():
     class Layers(nnx.Module):

@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -468,6 +469,81 @@ def test_loss_is_traced_once():
         x = jnp.concatenate([x, x])  # of another shape: init's program does not serve
         jax.eval_shape(fp8jax.value_and_grad(lambda v, x, model=model: model.apply(v, x).sum()), variables, x)
         assert len(calls) == 1
+
+
+class ScannedLayers(nn.Module):
+    """As in scalable T5: the layers' axis is the second one of each kernel."""
+
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.Dense(WIDTH, False, name="down")(
+                    nn.gelu(nn.Dense(HIDDEN, False, name="up")(x))
+                ), None
+
+        scan = nn.scan(Layer, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=LAYERS)
+        return scan(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize("level", ("te", "O2", "O3", "nvfp4", "block+O2"))
+def test_scan_along_another_axis(level):
+    """Scans along the first and the second axis of what is stored: equal gradients, in equal formats."""
+    x, params = normal(0, 32, WIDTH), ScannedLayers(0).init(jax.random.key(1), normal(0, 32, WIDTH))
+    results = []
+    for axis in (0, 1):
+        model = fp8jax.transform(ScannedLayers(axis), level)
+        plain = jax.tree.map(lambda w, axis=axis: jnp.moveaxis(w, 0, axis), params)
+        variables = model.quantize(plain, model.init(jax.random.key(1), x))
+        loss = functools.partial(lambda apply, v, x: jnp.square(apply(v, x)).mean(), model.apply)
+        out, grads = fp8jax.value_and_grad(loss)(variables, x)
+        frozen = model.freeze(variables, x)
+        np.testing.assert_array_equal(model.apply(frozen, x), model.apply(variables, x))
+        kernel, grad = (tree["params"]["layers"]["up"]["kernel"] for tree in (variables, grads))
+        assert is_scaled(kernel) == (model.recipe.weight != "FP32")
+        assert is_scaled(grad) == (model.recipe.weight_grad != "FP32")
+        assert all(row.fp8 and not row.plain for row in model.report(x).rows)
+        if is_scaled(grad):
+            assert grad.scale.shape == ((LAYERS, 1, 1), (1, LAYERS, 1))[axis]
+        results.append((out, jnp.moveaxis(value(grad), axis, 0), grads.get("_overwrite_with_gradient")))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_scan_along_another_axis_over_devices():
+    """Devices with shards of kernels give the gradients of one device."""
+    x, model = normal(0, 32, WIDTH), fp8jax.transform(ScannedLayers(1), "O2")
+    variables = model.init(jax.random.key(1), x)
+    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), stage=3)
+    loss = lambda v, x: jnp.square(model.apply(v, x)).mean()  # noqa: E731
+    _, one = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
+    _, many = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(zero.place(variables), x)
+    for name in ("up", "down"):
+        got, exact = (value(grads["params"]["layers"][name]["kernel"]) for grads in (many, one))
+        assert jnp.linalg.norm(got - exact) < 2 * 10 ** (-28 / 20) * jnp.linalg.norm(exact)  # of E4M3, twice
+
+
+def test_plain_weights_are_told():
+    """Kernels that the function computes multiply in FP8, and the report says that they are stored as they
+    were."""
+
+    def fn(params, x):
+        stack = jnp.stack([params["a"], params["b"]])
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)
+        x = x @ (params["normed"] / jnp.linalg.norm(params["normed"]))
+        return x @ params["own"]
+
+    params, x = {name: jnp.eye(64) for name in ("a", "b", "normed", "own")}, normal(0, 32, 64)
+    rows = {row.path: row for row in fp8jax.transform(fn, "O2").report(params, x).rows}
+    assert all(row.fp8 for row in rows.values())
+    plain = "weight and gradient stay FP32: its kernel is computed ("
+    assert rows["a"].plain.startswith(plain) and rows["a"].plain.endswith("), of 2 parameters")
+    assert rows["normed"].plain == f"{plain}div)" and rows["own"].plain == ""
+    report = fp8jax.transform(fn, "O2").report(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), x)
+    assert "yes, but weight and gradient stay BF16" in str(report)
+    assert "stay" not in str(fp8jax.transform(fn, "te").report(params, x)).split("backend")[0]
 
 
 def test_gradient_of_one_use_is_codes():

@@ -201,6 +201,44 @@ def test_parameters_beside_each_other_have_rows_of_their_own():
     assert "fp8jax:mlp.kernel" in text
 
 
+def test_an_array_in_a_wrapper_has_the_wrappers_layer():
+    """As in Haliax, whose weights are arrays with names of axes: `lm_head/weight/0`."""
+    wrap = lambda *shape: {"weight": [jnp.ones(shape)]}  # noqa: E731
+    params = {"up": wrap(WIDTH, WIDTH), "lm_head": wrap(WIDTH, 64), "list": {"w": [X.T @ X, X.T @ X]}}
+
+    def fn(params, x):
+        x = x @ params["up"]["weight"][0] @ params["list"]["w"][0] @ params["list"]["w"][1]
+        return x @ params["lm_head"]["weight"][0]
+
+    rows = fp8jax.transform(fn, "te").report(params, X).rows
+    assert {row.path: row.fp8 for row in rows} == {
+        "up": True,
+        "lm_head": False,
+        "list/w/0": True,
+        "list/w/1": True,
+    }
+
+
+def test_what_may_be_a_head_is_told():
+    """Heads go by name; the report names another one."""
+    vocabulary = 100
+
+    def fn(params, tokens):
+        x = params["embed"][tokens] + params["positions"][jnp.arange(16)][None]
+        x = jax.nn.relu(x @ params["up"]["w"]) @ params["down"]["w"]
+        return x @ params["to_logits"]["w"]
+
+    shapes = {"up": (WIDTH, 64), "down": (64, WIDTH), "to_logits": (WIDTH, vocabulary)}
+    params = {name: {"w": jnp.ones(shape)} for name, shape in shapes.items()}
+    params |= {"embed": jnp.ones((vocabulary, WIDTH)), "positions": jnp.ones((64, WIDTH))}
+    tokens = jnp.zeros((2, 16), int)
+    report = fp8jax.transform(fn, "te").report(params, tokens)
+    told = "{} may be the output head, which `exclude` finds by name: Rule('{}') keeps it in bf16"
+    assert told.format("to_logits", "to_logits") in str(report) and str(report).count("may be") == 1
+    model = fp8jax.transform(fn, "te", rules=[Rule("to_logits")])
+    assert "may be" not in str(model.report(params, tokens))
+
+
 @pytest.mark.parametrize(
     "pattern, layers",
     [

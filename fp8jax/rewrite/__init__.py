@@ -10,8 +10,6 @@ arrays.
 """
 
 from fp8jax.rewrite.choose import SMALLEST as SMALLEST
-from fp8jax.rewrite.dots import Kernel as Kernel
-from fp8jax.rewrite.dots import Plan as Plan
 from fp8jax.rewrite.evaluate import evaluate as evaluate
 from fp8jax.rewrite.find import Uses as Uses
 from fp8jax.rewrite.find import find_dots as find_dots
@@ -23,6 +21,8 @@ from fp8jax.rewrite.follow import names_of as names_of
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
 from fp8jax.rewrite.function import check_like as check_like
 from fp8jax.rewrite.lora import LoRA as LoRA
+from fp8jax.rewrite.plan import Kernel as Kernel
+from fp8jax.rewrite.plan import Plan as Plan
 from fp8jax.rewrite.program import Annotations as Annotations
 from fp8jax.rewrite.program import Settings as Settings
 from fp8jax.rewrite.program import Static as Static

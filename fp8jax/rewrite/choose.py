@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Dot, Kernel, PlannedDot
+from fp8jax.rewrite.dots import Dot
 from fp8jax.rewrite.find import FoundDots
+from fp8jax.rewrite.plan import Kernel, PlannedDot, kernels_of
 from fp8jax.rewrite.rules import Layer, LayerChoice, Rules
 
 # Smaller dot products gain no speed, and are usually routers, gates or heads.
@@ -34,15 +35,33 @@ def choose(
         choice = _choose(dot, dot.path, found, rules, layer_of(dot, modules))
         if kernels is not None and choice.reason is None:
             if dot.path in kernels:
-                choice = LayerChoice(kernels[dot.path].recipe, None)
+                _check_axes(dot, kernels[dot.path])
+                choice = _with_formats_of(
+                    kernels[dot.path].recipe, choice, dot, "`transform` got no `inputs`"
+                )
             else:
                 choice = choice._replace(reason="`transform` knew no parameter of it")
         choices.append((dot, choice))
         if choice.reason is None or choice.is_high_precision:
             layers = tuple(length for _, length in dot.loops)
-            chosen.append((dot, Kernel(choice.recipe, layers, dot.groups)))
+            chosen.append((dot, Kernel(choice.recipe, layers, dot.groups, dot.axes)))
     keys = _keys([dot for dot, _ in chosen])
-    return [PlannedDot(dot, key, kernel) for key, (dot, kernel) in zip(keys, chosen, strict=True)], choices
+    planned = [PlannedDot(dot, key, kernel) for key, (dot, kernel) in zip(keys, chosen, strict=True)]
+    # One of the dot products of a parameter decides how it is stored.
+    deciding = {each.dot.place.site for each in kernels_of(planned).values()}
+    plain = {dot.path: choice.plain for dot, choice in choices if dot.place.site in deciding}
+    return planned, [(dot, choice._replace(plain=plain.get(dot.path, ""))) for dot, choice in choices]
+
+
+def _check_axes(dot: Dot, kernel: Kernel) -> None:
+    """Raises ValueError if a scan does not slice the axes of a kernel's layers."""
+    expected = kernel.stacked[: len(dot.axes)]
+    if expected and dot.axes != expected:
+        raise ValueError(
+            f"`model`: expected a scan along axis {expected[0]} of the kernel of {dot.layer!r}, which "
+            f"`transform` took for the axis of stacked layers; got a scan along axis {dot.axes[0]}. Give "
+            "`transform` example inputs, `inputs=(x,)`."
+        )
 
 
 def _keys(dots: Sequence[Dot]) -> list[tuple[str, ...]]:
@@ -83,7 +102,22 @@ def _choose(dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, lay
         _, *sides = dot.gemm
         if min(sides) < SMALLEST:
             return LayerChoice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
-    if dot.is_computed or path in found.tables:
-        # Other operations read the parameter, too.
-        return LayerChoice(choice.recipe.with_plain_weights(), choice.reason)
-    return choice
+    why = dot.computed or ("other operations read its table" if path in found.tables else None)
+    if why is None and choice.recipe.weight == "FP32" and dot.axes != tuple(range(len(dot.axes))):
+        why = "a scan is along another axis than the first"  # the gradient's scales have the weight's blocks
+    return choice if why is None else _with_formats_of(choice.recipe.with_plain_weights(), choice, dot, why)
+
+
+# Names of dtypes in reports.
+_DTYPES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
+
+
+def _with_formats_of(new: Recipe, choice: LayerChoice, dot: Dot, why: str) -> LayerChoice:
+    """The choice with another recipe, and `why` its weight or gradient is not in the recipe's format."""
+    columns = (("weight", "weight"), ("gradient", "weight_grad"))
+    names = [name for name, column in columns if getattr(new, column) != getattr(choice.recipe, column)]
+    if choice.reason is not None or not names:
+        return choice._replace(recipe=new)
+    dtype = _DTYPES.get(str(dot.dtype), str(dot.dtype))
+    stays = "stay" if len(names) > 1 else "stays"
+    return LayerChoice(new, None, f"{' and '.join(names)} {stays} {dtype}: {why}")

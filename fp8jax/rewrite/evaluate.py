@@ -24,9 +24,10 @@ from fp8jax.dot.einsum import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
-from fp8jax.rewrite.dots import DOT_OUTPUT, DotState, Plan, PlannedDot, Site
+from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
-from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain
+from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
+from fp8jax.rewrite.plan import DOT_OUTPUT, DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
 
 # By the key of the dot product; without an entry it has no state.
@@ -255,15 +256,20 @@ def _depth(state: DotState, planned: PlannedDot) -> int:
 
 
 def _layers(x: Tracked, site: Site, length: int) -> Any:
-    """A stacked parameter as the scanned input of a scan, with a scale for each layer."""
-    view, stored, shard = x.view.in_scan(site, length), x.weight.value, x.weight.shard
+    """A stacked parameter as the scanned input of a scan, with its layers first and a scale for each."""
+    view, ndim = x.view.in_scan(site, length), x.weight.ndim
+    shard: Any = x.weight.shard
     # Layers that are sharded themselves, as those of a vector for each layer, are gathered here.
-    if view is None or (shard is not None and -shard.axis == stored.ndim):
+    if view is None or (shard is not None and shard.axis % ndim == x.view.perm[0]):
         return x.value()
+    order = (x.view.perm[0], *(axis for axis in range(ndim) if axis != x.view.perm[0]))
+    stored, slot = (transpose(each, order) for each in (x.weight.value, x.weight.grad_slot))
+    if shard is not None:
+        shard = dataclasses.replace(shard, axis=order.index(shard.axis % ndim) - ndim)
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
         stored = ScaledArray(stored.data, scale)
-    return Tracked(dataclasses.replace(x.weight, value=stored), view)
+    return Tracked(Weight(stored, slot, shard), view)
 
 
 def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:

@@ -23,9 +23,9 @@ from fp8jax import backends, loss_scale
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs
-from fp8jax.rewrite.dots import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import adapters_at
+from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
 from fp8jax.rewrite.report import Report, check_share
 from fp8jax.rewrite.rules import layer_names

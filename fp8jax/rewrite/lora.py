@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fp8jax.dot.layout import Layout
 from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Kernel
+from fp8jax.rewrite.plan import Kernel
 from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, matches
 from fp8jax.scaling.stored import stored_kernel
 

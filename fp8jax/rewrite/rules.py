@@ -30,11 +30,21 @@ def layer_path(path: tuple[str, ...]) -> str:
 
 
 def layer_paths(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The paths of the layers of dot products' parameters. Beside other such parameters, a parameter is a
-    layer of its own."""
+    """The paths of the layers of dot products' parameters.
+
+    Beside other such parameters, a parameter is a layer of its own. The array of a wrapper, as in Haliax's
+    `weight/0`, has the wrapper's layer.
+    """
     paths = set(paths)
     beside = collections.Counter(path[:-1] for path in paths)
-    return {path: layer_path(path) if beside[path[:-1]] == 1 else "/".join(path) for path in paths}
+
+    def name(path: tuple[str, ...]) -> str:
+        if beside[path[:-1]] > 1:
+            return "/".join(path)
+        is_wrapped = path[-1:] == ("0",) and path[-2:-1] and path[-2] in WEIGHTS
+        return layer_path(path[:-1] if is_wrapped else path)
+
+    return {path: name(path) for path in paths}
 
 
 class Layer(NamedTuple):
@@ -147,10 +157,11 @@ class Rule:
 
 
 class LayerChoice(NamedTuple):
-    """The recipe of one layer, and the reason why it does not run in FP8, or None."""
+    """The recipe of one layer."""
 
     recipe: Recipe
-    reason: str | None
+    reason: str | None  # why it does not run in FP8; None if it does
+    plain: str = ""  # why its weight and gradient stay FP32 under a recipe with other formats
 
     @property
     def is_high_precision(self) -> bool:

@@ -177,6 +177,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     nodes = nnx.merge(call.graph, nnx.State({0: params} if params else {}), rest)
     module: Any = nodes[0]
     thaw(nodes)
+    _remove_states(module)
     _refuse_assignments(nodes)
     values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
     constants = _constants(nodes)
@@ -198,6 +199,14 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
         if is_changed and not isinstance(variable, nnx.Param | Frozen | FP8State):
             changes.append(((path, variable), is_new))
     return result, changes
+
+
+def _remove_states(module: nnx.Module) -> None:
+    """Removes the scaling states from a copy of the module, which a user's scan or vmap over it may not fit:
+    `evaluate` has them."""
+    for _, each in modules_of(module):
+        for name in [name for name, x in vars(each).items() if isinstance(x, FP8State)]:
+            delattr(each, name)
 
 
 def _is_same(old: Any, new: Any) -> bool:

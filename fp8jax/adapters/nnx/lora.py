@@ -43,6 +43,7 @@ def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
     for path, kernel, (owner, _, param) in placed_kernels(model):
         layer, depth = "/".join(path[:-1]), len(kernel.layers)
         is_matrix = isinstance(owner, FLAX_LAYERS) and not getattr(owner, "batch_axis", ())
+        is_matrix = is_matrix and kernel.stacked == tuple(range(depth))
         found = sides(owner, param.shape[depth:]) if is_matrix else None
         if found is not None:
             able.append(layer)

@@ -10,6 +10,7 @@ are no `nnx.Param`s, so optimizers and plain gradients ignore them. `value_and_g
 NNX updates a BatchNorm's statistics.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -91,7 +92,9 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         rank = _rank(module) if is_known else leaf.ndim
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
         depth = leaf.ndim - rank - bool(groups)
-        layers, shape = tuple(leaf.shape[:depth]), tuple(leaf.shape[depth:])
+        axes = _stacked_axes(module, leaf.shape, depth)
+        layers = tuple(leaf.shape[axis] for axis in axes)
+        shape = tuple(dim for axis, dim in enumerate(leaf.shape) if axis not in axes)
         layer = Layer(layer_path(path), module, shape, layers, "/".join(path))
         choice = rules.choose(layer)
         seen.append(layer)
@@ -102,7 +105,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         is_skipped = (is_small or isinstance(module, nnx.Embed)) and not rules.names(layer)
         if choice.is_high_precision or (choice.reason is None and not is_skipped):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
-            found[path] = Kernel(recipe, layers, groups)
+            found[path] = Kernel(recipe, layers, groups, axes)
     rules.check(seen)
     if settings.recipe.is_quantized and not found:
         raise ValueError(
@@ -128,6 +131,24 @@ def _rank(layer: Any) -> int:
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     return 2
+
+
+def _stacked_axes(layer: Any, shape: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """The axes of a stack of layers in a kernel: the first `depth` axes, or those that leave a kernel of the
+    layer's sizes."""
+    first = tuple(range(depth))
+    if isinstance(layer, nnx.Linear):
+        own = (layer.in_features, layer.out_features)
+    elif isinstance(layer, nnx.LinearGeneral):
+        own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+    elif isinstance(layer, nnx.Einsum):
+        own = tuple(layer.kernel_shape)
+    else:
+        return first
+    for axes in itertools.combinations(range(len(shape)), depth):
+        if tuple(dim for axis, dim in enumerate(shape) if axis not in axes) == own:
+            return axes
+    return first
 
 
 def sides(layer: Any, shape: tuple[int, ...]) -> tuple[int, int] | None:
