@@ -1,5 +1,6 @@
 """FP8 in NNX modules: the user's idioms, values and names, and state where it belongs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -414,6 +415,35 @@ def test_layers_under_vmap_scan_and_remat(recipe):
     assert (new != scale).all() and len(set(map(float, new[:, 0]))) > 1
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_layers_stacked_along_another_axis(axis, given):
+    """`StateAxes({nnx.Param: 1, ...: 0})`: as stacked along the first, with and without example inputs."""
+    x, results = jax.random.normal(jax.random.key(0), (8, WIDTH)), []
+    for axes in (0, axis, nnx.StateAxes({nnx.Param: axis, ...: 0})):
+
+        class Layers(nnx.Module):
+            def __init__(self, rngs, axes=axes):
+                every = nnx.StateAxes({nnx.RngState: 0, ...: None})
+                make = functools.partial(nnx.Linear, WIDTH, 2 * WIDTH, use_bias=False)
+                stack = nnx.vmap(lambda rngs: make(rngs=rngs), in_axes=(every,), out_axes=axes)
+                self.layers = nnx.split_rngs(splits=DEPTH)(stack)(rngs)
+
+            def __call__(self, x, axes=axes):
+                run = lambda layer, x: x + layer(x)[:, WIDTH:]  # noqa: E731
+                return nnx.scan(run, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+        model = fp8jax.transform(Layers(nnx.Rngs(0)), "O2", inputs=(x,) if given else None)
+        loss, grads = fp8jax.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+        grad = grads["layers"]["kernel"].get_value()
+        assert is_scaled(model.layers.kernel.get_value()) and grad.scale.size == DEPTH
+        assert fp8jax.report(model, x).rows[0].kernel_shape == (WIDTH, 2 * WIDTH)
+        where = axes if isinstance(axes, int) else axis
+        results.append((loss, jnp.moveaxis(value(grad), where, 0)))
+    for result in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], result)
+
+
 @pytest.mark.long
 def test_state_axes_may_leave_the_scaling_state_out():
     class Layers(nnx.Module):
@@ -540,6 +570,66 @@ def test_functions_for_nnx_refuse_others():
             function({})
     with pytest.raises(TypeError, match="expected a model from fp8jax.transform; got dict"):
         fp8jax.report({})
+
+
+@dataclasses.dataclass
+class Settings:
+    """Without a hash, as most dataclasses of settings."""
+
+    factor: float = 2.0
+
+
+class WithArrays(nnx.Module):
+    """Arrays and settings among the attributes, beside variables."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.frequencies = jnp.linspace(0, 1, 64)[None]
+        self.tables = nnx.data({"a": jnp.ones((1, 64)), "b": [jnp.ones((1, 64))]})
+        self.calls = jnp.zeros(())
+        self.settings = Settings()
+
+    def __call__(self, x):
+        TRACED.append(1)
+        self.calls = self.calls + 1
+        return (
+            self.settings.factor * self.linear(x * self.frequencies) + self.tables["a"] + self.tables["b"][0]
+        )
+
+
+TRACED = []
+
+
+@pytest.mark.parametrize("inputs", [None, (jnp.ones((32, 64)),)])
+def test_attributes_that_are_arrays(inputs):
+    """They are inputs of the call, and a new array is assigned as in the plain module."""
+    plain, x = WithArrays(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (32, 64))
+    model = fp8jax.transform(plain, "O2", inputs=inputs)
+    want, got = plain(x), model(x)
+    assert jnp.linalg.norm(got - want) < 0.1 * jnp.linalg.norm(want)
+    assert model.calls == plain.calls == 1
+    model.tables = nnx.data({"a": 3 * jnp.ones((1, 64)), "b": [jnp.ones((1, 64))]})
+    np.testing.assert_allclose(model(x), got + 2, rtol=1e-5, atol=1e-5)
+    loss, grads = nnx.jit(fp8jax.value_and_grad(lambda model, x: jnp.square(model(x)).mean()))(model, x)
+    assert is_scaled(grads["linear"]["kernel"].get_value()) and jnp.isfinite(loss)
+    assert model.calls == 3
+    assert [row.fp8 for row in fp8jax.report(model, x).rows] == [True]
+
+
+def test_attributes_without_a_hash():
+    """Calls are traced once, and again after such an attribute has changed in place."""
+    model = fp8jax.transform(WithArrays(nnx.Rngs(0)), "te")
+    x = jnp.ones((32, 64))
+    got = model(x)
+    TRACED.clear()
+    for _ in range(3):
+        model(x)
+    assert not TRACED
+    model.settings.factor = 4.0
+    np.testing.assert_allclose(model(x) - 2, 2 * (got - 2), rtol=1e-5, atol=1e-5)
+    model.settings = Settings()
+    np.testing.assert_array_equal(model(x), got)
+    assert len(TRACED) == 1
 
 
 class Tied(nnx.Module):

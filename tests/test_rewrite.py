@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.quantization import is_scaled, value
+from fp8jax.recipe import PRESETS
 
 LEVELS = ("te", "O1", "O2", "O3")
 LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 50
@@ -432,6 +434,25 @@ def test_stop_gradient(level):
         assert new["_overwrite_with_gradient"][name]["amax_history"][0, 0] > 0
 
 
+@pytest.mark.parametrize("level", [name for name, recipe in PRESETS.items() if recipe.is_quantized])
+def test_frozen_use_before_the_trained_one(level):
+    """A teacher with the student's weights multiplies first: the student's gradient is its own, in the
+    recipe's format."""
+
+    def fn(params, x):
+        teacher = jnp.tanh(x @ lax.stop_gradient(params["w"]))
+        return jnp.square(jnp.tanh(1.2 * (x @ params["w"])) - teacher).mean()
+
+    x, w = normal(0, 32, WIDTH), 0.2 * normal(1, WIDTH, WIDTH)
+    model = fp8jax.transform(fn, level)
+    variables = model.init({"w": w}, x)
+    grad_fn = fp8jax.value_and_grad(model.apply)
+    grad, exact = grad_fn(variables, x)[1]["params"]["w"], jax.grad(fn)({"w": w}, x)["w"]
+    assert is_scaled(grad) == (model.recipe.weight_grad == "E4M3")
+    bound = 0.6 if level == "nvfp4" else 0.3  # both outputs are rounded, and the loss is of their difference
+    assert jnp.linalg.norm(value(grad) - exact) < bound * jnp.linalg.norm(exact)
+
+
 def test_loss_is_traced_once():
     """Tracing the gradient calls the function once, at every level, also where a kernel is shared."""
     calls = []
@@ -448,6 +469,81 @@ def test_loss_is_traced_once():
         x = jnp.concatenate([x, x])  # of another shape: init's program does not serve
         jax.eval_shape(fp8jax.value_and_grad(lambda v, x, model=model: model.apply(v, x).sum()), variables, x)
         assert len(calls) == 1
+
+
+class ScannedLayers(nn.Module):
+    """As in scalable T5: the layers' axis is the second one of each kernel."""
+
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.Dense(WIDTH, False, name="down")(
+                    nn.gelu(nn.Dense(HIDDEN, False, name="up")(x))
+                ), None
+
+        scan = nn.scan(Layer, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=LAYERS)
+        return scan(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize("level", ("te", "O2", "O3", "nvfp4", "block+O2"))
+def test_scan_along_another_axis(level):
+    """Scans along the first and the second axis of what is stored: equal gradients, in equal formats."""
+    x, params = normal(0, 32, WIDTH), ScannedLayers(0).init(jax.random.key(1), normal(0, 32, WIDTH))
+    results = []
+    for axis in (0, 1):
+        model = fp8jax.transform(ScannedLayers(axis), level)
+        plain = jax.tree.map(lambda w, axis=axis: jnp.moveaxis(w, 0, axis), params)
+        variables = model.quantize(plain, model.init(jax.random.key(1), x))
+        loss = functools.partial(lambda apply, v, x: jnp.square(apply(v, x)).mean(), model.apply)
+        out, grads = fp8jax.value_and_grad(loss)(variables, x)
+        frozen = model.freeze(variables, x)
+        np.testing.assert_array_equal(model.apply(frozen, x), model.apply(variables, x))
+        kernel, grad = (tree["params"]["layers"]["up"]["kernel"] for tree in (variables, grads))
+        assert is_scaled(kernel) == (model.recipe.weight != "FP32")
+        assert is_scaled(grad) == (model.recipe.weight_grad != "FP32")
+        assert all(row.fp8 and not row.plain for row in model.report(x).rows)
+        if is_scaled(grad):
+            assert grad.scale.shape == ((LAYERS, 1, 1), (1, LAYERS, 1))[axis]
+        results.append((out, jnp.moveaxis(value(grad), axis, 0), grads.get("_overwrite_with_gradient")))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_scan_along_another_axis_over_devices():
+    """Devices with shards of kernels give the gradients of one device."""
+    x, model = normal(0, 32, WIDTH), fp8jax.transform(ScannedLayers(1), "O2")
+    variables = model.init(jax.random.key(1), x)
+    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), stage=3)
+    loss = lambda v, x: jnp.square(model.apply(v, x)).mean()  # noqa: E731
+    _, one = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
+    _, many = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(zero.place(variables), x)
+    for name in ("up", "down"):
+        got, exact = (value(grads["params"]["layers"][name]["kernel"]) for grads in (many, one))
+        assert jnp.linalg.norm(got - exact) < 2 * 10 ** (-28 / 20) * jnp.linalg.norm(exact)  # of E4M3, twice
+
+
+def test_plain_weights_are_told():
+    """Kernels that the function computes multiply in FP8, and the report says that they are stored as they
+    were."""
+
+    def fn(params, x):
+        stack = jnp.stack([params["a"], params["b"]])
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)
+        x = x @ (params["normed"] / jnp.linalg.norm(params["normed"]))
+        return x @ params["own"]
+
+    params, x = {name: jnp.eye(64) for name in ("a", "b", "normed", "own")}, normal(0, 32, 64)
+    rows = {row.path: row for row in fp8jax.transform(fn, "O2").report(params, x).rows}
+    assert all(row.fp8 for row in rows.values())
+    plain = "weight and gradient stay FP32: its kernel is computed ("
+    assert rows["a"].plain.startswith(plain) and rows["a"].plain.endswith("), of 2 parameters")
+    assert rows["normed"].plain == f"{plain}div)" and rows["own"].plain == ""
+    report = fp8jax.transform(fn, "O2").report(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), x)
+    assert "yes, but weight and gradient stay BF16" in str(report)
+    assert "stay" not in str(fp8jax.transform(fn, "te").report(params, x)).split("backend")[0]
 
 
 def test_gradient_of_one_use_is_codes():
@@ -581,6 +677,36 @@ def test_report_names_what_is_left():
     assert report.flops == 9 * one
 
 
+@pytest.mark.parametrize("recipe", ("te", "O2", "block", "bf16", "fp16_amp"))
+def test_complex_dots_stay_as_they_are(recipe):
+    """A state space as S5's: its complex matmuls are exact and named by their matrix."""
+
+    def fn(params, x):
+        step = jnp.exp(params["log_step"][:, 0])
+        b = (1j * step)[:, None] * lax.complex(params["B"][..., 0], params["B"][..., 1])
+        return ((x @ b.T) @ lax.complex(params["C"][..., 0], params["C"][..., 1])).real @ params["out"]
+
+    params = {"B": normal(0, 48, 64, 2), "C": normal(1, 48, 64, 2), "log_step": normal(2, 48, 1)}
+    params = jax.tree.map(lambda x: 0.1 * x, {**params, "out": normal(3, 64, 64)})
+    x = normal(4, 32, 64)
+    model = fp8jax.transform(fn, recipe)
+    rows = {row.path: row for row in model.report(params, x).rows}
+    assert set(rows) == {"B", "C", "out"}
+    assert [rows[name].reason for name in "BC"] == ["it multiplies complex numbers"] * 2
+    assert rows["out"].fp8 == model.recipe.is_quantized
+    assert rows["B"].flops == 4 * 2 * 32 * 64 * 48  # four multiplications of real numbers for one
+    if model.recipe.is_quantized:
+        with pytest.warns(UserWarning, match="B .it multiplies complex"):
+            variables = model.init(params, x)
+    else:
+        variables = model.init(params, x)
+    mean = lambda apply: lambda v: jnp.square(apply(v, x)).mean()  # noqa: E731
+    grads, exact = fp8jax.value_and_grad(mean(model.apply))(variables)[1], jax.grad(mean(fn))(params)
+    for name, grad in exact.items():
+        got = value(grads["params"][name])
+        assert jnp.linalg.norm(got - grad) < 0.1 * jnp.linalg.norm(grad)
+
+
 def test_flops_inside_of_shard_map():
     """Those of all devices, as everywhere else."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -600,6 +726,24 @@ def test_functions_among_the_parameters():
     params = {"w": jnp.ones((64, 64)), "activation": jax.nn.relu}
     with pytest.raises(TypeError, match=r"got .* at \['activation'\].*eqx.partition"):
         fp8jax.transform(lambda params, x: x @ params["w"], "te").init(params, jnp.ones((8, 64)))
+
+
+@pytest.mark.parametrize("recipe", ("te", "block"))
+@pytest.mark.parametrize("collections", ({}, {"batch_stats": {"mean": jnp.zeros(64)}}))
+def test_own_parameters_with_a_collection_named_params(recipe, collections):
+    """A wrapped Linen `apply` takes `{"params": ...}` as its own parameters, as model variables are."""
+    params = {"params": {"fc": {"kernel": jnp.eye(64)}}, **collections}
+    model = fp8jax.transform(lambda v, x: x @ v["params"]["fc"]["kernel"], recipe)
+    x = normal(0, 32, 64)
+    for _ in range(2):
+        assert [row.path for row in model.report(params, x).rows if row.fp8] == ["params/fc"]
+        variables = model.init(params, x)
+        assert model.report(variables, x) == model.report(params, x)
+        np.testing.assert_allclose(model.apply(variables, x), x, atol=0.1 * jnp.abs(x).max())
+    if recipe == "block":
+        np.testing.assert_array_equal(model.apply(params, x), model.apply(variables, x))
+    with pytest.raises(KeyError, match="fc"):
+        model.report({"params": {"params": {"other": jnp.eye(64)}}}, x)
 
 
 def test_quantize_like_shapes():

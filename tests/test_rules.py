@@ -181,6 +181,86 @@ def test_what_is_no_number_raises(number):
         Rule(first=number)
 
 
+# By the parameter ################################################################################
+
+
+GATED = {"mlp": {name: jnp.ones((WIDTH, WIDTH)) for name in ("w", "v", "kernel")}, "out": {"w": X.T @ X}}
+
+
+def gated(params, x):
+    mlp = params["mlp"]
+    return (jax.nn.silu(x @ mlp["w"]) * (x @ mlp["v"])) @ mlp["kernel"] @ params["out"]["w"]
+
+
+def test_parameters_beside_each_other_have_rows_of_their_own():
+    """In a layer of one kernel its name is left out; kernels beside each other are told apart by theirs."""
+    model = fp8jax.transform(gated, "te")
+    paths = [row.path for row in model.report(GATED, X).rows]
+    assert sorted(paths) == ["mlp/kernel", "mlp/v", "mlp/w", "out"]
+    text = str(jax.make_jaxpr(model.apply)(model.init(GATED, X), X).pretty_print(name_stack=True))
+    assert "fp8jax:mlp.kernel" in text
+
+
+def test_an_array_in_a_wrapper_has_the_wrappers_layer():
+    """As in Haliax, whose weights are arrays with names of axes: `lm_head/weight/0`."""
+    wrap = lambda *shape: {"weight": [jnp.ones(shape)]}  # noqa: E731
+    params = {"up": wrap(WIDTH, WIDTH), "lm_head": wrap(WIDTH, 64), "list": {"w": [X.T @ X, X.T @ X]}}
+
+    def fn(params, x):
+        x = x @ params["up"]["weight"][0] @ params["list"]["w"][0] @ params["list"]["w"][1]
+        return x @ params["lm_head"]["weight"][0]
+
+    rows = fp8jax.transform(fn, "te").report(params, X).rows
+    assert {row.path: row.fp8 for row in rows} == {
+        "up": True,
+        "lm_head": False,
+        "list/w/0": True,
+        "list/w/1": True,
+    }
+
+
+def test_what_may_be_a_head_is_told():
+    """Heads go by name; the report names another one."""
+    vocabulary = 100
+
+    def fn(params, tokens):
+        x = params["embed"][tokens] + params["positions"][jnp.arange(16)][None]
+        x = jax.nn.relu(x @ params["up"]["w"]) @ params["down"]["w"]
+        return x @ params["to_logits"]["w"]
+
+    shapes = {"up": (WIDTH, 64), "down": (64, WIDTH), "to_logits": (WIDTH, vocabulary)}
+    params = {name: {"w": jnp.ones(shape)} for name, shape in shapes.items()}
+    params |= {"embed": jnp.ones((vocabulary, WIDTH)), "positions": jnp.ones((64, WIDTH))}
+    tokens = jnp.zeros((2, 16), int)
+    report = fp8jax.transform(fn, "te").report(params, tokens)
+    told = "{} may be the output head, which `exclude` finds by name: Rule('{}') keeps it in bf16"
+    assert told.format("to_logits", "to_logits") in str(report) and str(report).count("may be") == 1
+    model = fp8jax.transform(fn, "te", rules=[Rule("to_logits")])
+    assert "may be" not in str(model.report(params, tokens))
+
+
+@pytest.mark.parametrize(
+    "pattern, layers",
+    [
+        ("w", {"mlp/w", "out"}),
+        ("mlp/w", {"mlp/w"}),
+        ("*/kernel", {"mlp/kernel"}),
+        ("re:out/w", {"out"}),
+        ("out", {"out"}),
+        ("mlp", {"mlp/w", "mlp/kernel"}),  # where the layer's path ends
+    ],
+)
+def test_patterns_name_layers_or_parameters(pattern, layers):
+    """`exclude=w` means parameters of that name."""
+    for recipe, rules in ((f"te,exclude={pattern}", []), ("te", [Rule(pattern)])):
+        model = fp8jax.transform(gated, recipe, rules=rules)
+        assert {row.path for row in model.report(GATED, X).rows if not row.fp8} == layers
+    lora = fp8jax.transform(gated, f"te,exclude={pattern}", lora=fp8jax.LoRA(rank=4))
+    assert {row.path for row in lora.report(GATED, X).rows if not row.lora} == layers
+    adapters = jax.tree.leaves(lora.init(GATED, X)["params"])
+    assert len(adapters) == 2 * (len(lora.report(GATED, X).rows) - len(layers))
+
+
 # As text #########################################################################################
 
 

@@ -9,8 +9,7 @@ product a recipe. `evaluate` runs the jaxpr with those dot products in FP8. The 
 arrays.
 """
 
-from fp8jax.rewrite.dots import Kernel as Kernel
-from fp8jax.rewrite.dots import Plan as Plan
+from fp8jax.rewrite.choose import SMALLEST as SMALLEST
 from fp8jax.rewrite.evaluate import evaluate as evaluate
 from fp8jax.rewrite.find import Uses as Uses
 from fp8jax.rewrite.find import find_dots as find_dots
@@ -22,6 +21,8 @@ from fp8jax.rewrite.follow import names_of as names_of
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
 from fp8jax.rewrite.function import check_like as check_like
 from fp8jax.rewrite.lora import LoRA as LoRA
+from fp8jax.rewrite.plan import Kernel as Kernel
+from fp8jax.rewrite.plan import Plan as Plan
 from fp8jax.rewrite.program import Annotations as Annotations
 from fp8jax.rewrite.program import Settings as Settings
 from fp8jax.rewrite.program import Static as Static
@@ -29,6 +30,6 @@ from fp8jax.rewrite.program import live_jaxpr as live_jaxpr
 from fp8jax.rewrite.program import plain_parameters as plain_parameters
 from fp8jax.rewrite.remat import checkpointing as checkpointing
 from fp8jax.rewrite.report import Report as Report
-from fp8jax.rewrite.rules import SMALLEST as SMALLEST
 from fp8jax.rewrite.rules import Layer as Layer
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.rules import layer_path as layer_path

@@ -1,22 +1,14 @@
-"""The dot products of a function, the kernels that they use, and the plan of those to replace."""
+"""The dot products of a function, and the kernels that they use."""
 
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax import formats
-from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
 from fp8jax.dot.ragged_wide import RAGGED
-from fp8jax.quantization import is_scaled, quantize
-from fp8jax.recipe import Recipe
 from fp8jax.rewrite.follow import ParamView
-from fp8jax.scaling.block import with_seeds
-from fp8jax.variables import SCALING
 
 # Index of an equation, after the indices of the enclosing equations.
 Site = tuple[int, ...]
@@ -33,9 +25,13 @@ OF_CONSTANTS = "its kernel is a constant of the function: make it a parameter"
 class Derived(NamedTuple):
     """A value computed from parameters only."""
 
-    path: tuple[str, ...]  # path of the first of these parameters
+    path: tuple[str, ...]  # path of the largest of these parameters
+    size: int  # of this parameter
+    dtype: Any  # of this parameter
+    paths: frozenset[tuple[str, ...]]  # paths of all of them
     reason: str
     loops: tuple[tuple[Site, int], ...]
+    axes: tuple[int, ...]
     is_opaque: bool  # whether `evaluate` cannot replace dot products of this value, as inside a custom call
 
 
@@ -56,8 +52,14 @@ def is_parameter(x: Any) -> bool:
 def derived(x: ParamView | Derived, reason: str, is_opaque: bool = False) -> Derived:
     """A value computed from `x`, with the reason why its dot products cannot run in FP8."""
     if isinstance(x, Derived):
-        return Derived(x.path, reason if is_opaque else x.reason, x.loops, x.is_opaque or is_opaque)
-    return Derived(x.path, reason, x.loops, is_opaque)
+        return x._replace(reason=reason if is_opaque else x.reason, is_opaque=x.is_opaque or is_opaque)
+    return Derived(x.path, x.size, x.dtypes[0], frozenset([x.path]), reason, x.loops, x.axes, is_opaque)
+
+
+def derived_from(parameters: list[Any], reason: str) -> Derived:
+    """A value computed from several parameters or values derived from them."""
+    new = [derived(x, reason) for x in parameters]
+    return max(new, key=lambda x: x.size)._replace(paths=frozenset().union(*(x.paths for x in new)))
 
 
 class Place(NamedTuple):
@@ -78,10 +80,19 @@ class Dot(NamedTuple):
     gemm: tuple[int, int, int]  # rows, inputs and outputs of its matrices
     flops: int  # in one call of the function
     loops: tuple[tuple[Site, int], ...]  # the scans that slice the parameter
-    is_computed: bool  # whether the operand is computed from the parameter
+    axes: tuple[int, ...]  # the axes of the stored parameter that they slice
+    dtype: Any  # of the stored parameter; None without one
+    computed: str | None  # how the operand is computed from the parameter; None for the parameter itself
+    is_frozen: bool  # whether the parameter passed a `stop_gradient`
     groups: int  # number of groups of a ragged dot; 0 for other dots
     is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
     reason: str | None  # why it cannot run in FP8; None if it can
+    layer: str = ""  # path of its layer, see `layer_paths`
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the operand is computed from the parameter."""
+        return self.computed is not None
 
 
 def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
@@ -101,7 +112,9 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         for side, shape in enumerate(shapes)
     ]
     k = math.prod(shapes[0][axis] for axis in contracted[0])
-    flops = place.times * 2 * math.prod(eqn.outvars[0].aval.shape) * k
+    is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
+    # A multiplication of complex numbers is four of real ones.
+    flops = place.times * (8 if is_complex else 2) * math.prod(eqn.outvars[0].aval.shape) * k
     groups = 0
     if ragged is not None:
         groups = eqn.invars[2].aval.shape[-1]
@@ -110,8 +123,7 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
             flops //= max(groups, 1)
     kernels = [side for side in (0, 1) if is_parameter(ins[side])]
     kernel = kernels[0] if len(kernels) == 1 else 1
-    x, is_batched = ins[kernel], bool(batched[kernel])
-    is_matrix = isinstance(x, ParamView) and not (x.is_shared or groups or is_batched)
+    x, is_grouped = ins[kernel], bool(groups or batched[kernel])
     return Dot(
         place=place,
         path=x.path if is_parameter(x) else None,
@@ -120,19 +132,43 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         gemm=(free[1 - kernel], k, free[kernel]),
         flops=flops,
         loops=x.loops if is_parameter(x) else (),
-        is_computed=isinstance(x, Derived),
+        axes=x.axes if is_parameter(x) else (),
+        dtype=_dtype(x),
+        computed=_how_computed(x) if isinstance(x, Derived) else None,
+        is_frozen=isinstance(x, ParamView) and x.is_frozen,
         groups=groups,
-        # The contracted axes come first in storage.
-        is_matrix=is_matrix
-        and sorted(x.perm[axis] for axis in contracted[kernel]) == [*range(len(contracted[kernel]))],
-        reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged),
+        is_matrix=not is_grouped and _is_matrix(x, contracted[kernel]),
+        reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged, is_complex),
     )
 
 
-def _why_not(ins: list[Any], kernels: list[int], rank: int, contracted: Any, ragged: Any) -> str | None:
+def _is_matrix(x: Any, contracted: Sequence[int]) -> bool:
+    """Whether a value is a whole parameter, or one layer of it, with the contracted axes first in storage.
+    Axes of stacked layers come before them."""
+    if not isinstance(x, ParamView) or x.is_shared or x.axes != tuple(range(len(x.axes))):
+        return False
+    return sorted(x.perm[axis] for axis in contracted) == [*range(len(contracted))]
+
+
+def _how_computed(x: Derived) -> str:
+    return x.reason if len(x.paths) == 1 else f"{x.reason}, of {len(x.paths)} parameters"
+
+
+def _dtype(x: Any) -> Any:
+    """The dtype of the parameter that an operand is, or is computed from; None without a parameter."""
+    if isinstance(x, Derived):
+        return x.dtype
+    return x.dtypes[0] if isinstance(x, ParamView) else None
+
+
+def _why_not(
+    ins: list[Any], kernels: list[int], rank: int, contracted: Any, ragged: Any, is_complex: bool
+) -> str | None:
     """Why a dot product cannot run in FP8; `rank` is the other operand's."""
     if not kernels:
         return OF_CONSTANTS if CONSTANT in ins else "both operands are activations"
+    if is_complex:
+        return "it multiplies complex numbers"
     if len(kernels) == 2:
         return "both operands are parameters"
     [kernel] = kernels
@@ -163,155 +199,3 @@ def flops_of_convolution(eqn: Any) -> int:
     out, kernel = eqn.outvars[0].aval.shape, eqn.invars[1].aval.shape
     numbers = eqn.params["dimension_numbers"]
     return 2 * math.prod(out) * math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
-
-
-# The dot products to replace #####################################################################
-
-# The `checkpoint_name` of the outputs of kernels' dot products.
-DOT_OUTPUT = "fp8jax_dot_output"
-
-
-class Kernel(NamedTuple):
-    """A parameter of dot products with a recipe: its scales and its scaling state."""
-
-    recipe: Recipe
-    layers: tuple[int, ...]  # leading axes of stacked layers; each layer has a scale and a state
-    groups: int  # number of experts, the next axis; 0 without experts
-
-    def rank(self, x: Any) -> int:
-        """The rank of the part of the parameter `x` that one scale covers."""
-        return x.ndim - len(self.layers) - bool(self.groups)
-
-    def first_state(self, key: Iterable[Any]) -> dict[str, jax.Array]:
-        """The initial scaling state of its dot product with this key."""
-        if not self.recipe.is_quantized:
-            return {}
-        state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
-        # On a mesh with explicit axes the copy has the same type as the states that a step returns.
-        copies = {name: jnp.copy(jnp.broadcast_to(x, (*self.layers, *x.shape))) for name, x in state.items()}
-        return with_seeds(copies, "/".join(map(str, key)))
-
-    def in_format(self, x: Any, format: str | None = None) -> Any:
-        """The parameter `x` in a storage format, by default its recipe's; scales are powers of two, one for
-        each layer and expert."""
-        format = format or self.recipe.weight
-        if is_scaled(x) or format == "FP32":
-            return x
-        if format == "BF16":
-            return x.astype(jnp.bfloat16)
-        rank = self.rank(x)
-        blocks = (*x.shape[: x.ndim - rank], *(1,) * rank)
-        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
-        return q.with_own_dtype(x.dtype)
-
-    def for_inference(self, x: Any, state: Mapping[str, Any]) -> Any:
-        """The parameter `x` in its GEMM's format, with the scales of `state`."""
-        return quantized_kernel(x, self.recipe, dict(state), self.rank(x))
-
-
-class DotState(NamedTuple):
-    """The arrays of one dot product beside its operands."""
-
-    scaling: dict[str, Any]  # the scaling state
-    adapters: dict[str, Any]  # of `lora`
-
-
-class PlannedDot(NamedTuple):
-    """A dot product to replace, with its kernel."""
-
-    dot: Dot
-    key: tuple[str, ...]  # key of its scaling state
-    kernel: Kernel
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """The path of its parameter."""
-        assert self.dot.path is not None
-        return self.dot.path
-
-    def first_state(self) -> dict[str, jax.Array]:
-        """The initial scaling state, with a leading axis for each scan that slices the kernel."""
-        state = self.kernel.first_state(self.key)
-        if self.key != self.path:
-            state.pop("wgrad_scale", None)  # the parameter has one gradient
-        return state
-
-    def state_in(self, states: Mapping[str, Any]) -> Any:
-        """The scaling state among nested dicts of states; {} if it has none.
-
-        Raises:
-            ValueError: `states` lack it, or have one of another recipe.
-        """
-        recipe = self.kernel.recipe
-        names = set(state_names(recipe)) if recipe.is_quantized else set()
-        if self.key != self.path:
-            names.discard("wgrad_scale")
-        if not names:
-            return {}
-        # States that `merge` merged by max have the parameter's own key.
-        for key in (self.key, self.path):
-            found: Any = states
-            for name in key:
-                found = found.get(name) if isinstance(found, Mapping) else None
-            if found is None:
-                continue
-            if missing := sorted(names - set(found)):
-                raise ValueError(
-                    f"`variables`: expected {', '.join(sorted(names))} in the scaling state of "
-                    f"{'/'.join(self.path)!r} for {recipe}; got {', '.join(sorted(found)) or 'nothing'}, "
-                    f"without {missing[0]!r}: the state of another recipe. Take it from `model.init(...)`; "
-                    "`model.quantize(plain, like=model.init(...))` keeps trained weights."
-                )
-            return found
-        raise ValueError(
-            f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
-            f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
-            "not 'params' alone."
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """The dot products of a jaxpr to replace, and how.
-
-    Attributes:
-        dots: the dot products to replace, by site.
-        below: sites of all equations around them, around named dot products, or around calls of transformed
-            functions.
-        named: parameter paths of the dot products that get a named scope, by site.
-        remat: the blocks to checkpoint, a `remat.Remat`, or None.
-        backend: the GEMM backend.
-        lora_scale: alpha / rank of adapters.
-    """
-
-    dots: dict[Site, PlannedDot]
-    below: frozenset[Site]
-    named: dict[Site, tuple[str, ...]]
-    remat: Any
-    backend: str
-    lora_scale: float
-
-    @classmethod
-    def of(
-        cls,
-        dots: Iterable[PlannedDot],
-        named: Iterable[Dot] = (),
-        programs: Iterable[Site] = (),
-        remat: Any = None,
-        backend: str = "auto",
-        lora_scale: float = 1.0,
-    ) -> "Plan":
-        """Makes a plan; `programs` are sites of calls of transformed functions, with plans of their own."""
-        by_site = {each.dot.place.site: each for each in dots}
-        names = {dot.place.site: dot.path for dot in named if dot.path is not None}
-        below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
-        return cls(by_site, frozenset(below), names, remat, backend, lora_scale)
-
-    def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
-        """The kernels by path, each with its dot product inside the most scans, which decides the number of
-        scales."""
-        kernels: dict[tuple[str, ...], PlannedDot] = {}
-        for each in self.dots.values():
-            if each.path not in kernels or len(kernels[each.path].dot.loops) < len(each.dot.loops):
-                kernels[each.path] = each
-        return kernels

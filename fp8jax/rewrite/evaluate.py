@@ -24,11 +24,11 @@ from fp8jax.dot.einsum import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora
-from fp8jax.rewrite.dots import DOT_OUTPUT, DotState, Plan, PlannedDot, Site
+from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
-from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain
+from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
+from fp8jax.rewrite.plan import DOT_OUTPUT, DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
-from fp8jax.rewrite.rules import layer_path
 
 # By the key of the dot product; without an entry it has no state.
 States = Mapping[tuple[str, ...], DotState]
@@ -132,7 +132,7 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         if site in plan.dots:
-            with scope(layer_path(plan.dots[site].path)):
+            with scope(plan.dots[site].dot.layer):
                 return [_dot(plan, eqn, plan.dots[site], ins, states)]
         if eqn.primitive.name == PROGRAM:
             leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
@@ -142,7 +142,7 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
             return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
         if ins and isinstance(ins[0], Tracked) and (outs := move(ins[0], eqn, ins[1:])) is not None:
             return outs
-        with scope(layer_path(plan.named[site])) if site in plan.named else contextlib.nullcontext():
+        with scope(plan.named[site]) if site in plan.named else contextlib.nullcontext():
             return bind(eqn, *map(plain, ins))
 
 
@@ -256,15 +256,20 @@ def _depth(state: DotState, planned: PlannedDot) -> int:
 
 
 def _layers(x: Tracked, site: Site, length: int) -> Any:
-    """A stacked parameter as the scanned input of a scan, with a scale for each layer."""
-    view, stored, shard = x.view.in_scan(site, length), x.weight.value, x.weight.shard
+    """A stacked parameter as the scanned input of a scan, with its layers first and a scale for each."""
+    view, ndim = x.view.in_scan(site, length), x.weight.ndim
+    shard: Any = x.weight.shard
     # Layers that are sharded themselves, as those of a vector for each layer, are gathered here.
-    if view is None or (shard is not None and -shard.axis == stored.ndim):
+    if view is None or (shard is not None and shard.axis % ndim == x.view.perm[0]):
         return x.value()
+    order = (x.view.perm[0], *(axis for axis in range(ndim) if axis != x.view.perm[0]))
+    stored, slot = (transpose(each, order) for each in (x.weight.value, x.weight.grad_slot))
+    if shard is not None:
+        shard = dataclasses.replace(shard, axis=order.index(shard.axis % ndim) - ndim)
     if hasattr(stored, "scale") and (not stored.scale.ndim or stored.scale.shape[0] != length):
         scale = jax.numpy.broadcast_to(stored.scale, (length, *stored.scale.shape[1:]))
         stored = ScaledArray(stored.data, scale)
-    return Tracked(dataclasses.replace(x.weight, value=stored), view)
+    return Tracked(Weight(stored, slot, shard), view)
 
 
 def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:

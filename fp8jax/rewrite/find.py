@@ -16,14 +16,16 @@ from fp8jax.rewrite.dots import (
     Derived,
     Dot,
     Place,
-    Plan,
     Site,
     derived,
+    derived_from,
     dot_of,
     flops_of_convolution,
     is_parameter,
 )
 from fp8jax.rewrite.follow import ParamView, follow
+from fp8jax.rewrite.plan import Plan
+from fp8jax.rewrite.rules import layer_paths
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -49,7 +51,7 @@ class FoundDots(NamedTuple):
     """The result of `find_dots`."""
 
     dots: list[Dot]
-    tables: set[tuple[str, ...]]  # parameters with row lookups, such as embeddings
+    tables: dict[tuple[str, ...], tuple[int, ...]]  # shapes of parameters with row lookups, as embeddings
     convolutions: dict[tuple[str, tuple[str, ...] | None], int]  # FLOPs by named scope and parameter
     uses: dict[tuple[str, ...], Uses]
     programs: list[Site]  # sites of calls of transformed functions
@@ -63,11 +65,13 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None]) -> FoundDots:
         views: for each of the first inputs, the model's own, the view of a parameter, or None if it cannot be
             a kernel. The other inputs are activations.
     """
-    walk = _Walk(FoundDots([], set(), {}, {}, []))
+    walk = _Walk(FoundDots([], {}, {}, {}, []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views))
     for out in walk.through(jaxpr, [*views, *others], Place()):
         walk.note_value(out)
-    return walk.found
+    layers = layer_paths(dot.path for dot in walk.found.dots if dot.path is not None)
+    dots = [dot if dot.path is None else dot._replace(layer=layers[dot.path]) for dot in walk.found.dots]
+    return walk.found._replace(dots=dots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +131,8 @@ class _Walk:
         if any(True for _ in jex.jaxprs_in_params(params)):
             self.opaque(eqn, ins, place)
         elif name == "gather" and isinstance(ins[0], ParamView):
-            self.found.tables.add(ins[0].path)
+            table: Any = eqn.invars[0].aval
+            self.found.tables[ins[0].path] = tuple(table.shape)
         elif name == "conv_general_dilated":
             scope = "/".join(each for each in place.scopes if each not in ("", SCAN, CHECKPOINT))
             key = scope, ins[1].path if is_parameter(ins[1]) else None
@@ -150,7 +155,7 @@ class _Walk:
         parameters = [x for x in ins if is_parameter(x)]
         if not parameters:
             return CONSTANT if CONSTANT in ins else None
-        return derived(parameters[0], f"its kernel is computed ({name})")
+        return derived_from(parameters, f"its kernel is computed ({name})")
 
     def scan(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> list[Any]:
         """The outputs of a scan."""
@@ -170,7 +175,7 @@ class _Walk:
                 layer = x.in_scan(place.site, length)
                 if layer is None:
                     self.note_value(x)
-                    layer = derived(x, "a scan is not along the first axis of what is stored")
+                    layer = derived(x, "a scan is not along an axis of what is stored")
                 x = layer
             inside.append(x)
         outs = self.through(closed.jaxpr, [*consts, *carry, *inside], place)
@@ -199,7 +204,7 @@ class _Walk:
         dot = dot_of(eqn, ins, place)
         self.found.dots.append(dot)
         if dot.path is not None and ins[1 - dot.kernel] is ONE_HOT:
-            self.found.tables.add(dot.path)
+            self.found.tables[dot.path] = dot.shape
         is_fp8 = self.plan is not None and place.site[self.outside :] in self.plan.dots
         for side, x in enumerate(ins):
             if not (is_fp8 and side == dot.kernel):

@@ -37,22 +37,28 @@ class ParamView:
         path: names of the parameter in the tree of parameters.
         perm: for each axis of the value, the axis of the stored array.
         dtypes: the parameter's dtype and the dtypes of its casts, in order.
+        size: the parameter's number of entries.
         loops: sites and lengths of the scans that sliced it, outermost first.
+        axes: the axes of the stored array that these scans sliced.
         is_frozen: whether it passed a `stop_gradient`.
         is_shared: whether it is a part of the parameter, or a loop constant.
+        is_reshaped: whether its axes are not all of the stored array's.
     """
 
     path: tuple[str, ...]
     perm: tuple[int, ...]
     dtypes: tuple[Any, ...]
+    size: int
     loops: tuple[tuple[tuple[int, ...], int], ...] = ()
+    axes: tuple[int, ...] = ()
     is_frozen: bool = False
     is_shared: bool = False
+    is_reshaped: bool = False
 
     @classmethod
     def of(cls, path: tuple[str, ...], aval: Any) -> "ParamView":
         """The unchanged parameter; `aval` has the shape and dtype that the function sees."""
-        return cls(path, tuple(range(len(aval.shape))), (jnp.dtype(aval.dtype),))
+        return cls(path, tuple(range(len(aval.shape))), (jnp.dtype(aval.dtype),), math.prod(aval.shape))
 
     @property
     def is_transposed(self) -> bool:
@@ -60,11 +66,14 @@ class ParamView:
         return self.perm != tuple(range(len(self.perm)))
 
     def in_scan(self, site: tuple[int, ...], length: int) -> "ParamView | None":
-        """One layer of a stack, in the body of a scan; None if the scan is along another stored axis."""
-        if not self.perm or self.perm[0] != 0:
+        """One layer of a stack, in the body of a scan; None if the scan is along an unknown stored axis."""
+        if not self.perm or (self.is_reshaped and self.perm[0] != 0):
             return None
-        perm = tuple(axis - 1 for axis in self.perm[1:])
-        return dataclasses.replace(self, perm=perm, loops=(*self.loops, (site, length)))
+        first, *others = self.perm
+        perm = tuple(axis - (axis > first) for axis in others)
+        left = [axis for axis in range(len(self.perm) + len(self.axes)) if axis not in self.axes]
+        axes, loops = (*self.axes, left[first]), (*self.loops, (site, length))
+        return dataclasses.replace(self, perm=perm, axes=axes, loops=loops)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("view",))
@@ -115,7 +124,7 @@ def follow(view: ParamView, eqn: Any) -> ParamView | None:
     if name in _RESHAPES and _is_reshape(eqn) or name in _SLICES:
         is_shared = view.is_shared or name in _SLICES or view.is_transposed
         perm = tuple(range(len(eqn.outvars[0].aval.shape)))
-        return dataclasses.replace(view, perm=perm, is_shared=is_shared)
+        return dataclasses.replace(view, perm=perm, is_shared=is_shared, is_reshaped=True)
     return None
 
 
@@ -139,7 +148,7 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
     if name in _RESHAPES + _SLICES:
         if weight.shard is not None:
             return None
-        stored, grad_slot = (_transpose(x, view.perm) for x in (weight.value, weight.grad_slot))
+        stored, grad_slot = (transpose(x, view.perm) for x in (weight.value, weight.grad_slot))
         parts = _move_stored(stored, eqn, rest)
         if parts is None:
             return None
@@ -153,12 +162,13 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
     return [Tracked(weight, new)]
 
 
-def _transpose(x: Any, perm: tuple[int, ...]) -> Any:
+def transpose(x: Any, perm: tuple[int, ...]) -> Any:
+    """A stored kernel, or its slot, with its axes in another order."""
     if x is None or perm == tuple(range(len(perm))):
         return x
     if not is_scaled(x):
         return lax.transpose(x, perm)
-    return ScaledArray(lax.transpose(x.data, perm), lax.transpose(x.scale, perm) if x.scale.ndim else x.scale)
+    return ScaledArray(lax.transpose(x.data, perm), transpose(x.scale, perm) if x.scale.ndim else x.scale)
 
 
 def _move_stored(stored: Any, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Any] | None:

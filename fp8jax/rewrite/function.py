@@ -7,6 +7,7 @@
 A stacked parameter that a scan slices has a scale and a scaling state for each layer.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,16 +22,14 @@ from jaxtyping import PRNGKeyArray, PyTree
 from fp8jax import backends, loss_scale
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import DotState, Kernel, PlannedDot
+from fp8jax.rewrite.cache import Programs
 from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import adapters_at
+from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
 from fp8jax.rewrite.report import Report, check_share
-from fp8jax.rewrite.rules import layer_names, layer_path
-from fp8jax.variables import FROZEN, LOSS_SCALE, PARAMS, SCALING, has_params
-
-# Number of cached programs of one model, for different input shapes.
-_MAX_PROGRAMS = 128
+from fp8jax.rewrite.rules import layer_names
+from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +54,7 @@ class FunctionModel:
     annotations: Annotations = dataclasses.field(default_factory=Annotations, repr=False)
     num_states: int = 0
     context: Callable[[], Any] = lambda: None
-    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    _programs: Programs = dataclasses.field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:
         backends.choose(self.settings.backend, scaling=self.recipe.scaling)
@@ -111,9 +110,10 @@ class FunctionModel:
         program, _ = self._program(params, args, kwargs)
         adapters = {}
         for path, planned in program.plan.kernels().items():
-            layer, dot = layer_path(path), planned.dot
-            if dot.is_matrix and lora.chooses(layer, self.recipe):
-                _insert(adapters, layer_names(path), lora.new(key, layer, planned.kernel.layers, dot.gemm))
+            layer, parameter, dot = planned.dot.layer, "/".join(path), planned.dot
+            if dot.is_matrix and lora.chooses(layer, parameter, self.recipe):
+                at = path if layer == parameter else layer_names(path)
+                _insert(adapters, at, lora.new(key, layer, planned.kernel.layers, dot.gemm))
 
         def freeze(x: Any, planned: PlannedDot) -> Any:
             inputs = planned.dot.gemm[1] if planned.dot.is_matrix else None
@@ -144,9 +144,9 @@ class FunctionModel:
         Raises:
             ValueError: `variables` lack the scaling state of a dot product.
         """
-        params, adapters = self._split(variables)
         scaling = variables.get(SCALING, {}) if has_params(variables) else {}
-        program, consts = self._program(params, args, kwargs)
+        params, adapters = self._split(variables)
+        params, (program, consts) = self._found(params, variables, args, kwargs)
         states = {
             each.key: DotState(dict(each.state_in(scaling)), adapters_at(adapters, each.path))
             for each in program.plan.dots.values()
@@ -162,11 +162,12 @@ class FunctionModel:
 
         The arguments are those of `init` or `apply`, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
         """
-        return self._program(_params_of(variables), args, kwargs)[0].report
+        _, (program, _) = self._found(_params_of(variables), variables, args, kwargs)
+        return program.report
 
     def kernels(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
         """The kernels that the recipe or a rule applies to for these inputs, by path."""
-        program, _ = self._program(_params_of(params), args, kwargs)
+        _, (program, _) = self._found(_params_of(params), params, args, kwargs)
         if self.recipe.is_quantized:
             check_share(program.report)
         return {path: planned.kernel for path, planned in program.plan.kernels().items()}
@@ -208,6 +209,21 @@ class FunctionModel:
             )
         return variables[FROZEN], variables[PARAMS]
 
+    def _found(self, params: PyTree, variables: PyTree, args: Any, kwargs: Any) -> tuple[PyTree, Any]:
+        """The function's parameters, which are `params` or `variables`, and the program with its constants.
+
+        Without another collection of ours, `{"params": ...}` may be the function's own parameters, as those
+        of a wrapped Linen `apply`. These are tried second.
+        """
+        try:
+            return params, self._program(params, args, kwargs)
+        except Exception:
+            if not has_params(variables) or any(name in variables for name in OURS if name != PARAMS):
+                raise
+            with contextlib.suppress(Exception):
+                return variables, self._program(variables, args, kwargs)
+            raise
+
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables for repeated inference: each kernel quantized once to its GEMM's format.
 
@@ -235,13 +251,9 @@ class FunctionModel:
         static, arrays = Static.of((args, kwargs))
         constants = tuple((type(x), x) for x in static.leaves)  # with the type, because 1 == True
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *arrays) if is_array(x))
-        key = treedef, static.treedef, avals, constants, trace_context(), self.context()
-        try:
-            if key in self._programs:
-                return self._programs[key]
-            is_hashable = True
-        except TypeError:
-            is_hashable = False
+        types = treedef, static.treedef, avals, trace_context(), self.context()
+        if (found := self._programs.find(types, constants)) is not None:
+            return found
         num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
         try:
             pair = trace(self.fn, self.settings, self.annotations, params, static, arrays, num_state_arrays)
@@ -254,10 +266,8 @@ class FunctionModel:
                 )
             raise
         # Do not cache a function that closes over tracers, which are invalid after their trace.
-        if is_hashable and not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
-            while len(self._programs) >= _MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            self._programs[key] = pair
+        if not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
+            self._programs.add(types, constants, pair)
         return pair
 
 

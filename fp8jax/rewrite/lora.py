@@ -26,8 +26,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fp8jax.dot.layout import Layout
 from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Kernel
-from fp8jax.rewrite.rules import layer_names, matches, matches_any
+from fp8jax.rewrite.plan import Kernel
+from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, matches
 from fp8jax.scaling.stored import stored_kernel
 
 # The names of a layer's adapters, beside its kernel.
@@ -80,11 +80,16 @@ class LoRA:
         """alpha / rank, the factor of A B."""
         return self.alpha / self.rank
 
-    def chooses(self, path: str, recipe: Recipe) -> bool:
-        """Whether a layer that can have adapters gets them."""
+    def chooses(self, path: str, parameter: str, recipe: Recipe) -> bool:
+        """Whether a layer that can have adapters gets them; `parameter` is the path of its kernel."""
+        layer = Layer(path, None, (), parameter=parameter)
+
+        def fits(patterns: Sequence[str]) -> bool:
+            return any(layer_matches(pattern, layer) for pattern in patterns)
+
         if self.targets is not None:
-            return matches_any(self.targets, path)
-        return matches_any(recipe.include, path) and not matches_any(recipe.exclude, path)
+            return fits(self.targets)
+        return fits(recipe.include) and not fits(recipe.exclude)
 
     def check(self, able: Sequence[str], unable: Sequence[str]) -> None:
         """Raises ValueError if a target matches no layer, or a layer that cannot have adapters; or if `able`
@@ -152,10 +157,11 @@ def dot_of_adapters(
 
 
 def adapters_at(adapters: Any, path: tuple[str, ...]) -> dict[str, Any]:
-    """The adapters of the kernel at a path; {} without adapters."""
-    found = adapters
-    for name in layer_names(path):
-        if not (isinstance(found, Mapping) and name in found):
-            return {}
-        found = found[name]
-    return {name: found[name] for name in (A, B)} if isinstance(found, Mapping) and A in found else {}
+    """The adapters of the kernel at a path, which are stored at its layer's path; {} without adapters."""
+    for names in (path, layer_names(path)):
+        found = adapters
+        for name in names:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and A in found:
+            return {name: found[name] for name in (A, B)}
+    return {}

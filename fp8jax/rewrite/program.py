@@ -25,14 +25,15 @@ from fp8jax.dot import Weight, with_state
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import DotState, Kernel, Plan, PlannedDot
+from fp8jax.rewrite.choose import choose, layer_of
 from fp8jax.rewrite.evaluate import evaluate
 from fp8jax.rewrite.find import PROGRAM, find_dots
 from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import LoRA
+from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot
 from fp8jax.rewrite.remat import Calls, Checkpointing, remat_of
 from fp8jax.rewrite.report import Report, make_report
-from fp8jax.rewrite.rules import Rule, Rules, choose, layer_path
+from fp8jax.rewrite.rules import Rule, Rules, layer_path
 from fp8jax.scaling.merge import to_fm32
 from fp8jax.variables import FROZEN, PARAMS
 
@@ -211,7 +212,7 @@ def trace(
     rules, lora, modules = settings.new_rules(kernels), settings.lora, annotations.modules
     planned, choices = choose(found, rules, modules, settings.kernels)
     if settings.kernels is None:
-        rules.check([layer_path(dot.path) for dot, _ in choices if dot.path is not None])
+        rules.check([layer_of(dot, modules) for dot, _ in choices])
     notes.append(rules.recipe.lost_to_rounding)
     report = make_report(str(rules.recipe), found, choices, modules, "\n".join(filter(None, notes)))
     if lora is not None:
@@ -224,9 +225,9 @@ def trace(
 
 def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, planned: list[PlannedDot]) -> Report:
     """The report with the ranks of adapters."""
-    able = {layer_path(each.key) for each in planned if each.dot.is_matrix}
+    able = {each.dot.layer: "/".join(each.path) for each in planned if each.dot.is_matrix}
     lora.check(sorted(able), [row.path for row in report.rows if row.path not in able and row.kernel_shape])
-    adapted = {path for path in able if lora.chooses(path, recipe)}
+    adapted = {path for path, parameter in able.items() if lora.chooses(path, parameter, recipe)}
     rows = [row._replace(lora=lora.rank) if row.path in adapted else row for row in report.rows]
     return report._replace(rows=tuple(rows))
 

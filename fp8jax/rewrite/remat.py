@@ -26,8 +26,9 @@ import jax.extend.core as jex
 
 from fp8jax.dot import save_fp8_operands
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import DOT_OUTPUT, Dot, Site
+from fp8jax.rewrite.dots import Dot, Site
 from fp8jax.rewrite.find import CHECKPOINT, SCAN
+from fp8jax.rewrite.plan import DOT_OUTPUT
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
 # Named scope of a call, followed by the call's number and trace count.

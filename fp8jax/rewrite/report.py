@@ -31,6 +31,7 @@ class Row(NamedTuple):
     # rows, inputs and outputs of its first matmul; of one block for experts
     gemm: tuple[int, int, int] | None = None
     scaling: str = ""  # of a layer in FP8
+    plain: str = ""  # why the weight and gradient of a layer in FP8 are not in the recipe's formats
 
 
 class Report(NamedTuple):
@@ -59,6 +60,7 @@ class Report(NamedTuple):
         for row in self.rows:
             shape = "x".join(map(str, row.kernel_shape))
             answer = row.reason or ("yes" if row.scaling in ("", "delayed") else f"yes, {row.scaling}")
+            answer += f", but {row.plain}" if row.plain else ""
             answer += f", adapters of rank {row.lora}" if row.lora else ""
             cells.append((row.path or "(root)", row.kind, shape, share(row.flops), answer))
         others = self.flops - sum(row.flops for row in self.rows)
@@ -96,7 +98,7 @@ def make_report(
         return default if module is None else type(module).__name__
 
     rows: dict[tuple[str, bool, str], Row] = {}
-    for path in sorted(found.tables - {dot.path for dot, _ in choices}):
+    for path in sorted({*found.tables} - {dot.path for dot, _ in choices}):
         row = Row(layer_path(path), kind(path, "gather"), (), False, "embeddings stay as they are")
         rows["/".join(path), False, ""] = row
     for dot, choice in choices:
@@ -104,7 +106,8 @@ def make_report(
         key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
         name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
         scaling = choice.recipe.scaling if choice.reason is None else ""
-        row = Row(layer_path(dot.path), name, dot.shape, *key[1:], gemm=dot.gemm, scaling=scaling)
+        row = Row(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm, scaling=scaling)
+        row = row._replace(plain=choice.plain if choice.reason is None else "")
         row = rows.get(key, row)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())
@@ -114,7 +117,20 @@ def make_report(
         rows[f"{scope} {name}", False, ""] = row
     if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
         rows["", False, ""] = Row("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
+    note = "\n".join([note, *_heads(found, choices)])
     return Report(recipe, tuple(rows.values()), total, note)
+
+
+def _heads(found: FoundDots, choices: list[tuple[Dot, LayerChoice]]) -> list[str]:
+    """A line for each layer in FP8 that may be the output head: from an embedding's width to its rows, and no
+    other layer takes its output. The recipe's `exclude` finds heads by their names alone."""
+    inputs = {dot.gemm[1] for dot, _ in choices}
+    sizes = {shape[::-1] for shape in found.tables.values() if shape[:1] and shape[0] not in inputs}
+    heads = [dot.layer for dot, choice in choices if choice.reason is None and dot.gemm[1:] in sizes]
+    return [
+        f"{layer} may be the output head, which `exclude` finds by name: Rule({layer!r}) keeps it in bf16"
+        for layer in dict.fromkeys(heads)
+    ]
 
 
 def check_share(report: Report) -> None:

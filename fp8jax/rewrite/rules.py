@@ -1,20 +1,16 @@
-"""The choice of each layer's recipe, by the recipe's patterns, the user's rules and the layer's dots."""
+"""Which layers get which recipe, by the patterns of the model's recipe and by a user's rules."""
 
+import collections
 import dataclasses
 import fnmatch
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
 from fp8jax.rewrite.blocks import blocks_of
-from fp8jax.rewrite.dots import Dot, Kernel, PlannedDot
-from fp8jax.rewrite.find import FoundDots
-
-# Smaller dot products gain no speed, and are usually routers, gates or heads.
-SMALLEST = 32
 
 # Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
@@ -33,6 +29,24 @@ def layer_path(path: tuple[str, ...]) -> str:
     return "/".join(layer_names(path))
 
 
+def layer_paths(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """The paths of the layers of dot products' parameters.
+
+    Beside other such parameters, a parameter is a layer of its own. The array of a wrapper, as in Haliax's
+    `weight/0`, has the wrapper's layer.
+    """
+    paths = set(paths)
+    beside = collections.Counter(path[:-1] for path in paths)
+
+    def name(path: tuple[str, ...]) -> str:
+        if beside[path[:-1]] > 1:
+            return "/".join(path)
+        is_wrapped = path[-1:] == ("0",) and path[-2:-1] and path[-2] in WEIGHTS
+        return layer_path(path[:-1] if is_wrapped else path)
+
+    return {path: name(path) for path in paths}
+
+
 class Layer(NamedTuple):
     """A layer, as a rule sees it."""
 
@@ -40,13 +54,7 @@ class Layer(NamedTuple):
     module: Any  # the layer's module
     kernel_shape: tuple[int, ...]  # shape in one layer of a scan
     scans: tuple[int, ...] = ()  # lengths of the scans that stack it
-
-    @classmethod
-    def of(
-        cls, path: tuple[str, ...], module: Any, shape: tuple[int, ...], scans: tuple[int, ...]
-    ) -> "Layer":
-        """The layer of a parameter."""
-        return cls(layer_path(path), module, shape, scans)
+    parameter: str = ""  # path of the kernel, as "fc/kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +153,15 @@ class Rule:
             return False
         if self.smaller_than is not None and math.prod(layer.kernel_shape) >= self.smaller_than:
             return False
-        return matches(self.path, layer.path) and (self.where is None or bool(self.where(layer)))
+        return layer_matches(self.path, layer) and (self.where is None or bool(self.where(layer)))
 
 
 class LayerChoice(NamedTuple):
-    """The recipe of one layer, and the reason why it does not run in FP8, or None."""
+    """The recipe of one layer."""
 
     recipe: Recipe
-    reason: str | None
+    reason: str | None  # why it does not run in FP8; None if it does
+    plain: str = ""  # why its weight and gradient stay FP32 under a recipe with other formats
 
     @property
     def is_high_precision(self) -> bool:
@@ -198,16 +207,16 @@ class Rules:
                 return LayerChoice(recipe, None if recipe.is_quantized else f"rule: gemm={recipe.gemm}")
         if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
-        if not matches_any(self.recipe.include, layer.path):
+        if not any(layer_matches(pattern, layer) for pattern in self.recipe.include):
             return LayerChoice(self.recipe, f"not in include={'+'.join(self.recipe.include)}")
-        excluding = (pattern for pattern in self.recipe.exclude if matches(pattern, layer.path))
+        excluding = (pattern for pattern in self.recipe.exclude if layer_matches(pattern, layer))
         return LayerChoice(self.recipe, next((f"exclude={pattern}" for pattern in excluding), None))
 
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""
-        patterns = [pattern for pattern in self.recipe.include if pattern != "*"]
-        fits = any(self._fits(number, layer) for number in range(len(self.rules)))
-        return fits or matches_any(patterns, layer.path)
+        if any(self._fits(number, layer) for number in range(len(self.rules))):
+            return True
+        return any(layer_matches(pattern, layer) for pattern in self.recipe.include if pattern != "*")
 
     def _fits(self, number: int, layer: Layer) -> bool:
         rule = self.rules[number]
@@ -221,7 +230,7 @@ class Rules:
                 raise ValueError(f"`rules`: {rule} {error}; the layers are {', '.join(paths)}.") from None
         return f"{layer.path}/".startswith(self._blocks[number])
 
-    def check(self, paths: Sequence[str]) -> None:
+    def check(self, layers: Sequence[Layer]) -> None:
         """Raises ValueError if a rule or a user's include or exclude pattern matches no layer."""
         given = [("include pattern", p) for p in self.recipe.include if p != "*"]
         if self.recipe.exclude != DEFAULT_EXCLUDE:
@@ -229,9 +238,10 @@ class Rules:
         unfit = [
             (name, repr(pattern))
             for name, pattern in given
-            if self.recipe.is_quantized and not any(matches(pattern, path) for path in paths)
+            if self.recipe.is_quantized and not any(layer_matches(pattern, layer) for layer in layers)
         ]
         unfit += [("rule", str(rule)) for i, rule in enumerate(self.rules) if i not in self._used]
+        paths = dict.fromkeys(layer.path for layer in layers)
         for name, what in unfit:
             raise ValueError(
                 f"recipe: the {name} {what} matches no layer; the layers are {', '.join(paths) or 'none'}."
@@ -272,67 +282,15 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 
-def matches_any(patterns: Iterable[str], path: str) -> bool:
-    """Whether one of the patterns matches."""
-    return any(matches(pattern, path) for pattern in patterns)
+def layer_matches(pattern: str, layer: Layer) -> bool:
+    """Whether a pattern matches the layer's path; or its parameter's, if both end in the same name, as in "w"
+    and "*/w"."""
+    *parents, name = layer.parameter.split("/")
+    paths = {layer.path, layer_path((*parents, name))}
+    if pattern.rsplit("/", 1)[-1] == name:
+        paths.add(layer.parameter)
+    return any(matches(pattern, path) for path in paths)
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
-
-
-# The choice of a function's dot products #########################################################
-
-
-def choose(
-    found: FoundDots,
-    rules: Rules,
-    modules: Mapping[str, Any],
-    kernels: Mapping[tuple[str, ...], Kernel] | None = None,
-) -> tuple[list[PlannedDot], list[tuple[Dot, LayerChoice]]]:
-    """The dot products that `evaluate` replaces, and the choice for every dot product of a parameter.
-
-    Args:
-        found: the dot products of the function.
-        rules: the model's rules.
-        modules: the function's modules by path.
-        kernels: the parameters with scaling states, if already initialized; others stay high precision.
-    """
-    planned, choices, uses = [], [], {}
-    for dot in found.dots:
-        if dot.path is None:
-            continue
-        choice = _choose(dot, dot.path, found, rules, modules)
-        if kernels is not None and choice.reason is None:
-            if dot.path in kernels:
-                choice = LayerChoice(kernels[dot.path].recipe, None)
-            else:
-                choice = choice._replace(reason="`transform` knew no parameter of it")
-        choices.append((dot, choice))
-        if choice.reason is None or choice.is_high_precision:
-            number = uses[dot.path] = uses.get(dot.path, -1) + 1
-            name = "".join(dot.path[-1:])  # a function of one array has the path ()
-            key = dot.path if not number else (*dot.path[:-1], f"{name}#{number}")
-            layers = tuple(length for _, length in dot.loops)
-            planned.append(PlannedDot(dot, key, Kernel(choice.recipe, layers, dot.groups)))
-    return planned, choices
-
-
-def _choose(
-    dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, modules: Mapping[str, Any]
-) -> LayerChoice:
-    scans = tuple(length for _, length in dot.loops)
-    layer = Layer.of(path, modules.get("/".join(path[:-1])), dot.shape, scans)
-    choice = rules.choose(layer)
-    if dot.reason is not None:
-        return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, dot.reason)
-    if choice.reason is None and not rules.names(layer):
-        if path in found.tables or path[-1:] == ("embedding",):
-            return LayerChoice(choice.recipe, "embeddings stay as they are, unless a rule names them")
-        _, *sides = dot.gemm
-        if min(sides) < SMALLEST:
-            return LayerChoice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")
-    if dot.is_computed or path in found.tables:
-        # Other operations read the parameter, too.
-        return LayerChoice(choice.recipe.with_plain_weights(), choice.reason)
-    return choice

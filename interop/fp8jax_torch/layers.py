@@ -54,12 +54,9 @@ def choose(
     Raises:
         ValueError: a pattern of the recipe, other than the default, matches no layer.
     """
-    found, rules = linears(model), Rules(recipe)
-    rules.check(list(found))
-    return {
-        path: rules.choose(Layer(path, module, ())).reason or why_not(module)
-        for path, module in found.items()
-    }
+    rules, layers = Rules(recipe), [Layer(path, module, ()) for path, module in linears(model).items()]
+    rules.check(layers)
+    return {layer.path: rules.choose(layer).reason or why_not(layer.module) for layer in layers}
 
 
 def why_not_converted(module: nn.Module) -> str | None:

@@ -18,7 +18,7 @@ import jax.core
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw
+from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw, value_of
 from fp8jax.rewrite import FunctionModel, Static
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
@@ -177,8 +177,9 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     nodes = nnx.merge(call.graph, nnx.State({0: params} if params else {}), rest)
     module: Any = nodes[0]
     thaw(nodes)
+    _remove_states(module)
     _refuse_assignments(nodes)
-    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(nodes))}
+    values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
     constants = _constants(nodes)
     modules = iter(nodes[1:])
     arguments = call.arguments.filled(arrays)
@@ -194,10 +195,18 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     changes = []
     for path, variable in nnx.to_flat_state(nnx.state(nodes)):
         is_new = path not in values
-        is_changed = is_new or not _is_same(values[path], variable.get_value())
+        is_changed = is_new or not _is_same(values[path], value_of(variable))
         if is_changed and not isinstance(variable, nnx.Param | Frozen | FP8State):
             changes.append(((path, variable), is_new))
     return result, changes
+
+
+def _remove_states(module: nnx.Module) -> None:
+    """Removes the scaling states from a copy of the module, which a user's scan or vmap over it may not fit:
+    `evaluate` has them."""
+    for _, each in modules_of(module):
+        for name in [name for name, x in vars(each).items() if isinstance(x, FP8State)]:
+            delattr(each, name)
 
 
 def _is_same(old: Any, new: Any) -> bool:

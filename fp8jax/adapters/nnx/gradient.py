@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path
+from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -131,10 +131,7 @@ def mean_of_devices(state: nnx.State) -> nnx.State:
 
 def tree_of(state: Any) -> dict[Any, Any]:
     """A state as nested dicts of values, with the scaling state of a kernel at the kernel's path."""
-    values = {
-        state_path(path): variable.get_value() if isinstance(variable, nnx.Variable) else variable
-        for path, variable in nnx.to_flat_state(state)
-    }
+    values = {state_path(path): value_of(variable) for path, variable in nnx.to_flat_state(state)}
     return unflatten_dict(values)
 
 

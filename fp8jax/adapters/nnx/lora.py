@@ -43,10 +43,11 @@ def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
     for path, kernel, (owner, _, param) in placed_kernels(model):
         layer, depth = "/".join(path[:-1]), len(kernel.layers)
         is_matrix = isinstance(owner, FLAX_LAYERS) and not getattr(owner, "batch_axis", ())
+        is_matrix = is_matrix and kernel.stacked == tuple(range(depth))
         found = sides(owner, param.shape[depth:]) if is_matrix else None
         if found is not None:
             able.append(layer)
-            if lora.chooses(layer, settings.recipe):
+            if lora.chooses(layer, "/".join(path), settings.recipe):
                 for name, new in lora.new(key, layer, kernel.layers, (0, *found)).items():
                     setattr(owner, name, nnx.LoRAParam(new))
         param.set_value(lora.freeze(param.get_value(), kernel, found[0] if found else None))

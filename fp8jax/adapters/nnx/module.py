@@ -10,6 +10,7 @@ are no `nnx.Param`s, so optimizers and plain gradients ignore them. `value_and_g
 NNX updates a BatchNorm's statistics.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_o
 from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
 from fp8jax.dot.einsum import is_single_dot
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel
+from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel, layer_path
 from fp8jax.variables import FROZEN, PARAMS
 
 FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -81,7 +82,7 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     Kernels of Flax's layers are stored in the recipe's weight format. In other modules each parameter with
     two or more axes gets a scaling state, and stays float32.
     """
-    places, found, paths = places_of(model), {}, []
+    places, found, seen = places_of(model), {}, []
     kernels = [path for path, (_, _, param) in places.items() if can_be_kernel(param.get_value())]
     rules = settings.new_rules(kernels)
     for path, (module, name, param) in places.items():
@@ -91,10 +92,12 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         rank = _rank(module) if is_known else leaf.ndim
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
         depth = leaf.ndim - rank - bool(groups)
-        layers, shape = tuple(leaf.shape[:depth]), tuple(leaf.shape[depth:])
-        layer = Layer.of(path, module, shape, layers)
+        axes = _stacked_axes(module, leaf.shape, depth)
+        layers = tuple(leaf.shape[axis] for axis in axes)
+        shape = tuple(dim for axis, dim in enumerate(leaf.shape) if axis not in axes)
+        layer = Layer(layer_path(path), module, shape, layers, "/".join(path))
         choice = rules.choose(layer)
-        paths.append(layer.path)
+        seen.append(layer)
         # The sides of an einsum's kernel may depend on its call.
         has_sides = is_known and not isinstance(module, nnx.Einsum)
         both = sides(module, shape[bool(groups) :]) if has_sides else None
@@ -102,12 +105,12 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         is_skipped = (is_small or isinstance(module, nnx.Embed)) and not rules.names(layer)
         if choice.is_high_precision or (choice.reason is None and not is_skipped):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
-            found[path] = Kernel(recipe, layers, groups)
-    rules.check(paths)
+            found[path] = Kernel(recipe, layers, groups, axes)
+    rules.check(seen)
     if settings.recipe.is_quantized and not found:
         raise ValueError(
             "`model`: expected a kernel that can multiply in FP8; got none of "
-            f"{', '.join(paths) or 'any path'}. Give a rule for those that shall, "
+            f"{', '.join(layer.path for layer in seen) or 'any path'}. Give a rule for those that shall, "
             '`rules=[fp8jax.Rule("PATH", "te")]`, or use the recipe bf16.'
         )
     return found
@@ -128,6 +131,24 @@ def _rank(layer: Any) -> int:
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     return 2
+
+
+def _stacked_axes(layer: Any, shape: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """The axes of a stack of layers in a kernel: the first `depth` axes, or those that leave a kernel of the
+    layer's sizes."""
+    first = tuple(range(depth))
+    if isinstance(layer, nnx.Linear):
+        own = (layer.in_features, layer.out_features)
+    elif isinstance(layer, nnx.LinearGeneral):
+        own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+    elif isinstance(layer, nnx.Einsum):
+        own = tuple(layer.kernel_shape)
+    else:
+        return first
+    for axes in itertools.combinations(range(len(shape)), depth):
+        if tuple(dim for axis, dim in enumerate(shape) if axis not in axes) == own:
+            return axes
+    return first
 
 
 def sides(layer: Any, shape: tuple[int, ...]) -> tuple[int, int] | None:

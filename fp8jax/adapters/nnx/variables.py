@@ -53,6 +53,11 @@ def places_of(model: nnx.Module) -> dict[tuple[str, ...], Place]:
     return places
 
 
+def value_of(leaf: Any) -> Any:
+    """The value of a leaf of a module's state: a variable, or an array that is an attribute itself."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
 def state_path(path: Sequence[Any]) -> tuple[Any, ...]:
     """The path of a variable in the tree of its collection: a scaling state's array is below its kernel."""
     *parents, name = path

@@ -1,0 +1,185 @@
+"""The plan of the dot products to replace, with their kernels and states."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import formats
+from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
+from fp8jax.quantization import is_scaled, quantize
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite.dots import Dot, Site
+from fp8jax.rewrite.follow import transpose
+from fp8jax.scaling.block import with_seeds
+from fp8jax.variables import SCALING
+
+# The `checkpoint_name` of the outputs of kernels' dot products.
+DOT_OUTPUT = "fp8jax_dot_output"
+
+
+class Kernel(NamedTuple):
+    """A parameter of dot products with a recipe: its scales and its scaling state."""
+
+    recipe: Recipe
+    layers: tuple[int, ...]  # numbers of stacked layers; each layer has a scale and a state
+    groups: int  # number of experts, the first axis of a layer; 0 without experts
+    axes: tuple[int, ...] = ()  # the axes of `layers`; () for the first ones
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The axes of `layers`."""
+        return self.axes or tuple(range(len(self.layers)))
+
+    def rank(self, x: Any) -> int:
+        """The rank of the part of the parameter `x` that one scale covers."""
+        return x.ndim - len(self.layers) - bool(self.groups)
+
+    def first_state(self, key: Iterable[Any]) -> dict[str, jax.Array]:
+        """The initial scaling state of its dot product with this key."""
+        if not self.recipe.is_quantized:
+            return {}
+        state = init_ragged_state(self.recipe, self.groups) if self.groups else init_state(self.recipe)
+        # On a mesh with explicit axes the copy has the same type as the states that a step returns.
+        copies = {name: jnp.copy(jnp.broadcast_to(x, (*self.layers, *x.shape))) for name, x in state.items()}
+        return with_seeds(copies, "/".join(map(str, key)))
+
+    def in_format(self, x: Any, format: str | None = None) -> Any:
+        """The parameter `x` in a storage format, by default its recipe's; scales are powers of two, one for
+        each layer and expert."""
+        format = format or self.recipe.weight
+        if is_scaled(x) or format == "FP32":
+            return x
+        if format == "BF16":
+            return x.astype(jnp.bfloat16)
+        rank, order = self.rank(x), self._order(x)
+        kept = order[: x.ndim - rank]
+        blocks = tuple(dim if axis in kept else 1 for axis, dim in enumerate(x.shape))
+        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
+        return q.with_own_dtype(x.dtype)
+
+    def _order(self, x: Any) -> tuple[int, ...]:
+        """The axes of the parameter `x`, the stacked ones first."""
+        return (*self.stacked, *(axis for axis in range(x.ndim) if axis not in self.stacked))
+
+    def for_inference(self, x: Any, state: Mapping[str, Any]) -> Any:
+        """The parameter `x` in its GEMM's format, with the scales of `state`."""
+        order = self._order(x)
+        back = tuple(map(order.index, range(x.ndim)))
+        q = quantized_kernel(transpose(x, order), self.recipe, dict(state), self.rank(x))
+        return transpose(q, back)
+
+
+class DotState(NamedTuple):
+    """The arrays of one dot product beside its operands."""
+
+    scaling: dict[str, Any]  # the scaling state
+    adapters: dict[str, Any]  # of `lora`
+
+
+class PlannedDot(NamedTuple):
+    """A dot product to replace, with its kernel."""
+
+    dot: Dot
+    key: tuple[str, ...]  # key of its scaling state
+    kernel: Kernel
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The path of its parameter."""
+        assert self.dot.path is not None
+        return self.dot.path
+
+    def first_state(self) -> dict[str, jax.Array]:
+        """The initial scaling state, with a leading axis for each scan that slices the kernel."""
+        state = self.kernel.first_state(self.key)
+        if self.key != self.path:
+            state.pop("wgrad_scale", None)  # the parameter has one gradient
+        return state
+
+    def state_in(self, states: Mapping[str, Any]) -> Any:
+        """The scaling state among nested dicts of states; {} if it has none.
+
+        Raises:
+            ValueError: `states` lack it, or have one of another recipe.
+        """
+        recipe = self.kernel.recipe
+        names = set(state_names(recipe)) if recipe.is_quantized else set()
+        if self.key != self.path:
+            names.discard("wgrad_scale")
+        if not names:
+            return {}
+        # States that `merge` merged by max have the parameter's own key.
+        for key in (self.key, self.path):
+            found: Any = states
+            for name in key:
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if found is None:
+                continue
+            if missing := sorted(names - set(found)):
+                raise ValueError(
+                    f"`variables`: expected {', '.join(sorted(names))} in the scaling state of "
+                    f"{'/'.join(self.path)!r} for {recipe}; got {', '.join(sorted(found)) or 'nothing'}, "
+                    f"without {missing[0]!r}: the state of another recipe. Take it from `model.init(...)`; "
+                    "`model.quantize(plain, like=model.init(...))` keeps trained weights."
+                )
+            return found
+        raise ValueError(
+            f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
+            f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
+            "not 'params' alone."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The dot products of a jaxpr to replace, and how.
+
+    Attributes:
+        dots: the dot products to replace, by site.
+        below: sites of all equations around them, around named dot products, or around calls of transformed
+            functions.
+        named: layers of the dot products that get a named scope, by site.
+        remat: the blocks to checkpoint, a `remat.Remat`, or None.
+        backend: the GEMM backend.
+        lora_scale: alpha / rank of adapters.
+    """
+
+    dots: dict[Site, PlannedDot]
+    below: frozenset[Site]
+    named: dict[Site, str]
+    remat: Any
+    backend: str
+    lora_scale: float
+
+    @classmethod
+    def of(
+        cls,
+        dots: Iterable[PlannedDot],
+        named: Iterable[Dot] = (),
+        programs: Iterable[Site] = (),
+        remat: Any = None,
+        backend: str = "auto",
+        lora_scale: float = 1.0,
+    ) -> "Plan":
+        """Makes a plan; `programs` are sites of calls of transformed functions, with plans of their own."""
+        by_site = {each.dot.place.site: each for each in dots}
+        names = {dot.place.site: dot.layer for dot in named if dot.path is not None}
+        below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
+        return cls(by_site, frozenset(below), names, remat, backend, lora_scale)
+
+    def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
+        """The kernels by path, each with its dot product inside the most scans, which decides the number of
+        scales."""
+        return kernels_of(self.dots.values())
+
+
+def kernels_of(dots: Iterable[PlannedDot]) -> dict[tuple[str, ...], PlannedDot]:
+    """See `Plan.kernels`."""
+    kernels: dict[tuple[str, ...], PlannedDot] = {}
+    for each in dots:
+        if each.path not in kernels or len(kernels[each.path].dot.loops) < len(each.dot.loops):
+            kernels[each.path] = each
+    return kernels
