@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fp8jax.recipe import PRESETS, Recipe
+from fp8jax.train import signals
 
 _SIZES = {
     "layers": "blocks",
@@ -57,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status. Raises SystemExit for bad arguments and for --help."""
     args = _parser().parse_args(argv)
     try:
-        status = args.run(args)
+        with signals.ends_program(f"fp8jax {args.command}: interrupted"):
+            status = args.run(args)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's end
         return status
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         return 141  # the shell's status of a closed pipe
     except KeyboardInterrupt:
-        message, status = "interrupted", 130
+        message, status = "interrupted", signals.INTERRUPTED
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         message, status = str(error), 2
     except Exception as error:  # the user's own model may raise anything

@@ -1,11 +1,11 @@
 """A whole run of a trainer: stopped anywhere and resumed it is the run that was left alone."""
 
-import contextlib
 import copy
 import dataclasses
 import html.parser
 import json
 import pathlib
+import signal
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8jax.train import TrainConfig, Trainer, checkpoint, distributed, fit
+from fp8jax.train import TrainConfig, Trainer, checkpoint, fit, signals
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata
@@ -106,14 +106,13 @@ def alone(request, tmp_path_factory):
 
 
 def stopped_after(monkeypatch, spans):
-    """Has the next runs asked to stop after so many spans of steps."""
+    """Has the next runs asked to stop, by a SIGTERM, after so many spans of steps."""
+    numbers = [0] * spans
 
-    @contextlib.contextmanager
-    def requests():
-        answers = iter([False] * spans)
-        yield lambda: next(answers, True)
+    def asked(self):
+        return numbers.pop() if numbers else signal.SIGTERM
 
-    monkeypatch.setattr(distributed, "stop_requests", requests)
+    monkeypatch.setattr(signals.StopRequests, "asked", asked)
 
 
 def assert_lines(run):
@@ -156,7 +155,7 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     with monkeypatch.context() as patch:
         stopped_after(patch, 2)
         run = fit(trainer, ROWS, **options)
-    assert run.steps == 4 and not (run.folder / "report.html").exists()
+    assert (run.steps, run.exit_status) == (4, 143) and not (run.folder / "report.html").exists()
     assert "stopped and saved after step 4" in capsys.readouterr().out
 
     def dies(state, batch, step=trainer.step):
@@ -175,7 +174,7 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert_lines(run)
     assert bits(run.state) == bits(expected.state)
     again = fit(trainer, ROWS, resume=True, **options)
-    assert (again.steps, again.curves.loss) == (STEPS, expected.curves.loss)
+    assert (again.steps, again.curves.loss, again.exit_status) == (STEPS, expected.curves.loss, 0)
 
 
 def test_what_was_just_saved_or_restored_is_not_saved_again(alone, tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
-"""The folder of a run, and requests to stop."""
+"""The folder of a run."""
 
 import pathlib
-import signal
-from concurrent import futures
 
 import pytest
 
-from fp8jax.train import distributed, run_folder
+from fp8jax.train import run_folder
 from fp8jax.train.run_folder import RunMetadata
 
 
@@ -112,23 +110,3 @@ def test_two_runs_that_chose_one_folder(tmp_path, monkeypatch):
             with run_folder.taken(same, NONE, second):
                 pass
     assert run_folder.read(folder, ["lr"]) == first
-
-
-def test_a_signal_asks_to_stop_and_the_second_interrupts():
-    before = signal.getsignal(signal.SIGTERM)
-    with distributed.stop_requests() as stop_asked:
-        assert not stop_asked()
-        signal.raise_signal(signal.SIGTERM)
-        assert stop_asked()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_outside_of_the_main_thread_nothing_asks_to_stop():
-    def ask():
-        with distributed.stop_requests() as stop_asked:
-            return stop_asked(), signal.getsignal(signal.SIGTERM)
-
-    with futures.ThreadPoolExecutor() as threads:
-        assert threads.submit(ask).result() == (False, signal.getsignal(signal.SIGTERM))

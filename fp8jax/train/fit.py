@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fp8jax.train import distributed, run_folder
+from fp8jax.train import distributed, run_folder, signals
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Loader, Source
@@ -45,6 +45,7 @@ class Fitted(NamedTuple):
     curves: Curves
     steps: int  # steps done; fewer than `max_steps` if the run was stopped
     twin: "Fitted | None" = None
+    exit_status: int = 0  # for `sys.exit`: 130 if Ctrl-C stopped the run, 143 if SIGTERM did
 
 
 def fit(
@@ -92,6 +93,7 @@ def fit(
     trainers, config = [trainer, *([twin] if twin else [])], trainer.config
     options = options or config
     with contextlib.ExitStack() as opened:
+        requests = opened.enter_context(signals.stop_requests())
         with blame_input():
             for package in ("grain", "matplotlib", "rich"):
                 need(package)  # before any work is done
@@ -118,10 +120,10 @@ def fit(
         context = getattr(source, "context", None)  # of windows of a text
         is_text = isinstance(context, int)
         per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
-        with distributed.stop_requests() as stop_asked:
-            run.train(per_step, stop_asked)
-    if run.steps < config.max_steps:
-        print(f"stopped and saved after step {run.steps} in {folder}; resume goes on with it", flush=True)
+        with requests.deferred():
+            stopped_by = run.train(per_step, lambda: distributed.largest(requests.asked()))
+    if stopped_by:
+        print(f"stopped and saved after step {run.steps} in {folder}; --resume goes on with it", flush=True)
     elif distributed.is_first():
         data = f"{len(source):,} rows of a {type(source).__name__}"
         about = {"data": data, **(about or {}), **report.facts(trainer, now.settings)}
@@ -131,7 +133,10 @@ def fit(
         page = report.write(folder, about, outcomes)
         report.show(outcomes)
         print(f"report: {page}", flush=True)
-    first, *second = (Fitted(folder, model.state, model.curves, run.steps) for model in models)
+    status = 128 + stopped_by if stopped_by else 0
+    first, *second = (
+        Fitted(folder, model.state, model.curves, run.steps, exit_status=status) for model in models
+    )
     return first._replace(twin=second[0] if second else None)
 
 
@@ -212,8 +217,8 @@ class _Run:
         )
         self.saved = self.steps
 
-    def train(self, per_step: tuple[int, str], stop_asked: Callable[[], bool]) -> None:
-        """Trains until the last step, or until asked to stop."""
+    def train(self, per_step: tuple[int, str], stop_asked: Callable[[], int]) -> int:
+        """Trains until the last step, or until asked to stop; returns the signal that asked, else 0."""
         config = self.models[0].trainer.config
         last, intervals = config.max_steps, (config.logging_steps, config.eval_steps, config.save_steps)
         if self.steps < last:
@@ -224,9 +229,9 @@ class _Run:
             writing = contextlib.closing(MetricsWriter(self.folder, self.steps))
         with Progress(curves, last, *per_step) as progress, writing as writer:
             for begin, end in spans(self.steps, last, *intervals):
-                if stop_asked():
+                if number := stop_asked():
                     self.save()
-                    return
+                    return number
                 batches: Any = itertools.islice(self.batches, end - begin)
                 if len(self.models) > 1:
                     batches = list(batches)
@@ -240,6 +245,7 @@ class _Run:
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
+        return 0
 
 
 def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:

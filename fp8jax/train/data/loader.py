@@ -10,13 +10,16 @@ the number of batches taken is the whole state. Other workers and more or fewer 
 process reads its rows of every batch.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 import jax
@@ -114,10 +117,13 @@ class Loader:
 
     def __next__(self) -> Any:
         """The next batch: NumPy arrays like an example's, with a first axis of batch / count rows."""
-        if not self._running:
-            self._running.append(self._start())
         try:
-            batch = next(self._running[0])
+            if self._running:
+                batch = next(self._running[0])
+            else:
+                with _stop_signals_blocked():  # workers inherit that
+                    self._running.append(self._start())
+                    batch = next(self._running[0])
         except StopIteration:
             raise
         except BaseException:
@@ -212,12 +218,31 @@ def _as_arrays(example: Any) -> Any:
     return array
 
 
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Blocks SIGINT and SIGTERM in this thread, and in the processes that it starts for all their life.
+
+    A terminal and a scheduler send them to the workers, too, of which a run still needs batches.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # as on macOS
+        yield
+        return
+    resource_tracker.ensure_running()  # its start unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(worker: int, workers: int) -> None:
     """Keeps a worker off the accelerators, whose memory JAX would allocate, and ends it with its parent."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_end_at_the_parents_sigterm, daemon=True).start()
 
 
 def _end_with_parent() -> None:
@@ -226,3 +251,10 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def _end_at_the_parents_sigterm() -> None:
+    """`multiprocessing` ends workers by SIGTERM. Any other SIGTERM is for the run, which needs them."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(128 + signal.SIGTERM)
