@@ -1,6 +1,10 @@
 """The folder of a run."""
 
+import errno
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -65,6 +69,54 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
 
 NONE = RunMetadata({}, "")
 NAMES = ["lr", "data", "save_steps"]
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_checkpoints_that_are_no_folder_are_named(tmp_path, make):
+    (tmp_path / "settings.json").touch()
+    make(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="checkpoints is no folder; move it away, or give another folder"):
+        run_folder.choose(str(tmp_path), resume=True)
+
+
+HOLD = """
+import pathlib, sys
+from fp8jax.train import run_folder
+folder = pathlib.Path(sys.argv[1])
+found = run_folder.read(folder, ["lr"])
+with run_folder.taken(folder, found, found):
+    print("taken", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_is_of_one_process_at_a_time(tmp_path):
+    """A lock that its holder's death opens, whatever it died of."""
+    with run_folder.taken(tmp_path, NONE, RunMetadata({"lr": 1}, "text")):
+        pass
+    found = run_folder.read(tmp_path, ["lr"])
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(ValueError, match="another process trains in .*; wait for its end, or stop it"):
+            with run_folder.taken(tmp_path, found, found):
+                pass
+        other.kill()
+    with run_folder.taken(tmp_path, found, found), pytest.raises(ValueError, match="another process trains"):
+        with run_folder.taken(tmp_path, found, found):
+            pass
+    with run_folder.taken(tmp_path, found, found):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with run_folder.taken(tmp_path, NONE, RunMetadata({"lr": 1}, "text")):
+        assert "cannot be locked (No locks available); start no second process" in capsys.readouterr().err
 
 
 def test_settings_of_a_resumed_run(tmp_path):

@@ -112,27 +112,24 @@ def fit(
             sources = validation, validation if final_validation is None else final_validation
             models = [_Model(one, _validator(one, sources, transform, validation_loss)) for one in trainers]
             layers = [one.layers.splitlines()[0] for one in trainers]
-            with run_folder.taken(folder, found, now):
-                for line in layers:
-                    print(f"{line}; compiling", flush=True)
-                run = _Run(models, folder, (found if found.settings else now).digest, batches)
-                run.begin(plain, resume, or_start)
+            run_begins = opened.enter_context(run_folder.taken(folder, found, now))
+            for line in layers:
+                print(f"{line}; compiling", flush=True)
+            run = _Run(models, folder, (found if found.settings else now).digest, batches)
+            run.begin(plain, resume, or_start)
+        run_begins()
         context = getattr(source, "context", None)  # of windows of a text
         is_text = isinstance(context, int)
         per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
         with requests.deferred():
             stopped_by = run.train(per_step, lambda: distributed.largest(requests.asked()))
-    if stopped_by:
-        print(f"stopped and saved after step {run.steps} in {folder}; --resume goes on with it", flush=True)
-    elif distributed.is_first():
-        data = f"{len(source):,} rows of a {type(source).__name__}"
-        about = {"data": data, **(about or {}), **report.facts(trainer, now.settings)}
-        outcomes = {
-            model.name: outcome_of(model.trainer, model.state, model.curves, per_step) for model in models
-        }
-        page = report.write(folder, about, outcomes)
-        report.show(outcomes)
-        print(f"report: {page}", flush=True)
+        if stopped_by:
+            print(
+                f"stopped and saved after step {run.steps} in {folder}; --resume goes on with it", flush=True
+            )
+        elif distributed.is_first():
+            data = f"{len(source):,} rows of a {type(source).__name__}"
+            run.report({"data": data, **(about or {}), **report.facts(trainer, now.settings)}, per_step)
     status = 128 + stopped_by if stopped_by else 0
     first, *second = (
         Fitted(folder, model.state, model.curves, run.steps, exit_status=status) for model in models
@@ -246,6 +243,16 @@ class _Run:
                 if end % config.save_steps == 0 or end == last:
                     self.save()
         return 0
+
+    def report(self, about: dict[str, Any], per_step: tuple[int, str]) -> None:
+        """Writes the report and prints its table."""
+        outcomes = {
+            model.name: outcome_of(model.trainer, model.state, model.curves, per_step)
+            for model in self.models
+        }
+        page = report.write(self.folder, about, outcomes)
+        report.show(outcomes)
+        print(f"report: {page}", flush=True)
 
 
 def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:
