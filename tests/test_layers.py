@@ -20,6 +20,7 @@ RANKS = {
     "accelerate": 0,
     "legal": 0,
     "te_recipes": 0,
+    "yaml_file": 0,
     "partition": 0,
     "platforms": 0,
     "recipe": 1,
@@ -42,6 +43,7 @@ RANKS = {
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
+    ("accelerate", "yaml_file"): "Accelerate's settings are a YAML file",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
 }
@@ -59,11 +61,11 @@ LIBRARIES = {
     "optax": {"optim": "eager", "train.step.optimizers": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "lazy"},
-    "jsonargparse": {"train.config": "lazy"},
+    "jsonargparse": {"train.options": "lazy"},
     "absl": {"train.data.loader": "lazy"},  # grain's flags
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
     "matplotlib": {"train": "lazy", "inspect.chart": "lazy"},
-    "yaml": {"accelerate": "lazy"},
+    "yaml": {"accelerate": "lazy", "yaml_file": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
 }
 
