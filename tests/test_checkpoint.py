@@ -225,7 +225,7 @@ def test_a_run_that_lost_all_its_checkpoints_begins_again_only_if_told_to(tmp_pa
     else:
         shutil.rmtree(folder / "step_00000001" if harm == "deleted" else folder)
     with pytest.raises(
-        ValueError, match="are damaged or lost: .*; put one back, or begin at step 0 with or_start"
+        ValueError, match="are damaged or lost: .*; put one back, or begin at step 0 with --or-start"
     ):
         run_folder.restore(tmp_path, make_state(), "run", or_start=False)
     assert capsys.readouterr().err == ""

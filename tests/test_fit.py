@@ -297,6 +297,33 @@ def trainer():
     return Trainer(Linen(), loss, TrainConfig(**SETTINGS), example)
 
 
+@pytest.mark.parametrize(
+    "batch, says",
+    [
+        (
+            {"x": [[1.0] * 32] * 4, "y": [[0.0] * 32] * 4},
+            r"`batch\['x'\]`: expected float32\[4,32\], .*; got a list, and 1 more",
+        ),
+        ({"x": "text", "y": np.zeros((4, 32))}, r"`batch\['x'\]`: .*; got a str\.$"),
+        (np.zeros((4, 32)), r"""`batch`: expected arrays at \["\['x'\]", .*; got \['one array'\]\."""),
+        (
+            {str(name): np.zeros(3) for name in range(1000)},
+            r"`batch`: expected arrays at .*; got \[.*\.\.\.\]",
+        ),
+    ],
+)
+def test_a_wrong_batch_is_told_by_the_first_array_that_differs(trainer, batch, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        trainer.step(None, batch)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("source", [dict(enumerate(ROWS)), iter(ROWS)])
+def test_a_source_without_numbers_is_refused(trainer, source):
+    with pytest.raises(TypeError, match="`source`: expected examples by number, such as a list"):
+        fit(trainer, source)
+
+
 def write_settings(folder, settings):
     """As if a run on ROWS had begun in the folder."""
     begun = RunMetadata(settings, Examples(ROWS, None).fingerprint())
@@ -311,15 +338,20 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
     [
         (ROWS[:3], {}, "`source` has 3 examples, fewer than one `batch` of 4"),
         ([], {}, "`source` is empty"),
-        (WITHOUT_Y, {}, "4 rows for each device; got {'x'"),
+        (WITHOUT_Y, {}, """`batch`: expected arrays at ["['x']", "['y']"]; got ["['x']"]."""),
+        (
+            [{"x": row["x"][:9], "y": row["y"]} for row in ROWS],
+            {},
+            "`batch['x']`: expected float32[4,32], 4 rows for each device; got float32[4,9].",
+        ),
         (ROWS, HELD_OUT, "`validation` and `validation_loss` go together"),
         (ROWS, {"validation_loss": loss}, "`validation` and `validation_loss` go together"),
         (ROWS, {"validation": [], "validation_loss": loss}, "`validation` has 0 rows, fewer than the 1"),
-        (ROWS, {"output": "taken"}, "taken holds a run already: add resume to go on with it"),
+        (ROWS, {"output": "taken"}, "taken holds a run already: add --resume to go on with it"),
         (ROWS, {"output": "file"}, "file is a file; give a folder for the run"),
         (ROWS, {"output": "taken", "resume": True, "seed": 1}, "has --seed 0, not 1; leave --seed as it was"),
-        (ROWS, {"resume": True}, "resume found no run in "),
-        (ROWS, {"or_start": True}, "or_start is an option of resume; add that"),
+        (ROWS, {"resume": True}, "--resume found no run in "),
+        (ROWS, {"or_start": True}, "--or-start is an option of --resume; add that"),
         (rows(22, seed=3), {"output": "taken", "resume": True}, "began with other data; give that"),
         (ROWS[:21], {"output": "taken", "resume": True}, "began with other data; give that"),
         (

@@ -24,22 +24,22 @@ def test_folders_are_numbered_and_never_taken_over(tmp_path, monkeypatch):
     assert run_folder.choose("taken", resume=False) == pathlib.Path("taken")
     (tmp_path / "taken" / "settings.json").touch()
     assert run_folder.choose("taken", resume=True) == pathlib.Path("taken")
-    with pytest.raises(ValueError, match="holds a run already: add resume to go on with it"):
+    with pytest.raises(ValueError, match="holds a run already: add --resume to go on with it"):
         run_folder.choose("taken", resume=False)
 
 
 @pytest.mark.parametrize(
     "out, resume, or_start, says",
     [
-        ("", True, False, "resume found no run in runs/gpt-1; give the folder of one, or add or_start"),
-        ("nothing", True, False, "resume found no run in nothing"),
-        ("empty", True, False, "resume found no run in empty"),
+        ("", True, False, "--resume found no run in runs/gpt-1; give the folder of one, or add --or-start"),
+        ("nothing", True, False, "--resume found no run in nothing"),
+        ("empty", True, False, "--resume found no run in empty"),
         ("others", True, True, "others holds files and no run (settings.json is missing)"),
         ("others", False, False, "others holds files and no run (settings.json is missing)"),
         ("others/file", True, True, "others/file is a file"),
         ("dangling", False, False, "dangling is a file"),
         ("a" * 300, False, False, "cannot be read (File name too long)"),
-        ("empty", False, True, "or_start is an option of resume"),
+        ("empty", False, True, "--or-start is an option of --resume"),
         ("", True, True, None),
         ("nothing", True, True, None),
         ("empty", True, True, None),

@@ -66,6 +66,8 @@ def fit(
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the folder of the run.
 
+    Messages name options as flags of a command line: --or-start is `or_start`.
+
     Args:
         trainer: its configuration says how often to log, validate and save, and where to.
         source: rows by number, see `Loader`.

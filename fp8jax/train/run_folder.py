@@ -52,7 +52,7 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
 
     Args:
         folder: the folder, or "" for runs/NAME-N: the next free N, or with `resume` the newest.
-        resume: whether to go on with the run that is there.
+        resume: whether to go on with the run that is there. Messages name it --resume, as a command line.
         or_start: whether `resume` may find no run.
         name: see `folder`.
 
@@ -60,7 +60,7 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
         ValueError: the folder holds a run and `resume` is not set, or none and it is, or cannot be used.
     """
     if or_start and not resume:
-        raise ValueError("or_start is an option of resume; add that, or leave it out")
+        raise ValueError("--or-start is an option of --resume; add that, or leave it out")
     return pathlib.Path(
         distributed.decide(lambda: _choose(folder or _numbered(resume, name), resume, or_start))
     )
@@ -78,9 +78,11 @@ def _choose(chosen: str, resume: bool, or_start: bool) -> str:
     if is_taken and not has_run:
         raise ValueError(f"{folder} holds files and no run ({_SETTINGS} is missing); give another folder")
     if has_run and not resume:
-        raise ValueError(f"{folder} holds a run already: add resume to go on with it, or give another folder")
+        raise ValueError(
+            f"{folder} holds a run already: add --resume to go on with it, or give another folder"
+        )
     if resume and not has_run and not or_start:
-        raise ValueError(f"resume found no run in {folder}; give the folder of one, or add or_start")
+        raise ValueError(f"--resume found no run in {folder}; give the folder of one, or add --or-start")
     checkpoints = folder / "checkpoints"
     if os.path.lexists(checkpoints) and not checkpoints.is_dir():
         raise ValueError(f"{checkpoints} is no folder; move it away, or give another folder")
@@ -229,7 +231,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str, or_start: bool) -> che
     if found is None and skipped and not or_start:
         raise ValueError(
             f"all checkpoints in {folder} are damaged or lost: {skipped[0]}; put one back, or begin at step "
-            "0 with or_start"
+            "0 with --or-start"
         )
     for reason in skipped:
         distributed.warn(f"skipping {reason}")

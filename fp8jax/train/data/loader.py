@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
@@ -87,6 +87,7 @@ class Loader:
             raise ValueError(f"`shard` must be (index, count) with 0 <= index < count; got {shard}")
         if batch % shard[1]:
             raise ValueError(f"`batch` must be a multiple of the {shard[1]} shards; got {batch}")
+        examples = Examples(source, transform)
         if len(source) < batch:
             raise ValueError(f"`source` has {len(source)} examples, fewer than one `batch` of {batch}")
         if workers and isinstance(source, np.memmap):
@@ -95,7 +96,7 @@ class Loader:
             )
         self._workers, self._prefetch, self._taken = workers, prefetch, 0
         self._order = {"seed": seed, "batch": batch, "examples": len(source), "shuffle": bool(shuffle)}
-        dataset = need("grain").MapDataset.source(Examples(source, transform))
+        dataset = need("grain").MapDataset.source(examples)
         if shuffle:
             # Grain adds the epoch to its seed: unhashed, seed 1 would begin with the second epoch of seed 0.
             dataset = dataset.shuffle(int(np.random.SeedSequence(seed).generate_state(1)[0]))
@@ -184,6 +185,11 @@ class Examples:
     """A source after the transform, in arrays. Grain's own `map` would skip an example that is None."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Any] | None) -> None:
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, Mapping):
+            raise TypeError(
+                "`source`: expected examples by number, such as a list, an array or a TokenFile; got a "
+                f"{type(source).__name__}"
+            )
         self._source, self._transform = source, transform
 
     def __len__(self) -> int:
