@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import html.parser
+import importlib
 import json
 import pathlib
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8jax.train import TrainConfig, Trainer, checkpoint, fit, signals
+from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, fit, signals
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata
@@ -295,6 +296,33 @@ def test_a_run_of_any_kind_has_its_report(settings, tmp_path):
 def trainer():
     example = jax.tree.map(lambda x: x[None], ROWS[0])
     return Trainer(Linen(), loss, TrainConfig(**SETTINGS), example)
+
+
+WITH_NAN = [{**row, "x": np.full_like(row["x"], np.nan)} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "source, most, says",
+    [
+        (WITH_NAN, 100, r"the last 12 steps were all skipped, .*; batch\['x'\] of the data has such numbers"),
+        (ROWS[:5] + WITH_NAN, 4, "the last 4 steps were all skipped"),
+    ],
+)
+def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, monkeypatch, source, most, says):
+    trainer, options, _ = alone
+    monkeypatch.setattr(importlib.import_module("fp8jax.train.fit"), "MOST_SKIPPED", most)
+    with pytest.raises(BadInput, match=says):
+        fit(at(trainer, tmp_path / "run"), source, shuffle=False, **options)
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] is None and last["skipped_steps"] >= 4
+
+
+def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):
+    trainer, options, _ = alone
+    seen = []
+    run = fit(at(trainer, tmp_path / "run"), ROWS, **options, callback=lambda *line: seen.append(line))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [{"step": step, "model": name, **values} for step, name, values in seen] == lines
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from fp8jax.train import distributed, run_folder, signals
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Loader, Source
-from fp8jax.train.errors import blame_input, need
+from fp8jax.train.errors import BadInput, blame_input, need
 from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
 from fp8jax.train.report.outcome import outcome_of
@@ -35,6 +35,11 @@ from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, State
 from fp8jax.train.step.unchanged import unchanged_share
 from fp8jax.train.trainer import Trainer
+
+MOST_SKIPPED = 100  # steps in a row; a loss scale of 2**15 is found in far fewer
+
+
+Callback = Callable[[int, str, Mapping[str, float]], None]
 
 
 class Fitted(NamedTuple):
@@ -63,6 +68,7 @@ def fit(
     or_start: bool = False,
     about: Mapping[str, Any] | None = None,
     options: Any = None,
+    callback: Callback | None = None,
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the folder of the run.
 
@@ -84,12 +90,14 @@ def fit(
         about: what else the report says, e.g. {"data": "the letters of Rilke"}: JSON values.
         options: a dataclass with fields made by `config.option`, the settings that the run keeps; by default
             the trainer's configuration.
+        callback: called as `callback(step, name, metrics)` with each line of metrics.jsonl, in process 0: the
+            steps done, the recipe, and name -> number. A resumed run repeats the lines after its checkpoint.
 
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; one of
-            `validation` and `validation_loss` is missing; JSON cannot hold `about`; or the extra `train` is
-            not installed.
+            `validation` and `validation_loss` is missing; JSON cannot hold `about`; the extra `train` is not
+            installed; or the last `MOST_SKIPPED` steps, or all, were skipped.
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
     trainers, config = [trainer, *([twin] if twin else [])], trainer.config
@@ -117,7 +125,7 @@ def fit(
             run_begins = opened.enter_context(run_folder.taken(folder, found, now))
             for line in layers:
                 print(f"{line}; compiling", flush=True)
-            run = _Run(models, folder, (found if found.settings else now).digest, batches)
+            run = _Run(models, folder, (found if found.settings else now).digest, batches, examples, callback)
             run.begin(plain, resume, or_start)
         run_begins()
         context = getattr(source, "context", None)  # of windows of a text
@@ -180,6 +188,8 @@ class _Run:
     folder: pathlib.Path
     digest: str
     batches: DevicePrefetch
+    examples: Examples
+    callback: Callback | None
     saved: int | None = None  # the step of the newest checkpoint
 
     @property
@@ -239,8 +249,12 @@ class _Run:
                     if model.validate and (end % config.eval_steps == 0 or end == last):
                         loss = model.validate(model.state, is_last=end == last)
                         model.curves.validation.append((end, loss))
+                    line = model.curves.line(end - begin, *per_step)
                     if writer:
-                        writer.write(end, model.name, model.curves.line(end - begin, *per_step))
+                        writer.write(end, model.name, line)
+                    if writer and self.callback:
+                        self.callback(end, model.name, line)
+                    _check_trained(model, self.examples)
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
@@ -255,6 +269,30 @@ class _Run:
         page = report.write(self.folder, about, outcomes)
         report.show(outcomes)
         print(f"report: {page}", flush=True)
+
+
+def _check_trained(model: _Model, examples: Examples) -> None:
+    """Raises BadInput if the last steps were all skipped."""
+    curves, most = model.curves, min(MOST_SKIPPED, model.trainer.config.max_steps)
+    if curves.skipped[-most:] != list(range(len(curves.loss) - most + 1, len(curves.loss) + 1)):
+        return
+    rows = (examples[i] for i in range(min(len(examples), MOST_SKIPPED)))
+    bad = {
+        jax.tree_util.keystr(path)
+        for row in rows
+        for path, leaf in jax.tree.leaves_with_path(row)
+        if not np.all(np.isfinite(leaf))
+    }
+    cause = (
+        f"batch{min(bad)} of the data has such numbers"
+        if bad
+        else "the data's first rows have no such number"
+    )
+    raise BadInput(
+        f"{model.name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
+        f"infinite or not a number; {cause}. Run the recipe bf16 to see whether FP8 matters, and look for "
+        "the operation with JAX_DEBUG_NANS=true"
+    )
 
 
 def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:
