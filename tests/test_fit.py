@@ -6,7 +6,9 @@ import html.parser
 import importlib
 import json
 import pathlib
+import shlex
 import signal
+import sys
 
 import flax.linen as nn
 import jax
@@ -207,7 +209,7 @@ def test_the_report_says_what_it_was_given_and_refuses_all_that_it_says_itself(a
     trainer, _, run = alone
     result = json.loads((run.folder / "result.json").read_text())
     own = result.keys() - ABOUT.keys()
-    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 7
+    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 11
     for name in own:
         with pytest.raises(ValueError, match=f"the report itself says `{name}`"):
             fit(trainer, ROWS, about={name: 0})
@@ -258,6 +260,9 @@ def test_the_page_has_each_section(alone):
         "Skipped steps: none.",
         "Memory of a step",
         "logging_steps",
+        " UTC",
+        "h from start to end",
+        shlex.join(sys.orig_argv),
     ):
         assert expected in page.text, expected
     assert "<th>arrays</th><th>compiled</th>" in (alone[2].folder / "report.html").read_text()

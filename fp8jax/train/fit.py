@@ -100,6 +100,7 @@ def fit(
             installed; or the last `MOST_SKIPPED` steps, or all, were skipped.
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
+    begun = time.time()
     trainers, config = [trainer, *([twin] if twin else [])], trainer.config
     options = options or config
     with contextlib.ExitStack() as opened:
@@ -128,6 +129,7 @@ def fit(
             run = _Run(models, folder, (found if found.settings else now).digest, batches, examples, callback)
             run.begin(plain, resume, or_start)
         run_begins()
+        resumed = run.steps
         context = getattr(source, "context", None)  # of windows of a text
         is_text = isinstance(context, int)
         per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
@@ -139,7 +141,10 @@ def fit(
             )
         elif distributed.is_first():
             data = f"{len(source):,} rows of a {type(source).__name__}"
-            run.report({"data": data, **(about or {}), **report.facts(trainer, now.settings)}, per_step)
+            run.report(
+                {"data": data, **(about or {}), **report.facts(trainer, now.settings, begun, resumed)},
+                per_step,
+            )
     status = 128 + stopped_by if stopped_by else 0
     first, *second = (
         Fitted(folder, model.state, model.curves, run.steps, exit_status=status) for model in models
