@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import fp8jax
+from fp8jax.inspect.models import GPTS
 from fp8jax.recipe import PRESETS, Recipe
 from fp8jax.train import signals
 
@@ -23,7 +25,7 @@ _SIZES = {
     "width": "channels",
     "context": "tokens of a sequence",
     "vocabulary": "of the head (default 50304)",
-    "experts": "of a mixture in the place of each MLP",
+    "experts": "of a mixture in the place of each MLP (default none)",
     "top_k": "experts of a token (default 2)",
     "batch": "sequences on each device (default 1)",
 }
@@ -79,11 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="fp8jax", description="FP8 training for JAX and Flax.")
+    parser.add_argument("--version", action="version", version=f"fp8jax {fp8jax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     chart = commands.add_parser("chart", help="the precision chart, read back from compiled programs")
     chart.add_argument("recipes", nargs="*", help="by default all levels that the device has GEMMs for")
     chart.add_argument("--devices", type=_devices, default=8, help="that share the batch (default 8)")
+    chart.add_argument("--evidence", action="store_true", help="the arrays and operations of each cell, too")
     chart.add_argument("--png", metavar="FILE", help="draw the chart, too")
 
     doctor = commands.add_parser("doctor", help="what runs natively here; --compile checks a program")
@@ -101,14 +105,20 @@ def _parser() -> _Parser:
         "run. Finished rows stay in fp8jax/plan of the user's cache folder."
     )
     _add_model(plan)
-    plan.add_argument("--recipe", nargs="+", default=["bf16", "fp8"], metavar="RECIPE")
+    plan.add_argument(
+        "--recipe", nargs="+", default=["bf16", "fp8"], metavar="RECIPE", help="(default bf16 fp8)"
+    )
     plan.add_argument(
         "--zero", nargs="+", type=_integer, default=[0], metavar="STAGE", help="0 to 3 (default 0)"
     )
     plan.add_argument("--devices", nargs="+", type=_devices, default=[1], metavar="N", help="(default 1)")
-    plan.add_argument("--lora-rank", type=_integer, metavar="RANK", help="train adapters of this rank only")
+    plan.add_argument(
+        "--lora-rank", type=_integer, metavar="RANK", help="train adapters of this rank only (default none)"
+    )
     plan.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
-    plan.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows")
+    plan.add_argument(
+        "--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows (default yes)"
+    )
 
     for command, run in ((chart, run_chart), (doctor, run_doctor), (plan, run_plan)):
         command.add_argument("--target", help=_TARGET)
@@ -123,16 +133,21 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--model",
         default="gpt",
         help="gpt, gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b, or package.module:function, which returns "
-        "(model, inputs) or (model, inputs, loss), inputs being one device's",
+        "(model, inputs) or (model, inputs, loss), inputs being one device's "
+        "(default gpt, as gpt-125m)",
     )
     for name, meaning in _SIZES.items():
+        if name in (usual := GPTS["gpt-125m"]):
+            meaning += f" (default {usual[name]}, or as the model's name says)"
         command.add_argument(_flags([name]), type=_integer, help=f"of a gpt: {meaning}")
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt")
+    command.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt (default bfloat16)"
+    )
     command.add_argument(
         "--remat",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="of a gpt: keep only the outputs of GEMMs for the backward",
+        help="of a gpt: keep only the outputs of GEMMs for the backward (default yes)",
     )
 
 
@@ -172,7 +187,7 @@ def run_chart(args: argparse.Namespace) -> int:
     if args.png:
         chart.check_picture(args.png)
     rows = [chart.measure(recipe, target=args.target, devices=args.devices) for recipe in recipes]
-    _print(args, chart.as_data(rows), lambda: chart.text(rows))
+    _print(args, chart.as_data(rows), lambda: chart.text(rows, evidence=args.evidence))
     for name, reason in lacking.items():
         print(f"fp8jax chart: {name} is left out: {reason}", file=sys.stderr)
     if args.png:

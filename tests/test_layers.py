@@ -43,6 +43,7 @@ RANKS = {
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
+    ("cli", "__init__"): "the command tells the version",
     ("accelerate", "yaml_file"): "Accelerate's settings are a YAML file",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
