@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import fp8jax
-from fp8jax.inspect.models import GPTS
+from fp8jax import signals
 from fp8jax.recipe import PRESETS, Recipe
-from fp8jax.train import signals
 
 _SIZES = {
-    "layers": "blocks",
-    "heads": "attention heads",
-    "width": "channels",
-    "context": "tokens of a sequence",
+    "layers": "blocks (default 12, or as the model's name says)",
+    "heads": "attention heads (default 12, or as the model's name says)",
+    "width": "channels (default 768, or as the model's name says)",
+    "context": "tokens of a sequence (default 2048, or as the model's name says)",
     "vocabulary": "of the head (default 50304)",
     "experts": "of a mixture in the place of each MLP (default none)",
     "top_k": "experts of a token (default 2)",
@@ -137,8 +136,6 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "(default gpt, as gpt-125m)",
     )
     for name, meaning in _SIZES.items():
-        if name in (usual := GPTS["gpt-125m"]):
-            meaning += f" (default {usual[name]}, or as the model's name says)"
         command.add_argument(_flags([name]), type=_integer, help=f"of a gpt: {meaning}")
     command.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt (default bfloat16)"

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, fit, signals
+from fp8jax import signals
+from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata

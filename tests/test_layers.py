@@ -20,6 +20,7 @@ RANKS = {
     "accelerate": 0,
     "legal": 0,
     "te_recipes": 0,
+    "signals": 0,
     "yaml_file": 0,
     "partition": 0,
     "platforms": 0,
@@ -132,12 +133,17 @@ def folders_of(module):
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
+def target_of(parts):
+    """The room that an import of fp8jax.`parts` reaches; a name of the root is of `__init__`."""
+    return parts[0] if parts and (parts[0] in RANKS or len(parts) > 1) else "__init__"
+
+
 def complaint_about(module, imported):
     """Why `module` may not import that, or None."""
     library, *rest = imported.name.split(".")
     room = module.split(".")[0]
     if library == "fp8jax":
-        target = rest[0] if rest and (rest[0] in RANKS or len(rest) > 1) else "__init__"
+        target = target_of(rest)
         if target not in RANKS:
             return f"{target} is no room of the design, add it to RANKS with its rank"
         # `from fp8jax import Recipe` goes through the root, which stands above everything.
@@ -225,7 +231,7 @@ def unused(top):
     for module, path in modules.items():
         for imported in imports_of(path, top):
             library, *rest = imported.name.split(".")
-            pairs.add((module.split(".")[0], *rest[:1]))
+            pairs |= {(module.split(".")[0], target_of(rest))} if library == "fp8jax" else set()
             users |= {(library, folder) for folder in folders_of(module)}
     rooms = {module.split(".")[0] for module in modules}
     stale = [f"room {room}" for room in RANKS if room not in rooms]

@@ -12,7 +12,7 @@ import runs
 
 import fp8jax
 from fp8jax import cli
-from fp8jax.inspect import memory, subject, targets
+from fp8jax.inspect import memory, models, subject, targets
 from fp8jax.inspect.memory import advice
 from fp8jax.rewrite.report import Report, Row
 
@@ -183,6 +183,9 @@ def test_the_help_says_every_default(command, capsys):
     switches = ("--compile", "--paper", "--json")
     without = [text.split()[0] for text in options if "default" not in text and not text.startswith(switches)]
     assert len(options) > 13 and without == []
+    for name, size in models.GPTS["gpt-125m"].items():  # the default
+        [text] = [" ".join(text.split()) for text in options if text.startswith(f"--{name} ")]
+        assert f"(default {size}, or as the model's name says)" in text
 
 
 def test_the_version(capsys):

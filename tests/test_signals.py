@@ -12,7 +12,7 @@ from concurrent import futures
 import pytest
 import runs
 
-from fp8jax.train import signals
+from fp8jax import signals
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 from jax._src import distributed  # the processes' key-value store has no public name
 from jax.experimental import multihost_utils
 
-from fp8jax.train import signals
+from fp8jax import signals
 from fp8jax.train.config import DeviceConfig
 from fp8jax.train.errors import BadInput
 

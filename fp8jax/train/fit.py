@@ -22,7 +22,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fp8jax.train import distributed, run_folder, signals
+from fp8jax import signals
+from fp8jax.train import distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Loader, Source
