@@ -60,7 +60,8 @@ class Trainer:
 
         Args:
             model: a Flax module, Linen or NNX; it is not changed.
-            loss: `loss(model, batch)`, see this module.
+            loss: `loss(model, batch)`, a mean over the rows of the batch. `model` is a function that calls a
+                Linen model, or the NNX module.
             config: the configuration.
             example: a batch of any number of rows.
 
