@@ -63,8 +63,9 @@ def load(path: str, characters: int = LIBRARY_CHARACTERS) -> Text:
 
 def _read(path: str) -> str:
     try:
-        if stat.S_ISCHR(pathlib.Path(path).stat().st_mode):
-            raise OSError(None, "it is a device")  # /dev/zero has no end
+        mode = pathlib.Path(path).stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise OSError(None, "it is no file")  # /dev/zero has no end, and a pipe may have no writer
         content = pathlib.Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"--data {path} cannot be read ({error.strerror}); give a text file") from None

@@ -42,6 +42,8 @@ def train_level(name: str, argv: Sequence[str]) -> dict[str, Any]:
     """Trains at a level; returns its row of the table."""
     run = train_gpt.prepare(["--no-scan", *argv, *LEVELS[name], "--no-twin"])
     fitted, (trainer,) = train_gpt.fit(run), run.trainers
+    if fitted.exit_status:
+        raise KeyboardInterrupt
     if fitted.steps < run.config.steps:
         raise KeyboardInterrupt
     variables, opt_state, curves = fitted.state.variables, fitted.state.opt_state, fitted.curves

@@ -11,7 +11,17 @@ Recipe and twin start from the same weights and see the same batches. The run le
 metrics.jsonl and result.json in its folder. Killed and resumed, it ends with the same losses, bit for bit, as
 a run that was left alone; over many processes, or resumed by more or fewer of them, with almost the same.
 `./dev train` does it in an environment of its own; --help lists the options.
+
+Exit status: 0 the run is done; 2 what is wrong with the input or the disk is on one line; 75 another process
+is gone; 130 stopped by Ctrl-C, 143 by SIGTERM. A run that was stopped while it trained is saved, and --resume
+goes on with it.
 """
+
+import signal
+
+if __name__ == "__main__":
+    # The imports take seconds. Until they are done Ctrl-C ends the process, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import dataclasses
 import sys
@@ -98,10 +108,10 @@ def fit(run: Run) -> train.Fitted:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit status."""
 
-    def program() -> None:
+    def program() -> int:
         with train.blame_input():
             run = prepare(argv)
-        fit(run)
+        return fit(run).exit_status
 
     return distributed.run_program("train_gpt", program)
 

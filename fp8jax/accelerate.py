@@ -13,9 +13,10 @@ there `override_linear_precision: (false, false, true)` is text, and `backend: n
 import difflib
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
+
+from fp8jax import yaml_file
 
 _CLASSES = {
     "FP8RecipeKwargs": None,  # has a `backend`
@@ -140,9 +141,11 @@ def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
             return node
 
     try:
-        content = yaml.load(pathlib.Path(path).read_text(encoding="utf-8"), Loader)
-    except UnicodeDecodeError:
-        raise _error(f"{os.fspath(path)} is no YAML: it is not UTF-8 text") from None
+        text = yaml_file.read_text(path)
+    except ValueError as error:
+        raise _error(str(error)) from None
+    try:
+        content = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise _error(f"{os.fspath(path)} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping) or not _is_config(content):

@@ -14,15 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import fp8jax
+from fp8jax import signals
 from fp8jax.recipe import PRESETS, Recipe
 
 _SIZES = {
-    "layers": "blocks",
-    "heads": "attention heads",
-    "width": "channels",
-    "context": "tokens of a sequence",
+    "layers": "blocks (default 12, or as the model's name says)",
+    "heads": "attention heads (default 12, or as the model's name says)",
+    "width": "channels (default 768, or as the model's name says)",
+    "context": "tokens of a sequence (default 2048, or as the model's name says)",
     "vocabulary": "of the head (default 50304)",
-    "experts": "of a mixture in the place of each MLP",
+    "experts": "of a mixture in the place of each MLP (default none)",
     "top_k": "experts of a token (default 2)",
     "batch": "sequences on each device (default 1)",
 }
@@ -57,14 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status. Raises SystemExit for bad arguments and for --help."""
     args = _parser().parse_args(argv)
     try:
-        status = args.run(args)
+        with signals.ends_program(f"fp8jax {args.command}: interrupted"):
+            status = args.run(args)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's end
         return status
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
         return 141  # the shell's status of a closed pipe
     except KeyboardInterrupt:
-        message, status = "interrupted", 130
+        message, status = "interrupted", signals.INTERRUPTED
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         message, status = str(error), 2
     except Exception as error:  # the user's own model may raise anything
@@ -77,11 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="fp8jax", description="FP8 training for JAX and Flax.")
+    parser.add_argument("--version", action="version", version=f"fp8jax {fp8jax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     chart = commands.add_parser("chart", help="the precision chart, read back from compiled programs")
     chart.add_argument("recipes", nargs="*", help="by default all levels that the device has GEMMs for")
     chart.add_argument("--devices", type=_devices, default=8, help="that share the batch (default 8)")
+    chart.add_argument("--evidence", action="store_true", help="the arrays and operations of each cell, too")
     chart.add_argument("--png", metavar="FILE", help="draw the chart, too")
 
     doctor = commands.add_parser("doctor", help="what runs natively here; --compile checks a program")
@@ -99,14 +104,20 @@ def _parser() -> _Parser:
         "run. Finished rows stay in fp8jax/plan of the user's cache folder."
     )
     _add_model(plan)
-    plan.add_argument("--recipe", nargs="+", default=["bf16", "fp8"], metavar="RECIPE")
+    plan.add_argument(
+        "--recipe", nargs="+", default=["bf16", "fp8"], metavar="RECIPE", help="(default bf16 fp8)"
+    )
     plan.add_argument(
         "--zero", nargs="+", type=_integer, default=[0], metavar="STAGE", help="0 to 3 (default 0)"
     )
     plan.add_argument("--devices", nargs="+", type=_devices, default=[1], metavar="N", help="(default 1)")
-    plan.add_argument("--lora-rank", type=_integer, metavar="RANK", help="train adapters of this rank only")
+    plan.add_argument(
+        "--lora-rank", type=_integer, metavar="RANK", help="train adapters of this rank only (default none)"
+    )
     plan.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
-    plan.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows")
+    plan.add_argument(
+        "--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows (default yes)"
+    )
 
     for command, run in ((chart, run_chart), (doctor, run_doctor), (plan, run_plan)):
         command.add_argument("--target", help=_TARGET)
@@ -121,16 +132,19 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--model",
         default="gpt",
         help="gpt, gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b, or package.module:function, which returns "
-        "(model, inputs) or (model, inputs, loss), inputs being one device's",
+        "(model, inputs) or (model, inputs, loss), inputs being one device's "
+        "(default gpt, as gpt-125m)",
     )
     for name, meaning in _SIZES.items():
         command.add_argument(_flags([name]), type=_integer, help=f"of a gpt: {meaning}")
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt")
+    command.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt (default bfloat16)"
+    )
     command.add_argument(
         "--remat",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="of a gpt: keep only the outputs of GEMMs for the backward",
+        help="of a gpt: keep only the outputs of GEMMs for the backward (default yes)",
     )
 
 
@@ -170,7 +184,7 @@ def run_chart(args: argparse.Namespace) -> int:
     if args.png:
         chart.check_picture(args.png)
     rows = [chart.measure(recipe, target=args.target, devices=args.devices) for recipe in recipes]
-    _print(args, chart.as_data(rows), lambda: chart.text(rows))
+    _print(args, chart.as_data(rows), lambda: chart.text(rows, evidence=args.evidence))
     for name, reason in lacking.items():
         print(f"fp8jax chart: {name} is left out: {reason}", file=sys.stderr)
     if args.png:

@@ -6,6 +6,7 @@ asks for TransformerEngine or MS-AMP to be installed. "Launched" is the environm
 """
 
 import dataclasses
+import itertools
 import pathlib
 import sys
 import textwrap
@@ -368,6 +369,12 @@ def test_variables_that_contradict_or_mean_nothing_raise_one_line(environ, messa
     assert str(error.value).startswith("from_accelerate: ") and "\n" not in str(error.value)
 
 
+# Nine levels of nine aliases: 3 GB.
+BOMB = "a: &a [" + 9 * "1, " + "]\n"
+BOMB += "".join(f"{b}: &{b} [{9 * f'*{a}, '}]\n" for a, b in itertools.pairwise("abcdefghi"))
+BOMB += "fp8_config: {margin: *i}"
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -376,6 +383,11 @@ def test_variables_that_contradict_or_mean_nothing_raise_one_line(environ, messa
         ("- fp8", "expected `mixed_precision:`"),
         ("num_processes: 2", "expected `mixed_precision:`"),
         ("fp8_config: {backend: TE, margn: 1}", r"unknown margn \(did you mean margin\?\)"),
+        ("fp8_config: " + 5000 * "[", r"config.yaml is nested deeper than 20 blocks in line 1"),
+        (5000 * "- ", r"config.yaml is nested deeper than 20 blocks in line 1"),
+        (BOMB, r"config.yaml has more than 10,000 values, if each alias counts as what it stands for"),
+        ("fp8_config: &a {margin: *a}", r"config.yaml has an alias \*a within its own block"),
+        (100_001 * "#", r"config.yaml has 100,001 bytes; expected a YAML file of at most 100,000"),
     ],
 )
 def test_files_that_say_nothing_raise(tmp_path, text, message):

@@ -106,6 +106,11 @@ def test_scaling_is_read_back(recipe, scaling):
     assert chart.measure(recipe, devices=2).cells["scaling"][:2] == (scaling, scaling)
 
 
+def test_one_device_sends_nothing():
+    row = chart.measure("O2", devices=1)
+    assert str(row.cells["comm"]) == "-" and not row.differences
+
+
 def test_a_step_of_another_block_shows(monkeypatch):
     transform = adapters.transform
     monkeypatch.setattr(adapters, "transform", lambda model, recipe: transform(model, "block"))
@@ -166,11 +171,13 @@ def test_the_command_prints_json_and_draws(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_prints_a_table_and_evidence():
+def test_the_command_prints_a_table_and_on_demand_its_evidence():
     # The chart has no word for a recipe that leaves one of three GEMMs wide.
-    done = command("chart", "te,override_linear_precision=False+False+True", "--devices", "2")
+    recipe = "te,override_linear_precision=False+False+True"
+    done = command("chart", recipe, "--devices", "2", "--evidence")
     assert done.returncode == 1
-    lines = done.stdout.splitlines()
+    short, lines = command("chart", recipe, "--devices", "2").stdout, done.stdout.splitlines()
+    assert short.splitlines() == lines[:4] and lines[3].startswith("read from a train step compiled for 2 x")
     headings = "recipe GEMM scaling comm weight master weight gradient moments rounding"
     assert lines[0].split() == headings.split()
     assert "FP32 / FP8 (declared FP8)" in lines[1]

@@ -91,6 +91,23 @@ def test_damage_to_any_file_is_noticed(saved, tmp_path, harm):
     assert bits(found.state) == bits(make_state(3))
 
 
+def test_a_checkpoint_may_be_a_link(saved, tmp_path):
+    """As of one that was moved to another disk. Orbax fails where it deletes one."""
+    copy, elsewhere = copy_of(saved, tmp_path), tmp_path / "elsewhere"
+    (copy / "step_00000004").rename(elsewhere)
+    (copy / "step_00000004").symlink_to(elsewhere)
+    found, skipped = checkpoint.restore(copy, like=make_state())
+    assert (found.step, skipped) == (4, [])
+    for step in (4, 5, 6, 7):  # the first is set aside, as a run that goes on from step 3 would
+        checkpoint.save(copy, step, make_state(step))
+        if step == 4:
+            assert (copy / "damaged-step_00000004").is_symlink()
+            shutil.rmtree(copy / "step_00000004")
+            (copy / "damaged-step_00000004").rename(copy / "step_00000004")
+    names = [f"step_0000000{n}" for n in (5, 6, 7)]
+    assert sorted(path.name for path in copy.iterdir()) == names and (elsewhere / "sha256.0.json").exists()
+
+
 def test_a_partial_checkpoint_is_removed(saved, tmp_path):
     copy = copy_of(saved, tmp_path)
     (copy / "step_00000004").rename(copy / "step_00000004.orbax-checkpoint-tmp")
@@ -208,7 +225,7 @@ def test_a_run_that_lost_all_its_checkpoints_begins_again_only_if_told_to(tmp_pa
     else:
         shutil.rmtree(folder / "step_00000001" if harm == "deleted" else folder)
     with pytest.raises(
-        ValueError, match="are damaged or lost: .*; put one back, or begin at step 0 with or_start"
+        ValueError, match="are damaged or lost: .*; put one back, or begin at step 0 with --or-start"
     ):
         run_folder.restore(tmp_path, make_state(), "run", or_start=False)
     assert capsys.readouterr().err == ""

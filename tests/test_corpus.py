@@ -1,5 +1,7 @@
 """Text as characters, and its windows."""
 
+import os
+
 import corpus
 import numpy as np
 import pytest
@@ -47,7 +49,8 @@ def test_standard_library_is_the_same_text_every_time():
         (lambda path: path.write_bytes(b""), "is empty"),
         (lambda path: path.write_bytes(b"text\0" * 50), "is a binary file, or in UTF-16"),
         (lambda path: path.write_bytes(bytes(range(1, 256)) * 9), "is a binary file, or in UTF-16"),
-        (lambda path: path.symlink_to("/dev/null"), "cannot be read (it is a device)"),
+        (lambda path: path.symlink_to("/dev/null"), "cannot be read (it is no file)"),
+        (os.mkfifo, "cannot be read (it is no file); give a text file"),
     ],
 )
 def test_unreadable_text(tmp_path, make, says):

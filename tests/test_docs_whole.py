@@ -4,10 +4,13 @@
 """
 
 import ast
+import dataclasses
 import re
 
 import pytest
 from test_docs import PAGES, ROOT
+
+from fp8jax.train import TrainConfig, config
 
 # The modules with names for users; their names are those that their `__init__` exports.
 PUBLIC = (
@@ -105,6 +108,20 @@ def test_named_files_exist(page):
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()) if len(PAGES) > 1 else []
     assert sorted(f"docs/{page}" for page in listed) == sorted(page for page in PAGES if page != "README.md")
+
+
+def options_table():
+    """The lines of the table of `TrainConfig`: its own options, then those of `DeviceConfig`."""
+    of_devices = {field.name for field in dataclasses.fields(config.DeviceConfig)}
+    fields = sorted(dataclasses.fields(TrainConfig), key=lambda field: field.name in of_devices)
+    rows = [f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |" for field in fields]
+    return ["| name | default | meaning |", "|---|---|---|", *rows]
+
+
+@pytest.mark.skipif("docs/api/train.md" not in PAGES, reason="there is no documentation here")
+def test_the_table_of_options_is_that_of_the_configuration():
+    table = options_table()
+    assert "\n".join(table) in PAGES["docs/api/train.md"], "the page needs:\n" + "\n".join(table)
 
 
 def test_entries_of_a_page_are_found():

@@ -1,11 +1,14 @@
 """A whole run of a trainer: stopped anywhere and resumed it is the run that was left alone."""
 
-import contextlib
 import copy
 import dataclasses
 import html.parser
+import importlib
 import json
 import pathlib
+import shlex
+import signal
+import sys
 
 import flax.linen as nn
 import jax
@@ -14,7 +17,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8jax.train import TrainConfig, Trainer, checkpoint, distributed, fit
+from fp8jax import signals
+from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata
@@ -106,14 +110,13 @@ def alone(request, tmp_path_factory):
 
 
 def stopped_after(monkeypatch, spans):
-    """Has the next runs asked to stop after so many spans of steps."""
+    """Has the next runs asked to stop, by a SIGTERM, after so many spans of steps."""
+    numbers = [0] * spans
 
-    @contextlib.contextmanager
-    def requests():
-        answers = iter([False] * spans)
-        yield lambda: next(answers, True)
+    def asked(self):
+        return numbers.pop() if numbers else signal.SIGTERM
 
-    monkeypatch.setattr(distributed, "stop_requests", requests)
+    monkeypatch.setattr(signals.StopRequests, "asked", asked)
 
 
 def assert_lines(run):
@@ -156,7 +159,7 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     with monkeypatch.context() as patch:
         stopped_after(patch, 2)
         run = fit(trainer, ROWS, **options)
-    assert run.steps == 4 and not (run.folder / "report.html").exists()
+    assert (run.steps, run.exit_status) == (4, 143) and not (run.folder / "report.html").exists()
     assert "stopped and saved after step 4" in capsys.readouterr().out
 
     def dies(state, batch, step=trainer.step):
@@ -175,7 +178,7 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert_lines(run)
     assert bits(run.state) == bits(expected.state)
     again = fit(trainer, ROWS, resume=True, **options)
-    assert (again.steps, again.curves.loss) == (STEPS, expected.curves.loss)
+    assert (again.steps, again.curves.loss, again.exit_status) == (STEPS, expected.curves.loss, 0)
 
 
 def test_what_was_just_saved_or_restored_is_not_saved_again(alone, tmp_path, monkeypatch):
@@ -207,7 +210,7 @@ def test_the_report_says_what_it_was_given_and_refuses_all_that_it_says_itself(a
     trainer, _, run = alone
     result = json.loads((run.folder / "result.json").read_text())
     own = result.keys() - ABOUT.keys()
-    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 7
+    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 11
     for name in own:
         with pytest.raises(ValueError, match=f"the report itself says `{name}`"):
             fit(trainer, ROWS, about={name: 0})
@@ -258,6 +261,9 @@ def test_the_page_has_each_section(alone):
         "Skipped steps: none.",
         "Memory of a step",
         "logging_steps",
+        " UTC",
+        "h from start to end",
+        shlex.join(sys.orig_argv),
     ):
         assert expected in page.text, expected
     assert "<th>arrays</th><th>compiled</th>" in (alone[2].folder / "report.html").read_text()
@@ -298,6 +304,60 @@ def trainer():
     return Trainer(Linen(), loss, TrainConfig(**SETTINGS), example)
 
 
+WITH_NAN = [{**row, "x": np.full_like(row["x"], np.nan)} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "source, most, says",
+    [
+        (WITH_NAN, 100, r"the last 12 steps were all skipped, .*; batch\['x'\] of the data has such numbers"),
+        (ROWS[:5] + WITH_NAN, 4, "the last 4 steps were all skipped"),
+    ],
+)
+def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, monkeypatch, source, most, says):
+    trainer, options, _ = alone
+    monkeypatch.setattr(importlib.import_module("fp8jax.train.fit"), "MOST_SKIPPED", most)
+    with pytest.raises(BadInput, match=says):
+        fit(at(trainer, tmp_path / "run"), source, shuffle=False, **options)
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] is None and last["skipped_steps"] >= 4
+
+
+def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):
+    trainer, options, _ = alone
+    seen = []
+    run = fit(at(trainer, tmp_path / "run"), ROWS, **options, callback=lambda *line: seen.append(line))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [{"step": step, "model": name, **values} for step, name, values in seen] == lines
+
+
+@pytest.mark.parametrize(
+    "batch, says",
+    [
+        (
+            {"x": [[1.0] * 32] * 4, "y": [[0.0] * 32] * 4},
+            r"`batch\['x'\]`: expected float32\[4,32\], .*; got a list, and 1 more",
+        ),
+        ({"x": "text", "y": np.zeros((4, 32))}, r"`batch\['x'\]`: .*; got a str\.$"),
+        (np.zeros((4, 32)), r"""`batch`: expected arrays at \["\['x'\]", .*; got \['one array'\]\."""),
+        (
+            {str(name): np.zeros(3) for name in range(1000)},
+            r"`batch`: expected arrays at .*; got \[.*\.\.\.\]",
+        ),
+    ],
+)
+def test_a_wrong_batch_is_told_by_the_first_array_that_differs(trainer, batch, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        trainer.step(None, batch)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("source", [dict(enumerate(ROWS)), iter(ROWS)])
+def test_a_source_without_numbers_is_refused(trainer, source):
+    with pytest.raises(TypeError, match="`source`: expected examples by number, such as a list"):
+        fit(trainer, source)
+
+
 def write_settings(folder, settings):
     """As if a run on ROWS had begun in the folder."""
     begun = RunMetadata(settings, Examples(ROWS, None).fingerprint())
@@ -312,15 +372,20 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
     [
         (ROWS[:3], {}, "`source` has 3 examples, fewer than one `batch` of 4"),
         ([], {}, "`source` is empty"),
-        (WITHOUT_Y, {}, "4 rows for each device; got {'x'"),
+        (WITHOUT_Y, {}, """`batch`: expected arrays at ["['x']", "['y']"]; got ["['x']"]."""),
+        (
+            [{"x": row["x"][:9], "y": row["y"]} for row in ROWS],
+            {},
+            "`batch['x']`: expected float32[4,32], 4 rows for each device; got float32[4,9].",
+        ),
         (ROWS, HELD_OUT, "`validation` and `validation_loss` go together"),
         (ROWS, {"validation_loss": loss}, "`validation` and `validation_loss` go together"),
         (ROWS, {"validation": [], "validation_loss": loss}, "`validation` has 0 rows, fewer than the 1"),
-        (ROWS, {"output": "taken"}, "taken holds a run already: add resume to go on with it"),
+        (ROWS, {"output": "taken"}, "taken holds a run already: add --resume to go on with it"),
         (ROWS, {"output": "file"}, "file is a file; give a folder for the run"),
         (ROWS, {"output": "taken", "resume": True, "seed": 1}, "has --seed 0, not 1; leave --seed as it was"),
-        (ROWS, {"resume": True}, "resume found no run in "),
-        (ROWS, {"or_start": True}, "or_start is an option of resume; add that"),
+        (ROWS, {"resume": True}, "--resume found no run in "),
+        (ROWS, {"or_start": True}, "--or-start is an option of --resume; add that"),
         (rows(22, seed=3), {"output": "taken", "resume": True}, "began with other data; give that"),
         (ROWS[:21], {"output": "taken", "resume": True}, "began with other data; give that"),
         (

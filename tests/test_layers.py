@@ -22,6 +22,8 @@ RANKS = {
     "accelerate": 0,
     "legal": 0,
     "te_recipes": 0,
+    "signals": 0,
+    "yaml_file": 0,
     "partition": 0,
     "platforms": 0,
     "recipe": 1,
@@ -44,6 +46,8 @@ RANKS = {
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
+    ("cli", "__init__"): "the command tells the version",
+    ("accelerate", "yaml_file"): "Accelerate's settings are a YAML file",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
 }
@@ -61,11 +65,11 @@ LIBRARIES = {
     "optax": {"optim": "eager", "train.step.optimizers": "eager"},
     "orbax": {"train": "eager"},
     "rich": {"train": "lazy"},
-    "jsonargparse": {"train.config": "lazy"},
+    "jsonargparse": {"train.options": "lazy"},
     "absl": {"train.data.loader": "lazy"},  # grain's flags
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
     "matplotlib": {"train": "lazy", "inspect.chart": "lazy"},
-    "yaml": {"accelerate": "lazy"},
+    "yaml": {"accelerate": "lazy", "yaml_file": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
 }
 
@@ -131,12 +135,17 @@ def folders_of(module):
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
+def target_of(parts):
+    """The room that an import of fp8jax.`parts` reaches; a name of the root is of `__init__`."""
+    return parts[0] if parts and (parts[0] in RANKS or len(parts) > 1) else "__init__"
+
+
 def complaint_about(module, imported):
     """Why `module` may not import that, or None."""
     library, *rest = imported.name.split(".")
     room = module.split(".")[0]
     if library == "fp8jax":
-        target = rest[0] if rest and (rest[0] in RANKS or len(rest) > 1) else "__init__"
+        target = target_of(rest)
         if target not in RANKS:
             return f"{target} is no room of the design, add it to RANKS with its rank"
         # `from fp8jax import Recipe` goes through the root, which stands above everything.
@@ -224,7 +233,7 @@ def unused(top):
     for module, path in modules.items():
         for imported in imports_of(path, top):
             library, *rest = imported.name.split(".")
-            pairs.add((module.split(".")[0], *rest[:1]))
+            pairs |= {(module.split(".")[0], target_of(rest))} if library == "fp8jax" else set()
             users |= {(library, folder) for folder in folders_of(module)}
     rooms = {module.split(".")[0] for module in modules}
     stale = [f"room {room}" for room in RANKS if room not in rooms]

@@ -319,7 +319,7 @@ def test_a_worker_that_fails_or_dies_is_told_of(tmp_path):
 
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, subprocess, sys
 import numpy as np
 from fp8jax.train import Loader
 
@@ -328,16 +328,21 @@ if __name__ == "__main__":
     print(next(loader).shape, flush=True)
     if sys.argv[1:] == ["killed"]:
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1:] == ["stopped"]:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+            subprocess.run(["kill", f"-{number:d}", "0"])  # all of the group, as a terminal does
+        assert len([next(loader) for _ in range(20)]) == 20
 """
 
 
 @pytest.mark.long
 def test_a_program_ends_without_a_word_and_without_leaving_workers(tmp_path):
-    """Grain alone prints tracebacks at the end of the one, and leaves a process behind the other."""
+    """Grain alone prints tracebacks at the end, leaves a process behind, and loses its workers to Ctrl-C."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    for arguments, status in ([], 0), (["killed"], -signal.SIGKILL):
+    for arguments, status in ([], 0), (["killed"], -signal.SIGKILL), (["stopped"], 0):
         run = [sys.executable, str(tmp_path / "program.py"), *arguments]
         # Workers have the pipes too: this returns when the last of them has ended.
-        ended = subprocess.run(run, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(run, capture_output=True, text=True, timeout=120, start_new_session=True)
         assert (ended.returncode, ended.stdout) == (status, "(4, 5)\n")
         assert status or not ended.stderr

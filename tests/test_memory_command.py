@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,8 +10,9 @@ import textwrap
 import pytest
 import runs
 
+import fp8jax
 from fp8jax import cli
-from fp8jax.inspect import memory, subject, targets
+from fp8jax.inspect import memory, models, subject, targets
 from fp8jax.inspect.memory import advice
 from fp8jax.rewrite.report import Report, Row
 
@@ -172,6 +174,23 @@ def test_the_command_says_what_is_wrong_in_one_line(options, says, capsys, tmp_p
 def command(*args, cwd=None):
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env, cwd=cwd)
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_the_help_says_every_default(command, capsys):
+    assert runs.status_of([command, "--help"]) == 0
+    _, *options = re.split(r"\n  (?=--)", capsys.readouterr().out)
+    switches = ("--compile", "--paper", "--json")
+    without = [text.split()[0] for text in options if "default" not in text and not text.startswith(switches)]
+    assert len(options) > 13 and without == []
+    for name, size in models.GPTS["gpt-125m"].items():  # the default
+        [text] = [" ".join(text.split()) for text in options if text.startswith(f"--{name} ")]
+        assert f"(default {size}, or as the model's name says)" in text
+
+
+def test_the_version(capsys):
+    assert runs.status_of(["--version"]) == 0
+    assert capsys.readouterr().out == f"fp8jax {fp8jax.__version__}\n"
 
 
 def test_a_users_model_is_planned_where_it_is(tmp_path):

@@ -1,6 +1,8 @@
 """Scales, bytes, curves, and the files of metrics."""
 
 import json
+import os
+import pathlib
 import sys
 
 import flax.linen as nn
@@ -147,6 +149,36 @@ def test_lines_of_metrics_are_not_repeated(tmp_path):
     writer.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [10, 20, 30]
     assert lines_of(tmp_path)[2]["loss"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 10, "model": "\xff"}',
+        b'{"step": "10"}',
+        b'{"step": true}',
+        b'{"step": NaN}',
+        b'{"step": null}',
+        b"[10]",
+        b"[" * 10**5,
+        b"\0\0\0",
+    ],
+)
+def test_lines_that_are_damaged_are_left_out_with_a_warning(tmp_path, line, capsys):
+    file, whole = tmp_path / "metrics.jsonl", b'{"step": 10, "loss": 0.5}'
+    file.write_bytes(b"\n".join([whole, line, whole, b'{"st']))
+    MetricsWriter(tmp_path, 20).close()
+    assert file.read_bytes() == whole + b"\n" + whole + b"\n"
+    # The last line is what a kill cuts off.
+    [told] = capsys.readouterr().err.splitlines()
+    assert told == f"warning: line 2 of {file} is damaged and left out"
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.mkdir, os.mkfifo])
+def test_a_file_of_metrics_that_is_none_is_named(tmp_path, make):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="metrics.jsonl is no file; move it away and resume"):
+        MetricsWriter(tmp_path, 0)
 
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):

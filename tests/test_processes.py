@@ -114,11 +114,11 @@ def test_errors_of_a_program(capsys):
     assert bad == "name: no such option"
     assert full == "name: losses.png cannot be written (No space left on device)"
     assert memory.startswith("name: INTERNAL: Out of memory allocating 8 bytes more; use a smaller model")
-    assert interrupted.startswith("name: interrupted; resume")
+    assert interrupted.startswith("name: interrupted; --resume")
     for defect in (jax.errors.JaxRuntimeError("a defect"), ValueError("a defect")):
         with pytest.raises(type(defect), match="a defect"):
             status(defect)
-    assert distributed.run_program("name", lambda: None) == 0
+    assert distributed.run_program("name", lambda: 143) == 143
 
 
 def test_a_process_alone_decides_by_itself(capsys):
@@ -413,7 +413,7 @@ def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone)
     assert (group.end(1, by=signal.SIGTERM), group.end(0)) == (0, 0), group.printed(0)
     assert (
         group.last_line(0)
-        == f"stopped and saved after step {checkpoints(run)[-1]} in troubled; resume goes on with it"
+        == f"stopped and saved after step {checkpoints(run)[-1]} in troubled; --resume goes on with it"
     )
     # The first is killed: it is the coordinator, and JAX aborts the others.
     group = go_on("--resume", "--heartbeat", "4")

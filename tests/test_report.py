@@ -115,6 +115,49 @@ def test_sections_in_the_order_of_questions(tmp_path):
         assert part and all(f"<td>{label}</td><td>{value}</td>" in section for label, value, _ in part)
 
 
+def test_the_page_begins_with_its_occasion(tmp_path):
+    about = {**ABOUT, "date": "2026-11-25 09:30 UTC", "seconds": 3725.4, "command": "python a.py '<b>'"}
+    page = report.write(tmp_path, about, {"O2": make_outcome()}).read_text()
+    top = page[page.index("<h1>") : page.index("<h2>")]
+    assert "2026-11-25 09:30 UTC; 1:02:05 h from start to end; " in top
+    assert "<code>python a.py &#x27;&lt;b&gt;&#x27;</code>" in top and "resumed" not in top
+    page = report.write(tmp_path, {**about, "resumed after step": 1500}, {"O2": make_outcome()}).read_text()
+    assert "1:02:05 h from start to end, resumed after step 1,500; " in page
+
+
+@pytest.mark.parametrize("is_of_cpu, section", [(True, "trained"), (False, "saved")])
+def test_the_speed_of_a_cpu_is_nothing_that_was_saved(tmp_path, is_of_cpu, section):
+    outcomes = {"O2": make_outcome()._replace(is_of_cpu=is_of_cpu)}
+    for name in report.SECTIONS:
+        found = [row[0] for row in report.rows(outcomes, [name])]
+        assert ("tokens/s" in found) == ("time in steps" in found) == (name == section)
+    page = report.write(tmp_path, ABOUT, outcomes).read_text()
+    assert ("so its speed says nothing about a GPU" in page) == is_of_cpu
+    assert page.count("Speed and time are those of training steps") == 1
+
+
+@pytest.mark.parametrize("blocks, labels", [(2, 12), (1000, 250)])
+def test_pictures_of_deep_models(blocks, labels, monkeypatch):
+    """A picture of 1,000 blocks would be larger than a PNG file can be; a panel for each would take hours."""
+    drawn = []
+    png = figures._png
+    monkeypatch.setattr(figures, "_png", lambda figure: drawn.append(figure) or png(figure))
+    tensors = [
+        ScaledTensor(f"h_{block}/{name}/kernel", "", operand)
+        for block in range(blocks)
+        for name in ("up", "down")
+        for operand in metrics.OPERANDS
+    ]
+    curves = runs.make_curves(tensors=len(tensors))
+    for draw in (figures.scales, figures.saturations):
+        assert draw(tensors, curves).startswith(b"\x89PNG")
+    scales, saturation = drawn
+    assert [panel.get_title() for panel in scales.axes[:2]] == ["up/kernel", "down/kernel"]
+    assert len(scales.axes[0].lines) == blocks
+    shown = [label.get_text() for panel in saturation.axes[:3] for label in panel.get_yticklabels()]
+    assert shown[0] == "up/kernel 0" and labels <= len(shown) <= 1.3 * labels
+
+
 def test_clipped_casts_are_counted(tmp_path):
     outcome = make_outcome()
     values = np.full_like(outcome.curves.saturations, 1.05)  # rounded to the largest number

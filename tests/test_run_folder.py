@@ -1,12 +1,14 @@
-"""The folder of a run, and requests to stop."""
+"""The folder of a run."""
 
+import errno
+import os
 import pathlib
-import signal
-from concurrent import futures
+import subprocess
+import sys
 
 import pytest
 
-from fp8jax.train import distributed, run_folder
+from fp8jax.train import run_folder
 from fp8jax.train.run_folder import RunMetadata
 
 
@@ -22,22 +24,22 @@ def test_folders_are_numbered_and_never_taken_over(tmp_path, monkeypatch):
     assert run_folder.choose("taken", resume=False) == pathlib.Path("taken")
     (tmp_path / "taken" / "settings.json").touch()
     assert run_folder.choose("taken", resume=True) == pathlib.Path("taken")
-    with pytest.raises(ValueError, match="holds a run already: add resume to go on with it"):
+    with pytest.raises(ValueError, match="holds a run already: add --resume to go on with it"):
         run_folder.choose("taken", resume=False)
 
 
 @pytest.mark.parametrize(
     "out, resume, or_start, says",
     [
-        ("", True, False, "resume found no run in runs/gpt-1; give the folder of one, or add or_start"),
-        ("nothing", True, False, "resume found no run in nothing"),
-        ("empty", True, False, "resume found no run in empty"),
+        ("", True, False, "--resume found no run in runs/gpt-1; give the folder of one, or add --or-start"),
+        ("nothing", True, False, "--resume found no run in nothing"),
+        ("empty", True, False, "--resume found no run in empty"),
         ("others", True, True, "others holds files and no run (settings.json is missing)"),
         ("others", False, False, "others holds files and no run (settings.json is missing)"),
         ("others/file", True, True, "others/file is a file"),
         ("dangling", False, False, "dangling is a file"),
         ("a" * 300, False, False, "cannot be read (File name too long)"),
-        ("empty", False, True, "or_start is an option of resume"),
+        ("empty", False, True, "--or-start is an option of --resume"),
         ("", True, True, None),
         ("nothing", True, True, None),
         ("empty", True, True, None),
@@ -67,6 +69,54 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
 
 NONE = RunMetadata({}, "")
 NAMES = ["lr", "data", "save_steps"]
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_checkpoints_that_are_no_folder_are_named(tmp_path, make):
+    (tmp_path / "settings.json").touch()
+    make(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="checkpoints is no folder; move it away, or give another folder"):
+        run_folder.choose(str(tmp_path), resume=True)
+
+
+HOLD = """
+import pathlib, sys
+from fp8jax.train import run_folder
+folder = pathlib.Path(sys.argv[1])
+found = run_folder.read(folder, ["lr"])
+with run_folder.taken(folder, found, found):
+    print("taken", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_is_of_one_process_at_a_time(tmp_path):
+    """A lock that its holder's death opens, whatever it died of."""
+    with run_folder.taken(tmp_path, NONE, RunMetadata({"lr": 1}, "text")):
+        pass
+    found = run_folder.read(tmp_path, ["lr"])
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(ValueError, match="another process trains in .*; wait for its end, or stop it"):
+            with run_folder.taken(tmp_path, found, found):
+                pass
+        other.kill()
+    with run_folder.taken(tmp_path, found, found), pytest.raises(ValueError, match="another process trains"):
+        with run_folder.taken(tmp_path, found, found):
+            pass
+    with run_folder.taken(tmp_path, found, found):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with run_folder.taken(tmp_path, NONE, RunMetadata({"lr": 1}, "text")):
+        assert "cannot be locked (No locks available); start no second process" in capsys.readouterr().err
 
 
 def test_settings_of_a_resumed_run(tmp_path):
@@ -112,23 +162,3 @@ def test_two_runs_that_chose_one_folder(tmp_path, monkeypatch):
             with run_folder.taken(same, NONE, second):
                 pass
     assert run_folder.read(folder, ["lr"]) == first
-
-
-def test_a_signal_asks_to_stop_and_the_second_interrupts():
-    before = signal.getsignal(signal.SIGTERM)
-    with distributed.stop_requests() as stop_asked:
-        assert not stop_asked()
-        signal.raise_signal(signal.SIGTERM)
-        assert stop_asked()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_outside_of_the_main_thread_nothing_asks_to_stop():
-    def ask():
-        with distributed.stop_requests() as stop_asked:
-            return stop_asked(), signal.getsignal(signal.SIGTERM)
-
-    with futures.ThreadPoolExecutor() as threads:
-        assert threads.submit(ask).result() == (False, signal.getsignal(signal.SIGTERM))

@@ -1,7 +1,9 @@
 """Options: their types and ranges, from Python, YAML files and the command line."""
 
 import dataclasses
+import itertools
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -50,6 +52,17 @@ def test_file_and_command_line(tmp_path, yaml, argv, expected):
     }
 
 
+# Nine levels of nine aliases: 3 GB.
+BOMB = "a: &a [" + 9 * "1, " + "]\n"
+BOMB += "".join(f"{b}: &{b} [{9 * f'*{a}, '}]\n" for a, b in itertools.pairwise("abcdefghi"))
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(ValueError, match="run.yaml is no file; give a YAML file"):
+        config.read(Settings, ["--config", str(tmp_path / "run.yaml")])
+
+
 @pytest.mark.parametrize(
     "yaml, argv, says",
     [
@@ -65,14 +78,21 @@ def test_file_and_command_line(tmp_path, yaml, argv, expected):
         ("recipe: 2", [], "\"recipe\": Expected a <class 'str'>. Got value: 2"),
         ("- steps", [], "Unexpected config: - steps"),
         ("steps: [1", [], "Problems parsing config: while parsing a flow sequence"),
-        (b"\xff\xfe\x00", [], "codec can't decode"),
+        (b"\xff\xfe\x00", [], "run.yaml is no YAML: it is not UTF-8 text"),
         ("steps: 3\nbias: true\nsteps: 4", [], "says `steps` twice; leave one of them out"),
         ("min-lr: 0.1\nmin_lr: 0.2", [], "says `min_lr` twice"),
-        (20_000 * "[", [], "Problems parsing config: while parsing a flow node"),
+        (20_000 * "[", [], "run.yaml is nested deeper than 20 blocks in line 1"),
+        (BOMB, [], "run.yaml has more than 10,000 values, if each alias counts as what it stands for"),
+        ("steps: &a [1, *a]", [], "run.yaml has an alias *a within its own block"),
+        (100_001 * " ", [], "run.yaml has 100,001 bytes; expected a YAML file of at most 100,000"),
+        ("config: other.yaml", [], "run.yaml names another file; give both on the command line"),
+        (None, ["--config=" + 20_000 * "["], "--config expects the path of a YAML file, not its content"),
+        (None, ["--steps", 20_000 * "["], "\"steps\": Expected a <class 'int'>. Got value: [[["),
         (None, ["--config", "nowhere.yaml"], "File does not exist: "),
         (None, ["--config", "steps: 3"], "--config expects the path of a YAML file, not its content"),
-        (None, ["--config", "/dev/null"], "Path is not a file: '/dev/null'"),
+        (None, ["--config", "/dev/null"], "--config /dev/null is no file; give a YAML file"),
         (None, ["--steps", 5000 * "9"], "Exceeds the limit"),
+        ("steps: " + 5000 * "9", [], "Exceeds the limit"),
     ],
 )
 def test_bad_options(tmp_path, yaml, argv, says):
@@ -82,6 +102,7 @@ def test_bad_options(tmp_path, yaml, argv, says):
         argv = ["--config", str(tmp_path / "run.yaml")]
     with pytest.raises(ValueError) as caught:
         config.read(Settings, argv)
+    assert yaml is None or "run.yaml" in str(caught.value)
     assert says in str(caught.value) and len(str(caught.value)) < 550 and "\n" not in str(caught.value)
 
 

@@ -98,9 +98,10 @@ class Row(NamedTuple):
         return [column for column, cell in self.cells.items() if cell.differs]
 
 
-def declare(recipe: Recipe) -> dict[str, str]:
-    """A recipe's row of the chart."""
+def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
+    """A recipe's row of the chart. Nothing crosses between devices if there is one."""
     row = {column: getattr(recipe, column) for column in COLUMNS}
+    row["comm"] = row["comm"] if devices > 1 else "-"
     row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
     row = {column: re.sub("E4M3|E5M2", "FP8", formats) for column, formats in row.items()}
     is_by_row = recipe.gemm == "FP4" and "2d" not in recipe.fp4_options
@@ -164,7 +165,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "moments": tuple(" + ".join(parts) for parts in zip(*moments, strict=True)),
         "rounding": _of_rounding(model, recipe),
     }
-    declared = declare(recipe)
+    declared = declare(recipe, devices)
     cells = {column: Cell(declared[column], *measured[column]) for column in COLUMNS}
     return Row(str(recipe), f"{devices} x {target or device.device_kind}", cells)
 
@@ -262,10 +263,10 @@ def table(rows: list[Row]) -> str:
     return align([["recipe", *HEADINGS.values()], *lines])
 
 
-def text(rows: list[Row]) -> str:
-    """The chart, and the arrays and operations behind each cell."""
-    lines = [table(rows), "", f"{_title(rows)}:", ""]
-    for row in rows:
+def text(rows: list[Row], *, evidence: bool = False) -> str:
+    """The chart, and on demand the arrays and operations behind each cell."""
+    lines = [table(rows), "", _title(rows)]
+    for row in rows if evidence else ():
         lines.append(row.recipe)
         for heading, cell in zip(HEADINGS.values(), row.cells.values(), strict=True):
             lines.append(f"  {heading:16} {cell.formats:12} {cell.evidence}")

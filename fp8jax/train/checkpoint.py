@@ -63,7 +63,7 @@ def save(
     folder = folder.resolve()
     path = _path(folder, step)
     try:
-        distributed.decide(lambda: _set_aside(folder, step))
+        distributed.decide(lambda: _make_room(folder, step))
         with _manager(folder) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(content))
             manager.save(step, args=items, force=True)
@@ -151,12 +151,20 @@ def _steps(folder: pathlib.Path) -> list[int]:
     return []
 
 
-def _set_aside(folder: pathlib.Path, step: int) -> None:
-    """Renames checkpoints of this step and later ones; they are damaged, or the run would be beyond them."""
+def _make_room(folder: pathlib.Path, step: int) -> None:
+    """Renames checkpoints of this step and later ones; they are damaged, or the run would be beyond them.
+
+    Links to checkpoints that orbax would delete are deleted: orbax fails there.
+    """
     for path in (_path(folder, later) for later in _steps(folder) if later >= step):
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
+        if aside.is_symlink():
+            aside.unlink()
         path.rename(aside)
+    for path in (_path(folder, earlier) for earlier in _steps(folder)[: 1 - KEPT]):
+        if path.is_symlink():
+            path.unlink()
 
 
 def _write_checksums(path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""Many processes: start them, let process 0 decide, and stop together.
+"""Many processes: start them, let process 0 decide, and end together.
 
     initialize(config, "train_gpt")             # before JAX finds its devices; nothing without --distributed
     folder = decide(lambda: new_folder())       # process 0 decides, all get the result
@@ -8,17 +8,14 @@
 In a single process each function is what it would be without other processes.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +23,7 @@ import numpy as np
 from jax._src import distributed  # the processes' key-value store has no public name
 from jax.experimental import multihost_utils
 
+from fp8jax import signals
 from fp8jax.train.config import DeviceConfig
 from fp8jax.train.errors import BadInput
 
@@ -169,9 +167,14 @@ def wait_for_all() -> None:
 
 def any_of(flag: bool) -> bool:
     """Whether the flag is set in any process; all processes have to ask."""
+    return bool(largest(int(flag)))
+
+
+def largest(number: int) -> int:
+    """The largest of the processes' numbers; all processes have to ask."""
     if distributed.global_state.client is None:
-        return flag
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+        return number
+    return int(multihost_utils.process_allgather(np.array(number)).max())
 
 
 def warn(text: str) -> None:
@@ -202,50 +205,29 @@ def leave(status: int, line: str) -> int:
     return status
 
 
-def run_program(name: str, program: Callable[[], None]) -> int:
+def run_program(name: str, program: Callable[[], int]) -> int:
     """Runs a program and returns its exit status. What its user can mend is an error of one line.
+
+    The status is the program's, or 2 for such an error, 75 where another process is gone, 130 after a Ctrl-C.
 
     Args:
         name: of the program, with which the line begins.
-        program: raises `BadInput` for bad input, OSError if a file cannot be written.
+        program: returns its status; raises `BadInput` for bad input, OSError if a file cannot be written.
     """
+    interrupted = f"{name}: interrupted; --resume goes on from the last checkpoint"
     try:
-        program()
+        with signals.ends_program(interrupted):
+            return program()
     except (BadInput, OSError) as error:
         return leave(2, f"{name}: {error}")
     except KeyboardInterrupt:
-        return leave(130, f"{name}: interrupted; resume goes on from the last checkpoint")
+        return leave(signals.INTERRUPTED, interrupted)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         if is_loss(error):
-            return leave(LOST, f"{name}: another process is gone ({text}); start all again with resume")
+            return leave(LOST, f"{name}: another process is gone ({text}); start all again with --resume")
         if isinstance(error, jax.errors.JaxRuntimeError) and "out of memory" in text.lower():
             return leave(2, f"{name}: {text}; use a smaller model or batch")
         if distributed.global_state.client is not None:
             leave(1, traceback.format_exc())
         raise
-    return 0
-
-
-@contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a question that the training loop asks; a second signal interrupts.
-
-    A request to one process stops all of them, so all have to ask at the same place. Outside of the main
-    thread Python allows no signal handlers, and this process never asks to stop.
-    """
-    received: list[int] = []
-
-    def receive(number: int, frame: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, receive) for number in numbers}
-    try:
-        yield lambda: any_of(bool(received))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

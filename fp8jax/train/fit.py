@@ -22,11 +22,12 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from fp8jax import signals
 from fp8jax.train import distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Loader, Source
-from fp8jax.train.errors import blame_input, need
+from fp8jax.train.errors import BadInput, blame_input, need
 from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
 from fp8jax.train.report.outcome import outcome_of
@@ -35,6 +36,11 @@ from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, State
 from fp8jax.train.step.unchanged import unchanged_share
 from fp8jax.train.trainer import Trainer
+
+MOST_SKIPPED = 100  # steps in a row; a loss scale of 2**15 is found in far fewer
+
+
+Callback = Callable[[int, str, Mapping[str, float]], None]
 
 
 class Fitted(NamedTuple):
@@ -45,6 +51,7 @@ class Fitted(NamedTuple):
     curves: Curves
     steps: int  # steps done; fewer than `max_steps` if the run was stopped
     twin: "Fitted | None" = None
+    exit_status: int = 0  # for `sys.exit`: 130 if Ctrl-C stopped the run, 143 if SIGTERM did
 
 
 def fit(
@@ -62,8 +69,11 @@ def fit(
     or_start: bool = False,
     about: Mapping[str, Any] | None = None,
     options: Any = None,
+    callback: Callback | None = None,
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the folder of the run.
+
+    Messages name options as flags of a command line: --or-start is `or_start`.
 
     Args:
         trainer: its configuration says how often to log, validate and save, and where to.
@@ -81,17 +91,21 @@ def fit(
         about: what else the report says, e.g. {"data": "the letters of Rilke"}: JSON values.
         options: a dataclass with fields made by `config.option`, the settings that the run keeps; by default
             the trainer's configuration.
+        callback: called as `callback(step, name, metrics)` with each line of metrics.jsonl, in process 0: the
+            steps done, the recipe, and name -> number. A resumed run repeats the lines after its checkpoint.
 
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; one of
-            `validation` and `validation_loss` is missing; JSON cannot hold `about`; or the extra `train` is
-            not installed.
+            `validation` and `validation_loss` is missing; JSON cannot hold `about`; the extra `train` is not
+            installed; or the last `MOST_SKIPPED` steps, or all, were skipped.
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
+    begun = time.time()
     trainers, config = [trainer, *([twin] if twin else [])], trainer.config
     options = options or config
     with contextlib.ExitStack() as opened:
+        requests = opened.enter_context(signals.stop_requests())
         with blame_input():
             for package in ("grain", "matplotlib", "rich"):
                 need(package)  # before any work is done
@@ -110,28 +124,32 @@ def fit(
             sources = validation, validation if final_validation is None else final_validation
             models = [_Model(one, _validator(one, sources, transform, validation_loss)) for one in trainers]
             layers = [one.layers.splitlines()[0] for one in trainers]
-            with run_folder.taken(folder, found, now):
-                for line in layers:
-                    print(f"{line}; compiling", flush=True)
-                run = _Run(models, folder, (found if found.settings else now).digest, batches)
-                run.begin(plain, resume, or_start)
+            run_begins = opened.enter_context(run_folder.taken(folder, found, now))
+            for line in layers:
+                print(f"{line}; compiling", flush=True)
+            run = _Run(models, folder, (found if found.settings else now).digest, batches, examples, callback)
+            run.begin(plain, resume, or_start)
+        run_begins()
+        resumed = run.steps
         context = getattr(source, "context", None)  # of windows of a text
         is_text = isinstance(context, int)
         per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
-        with distributed.stop_requests() as stop_asked:
-            run.train(per_step, stop_asked)
-    if run.steps < config.max_steps:
-        print(f"stopped and saved after step {run.steps} in {folder}; resume goes on with it", flush=True)
-    elif distributed.is_first():
-        data = f"{len(source):,} rows of a {type(source).__name__}"
-        about = {"data": data, **(about or {}), **report.facts(trainer, now.settings)}
-        outcomes = {
-            model.name: outcome_of(model.trainer, model.state, model.curves, per_step) for model in models
-        }
-        page = report.write(folder, about, outcomes)
-        report.show(outcomes)
-        print(f"report: {page}", flush=True)
-    first, *second = (Fitted(folder, model.state, model.curves, run.steps) for model in models)
+        with requests.deferred():
+            stopped_by = run.train(per_step, lambda: distributed.largest(requests.asked()))
+        if stopped_by:
+            print(
+                f"stopped and saved after step {run.steps} in {folder}; --resume goes on with it", flush=True
+            )
+        elif distributed.is_first():
+            data = f"{len(source):,} rows of a {type(source).__name__}"
+            run.report(
+                {"data": data, **(about or {}), **report.facts(trainer, now.settings, begun, resumed)},
+                per_step,
+            )
+    status = 128 + stopped_by if stopped_by else 0
+    first, *second = (
+        Fitted(folder, model.state, model.curves, run.steps, exit_status=status) for model in models
+    )
     return first._replace(twin=second[0] if second else None)
 
 
@@ -176,6 +194,8 @@ class _Run:
     folder: pathlib.Path
     digest: str
     batches: DevicePrefetch
+    examples: Examples
+    callback: Callback | None
     saved: int | None = None  # the step of the newest checkpoint
 
     @property
@@ -212,8 +232,8 @@ class _Run:
         )
         self.saved = self.steps
 
-    def train(self, per_step: tuple[int, str], stop_asked: Callable[[], bool]) -> None:
-        """Trains until the last step, or until asked to stop."""
+    def train(self, per_step: tuple[int, str], stop_asked: Callable[[], int]) -> int:
+        """Trains until the last step, or until asked to stop; returns the signal that asked, else 0."""
         config = self.models[0].trainer.config
         last, intervals = config.max_steps, (config.logging_steps, config.eval_steps, config.save_steps)
         if self.steps < last:
@@ -224,9 +244,9 @@ class _Run:
             writing = contextlib.closing(MetricsWriter(self.folder, self.steps))
         with Progress(curves, last, *per_step) as progress, writing as writer:
             for begin, end in spans(self.steps, last, *intervals):
-                if stop_asked():
+                if number := stop_asked():
                     self.save()
-                    return
+                    return number
                 batches: Any = itertools.islice(self.batches, end - begin)
                 if len(self.models) > 1:
                     batches = list(batches)
@@ -235,11 +255,50 @@ class _Run:
                     if model.validate and (end % config.eval_steps == 0 or end == last):
                         loss = model.validate(model.state, is_last=end == last)
                         model.curves.validation.append((end, loss))
+                    line = model.curves.line(end - begin, *per_step)
                     if writer:
-                        writer.write(end, model.name, model.curves.line(end - begin, *per_step))
+                        writer.write(end, model.name, line)
+                    if writer and self.callback:
+                        self.callback(end, model.name, line)
+                    _check_trained(model, self.examples)
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
+        return 0
+
+    def report(self, about: dict[str, Any], per_step: tuple[int, str]) -> None:
+        """Writes the report and prints its table."""
+        outcomes = {
+            model.name: outcome_of(model.trainer, model.state, model.curves, per_step)
+            for model in self.models
+        }
+        page = report.write(self.folder, about, outcomes)
+        report.show(outcomes)
+        print(f"report: {page}", flush=True)
+
+
+def _check_trained(model: _Model, examples: Examples) -> None:
+    """Raises BadInput if the last steps were all skipped."""
+    curves, most = model.curves, min(MOST_SKIPPED, model.trainer.config.max_steps)
+    if curves.skipped[-most:] != list(range(len(curves.loss) - most + 1, len(curves.loss) + 1)):
+        return
+    rows = (examples[i] for i in range(min(len(examples), MOST_SKIPPED)))
+    bad = {
+        jax.tree_util.keystr(path)
+        for row in rows
+        for path, leaf in jax.tree.leaves_with_path(row)
+        if not np.all(np.isfinite(leaf))
+    }
+    cause = (
+        f"batch{min(bad)} of the data has such numbers"
+        if bad
+        else "the data's first rows have no such number"
+    )
+    raise BadInput(
+        f"{model.name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
+        f"infinite or not a number; {cause}. Run the recipe bf16 to see whether FP8 matters, and look for "
+        "the operation with JAX_DEBUG_NANS=true"
+    )
 
 
 def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float32, Int32, PyTree
 from fp8jax import formats
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
+from fp8jax.train import distributed
 from fp8jax.train.errors import need
 from fp8jax.train.run_folder import write
 from fp8jax.variables import PARAMS, SCALING
@@ -223,13 +224,24 @@ class MetricsWriter:
 
     Args:
         folder: of the run.
-        step: steps done. Lines of later steps, which a resumed run does again, are removed.
+        step: steps done. Lines of later steps, which a resumed run does again, are removed, and damaged
+            lines, too.
+
+    Raises:
+        OSError: metrics.jsonl is no file, or cannot be read or written.
     """
 
     def __init__(self, folder: pathlib.Path, step: int) -> None:
         path = folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        write(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+        if path.exists() and not path.is_file():
+            raise OSError(f"{path} is no file; move it away and resume")
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        steps = list(map(_step_of, lines))
+        for number, of_line in enumerate(steps[:-1], 1):  # the last is empty, or was cut off by a kill
+            if of_line is None:
+                distributed.warn(f"line {number} of {path} is damaged and left out")
+        pairs = zip(lines, steps, strict=True)
+        write(path, b"".join(line + b"\n" for line, at in pairs if at is not None and at <= step))
         self._file = open(path, "a", encoding="utf-8")
         self._folder, self._step, self._boards = folder / "tensorboard", step, {}
 
@@ -250,12 +262,13 @@ class MetricsWriter:
             board.close()
 
 
-def _step_of(line: str) -> float:
-    """The step of a line; infinite if a kill cut the line off."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None if the line is damaged."""
     try:
-        return json.loads(line)["step"]
-    except (LookupError, TypeError, ValueError):
-        return math.inf
+        step = json.loads(line)["step"]
+    except (LookupError, RecursionError, TypeError, ValueError):
+        return None
+    return step if type(step) is int else None
 
 
 def _summary_writer(folder: pathlib.Path, first_step: int) -> Any:

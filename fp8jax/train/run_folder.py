@@ -8,7 +8,8 @@
 
 No folder is overwritten: a new run needs a folder that is new or empty, and a resumed run needs the folder of
 a run with the same settings. A run takes its folder before it compiles. So of two runs that chose the same
-folder the second is refused, and a run that was killed while it compiled can be resumed.
+folder the second is refused, and a run that was killed while it compiled can be resumed. A process that
+trains has settings.json locked, so a second one that resumes the same run is refused, too.
 """
 
 import contextlib
@@ -17,8 +18,13 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from jaxtyping import PyTree
 
@@ -46,7 +52,7 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
 
     Args:
         folder: the folder, or "" for runs/NAME-N: the next free N, or with `resume` the newest.
-        resume: whether to go on with the run that is there.
+        resume: whether to go on with the run that is there. Messages name it --resume, as a command line.
         or_start: whether `resume` may find no run.
         name: see `folder`.
 
@@ -54,7 +60,7 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
         ValueError: the folder holds a run and `resume` is not set, or none and it is, or cannot be used.
     """
     if or_start and not resume:
-        raise ValueError("or_start is an option of resume; add that, or leave it out")
+        raise ValueError("--or-start is an option of --resume; add that, or leave it out")
     return pathlib.Path(
         distributed.decide(lambda: _choose(folder or _numbered(resume, name), resume, or_start))
     )
@@ -72,10 +78,15 @@ def _choose(chosen: str, resume: bool, or_start: bool) -> str:
     if is_taken and not has_run:
         raise ValueError(f"{folder} holds files and no run ({_SETTINGS} is missing); give another folder")
     if has_run and not resume:
-        raise ValueError(f"{folder} holds a run already: add resume to go on with it, or give another folder")
+        raise ValueError(
+            f"{folder} holds a run already: add --resume to go on with it, or give another folder"
+        )
     if resume and not has_run and not or_start:
-        raise ValueError(f"resume found no run in {folder}; give the folder of one, or add or_start")
-    for path in (folder, folder / "checkpoints"):
+        raise ValueError(f"--resume found no run in {folder}; give the folder of one, or add --or-start")
+    checkpoints = folder / "checkpoints"
+    if os.path.lexists(checkpoints) and not checkpoints.is_dir():
+        raise ValueError(f"{checkpoints} is no folder; move it away, or give another folder")
+    for path in (folder, checkpoints):
         if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"{path} is read-only; copy the run to a folder that can be written")
     return str(folder)
@@ -132,27 +143,56 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
 
 
 @contextlib.contextmanager
-def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterator[None]:
-    """Takes the folder of a new run by writing its metadata; an exception in the block gives it back.
+def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterator[Callable[[], None]]:
+    """Takes a folder for the block: writes the metadata of a new run, and locks the run.
 
-    Where a run was found, nothing is written.
+    Gives a function, to be called when the run begins. Before that an exception in the block removes what was
+    written.
 
     Raises:
-        ValueError: the folder cannot be written, or another run took it meanwhile.
+        ValueError: the folder cannot be written, another run took it meanwhile, or another process trains in
+            it.
     """
-    is_new = not found.settings
+    is_new, begun, locks = not found.settings, [], []
     # All processes ask: one that comes late finds what process 0 wrote.
     distributed.decide(lambda: _take(folder, now) if is_new else None)
+    distributed.decide(lambda: locks.extend(_lock(folder / _SETTINGS)))
     try:
-        yield
+        yield lambda: begun.append(True)
     except Exception:
-        if is_new and distributed.is_first():
+        if is_new and not begun and distributed.is_first():
             with contextlib.suppress(OSError):
                 (folder / _SETTINGS).unlink()
                 folder.rmdir()
                 if folder.parent == RUNS:
                     RUNS.rmdir()  # unless it holds other runs
         raise
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _lock(path: pathlib.Path) -> list[int]:
+    """Locks a file until the descriptor is closed or the process dies; [] where there are no locks."""
+    if fcntl is None:
+        return []
+    try:
+        # NFS locks only files that are open for writing.
+        file = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise ValueError(
+            f"another process trains in {path.parent}; wait for its end, or stop it, or give another folder"
+        ) from None
+    except OSError as error:
+        distributed.warn(
+            f"{path.parent} cannot be locked ({error.strerror}); start no second process that resumes it"
+        )
+    return [file]
 
 
 def _take(folder: pathlib.Path, now: RunMetadata) -> None:
@@ -191,7 +231,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str, or_start: bool) -> che
     if found is None and skipped and not or_start:
         raise ValueError(
             f"all checkpoints in {folder} are damaged or lost: {skipped[0]}; put one back, or begin at step "
-            "0 with or_start"
+            "0 with --or-start"
         )
     for reason in skipped:
         distributed.warn(f"skipping {reason}")

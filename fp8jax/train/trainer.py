@@ -15,6 +15,7 @@ The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumula
 
 import contextlib
 import functools
+import reprlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -58,7 +59,8 @@ class Trainer:
 
         Args:
             model: a Flax module, Linen or NNX; it is not changed.
-            loss: `loss(model, batch)`, see this module.
+            loss: `loss(model, batch)`, a mean over the rows of the batch. `model` is a function that calls a
+                Linen model, or the NNX module.
             config: the configuration.
             example: a batch of any number of rows.
 
@@ -190,11 +192,16 @@ class Trainer:
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
-        expected = self._batch(self.rows)
-        got = _shapes(batch)
-        if got != expected:
+        expected, got = map(_described, (self._batch(self.rows), batch))
+        if expected.keys() != got.keys():
+            there, here = (reprlib.repr([name or "one array" for name in each]) for each in (expected, got))
+            raise ValueError(f"`batch`: expected arrays at {there}; got {here}.")
+        names = [name for name in expected if expected[name] != got[name]]
+        if names:
+            others = f", and {len(names) - 1} more arrays differ" if len(names) > 1 else ""
             raise ValueError(
-                f"`batch`: expected {expected}, {self.per_device} rows for each device; got {got}."
+                f"`batch{names[0]}`: expected {expected[names[0]]}, {self.per_device} rows for each device; "
+                f"got {got[names[0]]}{others}."
             )
 
     def trace(self) -> tuple[State, tuple[State, StepMetrics]]:
@@ -321,6 +328,24 @@ class Trainer:
         if not self.config.tf32:
             return contextlib.nullcontext()
         return jax.default_matmul_precision("tensorfloat32")
+
+
+def _described(tree: PyTree) -> dict[str, str]:
+    """The path of each leaf -> its dtype and shape, as float32[8,128], or its type if it is no array."""
+
+    def text(leaf: Any) -> str:
+        if not hasattr(leaf, "dtype"):
+            return f"a {type(leaf).__name__}"
+        shape = ",".join(map(str, np.shape(leaf)))
+        return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}[{shape}]"
+
+    def is_leaf(node: Any) -> bool:
+        """Also None, and lists of numbers, which are no arrays."""
+        has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node))
+        return node is None or (isinstance(node, list) and not has_arrays)
+
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path): text(leaf) for path, leaf in leaves}
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -10,13 +10,16 @@ the number of batches taken is the whole state. Other workers and more or fewer 
 process reads its rows of every batch.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 import jax
@@ -84,6 +87,7 @@ class Loader:
             raise ValueError(f"`shard` must be (index, count) with 0 <= index < count; got {shard}")
         if batch % shard[1]:
             raise ValueError(f"`batch` must be a multiple of the {shard[1]} shards; got {batch}")
+        examples = Examples(source, transform)
         if len(source) < batch:
             raise ValueError(f"`source` has {len(source)} examples, fewer than one `batch` of {batch}")
         if workers and isinstance(source, np.memmap):
@@ -92,7 +96,7 @@ class Loader:
             )
         self._workers, self._prefetch, self._taken = workers, prefetch, 0
         self._order = {"seed": seed, "batch": batch, "examples": len(source), "shuffle": bool(shuffle)}
-        dataset = need("grain").MapDataset.source(Examples(source, transform))
+        dataset = need("grain").MapDataset.source(examples)
         if shuffle:
             # Grain adds the epoch to its seed: unhashed, seed 1 would begin with the second epoch of seed 0.
             dataset = dataset.shuffle(int(np.random.SeedSequence(seed).generate_state(1)[0]))
@@ -114,10 +118,13 @@ class Loader:
 
     def __next__(self) -> Any:
         """The next batch: NumPy arrays like an example's, with a first axis of batch / count rows."""
-        if not self._running:
-            self._running.append(self._start())
         try:
-            batch = next(self._running[0])
+            if self._running:
+                batch = next(self._running[0])
+            else:
+                with _stop_signals_blocked():  # workers inherit that
+                    self._running.append(self._start())
+                    batch = next(self._running[0])
         except StopIteration:
             raise
         except BaseException:
@@ -178,6 +185,11 @@ class Examples:
     """A source after the transform, in arrays. Grain's own `map` would skip an example that is None."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Any] | None) -> None:
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, Mapping):
+            raise TypeError(
+                "`source`: expected examples by number, such as a list, an array or a TokenFile; got a "
+                f"{type(source).__name__}"
+            )
         self._source, self._transform = source, transform
 
     def __len__(self) -> int:
@@ -212,12 +224,31 @@ def _as_arrays(example: Any) -> Any:
     return array
 
 
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Blocks SIGINT and SIGTERM in this thread, and in the processes that it starts for all their life.
+
+    A terminal and a scheduler send them to the workers, too, of which a run still needs batches.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # as on macOS
+        yield
+        return
+    resource_tracker.ensure_running()  # its start unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(worker: int, workers: int) -> None:
     """Keeps a worker off the accelerators, whose memory JAX would allocate, and ends it with its parent."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_end_at_the_parents_sigterm, daemon=True).start()
 
 
 def _end_with_parent() -> None:
@@ -226,3 +257,10 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def _end_at_the_parents_sigterm() -> None:
+    """`multiprocessing` ends workers by SIGTERM. Any other SIGTERM is for the run, which needs them."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(128 + signal.SIGTERM)

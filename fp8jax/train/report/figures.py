@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from fp8jax.train.metrics import OPERANDS, Curves, ScaledTensor
 
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")
 GREY = "#7f7f7f"  # of text and axes: pages are light or dark
+MOST_KINDS = 12  # of layers that have panels of scales
+MOST_INCHES = 60  # of a map's height; PNG files have at most 2**16 pixels
 
 
 def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
@@ -64,27 +68,33 @@ def _draw_difference(panel: Any, curves: Mapping[str, Curves]) -> None:
 
 
 def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
-    """One panel per kind of layer and operand; one line per layer, dark for the first, on a log2 axis."""
+    """One panel per kind of layer and operand; one line per layer, dark for the first, on a log2 axis.
+
+    Layers whose paths differ in numbers only are of one kind: h_0/mlp and h_1/mlp.
+    """
     plt, values = need("matplotlib.pyplot"), np.array(curves.scales)
-    layers = list(dict.fromkeys(tensor.layer for tensor in tensors))
-    size = (1.2 + 2.3 * len(layers), 6.6)
-    figure, axes = _subplots(len(OPERANDS), len(layers), size=size, sharex=True, sharey="row")
-    for (row, operand), (column, layer) in itertools.product(enumerate(OPERANDS), enumerate(layers)):
+    kinds = list(dict.fromkeys(map(_kind, tensors)))
+    shown = kinds[:MOST_KINDS]
+    size = (1.2 + 2.3 * len(shown), 6.6)
+    figure, axes = _subplots(len(OPERANDS), len(shown), size=size, sharex=True, sharey="row")
+    for (row, operand), (column, kind) in itertools.product(enumerate(OPERANDS), enumerate(shown)):
         panel = axes[row][column]
-        lines = [i for i, tensor in enumerate(tensors) if (tensor.layer, tensor.operand) == (layer, operand)]
+        lines = [i for i, tensor in enumerate(tensors) if (_kind(tensor), tensor.operand) == (kind, operand)]
         for depth, i in enumerate(lines):
             colour = plt.get_cmap("viridis")(0.3 + 0.6 * depth / max(len(lines) - 1, 1))
-            label = tensors[i].number or None
+            label = _number(tensors[i]) if depth % _every(len(lines), 24) == 0 else None
             panel.plot(curves.scale_steps, values[:, i], color=colour, linewidth=1.3, label=label)
         panel.set_yscale("log", base=2)
         panel.set(
-            title="" if row else _short(layer),
+            title="" if row else _short(kind),
             xlabel="step" if operand == OPERANDS[-1] else "",
             ylabel="" if column else f"scale of the\n{operand}",
         )
     handles, labels = axes[0][0].get_legend_handles_labels()
     if labels:
         figure.legend(handles, labels, title="layer", loc="outside right upper", frameon=False, fontsize=8)
+    if len(kinds) > len(shown):
+        figure.suptitle(f"the first {len(shown)} of {len(kinds)} kinds of layers", fontsize=10)
     return _png(figure)
 
 
@@ -92,15 +102,17 @@ def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
     """One map per operand: a row per layer, a column per logged step, red where casts clipped."""
     values = np.array(curves.saturations)
     rows = [[i for i, t in enumerate(tensors) if t.operand == operand] for operand in OPERANDS]
-    size = (10, 1.6 + 0.17 * sum(map(len, rows)))
-    figure, axes = _subplots(len(OPERANDS), 1, size=size, sharex=True)
+    inches = min(0.2 * len(tensors), MOST_INCHES)
+    figure, axes = _subplots(len(OPERANDS), 1, size=(8, 1.6 + inches), sharex=True)
     norm = need("matplotlib.colors").TwoSlopeNorm(1.0, 0.0, 2.0)
     edges, image = [0, *curves.scale_steps], None
+    step = _every(len(tensors), MOST_INCHES / 0.2)
     for panel, operand, chosen in zip(axes[:, 0], OPERANDS, rows, strict=True):
         heights = np.arange(len(chosen) + 1)
         image = panel.pcolormesh(edges, heights, values[:, chosen].T, cmap="RdBu_r", norm=norm)
-        labels = [f"{_short(tensors[i].layer)} {tensors[i].number}".strip() for i in chosen]
-        panel.set_yticks(heights[:-1] + 0.5, labels, fontsize=7)
+        labels = [f"{_short(tensors[i].layer)} {_number(tensors[i]) or ''}".strip() for i in chosen]
+        panel.set_yticks(heights[:-1:step] + 0.5, labels[::step])
+        panel.tick_params(labelsize=9)
         panel.invert_yaxis()
         panel.set_title(operand, fontsize=10, loc="left")
         panel.grid(False)
@@ -109,6 +121,20 @@ def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
     bar.set_label("amax / largest representable value\n(above 1: clipped)")
     bar.ax.tick_params(colors=GREY, which="both")
     return _png(figure)
+
+
+def _every(count: int, most: float) -> int:
+    """The smallest step with which at most `most` of `count` are shown."""
+    return max(1, math.ceil(count / most))
+
+
+def _kind(tensor: ScaledTensor) -> str:
+    return re.sub(r"\d+", "*", tensor.layer)
+
+
+def _number(tensor: ScaledTensor) -> str | None:
+    """The numbers of a layer in its path and in a scan."""
+    return " ".join([*re.findall(r"\d+", tensor.layer), tensor.number]).strip() or None
 
 
 def _subplots(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Any:

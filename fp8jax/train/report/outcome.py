@@ -30,6 +30,7 @@ class Outcome(NamedTuple):
     layers: str  # which layers run in FP8 and why the others do not
     memory: list[MemoryPart]  # of a step
     unit: str = "tokens"
+    is_of_cpu: bool = False  # then its speed says nothing about FP8
 
     @property
     def validation_loss(self) -> float | None:
@@ -75,6 +76,7 @@ def outcome_of(trainer: Trainer, state: State, curves: Curves, per_step: tuple[i
         tensors=metrics.scaled_tensors(collections),
         layers=trainer.layers,
         memory=memory_of(trainer.plan(), trainer.program.arguments),
+        is_of_cpu=trainer.placement.mesh.devices.flat[0].platform == "cpu",
     )
 
 

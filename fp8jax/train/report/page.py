@@ -17,6 +17,8 @@ from fp8jax.train.report.outcome import MemoryPart, Outcome
 # A larger saturation is clipped; a smaller one is rounded to the largest number, like any number:
 # half of the last bit of E5M2's largest number is 1/14 of it.
 _CLIPPED = 1 + 1 / 14
+_SPEED = "Speed and time are those of training steps, without compiling, validation and checkpoints."
+_CPU = "A CPU computes FP8 GEMMs in float32, so its speed says nothing about a GPU."
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -30,7 +32,8 @@ def page(
     """The page as one file.
 
     Args:
-        about: "data", and the values under "Settings".
+        about: "data", and the values under "Settings"; at the top "date", "seconds", "resumed after step" and
+            "command" of those that are there.
         outcomes: name -> outcome; the first is the recipe.
         tables: section -> rows of the comparison, a heading first; "trained", "saved" and "wrong".
         verdict: a sentence or two.
@@ -41,15 +44,20 @@ def page(
         name.removesuffix(".png"): f"data:image/png;base64,{base64.b64encode(picture).decode()}"
         for name, picture in pictures.items()
     }
+    notes = {"trained_note": "", "saved_note": f"<p class=note>{_SPEED}</p>"}
+    if outcomes[recipe].is_of_cpu:
+        notes = {"trained_note": f"<p class=note>{_SPEED} {_CPU}</p>", "saved_note": ""}
     scaling = f"<h3>Scales</h3><p>{html.escape(recipe)} has no delayed scales.</p>"
     return _fill(
         "page.html",
         recipe=html.escape(recipe),
         steps=f"{len(outcomes[recipe].curves.loss):,}",
         data=html.escape(str(about["data"])),
+        occasion=_occasion(about),
         verdict=html.escape(verdict),
         machine=html.escape(_machine(about)),
         **{section: _table(rows) for section, rows in tables.items()},
+        **notes,
         losses=sources["losses"],
         skipped=html.escape(_skipped(outcomes)),
         clipped=html.escape(_clipped(outcomes[recipe])),
@@ -83,6 +91,19 @@ def _layers(outcomes: Mapping[str, Outcome]) -> str:
     recipe, *twins = ((html.escape(name), html.escape(outcome.layers)) for name, outcome in outcomes.items())
     folded = [f"<details><summary>{name}</summary>\n<pre>{layers}</pre></details>" for name, layers in twins]
     return "\n".join([f"<pre>{recipe[1]}</pre>", *folded])
+
+
+def _occasion(about: Mapping[str, Any]) -> str:
+    """When the run was, how long it took, and its command."""
+    parts = [html.escape(str(about["date"]))] if "date" in about else []
+    if "seconds" in about:
+        minutes, seconds = divmod(round(about["seconds"]), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} h from start to end")
+    if about.get("resumed after step"):
+        parts[-1] += f", resumed after step {about['resumed after step']:,}"
+    if "command" in about:
+        parts.append(f"<code>{html.escape(about['command'])}</code>")
+    return "; ".join(parts)
 
 
 def _machine(about: Mapping[str, Any]) -> str:

@@ -7,10 +7,14 @@
 `report.html` contains its pictures, so it can be sent to someone as one file.
 """
 
+import datetime
 import json
 import math
 import pathlib
 import platform
+import shlex
+import sys
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -30,13 +34,14 @@ def rows(outcomes: Outcomes, sections: Collection[str] = SECTIONS) -> list[list[
     """The comparison as text: a heading, then one row per quantity of the sections."""
     first = next(iter(outcomes.values()))
     loss = first.loss_name + (", last tenth" if first.validation_loss is None else "")
+    of_speed = "trained" if first.is_of_cpu else "saved"
     lines: list[tuple[str, str, Any]] = [
         ("trained", loss, lambda o: f"{o.final_loss:.4f}"),
-        ("saved", f"{first.unit}/s", lambda o: f"{o.curves.steps_per_second * o.amount:,.0f}"),
+        (of_speed, f"{first.unit}/s", lambda o: f"{o.curves.steps_per_second * o.amount:,.0f}"),
         ("trained", "steps", lambda o: f"{len(o.curves.loss):,}"),
         ("wrong", "steps skipped", lambda o: f"{len(o.curves.skipped):,}"),
         ("trained", "parameters", lambda o: f"{o.parameters:,}"),
-        ("saved", "time in steps", lambda o: f"{o.curves.seconds:.1f} s"),
+        (of_speed, "time in steps", lambda o: f"{o.curves.seconds:.1f} s"),
         ("saved", "bytes per parameter: weights", lambda o: f"{o.bytes.weights:.2f}"),
         ("saved", "bytes per parameter: gradients", lambda o: f"{o.bytes.gradients:.2f}"),
         ("saved", "bytes per parameter: optimizer", lambda o: f"{o.bytes.optimizer:.2f}"),
@@ -164,10 +169,24 @@ def machine() -> dict[str, Any]:
     }
 
 
-def facts(trainer: Trainer, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `about` that the report knows itself: device, versions, size, settings."""
+def facts(trainer: Trainer, settings: Mapping[str, Any], begun: float, resumed: int) -> dict[str, Any]:
+    """The part of `about` that the report knows itself: occasion, device, versions, size, settings.
+
+    Args:
+        trainer: of the recipe.
+        settings: of the run.
+        begun: the time at which this start of the run began, as `time.time` gives it.
+        resumed: the step after which it began.
+    """
+    date = datetime.datetime.fromtimestamp(begun, datetime.UTC)
+    occasion = {
+        "date": f"{date:%Y-%m-%d %H:%M} UTC",
+        "seconds": time.time() - begun,
+        "resumed after step": resumed,
+        "command": shlex.join(sys.orig_argv),
+    }
     size = {"devices": trainer.placement.mesh.size, "rows of a step": trainer.rows}
-    return {**machine(), **size, "settings": settings}
+    return {**occasion, **machine(), **size, "settings": settings}
 
 
 def check_about(about: Mapping[str, Any], trainer: Trainer) -> None:
@@ -179,7 +198,9 @@ def check_about(about: Mapping[str, Any], trainer: Trainer) -> None:
         odd = str(error)
     if odd:
         raise ValueError(f"`about`: expected names with values that JSON can hold; got {odd}")
-    taken = sorted(about.keys() & {*facts(trainer, {}), "gap", "models"})  # `_result` adds the last two
+    taken = sorted(
+        about.keys() & {*facts(trainer, {}, 0.0, 0), "gap", "models"}
+    )  # `_result` adds the last two
     if taken:
         listed = ", ".join(f"`{name}`" for name in taken)
         raise ValueError(f"`about`: the report itself says {listed}; give it another name")

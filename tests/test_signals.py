@@ -1,0 +1,95 @@
+"""SIGINT and SIGTERM: to a process that imports, compiles, trains, and where exceptions are lost."""
+
+import contextlib
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent import futures
+
+import pytest
+import runs
+
+from fp8jax import signals
+
+
+@contextlib.contextmanager
+def lost(number):
+    """A signal that arrives in a callback of the garbage collector, where exceptions are lost."""
+
+    def callback(phase, info):
+        if phase == "stop" and callback in gc.callbacks:
+            gc.callbacks.remove(callback)
+            signal.raise_signal(number)
+
+    gc.callbacks.append(callback)
+    gc.collect()
+    yield
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_is_lost_is_noted():
+    with signals.stop_requests() as requests:
+        assert requests.asked() == 0
+        with lost(signal.SIGINT):
+            assert requests.asked() == signal.SIGINT
+
+
+def test_a_signal_asks_to_stop_and_a_second_interrupts(monkeypatch):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with signals.stop_requests() as requests:
+        with requests.deferred():
+            # A launcher repeats what the terminal sent.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+                assert requests.asked() == signal.SIGTERM
+            monkeypatch.setattr(signals, "SECONDS_OF_ONE_REQUEST", 0.0)
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_what_a_process_ignores_it_goes_on_to_ignore():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals.ends_program("a line"), signals.stop_requests() as requests:
+            signal.raise_signal(signal.SIGINT)
+            assert requests.asked() == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_outside_of_the_main_thread_nothing_asks_to_stop():
+    def ask():
+        with signals.stop_requests() as requests, requests.deferred():
+            return requests.asked(), signal.getsignal(signal.SIGTERM)
+
+    with futures.ThreadPoolExecutor() as threads:
+        assert threads.submit(ask).result() == (0, signal.getsignal(signal.SIGTERM))
+
+
+def test_an_interrupt_ends_a_program_wherever_it_is():
+    """Without the handler the exception is printed and lost, and the program goes on."""
+    program = """
+        import gc, signal, sys
+        from fp8jax.train import distributed
+        gc.callbacks.append(lambda phase, info: signal.raise_signal(signal.SIGINT))
+        sys.exit(distributed.run_program("name", lambda: gc.collect() * 0))
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "name: interrupted; --resume goes on from the last checkpoint\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_it_imports_a_signal_ends_a_program_without_a_word(request, number):
+    program = request.config.rootpath / runs.PROGRAM
+    process = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    time.sleep(0.6)  # the imports take longer
+    process.send_signal(number)
+    assert process.communicate(timeout=60)[0] == b"" and process.returncode == -number
