@@ -17,6 +17,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
+from fp8jax import extras
+
 _CLASSES = {
     "FP8RecipeKwargs": None,  # has a `backend`
     "TERecipeKwargs": "TE",
@@ -125,7 +127,7 @@ def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
         import yaml
     except ImportError:
         raise ImportError(
-            "from_accelerate: a config.yaml is read by PyYAML; run: pip install 'fp8jax[train]'"
+            f"from_accelerate: a config.yaml is read by PyYAML; {extras.install('train')}"
         ) from None
 
     class Loader(yaml.SafeLoader):

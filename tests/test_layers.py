@@ -18,6 +18,7 @@ RANKS = {
     "formats": 0,
     "remedy": 0,
     "accelerate": 0,
+    "extras": 0,
     "legal": 0,
     "te_recipes": 0,
     "partition": 0,
@@ -42,6 +43,7 @@ RANKS = {
 
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
+    ("accelerate", "extras"): "an error says what to install",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
 }
@@ -67,7 +69,7 @@ LIBRARIES = {
     "transformer_engine": {"backends.te": "lazy"},
 }
 
-INTEROP_MAY_IMPORT = {"formats", "recipe", "quantization", "rewrite", "scaling"}
+INTEROP_MAY_IMPORT = {"extras", "formats", "recipe", "quantization", "rewrite", "scaling"}
 
 # Libraries beside torch -> the one module of interop/fp8jax_torch that imports each, inside functions.
 INTEROP_LIBRARIES = {
