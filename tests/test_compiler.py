@@ -1,9 +1,11 @@
 """XLA's compiler for GPUs: its folder, its installation, and that JAX does not know it."""
 
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,9 @@ def test_the_compiler_of_this_jaxlib_is_installed_once(without_plugin, monkeypat
     assert "fp8jax install-compiler" in compiler.why_not()
     assert cli.main(["install-compiler"]) == cli.main(["install-compiler"]) == 0
     [command] = pip.commands
-    assert command[-1] == f"jax-cuda13-pjrt=={jax.lib.__version__}" and "--no-deps" in command
+    version = jax.lib.__version__
+    assert command[-2:] == [f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
+    assert "--no-deps" in command
     assert capsys.readouterr().out.split() == [str(compiler.folder())] * 2
     assert list(compiler.folder().parent.iterdir()) == [compiler.folder()]
     assert compiler.why_not() is None
@@ -60,8 +64,9 @@ def test_nothing_is_left_where_pip_fails(without_plugin, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", Pip(1, said))
     assert cli.main(["install-compiler"]) == 2
     assert re.search(
-        r"could not install jax-cuda13-pjrt==\S+, which .* only: ERROR: No matching distribution found\. "
-        r"With another pip: pip install --no-deps .* --target \S+/jax-cuda13-pjrt-\S+ jax-cuda13-pjrt==",
+        r"could not install jax-cuda13-plugin==\S+ jax-cuda13-pjrt==\S+, which exist for Linux only: "
+        r"ERROR: No matching distribution found\. With another pip: pip install --no-deps .*"
+        r" --target \S+/jax-cuda13-pjrt-\S+ jax-cuda13-plugin==\S+ jax-cuda13-pjrt==",
         capsys.readouterr().err,
     )
     assert list(compiler.folder().parent.iterdir()) == []
@@ -74,26 +79,49 @@ def test_a_missing_compiler_is_one_clear_error(without_plugin, capsys):
     assert "fp8jax install-compiler" in states[devices.TARGETS]
 
 
-def library():
-    """The compiler's library, in its folder or in JAX's plugin; None if neither is here."""
-    beside = (pathlib.Path(folder) / compiler._LIBRARY for folder in sys.path)
-    return next((path for path in (compiler.folder() / compiler._LIBRARY, *beside) if path.exists()), None)
+def wheels():
+    """The folder with the compiler's wheels: its own, or one beside JAX; None if they are not here."""
+    folders = (compiler.folder(), *map(pathlib.Path, sys.path))
+    return next((folder for folder in folders if (folder / compiler._LIBRARY).exists()), None)
 
 
-@pytest.mark.skipif(library() is None, reason=str(compiler.why_not()))
-def test_jax_knows_no_platform_of_the_compiler(without_plugin):
-    """Programs are compiled, and no backend is registered, which JAX would start with its own."""
+PROGRAM = """
+    import pathlib, sys
+    import jax, jax.numpy as jnp
     from jax._src import xla_bridge
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.sharding import NamedSharding, PartitionSpec
+    from fp8jax.inspect import compiler, targets
 
-    folder, found = compiler.folder(), library()
-    folder.mkdir(parents=True)
-    (folder / "jax_plugins").symlink_to(found.parent.parent)
-    jax.devices()
-    before = set(xla_bridge._backend_factories)
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    compiled = targets.compile_for(lambda x: x @ x + jax.random.normal(jax.random.key(0), x.shape), x)
-    assert "__cublas$lt$matmul" in compiled.as_text()
-    assert set(xla_bridge._backend_factories) == before
+    xla_bridge.discover_pjrt_plugins = lambda: None  # JAX has none
+    compiler.folder = lambda: pathlib.Path(sys.argv[1])
+    compiler._version = {"jaxlib": "of the wheels"}.get
+    platforms = set(xla_bridge._backend_factories)
+    print(jax.devices())
+
+    sharding = NamedSharding(targets.mesh("h200", 8), PartitionSpec("devices"))
+    x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32, sharding=sharding)
+    square = custom_partitioning(jnp.square)
+    square.def_partition(
+        partition=lambda mesh, args, out: (mesh, jnp.square, out.sharding, (args[0].sharding,)),
+        infer_sharding_from_operands=lambda mesh, args, out: args[0].sharding,
+        sharding_rule="i j k -> i j k",
+    )
+    text = targets.compile_for(lambda x: jnp.linalg.qr(square(x)), x, devices=8).as_text()
+    print("cusolver_geqrf_ffi" in text, "all-gather" in text, "CustomSPMD" in text)
+    print(set(xla_bridge._backend_factories) - platforms, jax.default_backend())
+"""
+
+
+@pytest.mark.skipif(wheels() is None, reason=str(compiler.why_not()))
+def test_jax_knows_no_platform_of_the_compiler():
+    """Kernels of JAX's and rules of partitioning are compiled, and no platform is added for JAX to start."""
+    folder = wheels()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["[CpuDevice(id=0)]", "True False False", "set() cpu"]
 
 
 @pytest.mark.parametrize(
