@@ -51,6 +51,9 @@ _GPUS = (
 )
 TARGETS = {gpu.name: gpu for gpu in _GPUS}
 
+# JAX's Pallas does not know every GPU, e.g. not the L40S.
+_PALLAS_KNOWS = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H100", (10, 0): "NVIDIA B200"}
+
 # Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
@@ -141,21 +144,23 @@ def lower_for(
 
     args = jax.tree.map(place, args)
     on = next((leaf.sharding.mesh for leaf in jax.tree.leaves(args)), on)
-    with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the kind of GPU from it
-        lowered = jitted.lower(*args)
     gpu = get(target)
-    if gpu.capability < block.FIRST_WITH_BLOCKS and (
-        reason := block.refuse(lowered.as_text(), gpu.capability)
-    ):
-        raise ValueError(f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}.")
-    return lowered
+    with jax.sharding.use_abstract_mesh(_abstract(on, gpu)):  # Pallas reads the GPU from it
+        traced = jitted.trace(*args)
+        if gpu.capability < block.FIRST_WITH_BLOCKS and (
+            reason := block.refuse(traced.jaxpr, gpu.capability)
+        ):
+            raise ValueError(
+                f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}."
+            )
+        return traced.lower()
 
 
 def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.stages.Compiled:
     """Compiles a program of `lower_for`, with the options that its target needs."""
     if target is None:
         return lowered.compile()
-    with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
+    with jax.sharding.use_abstract_mesh(_abstract(mesh(target), get(target))):
         return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
@@ -171,6 +176,13 @@ def compile_for(
         cannot be called.
     """
     return compile(lower_for(fn, *args, target=target, **options), target)
+
+
+def _abstract(mesh: Mesh, gpu: Target) -> jax.sharding.AbstractMesh:
+    """The mesh with a GPU that Pallas knows, of the same compute capability."""
+    kind = _PALLAS_KNOWS.get(gpu.capability, gpu.device)
+    device = mesh.abstract_mesh.abstract_device
+    return mesh.abstract_mesh.update(abstract_device=dataclasses.replace(device, device_kind=kind))
 
 
 def _description(target: Target) -> str:
