@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from fp8jax import yaml_file
+from fp8jax import extras, yaml_file
 
 _CLASSES = {
     "FP8RecipeKwargs": None,  # has a `backend`
@@ -126,7 +126,7 @@ def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
         import yaml
     except ImportError:
         raise ImportError(
-            "from_accelerate: a config.yaml is read by PyYAML; run: pip install 'fp8jax[train]'"
+            f"from_accelerate: a config.yaml is read by PyYAML; {extras.install('train')}"
         ) from None
 
     class Loader(yaml.SafeLoader):

@@ -1,8 +1,9 @@
 """The command `fp8jax`.
 
-fp8jax chart      the precision chart, read back from compiled programs
-fp8jax doctor     what this machine multiplies in FP8, and whether a program does what its report says
-fp8jax plan       bytes on each device of a training step, compiled
+fp8jax chart              the precision chart, read back from compiled programs
+fp8jax doctor             what this machine multiplies in FP8, and whether a program does what its report says
+fp8jax plan               bytes on each device of a training step, compiled
+fp8jax install-compiler   XLA's compiler for GPUs, which `--target` needs
 """
 
 import argparse
@@ -123,6 +124,13 @@ def _parser() -> _Parser:
         command.add_argument("--target", help=_TARGET)
         command.add_argument("--json", action="store_true", help="print JSON, in bytes")
         command.set_defaults(run=run, default_of=command.get_default)
+
+    compiler = commands.add_parser("install-compiler", help="XLA's compiler for GPUs, which --target needs")
+    compiler.description = (
+        "Downloads XLA's compiler for NVIDIA GPUs (about 120 MB) into a folder of this environment, by pip. "
+        "--target loads it from there; no other program does."
+    )
+    compiler.set_defaults(run=run_install_compiler)
     return parser
 
 
@@ -250,6 +258,14 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_install_compiler(args: argparse.Namespace) -> int:
+    """Installs the compiler, and prints its folder."""
+    from fp8jax.inspect import compiler
+
+    print(compiler.install())
+    return 0
+
+
 def _shown(cases: Mapping[str, Any]) -> Iterator[Any]:
     """The cases, each with a line on stderr, if that is a terminal, in the place of the line before."""
 
@@ -269,6 +285,9 @@ def _configure(*, is_cpu: bool, devices: int = 1) -> None:
     """Splits the CPU into devices, before JAX initializes them. With `is_cpu` JAX looks for no GPU."""
     import jax
 
+    from fp8jax.inspect import device
+
+    is_cpu = is_cpu or device.has_idle_plugin()
     if is_cpu and not os.environ.get("JAX_PLATFORMS"):  # the user's choice comes first
         jax.config.update("jax_platforms", "cpu")
     if devices > max(1, jax.config.values["jax_num_cpu_devices"]):

@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 
-# Before jax is imported: the `target` packages would have it look for a GPU.
+# Before jax is imported: its CUDA plugin, where somebody installed it, would look for a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Before torch is imported: tests run side by side, and threads that wait for each other at each small
 # operation take ten times as long.
@@ -19,8 +19,16 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Their subject is `fp8jax_torch`. `./dev test --jax newest` has no torch.
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_torch_*.py"]
+
 # For collectives. Set here, not in the environment, so that the programs that tests start see one device.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_report_header():
+    """Says what is left out."""
+    return [f"without torch: {', '.join(collect_ignore_glob)} are not run"] if collect_ignore_glob else []
 
 
 def pytest_configure(config):

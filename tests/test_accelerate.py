@@ -442,7 +442,7 @@ def test_what_is_no_source_raises(tmp_path):
 def test_without_pyyaml_only_files_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert Recipe.from_accelerate({"backend": "msamp"}) == Recipe.O2
-    with pytest.raises(ImportError, match=r"pip install 'fp8jax\[train\]'"):
+    with pytest.raises(ImportError, match=r"run `pip install .\.\[train\]"):
         Recipe.from_accelerate(written(tmp_path, "mixed_precision: bf16"))
 
 

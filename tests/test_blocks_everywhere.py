@@ -78,6 +78,11 @@ def gathered_bytes(text):
     return found
 
 
+# All-gathers of what forward and backward send alike. In JAX 0.10 XLA for CPUs drops the barrier between
+# them, and shares one; in 0.12 the barrier holds.
+GATHERS = 1 if jax.__version_info__ < (0, 11) else 2
+
+
 @pytest.mark.parametrize(
     "case, format",
     [
@@ -100,8 +105,8 @@ def test_sharded_kernels_are_sent_as_codes(recipe, case, format):
     # Bytes a value: a code, and the scales of blocks.
     each = {"block": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16**2}
     each = each.get(recipe, 0.5 + 1 / 16)
-    # E4M3 codes are sent as they are, once: the program is so small that XLA shares the two all-gathers.
-    total = 1 if format == "E4M3" and not recipe.startswith("nvfp4") else 2 * each
+    # E4M3 codes are sent as they are.
+    total = GATHERS if format == "E4M3" and not recipe.startswith("nvfp4") else 2 * each
     assert sum(gathered_bytes(text).values()) == total * np.prod(shape)
 
 
@@ -112,8 +117,8 @@ def test_shards_without_whole_blocks_are_sent_as_stored(recipe, shape):
     ours, text = run_sharded(recipe, kernel, 1, -2)
     same_bits(ours, expected)
     # MX blocks along the columns are whole, so dgrad's copy is sent as codes; 48 columns are padded to 64.
-    codes = {"u8": 64 * (64 + 2)} if recipe == "mxfp8" else {}
-    assert gathered_bytes(text) == {"f32": 4 * kernel.size, **codes}
+    codes, gathers = ({"u8": 64 * (64 + 2)}, 1) if recipe == "mxfp8" else ({}, GATHERS)
+    assert gathered_bytes(text) == {"f32": 4 * kernel.size * gathers, **codes}
 
 
 @pytest.mark.long

@@ -43,6 +43,14 @@ def test_absent_gpu_without_a_format_is_refused(recipe, target, says):
         targets.lower_for(model.apply, variables, X, target=target)
 
 
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+def test_block_scaling_is_lowered_for_a_gpu_that_pallas_does_not_know():
+    """JAX's table of GPUs has no L40S."""
+    model = fp8jax.transform(nn.Dense(128), "block")
+    variables = model.init(jax.random.key(0), X)
+    assert "gpu.triton" in targets.lower_for(model.apply, variables, X, target="l40s").as_text()
+
+
 @pytest.mark.parametrize(
     "device, says",
     [

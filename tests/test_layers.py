@@ -20,6 +20,7 @@ RANKS = {
     "formats": 0,
     "remedy": 0,
     "accelerate": 0,
+    "extras": 0,
     "legal": 0,
     "te_recipes": 0,
     "signals": 0,
@@ -48,6 +49,7 @@ RANKS = {
 SIDEWAYS = {
     ("cli", "__init__"): "the command tells the version",
     ("accelerate", "yaml_file"): "Accelerate's settings are a YAML file",
+    ("accelerate", "extras"): "an error says what to install",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
 }
@@ -73,7 +75,7 @@ LIBRARIES = {
     "transformer_engine": {"backends.te": "lazy"},
 }
 
-INTEROP_MAY_IMPORT = {"formats", "recipe", "quantization", "rewrite", "scaling"}
+INTEROP_MAY_IMPORT = {"extras", "formats", "recipe", "quantization", "rewrite", "scaling"}
 
 # Libraries beside torch -> the one module of interop/fp8jax_torch that imports each, inside functions.
 INTEROP_LIBRARIES = {

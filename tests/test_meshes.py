@@ -149,8 +149,12 @@ def test_on_a_mesh_of_both_kinds_and_within_shard_map():
     out = jax.jit(product)(*given)
     assert jax.typeof(out).sharding.spec == P("data", None)
     np.testing.assert_allclose(out, want, rtol=1e-5)
-    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
         told = product(x, w, out_sharding=P("data", None))
+        x = jax.device_put(
+            x, NamedSharding(mesh, P("data"))
+        )  # on explicit axes JAX wants the spec's sharding
         specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
         rows = jax.jit(jax.shard_map(product, check_vma=False, **specs))(x, w)
     assert told.sharding.spec == P("data", None)

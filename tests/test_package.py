@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import tarfile
+import textwrap
+import tomllib
 import venv
 import zipfile
 
@@ -13,6 +15,7 @@ import numpy
 import pytest
 
 import fp8jax
+from fp8jax import extras
 
 PACKAGES = ("fp8jax", "interop/fp8jax_torch")
 
@@ -78,11 +81,28 @@ def test_the_metadata(wheel):
         [name] = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Version"] == fp8jax.__version__
-    assert {"train", "target", "torch"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"train", "torch"} <= set(metadata.get_all("Provides-Extra"))
     needed = {
         re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist") if "extra" not in line
     }
-    assert {"jax", "flax", "optax"} <= needed and "torch" not in needed
+    assert {"jax", "flax", "optax"} <= needed and not {"torch", "orbax-checkpoint"} & needed
+
+
+def test_no_extra_brings_a_plugin_of_jax(root):
+    """A plugin makes every JAX program of the environment look for a GPU."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    needed = sum(project["optional-dependencies"].values(), project["dependencies"])
+    assert [name for name in needed if "cuda" in name or name.startswith("jax[")] == []
+
+
+def test_no_text_installs_fp8jax_from_an_index(root):
+    """No index has it, and anybody may take its name there."""
+    said = re.compile(r"""pip install (-\S+ )*["']?fp8jax|fp8jax\[\w+[],]""")
+    texts = [root / "README.md", root / "CONTRIBUTING.md"]
+    for folder in ("fp8jax", "interop", "docs", "examples", "tests"):
+        texts += [path for path in (root / folder).rglob("*") if path.suffix in (".py", ".md")]
+    found = [path for path in texts if path != pathlib.Path(__file__) and said.search(path.read_text())]
+    assert [path.relative_to(root).as_posix() for path in found] == []
 
 
 def test_an_sdist_has_what_the_tests_need(sdist):
@@ -110,11 +130,26 @@ def test_an_installed_wheel_has_the_command(python, tmp_path):
     assert "fp8jax" in run(python.parent / "fp8jax", "--help", cwd=tmp_path)
 
 
+def test_without_orbax_the_error_names_the_extra():
+    program = """
+        import sys
+        class Hide:
+            def find_spec(name, path, target=None):
+                if name == "orbax":
+                    raise ModuleNotFoundError("No module named 'orbax'", name=name)
+        sys.meta_path.insert(0, Hide)
+        import fp8jax, fp8jax.inspect
+        import fp8jax.train
+    """
+    said = run(sys.executable, "-c", textwrap.dedent(program), cwd=pathlib.Path(__file__).parent.parent)
+    assert said.splitlines()[-1] == f"ImportError: not installed: orbax.checkpoint; {extras.install('train')}"
+
+
 def test_without_torch_the_error_names_the_extra(python, tmp_path):
     program = "import sys; sys.modules['torch'] = None; import fp8jax_torch"
     said = run(python, "-I", "-c", program, cwd=tmp_path)
     assert said.splitlines()[-1] == (
-        'ImportError: fp8jax_torch needs torch, which cannot be imported: pip install "fp8jax[torch]"'
+        f"ImportError: fp8jax_torch needs torch, which cannot be imported: {extras.install('torch')}"
     )
 
 

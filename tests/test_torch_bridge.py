@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.quantization import is_scaled
 
-torch = pytest.importorskip("torch", reason="the bridge needs torch: pip install fp8jax[torch]")
+torch = pytest.importorskip("torch", reason="the bridge needs torch")
 
 import fp8jax_torch  # noqa: E402
 from fp8jax_torch import ScaledTensor  # noqa: E402

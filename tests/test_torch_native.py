@@ -607,7 +607,7 @@ def test_missing_torch(monkeypatch):
         if name.partition(".")[0] == "fp8jax_torch":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r'pip install "fp8jax\[torch\]"'):
+    with pytest.raises(ImportError, match=r"run `pip install .\.\[torch\]"):
         importlib.import_module("fp8jax_torch")
 
 

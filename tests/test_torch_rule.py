@@ -10,7 +10,7 @@ from fp8jax.dot import Weight, dot_general, init_state
 from fp8jax.quantization import is_scaled
 from fp8jax.scaling.merge import from_fp8_grad, to_fp8_grad
 
-torch = pytest.importorskip("torch", reason="the same on torch needs torch: pip install fp8jax[torch]")
+torch = pytest.importorskip("torch", reason="the same on torch needs torch")
 
 import fp8jax_torch  # noqa: E402
 from fp8jax_torch.matmul import matmul  # noqa: E402

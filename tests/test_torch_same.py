@@ -21,7 +21,7 @@ import pytest
 
 from fp8jax import optim
 
-torch = pytest.importorskip("torch", reason="the example needs torch: pip install fp8jax[torch]")
+torch = pytest.importorskip("torch", reason="the example needs torch")
 pytest.importorskip("transformers", reason="the example's model is of transformers")
 
 import fp8jax_torch  # noqa: E402

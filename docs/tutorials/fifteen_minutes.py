@@ -12,8 +12,8 @@
 # none of the model. Then it shows what runs in FP8, how the loss compares, and what is stored in how many
 # bytes.
 #
-# It needs `pip install "fp8jax[train]"` and no GPU. On a CPU fp8jax rounds to FP8 as a GPU does, but a step
-# is slower than in bf16.
+# It needs `pip install ".[train]"` in a copy of the repository and no GPU. On a CPU fp8jax rounds to FP8 as a
+# GPU does, but a step is slower than in bf16.
 
 # %%
 import argparse

@@ -12,7 +12,7 @@
 # notebook trains one model on both sides under one recipe, from the same weights, and compares the losses.
 # Then it carries the trained PyTorch model to NNX.
 #
-# It needs `pip install "fp8jax[train,torch]"` and no GPU.
+# It needs `pip install ".[train,torch]"` in a copy of the repository and no GPU.
 
 # %%
 import argparse

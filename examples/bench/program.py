@@ -17,7 +17,7 @@ Loss and all gradients, for layers and MLP blocks also of the input, of:
 - a GPT of 12 layers: temporaries without rematerialization, and with one that keeps the outputs of GEMMs or
   the FP8 operands (`fp8jax.dot.save_fp8_operands`).
 
-Needs `pip install "fp8jax[target]"`, no GPU, and no XLA_FLAGS.
+Needs `fp8jax install-compiler`, no GPU, and no XLA_FLAGS.
 """
 
 import dataclasses

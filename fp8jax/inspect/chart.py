@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax import adapters, gradients, optim
+from fp8jax import adapters, extras, gradients, optim
 from fp8jax.backends import block
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.step import training_step
@@ -302,7 +302,7 @@ def _figure(**size: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise RuntimeError('drawing needs matplotlib: pip install "fp8jax[train]"') from None
+        raise RuntimeError(f"drawing needs matplotlib: {extras.install('train')}") from None
     return Figure(**size)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from fp8jax import backends
+from fp8jax import backends, extras
 from fp8jax.backends.block import FIRST_WITH_BLOCKS, FIRST_WITH_FP8
 from fp8jax.inspect import targets
 from fp8jax.inspect.tables import align
@@ -27,12 +27,12 @@ from fp8jax.platforms import capability_of
 NATIVE, EMULATED, WIDER = "native", "emulated, exactly", "in a wider format"
 NOT_SUPPORTED, UNKNOWN = "not supported", "not known"
 
-# Extra -> its packages, its purpose. JAX's own extra brings NVIDIA's libraries, too.
+# Extra -> its packages, its purpose.
 EXTRAS = {
-    "target": (("jax-cuda13-plugin", "jax-cuda13-pjrt"), "programs compiled for a GPU that is not here"),
-    "train": (("grain", "matplotlib", "pyyaml", "rich"), "./dev train and pictures"),
+    "train": (("grain", "matplotlib", "orbax-checkpoint", "pyyaml", "rich"), "./dev train and pictures"),
     "torch": (("torch",), "fp8jax_torch, the same recipes on PyTorch"),
 }
+TARGETS = "programs compiled for a GPU that is not here"
 CUDA_EXTRA = 'pip install -U "jax[cuda13]"'
 
 _EXACT = (EMULATED, "FP8 numbers are exact in the wider format")
@@ -157,15 +157,18 @@ def sees_nvidia() -> bool:
     return pathlib.Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
+def has_idle_plugin() -> bool:
+    """Whether JAX's CUDA plugin is here, with no GPU to use it: it would complain, and can crash."""
+    plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+    return any(map(_version, plugins)) and not sees_nvidia() and not _version("libtpu")
+
+
 def _packages(has_gpu: bool) -> list[dict[str, Any]]:
     without = CUDA_EXTRA if sees_nvidia() else f"no NVIDIA GPU here; where there is one, {CUDA_EXTRA}"
-    problems = {"training on an NVIDIA GPU": None if has_gpu else without}
+    problems = {"training on an NVIDIA GPU": None if has_gpu else without, TARGETS: targets.why_not()}
     for extra, (names, purpose) in EXTRAS.items():
         missing = [name for name in names if not _version(name)]
-        problem = f'pip install "fp8jax[{extra}]": without {", ".join(missing)}' if missing else None
-        if extra == "target" and not missing:
-            problem = targets.why_not()  # its packages must have jaxlib's version
-        problems[purpose] = problem
+        problems[purpose] = f"without {', '.join(missing)}: {extras.install(extra)}" if missing else None
     return [
         {"purpose": purpose, "is_there": problem is None, "state": problem or "installed"}
         for purpose, problem in problems.items()

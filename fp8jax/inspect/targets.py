@@ -5,23 +5,23 @@
 
 XLA compiles ahead of time for a described GPU. The result is the optimized program that the GPU would run:
 its FP8 library calls, fusions, collectives and memory. XLA cannot autotune without the GPU: GEMMs go to
-cuBLASLt, as most do on the real device, not to Triton. Compiling needs JAX's CUDA plugin (`pip install
-"fp8jax[target]"`) and neither a GPU nor NVIDIA's libraries.
+cuBLASLt, as most do on the real device, not to Triton. Compiling needs XLA's compiler for GPUs (`fp8jax
+install-compiler`) and neither a GPU nor NVIDIA's libraries.
 """
 
 import dataclasses
 import functools
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fp8jax.backends import block
+from fp8jax.inspect import compiler
+from fp8jax.inspect.compiler import why_not as why_not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,11 @@ _GPUS = (
 )
 TARGETS = {gpu.name: gpu for gpu in _GPUS}
 
+# JAX's Pallas does not know every GPU, e.g. not the L40S.
+_PALLAS_KNOWS = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H100", (10, 0): "NVIDIA B200"}
+
 # Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-
-_PLUGIN = "jax-cuda13-plugin"
 
 
 def get(target: str | Target) -> Target:
@@ -70,24 +71,6 @@ def get(target: str | Target) -> Target:
     return TARGETS[target.lower()]
 
 
-def why_not() -> str | None:
-    """None if programs can be compiled for targets, else the reason and what to install."""
-    try:
-        plugin = importlib.metadata.version(_PLUGIN)
-    except importlib.metadata.PackageNotFoundError:
-        return (
-            f"compiling for a GPU that is not here needs the package {_PLUGIN}, which is not installed: "
-            'pip install "fp8jax[target]" (Linux only).'
-        )
-    here = importlib.metadata.version("jaxlib")
-    if plugin != here:
-        return (
-            f"{_PLUGIN} {plugin} does not match jaxlib {here}, and they must be of one version: "
-            f"pip install {_PLUGIN}=={here} jax-cuda13-pjrt=={here}."
-        )
-    return None
-
-
 def mesh(target: str | Target | None = None, devices: int = 1) -> Mesh:
     """A mesh of `devices` devices along an axis "devices".
 
@@ -101,7 +84,7 @@ def mesh(target: str | Target | None = None, devices: int = 1) -> Mesh:
 
     Raises:
         ValueError: no such target, `devices` is not positive, or this process has fewer devices.
-        RuntimeError: the CUDA plugin is missing, or its version is not jaxlib's.
+        RuntimeError: the compiler is missing, or its version is not jaxlib's.
     """
     if devices < 1:
         raise ValueError(f"`devices`: expected a positive number; got {devices}.")
@@ -119,15 +102,8 @@ def mesh(target: str | Target | None = None, devices: int = 1) -> Mesh:
 
 @functools.cache
 def _mesh_of(gpu: Target, devices: int) -> Mesh:
-    if reason := why_not():
-        raise RuntimeError(reason)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name=gpu.name,
-        target_config=_description(gpu),
-        topology=f"1x{devices}x1",
-    )
-    return Mesh(np.array(topology.devices), ("devices",))
+    devices_of_host = compiler.devices(gpu.name, _description(gpu), devices)
+    return Mesh(np.array(devices_of_host), ("devices",))
 
 
 def lower_for(
@@ -153,7 +129,7 @@ def lower_for(
     Raises:
         ValueError: no such target, `devices` is not positive, or the GPU lacks block-scaled GEMMs of the
             program.
-        RuntimeError: the CUDA plugin is missing, or its version is not jaxlib's.
+        RuntimeError: the compiler is missing, or its version is not jaxlib's.
     """
     jitted = jax.jit(fn, donate_argnums=donate_argnums)
     if target is None:
@@ -168,21 +144,23 @@ def lower_for(
 
     args = jax.tree.map(place, args)
     on = next((leaf.sharding.mesh for leaf in jax.tree.leaves(args)), on)
-    with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the kind of GPU from it
-        lowered = jitted.lower(*args)
     gpu = get(target)
-    if gpu.capability < block.FIRST_WITH_BLOCKS and (
-        reason := block.refuse(lowered.as_text(), gpu.capability)
-    ):
-        raise ValueError(f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}.")
-    return lowered
+    with jax.sharding.use_abstract_mesh(_abstract(on, gpu)):  # Pallas reads the GPU from it
+        traced = jitted.trace(*args)
+        if gpu.capability < block.FIRST_WITH_BLOCKS and (
+            reason := block.refuse(traced.jaxpr, gpu.capability)
+        ):
+            raise ValueError(
+                f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}."
+            )
+        return traced.lower()
 
 
 def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.stages.Compiled:
     """Compiles a program of `lower_for`, with the options that its target needs."""
     if target is None:
         return lowered.compile()
-    with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
+    with jax.sharding.use_abstract_mesh(_abstract(mesh(target), get(target))):
         return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
@@ -198,6 +176,13 @@ def compile_for(
         cannot be called.
     """
     return compile(lower_for(fn, *args, target=target, **options), target)
+
+
+def _abstract(mesh: Mesh, gpu: Target) -> jax.sharding.AbstractMesh:
+    """The mesh with a GPU that Pallas knows, of the same compute capability."""
+    kind = _PALLAS_KNOWS.get(gpu.capability, gpu.device)
+    device = mesh.abstract_mesh.abstract_device
+    return mesh.abstract_mesh.update(abstract_device=dataclasses.replace(device, device_kind=kind))
 
 
 def _description(target: Target) -> str:

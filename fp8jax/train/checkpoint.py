@@ -23,10 +23,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from fp8jax.train import distributed
+from fp8jax.train.errors import need
+
+ocp = need("orbax.checkpoint")
 
 KEPT = 3
 _REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
@@ -121,7 +123,7 @@ def last_step(folder: pathlib.Path) -> int:
 
 
 @contextlib.contextmanager
-def _manager(folder: pathlib.Path) -> Iterator[ocp.CheckpointManager]:
+def _manager(folder: pathlib.Path) -> Iterator[Any]:
     """Orbax's manager, without the tracebacks that its threads print for each part of an error."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEPT,

@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+from fp8jax import extras
+
 
 class BadInput(ValueError):
     """The input does not describe a valid run. The message is one line that says what to change."""
@@ -34,4 +36,4 @@ def need(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        raise ImportError(f"not installed: {module}; run: pip install 'fp8jax[train]'") from None
+        raise ImportError(f"not installed: {module}; {extras.install('train')}") from None

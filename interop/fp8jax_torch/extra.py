@@ -3,6 +3,8 @@
 try:
     import torch as torch
 except ImportError as error:
+    from fp8jax import extras
+
     raise ImportError(
-        'fp8jax_torch needs torch, which cannot be imported: pip install "fp8jax[torch]"'
+        f"fp8jax_torch needs torch, which cannot be imported: {extras.install('torch')}"
     ) from error
