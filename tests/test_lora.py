@@ -378,7 +378,7 @@ def test_nnx_layers_are_scanned():
     tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), fp8jax.optim.adamw(1e-2, "O2"))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
     step = nnx.jit(lambda model: fp8jax.value_and_grad(lambda model: jnp.mean((model(X) - Y) ** 2))(model))
-    first, grads, new = step(model)
+    first, grads = step(model)
     optimizer.update(model, grads)
     assert step(model)[0] < first and (model.layers.lora_b.get_value() != 0).any()
 

@@ -203,7 +203,7 @@ def test_an_nnx_optimizer_takes_the_step_of_variables(name, level):
         optimizer.update(model, grads)
         return params, nnx.to_pure_dict(grads)
 
-    params, grads, new = step(model, optimizer)
+    params, grads = step(model, optimizer)
     expected, state = jax.jit(functools.partial(step_of, tx))(params, tx.init(params), grads)
     got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, got, expected)

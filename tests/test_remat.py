@@ -320,7 +320,7 @@ def nnx_step_of(name, keep):
     def step(model):
         return fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
 
-    loss, grads, new = step(model)
+    loss, grads = step(model)
     state = nnx.state(model, nnx.Not(nnx.RngKey))
     return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(state), str(fp8jax.report(model, X))
 
