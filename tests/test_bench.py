@@ -305,8 +305,9 @@ def test_peers_on_an_h200_are_as_recorded(compiled):
 @pytest.mark.long
 @needs_plugin
 def test_peers_of_four_blocks_on_an_h200_are_as_recorded(compiled):
-    assert compiled("bf16", 4).temporaries == pytest.approx(2.920e9, rel=1e-3)
-    assert compiled("flax Fp8DotGeneral", 4).temporaries == pytest.approx(2.318e9, rel=1e-3)
+    bf16, flax = (2.920e9, 2.318e9) if jax.__version_info__ < (0, 11) else (2.890e9, 1.949e9)
+    assert compiled("bf16", 4).temporaries == pytest.approx(bf16, rel=1e-3)
+    assert compiled("flax Fp8DotGeneral", 4).temporaries == pytest.approx(flax, rel=1e-3)
 
 
 @needs_plugin
