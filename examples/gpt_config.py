@@ -32,7 +32,7 @@ class Config(DeviceConfig, GPTOptions):
     recipe: str = option(
         "",
         "precision recipe: fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8, block, mxfp8, nvfp4 or one as "
-        "block+O2; with changes: O2,margin=1; by default fp8, for adafactor O2",
+        "block+O2; with changes: O2,margin=1; by default fp8",
     )
     rules: str = option(
         "", "recipes of single layers, as last=0.25:gemm=BF16 for the last quarter of the blocks in bf16"

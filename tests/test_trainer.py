@@ -157,7 +157,7 @@ def test_settings_from_yaml_and_the_command_line(tmp_path, yaml, argv, expected)
 
 def test_what_settings_mean():
     assert str(TrainConfig().precision) == str(TrainConfig(optim="adamw_8bit").precision) == "fp8"
-    assert str(TrainConfig(optim="adafactor").precision) == "O2"  # it rounds weights to nearest only
+    assert str(TrainConfig(optim="adafactor").precision) == "fp8"
     assert str(TrainConfig(bf16=True).precision) == "bf16"
     assert str(TrainConfig(fp16=True).precision) == "fp16_amp"
     assert TrainConfig(optim="adamw_torch_fused").optimizer == "adamw"
@@ -196,10 +196,6 @@ REFUSED = [
     ({"target": "h200"}, "--memory-budget and --target are for --per-device-train-batch-size auto; add that"),
     ({"per_device_train_batch_size": "auto", "target": "h900"}, "`target`: expected one of h100, h200, b200"),
     ({"optim": "adafactor", "recipe": "O3"}, "--optim adafactor keeps no master weights, and O3 needs them"),
-    (
-        {"optim": "adafactor", "recipe": "fp8"},
-        "--optim adafactor rounds weights to nearest only, and fp8 does",
-    ),
     (
         {"optim": "adafactor", "zero": 1},
         "--zero shares the moments of adamw; got --optim adafactor; use adamw",

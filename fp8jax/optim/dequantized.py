@@ -54,7 +54,7 @@ def adafactor(
     *,
     zero: Zero | None = None,
     weight_decay_mask: Any = None,
-    seed: int = 0,
+    seed: Any = 0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adafactor` for quantized weights and gradients.
@@ -90,7 +90,7 @@ def adafactor(
 
 
 def with_dequantized(
-    tx: optax.GradientTransformation, recipe: Recipe | str | None = None, *, seed: int = 0
+    tx: optax.GradientTransformation, recipe: Recipe | str | None = None, *, seed: Any = 0
 ) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` on the dequantized float32 values of parameters and gradients.
 

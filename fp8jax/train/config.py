@@ -61,9 +61,7 @@ class TrainConfig(DeviceConfig):
     """
 
     # precision
-    recipe: str = option(
-        "", "precision recipe, as O2 or te,scaling=current; by default fp8, for adafactor O2"
-    )
+    recipe: str = option("", "precision recipe, as O2 or te,scaling=current; by default fp8")
     rules: str = option(
         "", "recipes of single layers, as last=0.25:gemm=BF16 lm_head:O2, see fp8jax.Rule.parse"
     )
@@ -86,7 +84,7 @@ class TrainConfig(DeviceConfig):
     # optimizer
     optim: str = option(
         "adamw",
-        "adamw (with the recipe's moments), adamw_8bit, adafactor (rounds weights to nearest only)",
+        "adamw (with the recipe's moments), adamw_8bit, adafactor",
         choices=OPTIMIZERS,
     )
     learning_rate: float = option(5e-5, "learning rate after the warm-up", least=0)
@@ -126,10 +124,10 @@ class TrainConfig(DeviceConfig):
 
     @property
     def precision(self) -> Recipe:
-        """The recipe that `recipe`, `fp16` and `bf16` name, or the default of the optimizer."""
+        """The recipe that `recipe`, `fp16` and `bf16` name, or the default."""
         if self.fp16 or self.bf16:
             return Recipe.parse(self.recipe or ("fp16_amp" if self.fp16 else "bf16"))
-        return Recipe.parse(self.recipe or ("O2" if self.optimizer == "adafactor" else "fp8"))
+        return Recipe.parse(self.recipe or "fp8")
 
     @property
     def layer_rules(self) -> tuple[Rule, ...]:
@@ -169,10 +167,6 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
         (
             (config.memory_budget or config.target) and not config.is_auto,
             "--memory-budget and --target are for --per-device-train-batch-size auto; add that",
-        ),
-        (
-            config.optimizer == "adafactor" and recipe.rounding[1] != "nearest",
-            f"--optim adafactor rounds weights to nearest only, and {recipe} does not; use adamw, or O2",
         ),
         (needs_masters, f"--optim adafactor keeps no master weights, and {recipe} needs them; use adamw"),
         (config.zero and not is_adamw, f"--zero shares the moments of adamw; got --optim {optim}; use adamw"),

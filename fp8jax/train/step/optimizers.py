@@ -38,12 +38,13 @@ def optimizer_of(config: TrainConfig, zero: Any = None) -> optax.GradientTransfo
         zero: as in `fp8jax.optim.adamw`.
     """
     recipe, rate = config.precision, schedule_of(config)
+    seed = np.uint32(config.seed)  # an int of 32 bits is too large for JAX's int32
     clip = optim.clip_by_global_norm(config.max_grad_norm or math.inf)
     decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decays}
     if config.optimizer == "adafactor":
-        return optax.chain(clip, optim.with_dequantized(_adafactor(rate, **decay), recipe))
+        return optax.chain(clip, optim.with_dequantized(_adafactor(rate, **decay), recipe, seed=seed))
     betas = config.adam_beta1, config.adam_beta2, config.adam_epsilon
-    options = {**decay, "seed": np.uint32(config.seed)}  # an int of 32 bits is too large for JAX's int32
+    options = {**decay, "seed": seed}
     if config.optimizer == "adamw_8bit":
         return optax.chain(clip, optim.adamw_8bit(rate, recipe, *betas, **options))
     return optax.chain(clip, optim.adamw(rate, recipe, *betas, **options, zero=zero))
