@@ -51,9 +51,6 @@ _GPUS = (
 )
 TARGETS = {gpu.name: gpu for gpu in _GPUS}
 
-# JAX's Pallas does not know every GPU, e.g. not the L40S.
-_PALLAS_KNOWS = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H100", (10, 0): "NVIDIA B200"}
-
 # Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
@@ -145,7 +142,7 @@ def lower_for(
     args = jax.tree.map(place, args)
     on = next((leaf.sharding.mesh for leaf in jax.tree.leaves(args)), on)
     gpu = get(target)
-    with jax.sharding.use_abstract_mesh(_abstract(on, gpu)):  # Pallas reads the GPU from it
+    with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the GPU from it
         traced = jitted.trace(*args)
         if gpu.capability < block.FIRST_WITH_BLOCKS and (
             reason := block.refuse(traced.jaxpr, gpu.capability)
@@ -160,7 +157,7 @@ def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.sta
     """Compiles a program of `lower_for`, with the options that its target needs."""
     if target is None:
         return lowered.compile()
-    with jax.sharding.use_abstract_mesh(_abstract(mesh(target), get(target))):
+    with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
         return lowered.compile(compiler_options=COMPILER_OPTIONS)
 
 
@@ -178,16 +175,11 @@ def compile_for(
     return compile(lower_for(fn, *args, target=target, **options), target)
 
 
-def _abstract(mesh: Mesh, gpu: Target) -> jax.sharding.AbstractMesh:
-    """The mesh with a GPU that Pallas knows, of the same compute capability."""
-    kind = _PALLAS_KNOWS.get(gpu.capability, gpu.device)
-    device = mesh.abstract_mesh.abstract_device
-    return mesh.abstract_mesh.update(abstract_device=dataclasses.replace(device, device_kind=kind))
-
-
 def _description(target: Target) -> str:
     """The target as the text of XLA's GpuTargetConfigProto."""
     major, minor = target.capability
+    # JAX's Pallas looks the name up. It knows the L40, and not the L40S, which has the same instructions.
+    name = target.device.replace("L40S", "L40")
     # Literal numbers are the same on every GPU with FP8 GEMMs.
     return f"""
         gpu_device_info {{
@@ -214,5 +206,5 @@ def _description(target: Target) -> str:
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 12 }}
         runtime_version {{ major: 13 minor: 0 patch: 0 }}
-        device_description_str: "{target.device}"
+        device_description_str: "{name}"
     """

@@ -39,6 +39,7 @@ from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
 from fp8jax.train.step.unchanged import Sample, sampler_of
+from fp8jax.variables import PARAMS
 
 
 class Trainer:
