@@ -131,12 +131,14 @@ def train(recipe):
     model = fp8jax.transform(GPT(), recipe)
     tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), fp8jax.optim.adamw(1e-3, recipe))
     variables = model.init(jax.random.key(0), batch_of(0)[:, :-1])
-    opt_state = tx.init(variables)
+    opt_state = tx.init(variables["params"])
 
     @jax.jit
     def step(variables, opt_state, batch):
-        loss, grads = fp8jax.value_and_grad(lambda variables: loss_of(model, variables, batch))(variables)
-        updates, opt_state = tx.update(grads, opt_state, variables)
+        loss, grads, variables = fp8jax.value_and_grad(lambda variables: loss_of(model, variables, batch))(
+            variables
+        )
+        updates, opt_state = tx.update(grads, opt_state, variables["params"])
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 
     losses = []
