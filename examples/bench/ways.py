@@ -131,7 +131,8 @@ def loss_and_gradient(
 ) -> tuple[Any, Callable[..., Any]]:
     """The transformed model, and a function of (variables, input) that returns the loss and its gradients.
 
-    Beside the gradients is the new scaling state. The loss is the mean square of the output. With `input_too` the input has a gradient, too, as it would
+    Beside the gradients is the new scaling state. The loss is the mean square of the output. With
+    `input_too` the input has a gradient, too, as it would
     inside a larger model: it becomes one more parameter.
     """
     made = way.transform(model)
