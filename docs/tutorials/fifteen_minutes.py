@@ -122,8 +122,7 @@ print(f"bf16: loss {losses['bf16'][0]:.2f} at the first step, {np.mean(losses['b
 # 1. `fp8jax.transform(module, recipe)` gives a model that computes its linear layers in FP8;
 # 2. `fp8jax.optim.clip_by_global_norm` replaces optax's, because FP8 gradients have scales;
 # 3. `fp8jax.optim.adamw` stores the moments in the recipe's formats;
-# 4. `fp8jax.value_and_grad` replaces JAX's: it returns the loss, FP8 gradients, and the variables with the next
-#    scales;
+# 4. `fp8jax.value_and_grad` replaces JAX's: it returns FP8 gradients, and the variables with the next scales;
 # 5. `fp8jax.apply_updates` replaces optax's, and takes these variables.
 
 
@@ -136,7 +135,9 @@ def train(recipe):
 
     @jax.jit
     def step(variables, opt_state, batch):
-        loss_fn = lambda variables: loss_of(model, variables, batch)
+        def loss_fn(variables):
+            return loss_of(model, variables, batch)
+
         loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
         updates, opt_state = tx.update(grads, opt_state, variables["params"])
         return fp8jax.apply_updates(variables, updates), opt_state, loss
