@@ -8,8 +8,8 @@ RMSNorm, rotary positions, grouped-query attention and SwiGLU: seven GEMMs with 
 
 1. `gemm` calls `jnp.einsum`, not `fp8jax.dot.einsum` with a state;
 2. there are no states beside the parameters, in `variables["_overwrite_with_gradient"]`;
-3. `jax.value_and_grad` and `optax.apply_updates` do, where `fp8jax.value_and_grad` and `fp8jax.apply_updates`
-   give each GEMM its new state.
+3. `jax.value_and_grad` does, where `fp8jax.value_and_grad` also returns the variables with each GEMM's new
+   state.
 
 GEMMs of two activations, as in attention, stay in bfloat16.
 """
@@ -104,11 +104,11 @@ def train(recipe: str | None, steps: int, seed: int = 0) -> float:
 
     @jax.jit
     def step(variables: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables, tokens)
-        updates, opt_state = tx.update(grads, opt_state, variables)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables, tokens)
+        updates, opt_state = tx.update(grads, opt_state, variables["params"])
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 
-    opt_state, rng, losses = tx.init(variables), np.random.default_rng(seed), []
+    opt_state, rng, losses = tx.init(variables["params"]), np.random.default_rng(seed), []
     for _ in range(steps):
         variables, opt_state, loss = step(variables, opt_state, jnp.asarray(batch(rng)))
         losses.append(float(loss))

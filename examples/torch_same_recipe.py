@@ -169,9 +169,9 @@ class Program:
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
         def step(state: State, batch: jax.Array) -> tuple[State, jax.Array]:
-            value, grads = fp8jax.value_and_grad(loss)(state.variables, batch)
-            updates, opt_state = tx.update(grads, state.opt_state, state.variables)
-            return State(fp8jax.apply_updates(state.variables, updates), opt_state), value
+            value, grads, variables = fp8jax.value_and_grad(loss)(state.variables, batch)
+            updates, opt_state = tx.update(grads, state.opt_state, variables["params"])
+            return State(fp8jax.apply_updates(variables, updates), opt_state), value
 
         tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), np.int32)
         self.step, self.loss, self.init_optimizer = jax.jit(step), jax.jit(loss), tx.init

@@ -122,8 +122,8 @@ print(f"bf16: loss {losses['bf16'][0]:.2f} at the first step, {np.mean(losses['b
 # 1. `fp8jax.transform(module, recipe)` gives a model that computes its linear layers in FP8;
 # 2. `fp8jax.optim.clip_by_global_norm` replaces optax's, because FP8 gradients have scales;
 # 3. `fp8jax.optim.adamw` stores the moments in the recipe's formats;
-# 4. `fp8jax.value_and_grad` replaces JAX's: it returns FP8 gradients and the next scales;
-# 5. `fp8jax.apply_updates` replaces optax's.
+# 4. `fp8jax.value_and_grad` replaces JAX's: it returns FP8 gradients, and the variables with the next scales;
+# 5. `fp8jax.apply_updates` replaces optax's, and takes these variables.
 
 
 # %%
@@ -131,12 +131,15 @@ def train(recipe):
     model = fp8jax.transform(GPT(), recipe)
     tx = optax.chain(fp8jax.optim.clip_by_global_norm(1.0), fp8jax.optim.adamw(1e-3, recipe))
     variables = model.init(jax.random.key(0), batch_of(0)[:, :-1])
-    opt_state = tx.init(variables)
+    opt_state = tx.init(variables["params"])
 
     @jax.jit
     def step(variables, opt_state, batch):
-        loss, grads = fp8jax.value_and_grad(lambda variables: loss_of(model, variables, batch))(variables)
-        updates, opt_state = tx.update(grads, opt_state, variables)
+        def loss_fn(variables):
+            return loss_of(model, variables, batch)
+
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
+        updates, opt_state = tx.update(grads, opt_state, variables["params"])
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 
     losses = []

@@ -39,13 +39,12 @@ def sample(name: str, program: str, layers: int) -> list[float]:
 
     def whole(variables: Any, opt_state: Any, x: jax.Array) -> Any:
         loss, grads = gradients(variables, x)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        apply = fp8jax.apply_updates if is_ours else optax.apply_updates
-        return loss, apply(variables, updates), opt_state
+        updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
+        return loss, {**grads, "params": optax.apply_updates(variables["params"], updates)}, opt_state
 
     step, args = gradients, (variables, x)
     if program == "whole step":
-        step, args = whole, (variables, jax.eval_shape(tx.init, variables), x)
+        step, args = whole, (variables, jax.eval_shape(tx.init, variables["params"]), x)
     jax.jit(jnp.sin).lower(1.0).compile()  # the first compilation of a process does not count
     times = [time.perf_counter()]
     traced = jax.jit(step).trace(*args)

@@ -200,7 +200,7 @@ def gemm_counts(is_tiny: bool) -> list[dict[str, Any]]:
 
 
 def gradients_of(model: Any) -> Callable[..., Any]:
-    """Loss and gradients of a GPT."""
+    """Loss, gradients and new variables of a GPT."""
 
     def loss(variables: Any, batch: jax.Array) -> jax.Array:
         return gpt.loss(lambda tokens: model.apply(variables, tokens), batch)
@@ -261,12 +261,12 @@ def losses(is_tiny: bool) -> list[dict[str, Any]]:
 
         @jax.jit
         def step(variables: Any, state: Any) -> Any:
-            loss, grads = gradients_of(model)(variables, tokens)
-            updates, state = tx.update(grads, state, variables)
+            loss, grads, variables = gradients_of(model)(variables, tokens)
+            updates, state = tx.update(grads, state, variables["params"])
             return fp8jax.apply_updates(variables, updates), state, loss
 
         variables = jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])
-        state = jax.jit(tx.init)(variables)
+        state = jax.jit(tx.init)(variables["params"])
         for _ in range(STEPS):
             variables, state, loss = step(variables, state)
             found.append(loss)

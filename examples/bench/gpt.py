@@ -21,6 +21,8 @@ import numpy as np
 import output
 
 import fp8jax
+from fp8jax import ScaledArray
+from fp8jax.quantization import as_gradients, is_scaled
 from fp8jax.recipe import PRESETS
 from fp8jax.train import TrainConfig, Trainer
 from fp8jax.train.step.optimizers import optimizer_of
@@ -86,15 +88,22 @@ def steps(trainer: Trainer, tokens: np.ndarray) -> Callable[[], jax.Array]:
     return step
 
 
+def _ones(leaf: Any) -> Any:
+    """Codes of 1 on scales of 1, or an array of ones."""
+    if is_scaled(leaf):
+        return ScaledArray(np.ones(leaf.shape, leaf.data.dtype), np.ones(leaf.bits.shape, np.float32))
+    return np.ones(leaf.shape, leaf.dtype)
+
+
 def updates(trainer: Trainer, variables: Any, opt_state: Any) -> Callable[[], Any]:
     """`tx.update` and `apply_updates` of a trainer, each going on from the one before. Donates the state."""
     tx = optimizer_of(trainer.config)
 
     def update(variables: Any, opt_state: Any, grads: Any) -> Any:
-        updates, opt_state = tx.update(grads, opt_state, variables)
+        updates, opt_state = tx.update(grads, opt_state, variables["params"])
         return fp8jax.apply_updates(variables, updates), opt_state
 
-    grads = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), trainer.gradients())
+    grads = as_gradients(jax.tree.map(_ones, trainer.gradients(), is_leaf=is_scaled))
     compiled = jax.jit(update, donate_argnums=(0, 1)).lower(variables, opt_state, grads).compile()
     grads = jax.device_put(grads)
 

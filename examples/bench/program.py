@@ -152,7 +152,7 @@ def compile_gpt(model: Any, context: int, batch: int, target: str) -> jax.stages
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1))
 
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((batch, context), jnp.int32))
-    return targets.compile_for(fp8jax.value_and_grad(loss), variables, tokens, target=target)
+    return targets.compile_for(ways.value_and_grad(loss), variables, tokens, target=target)
 
 
 def main() -> None:

@@ -160,11 +160,11 @@ def trained_mlp(recipe: str, plain: Any, x: jax.Array, y: jax.Array, rate: float
     @jax.jit
     def step(variables: Any, state: Any) -> tuple[Any, Any, jax.Array]:
         loss_fn = lambda variables: jnp.mean((model.apply(variables, x) - y) ** 2)  # noqa: E731
-        loss, grads = fp8jax.value_and_grad(loss_fn)(variables)
-        updates, state = tx.update(grads, state, variables)
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
+        updates, state = tx.update(grads, state, variables["params"])
         return fp8jax.apply_updates(variables, updates), state, loss
 
-    state, losses = tx.init(variables), []
+    state, losses = tx.init(variables["params"]), []
     for _ in range(steps):
         variables, state, loss = step(variables, state)
         losses.append(float(loss))

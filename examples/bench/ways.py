@@ -52,9 +52,22 @@ def _qwix(model: nn.Module) -> nn.Module:
     return qwix.quantize_model(model, qwix.QtProvider([rule]))
 
 
+def value_and_grad(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fp8jax's, with the results of JAX's own: loss and gradients, and beside these the new scaling state.
+
+    The parameters are not returned: a program of loss and gradients alone would copy them.
+    """
+
+    def loss_and_grads(variables: Any, *args: Any) -> Any:
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables, *args)
+        return loss, {**variables, "params": grads}
+
+    return loss_and_grads
+
+
 def _ours(recipe: str) -> Way:
     transform = functools.partial(fp8jax.transform, recipe=recipe)
-    return Way(f"fp8jax {recipe}", transform=transform, value_and_grad=fp8jax.value_and_grad)
+    return Way(f"fp8jax {recipe}", transform=transform, value_and_grad=value_and_grad)
 
 
 def _through_te(recipe: str) -> Way:
@@ -118,7 +131,8 @@ def loss_and_gradient(
 ) -> tuple[Any, Callable[..., Any]]:
     """The transformed model, and a function of (variables, input) that returns the loss and its gradients.
 
-    The loss is the mean square of the output. With `input_too` the input has a gradient, too, as it would
+    Beside the gradients is the new scaling state. The loss is the mean square of the output. With
+    `input_too` the input has a gradient, too, as it would
     inside a larger model: it becomes one more parameter.
     """
     made = way.transform(model)

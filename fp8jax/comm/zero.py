@@ -3,7 +3,7 @@
     zero = Zero(mesh, "O2", stage=2)
     variables = zero.place(model.init(key, x))
     tx = fp8jax.optim.adamw(3e-4, "O2", zero=zero)
-    loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, batch)
+    loss, grads, variables = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, batch)
 
 | stage | sharded | collectives of a step, in the recipe's formats |
 |---|---|---|

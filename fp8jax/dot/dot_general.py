@@ -75,8 +75,8 @@ def dot_general(
         dimension_numbers: as in `jax.lax.dot_general`; batch dims are allowed, any dim may be 0.
         recipe: a `Recipe`, or its text; its `gemm` must be "FP8" or "FP4".
         state: scaling state of this dot, see `init_state`; each dot needs a state of its own. The gradient
-            with respect to it is the next state: by `jax.value_and_grad`, or by `fp8jax.value_and_grad` of
-            Flax variables with the state in "_overwrite_with_gradient".
+            with respect to it is the next state, by `jax.value_and_grad`. `fp8jax.value_and_grad` of Flax
+            variables with the state in "_overwrite_with_gradient" returns it in the variables.
         out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
         backend: see `fp8jax.backends`.
         out_sharding: sharding of the output, a `PartitionSpec` or a sharding.

@@ -2,7 +2,7 @@
 
     model = fp8jax.transform(fn, "O2")         # fn(params, *args): raw pytrees, Equinox, Haiku's apply, ...
     variables = model.init(params, *args)      # {"params": ..., "_overwrite_with_gradient": ...}
-    loss, grads = fp8jax.value_and_grad(lambda v, x: loss(model.apply(v, x)))(variables, x)
+    loss, grads, variables = fp8jax.value_and_grad(lambda v, x: loss(model.apply(v, x)))(variables, x)
 
 A stacked parameter that a scan slices has a scale and a scaling state for each layer.
 """

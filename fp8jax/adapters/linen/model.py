@@ -88,7 +88,8 @@ class LinenModel:
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """`module.apply`, with variables from `init`, in which "params" may be a plain model's.
 
-        Gradients from `fp8jax.value_and_grad` contain the new scaling state. `apply` alone changes no state.
+        `fp8jax.value_and_grad` of a loss returns the variables with the new scaling state. `apply` alone
+        changes no state.
 
         Raises:
             ValueError: `variables` lack the scaling state of a matched layer.
