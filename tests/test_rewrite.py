@@ -447,7 +447,7 @@ def test_frozen_use_before_the_trained_one(level):
     model = fp8jax.transform(fn, level)
     variables = model.init({"w": w}, x)
     grad_fn = fp8jax.value_and_grad(model.apply)
-    grad, exact = grad_fn(variables, x)[1]["params"]["w"], jax.grad(fn)({"w": w}, x)["w"]
+    grad, exact = grad_fn(variables, x)[1]["w"], jax.grad(fn)({"w": w}, x)["w"]
     assert is_scaled(grad) == (model.recipe.weight_grad == "E4M3")
     bound = 0.6 if level == "nvfp4" else 0.3  # both outputs are rounded, and the loss is of their difference
     assert jnp.linalg.norm(value(grad) - exact) < bound * jnp.linalg.norm(exact)
@@ -499,16 +499,16 @@ def test_scan_along_another_axis(level):
         plain = jax.tree.map(lambda w, axis=axis: jnp.moveaxis(w, 0, axis), params)
         variables = model.quantize(plain, model.init(jax.random.key(1), x))
         loss = functools.partial(lambda apply, v, x: jnp.square(apply(v, x)).mean(), model.apply)
-        out, grads = fp8jax.value_and_grad(loss)(variables, x)
+        out, grads, new = fp8jax.value_and_grad(loss)(variables, x)
         frozen = model.freeze(variables, x)
         np.testing.assert_array_equal(model.apply(frozen, x), model.apply(variables, x))
-        kernel, grad = (tree["params"]["layers"]["up"]["kernel"] for tree in (variables, grads))
+        kernel, grad = (tree["layers"]["up"]["kernel"] for tree in (variables["params"], grads))
         assert is_scaled(kernel) == (model.recipe.weight != "FP32")
         assert is_scaled(grad) == (model.recipe.weight_grad != "FP32")
         assert all(row.fp8 and not row.plain for row in model.report(x).rows)
         if is_scaled(grad):
             assert grad.scale.shape == ((LAYERS, 1, 1), (1, LAYERS, 1))[axis]
-        results.append((out, jnp.moveaxis(value(grad), axis, 0), grads.get("_overwrite_with_gradient")))
+        results.append((out, jnp.moveaxis(value(grad), axis, 0), new.get("_overwrite_with_gradient")))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -518,10 +518,10 @@ def test_scan_along_another_axis_over_devices():
     variables = model.init(jax.random.key(1), x)
     zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), stage=3)
     loss = lambda v, x: jnp.square(model.apply(v, x)).mean()  # noqa: E731
-    _, one = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
-    _, many = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(zero.place(variables), x)
+    _, one, _ = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
+    _, many, _ = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(zero.place(variables), x)
     for name in ("up", "down"):
-        got, exact = (value(grads["params"]["layers"][name]["kernel"]) for grads in (many, one))
+        got, exact = (value(grads["layers"][name]["kernel"]) for grads in (many, one))
         assert jnp.linalg.norm(got - exact) < 2 * 10 ** (-28 / 20) * jnp.linalg.norm(exact)  # of E4M3, twice
 
 

@@ -9,7 +9,7 @@ from fp8jax.gradients import apply_updates
 from fp8jax.optim.step.blockwise import Blockwise
 from fp8jax.optim.step.codecs import Root
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
-from fp8jax.variables import PARAMS, has_params
+from fp8jax.variables import PARAMS, SCALING, has_params
 
 
 def _to_state(x: ScaledArray) -> dict[str, Any]:
@@ -61,13 +61,24 @@ class TrainState(train_state.TrainState):
             step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(_params(params)), **kwargs
         )
 
-    def apply_gradients(self, *, grads: Any, variables: Any, **kwargs: Any) -> "TrainState":
+    def apply_gradients(self, *, grads: Any, variables: Any = None, **kwargs: Any) -> "TrainState":
         """The state after `tx.update` and `fp8jax.apply_updates`.
 
         Args:
-            grads, variables: as `value_and_grad` returned them.
+            grads, variables: as `value_and_grad` returned them; or `grads` alone, JAX's own gradient of whole
+                variables.
             kwargs: other fields to replace.
+
+        Raises:
+            ValueError: `variables` are missing, so that the new scaling state would be lost.
         """
+        if variables is None and not (has_params(grads) and SCALING in grads):
+            raise ValueError(
+                "`variables`: expected those that `value_and_grad` returned, with the new scaling state; got "
+                "None. Call `state.apply_gradients(grads=grads, variables=variables)`."
+            )
+        if variables is None:
+            return super().apply_gradients(grads=grads, **kwargs)
         updates, opt_state = self.tx.update(grads, self.opt_state, _params(variables))
         params = apply_updates(variables, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
