@@ -416,6 +416,35 @@ def test_layers_under_vmap_scan_and_remat(recipe):
 
 
 @pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_a_vmap_over_stacked_layers_inside_of_the_call(recipe, given):
+    """An ensemble is one dot product with a batch axis: the members' gradients are those of the plain model,
+    and their states are the same."""
+
+    class Ensemble(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), in_axes=0, out_axes=0)
+            self.members = nnx.split_rngs(splits=DEPTH)(make)(rngs)
+
+        def __call__(self, x):
+            run = nnx.vmap(lambda member, x: member(x), in_axes=(0, None), out_axes=0)
+            return run(self.members, x).mean(0)
+
+    x, plain = jax.random.normal(jax.random.key(0), (8, WIDTH)), Ensemble(nnx.Rngs(0))
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    model = fp8jax.transform(plain, recipe, inputs=(x,) if given else None)
+    exact = nnx.grad(loss)(plain, x)["members"]["kernel"].get_value()
+    for _ in range(2):
+        grad = fp8jax.value_and_grad(loss)(model, x)[1]["members"]["kernel"].get_value()
+        for got, want in zip(value(grad), exact, strict=True):
+            assert jnp.linalg.norm(got - want) < 0.15 * jnp.linalg.norm(want)
+    history = model.members.kernel__fp8_amax_history[...]
+    history = history.reshape(-1, *history.shape[-2:])
+    np.testing.assert_array_equal(history, jnp.broadcast_to(history[:1], history.shape))
+    assert (history[0, :, :2] > 0).all()
+
+
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("axis", [1, 2])
 def test_layers_stacked_along_another_axis(axis, given):
     """`StateAxes({nnx.Param: 1, ...: 0})`: as stacked along the first, with and without example inputs."""

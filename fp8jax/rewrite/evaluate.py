@@ -29,6 +29,7 @@ from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
 from fp8jax.rewrite.plan import DOT_OUTPUT, DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
+from fp8jax.scaling.merge import first_state
 
 # By the key of the dot product; without an entry it has no state.
 States = Mapping[tuple[str, ...], DotState]
@@ -152,7 +153,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     state = states.get(planned.key, _NO_STATE)
     for _ in range(_depth(state, planned)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
-        state = jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), state)
+        state = jax.tree.map(first_state, state)
     if not recipe.is_quantized and not state.adapters:
         return _high_precision_dot(eqn, recipe, ins)
     options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype, "state": state.scaling}

@@ -135,6 +135,25 @@ def from_fp8_grad(codes: Shaped[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
     return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
 
 
+def first_state(states: Shaped[Array, "layers ..."]) -> Shaped[Array, "..."]:
+    """The first of the stacked states of layers; the next state of `fm32` states is that of all layers."""
+    if states.dtype != fm32:
+        return lax.index_in_dim(states, 0, keepdims=False)
+    return _first_state(states.shape[0], states)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _first_state(layers: int, states: jax.Array) -> jax.Array:
+    del layers
+    return lax.index_in_dim(states, 0, keepdims=False)
+
+
+_first_state.defvjp(
+    lambda layers, states: (_first_state(layers, states), None),
+    lambda layers, _, new: (_as_fm32(jnp.broadcast_to(from_cotangents(new), (layers, *new.shape))),),
+)
+
+
 def broadcast_under_vmap(tree: PyTree, *operands: Array) -> PyTree:
     """`tree` unchanged; under a vmap of the operands only, a copy for each example.
 
