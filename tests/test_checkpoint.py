@@ -1,5 +1,6 @@
 """Checkpoints: every bit is restored, and damage is skipped."""
 
+import hashlib
 import json
 import pathlib
 import resource
@@ -130,6 +131,37 @@ def test_the_checksums_of_every_process_are_needed(saved, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}))
     found, [skipped] = checkpoint.restore(copy, like=make_state())
     assert found.step == 3 and "step_00000004: its checksums are missing" in skipped
+
+
+def sign_again(path):
+    """New checksums, as if the damage had been written."""
+    listed = json.loads((path / "sha256.0.json").read_text())
+    found = [file for name in listed["files"] if (file := path / name).exists()]
+    files = {
+        file.relative_to(path).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in found
+    }
+    (path / "sha256.0.json").write_text(json.dumps({**listed, "files": files}))
+
+
+@pytest.mark.parametrize(
+    "harm, says",
+    [
+        (lambda path: (path / "run/metadata").write_text("{"), "its metadata is damaged"),
+        (lambda path: (path / "run/metadata").write_text("[]"), "its metadata is damaged"),
+        (lambda path: (path / "run/metadata").write_text("{}"), "its metadata is damaged"),
+        (lambda path: (path / "run/metadata").write_bytes(b"\xff"), "its metadata is damaged"),
+        (lambda path: shutil.rmtree(path / "state"), "its arrays cannot be read ("),
+        (lambda path: [cut(file) for file in path.glob("state/**/d/*")], "its arrays cannot be"),
+        (lambda path: (path / "run/metadata").unlink(), "its checksums are missing or damaged"),
+    ],
+)
+def test_damage_that_the_checksums_agree_with(saved, tmp_path, harm, says):
+    copy = copy_of(saved, tmp_path)
+    harm(copy / "step_00000004")
+    sign_again(copy / "step_00000004")
+    found, [skipped] = checkpoint.restore(copy, like=make_state())
+    assert found.step == 3 and f"step_00000004: {says}" in skipped
+    assert bits(found.state) == bits(make_state(3))
 
 
 def swap(folder):

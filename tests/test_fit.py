@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import html.parser
-import importlib
 import json
 import pathlib
 import shlex
@@ -18,7 +17,7 @@ import pytest
 from flax import nnx
 
 from fp8jax import signals
-from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, fit
+from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, checks, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata
@@ -181,6 +180,24 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert (again.steps, again.curves.loss, again.exit_status) == (STEPS, expected.curves.loss, 0)
 
 
+@pytest.mark.parametrize(
+    "name, value", [("curves", []), ("curves", None), ("data", {}), ("data", {"taken": 3}), ("data", 3)]
+)
+def test_a_checkpoint_with_the_metadata_of_another_step_is_refused(alone, tmp_path, monkeypatch, name, value):
+    """Only a defect writes one. It would go on with other batches, or with half of the metrics."""
+    trainer, options, _ = alone
+    trainer = at(trainer, tmp_path / "run")
+    stopped_after(monkeypatch, 1)
+
+    def save(folder, step, state, metadata, *args, save=checkpoint.save):
+        return save(folder, step, state, {**metadata, name: value}, *args)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert fit(trainer, ROWS, **options).steps == 2
+    with pytest.raises(BadInput, match="the checkpoint of step 2 in .* has not the metrics and the position"):
+        fit(trainer, ROWS, resume=True, **options)
+
+
 def test_what_was_just_saved_or_restored_is_not_saved_again(alone, tmp_path, monkeypatch):
     trainer, options, _ = alone
     trainer, saved = at(trainer, tmp_path / "run"), []
@@ -316,7 +333,7 @@ WITH_NAN = [{**row, "x": np.full_like(row["x"], np.nan)} for row in ROWS]
 )
 def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, monkeypatch, source, most, says):
     trainer, options, _ = alone
-    monkeypatch.setattr(importlib.import_module("fp8jax.train.fit"), "MOST_SKIPPED", most)
+    monkeypatch.setattr(checks, "MOST_SKIPPED", most)
     with pytest.raises(BadInput, match=says):
         fit(at(trainer, tmp_path / "run"), source, shuffle=False, **options)
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])

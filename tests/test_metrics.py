@@ -171,7 +171,7 @@ def test_lines_that_are_damaged_are_left_out_with_a_warning(tmp_path, line, caps
     assert file.read_bytes() == whole + b"\n" + whole + b"\n"
     # The last line is what a kill cuts off.
     [told] = capsys.readouterr().err.splitlines()
-    assert told == f"warning: line 2 of {file} is damaged and left out"
+    assert told == f"warning: {file}: 1 damaged lines are left out, the first is line 2"
 
 
 @pytest.mark.parametrize("make", [pathlib.Path.mkdir, os.mkfifo])

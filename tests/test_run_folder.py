@@ -79,6 +79,16 @@ def test_checkpoints_that_are_no_folder_are_named(tmp_path, make):
         run_folder.choose(str(tmp_path), resume=True)
 
 
+@pytest.mark.parametrize("content", [b"\xff", b'{"step": 1e999}', b'{"step": "x"}', b"[]", None])
+def test_a_note_of_the_last_checkpoint_that_is_damaged(tmp_path, content, capsys):
+    if content is None:
+        os.mkfifo(tmp_path / "saved.json")
+    else:
+        (tmp_path / "saved.json").write_bytes(content)
+    assert run_folder.restore(tmp_path, {}, "run", or_start=False) is None
+    assert "saved.json is damaged; it says which checkpoint is the last" in capsys.readouterr().err
+
+
 HOLD = """
 import pathlib, sys
 from fp8jax.train import run_folder
@@ -137,6 +147,11 @@ def test_settings_of_a_resumed_run(tmp_path):
     with pytest.raises(ValueError, match="another version"):
         run_folder.read(tmp_path, NAMES[1:])
     whole = (tmp_path / "settings.json").read_text()
+    (tmp_path / "settings.json").unlink()
+    os.mkfifo(tmp_path / "settings.json")
+    with pytest.raises(ValueError, match=r"settings.json is damaged \(it is no file\)"):
+        run_folder.read(tmp_path, NAMES)
+    (tmp_path / "settings.json").unlink()
     for damaged in (whole[:-5], "", "[]", "3", "{}", "[" * 10**5, whole.replace("0.1", "0.3")):
         (tmp_path / "settings.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"settings.json is damaged \("):

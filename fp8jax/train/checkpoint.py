@@ -105,16 +105,40 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
         if distributed.any_of(bool(damage)):
             skipped.append(f"{path}: {damage or 'a file is missing or damaged'}")
             continue
-        with _manager(folder) as manager:
-            content = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-            if content["step"] != step:
-                skipped.append(f"{path}: it is the checkpoint of step {content['step']} under another name")
-                continue
-            _check(path, content, like, run)
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-            items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))
-        return Checkpoint(step, items["state"], content), skipped
+        content = _metadata(path)
+        if (found := content.get("step")) != step:
+            other = f"it is the checkpoint of step {found} under another name"
+            skipped.append(f"{path}: {other if content else 'its metadata is damaged'}")
+            continue
+        _check(path, content, like, run)
+        state, damage = _restored(folder, step, like)
+        if distributed.any_of(bool(damage)):
+            skipped.append(f"{path}: {damage or 'another process cannot read its arrays'}")
+            continue
+        return Checkpoint(step, state, content), skipped
     return None, skipped
+
+
+def _metadata(path: pathlib.Path) -> dict[str, Any]:
+    """What `save` wrote beside the arrays; {} if that is no longer there."""
+    try:
+        content = json.loads((path / "run/metadata").read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and {"step", "run", "arrays"} <= content.keys() else {}
+
+
+def _restored(folder: pathlib.Path, step: int, like: PyTree) -> tuple[PyTree, str]:
+    """The state of a checkpoint, and "" or why its arrays cannot be read."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    try:
+        with _manager(folder) as manager:
+            items = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))
+    except Exception as error:  # tensorstore raises many types
+        if distributed.is_loss(error) or isinstance(error, jax.errors.JaxRuntimeError):
+            raise  # as for a lack of memory
+        return None, f"its arrays cannot be read ({_reason(error)})"
+    return items["state"], ""
 
 
 def last_step(folder: pathlib.Path) -> int:
@@ -185,7 +209,7 @@ def _damage(path: pathlib.Path) -> str:
     try:
         found = [json.loads(file.read_text()) for file in sorted(path.glob("sha256.*.json"))]
         files = sorted((name, digest) for one in found for name, digest in one["files"].items())
-        if len(found) != found[0]["processes"]:
+        if len(found) != found[0]["processes"] or "run/metadata" not in dict(files):
             raise ValueError
     except (OSError, RecursionError, LookupError, TypeError, ValueError, AttributeError):
         return "its checksums are missing or damaged"

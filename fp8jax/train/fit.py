@@ -19,15 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from fp8jax import signals
-from fp8jax.train import distributed, run_folder
+from fp8jax.train import checks, distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
-from fp8jax.train.data.loader import Examples, Loader, Source
-from fp8jax.train.errors import BadInput, blame_input, need
+from fp8jax.train.data.loader import Examples, Source
+from fp8jax.train.errors import blame_input, need
 from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
 from fp8jax.train.report.outcome import outcome_of
@@ -36,9 +35,7 @@ from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, State
 from fp8jax.train.step.unchanged import unchanged_share
 from fp8jax.train.trainer import Trainer
-
-MOST_SKIPPED = 100  # steps in a row; a loss scale of 2**15 is found in far fewer
-
+from fp8jax.train.validation import validator
 
 Callback = Callable[[int, str, Mapping[str, float]], None]
 
@@ -98,7 +95,7 @@ def fit(
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; one of
             `validation` and `validation_loss` is missing; JSON cannot hold `about`; the extra `train` is not
-            installed; or the last `MOST_SKIPPED` steps, or all, were skipped.
+            installed; or the last 100 steps, or all, were skipped.
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
     begun = time.time()
@@ -116,13 +113,13 @@ def fit(
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, kept)
             examples = Examples(source, transform)
-            _check_rows(trainer, examples, folder, found)
+            checks.check_rows(trainer, examples, folder, found)
             now = RunMetadata(kept, examples.fingerprint())
             run_folder.check_same(folder, found, now, fixed_options(type(options)))
             batches = trainer.loader(source, transform, shuffle=shuffle)
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation
-            models = [_Model(one, _validator(one, sources, transform, validation_loss)) for one in trainers]
+            models = [_Model(one, validator(one, sources, transform, validation_loss)) for one in trainers]
             layers = [one.layers.splitlines()[0] for one in trainers]
             run_begins = opened.enter_context(run_folder.taken(folder, found, now))
             for line in layers:
@@ -212,6 +209,7 @@ class _Run:
         like = [model.trainer.like for model in self.models]
         found = run_folder.restore(self.folder, like, self.digest, or_start) if resume else None
         if found:
+            checks.check_metadata(self.folder, found, len(self.models))
             self.batches.restore(found.metadata["data"])
             self.saved = found.step
         for i, model in enumerate(self.models):
@@ -260,7 +258,7 @@ class _Run:
                         writer.write(end, model.name, line)
                     if writer and self.callback:
                         self.callback(end, model.name, line)
-                    _check_trained(model, self.examples)
+                    checks.check_trained(model.name, model.curves, config.max_steps, self.examples)
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
@@ -275,70 +273,3 @@ class _Run:
         page = report.write(self.folder, about, outcomes)
         report.show(outcomes)
         print(f"report: {page}", flush=True)
-
-
-def _check_trained(model: _Model, examples: Examples) -> None:
-    """Raises BadInput if the last steps were all skipped."""
-    curves, most = model.curves, min(MOST_SKIPPED, model.trainer.config.max_steps)
-    if curves.skipped[-most:] != list(range(len(curves.loss) - most + 1, len(curves.loss) + 1)):
-        return
-    rows = (examples[i] for i in range(min(len(examples), MOST_SKIPPED)))
-    bad = {
-        jax.tree_util.keystr(path)
-        for row in rows
-        for path, leaf in jax.tree.leaves_with_path(row)
-        if not np.all(np.isfinite(leaf))
-    }
-    cause = (
-        f"batch{min(bad)} of the data has such numbers"
-        if bad
-        else "the data's first rows have no such number"
-    )
-    raise BadInput(
-        f"{model.name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
-        f"infinite or not a number; {cause}. Run the recipe bf16 to see whether FP8 matters, and look for "
-        "the operation with JAX_DEBUG_NANS=true"
-    )
-
-
-def _check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:
-    """Raises ValueError if the rows do not fit the trainer, or the trainer's batches not the run's."""
-    if not len(examples):
-        raise ValueError("`source` is empty")
-    trainer.check(
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct((trainer.rows, *x.shape), x.dtype), examples[0])
-    )
-    rows = found.settings.get("rows", trainer.rows)
-    if rows != trainer.rows:
-        raise ValueError(
-            f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: devices "
-            f"({trainer.placement.mesh.size}) x --gradient-accumulation-steps "
-            f"({trainer.config.gradient_accumulation_steps}) x --per-device-train-batch-size must be {rows}"
-        )
-
-
-def _validator(
-    trainer: Trainer,
-    sources: tuple[Source | None, Source | None],
-    transform: Callable[[Any], Any] | None,
-    loss: Loss | None,
-) -> Callable[..., float] | None:
-    """A function of a state, the mean loss of the first source, or after the last step of the second."""
-    if (sources[0] is None) != (loss is None):
-        raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
-    if loss is None:
-        return None
-    evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
-    for count in (len(source) for source in sources if source is not None):
-        if count < devices:
-            raise ValueError(f"`validation` has {count} rows, fewer than the {devices} devices")
-
-    def validate(state: State, *, is_last: bool = False, most: int | None = None) -> float:
-        source: Any = sources[is_last]
-        rows = min(trainer.per_device, len(source) // devices) * devices
-        with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
-            # One after the other: a queue of batches would take the memory of the next step.
-            losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
-        return float(np.mean(losses))
-
-    return validate

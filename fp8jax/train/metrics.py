@@ -237,9 +237,12 @@ class MetricsWriter:
             raise OSError(f"{path} is no file; move it away and resume")
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         steps = list(map(_step_of, lines))
-        for number, of_line in enumerate(steps[:-1], 1):  # the last is empty, or was cut off by a kill
-            if of_line is None:
-                distributed.warn(f"line {number} of {path} is damaged and left out")
+        # The last is empty, or was cut off by a kill.
+        damaged = [number for number, at in enumerate(steps[:-1], 1) if at is None]
+        if damaged:
+            distributed.warn(
+                f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}"
+            )
         pairs = zip(lines, steps, strict=True)
         write(path, b"".join(line + b"\n" for line, at in pairs if at is not None and at <= step))
         self._file = open(path, "a", encoding="utf-8")

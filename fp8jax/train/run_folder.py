@@ -32,7 +32,8 @@ from fp8jax.train import checkpoint, distributed
 
 RUNS = pathlib.Path("runs")
 _SETTINGS, _SAVED = "settings.json", "saved.json"
-_UNREADABLE = (OSError, RecursionError, LookupError, TypeError, ValueError)  # errors of damaged JSON
+# Errors of damaged JSON.
+_UNREADABLE = (OSError, RecursionError, LookupError, OverflowError, TypeError, ValueError)
 
 
 class RunMetadata(NamedTuple):
@@ -110,7 +111,7 @@ def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
     if not os.path.lexists(path):
         return RunMetadata({}, "")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = _read_json(path)
         found = RunMetadata(dict(content["settings"]), str(content["data"]))
         if content["digest"] != found.digest:
             raise ValueError("it was changed after the run began")
@@ -242,9 +243,18 @@ def restore(folder: pathlib.Path, like: PyTree, run: str, or_start: bool) -> che
 
 def _last_saved(folder: pathlib.Path) -> int:
     """The step that the run saved last; 0 if it saved none."""
-    with contextlib.suppress(*_UNREADABLE):
-        return int(json.loads((folder / _SAVED).read_text(encoding="utf-8"))["step"])
-    return 0
+    path = folder / _SAVED
+    try:
+        return int(_read_json(path)["step"]) if os.path.lexists(path) else 0
+    except _UNREADABLE:
+        distributed.warn(f"{path} is damaged; it says which checkpoint is the last")
+        return 0
+
+
+def _read_json(path: pathlib.Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise OSError(None, "it is no file")  # a pipe may have no writer
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:

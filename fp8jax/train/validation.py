@@ -1,0 +1,38 @@
+"""The mean loss of held-out rows."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8jax.train.data.loader import Loader, Source
+from fp8jax.train.step.network import Loss, State
+from fp8jax.train.trainer import Trainer
+
+
+def validator(
+    trainer: Trainer,
+    sources: tuple[Source | None, Source | None],
+    transform: Callable[[Any], Any] | None,
+    loss: Loss | None,
+) -> Callable[..., float] | None:
+    """A function of a state, the mean loss of the first source, or after the last step of the second."""
+    if (sources[0] is None) != (loss is None):
+        raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
+    if loss is None:
+        return None
+    evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
+    for count in (len(source) for source in sources if source is not None):
+        if count < devices:
+            raise ValueError(f"`validation` has {count} rows, fewer than the {devices} devices")
+
+    def validate(state: State, *, is_last: bool = False, most: int | None = None) -> float:
+        source: Any = sources[is_last]
+        rows = min(trainer.per_device, len(source) // devices) * devices
+        with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
+            # One after the other: a queue of batches would take the memory of the next step.
+            losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
+        return float(np.mean(losses))
+
+    return validate
