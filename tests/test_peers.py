@@ -100,7 +100,9 @@ def test_a_dense_layer_in_fp8_is_the_layer():
         assert shapes == {(3,), (3, 1024)}  # scales and histories of input, kernel and output gradient
         got, (grads, dx) = run(model, variables)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-        np.testing.assert_allclose(grads["params"]["kernel"], want_grads["params"]["kernel"], rtol=1e-5, atol=1e-2)
+        np.testing.assert_allclose(
+            grads["params"]["kernel"], want_grads["params"]["kernel"], rtol=1e-5, atol=1e-2
+        )
         np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-2)
 
 
