@@ -314,7 +314,7 @@ def assert_lost(group, i, status=None):
     status = group.end(i) if status is None else status
     if status == distributed.LOST:
         assert group.last_line(i).startswith("train_gpt: another process is gone (")
-        assert group.last_line(i).endswith("start all again with resume")
+        assert group.last_line(i).endswith("start all again with --resume")
     else:
         assert status == -signal.SIGABRT and "another task died" in group.printed(i), group.printed(i)
 

@@ -516,7 +516,7 @@ def test_scan_along_another_axis_over_devices():
     """Devices with shards of kernels give the gradients of one device."""
     x, model = normal(0, 32, WIDTH), fp8jax.transform(ScannedLayers(1), "O2")
     variables = model.init(jax.random.key(1), x)
-    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), stage=3)
+    zero = Zero(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), "O2", stage=3)
     loss = lambda v, x: jnp.square(model.apply(v, x)).mean()  # noqa: E731
     _, one, _ = jax.jit(fp8jax.value_and_grad(loss))(variables, x)
     _, many, _ = jax.jit(fp8jax.value_and_grad(loss, zero=zero))(zero.place(variables), x)

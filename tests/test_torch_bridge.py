@@ -571,7 +571,7 @@ def test_optimizer_round_trip(layout, recipe):
     model, variables = transformed(recipe), variables_of(MODELS[layout], recipe)
     optimizer = torch_adam(model, recipe)
     schedule = optax.scale_by_schedule(lambda step: 1.0)
-    tx = optax.chain(fp8jax.optim.on_params(schedule), fp8jax.optim.adamw(0.1, recipe))
+    tx = optax.chain(schedule, fp8jax.optim.adamw(0.1, recipe))
     state = optimizer_to_flax(optimizer, model, MAPPINGS[layout], like=tx.init(variables))
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(variables))
     assert state[1].adam.count == 3 and state[1].skipped == 2 and state[0].count == 5
