@@ -247,6 +247,15 @@ def test_tags_of_all_exponents():
         assert not q.is_intact.any()
 
 
+def test_other_leaves_than_arrays():
+    """Shapes, and what `jax.tree.map` puts in the place of arrays, can be read and printed."""
+    grads = as_gradients({"w": fp8jax.quantize(jnp.ones((4, 4)), "E4M3", power_of_two=True)})
+    shapes = jax.eval_shape(lambda: grads)["w"]
+    assert (shapes.scale.shape, shapes.scale.dtype) == ((), jnp.float32)
+    dtypes = jax.tree.map(lambda x: x.dtype, grads)["w"]
+    assert "float8_e4m3fn" in str(dtypes) and dtypes.scale == jnp.uint32
+
+
 # The functions that are meant ######################################################################
 
 

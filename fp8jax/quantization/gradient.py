@@ -82,6 +82,10 @@ class ScaledGradient(ScaledArray, metaclass=ShowsRemedy):
     @property
     def scale(self) -> Any:
         """See the class."""
+        if isinstance(self.bits, jax.ShapeDtypeStruct):
+            return self.bits.update(dtype=jnp.float32)
+        if not hasattr(self.bits, "dtype"):
+            return self.bits  # what a tree function put there
         scale = jnp.where(self.is_intact, scale_of_bits(self.bits), jnp.nan)
         return scale if self.factor is None else scale * self.factor
 
