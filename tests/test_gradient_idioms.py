@@ -230,6 +230,51 @@ def test_a_gradient_of_zeros_needs_no_tag():
         assert np.isfinite(down).all() and (down != old).any()
 
 
+def test_a_frozen_layer_by_a_mask():
+    """optax's mask before the optimizer, whose zeros are constants of the compiled program."""
+    mine = pieces("linen", "O2")
+    _, grads, variables = mine.grad(mine.variables, X[0], Y[0])
+    mask = {"up": True, "down": False}
+    tx = optax.chain(optax.masked(optax.set_to_zero(), mask), adamw(1e-2, "O2", weight_decay=0.0))
+    updates, state = jax.jit(tx.update)(grads, tx.init(variables["params"]), variables["params"])
+    new = fp8jax.apply_updates(variables, updates)["params"]
+    old = variables["params"]
+    np.testing.assert_array_equal(value(new["up"]["kernel"]), value(old["up"]["kernel"]))
+    assert (value(new["down"]["kernel"]) != value(old["down"]["kernel"])).any() and state[1].skipped == 0
+
+
+@pytest.mark.parametrize(
+    "name, recipe, stage",
+    [
+        ("adamw", "O1", 0),
+        ("adamw", "O3", 0),
+        ("adamw_8bit", "O2", 0),
+        ("adamw", "O2", 1),
+        ("adamw", "fp8", 3),
+    ],
+)
+def test_all_moments_and_shards(name, recipe, stage):
+    """A sum is loud and a gradient of zeros is taken, whatever tells that the step is absurd: second moments of
+    all formats, on one device and on shards, whose program is that of a GPU."""
+    mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    zero = fp8jax.comm.Zero(mesh, recipe, stage) if stage else None
+    model = fp8jax.transform(MLP(), recipe)
+    variables = jax.jit(model.init)(jax.random.key(0), X[0])
+    variables = variables if zero is None else zero.place(variables)
+    tx = getattr(fp8jax.optim, name)(1e-2, recipe, zero=zero)
+    loss = lambda v, x, y: jnp.mean((model.apply(v, x) - y) ** 2)  # noqa: E731
+    grad, update = jax.jit(fp8jax.value_and_grad(loss, zero=zero)), jax.jit(tx.update)
+    state = tx.init(variables["params"])
+    _, grads, variables = grad(variables, X[0], Y[0])
+    updates, _ = update(jax.tree.map(jnp.add, grads, grads), state, variables["params"])
+    after = fp8jax.apply_updates(variables, updates)
+    assert np.isnan(grad(after, X[0], Y[0])[0])
+    assert bits(restore_weights(after["params"])) == bits(variables["params"])
+    zeros = {**grads, "up": jax.tree.map(lambda x: x * jnp.zeros((), bool), grads["up"])}
+    updates, state = update(zeros, state, variables["params"])
+    assert np.isfinite(grad(fp8jax.apply_updates(variables, updates), X[0], Y[0])[0]) and state.skipped == 0
+
+
 def test_tags_of_all_exponents():
     """No sum or difference of two words, and no factor, gives a valid word."""
     scales = np.float32(2.0) ** np.arange(-125, 127, dtype=np.float32)

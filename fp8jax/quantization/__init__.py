@@ -42,6 +42,7 @@ from fp8jax.quantization.casts import cast as cast
 from fp8jax.quantization.casts import select as select
 from fp8jax.quantization.casts import to_bits as to_bits
 from fp8jax.quantization.casts import to_bytes as to_bytes
+from fp8jax.quantization.gradient import ABSURD as ABSURD
 from fp8jax.quantization.gradient import NO_TAG as NO_TAG
 from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient
 from fp8jax.quantization.gradient import as_gradients as as_gradients

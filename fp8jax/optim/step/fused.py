@@ -40,6 +40,7 @@ from fp8jax.optim.step.scales import (
 )
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import (
+    ABSURD,
     NO_TAG,
     amax_of_floats,
     format_of,
@@ -120,13 +121,14 @@ def _by_tensor(
         if is_scaled(state.grad)
     ]
     is_lost = jnp.any(jnp.stack(lost)) if lost else None
+    ok = ok if is_lost is None else ok & ~is_lost
     every = zip(states, steps, _each(seeds, states), strict=True)
     return [_write(state, *step, ok, is_lost, seed, rounding) for state, step, seed in every], ok
 
 
 def _is_lost(scales: jax.Array, amaxes: jax.Array) -> jax.Array:
-    """Whether a gradient on these scales lost its tag, and made one of its parameter's amaxes infinite."""
-    return jnp.any(scales == NO_TAG) & ~(jnp.max(amaxes) < jnp.inf)
+    """Whether a gradient on these scales lost its tag, and is not zero: its parameter's amaxes tell."""
+    return jnp.any(scales == NO_TAG) & ~(jnp.max(amaxes) < ABSURD)
 
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
@@ -181,7 +183,8 @@ def _all_at_once(
     is_lost = None
     if len(of_grads):
         old, grad_scales = jnp.split(old, [len(places)])
-        is_lost = jnp.any((grad_scales == NO_TAG) & ~(amaxes[checks] < jnp.inf))
+        is_lost = jnp.any((grad_scales == NO_TAG) & ~(amaxes[checks] < ABSURD))
+        ok &= ~is_lost
     (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, ok, is_lost), maxima))
     sizes = [sum(map(scale_size, quantized(state))) for state in states]
     places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]

@@ -120,7 +120,7 @@ def places_of_old(states: list[ParamState]) -> tuple[Any, Any, Any]:
 
     Returns:
         The indices of the `quantized` tensors' scales, 0 for None; those of the gradients' scales; and, for
-        each scale of a gradient, the index among the first of an amax that is infinite if the gradient is.
+        each scale of a gradient, the index among the first of an amax that grows with the gradient.
     """
     places, of_grads, checks, seen, count = [], [], [], 0, 0
     for state in states:
