@@ -254,8 +254,8 @@ def test_a_frozen_layer_by_a_mask():
     ],
 )
 def test_all_moments_and_shards(name, recipe, stage):
-    """A sum is loud and a gradient of zeros is taken, whatever tells that the step is absurd: second moments of
-    all formats, on one device and on shards, whose program is that of a GPU."""
+    """A sum is loud, and a gradient of zeros is taken: with second moments of all formats, on one device and
+    on shards, whose program is that of a GPU."""
     mesh = jax.make_mesh((4,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     zero = fp8jax.comm.Zero(mesh, recipe, stage) if stage else None
     model = fp8jax.transform(MLP(), recipe)

@@ -23,9 +23,9 @@ from fp8jax.quantization.array import ScaledArray, expand, is_scaled
 from fp8jax.quantization.scales import MIN_SCALE
 from fp8jax.remedy import ShowsRemedy
 
-# The scale of a gradient that lost its tag, in an optimizer. On it zeros are zeros, and any other code makes a
-# second moment, or its root, larger than `ABSURD`. Its square is finite, because XLA may compute the square of
-# a gradient as the square of codes times the square of the scale.
+# The scale of a gradient that lost its tag, in an optimizer. On it zeros are zeros, and any other code makes
+# a second moment, or its root, larger than `ABSURD`. Its square is finite, because XLA may compute the square
+# of a gradient as the square of codes times the square of the scale.
 NO_TAG, ABSURD = 1.5 * 2.0**63, 2.0**40
 
 _MANTISSA, _INFINITE, _ONE, _FIRST = (1 << 23) - 1, 0xFF << 23, 0x7F << 23, np.uint32(1 << 31)
