@@ -189,13 +189,13 @@ def run_chart(args: argparse.Namespace) -> int:
     lacking = {} if args.recipes else chart.lacking(args.target)
     names = args.recipes or [name for name in PRESETS if name not in lacking]
     recipes = [Recipe.parse(recipe) for recipe in names]
-    if args.png:
+    if args.png is not None:
         chart.check_picture(args.png)
     rows = [chart.measure(recipe, target=args.target, devices=args.devices) for recipe in recipes]
     _print(args, chart.as_data(rows), lambda: chart.text(rows, evidence=args.evidence))
     for name, reason in lacking.items():
         print(f"fp8jax chart: {name} is left out: {reason}", file=sys.stderr)
-    if args.png:
+    if args.png is not None:
         chart.picture(rows, args.png)
     return int(any(row.differences for row in rows))
 

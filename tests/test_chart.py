@@ -137,6 +137,7 @@ def test_too_many_devices_and_unknown_names_raise():
     "args, says",
     [
         (["--png", "/nowhere/chart.png"], "like chart.png, in a folder that exists; got /nowhere/chart.png"),
+        (["--png", ""], "`--png`: expected a file like chart.png, in a folder that exists; got ."),
         (["--png", "folder"], "like chart.png, in a folder that exists; got folder"),
         (["--png", "chart.docx"], "`--png`: expected a file like chart.png"),
         (["--devices", "0"], "argument --devices: expected 1 to 1024; got 0"),

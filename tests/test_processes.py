@@ -108,11 +108,13 @@ def test_errors_of_a_program(capsys):
 
     assert status(BadInput("no such option")) == 2
     assert status(OSError("losses.png cannot be written (No space left on device)")) == 2
+    assert status(OSError(28, "No space left on device")) == 2  # as of `print`
     assert status(jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 8 bytes\nmore")) == 2
     assert status(KeyboardInterrupt()) == 130
-    bad, full, memory, interrupted = capsys.readouterr().err.splitlines()
+    bad, full, output, memory, interrupted = capsys.readouterr().err.splitlines()
     assert bad == "name: no such option"
     assert full == "name: losses.png cannot be written (No space left on device)"
+    assert output == "name: its output cannot be written (No space left on device)"
     assert memory.startswith("name: INTERNAL: Out of memory allocating 8 bytes more; use a smaller model")
     assert interrupted.startswith("name: interrupted; --resume")
     for defect in (jax.errors.JaxRuntimeError("a defect"), ValueError("a defect")):

@@ -8,6 +8,7 @@
 In a single process each function is what it would be without other processes.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -193,7 +194,8 @@ def leave(status: int, line: str) -> int:
 
     Python's own exit would wait for the other processes, which wait in a collective for this one.
     """
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the standard error may be a closed pipe
+        print(line, file=sys.stderr, flush=True)
     if distributed.global_state.client is not None:
         if is_first():
             time.sleep(1)  # the others still read from it what it decided
@@ -219,7 +221,9 @@ def run_program(name: str, program: Callable[[], int]) -> int:
         with signals.ends_program(interrupted):
             return program()
     except (BadInput, OSError) as error:
-        return leave(2, f"{name}: {error}")
+        is_of_output = isinstance(error, OSError) and error.errno and not error.filename
+        reason = f"its output cannot be written ({error.strerror})" if is_of_output else error
+        return leave(2, f"{name}: {reason}")
     except KeyboardInterrupt:
         return leave(signals.INTERRUPTED, interrupted)
     except Exception as error:

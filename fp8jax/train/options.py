@@ -121,6 +121,9 @@ def read(cls: type, argv: Sequence[str] | None = None, description: str = "") ->
         help = field.metadata["help"].replace("%", "%%")
         parser.add_argument(_flag(field), default=field.default, help=help, **kind)
     argv = sys.argv[1:] if argv is None else list(argv)
+    for word, value in zip(argv, [*argv, None][1:], strict=True):
+        if word.startswith("--") and (value == "" or re.fullmatch(r"--[\w-]+=", word)):
+            raise ValueError(f"{word.rstrip('=')} got an empty text; leave it out for its default")
     for path in _config_files(argv):
         _check_file(path)
         _parse(parser, cls, ["--config", path], f"--config {path}: ")  # an error in it names it
@@ -135,7 +138,7 @@ def _parse(parser: Any, cls: type, argv: list[str], where: str = "") -> dict[str
         return vars(parser.parse_args(argv, defaults=False))
     except (argparse.ArgumentError, RecursionError, ValueError) as error:
         message = " ".join(str(error).split())[:400]
-        unknown = re.search(r"unrecognized arguments: -*(\S+)|Option '(\S+)' is not accepted", message)
+        unknown = re.search(r"unrecognized arguments: -+(\S+)|Option '(\S+)' is not accepted", message)
         flags = map(_flag, dataclasses.fields(cls))
         near = _suggestion(f"--{unknown[1] or unknown[2]}", flags) if unknown else ""
         raise ValueError(f"{where}{message}{near}; --help lists the options") from None
@@ -159,6 +162,8 @@ def _check_file(path: str) -> None:
     except (OSError, ValueError) as error:
         reason = f"{path} cannot be read ({error.strerror})" if isinstance(error, OSError) else error
         raise ValueError(f"--config {reason}") from None
+    if not text.strip():
+        raise ValueError(f"--config {path} is empty; leave it out")
     # YAML's loaders take the last of two equal keys and say nothing.
     keys = [key.replace("-", "_") for key in re.findall(r"(?m)^([\w-]+)\s*:", text)]
     for key, count in collections.Counter(keys).items():
