@@ -4,6 +4,7 @@ import collections
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 
 # Before jax is imported: its CUDA plugin, where somebody installed it, would look for a GPU.
@@ -11,6 +12,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Before torch is imported: tests run side by side, and threads that wait for each other at each small
 # operation take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A background job of a shell ignores SIGINT, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax

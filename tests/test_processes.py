@@ -412,7 +412,7 @@ def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone)
 
     # One is asked to stop: both save after the same step.
     group = go_on(*RUN)
-    assert (group.end(1, by=signal.SIGTERM), group.end(0)) == (0, 0), group.printed(0)
+    assert (group.end(1, by=signal.SIGTERM), group.end(0)) == (143, 143), group.printed(0)
     assert (
         group.last_line(0)
         == f"stopped and saved after step {checkpoints(run)[-1]} in troubled; --resume goes on with it"
