@@ -221,8 +221,9 @@ def run_program(name: str, program: Callable[[], int]) -> int:
         with signals.ends_program(interrupted):
             return program()
     except (BadInput, OSError) as error:
-        is_of_output = isinstance(error, OSError) and error.errno and not error.filename
-        reason = f"its output cannot be written ({error.strerror})" if is_of_output else error
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            reason = f"its output cannot be written ({error.strerror})"
         return leave(2, f"{name}: {reason}")
     except KeyboardInterrupt:
         return leave(signals.INTERRUPTED, interrupted)
