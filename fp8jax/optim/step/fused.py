@@ -131,6 +131,21 @@ def _is_lost(scales: jax.Array, amaxes: jax.Array) -> jax.Array:
     return jnp.any(scales == NO_TAG) & ~(jnp.max(amaxes) < ABSURD)
 
 
+def _fault(amaxes: jax.Array, scales: jax.Array, of_grads: np.ndarray, checks: np.ndarray) -> jax.Array:
+    """0 if the step can be taken, 1 for inf or NaN, 2 if a gradient `_is_lost`: int32 of shape ().
+
+    One reduction, because a GPU starts a kernel for each. See `places_of_old` for the indices.
+    """
+    n = len(amaxes)
+    is_grad = np.arange(n + len(checks)) >= n
+    seen = amaxes[np.concatenate([np.arange(n), checks])]
+    fault = jnp.where(seen < jnp.inf, 0, 1)
+    if len(of_grads):
+        is_lost = (scales[np.concatenate([np.zeros(n, int), of_grads])] == NO_TAG) & ~(seen < ABSURD)
+        fault = jnp.where(is_grad & is_lost, 2, fault)
+    return jnp.max(fault)
+
+
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
 def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep, list[jax.Array], list[Any]]:
     """The step, the amaxes of the `quantized` tensors, and the absmax of the moments' 8-bit blocks."""
@@ -172,20 +187,15 @@ def _all_at_once(
     if shards is not None:
         # Not every all-reduce propagates NaN.
         amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), shards.axis_name)
-    ok = jnp.all(amaxes < jnp.inf)
+    places, of_grads, checks = places_of_old(states)
+    fault = _fault(amaxes, packed[0], of_grads, checks)
     nodes = [stored for state in states for stored in quantized(state)]
     limits = [
         np.full(scale_size(stored), 1.0 if stored is None else format_of(stored).max) for stored in nodes
     ]
     new = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
-    places, of_grads, checks = places_of_old(states)
-    old = packed[0][np.concatenate([places, of_grads])] if packed[0].size else jnp.ones_like(new)
-    is_lost = None
-    if len(of_grads):
-        old, grad_scales = jnp.split(old, [len(places)])
-        is_lost = jnp.any((grad_scales == NO_TAG) & ~(amaxes[checks] < ABSURD))
-        ok &= ~is_lost
-    (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, ok, is_lost), maxima))
+    old = packed[0][places] if packed[0].size else jnp.ones_like(new)
+    (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, fault), maxima))
     sizes = [sum(map(scale_size, quantized(state))) for state in states]
     places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]
     written = []
@@ -193,7 +203,8 @@ def _all_at_once(
         if states[i].remainder is not None:
             # With shared scalars XLA fuses outputs of different tensors, and leaves those of one apart.
             scales, shared = gpu_barrier((scales, shared))
-        scalars, seeds, new, old, ok, is_lost = shared
+        scalars, seeds, new, old, fault = shared
+        ok, is_lost = fault == 0, fault == 2 if len(of_grads) else None
         state, decay = unpack((scales, data), layout)[i], decays[i]
         random = _random_bits(state, None if seeds is None else seeds[i], places[i])
         fresh, kept = (shaped(state, parts_of(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
@@ -205,7 +216,7 @@ def _all_at_once(
         written.append(
             _second_pass(state, step, fresh, kept, maxima[i], ok, is_lost, random, rounding, weight)
         )
-    return written, ok
+    return written, fault == 0
 
 
 def as_written(states: list[ParamState], scalars: AdamScalars, seeds: Any) -> tuple[list[Written], jax.Array]:

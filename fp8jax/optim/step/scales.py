@@ -56,8 +56,6 @@ def pack(states: list[ParamState]) -> tuple[Any, Any]:
     shapes = tuple(node.bits.shape if is_scaled(node) else None for node in nodes)
     scaled = list(filter(is_scaled, nodes))
     bits = jnp.concatenate([jnp.zeros(0, jnp.uint32), *(node.bits.reshape(-1) for node in scaled)])
-    # Without the barrier XLA simplifies the slices back to the scalars.
-    bits = lax.optimization_barrier(bits)
     scales = lax.bitcast_convert_type(bits, jnp.float32)
     # Tags are checked here for all gradients at once.
     of_grads = _repeated([isinstance(node, ScaledGradient) for node in scaled], scaled)
@@ -69,6 +67,8 @@ def pack(states: list[ParamState]) -> tuple[Any, Any]:
                 jnp.ones(node.bits.size) if x is None else x for x, node in zip(factors, scaled, strict=True)
             ]
             scales = jnp.where(scales == NO_TAG, scales, scales * jnp.concatenate(ones))
+    # Without the barrier XLA simplifies the slices back to the scalars.
+    scales = lax.optimization_barrier(scales)
     return (scales, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
 
 
