@@ -26,17 +26,18 @@ def sums(model):
     return lambda variables: jnp.sum(model.apply(variables, X))
 
 
+def model_and_variables(kind, recipe):
+    if kind == "function":
+        model = fp8jax.transform(lambda params, x: x @ params["fc"], recipe)
+        return model, model.init({"fc": jnp.ones((32, 32))}, X)
+    model = fp8jax.transform(nn.Dense(32), recipe)
+    return model, model.init(jax.random.key(0), X)
+
+
 @pytest.mark.parametrize("recipe, other, missing", PAIRS)
 @pytest.mark.parametrize("kind", ["Linen", "function"])
 def test_variables_of_another_recipe(kind, recipe, other, missing):
-    def model_and_variables(recipe):
-        if kind == "function":
-            model = fp8jax.transform(lambda params, x: x @ params["fc"], recipe)
-            return model, model.init({"fc": jnp.ones((32, 32))}, X)
-        model = fp8jax.transform(nn.Dense(32), recipe)
-        return model, model.init(jax.random.key(0), X)
-
-    (model, variables), (_, foreign) = map(model_and_variables, (recipe, other))
+    (model, variables), (_, foreign) = (model_and_variables(kind, name) for name in (recipe, other))
     mixed = {**variables, SCALING: foreign[SCALING]}
     for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
         with pytest.raises(
@@ -73,6 +74,41 @@ def test_dots_with_states_of_another_recipe(recipe, other, missing):
         ragged_dot(X, X[None], jnp.array([32]), recipe=recipe, state=init_ragged_state(other, 1))
     with pytest.raises(ValueError, match=r"`state`: expected .*; got nothing"):
         dot_general(X, X, numbers, recipe=recipe, state={})
+
+
+# The amax_history_len of the model's recipe, and that of the state.
+LENGTHS = [("te,amax_history_len=16", 16, "te", 1024), ("te", 1024, "O2", 16)]
+
+
+@pytest.mark.parametrize("recipe, wanted, other, got", LENGTHS)
+@pytest.mark.parametrize("kind", ["Linen", "function", "NNX"])
+def test_amax_histories_of_another_length(kind, recipe, wanted, other, got):
+    """The maximum would be that of the steps that the state holds, and not that of the recipe's."""
+    expected = rf"`variables`: expected amax_history_len={wanted} .*; got {got}\. .*amax_history_len={got}"
+    if kind == "NNX":
+        model, foreign = (
+            fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), name) for name in (recipe, other)
+        )
+        vars(model)["kernel__fp8_amax_history"].set_value(foreign.kernel__fp8_amax_history.get_value())
+        with pytest.raises(ValueError, match=expected):
+            model(X)
+        with pytest.raises(ValueError, match=expected):
+            fp8jax.value_and_grad(lambda model: jnp.sum(model(X)))(model)
+        return
+    (model, variables), (_, foreign) = (model_and_variables(kind, name) for name in (recipe, other))
+    for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
+        with pytest.raises(ValueError, match=expected) as error:
+            run({**variables, SCALING: foreign[SCALING]})
+        assert "\n" not in str(error.value)
+
+
+def test_dots_with_amax_histories_of_another_length():
+    numbers, recipe = (((1,), (0,)), ((), ())), "te,amax_history_len=16"
+    expected = "`state`: expected amax_history_len=16 for te,amax_history_len=16; got 1024"
+    with pytest.raises(ValueError, match=expected):
+        dot_general(X, X, numbers, recipe=recipe, state=init_state("te"))
+    with pytest.raises(ValueError, match=expected):
+        ragged_dot(X, X[None], jnp.array([32]), recipe=recipe, state=init_ragged_state("te", 1))
 
 
 def test_states_of_the_same_scaling_fit():

@@ -44,14 +44,26 @@ def state_names(recipe: Recipe) -> tuple[str, ...]:
     return tuple(sorted(jax.eval_shape(lambda: init_state(recipe))))
 
 
+def history_of_another_length(recipe: Recipe, state: State) -> int | None:
+    """The length of the amax histories of a state; None if it is the recipe's, or there are none."""
+    length = state["amax_history"].shape[-1] if "amax_history" in state_names(recipe) else None
+    return None if length == recipe.amax_history_len else length
+
+
 def check_state(recipe: Recipe, state: State) -> None:
-    """Raises ValueError if the scaling state of a dot lacks an array that the scaling of the recipe needs."""
+    """Raises ValueError if the scaling state of a dot lacks an array that the scaling of the recipe needs, or
+    has amax histories of another length."""
     wanted = [name for name in state_names(recipe) if name != "wgrad_scale"]
     if missing := sorted(set(wanted) - set(state)):
         got = ", ".join(sorted(state)) or "nothing"
         raise ValueError(
             f"`state`: expected {', '.join(wanted)} for {recipe}; got {got}, without {missing[0]!r}. Make "
             "the state with `fp8jax.dot.init_state(recipe)`, or `init_ragged_state`."
+        )
+    if length := history_of_another_length(recipe, state):
+        raise ValueError(
+            f"`state`: expected amax_history_len={recipe.amax_history_len} for {recipe}; got {length}. Give "
+            f"the recipe amax_history_len={length}, or make a new state with `fp8jax.dot.init_state(recipe)`."
         )
 
 

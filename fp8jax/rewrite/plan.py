@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
+from fp8jax.dot import (
+    history_of_another_length,
+    init_ragged_state,
+    init_state,
+    quantized_kernel,
+    state_names,
+)
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
@@ -124,6 +130,12 @@ class PlannedDot(NamedTuple):
                     f"{'/'.join(self.path)!r} for {recipe}; got {', '.join(sorted(found)) or 'nothing'}, "
                     f"without {missing[0]!r}: the state of another recipe. Take it from `model.init(...)`; "
                     "`model.quantize(plain, like=model.init(...))` keeps trained weights."
+                )
+            if length := history_of_another_length(recipe, found):
+                raise ValueError(
+                    f"`variables`: expected amax_history_len={recipe.amax_history_len} in the scaling state "
+                    f"of {'/'.join(self.path)!r} for {recipe}; got {length}. Transform the model with "
+                    f"amax_history_len={length}, or take the state from `model.init(...)`."
                 )
             return found
         raise ValueError(
