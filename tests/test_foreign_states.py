@@ -111,6 +111,52 @@ def test_dots_with_amax_histories_of_another_length():
         ragged_dot(X, X[None], jnp.array([32]), recipe=recipe, state=init_ragged_state("te", 1))
 
 
+# The model's recipe, which needs no state of its casts, and the recipe of the state.
+NEEDS_NONE = [
+    ("te,scaling=current", "te"),
+    ("block", "te"),
+    ("bf16", "te"),
+    ("fp32", "te"),
+    ("bf16", "nvfp4"),
+    ("O2,scaling=current", "O2"),
+]
+
+
+@pytest.mark.parametrize("recipe, other", NEEDS_NONE)
+@pytest.mark.parametrize("kind", ["Linen", "function"])
+def test_states_that_the_recipe_does_not_need(kind, recipe, other):
+    """They would come back unchanged from each step, too old for a model of their own recipe."""
+    expected = f"`variables`: expected {'wgrad_scale' if recipe[0] == 'O' else 'nothing'}"
+    (model, variables), (_, foreign) = (model_and_variables(kind, name) for name in (recipe, other))
+    for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
+        with pytest.raises(ValueError, match=rf"{expected} in the .* for {recipe}; got \w+") as error:
+            run({**variables, SCALING: foreign[SCALING]})
+        assert "\n" not in str(error.value)
+    sums(model)({**variables, SCALING: variables.get(SCALING, {})})
+
+
+def test_nnx_modules_with_states_that_their_recipe_does_not_need():
+    model, foreign = (
+        fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), name) for name in ("te,scaling=current", "te")
+    )
+    for name in ("scale", "amax_history"):
+        setattr(model, f"kernel__fp8_{name}", getattr(foreign, f"kernel__fp8_{name}"))
+    with pytest.raises(ValueError, match="`variables`: expected nothing in the scaling state of 'kernel'"):
+        model(X)
+
+
+def test_a_rule_of_one_layer_needs_no_state():
+    """The states of the other layers stay, and the message names the layer."""
+    module = nn.Sequential([nn.Dense(32), nn.Dense(32)])
+    variables = fp8jax.transform(module, "te").init(jax.random.key(0), X)
+    model = fp8jax.transform(module, "te", rules=[fp8jax.Rule("layers_1", "bf16")])
+    with pytest.raises(
+        ValueError, match="expected nothing in the scaling state of 'layers_1/kernel' for bf16"
+    ):
+        sums(model)(variables)
+    sums(model)({**variables, SCALING: {"layers_0": variables[SCALING]["layers_0"]}})
+
+
 def test_states_of_the_same_scaling_fit():
     """The optimizer's columns do not change the state."""
     model = fp8jax.transform(nn.Dense(32), "fp8")

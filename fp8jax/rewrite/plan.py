@@ -106,22 +106,21 @@ class PlannedDot(NamedTuple):
         return state
 
     def state_in(self, states: Mapping[str, Any]) -> Any:
-        """The scaling state among nested dicts of states; {} if it has none.
+        """The scaling state among nested dicts of states; {} if it needs none.
 
         Raises:
-            ValueError: `states` lack it, or have one of another recipe.
+            ValueError: `states` lack it, or have one of another recipe, or one that it does not need.
         """
         recipe = self.kernel.recipe
         names = set(state_names(recipe)) if recipe.is_quantized else set()
         if self.key != self.path:
             names.discard("wgrad_scale")
         if not names:
+            self._check_no_others(_at(states, self.key), names)
             return {}
         # States that `merge` merged by max have the parameter's own key.
         for key in (self.key, self.path):
-            found: Any = states
-            for name in key:
-                found = found.get(name) if isinstance(found, Mapping) else None
+            found = _at(states, key)
             if found is None:
                 continue
             if missing := sorted(names - set(found)):
@@ -137,12 +136,31 @@ class PlannedDot(NamedTuple):
                     f"of {'/'.join(self.path)!r} for {recipe}; got {length}. Transform the model with "
                     f"amax_history_len={length}, or take the state from `model.init(...)`."
                 )
+            self._check_no_others(found, names)
             return found
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
             f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
             "not 'params' alone."
         )
+
+    def _check_no_others(self, found: Any, names: set[str]) -> None:
+        """Raises ValueError for a state of another scaling, if this dot product's casts have none."""
+        others = set(found if isinstance(found, Mapping) else ()) - {"wgrad_scale"}
+        if others and names <= {"wgrad_scale"}:
+            raise ValueError(
+                f"`variables`: expected {', '.join(names) or 'nothing'} in the scaling state of "
+                f"{'/'.join(self.path)!r} for {self.kernel.recipe}; got {', '.join(sorted(others))}: the "
+                f"state of another recipe, which no step would renew. Leave it out of {SCALING!r}, or take "
+                "that collection from `model.init(...)`."
+            )
+
+
+def _at(states: Any, key: Iterable[str]) -> Any:
+    """The entry of nested dicts at a path; None if there is none."""
+    for name in key:
+        states = states.get(name) if isinstance(states, Mapping) else None
+    return states
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
