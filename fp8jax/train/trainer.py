@@ -15,7 +15,6 @@ The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumula
 
 import contextlib
 import functools
-import reprlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +33,7 @@ from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
+from fp8jax.train.step.batch_check import check_batch
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
 from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
@@ -193,17 +193,7 @@ class Trainer:
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
-        expected, got = map(_described, (self._batch(self.rows), batch))
-        if expected.keys() != got.keys():
-            there, here = (reprlib.repr([name or "one array" for name in each]) for each in (expected, got))
-            raise ValueError(f"`batch`: expected arrays at {there}; got {here}.")
-        names = [name for name in expected if expected[name] != got[name]]
-        if names:
-            others = f", and {len(names) - 1} more arrays differ" if len(names) > 1 else ""
-            raise ValueError(
-                f"`batch{names[0]}`: expected {expected[names[0]]}, {self.per_device} rows for each device; "
-                f"got {got[names[0]]}{others}."
-            )
+        check_batch(self._batch(self.rows), batch, self.per_device)
 
     def trace(self) -> tuple[State, tuple[State, StepMetrics]]:
         """Shapes and dtypes of a state, and of the results of a step; compiles nothing."""
@@ -329,24 +319,6 @@ class Trainer:
         if not self.config.tf32:
             return contextlib.nullcontext()
         return jax.default_matmul_precision("tensorfloat32")
-
-
-def _described(tree: PyTree) -> dict[str, str]:
-    """The path of each leaf -> its dtype and shape, as float32[8,128], or its type if it is no array."""
-
-    def text(leaf: Any) -> str:
-        if not hasattr(leaf, "dtype"):
-            return f"a {type(leaf).__name__}"
-        shape = ",".join(map(str, np.shape(leaf)))
-        return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}[{shape}]"
-
-    def is_leaf(node: Any) -> bool:
-        """Also None, and lists of numbers, which are no arrays."""
-        has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node))
-        return node is None or (isinstance(node, list) and not has_arrays)
-
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
-    return {jax.tree_util.keystr(path): text(leaf) for path, leaf in leaves}
 
 
 def _shapes(tree: PyTree) -> PyTree:

@@ -1,0 +1,47 @@
+"""The check of a batch: the arrays, shapes and dtypes of the example that a step was compiled for."""
+
+import reprlib
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+
+def check_batch(expected: PyTree, batch: PyTree, per_device: int) -> None:
+    """Raises ValueError if a batch is not like the expected one.
+
+    Args:
+        expected: arrays, or shapes and dtypes.
+        batch: arrays, or shapes and dtypes.
+        per_device: rows of `expected` for each device, for the message.
+    """
+    wanted, got = map(_described, (expected, batch))
+    if wanted.keys() != got.keys():
+        there, here = (reprlib.repr([name or "one array" for name in each]) for each in (wanted, got))
+        raise ValueError(f"`batch`: expected arrays at {there}; got {here}.")
+    names = [name for name in wanted if wanted[name] != got[name]]
+    if names:
+        others = f", and {len(names) - 1} more arrays differ" if len(names) > 1 else ""
+        raise ValueError(
+            f"`batch{names[0]}`: expected {wanted[names[0]]}, {per_device} rows for each device; "
+            f"got {got[names[0]]}{others}."
+        )
+
+
+def _described(tree: PyTree) -> dict[str, str]:
+    """The path of each leaf -> its dtype and shape, as float32[8,128], or its type if it is no array."""
+
+    def text(leaf: Any) -> str:
+        if not hasattr(leaf, "dtype"):
+            return f"a {type(leaf).__name__}"
+        shape = ",".join(map(str, np.shape(leaf)))
+        return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}[{shape}]"
+
+    def is_leaf(node: Any) -> bool:
+        """Also None, and lists of numbers, which are no arrays."""
+        has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node))
+        return node is None or (isinstance(node, list) and not has_arrays)
+
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path): text(leaf) for path, leaf in leaves}
