@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+from flax import nnx
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray
@@ -68,6 +69,38 @@ def test_clipped_tensors_of_an_evaluation(recipe):
     [(tensor, ratio)] = metrics.clipped(model, variables, large).items()
     assert tensor == ScaledTensor("kernel", "", "input")
     assert ratio == pytest.approx(jnp.abs(large).max() / 3584)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.dropout = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+        self.fc = nnx.Linear(32, 64, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, factor=1.0):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.fc(self.dropout(self.norm(x)) * factor)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O3"])
+def test_clipped_tensors_of_an_nnx_module(recipe):
+    """The arguments are those of the module. Its variables stay as they are."""
+    x = jax.random.normal(jax.random.key(0), (32, 32))
+    model = fp8jax.transform(Normed(nnx.Rngs(0)), recipe)
+    before = jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Not(nnx.RngState))))
+    assert metrics.clipped(model, x) == {}
+    [(tensor, ratio)] = metrics.clipped(model, x, factor=1e4).items()
+    assert tensor == ScaledTensor("fc", "", "input") and 2 < ratio < 20
+    after = jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Not(nnx.RngState))))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert model.calls.get_value() == 0 and jnp.isfinite(model(x)).all()
+    current = fp8jax.transform(Normed(nnx.Rngs(0)), "te,scaling=current")
+    assert metrics.clipped(current, 1e9 * x) == {}
+
+
+def test_clipped_needs_a_transformed_model():
+    with pytest.raises(TypeError, match="`model`: expected .*fp8jax.transform"):
+        metrics.clipped(Normed(nnx.Rngs(0)), jnp.ones((32, 32)))
 
 
 def test_nothing_is_clipped_without_delayed_scales():

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,12 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, PyTree
 
 from fp8jax import formats
+from fp8jax.adapters import nnx
+from fp8jax.adapters.linen import LinenModel
+from fp8jax.adapters.nnx.gradient import call_of_states
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import FunctionModel
 from fp8jax.train import distributed
 from fp8jax.train.errors import need
 from fp8jax.train.run_folder import write
@@ -85,35 +89,66 @@ def scale_metrics(before: PyTree, after: PyTree, recipe: Recipe) -> ScaleMetrics
     return ScaleMetrics(jnp.concatenate(scales), jnp.concatenate(saturations))
 
 
-def clipped(model: Any, variables: PyTree, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
-    """The inputs and weights that `model.apply` clips, and how many times larger than the range each one is.
+def clipped(model: Any, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
+    """The inputs and weights that a call of a model clips, and how many times larger than the range each is.
 
-    `apply` casts with the scales that training left. Inputs much larger than those of training are clipped,
+    A call casts with the scales that training left. Inputs much larger than those of training are clipped,
     and since an evaluation changes no scale, they stay clipped.
 
+        clipped(model, variables, x)      # a Linen model, or a function
+        clipped(model, x)                 # an NNX module
+
     Args:
-        model: from `fp8jax.transform`: a Linen model, or a function.
-        variables: its variables.
-        args, kwargs: the other arguments of `model.apply`.
+        model: from `fp8jax.transform`.
+        args, kwargs: the arguments of `model.apply`, of an NNX module those of the module. The module's
+            variables stay as they are.
 
     Returns:
         The tensors whose largest magnitude is above the range of their cast; {} if all fit. Empty, too,
         without delayed scaling.
+
+    Raises:
+        TypeError: `model` is not transformed.
     """
+    call, states, recipe = _call_of_states(model, args, kwargs)
 
     def outputs(states: PyTree) -> Float32[Array, ""]:
-        leaves = jax.tree.leaves(model.apply({**variables, SCALING: states}, *args, **kwargs))
+        leaves = jax.tree.leaves(call(states))
         floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(leaf, dtype=jnp.float32) for leaf in floats), jnp.float32(0))
 
-    names = scaled_tensors(variables)
+    names = scaled_tensors({SCALING: states})
     if not names:
         return {}
+    return only_clipped(names, jax.jit(lambda states: saturations(outputs, states, recipe))(states))
+
+
+def saturations(
+    outputs: Callable[[PyTree], Float32[Array, ""]], states: PyTree, recipe: Recipe
+) -> Float32[Array, " tensors"]:
+    """The saturation of each of `scaled_tensors` in a call: `outputs(states)` is a scalar."""
     # The gradient of a scaling state is the state after the step, with the newest amaxes.
-    after = {SCALING: jax.jit(jax.grad(outputs))(variables[SCALING])}
-    saturation = scale_metrics(variables, after, model.recipe).saturation
+    return scale_metrics({SCALING: states}, {SCALING: jax.grad(outputs)(states)}, recipe).saturation
+
+
+def only_clipped(names: Sequence[ScaledTensor], saturation: Any) -> dict[ScaledTensor, float]:
+    """The inputs and weights with a saturation above 1."""
     pairs = zip(names, map(float, saturation), strict=True)
     return {name: ratio for name, ratio in pairs if ratio > 1 and name.operand != OPERANDS[2]}
+
+
+def _call_of_states(model: Any, args: Any, kwargs: Any) -> tuple[Callable[[PyTree], Any], PyTree, Recipe]:
+    """A call of a model as a function of its scaling states, the states, and the model's recipe."""
+    if nnx.is_module(model):
+        return call_of_states(model, args, kwargs)
+    if not isinstance(model, LinenModel | FunctionModel):
+        raise TypeError(f"`model`: expected a model from fp8jax.transform; got {type(model).__name__}.")
+    variables, *inputs = args
+
+    def apply(tree: PyTree) -> Any:
+        return model.apply({**variables, SCALING: tree}, *inputs, **kwargs)
+
+    return apply, variables.get(SCALING, {}), model.recipe
 
 
 def _delayed_states(variables: PyTree) -> list[tuple[str, Mapping[str, Any]]]:
