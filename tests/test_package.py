@@ -72,8 +72,21 @@ def test_a_wheel_has_the_files_of_both_packages(wheel, root):
         for path in (root / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert names == expected
+    assert names == expected | {"fp8jax_command.py"}
     assert {"fp8jax/py.typed", "fp8jax_torch/py.typed", "fp8jax/train/report/page.html"} <= names
+
+
+def test_an_editable_wheel_finds_each_package_and_the_command(root, tmp_path):
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel:editable", "-d", tmp_path, cwd=root)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        finder = archive.read("_editable_impl_fp8jax.py").decode()
+    found = dict(re.findall(r"map_module\('(\w+)', '(.*)'\)", finder))
+    assert found == {
+        "fp8jax": str(root / "fp8jax/__init__.py"),
+        "fp8jax_command": str(root / "fp8jax_command.py"),
+        "fp8jax_torch": str(root / "interop/fp8jax_torch/__init__.py"),
+    }
 
 
 def test_the_metadata(wheel):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from concurrent import futures
 
 import pytest
@@ -93,3 +94,30 @@ def test_while_it_imports_a_signal_ends_a_program_without_a_word(request, number
     time.sleep(0.6)  # the imports take longer
     process.send_signal(number)
     assert process.communicate(timeout=60)[0] == b"" and process.returncode == -number
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_while_it_imports_an_interrupt_ends_the_command_with_a_line(request, seconds):
+    """As the console script does: it imports the module of the entry point, and calls it."""
+    scripts = tomllib.loads((request.config.rootpath / "pyproject.toml").read_text())["project"]["scripts"]
+    module, name = scripts["fp8jax"].split(":")
+    program = f"""
+        import sys
+        class Tell:
+            def find_spec(name, path, target=None):
+                if name == "jax":
+                    print("started", flush=True)
+        sys.meta_path.insert(0, Tell)
+        from {module} import {name}
+        sys.exit({name}())
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), "doctor"],
+        cwd=request.config.rootpath,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"started\n"
+    time.sleep(seconds)  # the imports take longer
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"fp8jax: interrupted\n" and process.returncode == 130
