@@ -198,6 +198,58 @@ def test_sharded_states(stage):
     adamw(1e-3, "fp8", zero=zero).update(grads_of(1), changed, params)
 
 
+long = pytest.mark.long
+OFFLOADED = [
+    (1, "O2", "fp8", False),
+    pytest.param(1, "O2", "fp8", True, marks=long),
+    pytest.param(0, "fp8", "O2", False, marks=long),
+    pytest.param(1, "O3", KAHAN_O3, False, marks=long),
+    pytest.param(3, "O3,master_weight=FP32", "O3", False, marks=long),
+    pytest.param(3, "te", "te,moments=E4M3+FP16", True, marks=long),
+]
+
+
+@pytest.mark.parametrize("stage, old, new, is_jitted", OFFLOADED)
+def test_states_in_the_hosts_memory(stage, old, new, is_jitted):
+    """`convert` places the new state where `init` places it: on the host, or back on the devices. The values
+    are those of a state that was on the devices."""
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def zero_of(name, offload):
+        return Zero(mesh, name, stage, offload=offload)
+
+    def state_of(offload):
+        tx = adamw(1e-3, old, zero=zero_of(old, offload))
+        return tx.update(grads_of(0), tx.init(params), params)[1]
+
+    def changed(state, zero):
+        function = lambda state, params: convert(state, params, new, zero=zero)  # noqa: E731
+        return (jax.jit(function) if is_jitted else function)(state, params)
+
+    params = zero_of(old, False).place(params_of(old))
+    same = changed(state_of(False), zero_of(new, False))
+    for was, offload in ((True, True), (True, False), (False, True)):
+        zero = zero_of(new, offload)
+        state, tx = changed(state_of(was), zero), adamw(1e-3, new, zero=zero)
+        for a, b, wanted in zip(*map(jax.tree.leaves, (state, same, tx.init(params))), strict=True):
+            assert a.sharding.memory_kind == wanted.sharding.memory_kind
+            if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(moments(state))}
+        assert ("pinned_host" in kinds) == offload
+        tx.update(grads_of(1), state, params)
+
+
+def test_states_in_the_hosts_memory_of_an_optimizer_without_zero():
+    params, zero = params_of("O2"), Zero(jax.make_mesh((8,), ("data",)), "O2", offload=True)
+    state = adamw(1e-3, "O2", zero=zero).init(zero.place(params))
+    changed = convert(state, zero.place(params), "fp8")
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(changed)} == {
+        jax.devices()[0].default_memory().kind
+    }
+    adamw(1e-3, "fp8").update(grads_of(0), changed, zero.place(params))
+
+
 def test_states_of_other_optimizers():
     """`with_dequantized` keeps remainders under `fp8`, none under `O2` and refuses the other state."""
     params, grads = params_of("O2"), grads_of(0)

@@ -166,7 +166,7 @@ def _converted(
         if mu.shape != param.shape:
             raise ValueError(f"`params`: expected a parameter of shape {mu.shape}; got {param.shape}.")
         old = ParamState(None, mu, nu, param, master, remainder)
-        leaf = _converted_leaf(old, stored_formats(param, recipe, in_8_bits), zero)
+        leaf = _converted_leaf(old, stored_formats(param, recipe, in_8_bits))
         new.append(leaf if zero is None else [zero.place_state(stored, param) for stored in leaf])
     mu, nu, master, remainder = (
         with_variables_inside(treedef.unflatten(leaf[i] for leaf in new)) for i in range(4)
@@ -191,12 +191,9 @@ def _is_stored(node: Any) -> bool:
     return is_scaled(node) or isinstance(node, Root | Blockwise | optax.MaskedNode)
 
 
-def _converted_leaf(old: ParamState, wanted: StoredFormats, zero: Zero | None) -> list[Any]:
+def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
     """The moments, the master weight and the remainder of one parameter in other formats."""
-    if zero is not None and zero.offload:
-        kept = [old.mu, old.nu, old.master, old.remainder]
-        mu, nu, master, remainder = zero.place_state(kept, [old.param] * 4, "device")
-        old = old._replace(mu=mu, nu=nu, master=master, remainder=remainder)
+    old = jax.tree.map(_fetched, old)
     master = old.master
     if _name_of(master) != wanted.master:
         weight = decode(old.param if master is None else master, old.remainder)
@@ -211,6 +208,13 @@ def _converted_leaf(old: ParamState, wanted: StoredFormats, zero: Zero | None) -
         for kept, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))
     ]
     return [*moments, master, remainder]
+
+
+def _fetched(x: jax.Array) -> jax.Array:
+    """The array, copied to the device if `Zero.offload` put it into the host's memory, where JAX does not
+    compute."""
+    is_offloaded = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if is_offloaded else x
 
 
 def _stored_as(x: jax.Array, name: str, param: Any, signed: bool = True) -> Any:
