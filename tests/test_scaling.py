@@ -16,6 +16,7 @@ import fp8jax
 from fp8jax import Recipe, legal, scaling
 from fp8jax.dot import dot_general, init_state
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
+from fp8jax.scaling import tensor
 from fp8jax.scaling.merge import (
     FP8_GRAD,
     broadcast_under_vmap,
@@ -27,6 +28,7 @@ from fp8jax.scaling.merge import (
     to_fp8_grad,
     zero_fp8_grad,
 )
+from fp8jax.scaling.method import ScaleMethod
 
 LIMITS = np.float32([448, 448, 57344])  # lhs, rhs, grad
 OPERANDS = len(LIMITS)
@@ -95,7 +97,7 @@ class DelayedModel:
 @functools.cache
 def runner(name):
     """Compiled: amaxes (STEPS, OPERANDS) to each step's scales and the state after it."""
-    chosen = scaling.of_recipe(RECIPES[name])
+    chosen = scaling.of_recipe(RECIPES[name]).method
 
     def step(state, amaxes):
         scales = [chosen.scale(state, i, amaxes[i], float(LIMITS[i])) for i in range(OPERANDS)]
@@ -174,7 +176,7 @@ def test_a_window_of_amaxes_by_hand():
     ],
 )
 def test_the_state_before_the_first_step(name, first, keys):
-    state = scaling.of_recipe(RECIPES[name]).init(3)
+    state = scaling.of_recipe(RECIPES[name]).init()
     assert {key: leaf.shape for key, leaf in state.items()} == keys
     assert all(leaf.dtype == jnp.float32 for leaf in state.values())
     for key, leaf in state.items():
@@ -217,7 +219,7 @@ def test_two_uses_merge_by_max_and_not_with_the_old_value():
 @pytest.mark.parametrize("name", ["one, most recent", "most recent", "max", "tensor", "interval"])
 def test_a_use_without_an_amax_has_no_say_where_next_states_meet(name):
     """Its scale is the old one, or that of a window of the past, and may be larger than that of the other."""
-    chosen, limits = scaling.of_recipe(RECIPES[name]), jnp.asarray(LIMITS)
+    chosen, limits = scaling.of_recipe(RECIPES[name]).method, jnp.asarray(LIMITS)
     old = {**chosen.init(OPERANDS), "scale": jnp.full(OPERANDS, 2.0**20)}
     amaxes = jnp.float32([[1, 0, 2], [3, np.nan, 0], [np.inf, 0, 5]])
     uses = [marked(chosen.update(old, each, limits)) for each in amaxes]
@@ -231,7 +233,7 @@ def test_a_use_without_an_amax_has_no_say_where_next_states_meet(name):
 
 
 def test_uses_without_an_amax_leave_the_scale_of_the_window():
-    chosen, limits = scaling.of_recipe(RECIPES["max"]), jnp.asarray(LIMITS)
+    chosen, limits = scaling.of_recipe(RECIPES["max"]).method, jnp.asarray(LIMITS)
     state = chosen.init(OPERANDS)
     for amax in (100.0, 10.0, 0.0, 0.0):
         two = [marked(chosen.update(state, jnp.full(OPERANDS, each), limits)) for each in (amax, 0.0)]
@@ -358,18 +360,15 @@ def fixed(monkeypatch):
     """A scaling named "fixed", added as CONTRIBUTING.md says: every scale is 2."""
 
     def build(recipe):
-        return scaling.Scaling(
+        return ScaleMethod(
             init=lambda operands: {},
             scale=lambda state, operand, amax, limit: jnp.float32(2),
             update=lambda state, amaxes, limits: state,
         )
 
     monkeypatch.setitem(legal._LEGAL, "scaling", (*legal._LEGAL["scaling"], "fixed"))
-    monkeypatch.setattr(
-        scaling,
-        "of_recipe",
-        lambda recipe, old=scaling.of_recipe: (build if recipe.scaling == "fixed" else old)(recipe),
-    )
+    monkeypatch.setitem(tensor.METHODS, "fixed", build)
+    monkeypatch.setitem(scaling.SCALINGS, "fixed", tensor.TensorScaling)
     return "te,scaling=fixed"
 
 

@@ -22,9 +22,10 @@ import optax
 import output
 
 import fp8jax
-from fp8jax import ScaledArray, formats, scaling
+from fp8jax import ScaledArray, formats
 from fp8jax.inspect import program
 from fp8jax.quantization import cast, is_scaled
+from fp8jax.scaling import block
 
 RECIPE = "te,scaling=current"  # scales that are not 1
 REGISTER = 2.0**-13  # relative error of an addition in the tensor cores' registers
@@ -145,7 +146,7 @@ def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
 def quantized(name: str, *given: jax.Array) -> Any:
     """Both copies of the three operands."""
     recipe, state = fp8jax.Recipe.parse(name), fp8jax.dot.init_state(name)
-    return [scaling.block.quantized(recipe, number, x, state) for number, x in enumerate(given)]
+    return [block.quantized(recipe, number, x, state) for number, x in enumerate(given)]
 
 
 def compared(prefix: str, ours: Any, meant: Any, sizes: Any, additions: Any) -> list[dict[str, Any]]:

@@ -12,13 +12,15 @@ precise accumulation is allowed.
 """
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from fp8jax.backends import block as block
 from fp8jax.backends import reference, te, xla
 from fp8jax.legal import BLOCK_SCALINGS
+from fp8jax.quantization import ScaledArray
 
 BACKENDS = {"xla": xla, "reference": reference, "te": te}
 
@@ -84,3 +86,19 @@ def note(name: str, scaling: str = "delayed") -> str:
     if name == "auto" and choice.name == "te":
         line += f", and products with batch dimensions {choose(name, is_batched=True)}"
     return f"{choice.module.NORMS}\n{line}"
+
+
+def multiply(
+    name: str,
+    lhs: ScaledArray,
+    rhs: ScaledArray,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *,
+    out_dtype: Any,
+    precise: bool,
+) -> jax.Array:
+    """The GEMM of two quantized operands, by the backend `name`; operands with scales of blocks, which have
+    the contracted axis last, by `block`."""
+    if lhs.bits.ndim:
+        return block.dot(lhs, rhs, out_dtype=out_dtype)
+    return BACKENDS[name].dot(lhs, rhs, dimension_numbers, out_dtype=out_dtype, precise=precise)

@@ -1,24 +1,91 @@
 """FP8 `dot_general` and `einsum`, their scaling state, and a remat policy for their residuals."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax import backends, formats, scaling
-from fp8jax.dot.block_vjp import jitted_block_dot
+from fp8jax import backends, scaling
 from fp8jax.dot.einsum import einsum_by, is_single_dot
-from fp8jax.dot.layout import Layout
-from fp8jax.dot.vjp import FP8_OPERANDS, DotStatic, State, jitted_dot
-from fp8jax.dot.weight import Weight
+from fp8jax.dot.layout import Layout, Side
+from fp8jax.dot.vjp import FP8_OPERANDS, FPROP, WGRAD, Static, jitted_dot, multiply
+from fp8jax.dot.weight import WHOLE, KernelMatrix, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
-from fp8jax.quantization import ScaledArray, amax, is_scaled, quantize_by, value
+from fp8jax.quantization import ScaledArray, as_codes, is_scaled, value
 from fp8jax.recipe import Recipe
+from fp8jax.scaling import RHS, State
+from fp8jax.scaling.base import QuantizedRows
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
-OPERANDS = ("lhs", "rhs", "grad")
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The matmuls of whole matrices; see `fp8jax.dot.vjp.Matmul` for the methods."""
+
+    layout: Layout
+
+    def on_each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Matmul`."""
+        return function
+
+    def rows(self, lhs: jax.Array) -> jax.Array:
+        """See `Matmul`."""
+        return self.layout.lhs.to_matrix(lhs)
+
+    def side(self, placement: Any, rhs: Any) -> Side:
+        """See `Matmul`."""
+        del placement, rhs
+        return self.layout.rhs
+
+    def quantize(
+        self, chosen: Any, operand: int, x: jax.Array, state: State, sizes: None, uses: Any
+    ) -> QuantizedRows:
+        """See `Matmul`."""
+        (first, second), seen = chosen.quantize(state, operand, x, uses)
+        return QuantizedRows(first, second, seen, sizes)
+
+    def groups(self, sizes: None) -> int:
+        """See `Matmul`."""
+        del sizes
+        return 0
+
+    def times_kernel(
+        self,
+        static: Static,
+        gemm: str,
+        rows: Any,
+        kernel: Any,
+        state: State,
+        sizes: None,
+        of_rows: None,
+        to: Any,
+    ) -> jax.Array:
+        """See `Matmul`."""
+        del state, sizes, of_rows
+        out = multiply(static, gemm, rows, kernel, static.out_dtype, is_batched=self.layout.is_batched)
+        out = _trimmed(out, to.shape)
+        return out if gemm == FPROP else self.layout.lhs.to_tensor(out).astype(to.dtype)
+
+    def wgrad(
+        self, static: Static, lhs: Any, grad: Any, state: State, sizes: None, of_rows: None, side: Side
+    ) -> jax.Array:
+        """See `Matmul`."""
+        del state, sizes, of_rows
+        out = multiply(static, WGRAD, lhs, grad, static.wgrad_dtype, is_batched=self.layout.is_batched)
+        return side.to_tensor(_trimmed(out, side.matrix))
+
+    def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
+        """See `Matmul`."""
+        return update
+
+
+def _trimmed(out: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A product of operands that were padded to whole blocks, without the padding."""
+    return out if out.shape == shape else out[..., : shape[-2], : shape[-1]]
 
 
 def init_state(recipe: Recipe | str) -> State:
@@ -32,7 +99,7 @@ def init_state(recipe: Recipe | str) -> State:
         `fp8jax.scaling.delayed`). With an FP8 weight gradient also its last scale, `wgrad_scale`, shape ().
     """
     recipe = Recipe.parse(recipe)
-    state = scaling.init(recipe, len(OPERANDS))
+    state = scaling.of_recipe(recipe).init() if recipe.is_quantized else {}
     if recipe.weight_grad == "E4M3":
         state["wgrad_scale"] = jnp.ones((), jnp.float32)
     return state
@@ -106,13 +173,12 @@ def dot_general(
     kernel, grad_slot = weight.value, weight.grad_slot
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
     chosen = backends.choose(backend, is_batched=layout.is_batched, scaling=recipe.scaling).name
-    static = DotStatic.of(lhs, weight, recipe, chosen, out_dtype, layout=layout)
+    static = Static.of(lhs, weight, recipe, chosen, out_dtype, Whole(layout))
     check_state(recipe, state)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
-        dot = jitted_block_dot if static.recipe.has_blocks else jitted_dot
-        out: Any = dot(static, lhs, kernel, grad_slot, state)
+        out: Any = jitted_dot(static, lhs, kernel, grad_slot, state, None)
         return out.reshape(layout.out_shape)
 
     def like(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
@@ -191,16 +257,21 @@ def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> Sc
         scaling the kernel as it is.
         `dot_general` computes the same output with it as with `kernel`.
     """
-    format, depth = formats.get(recipe.gemm_formats[0]), kernel.ndim - rank
-    if recipe.has_blocks or (isinstance(kernel, ScaledArray) and kernel.data.dtype == format.dtype):
+    chosen = scaling.of_recipe(recipe)
+    is_quantized = isinstance(kernel, ScaledArray) and kernel.data.dtype == chosen.format(RHS).dtype
+    if is_quantized or not chosen.is_residual_quantized:
         return kernel
 
     def one(kernel: jax.Array, state: State) -> ScaledArray:
-        scale = scaling.of_recipe(recipe).scale(state, 1, amax(kernel), format.max)
-        return quantize_by(kernel, format, scale)
+        q, _ = chosen.prepare(state, kernel, _AS_STORED, 0)
+        return as_codes(q, chosen.format(RHS))
 
-    for _ in range(depth):
+    for _ in range(kernel.ndim - rank):
         one = jax.vmap(one)
     q = one(value(kernel), state)
     blocks = (*q.scale.shape, *(1,) * rank)
     return ScaledArray(q.data, q.scale.reshape(blocks))
+
+
+# A kernel that is not sharded, as `Scaling.prepare` needs it.
+_AS_STORED = KernelMatrix(Side((), (), ()), WHOLE)

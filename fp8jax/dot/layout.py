@@ -5,13 +5,12 @@ transposes and reshapes operands to matrices, and gradients back to the operands
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from fp8jax.quantization import ScaledArray, is_scaled
+from fp8jax.quantization import on_data
 
 
 class Side(NamedTuple):
@@ -98,8 +97,3 @@ def contract(spec: str, is_batched: bool = False) -> lax.DotDimensionNumbers:
     batch = (0,) if is_batched else ()
     offset = len(batch)
     return (((lhs.index(letter) + offset,), (rhs.index(letter) + offset,)), (batch, batch))
-
-
-def on_data(function: Callable[[jax.Array], jax.Array], x: Any) -> Any:
-    """`function` of an array, or of the codes of a `ScaledArray`."""
-    return ScaledArray(function(x.data), x.scale) if is_scaled(x) else function(x)

@@ -17,51 +17,31 @@ adds no amax to the histories of rows and gradients, and the gradient of its ker
     ((6, 32), 16.0)
 """
 
-import functools
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
-from fp8jax import backends, scaling
-from fp8jax.dot.block_ragged import jitted_block_ragged
+from fp8jax import backends
 from fp8jax.dot.dot_general import check_state, init_state
-from fp8jax.dot.layout import contract, on_data
+from fp8jax.dot.layout import Side
 from fp8jax.dot.row_tiles import (
     ExpertSharding,
     Multiply,
-    groups_of_rows,
+    columns_times_columns,
     on_each,
     rows_times_matrices,
     rows_times_rows,
 )
-from fp8jax.dot.vjp import (
-    CASTS,
-    DGRAD,
-    FP8_OPERANDS,
-    FPROP,
-    ONCE,
-    WGRAD,
-    RaggedStatic,
-    State,
-    checked,
-    cotangents,
-    gemm,
-    kernel_gradient,
-    nan_unless_finite,
-    packed,
-    quantize_operand,
-    stored,
-    unpacked,
-)
+from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Static, jitted_dot, multiply
 from fp8jax.dot.weight import Weight
-from fp8jax.platforms import differentiable_once
-from fp8jax.quantization import ScaledArray, amax, quantize_by, value
+from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_fm32
+from fp8jax.scaling import State
+from fp8jax.scaling.base import QuantizedRows
+from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
 
 def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
@@ -109,20 +89,13 @@ def ragged_dot(
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
-    static = RaggedStatic.of(
-        lhs,
-        weight,
-        recipe,
-        backends.choose(backend, scaling=Recipe.parse(recipe).scaling).name,
-        out_dtype,
-        over=over,
-    )
+    chosen = backends.choose(backend, scaling=Recipe.parse(recipe).scaling).name
+    static = Static.of(lhs, weight, recipe, chosen, out_dtype, Grouped(over))
     check_state(static.recipe, state)
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
-    dot = jitted_block_ragged if static.recipe.has_blocks else _jitted
-    return dot(static, lhs, kernel, grad_slot, state, group_sizes)
+    return jitted_dot(static, lhs, kernel, grad_slot, state, group_sizes)
 
 
 def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
@@ -133,105 +106,93 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(static: RaggedStatic, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any) -> jax.Array:
-    return _forward(static, lhs, rhs, grad_slot, state, sizes)[0]
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """The matmuls of rows that are sorted by group; see `fp8jax.dot.vjp.Matmul` for the methods.
 
+    Kernels are quantized once for each GEMM, and so are rows, unless they share a scale of the tensor: those
+    are quantized within the GEMMs of `fp8jax.dot.row_tiles`, whose tiles then have a scale each.
+    """
 
-def _forward(
-    static: RaggedStatic, lhs: Any, rhs: Any, grad_slot: Any, state: State, sizes: Any
-) -> tuple[Any, Any]:
-    """The output and the residuals."""
-    on_device = on_each(functools.partial(_forward_of_device, static), static.over)
-    out, (kept, seen, *others) = on_device(lhs, rhs, lax.stop_gradient(from_cotangents(state)), sizes)
-    seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
-    kept, seen, *others = checkpoint_name((kept, seen, *others), FP8_OPERANDS)
-    return differentiable_once(out, seen, ONCE), (kept, seen, *others)
+    over: ExpertSharding | None
 
+    def on_each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Matmul`."""
+        return on_each(function, self.over)
 
-def _forward_of_device(static: RaggedStatic, lhs: Any, rhs: Any, state: State, sizes: Any) -> tuple[Any, Any]:
-    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    lhs_seen, q_lhs = _quantize_rows(static, 0, lhs, state, sizes)
-    rhs_seen, q_rhs = _quantize_kernels(static, rhs, state)
-    wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
-    x, kernels = wide if fprop_is_high else [q_lhs, q_rhs]
-    with jax.named_scope(FPROP):
-        kernels = on_data(static.placement.gathered, kernels)
-        shape = jax.ShapeDtypeStruct((lhs.shape[0], kernels.shape[2]), static.out_dtype)
-        multiply = _gemm(static, 0, 1, "mk,kn", static.out_dtype, precise=False)
-        out = rows_times_matrices(x, kernels, sizes, multiply, shape)
-    kept = (wide[0] if wgrad_is_high else q_lhs, wide[1] if dgrad_is_high else q_rhs)
-    return out, (kept, (lhs_seen, rhs_seen), state, sizes)
+    def rows(self, lhs: jax.Array) -> jax.Array:
+        """See `Matmul`."""
+        return lhs
 
+    def side(self, placement: Any, rhs: Any) -> Side:
+        """See `Matmul`."""
+        shape = placement.whole_shape(rhs.shape)
+        return Side(shape, (0, 1, 2), shape)
 
-def _backward(static: RaggedStatic, kept: Any, grad: Any) -> tuple[Any, ...]:
-    if isinstance(grad, SymbolicZero):  # the output is not used
-        grad = jnp.zeros(grad.shape, static.out_dtype)
-    on_device = on_each(functools.partial(_backward_of_device, static), static.over)
-    grads = (*cotangents(static, *on_device(kept, grad)), None)
-    return differentiable_once(grads, (grad, kept[1]), ONCE)
+    def quantize(
+        self, chosen: Any, operand: int, x: jax.Array, state: State, sizes: jax.Array, uses: Any
+    ) -> QuantizedRows:
+        """See `Matmul`."""
+        return chosen.quantize_rows(state, operand, x, sizes, uses)
 
+    def groups(self, sizes: jax.Array) -> int:
+        """See `Matmul`."""
+        return sizes.shape[0]
 
-def _backward_of_device(static: RaggedStatic, kept: Any, grad: jax.Array) -> tuple[Any, Any, State]:
-    """The gradients of rows and kernels, and the new scaling state."""
-    (lhs, rhs), seen, state, sizes = kept
-    (lhs, rhs), grad = static.placement.after((lhs, rhs), grad)
-    _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    grad_seen, q_grad = _quantize_rows(static, 2, grad, state, sizes)
-    q_grad = nan_unless_finite(q_grad, grad_seen)
-    wide = grad.astype(static.out_dtype)
-    kernels = on_data(static.placement.gathered, rhs)
-    with jax.named_scope(DGRAD):
-        shape = jax.ShapeDtypeStruct((grad.shape[0], kernels.shape[1]), static.lhs_dtype)
-        multiply = _gemm(static, 2, 1, "mn,kn", static.out_dtype, precise=True)
-        dlhs = rows_times_matrices(wide if dgrad_is_high else q_grad, kernels, sizes, multiply, shape)
-    with jax.named_scope(WGRAD):
-        multiply = _gemm(static, 0, 2, "mk,mn", jnp.float32, precise=True)
-        right = wide if wgrad_is_high else q_grad
-        drhs = rows_times_rows(lhs, right, sizes, multiply, kernels.shape)
-    update = jax.vmap(scaling.of_recipe(static.recipe).update, (0, 0, None))
-    state = {**state, **update(state, jnp.stack([*seen, grad_seen], axis=1), static.limits)}
-    return dlhs, *kernel_gradient(static, drhs, state, groups=sizes.shape[0])
+    def times_kernel(
+        self,
+        static: Static,
+        gemm: str,
+        rows: Any,
+        kernel: Any,
+        state: State,
+        sizes: jax.Array,
+        of_rows: jax.Array,
+        to: Any,
+    ) -> jax.Array:
+        """See `Matmul`."""
+        one = self._multiply(static, gemm, state, static.out_dtype, (None, to.shape[1]))
+        multiple = static.scaling.rows_multiple
+        options: dict[str, Any] = {}
+        if is_scaled(rows) and multiple != 1:
+            options = {"aligned": of_rows, "least": multiple}
+        elif multiple is None:
+            options = {"is_separate": True}
+        return rows_times_matrices(rows, kernel, sizes, one, to, **options)
 
+    def wgrad(
+        self,
+        static: Static,
+        lhs: Any,
+        grad: Any,
+        state: State,
+        sizes: jax.Array,
+        of_rows: jax.Array,
+        side: Side,
+    ) -> jax.Array:
+        """See `Matmul`."""
+        one = self._multiply(static, WGRAD, state, jnp.float32, side.matrix[1:])
+        if is_scaled(lhs) and static.scaling.rows_multiple != 1:
+            return columns_times_columns(lhs, grad, of_rows, one, side.matrix)
+        return rows_times_rows(lhs, grad, sizes, one, side.matrix)
 
-def _forward_rule(static: RaggedStatic, *operands: Any) -> tuple[jax.Array, Any]:
-    return _forward(static, *checked(*operands))
+    def _multiply(self, static: Static, gemm: str, state: State, dtype: Any, shape: Any) -> Multiply:
+        """The GEMM of one tile of rows, without the padding to whole blocks."""
+        of_first = jax.tree.map(lambda leaf: leaf[0], state)
 
+        def quantized(number: int, x: Any) -> Any:
+            if is_scaled(x) or static.is_high(gemm):
+                return x
+            operand, use = OPERANDS_OF[gemm][number]
+            return static.scaling.quantize(of_first, operand, x, (use == 0, use == 1))[0][use]
 
-_ragged.defvjp(_forward_rule, _backward, symbolic_zeros=True)
-_jitted = jax.jit(_ragged, static_argnums=0)
+        def one(lhs: Any, rhs: Any) -> jax.Array:
+            rows = lhs.shape[0] if shape[0] is None else shape[0]
+            out = multiply(static, gemm, quantized(0, lhs), quantized(1, rhs), dtype)
+            return out[:rows, : shape[1]]
 
+        return one
 
-def _quantize_rows(
-    static: RaggedStatic, operand: int, x: jax.Array, state: State, sizes: jax.Array
-) -> tuple[jax.Array, ScaledArray]:
-    """The amax of each group's rows, shape=(groups,), and the rows quantized with their groups' scales."""
-    groups, format = sizes.shape[0], static.formats[operand]
-    group = groups_of_rows(sizes, x.shape[0])
-    # Rows past the last group are dropped; a group without rows has amax 0.
-    of_rows = amax(x, (x.shape[0], 1)).reshape(-1)
-    seen = jnp.zeros(groups, jnp.float32).at[group].max(of_rows, mode="drop")
-    choose = scaling.of_recipe(static.recipe).scale
-    scale = jax.vmap(lambda state, amax: choose(state, operand, amax, format.max))(state, seen)
-    with jax.named_scope(CASTS[operand]):
-        of_row = jnp.take(scale, group, mode="clip")[:, None]
-        q = stored(ScaledArray(quantize_by(x, format, of_row).data, scale), format)
-    return seen, packed(q)
-
-
-def _quantize_kernels(static: RaggedStatic, rhs: Any, state: State) -> tuple[jax.Array, ScaledArray]:
-    """The amax of each kernel, shape=(groups,), and the quantized kernels."""
-    has_scales = isinstance(rhs, ScaledArray) and rhs.scale.shape[:1] == rhs.shape[:1]
-    one = functools.partial(quantize_operand, static, 1)
-    seen, q = jax.vmap(one)(rhs if has_scales else value(rhs), state)
-    return seen, packed(q)
-
-
-def _gemm(static: RaggedStatic, left: int, right: int, spec: str, dtype: Any, *, precise: bool) -> Multiply:
-    """The GEMM of one block, with operands number `left` and `right`."""
-
-    def multiply(lhs: Any, rhs: Any) -> jax.Array:
-        lhs, rhs = unpacked(lhs, static.formats[left]), unpacked(rhs, static.formats[right])
-        return gemm(static, lhs, rhs, contract(spec), precise, dtype)
-
-    return multiply
+    def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
+        """See `Matmul`."""
+        return jax.vmap(update)

@@ -27,8 +27,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.dot.layout import on_data
-from fp8jax.quantization import ScaledArray, is_scaled
+from fp8jax.quantization import ScaledArray, is_scaled, on_data
+from fp8jax.scaling.groups import starts_of
 
 # Rows per block: FP8 GEMMs need multiples of 16, and blocks of more than 2048 rows are not faster.
 _SMALLEST, _LARGEST = 16, 2048
@@ -88,12 +88,6 @@ def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
     return Blocks(*(x.astype(jnp.int32) for x in (group, start, own)))
 
 
-def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """The group of each row, int32; the number of groups for rows past the last group's end."""
-    row = jnp.arange(rows, dtype=sizes.dtype)
-    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right", method="compare_all").astype(jnp.int32)
-
-
 def rows_times_matrices(
     rows: Operand,
     matrices: Operand,
@@ -120,7 +114,7 @@ def rows_times_matrices(
     count = shape.shape[0]
     size = max(size_of_block(count, sizes.shape[0], 4), least)
     padded, blocks = _padded(rows, size), blocks_of(sizes, count, size)
-    shifts = jnp.zeros_like(sizes) if aligned is None else _starts(aligned) - _starts(sizes)
+    shifts = jnp.zeros_like(sizes) if aligned is None else starts_of(aligned) - starts_of(sizes)
 
     def one(out: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
         take = _own_rows if is_separate else _rows
@@ -155,19 +149,6 @@ def rows_times_rows(
     return sums
 
 
-def in_aligned_groups(rows: jax.Array, sizes: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """The rows with zeros after each group, up to a multiple of `size`; and the sizes of these groups."""
-    aligned = -(-sizes // size) * size
-    total = -(-(rows.shape[0] + sizes.shape[0] * (size - 1)) // size) * size
-    number = groups_of_rows(aligned, total)
-    group = jnp.minimum(number, sizes.shape[0] - 1)
-    within = jnp.arange(total, dtype=sizes.dtype) - _starts(aligned)[group]
-    is_own = (number < sizes.shape[0]) & (within < sizes[group])
-    some = rows if rows.shape[0] else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
-    taken = jnp.take(some, _starts(sizes)[group] + within, axis=0, mode="clip")
-    return jnp.where(is_own[:, None], taken, jnp.zeros((), rows.dtype)), aligned
-
-
 def columns_times_columns(
     lhs: ScaledArray, rhs: ScaledArray, aligned: jax.Array, multiply: Multiply, shape: tuple[int, ...]
 ) -> jax.Array:
@@ -197,10 +178,6 @@ def columns_times_columns(
 
     sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(aligned, count, size))
     return sums
-
-
-def _starts(sizes: jax.Array) -> jax.Array:
-    return jnp.cumsum(sizes) - sizes
 
 
 def _has_blocks(x: Operand) -> bool:

@@ -1,9 +1,15 @@
-"""The custom VJP of the FP8 dot: quantization and the three GEMMs (fprop, dgrad, wgrad)."""
+"""The custom VJP of FP8 dots: the operands are quantized for three GEMMs, fprop, dgrad and wgrad.
+
+The rule is that of `dot_general` and of `ragged_dot`, for all scalings and backends. The scaling quantizes
+(`fp8jax.scaling.base`), a `Matmul` multiplies matrices, of one dot or by groups of rows, and the placement of
+the kernel has the collectives.
+"""
 
 import dataclasses
 import functools
 import warnings
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +17,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from fp8jax import backends, formats, scaling
-from fp8jax.dot.layout import Layout, contract
-from fp8jax.dot.row_tiles import ExpertSharding
-from fp8jax.dot.weight import WHOLE, KernelPlacement, Weight
-from fp8jax.platforms import differentiable_once, gpu_barrier
-from fp8jax.quantization import (
-    ScaledArray,
-    amax,
-    quantize_by,
-    quantize_gradient,
-    to_bytes,
-    value,
-)
+from fp8jax import backends, scaling
+from fp8jax.dot.layout import Side, contract
+from fp8jax.dot.weight import WHOLE, KernelMatrix, KernelPlacement, Weight
+from fp8jax.platforms import differentiable_once
+from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradient, value
 from fp8jax.recipe import Recipe
+from fp8jax.scaling import GRAD, LHS, RHS, Scaling, State
+from fp8jax.scaling.base import QuantizedRows, Uses
 from fp8jax.scaling.merge import FP8_GRAD, from_cotangents, to_cotangents, to_fp8_grad
-
-State = dict[str, jax.Array]
 
 # The `checkpoint_name` of the quantized residuals.
 FP8_OPERANDS = "fp8_operands"
-
-# Named scopes of the casts of lhs, rhs and the output gradient.
-CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
 
 # The error message for a second derivative.
 ONCE = (
@@ -44,6 +39,75 @@ ONCE = (
 
 # Named scopes of the three GEMMs, in the order of `Recipe.override_linear_precision`.
 GEMMS = FPROP, DGRAD, WGRAD = ("fprop", "dgrad", "wgrad")
+
+# The operands of each GEMM, and for which of its two GEMMs each is quantized.
+OPERANDS_OF = {
+    FPROP: ((LHS, 0), (RHS, 0)),
+    DGRAD: ((GRAD, 0), (RHS, 1)),
+    WGRAD: ((LHS, 1), (GRAD, 1)),
+}
+# The axes of operands in high precision.
+_HIGH_AXES = ("mk", "kn", "mn")
+
+
+class Matmul(Protocol):
+    """The matmuls of a dot: of whole matrices, or of rows sorted by group, with a kernel for each group."""
+
+    def on_each(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` on each device that has groups."""
+        ...
+
+    def rows(self, lhs: jax.Array) -> jax.Array:
+        """lhs as a matrix."""
+        ...
+
+    def side(self, placement: KernelPlacement, rhs: Any) -> Side:
+        """The whole kernel's shape and matrix."""
+        ...
+
+    def quantize(
+        self, chosen: Scaling, operand: int, x: jax.Array, state: State, sizes: Any, uses: Uses
+    ) -> QuantizedRows:
+        """An activation or an output gradient, quantized for its GEMMs."""
+        ...
+
+    def groups(self, sizes: Any) -> int:
+        """The number of groups; 0 for one kernel."""
+        ...
+
+    def times_kernel(
+        self,
+        static: "Static",
+        gemm: str,
+        rows: Any,
+        kernel: Any,
+        state: State,
+        sizes: Any,
+        of_rows: Any,
+        to: Any,
+    ) -> jax.Array:
+        """Rows times the kernel, in fprop and dgrad.
+
+        Args:
+            static: the static arguments.
+            gemm: the name of the GEMM.
+            rows, kernel: operands from the scaling, or in high precision.
+            state: the state of the dot, or of each group.
+            sizes: the sizes of the groups.
+            of_rows: the sizes of the groups in `rows`.
+            to: shape and dtype of the result, ([batch,] rows, columns).
+        """
+        ...
+
+    def wgrad(
+        self, static: "Static", lhs: Any, grad: Any, state: State, sizes: Any, of_rows: Any, side: Side
+    ) -> jax.Array:
+        """The gradient of the kernel; see `times_kernel`."""
+        ...
+
+    def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
+        """`update` of a state and what was seen, for each group."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +121,13 @@ class Static:
     grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
     out_dtype: Any
     placement: KernelPlacement  # of the kernel
+    matmul: Matmul
 
     @classmethod
     def of(
-        cls, lhs: jax.Array, rhs: Weight, recipe: Recipe | str, backend: str, out_dtype: Any, **own: Any
+        cls, lhs: jax.Array, rhs: Weight, recipe: Recipe | str, backend: str, out_dtype: Any, matmul: Any
     ) -> Self:
-        """The static arguments of the dot of `lhs` and `rhs`; `own` are the fields of a subclass.
+        """The static arguments of the dot of `lhs` and `rhs`.
 
         Raises:
             ValueError: `recipe.gemm` is neither "FP8" nor "FP4".
@@ -75,7 +140,7 @@ class Static:
             out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
         grad_slot_dtype = None if rhs.grad_slot is None else rhs.grad_slot.dtype
         dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
-        return cls(recipe, backend, *dtypes, rhs.shard or WHOLE, **own)
+        return cls(recipe, backend, *dtypes, rhs.shard or WHOLE, matmul)
 
     @property
     def has_wgrad(self) -> bool:
@@ -83,22 +148,13 @@ class Static:
         return self.grad_slot_dtype is not None or self.rhs_dtype is not None
 
     @property
-    def formats(self) -> list[formats.Format]:
-        """The formats of `OPERANDS`."""
-        forward, backward = map(formats.get, self.recipe.gemm_formats)
-        return [forward, forward, backward]
+    def scaling(self) -> Scaling:
+        """The scaling of the recipe."""
+        return scaling.of_recipe(self.recipe)
 
-    @property
-    def limits(self) -> jax.Array:
-        """The largest values of the formats."""
-        return jnp.array([format.max for format in self.formats], jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class DotStatic(Static):
-    """The static arguments of a `dot_general`."""
-
-    layout: Layout
+    def is_high(self, gemm: str) -> bool:
+        """Whether a GEMM is computed in high precision."""
+        return self.recipe.override_linear_precision[GEMMS.index(gemm)]
 
     @property
     def wgrad_dtype(self) -> Any:
@@ -114,75 +170,116 @@ class DotStatic(Static):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class RaggedStatic(Static):
-    """The static arguments of a `ragged_dot`."""
-
-    over: ExpertSharding | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State) -> jax.Array:
-    return _forward(static, lhs, rhs, grad_slot, state)[0]
+def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State, sizes: Any) -> jax.Array:
+    return _forward(static, lhs, rhs, grad_slot, state, sizes, has_backward=False)[0]
 
 
 def _forward(
-    static: DotStatic, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State
+    static: Static,
+    lhs: jax.Array,
+    rhs: Any,
+    grad_slot: Any,
+    state: State,
+    sizes: Any,
+    *,
+    has_backward: bool = True,
 ) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
-    fprop_is_high, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
     state = lax.stop_gradient(from_cotangents(state))  # the state has no second derivative
-    lhs = static.layout.lhs.to_matrix(lhs)  # before the cast, so that the codes have the GEMM's layout
-    lhs_seen, q_lhs = quantize_operand(static, 0, lhs, state)
-    rhs_seen, q_rhs = quantize_operand(static, 1, rhs, state)
-    # Codes have no tangents, and a `ScaledArray`'s gradient is in its slot. The amaxes, which all results
-    # depend on, carry the tangents, so that a second derivative raises.
-    seen = differentiable_once((lhs_seen, rhs_seen), (lhs, rhs, grad_slot), ONCE)
-    # The residual of a sharded kernel is the shard; the backward all-gathers it again.
-    narrow, seen = checkpoint_name(((packed(q_lhs), packed(q_rhs)), seen), FP8_OPERANDS)
-    wide = [value(x).astype(static.out_dtype) for x in (lhs, rhs)]
-    operands = wide if fprop_is_high else [unpacked(x, static.formats[0]) for x in narrow]
+    output = functools.partial(_output, static, has_backward)
+    out, residuals, seen = static.matmul.on_each(output)(lhs, rhs, state, sizes)
+    # Codes have no tangents, and a `ScaledArray`'s gradient is in its slot. The amaxes carry the tangents, so
+    # that a second derivative raises.
+    seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
+    if static.scaling.is_residual_quantized:
+        seen, sizes = checkpoint_name((seen, sizes), FP8_OPERANDS)
+    return differentiable_once(out, seen, ONCE), (residuals, seen, state, sizes)
+
+
+def _output(
+    static: Static, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, sizes: Any
+) -> tuple[jax.Array, Any, Any]:
+    """The output of this device's groups, the residuals of lhs and of the kernel, and their amaxes."""
+    matmul, has_wgrad = static.matmul, has_backward and static.has_wgrad
+    rows = matmul.rows(lhs)  # before the cast, so that the codes have the GEMM's layout
+    uses = (not static.is_high(FPROP), has_wgrad and not static.is_high(WGRAD))
+    q = matmul.quantize(static.scaling, LHS, rows, state, sizes, uses)
+    kernel = KernelMatrix(matmul.side(static.placement, rhs), static.placement)
+    prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(sizes))
+    # The GEMM reads what is saved, so that remat casts nothing twice.
+    is_one = q.first is q.second
+    second = checkpoint_name(q.second, FP8_OPERANDS)
+    prepared = prepared if prepared is rhs else checkpoint_name(prepared, FP8_OPERANDS)
+    first = _operand(static, FPROP, second if is_one else q.first, rows)
     with jax.named_scope(FPROP):
-        out = _multiply(static, operands[0], _kernel_matrix(static, operands[1]), "mk,kn", precise=False)
-    kept = (wide[0] if wgrad_is_high else narrow[0], wide[1] if dgrad_is_high else narrow[1])
-    if not static.has_wgrad:
-        kept = (None, kept[1])
-    return differentiable_once(out, seen, ONCE), (kept, seen, state)
+        right = _kernel_operand(static, FPROP, rhs, prepared, kernel, state)
+        to = jax.ShapeDtypeStruct((*rows.shape[:-1], kernel.matrix[-1]), static.out_dtype)
+        out = matmul.times_kernel(static, FPROP, first, right, state, sizes, q.sizes, to)
+    of_lhs = _operand(static, WGRAD, second, rows) if has_wgrad else None
+    return out, (of_lhs, rhs if static.is_high(DGRAD) else prepared), (q.seen, seen_rhs)
 
 
-def _kernel_matrix(static: DotStatic, rhs: Any) -> Any:
-    """The all-gathered kernel as a matrix."""
-    return static.layout.rhs.to_matrix(static.placement.gathered(rhs))
+def _operand(static: Static, gemm: str, q: Any, x: jax.Array) -> Any:
+    """The quantized operand; in high precision if the GEMM is, or if it quantizes its operands itself."""
+    return x.astype(static.out_dtype) if static.is_high(gemm) or q is None else q
 
 
-def _backward(static: DotStatic, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
-    operands, seen, state = kept
+def _kernel_operand(
+    static: Static, gemm: str, rhs: Any, prepared: Any, kernel: KernelMatrix, state: State
+) -> Any:
+    """The whole kernel for a GEMM, of the stored or the prepared kernel."""
+    if static.is_high(gemm):
+        return kernel.to_matrix(value(kernel.gathered(rhs))).astype(static.out_dtype)
+    ((_, _), (_, use)) = OPERANDS_OF[gemm]
+    return static.scaling.kernel(state, prepared, kernel, use)
+
+
+def _backward(static: Static, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    kept, seen, state, sizes = residuals
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
-    operands, grad = static.placement.after(operands, grad)
-    lhs, rhs = (unpacked(operand, static.formats[0]) for operand in operands)
-    rhs = _kernel_matrix(static, rhs)
-    _, dgrad_is_high, wgrad_is_high = static.recipe.override_linear_precision
-    grad_seen, q_grad = quantize_operand(static, 2, grad, state)
-    q_grad = nan_unless_finite(q_grad, grad_seen)
+    on_device = static.matmul.on_each(functools.partial(_gradients, static))
+    grads = (*cotangents(static, *on_device(kept, seen, state, sizes, grad)), None)
+    return differentiable_once(grads, (grad, seen), ONCE)
+
+
+def _gradients(
+    static: Static, residuals: Any, seen: Any, state: State, sizes: Any, grad: jax.Array
+) -> tuple[Any, Any, State]:
+    """The gradients of lhs and of this device's kernels, and the new state."""
+    (lhs, rhs), grad = static.placement.after(residuals, grad)
+    matmul = static.matmul
+    uses = (not static.is_high(DGRAD), static.has_wgrad and not static.is_high(WGRAD))
+    q = matmul.quantize(static.scaling, GRAD, grad, state, sizes, uses)
+    side = matmul.side(static.placement, rhs)
     with jax.named_scope(DGRAD):
-        dlhs = _multiply(static, grad if dgrad_is_high else q_grad, rhs, "mn,kn", precise=True)
+        right = _kernel_operand(static, DGRAD, rhs, rhs, KernelMatrix(side, static.placement), state)
+        to = jax.ShapeDtypeStruct((*grad.shape[:-1], side.matrix[-2]), static.lhs_dtype)
+        first = _operand(static, DGRAD, q.first, grad)
+        dlhs = matmul.times_kernel(static, DGRAD, first, right, state, sizes, q.sizes, to)
     drhs: Any = None
     if static.has_wgrad:
         with jax.named_scope(WGRAD):
-            right = grad if wgrad_is_high else q_grad
-            drhs = _multiply(static, lhs, right, "mk,mn", precise=True, dtype=static.wgrad_dtype)
-        drhs = static.layout.rhs.to_tensor(drhs)
-    dlhs = static.layout.lhs.to_tensor(dlhs).astype(static.lhs_dtype)
-    update = scaling.of_recipe(static.recipe).update
-    state = {**state, **update(state, jnp.stack([*seen, grad_seen]), static.limits)}
-    drhs, state = kernel_gradient(static, drhs, state)
-    return differentiable_once(cotangents(static, dlhs, drhs, state), (grad, seen), ONCE)
+            second = _operand(static, WGRAD, q.second, grad)
+            drhs = matmul.wgrad(static, lhs, second, state, sizes, q.sizes, side)
+    update = matmul.for_groups(static.scaling.update)
+    state = {**state, **update(state, jnp.stack([*seen, q.seen], axis=-1))}
+    return dlhs, *kernel_gradient(static, drhs, state, matmul.groups(sizes))
 
 
-def nan_unless_finite(grad: ScaledArray, amax: jax.Array) -> ScaledArray:
-    """The output gradient, NaN if its amax is not finite: a cast saturates, so the codes are finite."""
-    return ScaledArray(grad.data, jnp.where(amax < jnp.inf, grad.scale, jnp.nan))
+def multiply(
+    static: Static, gemm: str, lhs: Any, rhs: Any, dtype: Any, *, is_batched: bool = False
+) -> jax.Array:
+    """One GEMM of two operands, in FP8 for `ScaledArray`s; the output has `dtype`."""
+    chosen = static.scaling
+    (left, use_left), (right, use_right) = OPERANDS_OF[gemm]
+    if not is_scaled(lhs):
+        numbers = contract(f"{_HIGH_AXES[left]},{_HIGH_AXES[right]}", is_batched)
+        return lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32).astype(dtype)
+    numbers = contract(f"{chosen.axes[left][use_left]},{chosen.axes[right][use_right]}", is_batched)
+    lhs, rhs = as_codes(lhs, chosen.format(left)), as_codes(rhs, chosen.format(right))
+    return backends.multiply(static.backend, lhs, rhs, numbers, out_dtype=dtype, precise=gemm != FPROP)
 
 
 def kernel_gradient(static: Static, drhs: Any, state: State, groups: int = 0) -> tuple[Any, State]:
@@ -285,7 +382,7 @@ def _with_state_backward(residuals: None, grad: Any) -> tuple[Any, None, None]:
 with_state.defvjp(_with_state_forward, _with_state_backward, symbolic_zeros=True)
 
 
-def _forward_rule(static: DotStatic, *operands: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
     """`_forward` on `custom_vjp`'s symbolic-zeros wrappers."""
     return _forward(static, *checked(*operands))
 
@@ -294,55 +391,3 @@ _dot.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 
 # Jitted, so that dots of the same shapes are traced and differentiated once.
 jitted_dot = jax.jit(_dot, static_argnums=0)
-
-
-def quantize_operand(static: Static, operand: int, x: Any, state: State) -> tuple[jax.Array, ScaledArray]:
-    """The amax of `x`, and `x` quantized with the scale of the recipe's scaling.
-
-    A `ScaledArray` in the GEMM's format with one scale is not quantized again.
-    """
-    format = static.formats[operand]
-    if isinstance(x, ScaledArray) and x.data.dtype == format.dtype and x.scale.size == 1:
-        scale = x.scale.reshape(()).astype(jnp.float32)
-        return scale * format.max, ScaledArray(x.data, scale)  # an upper bound of the amax
-    seen = amax(x)
-    seen = static.placement.common_amax(seen) if operand == 1 else seen
-    scale = scaling.of_recipe(static.recipe).scale(state, operand, seen, format.max)
-    with jax.named_scope(CASTS[operand]):
-        q = quantize_by(x, format, scale)
-    return seen, stored(q, format)
-
-
-def stored(q: ScaledArray, format: formats.Format) -> ScaledArray:
-    """`q` behind a barrier. Without it XLA on GPU stores the high-precision tensor for the backward and casts
-    it again."""
-    return unpacked(gpu_barrier(packed(q)), format)
-
-
-def packed(q: ScaledArray) -> ScaledArray:
-    """`q` with its codes as bytes, the storage of residuals; see `to_bytes`."""
-    return ScaledArray(to_bytes(q.data), q.scale)
-
-
-def unpacked(matrix: Any, format: formats.Format) -> Any:
-    """The inverse of `packed`; float arrays stay unchanged."""
-    if not isinstance(matrix, ScaledArray):
-        return matrix
-    return ScaledArray(lax.bitcast_convert_type(matrix.data, format.dtype), matrix.scale)
-
-
-def _multiply(
-    static: DotStatic, lhs: Any, rhs: Any, spec: str, *, precise: bool, dtype: Any = None
-) -> jax.Array:
-    """One GEMM of matrices; the output has `dtype`, by default the layer's."""
-    dtype = static.out_dtype if dtype is None else dtype
-    return gemm(static, lhs, rhs, contract(spec, static.layout.is_batched), precise, dtype)
-
-
-def gemm(
-    static: Static, lhs: Any, rhs: Any, numbers: lax.DotDimensionNumbers, precise: bool, dtype: Any
-) -> jax.Array:
-    """One GEMM, in FP8 for `ScaledArray`s; the output has `dtype`."""
-    if isinstance(lhs, ScaledArray):
-        return backends.BACKENDS[static.backend].dot(lhs, rhs, numbers, out_dtype=dtype, precise=precise)
-    return lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32).astype(dtype)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.dot.layout import Shard, Side
 from fp8jax.quantization import value
 from fp8jax.scaling.merge import FP8_GRAD
 
@@ -55,6 +56,46 @@ class _Whole(KernelPlacement):
 
 
 WHOLE = _Whole()
+
+
+class KernelMatrix(NamedTuple):
+    """A kernel as the matrix of its GEMMs; a `fp8jax.scaling.base.Kernel`."""
+
+    side: Side
+    placement: KernelPlacement
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """See `fp8jax.scaling.base.Kernel`, also for the methods."""
+        return self.side.matrix
+
+    @property
+    def is_as_stored(self) -> bool:
+        """See `Kernel`."""
+        order = tuple(range(len(self.side.shape)))
+        return len(self.matrix) == 2 and self.side.order == order and not self.placement.is_part
+
+    def to_matrix(self, x: Any) -> Any:
+        """See `Kernel`."""
+        return self.side.to_matrix(x)
+
+    def gathered(self, part: Any) -> Any:
+        """See `Kernel`."""
+        return self.placement.gathered(part)
+
+    def common_amax(self, amax: jax.Array) -> jax.Array:
+        """See `Kernel`."""
+        return self.placement.common_amax(amax)
+
+    def shard(self) -> Shard | None:
+        """See `Kernel`."""
+        if not self.placement.is_part:
+            return None
+        return self.side.shard(self.placement.axis, self.placement.devices)
+
+    def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
+        """See `Kernel`."""
+        return self.placement.gathered_runs(parts, axis, runs)
 
 
 @functools.partial(

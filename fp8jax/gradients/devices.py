@@ -21,12 +21,13 @@ from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
-from fp8jax.dot.dot_general import OPERANDS, init_state
+from fp8jax.dot.dot_general import init_state
 from fp8jax.gradients.keys import check_batch
 from fp8jax.gradients.slots import WGRAD_SCALE, state_at
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Static
+from fp8jax.scaling import OPERANDS
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 

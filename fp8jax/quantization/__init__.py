@@ -42,6 +42,9 @@ from fp8jax.quantization.casts import cast as cast
 from fp8jax.quantization.casts import select as select
 from fp8jax.quantization.casts import to_bits as to_bits
 from fp8jax.quantization.casts import to_bytes as to_bytes
+from fp8jax.quantization.codes import as_bytes as as_bytes
+from fp8jax.quantization.codes import as_codes as as_codes
+from fp8jax.quantization.codes import on_data as on_data
 from fp8jax.quantization.gradient import ABSURD as ABSURD
 from fp8jax.quantization.gradient import NO_TAG as NO_TAG
 from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient

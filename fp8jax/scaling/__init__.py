@@ -1,21 +1,33 @@
-"""Scaling methods for FP8 casts.
+"""Scaling methods: how the operands of a dot are quantized.
 
-`delayed` computes a scale from the amaxes of previous steps, `current` from the tensor itself; `base.Scaling`
-is their interface. `block` computes scales from the blocks of a tensor. `merge` combines the scaling states
-of several uses of a layer.
+`of_recipe` gives the `base.Scaling` of a recipe, from the table `SCALINGS`. `tensor` has one scale for a
+tensor, from the amaxes of previous steps (`delayed`) or from the tensor itself (`current`); `block` has a
+scale for each block of a tensor. `merge` combines the scaling states of several uses of a layer.
 """
 
+from collections.abc import Callable
+
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import block, current, delayed
+from fp8jax.scaling.base import CASTS as CASTS
+from fp8jax.scaling.base import GRAD as GRAD
+from fp8jax.scaling.base import LHS as LHS
+from fp8jax.scaling.base import OPERANDS as OPERANDS
+from fp8jax.scaling.base import RHS as RHS
 from fp8jax.scaling.base import Scaling as Scaling
-from fp8jax.scaling.base import State
+from fp8jax.scaling.base import State as State
+from fp8jax.scaling.block import BlockScaling
+from fp8jax.scaling.tensor import TensorScaling
 
-
-def init(recipe: Recipe, operands: int) -> State:
-    """The initial state of a dot with this many operands, under the recipe's scaling."""
-    return block.init(recipe) if recipe.has_blocks else of_recipe(recipe).init(operands)
+SCALINGS: dict[str, Callable[[Recipe], Scaling]] = {
+    "delayed": TensorScaling,
+    "current": TensorScaling,
+    "block": BlockScaling,
+    "block_float32": BlockScaling,
+    "mxfp8": BlockScaling,
+    "nvfp4": BlockScaling,
+}
 
 
 def of_recipe(recipe: Recipe) -> Scaling:
-    """The scaling of the recipe's GEMM column, which has a scale for each tensor."""
-    return {"delayed": delayed, "current": current}[recipe.scaling].build(recipe)
+    """The scaling of the recipe's GEMM column."""
+    return SCALINGS[recipe.scaling](recipe)

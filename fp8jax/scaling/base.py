@@ -1,24 +1,133 @@
-"""`Scaling`, the interface of scaling methods."""
+"""`Scaling`, the interface of scaling methods: how the operands of a dot are quantized for its GEMMs.
 
-from collections.abc import Callable
-from typing import NamedTuple
+A dot has three operands, and each takes part in two of its three GEMMs:
 
+| operand | first GEMM | second GEMM |
+|---|---|---|
+| 0, lhs (m, k) | fprop, along k | wgrad, along m |
+| 1, rhs (k, n) | fprop, along k | dgrad, along n |
+| 2, grad (m, n) | dgrad, along n | wgrad, along m |
+"""
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
 from jaxtyping import Array, Float
+
+from fp8jax.formats import Format
+from fp8jax.quantization import ScaledArray
+
+LHS, RHS, GRAD = 0, 1, 2
+OPERANDS = ("lhs", "rhs", "grad")
+
+# Named scopes of the casts of lhs, rhs and the output gradient.
+CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
 
 State = dict[str, Float[Array, "..."]]
 
+# For which of its GEMMs an operand is needed.
+Uses = tuple[bool, bool]
 
-class Scaling(NamedTuple):
-    """Three pure functions over a dict of float32 arrays, as in optax.
 
-        state = scaling.init(n)                       # for the n operands of a dot
-        scale = scaling.scale(state, i, amax, max)    # for the cast of operand i, this step
-        state = scaling.update(state, amaxes, maxes)  # for the next step
+class Kernel(Protocol):
+    """A kernel as the matrix of its GEMMs, whole or as this device's shard of it."""
 
-    `amax` is the amax of operand i, shape (); `max` is the max of its format. `update` takes all operands at
-    once, shape (n,), because on a GPU n scalars cost as much as one.
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of the whole matrix, ([batch,] k, n)."""
+        ...
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the stored kernel is whole and its matrix is a reshape of it."""
+        ...
+
+    def to_matrix(self, x: Any) -> Any:
+        """The whole kernel, an array or a `ScaledArray` with one scale, as a matrix."""
+        ...
+
+    def gathered(self, part: Any) -> Any:
+        """The whole kernel, all-gathered in the format of the shard."""
+        ...
+
+    def common_amax(self, amax: jax.Array) -> jax.Array:
+        """The amax of the whole kernel; `amax` is the amax of this device's shard."""
+        ...
+
+    def shard(self) -> Any:
+        """This device's shard of the matrix, a `fp8jax.dot.layout.Shard`; None for a whole kernel."""
+        ...
+
+    def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
+        """All-gathers arrays along a negative axis that consists of sharded runs."""
+        ...
+
+
+class QuantizedRows(NamedTuple):
+    """Rows sorted by group, quantized for their two GEMMs."""
+
+    first: Any
+    second: Any
+    seen: jax.Array  # what `Scaling.update` needs of each group, shape=(groups, ...)
+    sizes: Any  # of the groups in the quantized rows, shape=(groups,); None for one matrix
+
+
+class Scaling(Protocol):
+    """A scaling method with the options of a recipe, a frozen value.
+
+        state = scaling.init()
+        (for_fprop, for_wgrad), seen_lhs = scaling.quantize(state, LHS, lhs, (True, True))
+        residual, seen_rhs = scaling.prepare(state, rhs, kernel)
+        for_fprop = scaling.kernel(state, residual, kernel, 0)
+        state = scaling.update(state, jnp.stack([seen_lhs, seen_rhs, seen_grad]))
+
+    Codes are bytes in all results, see `quantization.as_bytes`.
     """
 
-    init: Callable[[int], State]
-    scale: Callable[[State, int, Float[Array, ""], float], Float[Array, ""]]
-    update: Callable[[State, Float[Array, " n"], Float[Array, " n"]], State]
+    # The letters of an operand's axes in its two GEMMs, for each operand.
+    axes: ClassVar[tuple[tuple[str, str], ...]]
+    # Whether the residual of a kernel is its codes; otherwise it is the kernel as it is stored.
+    is_residual_quantized: ClassVar[bool]
+
+    @property
+    def rows_multiple(self) -> int | None:
+        """Rows of a group are padded to a multiple of this number; None if each GEMM quantizes its rows."""
+        ...
+
+    def init(self) -> State:
+        """The first state of a dot."""
+        ...
+
+    def format(self, operand: int) -> Format:
+        """The format of an operand's codes."""
+        ...
+
+    def quantize(self, state: State, operand: int, x: Array, uses: Uses) -> tuple[tuple[Any, Any], Array]:
+        """An activation or an output gradient, as a matrix, for its two GEMMs; and what `update` needs of it.
+
+        An operand that is not used is None.
+        """
+        ...
+
+    def quantize_rows(self, state: State, operand: int, x: Array, sizes: Array, uses: Uses) -> QuantizedRows:
+        """The same of rows sorted by group, with a state for each group."""
+        ...
+
+    def prepare(self, state: State, rhs: Any, kernel: Kernel, groups: int) -> tuple[Any, Array]:
+        """The residual of a kernel, and what `update` needs of it.
+
+        Args:
+            state: the dot's state, of each group if there are `groups`.
+            rhs: the kernel as it is stored, or this device's shard of it.
+            kernel: its matrix.
+            groups: number of stacked kernels; 0 for one kernel.
+        """
+        ...
+
+    def kernel(self, state: State, residual: Any, kernel: Kernel, use: int) -> ScaledArray:
+        """The whole kernel for its first GEMM (0) or its second one (1)."""
+        ...
+
+    def update(self, state: State, seen: Float[Array, "operands ..."]) -> State:
+        """The arrays of the next state that change."""
+        ...

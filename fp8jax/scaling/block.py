@@ -3,13 +3,7 @@
     for_fprop, for_wgrad = quantized(recipe, LHS, lhs, state)
 
 A GEMM contracts the last axis of both operands, and blocks run along it. Each operand takes part in two GEMMs
-that contract different axes:
-
-| operand | first GEMM | second GEMM |
-|---|---|---|
-| 0, lhs (m, k) | fprop, along k | wgrad, along m |
-| 1, rhs (k, n) | fprop, along k | dgrad, along n |
-| 2, grad (m, n) | dgrad, along n | wgrad, along m |
+that contract different axes, see `fp8jax.scaling.base`.
 
 So an operand is quantized twice from high precision, as it is and transposed. Square blocks have the same
 codes in both copies.
@@ -30,7 +24,7 @@ References:
 import dataclasses
 import math
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,32 +32,124 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, PyTree, UInt32
 
-from fp8jax import formats
+from fp8jax.formats import Format
+from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import (
-    BLOCK_1X128,
-    BLOCK_128X128,
-    MXFP8,
-    NVFP4_1X16,
-    NVFP4_16X16,
-    BlockMethod,
     ScaledArray,
+    amax,
+    as_bytes,
     leaf_seeds,
     quantize_twice,
     quantize_twice_fp4,
+    value,
 )
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.base import State
-
-LHS, RHS, GRAD = 0, 1, 2
+from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, Kernel, QuantizedRows, State, Uses
+from fp8jax.scaling.block_method import method_of
+from fp8jax.scaling.groups import in_aligned_groups
+from fp8jax.scaling.stored import operand_of_stored
 
 _SPREAD = np.uint32(0x9E3779B1)  # odd: seeds of consecutive numbers are far apart
 
 
-def init(recipe: Recipe) -> State:
-    """The state of a dot."""
-    if recipe.gemm == "FP4" and "stochastic" in recipe.fp4_options:
-        return {"key": jnp.zeros(2, jnp.float32)}
-    return {}
+@dataclasses.dataclass(frozen=True)
+class BlockScaling:
+    """Block scaling; see `fp8jax.scaling.base.Scaling` for the methods.
+
+    The residuals are lhs quantized for wgrad, and the kernel as it is stored: the backward quantizes it for
+    dgrad. So no second copy of a kernel is in memory between forward and backward, and a sharded kernel is
+    gathered again, as the codes and scales of dgrad.
+    """
+
+    recipe: Recipe
+    axes: ClassVar[tuple[tuple[str, str], ...]] = (("mk", "km"), ("nk", "kn"), ("mn", "nm"))
+    is_residual_quantized: ClassVar[bool] = False
+
+    @property
+    def rows_multiple(self) -> int | None:
+        """The scale blocks of wgrad run along rows. NVFP4 also has a scale of the tensor, for all rows."""
+        return None if self.recipe.scaling == "nvfp4" else method_of(self.recipe, LHS).block[1]
+
+    def init(self) -> State:
+        """See `Matmul`."""
+        if self.recipe.gemm == "FP4" and "stochastic" in self.recipe.fp4_options:
+            return {"key": jnp.zeros(2, jnp.float32)}
+        return {}
+
+    def format(self, operand: int) -> Format:
+        """See `Matmul`."""
+        return method_of(self.recipe, operand).format
+
+    def quantize(self, state: State, operand: int, x: Array, uses: Uses) -> tuple[tuple[Any, Any], Array]:
+        """See `Matmul`."""
+        return self._copies(state, operand, x, uses), jnp.zeros(())
+
+    def _copies(self, state: State, operand: int, x: Array, uses: Uses, whole_amax: Any = None) -> Any:
+        """The copies behind a barrier: XLA on GPU would store the high-precision tensor."""
+        gemms = tuple(gemm for gemm, is_used in enumerate(uses) if is_used)
+        if not gemms:
+            return None, None
+        with jax.named_scope(CASTS[operand]):
+            copies = quantized(self.recipe, operand, x, state, gemms, whole_amax)
+        made = dict(zip(gemms, gpu_barrier(tuple(map(as_bytes, copies))), strict=True))
+        return made.get(0), made.get(1)
+
+    def quantize_rows(self, state: State, operand: int, x: Array, sizes: Array, uses: Uses) -> QuantizedRows:
+        """See `Matmul`."""
+        multiple, seen = self.rows_multiple, jnp.zeros(sizes.shape)
+        if multiple is None or not any(uses):
+            return QuantizedRows(None, None, seen, sizes)
+        padded, aligned = in_aligned_groups(x, sizes, multiple)
+        first, second = self._copies(state, operand, padded, uses)
+        return QuantizedRows(first, second, seen, aligned)
+
+    def prepare(self, state: State, rhs: Any, kernel: Kernel, groups: int) -> tuple[Any, Array]:
+        """See `Matmul`."""
+        del state, kernel
+        return rhs, jnp.zeros((groups,) if groups else ())
+
+    def kernel(self, state: State, residual: Any, kernel: Kernel, use: int) -> ScaledArray:
+        """A sharded kernel is quantized in shards, and all-gathered as codes and scales, if the shards have
+        whole blocks and it is stored in more bytes. Then the result is the same to the bit."""
+        rhs, uses = residual, (use == 0, use == 1)
+        if isinstance(rhs, ScaledArray) and kernel.is_as_stored:
+            stored = operand_of_stored(self.recipe, rhs, kernel.matrix[0], use)
+            if stored is not None:
+                return as_bytes(stored)
+        shard = self._shard_of_blocks(rhs, kernel, use)
+        if shard is None:
+            whole = kernel.to_matrix(value(kernel.gathered(rhs)))
+            return self._copies(state, RHS, whole, uses)[use]
+        part, whole_amax = shard.side.to_matrix(value(rhs)), None
+        if self.recipe.gemm == "FP4":
+            whole_amax = kernel.common_amax(amax(part, (*part.shape[:-2], 1, 1)))
+        q = self._copies(state, RHS, part, uses, whole_amax)[use]
+        # The codes and the scales of blocks; NVFP4's scale of the tensor is the same on all devices.
+        leaves, treedef = jax.tree.flatten(q)
+        leaves[:2] = kernel.gathered_runs(leaves[:2], _axis(shard, use), shard.runs)
+        return treedef.unflatten(leaves)
+
+    def _shard_of_blocks(self, rhs: Any, kernel: Kernel, use: int) -> Any:
+        """This device's shard of a kernel; None if not blocks of it are to be sent."""
+        shard = kernel.shard()
+        if shard is None:
+            return None
+        stored = rhs.data if isinstance(rhs, ScaledArray) else rhs
+        is_smaller = stored.dtype.itemsize > 1 or self.recipe.gemm == "FP4"
+        is_whole = (
+            shard.axis > -3 and shard.length % method_of(self.recipe, RHS).block[_axis(shard, use)] == 0
+        )
+        return shard if is_smaller and is_whole else None
+
+    def update(self, state: State, seen: Array) -> State:
+        """See `Matmul`."""
+        del seen
+        return {"key": state["key"].at[..., 1].add(1)} if "key" in state else {}
+
+
+def _axis(shard: Any, use: int) -> int:
+    """The sharded axis of a kernel's copy: the first GEMM's is transposed."""
+    return shard.axis if use else -3 - shard.axis
 
 
 def with_seeds(state: State, path: str) -> State:
@@ -99,11 +185,6 @@ def _is_key(path: Any) -> bool:
     """Whether a leaf is a key: "key" in a dict of states, "kernel__fp8_key" in an NNX module."""
     names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
     return names[-1:] == ["key"] or any(name.endswith("__fp8_key") for name in names)
-
-
-def update(state: State) -> State:
-    """The arrays of the state that change, for the next step."""
-    return {"key": state["key"].at[..., 1].add(1)} if "key" in state else {}
 
 
 def quantized(
@@ -146,15 +227,3 @@ def _seeds(key: Float32[Array, "2"], amax: Float32[Array, ""]) -> UInt32[Array, 
     """The seeds of the random bits of a gradient as it is, and of its transpose."""
     of_tensor = lax.bitcast_convert_type(amax, jnp.uint32)
     return leaf_seeds(jnp.stack([key[0].astype(jnp.uint32), of_tensor]), key[1].astype(jnp.int32), 2)
-
-
-def method_of(recipe: Recipe, operand: int) -> BlockMethod:
-    """How an operand is quantized."""
-    if recipe.scaling == "nvfp4":
-        return NVFP4_16X16 if operand == RHS and "2d" in recipe.fp4_options else NVFP4_1X16
-    format = formats.get(recipe.gemm_formats[operand == GRAD])
-    if recipe.scaling == "mxfp8":
-        return dataclasses.replace(MXFP8, format=format)
-    method = BLOCK_128X128 if operand == RHS else BLOCK_1X128
-    scale = "float32" if recipe.scaling == "block_float32" else "power_of_two"
-    return dataclasses.replace(method, format=format, scale=scale)

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float
 
 from fp8jax.quantization import scale_of
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.base import Scaling, State
+from fp8jax.scaling.method import ScaleMethod, State
 
 
-def build(recipe: Recipe) -> Scaling:
+def build(recipe: Recipe) -> ScaleMethod:
     """Current scaling with the recipe's margin."""
 
     def scale(state: State, operand: int, amax: Float[Array, ""], limit: float) -> Float[Array, ""]:
         return scale_of(amax, limit, margin=recipe.margin)
 
-    return Scaling(init=lambda operands: {}, scale=scale, update=lambda state, amaxes, limits: state)
+    return ScaleMethod(init=lambda operands: {}, scale=scale, update=lambda state, amaxes, limits: state)

@@ -30,10 +30,10 @@ from jaxtyping import Array, Float
 
 from fp8jax.quantization import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.base import Scaling, State
+from fp8jax.scaling.method import ScaleMethod, State
 
 
-def build(recipe: Recipe) -> Scaling:
+def build(recipe: Recipe) -> ScaleMethod:
     """Delayed scaling with the recipe's margin, interval, history length and algorithm."""
 
     def init(operands: int) -> State:
@@ -76,4 +76,4 @@ def build(recipe: Recipe) -> Scaling:
             "step": jnp.mod(state["step"] + 1, recipe.interval),
         }
 
-    return Scaling(init, scale, update)
+    return ScaleMethod(init, scale, update)

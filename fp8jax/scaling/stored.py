@@ -15,7 +15,8 @@ from jax import lax
 from fp8jax import formats
 from fp8jax.quantization import PackedE2M1, ScaledArray, amax, quantize_in
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.block import RHS, method_of
+from fp8jax.scaling.base import RHS
+from fp8jax.scaling.block_method import method_of
 
 
 def blocks_of_kernel(recipe: Recipe, shape: tuple[int, ...], inputs: int) -> tuple[int, ...] | None:

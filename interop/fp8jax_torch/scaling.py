@@ -16,7 +16,7 @@ from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.quantization import FIRST_SCALES, UNSET
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import block
+from fp8jax.scaling import block, of_recipe
 from fp8jax_torch import casts
 from fp8jax_torch.processes import are_several, largest_of_all
 
@@ -63,7 +63,7 @@ class ScalingState(torch.nn.Module):
         recipe = self.recipe
         if recipe.has_blocks:
             # The weight's path in a Flax model of the same names, which has the same seeds.
-            state = block.with_seeds(block.init(recipe), f"{self.path}/kernel".lstrip("/"))
+            state = block.with_seeds(of_recipe(recipe).init(), f"{self.path}/kernel".lstrip("/"))
             return {name: torch.tensor(np.asarray(array), device="cpu") for name, array in state.items()}
         if recipe.scaling != "delayed":
             return {}
