@@ -26,7 +26,7 @@ from fp8jax.dot.dot_general import save_fp8_operands as save_fp8_operands
 from fp8jax.dot.dot_general import state_names as state_names
 from fp8jax.dot.ragged import init_ragged_state as init_ragged_state
 from fp8jax.dot.ragged import ragged_dot as ragged_dot
-from fp8jax.dot.ragged_wide import wide_ragged_dot as wide_ragged_dot
+from fp8jax.dot.ragged import wide_ragged_dot as wide_ragged_dot
 from fp8jax.dot.row_tiles import ExpertSharding as ExpertSharding
 from fp8jax.dot.vjp import GEMMS as GEMMS
 from fp8jax.dot.vjp import with_state as with_state

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import backends, scaling
-from fp8jax.dot.einsum import einsum_by, is_single_dot
-from fp8jax.dot.layout import Layout, Side
+from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
 from fp8jax.dot.vjp import FP8_OPERANDS, FPROP, WGRAD, Static, jitted_dot, multiply
 from fp8jax.dot.weight import WHOLE, KernelMatrix, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding

@@ -22,11 +22,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
+import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, mlir
 
 from fp8jax import backends
 from fp8jax.dot.dot_general import check_state, init_state
-from fp8jax.dot.layout import Side
+from fp8jax.dot.layout import Side, contract
 from fp8jax.dot.row_tiles import (
     ExpertSharding,
     Multiply,
@@ -37,6 +41,7 @@ from fp8jax.dot.row_tiles import (
 )
 from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Static, jitted_dot, multiply
 from fp8jax.dot.weight import Weight
+from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import State
@@ -196,3 +201,71 @@ class Grouped:
     def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
         """See `Matmul`."""
         return jax.vmap(update)
+
+
+# In high precision ##################################################################################
+
+# A primitive, so that `rewrite` finds it as one equation of a jaxpr.
+RAGGED = "fp8jax_ragged_dot"
+_ragged_p = jex.Primitive(RAGGED)
+
+
+def wide_ragged_dot(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, over: ExpertSharding | None = None
+) -> jax.Array:
+    """`lax.ragged_dot(lhs, rhs, group_sizes)` in high precision, accumulated in float32.
+
+    On CPU and GPU, XLA computes `jax.lax.ragged_dot` as a matmul of every row with every group's matrix: work
+    and memory grow with the number of groups. This computes it in tiles of rows, as `ragged_dot` does.
+
+        >>> wide_ragged_dot(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.array([1, 2])).shape
+        (3, 5)
+
+    Args:
+        lhs: float array, shape=(rows, k), with the rows sorted by group.
+        rhs: float array, shape=(groups, k, n).
+        group_sizes: integers, shape=(groups,). Rows past their sum have output 0 and no gradient.
+        over: the mesh axis that shards the groups, as in `ragged_dot`.
+
+    Returns:
+        Array of shape (rows, n), in the promoted dtype. It supports reverse mode, but not forward mode.
+    """
+    return _ragged_p.bind(lhs, rhs, group_sizes, over=over)
+
+
+@_ragged_p.def_impl
+def _ragged_high(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | None) -> jax.Array:
+    return on_each(_of_device, over)(lhs, rhs, group_sizes)
+
+
+@_ragged_p.def_abstract_eval
+def _abstract(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | None) -> Any:
+    del group_sizes, over
+    return jax.core.ShapedArray((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
+
+
+ad.primitive_jvps[_ragged_p] = jvp_of(_ragged_high)
+mlir.register_lowering(_ragged_p, mlir.lower_fun(_ragged_high, multiple_results=False))
+
+
+@jax.custom_vjp
+def _of_device(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
+    return rows_times_matrices(lhs, rhs, group_sizes, _gemm("mk,kn"), shape)
+
+
+def _backward_of_device(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, sizes = kept
+    like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    dlhs = rows_times_matrices(grad, rhs, sizes, _gemm("mn,kn"), like)
+    drhs = rows_times_rows(lhs, grad, sizes, _gemm("mk,mn"), rhs.shape)
+    return dlhs, drhs.astype(rhs.dtype), None
+
+
+_of_device.defvjp(lambda *operands: (_of_device(*operands), operands), _backward_of_device)
+
+
+def _gemm(spec: str) -> Multiply:
+    """A GEMM with float32 output."""
+    numbers = contract(spec)
+    return lambda lhs, rhs: lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32)

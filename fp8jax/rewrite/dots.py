@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.dot.ragged_wide import RAGGED
+from fp8jax.dot.ragged import RAGGED
 from fp8jax.rewrite.follow import ParamView
 
 # Index of an equation, after the indices of the enclosing equations.

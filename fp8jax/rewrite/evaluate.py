@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import formats
 from fp8jax.dot import Weight, dot_general, ragged_dot
-from fp8jax.dot.einsum import einsum_by
+from fp8jax.dot.layout import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import lora

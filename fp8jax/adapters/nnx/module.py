@@ -22,7 +22,7 @@ from fp8jax import loss_scale
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_of, run_call
 from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
-from fp8jax.dot.einsum import is_single_dot
+from fp8jax.dot.layout import is_single_dot
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel, layer_path
 from fp8jax.variables import FROZEN, PARAMS
