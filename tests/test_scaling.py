@@ -390,6 +390,15 @@ def test_a_new_scaling_is_used_in_a_model(fixed):
     np.testing.assert_allclose(model.apply(variables, x), 896.0 * 256)
 
 
+@pytest.mark.parametrize("table", ["SCALINGS", "METHODS"])
+def test_a_half_added_scaling_is_refused(fixed, monkeypatch, table):
+    owner = scaling if table == "SCALINGS" else tensor
+    monkeypatch.delitem(getattr(owner, table), "fixed")
+    model = fp8jax.transform(nn.Dense(32), fixed)
+    with pytest.raises(NotImplementedError, match=f"scaling=fixed: expected an entry in .*{table}"):
+        model.init(jax.random.key(0), jnp.ones((16, 32)))
+
+
 def test_a_new_scaling_without_its_twin_on_torch_is_refused(fixed):
     pytest.importorskip("torch")
     import fp8jax_torch

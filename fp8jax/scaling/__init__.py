@@ -29,5 +29,14 @@ SCALINGS: dict[str, Callable[[Recipe], Scaling]] = {
 
 
 def of_recipe(recipe: Recipe) -> Scaling:
-    """The scaling of the recipe's GEMM column."""
+    """The scaling of the recipe's GEMM column.
+
+    Raises:
+        NotImplementedError: `SCALINGS` has no entry for a legal value of `Recipe.scaling`.
+    """
+    if recipe.scaling not in SCALINGS:
+        raise NotImplementedError(
+            f"scaling={recipe.scaling}: expected an entry in `fp8jax.scaling.SCALINGS`; got entries for "
+            f"{', '.join(SCALINGS)}."
+        )
     return SCALINGS[recipe.scaling](recipe)

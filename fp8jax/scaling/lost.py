@@ -1,4 +1,4 @@
-"""A gradient with respect to weights, but not to their scaling state: a warning, because the state is lost."""
+"""A warning where a gradient is taken of weights, but not of their scaling state, which is then lost."""
 
 import warnings
 from typing import Any

@@ -39,6 +39,11 @@ class TensorScaling:
     @property
     def method(self) -> ScaleMethod:
         """How scales are computed."""
+        if self.recipe.scaling not in METHODS:
+            raise NotImplementedError(
+                f"scaling={self.recipe.scaling}: expected an entry in `fp8jax.scaling.tensor.METHODS`; got "
+                f"entries for {', '.join(METHODS)}."
+            )
         return METHODS[self.recipe.scaling](self.recipe)
 
     def init(self) -> State:
