@@ -64,8 +64,6 @@ from fp8jax.quantization.quantize import without_infinities as without_infinitie
 from fp8jax.quantization.random import leaf_seeds as leaf_seeds
 from fp8jax.quantization.random import other_bits as other_bits
 from fp8jax.quantization.random import random_bits as random_bits
-from fp8jax.quantization.rounding import cast_stochastically as cast_stochastically
-from fp8jax.quantization.rounding import remainder_of as remainder_of
 from fp8jax.quantization.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.quantization.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.quantization.scales import MIN_SCALE as MIN_SCALE
@@ -75,3 +73,5 @@ from fp8jax.quantization.scales import factor_of as factor_of
 from fp8jax.quantization.scales import largest_scale as largest_scale
 from fp8jax.quantization.scales import scale_of as scale_of
 from fp8jax.quantization.scales import usable as usable
+from fp8jax.quantization.stochastic_rounding import cast_stochastically as cast_stochastically
+from fp8jax.quantization.stochastic_rounding import remainder_of as remainder_of

@@ -35,8 +35,8 @@ from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled,
 from fp8jax.quantization.casts import cast, cast_by_bits, select
 from fp8jax.quantization.packed import PackedE2M1
 from fp8jax.quantization.quantize import amax, quantize
-from fp8jax.quantization.rounding import cast_stochastically
 from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, factor_of, usable
+from fp8jax.quantization.stochastic_rounding import cast_stochastically
 
 
 @dataclasses.dataclass(frozen=True)
