@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from fp8jax.adapters.nnx.calls import restore, rewritten_of
-from fp8jax.adapters.nnx.module import FLAX_LAYERS, check_module, placed_kernels, sides, with_recipe
+from fp8jax.adapters.nnx.module import FLAX_LAYERS, placed_kernels, sides
 from fp8jax.adapters.nnx.variables import CLASS, Frozen, modules_of, places_of, thaw
 from fp8jax.quantization import own_value
 from fp8jax.rewrite import LoRA, Settings
@@ -24,15 +24,7 @@ from fp8jax.rewrite.lora import A, B
 _Adapters = dict[tuple[str, ...], tuple[tuple[int, ...], dict[str, jax.Array]]]
 
 
-def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
-    """See `fp8jax.transform`."""
-    copy = with_recipe(model, settings, inputs)
-    if settings.lora is not None:
-        _adapt(copy, settings, settings.lora)
-    return copy
-
-
-def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
+def adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
     """Freezes the parameters of a transformed module, and adds adapters."""
     for _, variable in list(nnx.iter_graph(model)):
         if isinstance(variable, nnx.Param):
@@ -55,18 +47,6 @@ def _adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
     lora.check(able, sorted(layers - set(able)))
 
 
-def dequantize(model: nnx.Module) -> nnx.Module:
-    """The plain NNX module of a transformed one: its own class, dequantized kernels, no scaling state.
-
-    Adapters are merged into the kernels, see `merge`.
-
-    Raises:
-        TypeError: `model` is not an NNX module.
-    """
-    check_module(model, "dequantize(variables)")
-    return _plain(model) if _lora_of(model) is None else merge(model)
-
-
 def merge(model: nnx.Module, base: nnx.Module | None = None) -> nnx.Module:
     """The plain NNX module with the adapters merged into its kernels, W + (alpha / rank) A B.
 
@@ -80,7 +60,7 @@ def merge(model: nnx.Module, base: nnx.Module | None = None) -> nnx.Module:
         ValueError: `base` is another module.
     """
     lora, adapters = _adapters(model)
-    return _added(_plain(model) if base is None else base, "base", lora, adapters, 1.0)
+    return _added(plain_module(model) if base is None else base, "base", lora, adapters, 1.0)
 
 
 def unmerge(merged: nnx.Module, model: nnx.Module) -> nnx.Module:
@@ -88,7 +68,7 @@ def unmerge(merged: nnx.Module, model: nnx.Module) -> nnx.Module:
     return _added(merged, "merged", *_adapters(model), -1.0)
 
 
-def _plain(model: nnx.Module) -> nnx.Module:
+def plain_module(model: nnx.Module) -> nnx.Module:
     """The plain module of a transformed one, without its adapters."""
     copy: Any = nnx.clone(model)
     for _, _, (owner, _, param) in placed_kernels(copy):
@@ -121,7 +101,7 @@ def _added(plain: nnx.Module, argument: str, lora: LoRA, adapters: _Adapters, ti
 
 def _adapters(model: nnx.Module) -> tuple[LoRA, _Adapters]:
     """The model's `LoRA` and its adapters."""
-    lora = _lora_of(model)
+    lora = lora_of(model)
     if lora is None:
         raise TypeError(
             f"`model`: expected an NNX module that fp8jax.transform(..., lora=...) made; got "
@@ -134,7 +114,8 @@ def _adapters(model: nnx.Module) -> tuple[LoRA, _Adapters]:
     }
 
 
-def _lora_of(model: nnx.Module) -> LoRA | None:
+def lora_of(model: nnx.Module) -> LoRA | None:
+    """The adapters that `transform` added; None without adapters."""
     rewritten = rewritten_of(model)
     return None if rewritten is None else rewritten.function.settings.lora
 
