@@ -19,7 +19,6 @@ only the backward knows the amax of `dy` ("overwrite with gradient").
 
 from fp8jax.dot.dot_general import dot_general as dot_general
 from fp8jax.dot.dot_general import einsum as einsum
-from fp8jax.dot.dot_general import history_of_another_length as history_of_another_length
 from fp8jax.dot.dot_general import init_state as init_state
 from fp8jax.dot.dot_general import quantized_kernel as quantized_kernel
 from fp8jax.dot.dot_general import save_fp8_operands as save_fp8_operands

@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.dot import (
-    history_of_another_length,
-    init_ragged_state,
-    init_state,
-    quantized_kernel,
-    state_names,
-)
+from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
+from fp8jax.dot.dot_general import history_of_another_length
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
