@@ -17,6 +17,7 @@ from fp8jax import Recipe, legal, scaling
 from fp8jax.dot import dot_general, init_state
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.scaling import tensor
+from fp8jax.scaling.base import ScaleMethod
 from fp8jax.scaling.merge import (
     FP8_GRAD,
     broadcast_under_vmap,
@@ -28,7 +29,6 @@ from fp8jax.scaling.merge import (
     to_fp8_grad,
     zero_fp8_grad,
 )
-from fp8jax.scaling.method import ScaleMethod
 
 LIMITS = np.float32([448, 448, 57344])  # lhs, rhs, grad
 OPERANDS = len(LIMITS)

@@ -11,8 +11,8 @@ from jax import lax
 
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
-from fp8jax.dot.vjp import FP8_OPERANDS, FPROP, WGRAD, Static, jitted_dot, multiply
-from fp8jax.dot.weight import WHOLE, KernelMatrix, Weight
+from fp8jax.dot.vjp import FP8_OPERANDS, FPROP, WGRAD, Call, Static, jitted_dot, multiply
+from fp8jax.dot.weight import WHOLE, PlacedKernel, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, value
 from fp8jax.recipe import Recipe
@@ -40,12 +40,10 @@ class Whole:
         del placement, rhs
         return self.layout.rhs
 
-    def quantize(
-        self, chosen: Any, operand: int, x: jax.Array, state: State, sizes: None, uses: Any
-    ) -> QuantizedRows:
+    def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
         """See `Matmul`."""
-        (first, second), seen = chosen.quantize(state, operand, x, uses)
-        return QuantizedRows(first, second, seen, sizes)
+        (first, second), seen = call.static.scaling.quantize(call.state, operand, x, uses)
+        return QuantizedRows(first, second, seen, None)
 
     def groups(self, sizes: None) -> int:
         """See `Matmul`."""
@@ -53,28 +51,20 @@ class Whole:
         return 0
 
     def times_kernel(
-        self,
-        static: Static,
-        gemm: str,
-        rows: Any,
-        kernel: Any,
-        state: State,
-        sizes: None,
-        of_rows: None,
-        to: Any,
+        self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: None, to: Any
     ) -> jax.Array:
         """See `Matmul`."""
-        del state, sizes, of_rows
-        out = multiply(static, gemm, rows, kernel, static.out_dtype, is_batched=self.layout.is_batched)
+        del of_rows
+        static, is_batched = call.static, self.layout.is_batched
+        out = multiply(static, gemm, rows, kernel, static.out_dtype, is_batched=is_batched)
         out = _trimmed(out, to.shape)
         return out if gemm == FPROP else self.layout.lhs.to_tensor(out).astype(to.dtype)
 
-    def wgrad(
-        self, static: Static, lhs: Any, grad: Any, state: State, sizes: None, of_rows: None, side: Side
-    ) -> jax.Array:
+    def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: None, side: Side) -> jax.Array:
         """See `Matmul`."""
-        del state, sizes, of_rows
-        out = multiply(static, WGRAD, lhs, grad, static.wgrad_dtype, is_batched=self.layout.is_batched)
+        del of_rows
+        static, is_batched = call.static, self.layout.is_batched
+        out = multiply(static, WGRAD, lhs, grad, static.wgrad_dtype, is_batched=is_batched)
         return side.to_tensor(_trimmed(out, side.matrix))
 
     def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
@@ -242,6 +232,10 @@ def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
 _save_operands = jax.checkpoint_policies.save_only_these_names(FP8_OPERANDS)
 
 
+# A kernel that is not sharded, as `Scaling.prepare` needs it.
+_AS_STORED = PlacedKernel(Side((), (), ()), WHOLE)
+
+
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:
     """A kernel quantized once for many forward GEMMs.
 
@@ -270,7 +264,3 @@ def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> Sc
     q = one(value(kernel), state)
     blocks = (*q.scale.shape, *(1,) * rank)
     return ScaledArray(q.data, q.scale.reshape(blocks))
-
-
-# A kernel that is not sharded, as `Scaling.prepare` needs it.
-_AS_STORED = KernelMatrix(Side((), (), ()), WHOLE)

@@ -39,7 +39,7 @@ from fp8jax.dot.row_tiles import (
     rows_times_matrices,
     rows_times_rows,
 )
-from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Static, jitted_dot, multiply
+from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Call, Static, jitted_dot, multiply
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
@@ -134,73 +134,58 @@ class Grouped:
         shape = placement.whole_shape(rhs.shape)
         return Side(shape, (0, 1, 2), shape)
 
-    def quantize(
-        self, chosen: Any, operand: int, x: jax.Array, state: State, sizes: jax.Array, uses: Any
-    ) -> QuantizedRows:
+    def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
         """See `Matmul`."""
-        return chosen.quantize_rows(state, operand, x, sizes, uses)
+        return call.static.scaling.quantize_rows(call.state, operand, x, call.sizes, uses)
 
     def groups(self, sizes: jax.Array) -> int:
         """See `Matmul`."""
         return sizes.shape[0]
 
     def times_kernel(
-        self,
-        static: Static,
-        gemm: str,
-        rows: Any,
-        kernel: Any,
-        state: State,
-        sizes: jax.Array,
-        of_rows: jax.Array,
-        to: Any,
+        self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: jax.Array, to: Any
     ) -> jax.Array:
         """See `Matmul`."""
-        one = self._multiply(static, gemm, state, static.out_dtype, (None, to.shape[1]))
-        multiple = static.scaling.rows_multiple
+        one = _tile_gemm(call, gemm, call.static.out_dtype, (None, to.shape[1]))
+        multiple = call.static.scaling.rows_multiple
         options: dict[str, Any] = {}
         if is_scaled(rows) and multiple != 1:
             options = {"aligned": of_rows, "least": multiple}
         elif multiple is None:
             options = {"is_separate": True}
-        return rows_times_matrices(rows, kernel, sizes, one, to, **options)
+        return rows_times_matrices(rows, kernel, call.sizes, one, to, **options)
 
-    def wgrad(
-        self,
-        static: Static,
-        lhs: Any,
-        grad: Any,
-        state: State,
-        sizes: jax.Array,
-        of_rows: jax.Array,
-        side: Side,
-    ) -> jax.Array:
+    def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: jax.Array, side: Side) -> jax.Array:
         """See `Matmul`."""
-        one = self._multiply(static, WGRAD, state, jnp.float32, side.matrix[1:])
-        if is_scaled(lhs) and static.scaling.rows_multiple != 1:
+        one = _tile_gemm(call, WGRAD, jnp.float32, side.matrix[1:])
+        if is_scaled(lhs) and call.static.scaling.rows_multiple != 1:
             return columns_times_columns(lhs, grad, of_rows, one, side.matrix)
-        return rows_times_rows(lhs, grad, sizes, one, side.matrix)
-
-    def _multiply(self, static: Static, gemm: str, state: State, dtype: Any, shape: Any) -> Multiply:
-        """The GEMM of one tile of rows, without the padding to whole blocks."""
-        of_first = jax.tree.map(lambda leaf: leaf[0], state)
-
-        def quantized(number: int, x: Any) -> Any:
-            if is_scaled(x) or static.is_high(gemm):
-                return x
-            operand, use = OPERANDS_OF[gemm][number]
-            return static.scaling.quantize(of_first, operand, x, (use == 0, use == 1))[0][use]
-
-        def one(lhs: Any, rhs: Any) -> jax.Array:
-            rows = lhs.shape[0] if shape[0] is None else shape[0]
-            out = multiply(static, gemm, quantized(0, lhs), quantized(1, rhs), dtype)
-            return out[:rows, : shape[1]]
-
-        return one
+        return rows_times_rows(lhs, grad, call.sizes, one, side.matrix)
 
     def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
         """See `Matmul`."""
         return jax.vmap(update)
+
+
+def _tile_gemm(call: Call, gemm: str, dtype: Any, shape: Any) -> Multiply:
+    """The GEMM of one tile of rows, without the padding to whole blocks.
+
+    `shape` of the output has None for the rows of lhs.
+    """
+    static, of_first = call.static, jax.tree.map(lambda leaf: leaf[0], call.state)
+
+    def quantized(number: int, x: Any) -> Any:
+        if is_scaled(x) or static.is_high(gemm):
+            return x
+        operand, use = OPERANDS_OF[gemm][number]
+        return static.scaling.quantize(of_first, operand, x, (use == 0, use == 1))[0][use]
+
+    def one(lhs: Any, rhs: Any) -> jax.Array:
+        rows = lhs.shape[0] if shape[0] is None else shape[0]
+        out = multiply(static, gemm, quantized(0, lhs), quantized(1, rhs), dtype)
+        return out[:rows, : shape[1]]
+
+    return one
 
 
 # In high precision ##################################################################################
@@ -235,7 +220,7 @@ def wide_ragged_dot(
 
 @_ragged_p.def_impl
 def _ragged_high(lhs: Any, rhs: Any, group_sizes: Any, *, over: ExpertSharding | None) -> jax.Array:
-    return on_each(_of_device, over)(lhs, rhs, group_sizes)
+    return on_each(_high_on_device, over)(lhs, rhs, group_sizes)
 
 
 @_ragged_p.def_abstract_eval
@@ -249,12 +234,12 @@ mlir.register_lowering(_ragged_p, mlir.lower_fun(_ragged_high, multiple_results=
 
 
 @jax.custom_vjp
-def _of_device(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _high_on_device(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     shape = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2]), jnp.promote_types(lhs.dtype, rhs.dtype))
     return rows_times_matrices(lhs, rhs, group_sizes, _gemm("mk,kn"), shape)
 
 
-def _backward_of_device(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _high_backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, sizes = kept
     like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
     dlhs = rows_times_matrices(grad, rhs, sizes, _gemm("mn,kn"), like)
@@ -262,7 +247,7 @@ def _backward_of_device(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Arra
     return dlhs, drhs.astype(rhs.dtype), None
 
 
-_of_device.defvjp(lambda *operands: (_of_device(*operands), operands), _backward_of_device)
+_high_on_device.defvjp(lambda *operands: (_high_on_device(*operands), operands), _high_backward)
 
 
 def _gemm(spec: str) -> Multiply:

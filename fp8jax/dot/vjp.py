@@ -8,7 +8,7 @@ the kernel has the collectives.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Side, contract
-from fp8jax.dot.weight import WHOLE, KernelMatrix, KernelPlacement, Weight
+from fp8jax.dot.weight import WHOLE, KernelPlacement, PlacedKernel, Weight
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradient, value
 from fp8jax.recipe import Recipe
@@ -50,6 +50,14 @@ OPERANDS_OF = {
 _HIGH_AXES = ("mk", "kn", "mn")
 
 
+class Call(NamedTuple):
+    """One call of a dot, on one device."""
+
+    static: "Static"
+    state: State  # of the dot, or of each group
+    sizes: Any  # of the groups; None for whole matrices
+
+
 class Matmul(Protocol):
     """The matmuls of a dot: of whole matrices, or of rows sorted by group, with a kernel for each group."""
 
@@ -65,9 +73,7 @@ class Matmul(Protocol):
         """The whole kernel's shape and matrix."""
         ...
 
-    def quantize(
-        self, chosen: Scaling, operand: int, x: jax.Array, state: State, sizes: Any, uses: Uses
-    ) -> QuantizedRows:
+    def quantize(self, call: Call, operand: int, x: jax.Array, uses: Uses) -> QuantizedRows:
         """An activation or an output gradient, quantized for its GEMMs."""
         ...
 
@@ -75,33 +81,19 @@ class Matmul(Protocol):
         """The number of groups; 0 for one kernel."""
         ...
 
-    def times_kernel(
-        self,
-        static: "Static",
-        gemm: str,
-        rows: Any,
-        kernel: Any,
-        state: State,
-        sizes: Any,
-        of_rows: Any,
-        to: Any,
-    ) -> jax.Array:
+    def times_kernel(self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: Any, to: Any) -> jax.Array:
         """Rows times the kernel, in fprop and dgrad.
 
         Args:
-            static: the static arguments.
+            call: the call.
             gemm: the name of the GEMM.
             rows, kernel: operands from the scaling, or in high precision.
-            state: the state of the dot, or of each group.
-            sizes: the sizes of the groups.
             of_rows: the sizes of the groups in `rows`.
             to: shape and dtype of the result, ([batch,] rows, columns).
         """
         ...
 
-    def wgrad(
-        self, static: "Static", lhs: Any, grad: Any, state: State, sizes: Any, of_rows: Any, side: Side
-    ) -> jax.Array:
+    def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: Any, side: Side) -> jax.Array:
         """The gradient of the kernel; see `times_kernel`."""
         ...
 
@@ -201,11 +193,12 @@ def _output(
     static: Static, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, sizes: Any
 ) -> tuple[jax.Array, Any, Any]:
     """The output of this device's groups, the residuals of lhs and of the kernel, and their amaxes."""
-    matmul, has_wgrad = static.matmul, has_backward and static.has_wgrad
+    call, matmul = Call(static, state, sizes), static.matmul
+    has_wgrad = has_backward and static.has_wgrad
     rows = matmul.rows(lhs)  # before the cast, so that the codes have the GEMM's layout
     uses = (not static.is_high(FPROP), has_wgrad and not static.is_high(WGRAD))
-    q = matmul.quantize(static.scaling, LHS, rows, state, sizes, uses)
-    kernel = KernelMatrix(matmul.side(static.placement, rhs), static.placement)
+    q = matmul.quantize(call, LHS, rows, uses)
+    kernel = PlacedKernel(matmul.side(static.placement, rhs), static.placement)
     prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(sizes))
     # The GEMM reads what is saved, so that remat casts nothing twice.
     is_one = q.first is q.second
@@ -215,7 +208,7 @@ def _output(
     with jax.named_scope(FPROP):
         right = _kernel_operand(static, FPROP, rhs, prepared, kernel, state)
         to = jax.ShapeDtypeStruct((*rows.shape[:-1], kernel.matrix[-1]), static.out_dtype)
-        out = matmul.times_kernel(static, FPROP, first, right, state, sizes, q.sizes, to)
+        out = matmul.times_kernel(call, FPROP, first, right, q.sizes, to)
     of_lhs = _operand(static, WGRAD, second, rows) if has_wgrad else None
     return out, (of_lhs, rhs if static.is_high(DGRAD) else prepared), (q.seen, seen_rhs)
 
@@ -226,12 +219,12 @@ def _operand(static: Static, gemm: str, q: Any, x: jax.Array) -> Any:
 
 
 def _kernel_operand(
-    static: Static, gemm: str, rhs: Any, prepared: Any, kernel: KernelMatrix, state: State
+    static: Static, gemm: str, rhs: Any, prepared: Any, kernel: PlacedKernel, state: State
 ) -> Any:
     """The whole kernel for a GEMM, of the stored or the prepared kernel."""
     if static.is_high(gemm):
         return kernel.to_matrix(value(kernel.gathered(rhs))).astype(static.out_dtype)
-    ((_, _), (_, use)) = OPERANDS_OF[gemm]
+    _, (_, use) = OPERANDS_OF[gemm]
     return static.scaling.kernel(state, prepared, kernel, use)
 
 
@@ -249,20 +242,20 @@ def _gradients(
 ) -> tuple[Any, Any, State]:
     """The gradients of lhs and of this device's kernels, and the new state."""
     (lhs, rhs), grad = static.placement.after(residuals, grad)
-    matmul = static.matmul
+    call, matmul = Call(static, state, sizes), static.matmul
     uses = (not static.is_high(DGRAD), static.has_wgrad and not static.is_high(WGRAD))
-    q = matmul.quantize(static.scaling, GRAD, grad, state, sizes, uses)
+    q = matmul.quantize(call, GRAD, grad, uses)
     side = matmul.side(static.placement, rhs)
     with jax.named_scope(DGRAD):
-        right = _kernel_operand(static, DGRAD, rhs, rhs, KernelMatrix(side, static.placement), state)
+        right = _kernel_operand(static, DGRAD, rhs, rhs, PlacedKernel(side, static.placement), state)
         to = jax.ShapeDtypeStruct((*grad.shape[:-1], side.matrix[-2]), static.lhs_dtype)
         first = _operand(static, DGRAD, q.first, grad)
-        dlhs = matmul.times_kernel(static, DGRAD, first, right, state, sizes, q.sizes, to)
+        dlhs = matmul.times_kernel(call, DGRAD, first, right, q.sizes, to)
     drhs: Any = None
     if static.has_wgrad:
         with jax.named_scope(WGRAD):
             second = _operand(static, WGRAD, q.second, grad)
-            drhs = matmul.wgrad(static, lhs, second, state, sizes, q.sizes, side)
+            drhs = matmul.wgrad(call, lhs, second, q.sizes, side)
     update = matmul.for_groups(static.scaling.update)
     state = {**state, **update(state, jnp.stack([*seen, q.seen], axis=-1))}
     return dlhs, *kernel_gradient(static, drhs, state, matmul.groups(sizes))

@@ -58,43 +58,43 @@ class _Whole(KernelPlacement):
 WHOLE = _Whole()
 
 
-class KernelMatrix(NamedTuple):
-    """A kernel as the matrix of its GEMMs; a `fp8jax.scaling.base.Kernel`."""
+class PlacedKernel(NamedTuple):
+    """A kernel as the matrix of its GEMMs; a `fp8jax.scaling.base.KernelMatrix`."""
 
     side: Side
     placement: KernelPlacement
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """See `fp8jax.scaling.base.Kernel`, also for the methods."""
+        """See `fp8jax.scaling.base.KernelMatrix`, also for the methods."""
         return self.side.matrix
 
     @property
     def is_as_stored(self) -> bool:
-        """See `Kernel`."""
+        """See `KernelMatrix`."""
         order = tuple(range(len(self.side.shape)))
         return len(self.matrix) == 2 and self.side.order == order and not self.placement.is_part
 
     def to_matrix(self, x: Any) -> Any:
-        """See `Kernel`."""
+        """See `KernelMatrix`."""
         return self.side.to_matrix(x)
 
     def gathered(self, part: Any) -> Any:
-        """See `Kernel`."""
+        """See `KernelMatrix`."""
         return self.placement.gathered(part)
 
     def common_amax(self, amax: jax.Array) -> jax.Array:
-        """See `Kernel`."""
+        """See `KernelMatrix`."""
         return self.placement.common_amax(amax)
 
     def shard(self) -> Shard | None:
-        """See `Kernel`."""
+        """See `KernelMatrix`."""
         if not self.placement.is_part:
             return None
         return self.side.shard(self.placement.axis, self.placement.devices)
 
     def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
-        """See `Kernel`."""
+        """See `KernelMatrix`."""
         return self.placement.gathered_runs(parts, axis, runs)
 
 

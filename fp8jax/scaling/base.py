@@ -9,6 +9,7 @@ A dot has three operands, and each takes part in two of its three GEMMs:
 | 2, grad (m, n) | dgrad, along n | wgrad, along m |
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -29,7 +30,7 @@ State = dict[str, Float[Array, "..."]]
 Uses = tuple[bool, bool]
 
 
-class Kernel(Protocol):
+class KernelMatrix(Protocol):
     """A kernel as the matrix of its GEMMs, whole or as this device's shard of it."""
 
     @property
@@ -77,7 +78,7 @@ class Scaling(Protocol):
 
         state = scaling.init()
         (for_fprop, for_wgrad), seen_lhs = scaling.quantize(state, LHS, lhs, (True, True))
-        residual, seen_rhs = scaling.prepare(state, rhs, kernel)
+        residual, seen_rhs = scaling.prepare(state, rhs, kernel, 0)
         for_fprop = scaling.kernel(state, residual, kernel, 0)
         state = scaling.update(state, jnp.stack([seen_lhs, seen_rhs, seen_grad]))
 
@@ -113,7 +114,7 @@ class Scaling(Protocol):
         """The same of rows sorted by group, with a state for each group."""
         ...
 
-    def prepare(self, state: State, rhs: Any, kernel: Kernel, groups: int) -> tuple[Any, Array]:
+    def prepare(self, state: State, rhs: Any, kernel: KernelMatrix, groups: int) -> tuple[Any, Array]:
         """The residual of a kernel, and what `update` needs of it.
 
         Args:
@@ -124,10 +125,26 @@ class Scaling(Protocol):
         """
         ...
 
-    def kernel(self, state: State, residual: Any, kernel: Kernel, use: int) -> ScaledArray:
+    def kernel(self, state: State, residual: Any, kernel: KernelMatrix, use: int) -> ScaledArray:
         """The whole kernel for its first GEMM (0) or its second one (1)."""
         ...
 
     def update(self, state: State, seen: Float[Array, "operands ..."]) -> State:
         """The arrays of the next state that change."""
         ...
+
+
+class ScaleMethod(NamedTuple):
+    """A way to compute the scale of a tensor: three pure functions over a dict of arrays, as in optax.
+
+        state = method.init(n)                       # for the n operands of a dot
+        scale = method.scale(state, i, amax, max)    # for the cast of operand i, this step
+        state = method.update(state, amaxes, maxes)  # for the next step
+
+    `amax` is the amax of operand i, shape (); `max` is the max of its format. `update` takes all operands at
+    once, shape (n,), because on a GPU n scalars cost as much as one.
+    """
+
+    init: Callable[[int], State]
+    scale: Callable[[State, int, Float[Array, ""], float], Float[Array, ""]]
+    update: Callable[[State, Float[Array, " n"], Float[Array, " n"]], State]

@@ -44,7 +44,7 @@ from fp8jax.quantization import (
     value,
 )
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, Kernel, QuantizedRows, State, Uses
+from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, State, Uses
 from fp8jax.scaling.block_method import method_of
 from fp8jax.scaling.groups import in_aligned_groups
 from fp8jax.scaling.stored import operand_of_stored
@@ -103,12 +103,12 @@ class BlockScaling:
         first, second = self._copies(state, operand, padded, uses)
         return QuantizedRows(first, second, seen, aligned)
 
-    def prepare(self, state: State, rhs: Any, kernel: Kernel, groups: int) -> tuple[Any, Array]:
+    def prepare(self, state: State, rhs: Any, kernel: KernelMatrix, groups: int) -> tuple[Any, Array]:
         """See `Matmul`."""
         del state, kernel
         return rhs, jnp.zeros((groups,) if groups else ())
 
-    def kernel(self, state: State, residual: Any, kernel: Kernel, use: int) -> ScaledArray:
+    def kernel(self, state: State, residual: Any, kernel: KernelMatrix, use: int) -> ScaledArray:
         """A sharded kernel is quantized in shards, and all-gathered as codes and scales, if the shards have
         whole blocks and it is stored in more bytes. Then the result is the same to the bit."""
         rhs, uses = residual, (use == 0, use == 1)
@@ -129,7 +129,7 @@ class BlockScaling:
         leaves[:2] = kernel.gathered_runs(leaves[:2], _axis(shard, use), shard.runs)
         return treedef.unflatten(leaves)
 
-    def _shard_of_blocks(self, rhs: Any, kernel: Kernel, use: int) -> Any:
+    def _shard_of_blocks(self, rhs: Any, kernel: KernelMatrix, use: int) -> Any:
         """This device's shard of a kernel; None if not blocks of it are to be sent."""
         shard = kernel.shard()
         if shard is None:

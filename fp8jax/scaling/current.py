@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from fp8jax.quantization import scale_of
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.method import ScaleMethod, State
+from fp8jax.scaling.base import ScaleMethod, State
 
 
 def build(recipe: Recipe) -> ScaleMethod:

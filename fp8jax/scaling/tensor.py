@@ -16,9 +16,19 @@ from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import ScaledArray, amax, as_bytes, on_data, quantize_by, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import current, delayed
-from fp8jax.scaling.base import CASTS, GRAD, LHS, OPERANDS, RHS, Kernel, QuantizedRows, State, Uses
+from fp8jax.scaling.base import (
+    CASTS,
+    GRAD,
+    LHS,
+    OPERANDS,
+    RHS,
+    KernelMatrix,
+    QuantizedRows,
+    ScaleMethod,
+    State,
+    Uses,
+)
 from fp8jax.scaling.groups import groups_of_rows
-from fp8jax.scaling.method import ScaleMethod
 
 METHODS = {"delayed": delayed.build, "current": current.build}
 
@@ -84,7 +94,7 @@ class TensorScaling:
         q = _finished(operand, q, seen)
         return QuantizedRows(q, q, seen, sizes)
 
-    def prepare(self, state: State, rhs: Any, kernel: Kernel, groups: int) -> tuple[Any, Array]:
+    def prepare(self, state: State, rhs: Any, kernel: KernelMatrix, groups: int) -> tuple[Any, Array]:
         """A kernel with one scale and codes in the GEMM's format is not quantized again."""
         if groups:
             has_scales = isinstance(rhs, ScaledArray) and rhs.scale.shape[:1] == rhs.shape[:1]
@@ -97,7 +107,7 @@ class TensorScaling:
         seen = kernel.common_amax(amax(rhs))
         return self._cast(state, RHS, rhs, seen), seen
 
-    def kernel(self, state: State, residual: Any, kernel: Kernel, use: int) -> ScaledArray:
+    def kernel(self, state: State, residual: Any, kernel: KernelMatrix, use: int) -> ScaledArray:
         """See `Matmul`."""
         del state, use
         return kernel.to_matrix(on_data(kernel.gathered, residual))
