@@ -63,7 +63,7 @@ def why_not(scaling: str) -> str | None:
 
 
 def backend_of(scaling: str) -> str:
-    """What multiplies blocks on JAX's default device: "xla" on a CPU, else "pallas" or "cudnn"."""
+    """The backend of block-scaled GEMMs on JAX's default device: "xla" on a CPU, else "pallas" or "cudnn"."""
     if jax.devices()[0].platform == "cpu":
         return "xla"
     return "cudnn" if scaling in ("mxfp8", "nvfp4") else "pallas"

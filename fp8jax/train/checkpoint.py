@@ -120,7 +120,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
 
 
 def _metadata(path: pathlib.Path) -> dict[str, Any]:
-    """What `save` wrote beside the arrays; {} if that is no longer there."""
+    """The metadata that `save` wrote beside the arrays; {} if the file is gone."""
     try:
         content = json.loads((path / "run/metadata").read_text(encoding="utf-8"))
     except (OSError, RecursionError, ValueError):

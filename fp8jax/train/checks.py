@@ -1,4 +1,4 @@
-"""What `fit` refuses: rows that do not fit, a checkpoint that is not whole, a run that trains nothing."""
+"""Checks that `fit` makes before it trains: of the rows, the checkpoint, and whether a step is left to do."""
 
 import pathlib
 

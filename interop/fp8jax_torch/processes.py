@@ -1,4 +1,4 @@
-"""What the processes that train one model agree on, over `torch.distributed`."""
+"""Agreement between the processes that train one model, over `torch.distributed`."""
 
 from typing import Any
 
