@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from fp8jax import ScaledArray
+from fp8jax.dot import init_ragged_state, init_state
+from fp8jax.scaling.delayed import without_one
 from fp8jax.train import checkpoint, run_folder
 from fp8jax.train.metrics import ScaleMetrics
 
@@ -203,6 +205,19 @@ def test_a_checkpoint_knows_its_step(saved, tmp_path, harm, step, says):
     checkpoint.save(copy, 4, make_state(7))
     found, _ = checkpoint.restore(copy, like=make_state())
     assert found.step == 4 and bits(found.state) == bits(make_state(7))
+
+
+def test_a_checkpoint_of_0_1_0_has_scaling_states_without_one(tmp_path):
+    state = {
+        "model": {"kernel": init_state("te"), "layers": init_ragged_state("te", 3)},
+        "step": jnp.ones(()),
+    }
+    old = without_one(state)
+    assert jax.tree.structure(old) != jax.tree.structure(state)
+    checkpoint.save(tmp_path, 1, old)
+    found, skipped = checkpoint.restore(tmp_path, like=state)
+    assert jax.tree.structure(found.state) == jax.tree.structure(state) and skipped == []
+    assert bits(found.state) == bits(state)
 
 
 def test_a_checkpoint_of_another_run(tmp_path):

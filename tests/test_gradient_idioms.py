@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
+from fp8jax.dot import dot_general, init_state
 from fp8jax.optim import adamw, clip_by_global_norm, restore_weights
 from fp8jax.quantization import ScaledGradient, as_gradients, is_scaled, value
 
@@ -364,6 +365,62 @@ def test_an_optimizer_that_takes_the_state_for_parameters_is_loud(tx):
         variables, state, loss = step(variables, state)
         losses.append(float(loss))
     assert np.isfinite(losses[0]) and np.isnan(losses[1])
+
+
+ACCUMULATIONS = {
+    "sum": lambda a, b: a + b,
+    "by tokens": lambda a, b: (a + b) / 96,
+    "factor": lambda a, b: 2.0 * a,
+    "difference": lambda a, b: a - b,
+}
+
+
+def states_and_grad(kind, without=()):
+    """JAX's own gradient by (weights, states), the states, and the weights."""
+    if kind == "dot":
+        recipe, numbers = fp8jax.Recipe.parse("te"), (((1,), (0,)), ((), ()))
+        weights, states = jnp.ones((WIDTH, WIDTH)), init_state(recipe)
+        apply = lambda w, s, x: dot_general(x, w, numbers, recipe=recipe, state=s)  # noqa: E731
+    else:
+        model = fp8jax.transform(MLP() if kind == "linen" else raw, "te")
+        start = (
+            X[0] if kind == "linen" else {"up": jnp.ones((WIDTH, WIDTH)), "down": jnp.ones((WIDTH, WIDTH))}
+        )
+        first = jax.random.key(0) if kind == "linen" else start
+        variables = model.init(first, X[0])
+        weights, states = variables["params"], variables[STATE]
+        apply = lambda w, s, x: model.apply({"params": w, STATE: s}, x)  # noqa: E731
+    states = traverse_util.flatten_dict(states)
+    states = traverse_util.unflatten_dict({k: leaf for k, leaf in states.items() if k[-1] not in without})
+    loss = lambda w, s, x, y: jnp.mean((apply(w, s, x) - y) ** 2)  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), weights, states
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("kind", ["linen", "function", "dot"])
+def test_a_factor_on_the_state_is_loud(kind, accumulation):
+    """A sum of microbatches' gradients by JAX's own changes scale and history alike, so that the state looks
+    like another one."""
+    grad_fn, weights, states = states_and_grad(kind)
+    losses = []
+    for _ in range(2):
+        results = [grad_fn(weights, states, x, y) for x, y in zip(X, Y, strict=True)]
+        losses.append(float(results[0][0]))
+        states = jax.tree.map(ACCUMULATIONS[accumulation], *(grads[1] for _, grads in results))
+    assert np.isfinite(losses[0]) and np.isnan(losses[1])
+
+
+@pytest.mark.parametrize("kind", ["linen", "function", "dot"])
+def test_a_mean_of_states_and_a_state_without_one(kind):
+    """A state of 0.1.0 gives the same numbers, and stays as it is."""
+    losses = []
+    for without in ((), ("one",)):
+        grad_fn, weights, states = states_and_grad(kind, without)
+        for _ in range(3):
+            results = [grad_fn(weights, states, x, y) for x, y in zip(X, Y, strict=True)]
+            states = jax.tree.map(lambda a, b: (a + b) / 2, *(grads[1] for _, grads in results))
+            losses.append(float(results[0][0]))
+    assert np.all(np.isfinite(losses)) and losses[:3] == losses[3:]
 
 
 def test_a_scaling_state_that_was_left_behind_is_refused():

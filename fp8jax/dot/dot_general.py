@@ -18,6 +18,7 @@ from fp8jax.quantization import ScaledArray, as_codes, is_scaled, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import RHS, State
 from fp8jax.scaling.base import QuantizedRows
+from fp8jax.scaling.delayed import ONE
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
 
@@ -96,8 +97,8 @@ def init_state(recipe: Recipe | str) -> State:
 
 @functools.cache
 def state_names(recipe: Recipe) -> tuple[str, ...]:
-    """The names of the arrays of `init_state`, sorted."""
-    return tuple(sorted(jax.eval_shape(lambda: init_state(recipe))))
+    """The names of the arrays that a state must have, sorted."""
+    return tuple(sorted(set(jax.eval_shape(lambda: init_state(recipe))) - {ONE}))
 
 
 def history_of_another_length(recipe: Recipe, state: State) -> int | None:

@@ -9,7 +9,12 @@ State of a dot's n operands:
 
     scale         # shape=(n,), float32: scale of the next cast
     amax_history  # shape=(n, amax_history_len), float32: newest first, 0 for steps without an amax
+    one           # shape=(), float32: 1; states of 0.1.0 lack it
     step          # shape=(), float32: number of steps modulo interval; only if interval > 1
+
+The next state is a gradient in JAX's own `value_and_grad`, and loops add gradients, divide them, or step
+along them. A factor on scale and history leaves a state that looks like another one, but changes `one`; then
+the scale is NaN, and so is the loss.
 
 Differences from TransformerEngine: an infinite or NaN amax enters the history as 0, so that a bad step does
 not freeze the scale until it leaves the history. A subnormal amax counts as none. Before the first amax the
@@ -23,14 +28,24 @@ References:
     TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433, section 3.2.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from fp8jax.quantization import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import ScaleMethod, State
+
+# The name of the entry that a factor on a state changes.
+ONE = "one"
+
+# Weights of a mean sum to 1 but for rounding.
+_ROUNDING = 1e-3
 
 
 def build(recipe: Recipe) -> ScaleMethod:
@@ -40,6 +55,7 @@ def build(recipe: Recipe) -> ScaleMethod:
         state = {
             "scale": jnp.array(FIRST_SCALES[recipe.first_scale][:operands], jnp.float32),
             "amax_history": jnp.zeros((operands, recipe.amax_history_len), jnp.float32),
+            ONE: jnp.ones((), jnp.float32),
         }
         if recipe.interval > 1:
             state["step"] = jnp.zeros((), jnp.float32)
@@ -48,8 +64,10 @@ def build(recipe: Recipe) -> ScaleMethod:
     def scale(state: State, operand: int, amax: Float[Array, ""], limit: float) -> Float[Array, ""]:
         kept = lax.index_in_dim(state["scale"], operand, keepdims=False)
         # No amax is negative, but an optimizer that takes the state for a parameter makes it so at once.
-        newest = state["amax_history"][operand, 0]
-        kept = select(newest < 0, float("nan"), kept)
+        is_spoilt = state["amax_history"][operand, 0] < 0
+        if ONE in state:
+            is_spoilt |= ~(lax.abs(state[ONE] - 1) <= _ROUNDING)
+        kept = select(is_spoilt, float("nan"), kept)
         if recipe.first_scale != "tensor":
             return kept
         first = kept == UNSET
@@ -77,3 +95,20 @@ def build(recipe: Recipe) -> ScaleMethod:
         }
 
     return ScaleMethod(init, scale, update)
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is the state of a dot with delayed scaling."""
+    return isinstance(node, Mapping) and "amax_history" in node
+
+
+def without_one(tree: PyTree) -> PyTree:
+    """The tree with the states of 0.1.0."""
+    drop = lambda node: {name: node[name] for name in node if name != ONE} if is_state(node) else node  # noqa: E731
+    return jax.tree.map(drop, tree, is_leaf=is_state)
+
+
+def with_one(tree: PyTree) -> PyTree:
+    """The inverse of `without_one`."""
+    add = lambda node: {**node, ONE: jnp.ones_like(node["scale"][..., 0])} if is_state(node) else node  # noqa: E731
+    return jax.tree.map(add, tree, is_leaf=is_state)

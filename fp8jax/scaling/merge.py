@@ -20,7 +20,6 @@ merge, so that any scale with an amax is larger:
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from jaxtyping import Array, Float8e4m3fn, PyTree, Shaped
 
 from fp8jax.formats import E4M3
 from fp8jax.quantization import select, to_bytes
+from fp8jax.scaling.delayed import is_state
 
 
 class _CodesRules(Fp8MetaTyRules):
@@ -98,16 +98,13 @@ def from_cotangents(tree: PyTree) -> PyTree:
 def marked(tree: PyTree) -> PyTree:
     """The next states with negative scales for operands without an amax in this step."""
 
-    def is_delayed(node: Any) -> bool:
-        return isinstance(node, Mapping) and "amax_history" in node
-
     def mark(node: Any) -> Any:
-        if not is_delayed(node):
+        if not is_state(node):
             return node
         is_new = node["amax_history"][..., 0] > 0
         return type(node)({**node, "scale": jnp.where(is_new, node["scale"], -jnp.abs(node["scale"]))})
 
-    return jax.tree.map(mark, tree, is_leaf=is_delayed)
+    return jax.tree.map(mark, tree, is_leaf=is_state)
 
 
 def settled(merged: PyTree, old: PyTree) -> PyTree:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from fp8jax.scaling.delayed import ONE, with_one, without_one
 from fp8jax.train import distributed
 from fp8jax.train.errors import need
 
@@ -110,12 +111,15 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
             other = f"it is the checkpoint of step {found} under another name"
             skipped.append(f"{path}: {other if content else 'its metadata is damaged'}")
             continue
-        _check(path, content, like, run)
-        state, damage = _restored(folder, step, like)
+        # Scaling states of 0.1.0 lack an entry.
+        is_old = not any(name.endswith(f"[{ONE!r}]") for name in content["arrays"])
+        saved = without_one(like) if is_old else like
+        _check(path, content, saved, run)
+        state, damage = _restored(folder, step, saved)
         if distributed.any_of(bool(damage)):
             skipped.append(f"{path}: {damage or 'another process cannot read its arrays'}")
             continue
-        return Checkpoint(step, state, content), skipped
+        return Checkpoint(step, with_one(state) if is_old else state, content), skipped
     return None, skipped
 
 

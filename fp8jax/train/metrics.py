@@ -28,6 +28,7 @@ from fp8jax.adapters.nnx.gradient import call_of_states
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel
+from fp8jax.scaling.delayed import is_state
 from fp8jax.train import distributed
 from fp8jax.train.errors import need
 from fp8jax.train.run_folder import write
@@ -153,7 +154,6 @@ def _call_of_states(model: Any, args: Any, kwargs: Any) -> tuple[Callable[[PyTre
 
 def _delayed_states(variables: PyTree) -> list[tuple[str, Mapping[str, Any]]]:
     """(layer, state) of every dot with delayed scales, in the order of their paths."""
-    is_state = lambda node: isinstance(node, Mapping) and "amax_history" in node  # noqa: E731
     found = jax.tree.leaves_with_path(variables.get(SCALING, {}), is_leaf=is_state)
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/kernel"), state)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fp8jax.quantization import FIRST_SCALES, MAX_SCALE, MIN_SCALE, UNSET, usable
 from fp8jax.recipe import Recipe
+from fp8jax.scaling.delayed import ONE
 
 # TransformerEngine's names of lhs, rhs and the output gradient.
 _OPERANDS = ("x", "kernel", "grad")
@@ -122,6 +123,7 @@ def _entry_from_te(state: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     new = {
         "scale": jnp.where(usable(scale), jnp.clip(scale, MIN_SCALE, MAX_SCALE), first),
         "amax_history": jnp.concatenate([history[..., :0:-1], oldest], axis=-1),
+        ONE: jnp.ones(history.shape[:-2], jnp.float32),
     }
     if recipe.interval > 1:
         new["step"] = jnp.zeros(history.shape[:-2], jnp.float32)

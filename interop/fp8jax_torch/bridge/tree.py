@@ -16,12 +16,13 @@ from typing import Any
 import jax
 
 from fp8jax.quantization import ScaledArray, is_scaled
+from fp8jax.scaling.delayed import ONE
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
 NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
-# An entry that only JAX has: each step writes it before reading it.
-ONLY_JAX = "wgrad_scale"
+# Entries that only JAX has: each step writes the first before reading it, and none changes the second.
+ONLY_JAX = ("wgrad_scale", ONE)
 ROOT = ".root"  # the end of the name of a second moment that is kept as its root
 
 Key = tuple[str, ...]
@@ -49,7 +50,7 @@ class Tree:
         """Whether a torch model has such a leaf: parameters and scaling states, except `ONLY_JAX`."""
         if self.has_collections and key[0] not in (PARAMS, SCALING):
             return False
-        return key[-1] != ONLY_JAX and not key[-1].endswith(NNX_STATE + ONLY_JAX)
+        return key[-1].split(NNX_STATE)[-1] not in ONLY_JAX
 
     def below(self, prefix: Key, suffix: Key = ()) -> "Tree":
         """The leaves with names that begin and end so, by the names between; without collections."""

@@ -36,7 +36,7 @@ def to_flax(
         mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or another `NameMap`.
         like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or its
             `jax.eval_shape`; for NNX `nnx.state(model)`, and `nnx.update` puts the result into a model.
-            Leaves that torch does not have stay: `wgrad_scale`, and collections other than parameters and
+            Leaves that torch does not have stay: `ONLY_JAX`, and collections other than parameters and
             scaling state. None: nested dicts of Linen variables made from torch's tensors, unchecked.
         share: whether to use torch's memory where the order of dimensions allows it. JAX then sees torch's
             in-place writes (a step of its optimizer); stop using one side before the other goes on.
