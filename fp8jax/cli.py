@@ -242,8 +242,8 @@ def run_plan(args: argparse.Namespace) -> int:
         f"{recipe}, ZeRO {stage}, {devices} x {where}": (recipe, stage, devices)
         for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)
     }
-    for recipe, stage, devices in cases.values():  # before the first is compiled
-        Zero(targets.mesh(args.target, devices), recipe, stage)
+    for _, stage, devices in cases.values():  # before the first is compiled
+        Zero(targets.mesh(args.target, devices), stage=stage)
     options = {"loss": of.loss, "target": args.target, "cache": folder}
     plans = [
         memory.plan(models[recipe], recipe, *of.inputs, stage=stage, devices=devices, **options)

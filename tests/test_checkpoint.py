@@ -207,12 +207,10 @@ def test_a_checkpoint_knows_its_step(saved, tmp_path, harm, step, says):
     assert found.step == 4 and bits(found.state) == bits(make_state(7))
 
 
-def test_a_checkpoint_of_0_1_0_has_scaling_states_without_one(tmp_path):
-    state = {
-        "model": {"kernel": init_state("te"), "layers": init_ragged_state("te", 3)},
-        "step": jnp.ones(()),
-    }
-    old = without_one(state)
+def test_a_checkpoint_of_0_1_0_has_other_scaling_states(tmp_path):
+    state = {"kernel": init_state("O2"), "layers": init_ragged_state("O2", 3), "step": jnp.ones(())}
+    old = {**without_one(state), "stateless": {"wgrad_scale": jnp.ones(())}}
+    old["layers"]["wgrad_scale"] = jnp.ones(3)
     assert jax.tree.structure(old) != jax.tree.structure(state)
     checkpoint.save(tmp_path, 1, old)
     found, skipped = checkpoint.restore(tmp_path, like=state)

@@ -3,8 +3,9 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
 
 import fp8jax
 from fp8jax.dot import dot_general, init_ragged_state, init_state, ragged_dot
@@ -15,10 +16,8 @@ X = jnp.ones((32, 32))
 PAIRS = [
     ("nvfp4", "te", "key"),
     ("te", "nvfp4", "amax_history"),
-    ("O2", "te", "wgrad_scale"),
     ("te,interval=2", "te", "step"),
     ("nvfp4+O2", "O2", "key"),
-    ("O2,scaling=current", "te", "wgrad_scale"),
 ]
 
 
@@ -64,9 +63,8 @@ def test_nnx_modules_with_states_of_another_recipe(recipe, other, missing):
         fp8jax.value_and_grad(lambda model: jnp.sum(model(X)))(model)
 
 
-@pytest.mark.parametrize("recipe, other, missing", [pair for pair in PAIRS if pair[2] != "wgrad_scale"])
+@pytest.mark.parametrize("recipe, other, missing", PAIRS)
 def test_dots_with_states_of_another_recipe(recipe, other, missing):
-    """The last scale of an FP8 gradient is not needed: a dot alone has no such gradient."""
     numbers = (((1,), (0,)), ((), ()))
     with pytest.raises(ValueError, match=f"`state`: expected .*without '{missing}'"):
         dot_general(X, X, numbers, recipe=recipe, state=init_state(other))
@@ -126,7 +124,7 @@ NEEDS_NONE = [
 @pytest.mark.parametrize("kind", ["Linen", "function"])
 def test_states_that_the_recipe_does_not_need(kind, recipe, other):
     """They would come back unchanged from each step, too old for a model of their own recipe."""
-    expected = f"`variables`: expected {'wgrad_scale' if recipe[0] == 'O' else 'nothing'}"
+    expected = "`variables`: expected nothing"
     (model, variables), (_, foreign) = (model_and_variables(kind, name) for name in (recipe, other))
     for run in (sums(model), lambda v: fp8jax.value_and_grad(sums(model))(v)):
         with pytest.raises(ValueError, match=rf"{expected} in the .* for {recipe}; got \w+") as error:
@@ -164,6 +162,21 @@ def test_states_of_the_same_scaling_fit():
     other = fp8jax.transform(nn.Dense(32), "O2")
     sums(other)({**variables, SCALING: variables[SCALING]})
     assert PARAMS in variables
+
+
+@pytest.mark.parametrize("kind", ["Linen", "function"])
+def test_states_of_0_1_0_with_the_scale_of_the_gradient(kind):
+    """The entry stays in the state and changes nothing."""
+    for recipe in ("O2", "O2,scaling=current"):
+        model, variables = model_and_variables(kind, recipe)
+        path = ("fc",) if kind == "function" else ("kernel",)
+        states = traverse_util.flatten_dict(variables.get(SCALING, {}))
+        old = traverse_util.unflatten_dict({**states, (*path, "wgrad_scale"): jnp.float32(0.5)})
+        grad_fn = jax.jit(fp8jax.value_and_grad(sums(model)))
+        loss, grads, new = grad_fn({**variables, SCALING: old})
+        want, expected, _ = grad_fn(variables)
+        assert loss == want and jax.tree.structure(new[SCALING]) == jax.tree.structure(old)
+        jax.tree.map(np.testing.assert_array_equal, grads, expected)
 
 
 @pytest.mark.parametrize("recipe", ["te", "O2", "nvfp4"])

@@ -50,8 +50,6 @@ def test_gradients_are_in_the_formats_of_the_recipe(o2):
     assert kernel.scale.shape == variables["params"]["first"]["kernel"].scale.shape
     assert np.frexp(kernel.scale)[0] == 0.5  # a power of two
     assert bias.dtype == jnp.float32
-    recorded = new["_overwrite_with_gradient"]["first"]["kernel"]["wgrad_scale"]
-    assert float(recorded) == float(kernel.scale.squeeze())
     te = fp8jax.transform(MLP(), "te")
     _, grads, new = jax.jit(fp8jax.value_and_grad(mse(te)))(te.init(jax.random.key(0), X), X, Y)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(grads)} == {"float32"}
@@ -355,11 +353,10 @@ def test_stop_gradient_inside_the_loss_freezes_a_layer(recipe, stop):
     for leaf in jax.tree.leaves(frozen["first"], is_leaf=is_scaled):
         np.testing.assert_array_equal(value(leaf), 0)
     jax.tree.map(np.testing.assert_array_equal, frozen["second"], free["second"])
-    before, after = (tree["_overwrite_with_gradient"]["first"]["kernel"] for tree in (variables, with_frozen))
+    after = with_frozen["_overwrite_with_gradient"]["first"]["kernel"]
     seen = with_free["_overwrite_with_gradient"]["first"]["kernel"]["amax_history"]
     np.testing.assert_array_equal(after["amax_history"], seen)  # the layer still multiplies, and is scaled
-    if recipe != "te":
-        np.testing.assert_array_equal(after["wgrad_scale"], before["wgrad_scale"])
+    assert is_scaled(frozen["first"]["kernel"]) == is_scaled(free["first"]["kernel"]) == (recipe != "te")
 
 
 def test_stop_gradient_of_one_use_leaves_the_gradient_of_the_other():

@@ -168,10 +168,10 @@ def test_a_window_of_amaxes_by_hand():
 @pytest.mark.parametrize(
     "name, first, keys",
     [
-        ("max", TYPICAL, {"scale": (3,), "amax_history": (3, 3)}),
-        ("tensor", UNSET, {"scale": (3,), "amax_history": (3, 3)}),
-        ("one", 1, {"scale": (3,), "amax_history": (3, 4)}),
-        ("interval", TYPICAL, {"scale": (3,), "amax_history": (3, 4), "step": ()}),
+        ("max", TYPICAL, {"scale": (3,), "amax_history": (3, 3), "one": ()}),
+        ("tensor", UNSET, {"scale": (3,), "amax_history": (3, 3), "one": ()}),
+        ("one", 1, {"scale": (3,), "amax_history": (3, 4), "one": ()}),
+        ("interval", TYPICAL, {"scale": (3,), "amax_history": (3, 4), "one": (), "step": ()}),
         ("current", None, {}),
     ],
 )
@@ -180,7 +180,7 @@ def test_the_state_before_the_first_step(name, first, keys):
     assert {key: leaf.shape for key, leaf in state.items()} == keys
     assert all(leaf.dtype == jnp.float32 for leaf in state.values())
     for key, leaf in state.items():
-        np.testing.assert_array_equal(leaf, first if key == "scale" else 0)
+        np.testing.assert_array_equal(leaf, {"scale": first, "one": 1}.get(key, 0))
 
 
 def test_unset_is_a_number_that_no_scale_is():

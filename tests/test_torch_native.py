@@ -171,7 +171,6 @@ def test_matmul_equals_jaxs(recipe, dtype):
 def jax_product(recipe, dtype, x, w, g, state):
     matrices = (((1,), (0,)), ((), ()))
     scaled = isinstance(w, fp8jax.ScaledArray)
-    slot_dtype = fp8jax.dot.weight.FP8_GRAD if recipe.weight_grad == "E4M3" else jnp.float32
 
     def product(x, w, slot, state):
         kernel = fp8jax.dot.Weight(w, slot) if scaled else w
@@ -180,15 +179,10 @@ def jax_product(recipe, dtype, x, w, g, state):
     if not scaled:
         y, pull = jax.vjp(lambda x, w, state: product(x, w, None, state), x, w, state)
         return (y, *pull(g))
-    slot = (
-        fp8jax.scaling.merge.to_fp8_grad(jnp.zeros(w.shape, jnp.float8_e4m3fn))
-        if slot_dtype != jnp.float32
-        else None
-    )
+    slot = fp8jax.dot.GradSlot.zeros(jnp.zeros(w.shape)) if recipe.weight_grad == "E4M3" else None
     y, pull = jax.vjp(lambda x, slot, state: product(x, w, slot, state), x, slot, state)
     dx, dslot, state = pull(g)
-    codes = fp8jax.scaling.merge.from_fp8_grad(dslot)
-    return y, dx, codes.astype(jnp.float32) * state["wgrad_scale"], state
+    return y, dx, dslot.gradient().dequantize(), state
 
 
 def test_empty_batch():

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from fp8jax import Recipe, formats, quantize
-from fp8jax.dot import Weight, dot_general, init_state
+from fp8jax.dot import GradSlot, Weight, dot_general, init_state
 from fp8jax.quantization import is_scaled
-from fp8jax.scaling.merge import from_fp8_grad, to_fp8_grad
 
 torch = pytest.importorskip("torch", reason="the same on torch needs torch")
 
@@ -52,7 +51,7 @@ def steps_in_jax(recipe):
     def step(x, w, g, state):
         slot = jnp.zeros(w.shape)
         if recipe.weight_grad == "E4M3":
-            slot = to_fp8_grad(slot.astype(jnp.float8_e4m3fn))
+            slot = GradSlot.zeros(slot)
         if recipe.weight != "FP32":
             w = quantize(w, formats.get(recipe.weight), power_of_two=True)
 
@@ -64,7 +63,7 @@ def steps_in_jax(recipe):
         dx, dw, dslot, state = pull(g)
         dw = dslot if is_scaled(w) else dw
         if recipe.weight_grad == "E4M3":
-            dw = from_fp8_grad(dw).astype(jnp.float32) * state["wgrad_scale"]
+            dw = dw.gradient().dequantize()
         return y, dx, dw, state
 
     state = init_state(recipe)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -498,10 +499,42 @@ def test_moments_in_the_hosts_memory():
         assert kernel.data.sharding.memory_kind == "pinned_host"
 
 
-def test_no_communication_in_fp8_by_default():
-    """Gradients of a te or bf16 model are floats: `Zero` is told the recipe, and does not take O2's."""
-    with pytest.raises(TypeError, match="'recipe'"):
-        Zero(mesh(), stage=2)  # pyright: ignore[reportCallIssue]
+COMM = {"te": "float32", "block": "float32", "bf16": "float32", "O2": "uint8", "te,comm=BF16": "bfloat16"}
+
+
+@pytest.mark.parametrize("recipe", COMM)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_sent_in_the_format_of_the_model(recipe, stage):
+    """`Zero` is not told the recipe again."""
+    module, zero = nn.Dense(64), Zero(mesh(), stage=stage)
+    model = fp8jax.transform(module, recipe)
+    variables = model.init(jax.random.key(0), X)
+    grad_fn = fp8jax.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2), zero=zero)
+    found = collectives(jax.make_jaxpr(grad_fn)(zero.place(variables), X).jaxpr)
+    sent = {str(eqn.invars[0].aval.dtype) for eqn in found}
+    assert sent == {COMM[recipe]}
+
+
+def collectives(jaxpr):
+    """The equations that reduce-scatter or exchange matrices."""
+    found = []
+    for eqn in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            found += collectives(inner)
+        if eqn.primitive.name in ("reduce_scatter", "all_to_all") and eqn.invars[0].aval.size > 64:
+            found.append(eqn)
+    return found
+
+
+def test_a_recipe_that_contradicts_the_model():
+    model = fp8jax.transform(nn.Dense(64), "te")
+    zero = Zero(mesh(), "O2", stage=2)
+    grad_fn = fp8jax.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2), zero=zero)
+    with pytest.raises(
+        ValueError, match="`zero`: expected a recipe with comm=FP32, .*got O2 .*stage=2"
+    ) as error:
+        grad_fn(model.init(jax.random.key(0), X), X)
+    assert "\n" not in str(error.value)
 
 
 def test_bad_input():

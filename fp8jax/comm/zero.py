@@ -1,6 +1,6 @@
 """ZeRO: sharding of weights, gradients and optimizer states over data-parallel devices.
 
-    zero = Zero(mesh, "O2", stage=2)
+    zero = Zero(mesh, stage=2)
     variables = zero.place(model.init(key, x))
     tx = fp8jax.optim.adamw(3e-4, "O2", zero=zero)
     loss, grads, variables = fp8jax.value_and_grad(loss_fn, zero=zero)(variables, batch)
@@ -45,7 +45,8 @@ class Zero:
 
     Attributes:
         mesh: the device mesh.
-        recipe: the model's recipe; its `comm` column is the format of gradient communication.
+        recipe: None for gradient communication in the format of the transformed model in the loss, the `comm`
+            column of its recipe, and FP32 without one. A recipe gives the format for other models.
         stage: 0 to 3, see this module.
         axis_name: the mesh axis that shards the batch; "" for a mesh with one axis. JAX handles other axes:
             kernels sharded along them stay sharded.
@@ -57,7 +58,7 @@ class Zero:
     """
 
     mesh: Mesh
-    recipe: Recipe | str
+    recipe: Recipe | str | None = None
     stage: int = 0
     axis_name: str = ""
     offload: bool = False
@@ -69,7 +70,8 @@ class Zero:
         if self.axis_name not in names and (self.axis_name or len(names) != 1):
             wanted = "the one to split the batch over" if not self.axis_name else f"{self.axis_name!r}"
             raise ValueError(f"`axis_name`: expected one of the mesh's axes {names}; got {wanted}.")
-        Recipe.parse(self.recipe)
+        if self.recipe is not None:
+            Recipe.parse(self.recipe)
         if self._is_explicit and len(names) > 1:
             kinds = ", ".join(str(kind) for kind in self.mesh.axis_types)
             raise ValueError(

@@ -28,5 +28,6 @@ from fp8jax.dot.ragged import ragged_dot as ragged_dot
 from fp8jax.dot.ragged import wide_ragged_dot as wide_ragged_dot
 from fp8jax.dot.row_tiles import ExpertSharding as ExpertSharding
 from fp8jax.dot.vjp import GEMMS as GEMMS
+from fp8jax.dot.weight import GradSlot as GradSlot
 from fp8jax.dot.weight import Weight as Weight
 from fp8jax.scaling.lost import with_state as with_state

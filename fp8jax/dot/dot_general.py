@@ -86,13 +86,10 @@ def init_state(recipe: Recipe | str) -> State:
 
     Returns:
         The state of the recipe's scaling for the operands lhs, rhs and grad, in this order (see
-        `fp8jax.scaling.delayed`). With an FP8 weight gradient also its last scale, `wgrad_scale`, shape ().
+        `fp8jax.scaling.delayed`).
     """
     recipe = Recipe.parse(recipe)
-    state = scaling.of_recipe(recipe).init() if recipe.is_quantized else {}
-    if recipe.weight_grad == "E4M3":
-        state["wgrad_scale"] = jnp.ones((), jnp.float32)
-    return state
+    return scaling.of_recipe(recipe).init() if recipe.is_quantized else {}
 
 
 @functools.cache
@@ -110,7 +107,7 @@ def history_of_another_length(recipe: Recipe, state: State) -> int | None:
 def check_state(recipe: Recipe, state: State) -> None:
     """Raises ValueError if the scaling state of a dot lacks an array that the scaling of the recipe needs, or
     has amax histories of another length."""
-    wanted = [name for name in state_names(recipe) if name != "wgrad_scale"]
+    wanted = state_names(recipe)
     if missing := sorted(set(wanted) - set(state)):
         got = ", ".join(sorted(state)) or "nothing"
         raise ValueError(

@@ -18,14 +18,14 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Side, contract
-from fp8jax.dot.weight import WHOLE, KernelPlacement, PlacedKernel, Weight
+from fp8jax.dot.weight import WHOLE, GradSlot, KernelPlacement, PlacedKernel, Weight
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradient, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import GRAD, LHS, RHS, Scaling, State
 from fp8jax.scaling.base import QuantizedRows, Uses
 from fp8jax.scaling.lost import checked
-from fp8jax.scaling.merge import FP8_GRAD, from_cotangents, to_cotangents, to_fp8_grad
+from fp8jax.scaling.merge import from_cotangents, to_cotangents, to_fp8_grad
 
 # The `checkpoint_name` of the quantized residuals.
 FP8_OPERANDS = "fp8_operands"
@@ -111,6 +111,7 @@ class Static:
     lhs_dtype: Any
     rhs_dtype: Any  # None for a `ScaledArray`
     grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
+    grad_blocks: tuple[int, ...] | None  # the shape of the scales of a `GradSlot`; None for another slot
     out_dtype: Any
     placement: KernelPlacement  # of the kernel
     matmul: Matmul
@@ -130,8 +131,11 @@ class Static:
         rhs_dtype = None if isinstance(rhs.value, ScaledArray) else rhs.value.dtype
         if out_dtype is None:
             out_dtype = jnp.promote_types(lhs.dtype, rhs_dtype or jnp.float32)
-        grad_slot_dtype = None if rhs.grad_slot is None else rhs.grad_slot.dtype
-        dtypes = (lhs.dtype, rhs_dtype, grad_slot_dtype, jnp.dtype(out_dtype))
+        slot, blocks = rhs.grad_slot, None
+        if isinstance(slot, GradSlot):
+            slot, blocks = slot.data, slot.scale.shape
+        of_slot = (None if slot is None else slot.dtype, blocks)
+        dtypes = (lhs.dtype, rhs_dtype, *of_slot, jnp.dtype(out_dtype))
         return cls(recipe, backend, *dtypes, rhs.shard or WHOLE, matmul)
 
     @property
@@ -155,11 +159,9 @@ class Static:
         The gradient of an FP8 slot in a bfloat16 layer is rounded twice, to bfloat16 and to E4M3: a float32
         output of the GEMM would be written and read again, 11% more traffic in a step of MLP blocks.
         """
-        if self.grad_slot_dtype is not None and self.grad_slot_dtype != FP8_GRAD:
-            return self.grad_slot_dtype
-        return (
-            self.out_dtype if self.rhs_dtype is None or self.grad_slot_dtype == FP8_GRAD else self.rhs_dtype
-        )
+        if self.grad_blocks is not None:
+            return self.out_dtype
+        return next(dtype for dtype in (self.grad_slot_dtype, self.rhs_dtype, self.out_dtype) if dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,7 +260,7 @@ def _gradients(
             drhs = matmul.wgrad(call, lhs, second, q.sizes, side)
     update = matmul.for_groups(static.scaling.update)
     state = {**state, **update(state, jnp.stack([*seen, q.seen], axis=-1))}
-    return dlhs, *kernel_gradient(static, drhs, state, matmul.groups(sizes))
+    return dlhs, kernel_gradient(static, drhs, matmul.groups(sizes)), state
 
 
 def multiply(
@@ -275,34 +277,32 @@ def multiply(
     return backends.multiply(static.backend, lhs, rhs, numbers, out_dtype=dtype, precise=gemm != FPROP)
 
 
-def kernel_gradient(static: Static, drhs: Any, state: State, groups: int = 0) -> tuple[Any, State]:
-    """The kernel's gradient in the dtype of the slot or of rhs, and the new state.
+def kernel_gradient(static: Static, drhs: Any, groups: int = 0) -> Any:
+    """The kernel's gradient in the dtype of the slot or of rhs; for a `GradSlot` an E4M3 `ScaledArray`.
 
     Args:
         static: the static arguments.
         drhs: the gradient as the wgrad GEMM returns it; None without one.
-        state: the new state but for the scale of E4M3 codes, the gradient for an FP8 slot. Without such a
-            slot `wgrad_scale` is -inf, so that another use of the kernel can set it.
         groups: number of kernels, each with a scale; 0 for one kernel.
     """
-    as_codes = static.grad_slot_dtype == FP8_GRAD
-    if static.grad_slot_dtype is not None:
-        scattered = functools.partial(static.placement.scattered, as_codes=as_codes)
-        drhs = (jax.vmap(scattered) if groups else scattered)(drhs)
-    if as_codes:
-        blocks = (groups, 1, 1) if groups else ()
-        q = drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, blocks)
-        return q.data, {**state, "wgrad_scale": q.scale.reshape(-1) if groups else q.scale}
-    if "wgrad_scale" in state:
-        state = {**state, "wgrad_scale": jnp.full_like(state["wgrad_scale"], -jnp.inf)}
-    dtype = static.rhs_dtype if static.grad_slot_dtype is None else static.grad_slot_dtype
-    return None if dtype is None else drhs.astype(dtype), state
+    if static.grad_slot_dtype is None:
+        return None if static.rhs_dtype is None else drhs.astype(static.rhs_dtype)
+    is_fp8 = static.grad_blocks is not None
+    scattered = functools.partial(static.placement.scattered, as_codes=is_fp8)
+    drhs = (jax.vmap(scattered) if groups else scattered)(drhs)
+    if not is_fp8:
+        return drhs.astype(static.grad_slot_dtype)
+    return (
+        drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, (groups, 1, 1) if groups else ())
+    )
 
 
 def cotangents(static: Static, dlhs: jax.Array, drhs: Any, state: State) -> tuple[Any, ...]:
     """The cotangents of lhs, rhs, slot and state."""
-    if static.grad_slot_dtype == FP8_GRAD:
-        drhs = to_fp8_grad(drhs)
+    if (blocks := static.grad_blocks) is not None:
+        # One dot of stacked kernels has one scale for all of them.
+        scale = drhs.scale.reshape(()) if drhs.scale.size == 1 else drhs.scale.reshape(blocks)
+        drhs = GradSlot(to_fp8_grad(drhs.data), jnp.broadcast_to(scale, blocks))
     pair = (drhs, None) if static.grad_slot_dtype is None else (None, drhs)
     return (dlhs, *pair, to_cotangents(state))
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.dot.layout import Shard, Side
-from fp8jax.quantization import value
-from fp8jax.scaling.merge import FP8_GRAD
+from fp8jax.quantization import ScaledArray, value
+from fp8jax.scaling.merge import from_fp8_grad, zero_fp8_grad
 
 
 class KernelPlacement(Protocol):
@@ -98,6 +98,27 @@ class PlacedKernel(NamedTuple):
         return self.placement.gathered_runs(parts, axis, runs)
 
 
+class GradSlot(NamedTuple):
+    """Zeros for the FP8 gradient of a kernel: the cotangent is its E4M3 codes and their scale.
+
+    JAX cannot add codes. So one dot may use the slot, once.
+    """
+
+    data: Any  # the kernel's shape, `FP8_GRAD`
+    scale: (
+        jax.Array
+    )  # shape=(), or the kernel's rank with 1 in all axes but those of layers and groups, float32
+
+    @classmethod
+    def zeros(cls, like: jax.Array, blocks: tuple[int, ...] = ()) -> "GradSlot":
+        """A slot with the shape of `like`, and with scales of shape `blocks`."""
+        return cls(zero_fp8_grad(like), jnp.zeros(blocks, jnp.float32))
+
+    def gradient(self) -> ScaledArray:
+        """The gradient, of a slot that is a cotangent; zeros of an unused slot have the scale 1."""
+        return ScaledArray(from_fp8_grad(self.data), jnp.where(self.scale == 0, 1.0, self.scale))
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("value", "grad_slot"), meta_fields=("shard",)
 )
@@ -107,11 +128,11 @@ class Weight:
 
     JAX's cotangent of a float16 array is float16, too coarse for a gradient. So `grad_slot` is an array of
     zeros with the kernel's shape, which `dot_general` never reads. Its cotangent is the gradient with respect
-    to the kernel's value, in float32 or as E4M3 codes. The scale of the codes is in the dot's new state.
+    to the kernel's value, in float32 or, of a `GradSlot`, as E4M3 codes and their scale.
     """
 
     value: Any  # ScaledArray or float array
-    grad_slot: Any = None  # the kernel's shape, float32 or `FP8_GRAD`; None if `value` gets the gradient
+    grad_slot: Any = None  # the kernel's shape, float32, or a `GradSlot`; None if `value` gets the gradient
     shard: KernelPlacement | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
 
     @classmethod
@@ -133,7 +154,7 @@ class Weight:
         """The value as an array, float32 if its gradient goes to `grad_slot`."""
         if self.grad_slot is None:
             return value(self.value)
-        assert self.grad_slot.dtype != FP8_GRAD
+        assert not isinstance(self.grad_slot, GradSlot)
         if self.shard:
             return _shard_value(self.shard, value(self.value).astype(jnp.float32), self.grad_slot)
         return lax.stop_gradient(value(self.value)).astype(jnp.float32) + self.grad_slot

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.gradients.devices import ShardContext, over_devices
+from fp8jax.gradients.devices import GradShardings, ShardContext, over_devices
 from fp8jax.gradients.keys import check_batch, check_named, fold_in, names_of
 from fp8jax.gradients.loss import AxisNames, check_arguments, on_one_device, with_state
-from fp8jax.gradients.slots import quantized
+from fp8jax.gradients.slots import in_blocks
 from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
@@ -90,7 +90,7 @@ def _on_one_device(
     variables: Any,
     args: Any,
     kwargs: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, GradShardings]:
     """The mean loss and the mean gradients of a device's microbatches, see `loss.on_one_device`."""
 
     def one(part: Any) -> Any:
@@ -98,15 +98,15 @@ def _on_one_device(
         return on_one_device(context, loss_fn, variables, args, {**kwargs, **keys}, number)
 
     def add(sums: Any, part: Any) -> tuple[Any, Any]:
-        out, grads = one(part)
+        out, grads, _ = one(part)
         return _add(sums, grads, microbatches), out
 
     numbers = context.device_index * microbatches + jnp.arange(microbatches)
     keys = jax.vmap(functools.partial(fold_in, {name: kwargs[name] for name in names}))(numbers)
     rows = jax.tree.map(lambda x: x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:]), args)
-    _, shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys, numbers)))
+    _, shapes, shardings = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys, numbers)))
     sums, (losses, aux) = jax.lax.scan(add, _no_sums(shapes, format), (rows, keys, numbers))
-    return (jnp.mean(losses), aux), _finished(sums, shapes, variables, context)
+    return (jnp.mean(losses), aux), _finished(sums, shapes, shardings), shardings
 
 
 def _check_number(microbatches: Any) -> None:
@@ -147,13 +147,14 @@ def _add(sums: Any, grads: Any, parts: int) -> Any:
     return {PARAMS: jax.tree.map(add, sums[PARAMS], grads[PARAMS], is_leaf=is_scaled), **others}
 
 
-def _finished(sums: Any, shapes: Any, variables: Any, context: ShardContext) -> Any:
+def _finished(sums: Any, shapes: Any, shardings: GradShardings) -> Any:
     """The sums converted to the gradients' formats."""
-
-    def as_float(like: Any, total: Any) -> Any:
-        return value(total) if is_scaled(like) else total.astype(like.dtype)
-
-    grads = jax.tree.map(as_float, shapes[PARAMS], sums[PARAMS], is_leaf=is_scaled)
-    states, old = sums.get(SCALING, {}), variables.get(SCALING, {})
-    grads, states = quantized(grads, variables[PARAMS], states, old, context.shardings)
-    return sums | {PARAMS: grads} | ({SCALING: states} if SCALING in sums else {})
+    likes, treedef = jax.tree.flatten(shapes[PARAMS], is_leaf=is_scaled)
+    rows = zip(likes, treedef.flatten_up_to(sums[PARAMS]), shardings.of_params, strict=True)
+    grads = [
+        in_blocks(value(total), like.scale.shape, sharding.shard)
+        if is_scaled(like)
+        else total.astype(like.dtype)
+        for like, total, sharding in rows
+    ]
+    return sums | {PARAMS: treedef.unflatten(grads)}

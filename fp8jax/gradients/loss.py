@@ -11,9 +11,8 @@ from jax import lax
 
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
-from fp8jax.gradients.devices import GradFn, ShardContext, over_devices
+from fp8jax.gradients.devices import GradFn, GradShardings, ShardContext, over_devices
 from fp8jax.gradients.keys import shown
-from fp8jax.gradients.slots import quantized
 from fp8jax.gradients.traced import gradient
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.block import for_part, of_whole
@@ -143,8 +142,8 @@ def on_one_device(
     args: Any,
     kwargs: Any,
     part: Any = None,
-) -> tuple[Any, Any]:
-    """A `GradFn` on one device, perhaps one of many with its shards of the variables.
+) -> tuple[Any, Any, GradShardings]:
+    """A `GradFn` on one device, perhaps one of many with its shards of the variables; see `over_devices`.
 
     `part` is the number of this part of the batch, by default the device's. The loss is divided by the number
     of devices. Dots reduce some gradients over the devices; `over_devices` reduces the others. The scaling
@@ -153,19 +152,17 @@ def on_one_device(
 
     def run(variables: Any) -> Any:
         inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
-        inside[PARAMS] = params = context.whole(variables[PARAMS])
         old = variables.get(SCALING, {})
         if SCALING in variables:
             inside[SCALING] = for_part(old, context.device_index if part is None else part)
         scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
         scaled = functools.partial(_scaled_loss, loss_fn, context.devices, scale)
-        out, grads, state = gradient(scaled, inside, args, kwargs, context.shardings)
+        out, grads, state, shardings = gradient(context, scaled, inside, args, kwargs)
         state = of_whole(from_cotangents(state), old)
-        grads, state = quantized(grads, params, state, old, context.shardings)
         new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
         if scale is not None:
             new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])
-        return out, new
+        return out, new, shardings
 
     # JAX adds arrays of an extended dtype only in compiled code.
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))

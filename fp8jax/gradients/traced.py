@@ -3,20 +3,24 @@
 The loss sees arrays in the parameters' original dtypes.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8jax.dot import Weight
-from fp8jax.gradients.slots import grad_slot, state_at
+from fp8jax.gradients.devices import GradSharding, GradShardings, ShardContext
+from fp8jax.gradients.slots import grad_slot, in_format
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
+    FoundDots,
+    Kernel,
     ParamView,
     Plan,
     Static,
     Tracked,
-    aval_of,
+    Uses,
     can_be_kernel,
     evaluate,
     find_dots,
@@ -33,7 +37,9 @@ class _Param(NamedTuple):
 
     path: Any  # JAX tree path
     leaf: Any  # array or ScaledArray; with ZeRO this device's shard
-    shard: Any  # `ShardSpec`; None for a whole parameter
+    aval: Any  # the whole parameter's shape and original dtype
+    sharding: GradSharding = GradSharding()
+    uses: Uses | None = None  # in the loss
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,37 +48,41 @@ class _Param(NamedTuple):
     @property
     def view(self) -> ParamView | None:
         """The parameter as an input of the loss; None if it cannot be a kernel."""
-        if self.shard is None and not can_be_kernel(self.leaf):
-            return None
-        return ParamView.of(self.names, self.aval)
+        return ParamView.of(self.names, self.aval) if can_be_kernel(self.leaf) else None
 
-    @property
-    def aval(self) -> Any:
-        """The whole parameter's shape and original dtype."""
-        aval = aval_of(self.leaf)
-        if self.shard is None:
-            return aval
-        return jax.ShapeDtypeStruct(self.shard.whole_shape(self.leaf.shape), aval.dtype)
+    def input(self, slot: Any, *, is_own: bool) -> Any:
+        """The parameter as an input of `evaluate`; its gradient is the gradient of `slot`."""
+        if self.view is None:
+            return slot
+        return Tracked(Weight(slot) if is_own else Weight(self.leaf, slot, self.sharding.shard), self.view)
+
+
+def _uses(found: FoundDots, param: _Param) -> Uses | None:
+    """A parameter's uses. A stored kernel without an FP8 dot has a gradient in the format of the others."""
+    uses = found.uses.get(param.names)
+    if not found.recipes or not is_scaled(param.leaf) or (uses is not None and uses.kernel is not None):
+        return uses
+    return dataclasses.replace(uses or Uses(), kernel=Kernel(found.recipes[0], (), 0))
 
 
 def gradient(
-    loss_fn: Callable[..., Any], variables: Mapping[str, Any], args: Any, kwargs: Any, shardings: Any
-) -> tuple[Any, Any, Any]:
+    context: ShardContext, loss_fn: Callable[..., Any], variables: Mapping[str, Any], args: Any, kwargs: Any
+) -> tuple[Any, Any, Any, GradShardings]:
     """The gradients of `loss_fn(variables, *args, **kwargs)`, a pair of a scalar and auxiliary outputs.
 
     Args:
+        context: the sharding of the parameters.
         loss_fn: the loss.
         variables, args, kwargs: its arguments; on one of many devices, its shards.
-        shardings: the `GradSharding` of each parameter; a tree like the parameters.
 
     Returns:
-        The auxiliary outputs; the gradients before `slots.quantized`, float arrays or `FP8_GRAD` codes with
-        their scale in the state; and the state's cotangents, dtype `fm32`.
+        The auxiliary outputs; the gradients in their formats; the state's cotangents, dtype `fm32`; and the
+        shardings of the gradients.
     """
     others = {name: tree for name, tree in variables.items() if name not in (PARAMS, SCALING)}
     flat, treedef = jax.tree.flatten_with_path(variables[PARAMS], is_leaf=is_scaled)
-    shards = treedef.flatten_up_to(shardings)
-    params = [_Param(*pair, sharding.shard) for pair, sharding in zip(flat, shards, strict=True)]
+    axes = context.axes_of(treedef)
+    params = [_Param(*pair, context.aval(pair[1], axis)) for pair, axis in zip(flat, axes, strict=True)]
     state = to_fm32(variables.get(SCALING, {}))
     static, arrays = Static.of((others, args, kwargs))
 
@@ -85,25 +95,25 @@ def gradient(
         jaxpr, consts, shapes = live_jaxpr(call, [each.aval for each in params], state, arrays)
     found = find_dots(jaxpr, [each.view for each in params])
     plan = Plan.of((), programs=found.programs)
-    slots = [
-        grad_slot(each.leaf, each.shard, state_at(state, each.path), found.uses.get(each.names))
-        for each in params
-    ]
+    uses = [_uses(found, each) for each in params]
+    comm = context.comm(found.recipes)
+    shardings = [context.sharding(*each, comm) for each in zip(params, axes, uses, strict=True)]
+    leaves = context.whole([each.leaf for each in params], shardings)
+    rows = zip(params, leaves, shardings, uses, strict=True)
+    params = [each._replace(leaf=leaf, sharding=s, uses=of) for each, leaf, s, of in rows]
+    slots = [grad_slot(each.leaf, each.sharding.shard, each.uses) for each in params]
     is_own = [slot is each.leaf for slot, each in zip(slots, params, strict=True)]
 
     def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
-        ins = [_input(*each) for each in zip(params, slots, is_own, strict=True)]
+        ins = [each.input(slot, is_own=own) for each, slot, own in zip(params, slots, is_own, strict=True)]
         outs = evaluate(plan, jaxpr, consts, [*ins, *jax.tree.leaves(state), *arrays], {})
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.
     grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     (grads, new_state), out = grad_fn(slots, state)
-    return out, treedef.unflatten(grads), new_state
-
-
-def _input(param: _Param, slot: Any, is_own: bool) -> Any:
-    """A parameter as an input of `evaluate`; its gradient is that of `slot`, which may be the parameter."""
-    if param.view is None:
-        return slot
-    return Tracked(Weight(slot) if is_own else Weight(param.leaf, slot, param.shard), param.view)
+    grads = [
+        grad if own else in_format(grad, each.leaf, each.sharding.shard, each.uses)
+        for grad, own, each in zip(grads, is_own, params, strict=True)
+    ]
+    return out, treedef.unflatten(grads), new_state, GradShardings(tuple(shardings), comm)

@@ -51,7 +51,7 @@ def training_step(
         ValueError: no such target or stage; this process has fewer devices; an input has no rows to share.
         RuntimeError: the packages that compile for a target are missing.
     """
-    checked = comm.Zero(targets.mesh(target, devices), recipe, stage)
+    checked = comm.Zero(targets.mesh(target, devices), stage=stage)
     zero = checked if devices > 1 else None
     tx = optimizer(1e-3, recipe, zero=zero)
 

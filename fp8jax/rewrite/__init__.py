@@ -11,6 +11,7 @@ arrays.
 
 from fp8jax.rewrite.choose import SMALLEST as SMALLEST
 from fp8jax.rewrite.evaluate import evaluate as evaluate
+from fp8jax.rewrite.find import FoundDots as FoundDots
 from fp8jax.rewrite.find import Uses as Uses
 from fp8jax.rewrite.find import find_dots as find_dots
 from fp8jax.rewrite.follow import ParamView as ParamView

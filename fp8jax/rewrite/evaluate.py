@@ -251,7 +251,7 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
 def _depth(state: DotState, planned: PlannedDot) -> int:
     """The number of leading layer axes of a dot product's state."""
     groups = int(planned.dot.groups > 0)
-    ranks = {"scale": 1 + groups, "key": 1 + groups, "wgrad_scale": groups, lora.A: 2}
+    ranks = {"scale": 1 + groups, "key": 1 + groups, lora.A: 2}
     arrays = state.scaling | state.adapters
     return next((arrays[name].ndim - rank for name, rank in ranks.items() if name in arrays), 0)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
+from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import (
     ACTIVATION,
     CONSTANT,
@@ -24,7 +25,7 @@ from fp8jax.rewrite.dots import (
     is_parameter,
 )
 from fp8jax.rewrite.follow import ParamView, follow
-from fp8jax.rewrite.plan import Plan
+from fp8jax.rewrite.plan import Kernel, Plan
 from fp8jax.rewrite.rules import layer_paths
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
@@ -45,6 +46,7 @@ class Uses:
     dots: int = 0  # number of FP8 dot products
     others: int = 0  # number of other equations that read its value
     is_shared: bool = False  # whether a dot product uses it as a loop constant, or uses a part of it
+    kernel: Kernel | None = None  # of its first FP8 dot product, even a frozen one
 
 
 class FoundDots(NamedTuple):
@@ -55,6 +57,7 @@ class FoundDots(NamedTuple):
     convolutions: dict[tuple[str, tuple[str, ...] | None], int]  # FLOPs by named scope and parameter
     uses: dict[tuple[str, ...], Uses]
     programs: list[Site]  # sites of calls of transformed functions
+    recipes: list[Recipe]  # of these functions
 
 
 def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None]) -> FoundDots:
@@ -65,7 +68,7 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None]) -> FoundDots:
         views: for each of the first inputs, the model's own, the view of a parameter, or None if it cannot be
             a kernel. The other inputs are activations.
     """
-    walk = _Walk(FoundDots([], {}, {}, {}, []))
+    walk = _Walk(FoundDots([], {}, {}, {}, [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views))
     for out in walk.through(jaxpr, [*views, *others], Place()):
         walk.note_value(out)
@@ -122,6 +125,7 @@ class _Walk:
             return [self.computed(list(outs), name) for outs in zip(*branches, strict=True)]
         if name == PROGRAM:
             self.found.programs.append(place.site)
+            self.found.recipes.append(params["program"].recipe)
             program, walk = params["program"], _Walk(self.found, params["program"].plan, len(place.site))
             leaves, _, arrays, _ = params["treedef"].unflatten(ins)
             return walk.through(program.jaxpr, [*leaves, *arrays], place)
@@ -205,13 +209,16 @@ class _Walk:
         self.found.dots.append(dot)
         if dot.path is not None and ins[1 - dot.kernel] is ONE_HOT:
             self.found.tables[dot.path] = dot.shape
-        is_fp8 = self.plan is not None and place.site[self.outside :] in self.plan.dots
+        site = place.site[self.outside :]
+        is_fp8 = self.plan is not None and site in self.plan.dots
         for side, x in enumerate(ins):
             if not (is_fp8 and side == dot.kernel):
                 self.note_value(x)
-            elif isinstance(x, ParamView) and not x.is_frozen:
+            elif isinstance(x, ParamView):
                 uses = self.found.uses.setdefault(x.path, Uses())
-                uses.dots, uses.is_shared = uses.dots + 1, uses.is_shared or x.is_shared
+                uses.kernel = uses.kernel or self.plan.dots[site].kernel
+                if not x.is_frozen:
+                    uses.dots, uses.is_shared = uses.dots + 1, uses.is_shared or x.is_shared
 
 
 def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:

@@ -17,11 +17,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.dot import Weight
+from fp8jax.dot import GradSlot, Weight
 from fp8jax.dot.layout import on_data
 from fp8jax.platforms import explicit_mesh
 from fp8jax.quantization import ScaledArray, is_scaled
-from fp8jax.scaling.merge import FP8_GRAD
 
 # Equations that return their input, perhaps with another sharding or name.
 _IDENTITIES = ("copy", "copy_p", "name", "reshard", "sharding_constraint")
@@ -153,8 +152,9 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
         if parts is None:
             return None
         # FP8 gradients of several slices would have different scales.
-        assert grad_slot is None or grad_slot.dtype != FP8_GRAD or name not in _SLICES
-        grad_slots = [None] * len(parts) if grad_slot is None else bind(eqn, grad_slot, *rest)
+        assert not isinstance(grad_slot, GradSlot) or name not in _SLICES
+        grad_slots: Any = [None] * len(parts) if grad_slot is None else _move_stored(grad_slot, eqn, rest)
+        assert grad_slots is not None
         return [Tracked(Weight(*pair), new) for pair in zip(parts, grad_slots, strict=True)]
     if name in ("reshard", "sharding_constraint") and not view.is_transposed and weight.shard is None:
         constrained = on_data(lambda x: bind(eqn, x, *rest)[0], weight.value)
@@ -166,18 +166,19 @@ def transpose(x: Any, perm: tuple[int, ...]) -> Any:
     """A stored kernel, or its slot, with its axes in another order."""
     if x is None or perm == tuple(range(len(perm))):
         return x
-    if not is_scaled(x):
+    if not isinstance(x, ScaledArray | GradSlot):
         return lax.transpose(x, perm)
-    return ScaledArray(lax.transpose(x.data, perm), transpose(x.scale, perm) if x.scale.ndim else x.scale)
+    return type(x)(lax.transpose(x.data, perm), transpose(x.scale, perm) if x.scale.ndim else x.scale)
 
 
 def _move_stored(stored: Any, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Any] | None:
-    """The outputs of a reshape or slice of a stored parameter; None if its scales cannot be moved."""
-    if not is_scaled(stored):
+    """The outputs of a reshape or slice of a stored parameter, or its slot; None if its scales cannot be
+    moved."""
+    if not isinstance(stored, ScaledArray | GradSlot):
         return bind(eqn, stored, *rest)
-    data, scale = bind(eqn, stored.data, *rest), stored.scale
+    with_scale, data, scale = type(stored), bind(eqn, stored.data, *rest), stored.scale
     if scale.size == 1:
-        return [ScaledArray(x, scale.reshape(())) for x in data]
+        return [with_scale(x, scale.reshape(())) for x in data]
     # A scale for each layer of a stack, along the first axis.
     layers, name = stored.data.shape[0], eqn.primitive.name
     if math.prod(scale.shape[1:]) != 1:
@@ -185,10 +186,10 @@ def _move_stored(stored: Any, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Any] |
     if name == "slice":
         begin, end, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
         step = 1 if strides is None else strides[0]
-        return [ScaledArray(data[0], scale[begin[0] : end[0] : step])]
+        return [with_scale(data[0], scale[begin[0] : end[0] : step])]
     if name == "dynamic_slice" or scale.shape[0] != layers or any(x.shape[:1] != (layers,) for x in data):
         return None
-    return [ScaledArray(x, scale.reshape(layers, *(1,) * (x.ndim - 1))) for x in data]
+    return [with_scale(x, scale.reshape(layers, *(1,) * (x.ndim - 1))) for x in data]
 
 
 def bind(eqn: jex.JaxprEqn, *ins: Any) -> list[Any]:

@@ -20,6 +20,9 @@ from fp8jax.variables import SCALING
 # The `checkpoint_name` of the outputs of kernels' dot products.
 DOT_OUTPUT = "fp8jax_dot_output"
 
+# An entry of scaling states of 0.1.0, which is ignored.
+_OLD = "wgrad_scale"
+
 
 class Kernel(NamedTuple):
     """A parameter of dot products with a recipe: its scales and its scaling state."""
@@ -33,6 +36,11 @@ class Kernel(NamedTuple):
     def stacked(self) -> tuple[int, ...]:
         """The axes of `layers`."""
         return self.axes or tuple(range(len(self.layers)))
+
+    @property
+    def is_stacked_in_front(self) -> bool:
+        """Whether the axes of `layers` are the first ones."""
+        return self.stacked == tuple(range(len(self.layers)))
 
     def rank(self, x: Any) -> int:
         """The rank of the part of the parameter `x` that one scale covers."""
@@ -55,11 +63,13 @@ class Kernel(NamedTuple):
             return x
         if format == "BF16":
             return x.astype(jnp.bfloat16)
-        rank, order = self.rank(x), self._order(x)
-        kept = order[: x.ndim - rank]
-        blocks = tuple(dim if axis in kept else 1 for axis, dim in enumerate(x.shape))
-        q = quantize(x, formats.get(format), power_of_two=True, blocks=blocks)
+        q = quantize(x, formats.get(format), power_of_two=True, blocks=self.blocks(x))
         return q.with_own_dtype(x.dtype)
+
+    def blocks(self, x: Any) -> tuple[int, ...]:
+        """The shape of the scales of the parameter `x`: one for each layer and expert."""
+        kept = self._order(x)[: x.ndim - self.rank(x)]
+        return tuple(dim if axis in kept else 1 for axis, dim in enumerate(x.shape))
 
     def _order(self, x: Any) -> tuple[int, ...]:
         """The axes of the parameter `x`, the stacked ones first."""
@@ -95,10 +105,7 @@ class PlannedDot(NamedTuple):
 
     def first_state(self) -> dict[str, jax.Array]:
         """The initial scaling state, with a leading axis for each scan that slices the kernel."""
-        state = self.kernel.first_state(self.key)
-        if self.key != self.path:
-            state.pop("wgrad_scale", None)  # the parameter has one gradient
-        return state
+        return self.kernel.first_state(self.key)
 
     def state_in(self, states: Mapping[str, Any]) -> Any:
         """The scaling state among nested dicts of states; {} if it needs none.
@@ -108,10 +115,8 @@ class PlannedDot(NamedTuple):
         """
         recipe = self.kernel.recipe
         names = set(state_names(recipe)) if recipe.is_quantized else set()
-        if self.key != self.path:
-            names.discard("wgrad_scale")
         if not names:
-            self._check_no_others(_at(states, self.key), names)
+            self._check_no_others(_at(states, self.key))
             return {}
         # States that `merge` merged by max have the parameter's own key.
         for key in (self.key, self.path):
@@ -131,23 +136,21 @@ class PlannedDot(NamedTuple):
                     f"of {'/'.join(self.path)!r} for {recipe}; got {length}. Transform the model with "
                     f"amax_history_len={length}, or take the state from `model.init(...)`."
                 )
-            self._check_no_others(found, names)
-            return found
+            return {name: entry for name, entry in found.items() if name != _OLD}
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
             f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
             "not 'params' alone."
         )
 
-    def _check_no_others(self, found: Any, names: set[str]) -> None:
+    def _check_no_others(self, found: Any) -> None:
         """Raises ValueError for a state of another scaling, if this dot product's casts have none."""
-        others = set(found if isinstance(found, Mapping) else ()) - {"wgrad_scale"}
-        if others and names <= {"wgrad_scale"}:
+        if others := set(found if isinstance(found, Mapping) else ()) - {_OLD}:
             raise ValueError(
-                f"`variables`: expected {', '.join(names) or 'nothing'} in the scaling state of "
-                f"{'/'.join(self.path)!r} for {self.kernel.recipe}; got {', '.join(sorted(others))}: the "
-                f"state of another recipe, which no step would renew. Leave it out of {SCALING!r}, or take "
-                "that collection from `model.init(...)`."
+                f"`variables`: expected nothing in the scaling state of {'/'.join(self.path)!r} for "
+                f"{self.kernel.recipe}; got {', '.join(sorted(others))}: the state of another recipe, which "
+                f"no step would renew. Leave it out of {SCALING!r}, or take that collection from "
+                "`model.init(...)`."
             )
 
 

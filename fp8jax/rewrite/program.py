@@ -108,6 +108,7 @@ class Program:
     out: Static
     paths: list[tuple[str, ...]]  # paths of the parameters
     plan: Plan
+    recipe: Recipe
     report: Report
 
     def __repr__(self) -> str:
@@ -220,7 +221,7 @@ def trace(
     annotations.clear()
     named, lora_scale = [dot for dot, _ in choices], 1.0 if lora is None else lora.scale
     plan = Plan.of(planned, named, remat=remat, backend=settings.backend, lora_scale=lora_scale)
-    return Program(jaxpr, out, paths, plan, report), consts
+    return Program(jaxpr, out, paths, plan, settings.recipe, report), consts
 
 
 def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, planned: list[PlannedDot]) -> Report:

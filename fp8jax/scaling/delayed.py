@@ -84,11 +84,12 @@ def build(recipe: Recipe) -> ScaleMethod:
         window = newest if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=1)
         scale = scale_of(window, limits, margin=recipe.margin, otherwise=state["scale"])
         if recipe.interval == 1:
-            return {"scale": scale, "amax_history": history}
+            return {**state, "scale": scale, "amax_history": history}
         is_due = state["step"] == 0
         if recipe.first_scale != "one":  # update at once after a first amax
             is_due |= jnp.max(state["amax_history"], axis=1) == 0
         return {
+            **state,
             "scale": jnp.where(is_due, scale, state["scale"]),
             "amax_history": history,
             "step": jnp.mod(state["step"] + 1, recipe.interval),

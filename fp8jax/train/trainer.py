@@ -81,7 +81,7 @@ class Trainer:
         self.model = adapters.transform(model, config.precision, **options)
         self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _shapes(example))
         self.placement = place(distributed.devices(config.devices))
-        zero = self.placement.zero(config.precision, config)
+        zero = self.placement.zero(config)
         # Adapters have no master weights.
         self._has_masters = config.precision.master_weight != "-" and not config.lora_rank
         plain = model if self._has_masters else None

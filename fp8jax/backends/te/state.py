@@ -37,7 +37,7 @@ def to_te(state: Mapping[str, Any], *, name: str = _WRAPPER) -> dict[str, Any]:
 
     Returns:
         For each dot `{x,kernel,grad}_scale`, shape=(..., 1), and `{x,kernel,grad}_amax_history`,
-        shape=(..., history). An unset scale becomes 1; the scale of FP8 weight gradients is dropped.
+        shape=(..., history). An unset scale becomes 1.
 
     Raises:
         ValueError: the state is not one of delayed scaling with interval 1.
@@ -127,8 +127,6 @@ def _entry_from_te(state: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
     if recipe.interval > 1:
         new["step"] = jnp.zeros(history.shape[:-2], jnp.float32)
-    if recipe.weight_grad == "E4M3":
-        new["wgrad_scale"] = jnp.ones(history.shape[:-2], jnp.float32)
     return new
 
 

@@ -1,7 +1,7 @@
 """The placement of a data-parallel step: a mesh, the sharding of a batch, and ZeRO's sharding of the state.
 
 placement = place(distributed.devices(0))
-zero = placement.zero(recipe, config)          # for the gradient and the optimizer
+zero = placement.zero(config)          # for the gradient and the optimizer
 loss = step(state, placement.put(batch))
 """
 
@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8jax.comm import Zero
-from fp8jax.recipe import Recipe
 from fp8jax.train.config import DeviceConfig
 
 
@@ -24,7 +23,7 @@ class Placement(NamedTuple):
     replicated: NamedSharding  # the whole array on every device
     by_rows: NamedSharding  # the same number of rows on every device
 
-    def zero(self, recipe: Recipe, config: DeviceConfig) -> Zero | None:
+    def zero(self, config: DeviceConfig) -> Zero | None:
         """The sharding of the state; None on a single device without offload."""
         if self.mesh.size == 1 and config.zero:
             raise ValueError(
@@ -32,7 +31,7 @@ class Placement(NamedTuple):
             )
         if self.mesh.size == 1 and not config.offload:
             return None
-        return Zero(self.mesh, recipe, config.zero, offload=config.offload)
+        return Zero(self.mesh, stage=config.zero, offload=config.offload)
 
     def one_at_a_time(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The program, made to wait for its result where one CPU stands for several devices.
