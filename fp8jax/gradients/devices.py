@@ -101,13 +101,15 @@ class ShardContext:
 
     def whole(self, leaves: list[Any], shardings: Sequence[GradSharding]) -> list[Any]:
         """The parameters, after all-gathering the shards that no dot gathers."""
-        parts = [i for i, each in enumerate(shardings) if not (each.shard and each.shard.is_part)]
-        parts = [i for i in parts if shardings[i].axis is not None]
-        if self.zero is None or self.zero.stage < 3 or not parts:
+        axes = {
+            i: each.axis
+            for i, each in enumerate(shardings)
+            if each.axis is not None and not (each.shard and each.shard.is_part)
+        }
+        if self.zero is None or self.zero.stage < 3 or not axes:
             return leaves
-        axes = [shardings[i].axis for i in parts]
-        whole = whole_from_parts([leaves[i] for i in parts], axes, self.zero.axis)
-        new = dict(zip(parts, whole, strict=True))
+        whole = whole_from_parts([leaves[i] for i in axes], [*axes.values()], self.zero.axis)
+        new = dict(zip(axes, whole, strict=True))
         return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax.dot import Weight
-from fp8jax.gradients.devices import GradSharding, GradShardings, ShardContext
+from fp8jax.gradients.devices import GradShardings, ShardContext
 from fp8jax.gradients.slots import grad_slot, in_format
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import (
@@ -38,7 +38,7 @@ class _Param(NamedTuple):
     path: Any  # JAX tree path
     leaf: Any  # array or ScaledArray; with ZeRO this device's shard
     aval: Any  # the whole parameter's shape and original dtype
-    sharding: GradSharding = GradSharding()
+    shard: Any = None  # `ShardSpec`; None for a whole parameter
     uses: Uses | None = None  # in the loss
 
     @property
@@ -54,7 +54,7 @@ class _Param(NamedTuple):
         """The parameter as an input of `evaluate`; its gradient is the gradient of `slot`."""
         if self.view is None:
             return slot
-        return Tracked(Weight(slot) if is_own else Weight(self.leaf, slot, self.sharding.shard), self.view)
+        return Tracked(Weight(slot) if is_own else Weight(self.leaf, slot, self.shard), self.view)
 
 
 def _uses(found: FoundDots, param: _Param) -> Uses | None:
@@ -100,8 +100,8 @@ def gradient(
     shardings = [context.sharding(*each, comm) for each in zip(params, axes, uses, strict=True)]
     leaves = context.whole([each.leaf for each in params], shardings)
     rows = zip(params, leaves, shardings, uses, strict=True)
-    params = [each._replace(leaf=leaf, sharding=s, uses=of) for each, leaf, s, of in rows]
-    slots = [grad_slot(each.leaf, each.sharding.shard, each.uses) for each in params]
+    params = [each._replace(leaf=leaf, shard=s.shard, uses=of) for each, leaf, s, of in rows]
+    slots = [grad_slot(each.leaf, each.shard, each.uses) for each in params]
     is_own = [slot is each.leaf for slot, each in zip(slots, params, strict=True)]
 
     def loss(slots: list[Any], state: Any) -> tuple[Any, Any]:
@@ -113,7 +113,7 @@ def gradient(
     grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     (grads, new_state), out = grad_fn(slots, state)
     grads = [
-        grad if own else in_format(grad, each.leaf, each.sharding.shard, each.uses)
+        grad if own else in_format(grad, each.leaf, each.shard, each.uses)
         for grad, own, each in zip(grads, is_own, params, strict=True)
     ]
     return out, treedef.unflatten(grads), new_state, GradShardings(tuple(shardings), comm)

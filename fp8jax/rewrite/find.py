@@ -209,14 +209,13 @@ class _Walk:
         self.found.dots.append(dot)
         if dot.path is not None and ins[1 - dot.kernel] is ONE_HOT:
             self.found.tables[dot.path] = dot.shape
-        site = place.site[self.outside :]
-        is_fp8 = self.plan is not None and site in self.plan.dots
+        planned = self.plan and self.plan.dots.get(place.site[self.outside :])
         for side, x in enumerate(ins):
-            if not (is_fp8 and side == dot.kernel):
+            if planned is None or side != dot.kernel:
                 self.note_value(x)
             elif isinstance(x, ParamView):
                 uses = self.found.uses.setdefault(x.path, Uses())
-                uses.kernel = uses.kernel or self.plan.dots[site].kernel
+                uses.kernel = uses.kernel or planned.kernel
                 if not x.is_frozen:
                     uses.dots, uses.is_shared = uses.dots + 1, uses.is_shared or x.is_shared
 
