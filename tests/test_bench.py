@@ -81,21 +81,6 @@ def test_compile_measures_both_programs():
         assert all(row["compile s"] > 0 and row["total s"] > row["trace s"] > 0 for row in rows)
 
 
-@pytest.mark.long
-def test_blocks_need_less(bench):
-    sections = json.loads(bench("blocks", "--tiny", "--json", "--target", "cpu", "--recipes", "te"))
-    [blocks] = sections.values()
-    assert [row["gradient_checkpointing"] for row in blocks] == ["none", "dots", "fp8", "full"]
-    assert blocks[0]["/ none"] == 1.0 and all(row["/ none"] < 0.8 for row in blocks[1:])
-
-
-@pytest.mark.long
-def test_fp4_bias_measures_gradients(bench):
-    [rows] = json.loads(bench("fp4_bias", "--tiny", "--json")).values()
-    assert len(rows) == 4 and all(0.05 < row["all, 1 batch"] < 0.5 for row in rows)
-    assert all(0 < row["backward, 2 batches"] < row["backward, 1 batch"] for row in rows)
-
-
 def test_rounding_finds_none_in_float32(bench):
     """Adam in float32 moves as in float64, and O2's idle row does not."""
     out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
@@ -230,31 +215,6 @@ def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(
     assert row["temporaries %"] <= 2
     # Each is read twice and written once: a gradient is not written.
     assert row["/ state"] <= 4
-
-
-def test_torch_update_keeps_the_recipes_bytes(bench):
-    pytest.importorskip("torch")
-    [rows] = json.loads(bench("torch_update", "--json", "--tiny")).values()
-    kept = {row["way"]: round(row["bytes kept / parameter"], 1) for row in rows}
-    assert kept == {"torch foreach": 16, "torch fused": 16, "te": 16, "O1": 11, "O2": 6, "O3": 7, "fp8": 7}
-    assert all(row["step ms"] > 0 for row in rows)
-
-
-@pytest.mark.long
-def test_loader_measures_rates_and_waits():
-    # A program of its own: its worker imports it as the main module.
-    run = [sys.executable, str(ROOT / "examples/bench/loader.py"), "--tiny", "--json"]
-    sections = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    [row] = sections["alone"]
-    assert row["M tokens/s"] > 0 and row["slow transform"] > 0
-    assert len(sections["waiting"]) == 6
-    assert all(row["waits ms"] > 0 for row in sections["waiting"])
-
-
-@pytest.mark.long
-def test_batch_finds_the_largest_that_fits(bench):
-    [[row]] = json.loads(bench("batch", "--tiny", "--json", "--recipes", "bf16")).values()
-    assert row["rows"] > 1 and row["GB"] <= row["budget"] < row["of a row more"]
 
 
 def test_update_takes_turns_here(load_program):
