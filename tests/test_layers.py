@@ -18,14 +18,8 @@ import pytest
 
 RANKS = {
     "formats": 0,
-    "remedy": 0,
-    "accelerate": 0,
     "extras": 0,
-    "legal": 0,
-    "te_recipes": 0,
     "signals": 0,
-    "yaml_file": 0,
-    "partition": 0,
     "platforms": 0,
     "recipe": 1,
     "quantization": 1,
@@ -48,8 +42,6 @@ RANKS = {
 # Rooms of one rank that may import each other's, and why.
 SIDEWAYS = {
     ("cli", "__init__"): "the command tells the version",
-    ("accelerate", "yaml_file"): "Accelerate's settings are a YAML file",
-    ("accelerate", "extras"): "an error says what to install",
     ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
     ("optim", "comm"): "the step of a Zero is taken in parts",
 }
@@ -71,7 +63,7 @@ LIBRARIES = {
     "absl": {"train.data.loader": "lazy"},  # grain's flags
     "grain": {"train": "lazy"},  # seconds to import, and most programs read no data through it
     "matplotlib": {"train": "lazy", "inspect.chart": "lazy"},
-    "yaml": {"accelerate": "lazy", "yaml_file": "lazy"},
+    "yaml": {"recipe": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
 }
 
@@ -273,7 +265,7 @@ def test_an_unused_exception_is_found(tmp_path):
             "import optax",
             "optax is imported by adapters.linen; it belongs to optim",
         ),
-        ("accelerate.py", "import yaml", "yaml is imported by accelerate when it loads"),
+        ("recipe/yaml_file.py", "import yaml", "yaml is imported by recipe.yaml_file when it loads"),
         ("inspect/chart.py", "from rich import table", "rich is imported by inspect.chart; it belongs to"),
         (
             "quantization.py",
@@ -303,8 +295,8 @@ def test_planted_violation_is_found(tmp_path, path, source, says):
 def test_what_the_design_allows_passes(tmp_path):
     files = {
         "__init__.py": "from fp8jax.adapters import transform as transform\nfrom fp8jax import optim",
-        "accelerate.py": "def load():\n    import yaml",
-        "recipe.py": "from fp8jax.formats import E4M3\nfrom fp8jax import accelerate",
+        "recipe/yaml_file.py": "def load():\n    import yaml",
+        "recipe/recipe.py": "from fp8jax.formats import E4M3\nfrom . import yaml_file",
         "scaling/__init__.py": "from . import delayed\nfrom .merge import to_max",
         "scaling/delayed.py": "import jax\nfrom fp8jax.quantization import amax",
         "scaling/merge.py": "from flax.linen.fp8_ops import fm32",

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fp8jax
 from fp8jax.backends import block as gemm
 from fp8jax.inspect import targets
-from fp8jax.partition import split_by_devices
 from fp8jax.quantization import BLOCK_1X128, BLOCK_128X128, NVFP4_1X16, quantize_blocks
 from fp8jax.quantization.kernels import twice, twice_fp4
+from fp8jax.quantization.kernels.partition import split_by_devices
 
 DEVICES = 4
 

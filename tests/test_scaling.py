@@ -13,9 +13,10 @@ from flax.linen.fp8_ops import fm32
 from jax import lax
 
 import fp8jax
-from fp8jax import Recipe, legal, scaling
+from fp8jax import Recipe, scaling
 from fp8jax.dot import dot_general, init_state
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
+from fp8jax.recipe import legal
 from fp8jax.scaling import tensor
 from fp8jax.scaling.base import ScaleMethod
 from fp8jax.scaling.merge import (

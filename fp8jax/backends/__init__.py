@@ -19,8 +19,8 @@ from jax import lax
 
 from fp8jax.backends import block as block
 from fp8jax.backends import reference, te, xla
-from fp8jax.legal import BLOCK_SCALINGS
 from fp8jax.quantization import ScaledArray
+from fp8jax.recipe import BLOCK_SCALINGS
 
 BACKENDS = {"xla": xla, "reference": reference, "te": te}
 

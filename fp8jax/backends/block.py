@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from fp8jax.backends import tensor_core
-from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform, capability_of
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
+from fp8jax.quantization.kernels.partition import split_by_devices
 
 # Rows and columns of a block.
 TILE = 128

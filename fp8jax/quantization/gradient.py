@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 
 from fp8jax.quantization.array import ScaledArray, expand, is_scaled
+from fp8jax.quantization.remedy import ShowsRemedy
 from fp8jax.quantization.scales import MIN_SCALE
-from fp8jax.remedy import ShowsRemedy
 
 # The scale of a gradient that lost its tag, in an optimizer. On it zeros are zeros, and any other code makes
 # a second moment, or its root, larger than `ABSURD`. Its square is finite, because XLA may compute the square

@@ -26,7 +26,7 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from fp8jax import yaml_file
+from fp8jax.recipe import yaml_file
 from fp8jax.train.errors import need
 
 

@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from fp8jax.formats import E8M0
-from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
+from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization.kernels.tiles import (
     PARAMS,
     TILE,

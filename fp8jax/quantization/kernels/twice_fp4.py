@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E4M3
-from fp8jax.partition import split_by_devices
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import (
@@ -31,6 +30,7 @@ from fp8jax.quantization.blocks import (
     of_tensor,
     quantize_blocks,
 )
+from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization.kernels.tiles import (
     PARAMS,
     TILE,

@@ -16,7 +16,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from fp8jax import extras, yaml_file
+from fp8jax import extras
+from fp8jax.recipe import yaml_file
 
 _CLASSES = {
     "FP8RecipeKwargs": None,  # has a `backend`

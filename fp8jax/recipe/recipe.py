@@ -34,7 +34,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fp8jax import accelerate, legal, te_recipes
+from fp8jax.recipe import accelerate, legal, te
 
 # Layers that stay in high precision by default: output heads, which users of TransformerEngine and torchao
 # exclude by hand, and routers.
@@ -158,7 +158,7 @@ class Recipe:
         References:
             TransformerEngine 2.20, common/recipe/__init__.py.
         """
-        preset, changes = te_recipes.read(source)
+        preset, changes = te.read(source)
         return dataclasses.replace(PRESETS[preset], **changes)
 
     @classmethod
