@@ -411,7 +411,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     ],
 )
 def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path, text, key, line):
-    message = f"expected `{key}` once in a block of .*config.yaml; got it again in line {line}"
+    message = f"config.yaml says `{key}` twice, again in line {line}; leave one of them out"
     with pytest.raises(ValueError, match=message):
         Recipe.from_accelerate(written(tmp_path, text))
 

@@ -82,7 +82,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path):
         ("- steps", [], "Unexpected config: - steps"),
         ("steps: [1", [], "Problems parsing config: while parsing a flow sequence"),
         (b"\xff\xfe\x00", [], "run.yaml is no YAML: it is not UTF-8 text"),
-        ("steps: 3\nbias: true\nsteps: 4", [], "says `steps` twice; leave one of them out"),
+        ("steps: 3\nbias: true\nsteps: 4", [], "says `steps` twice, again in line 3; leave one of them out"),
         ("min-lr: 0.1\nmin_lr: 0.2", [], "says `min_lr` twice"),
         (20_000 * "[", [], "run.yaml is nested deeper than 20 blocks in line 1"),
         (BOMB, [], "run.yaml has more than 10,000 values, if each alias counts as what it stands for"),

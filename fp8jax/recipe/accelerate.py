@@ -11,9 +11,8 @@ there `override_linear_precision: (false, false, true)` is text, and `backend: n
 """
 
 import difflib
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from fp8jax import extras
@@ -25,7 +24,6 @@ _CLASSES = {
     "MSAMPRecipeKwargs": "MSAMP",
     "AORecipeKwargs": "AO",
 }
-_PRECISIONS = {"no": "fp32", "fp16": "fp16_amp", "bf16": "bf16", "fp8": "fp8"}
 _CONFIG = ("mixed_precision", "fp8_config")
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 _PREFIX = "ACCELERATE_FP8_"
@@ -33,6 +31,8 @@ _PREFIX = "ACCELERATE_FP8_"
 _GEMMS = (f"{_PREFIX}OVERRIDE_FPROP", f"{_PREFIX}OVERRIDE_DGRAD", f"{_PREFIX}OVERRIDE_WGRAD")
 # TransformerEngine's settings that are no field of a recipe.
 _NO_FIELDS = ("use_autocast_during_eval", "use_mxfp8_block_scaling")
+# Those of scales for whole tensors, which MXFP8 lacks.
+_OF_TENSORS = ("margin", "interval", "amax_history_len", "amax_compute_algo")
 # `accelerate launch` sets all of these for every backend.
 _LAUNCHED = {"fp8_format", "margin", "interval", "amax_history_len", "amax_compute_algo", "opt_level"}
 # Spellings of accelerate's questionnaire, its documentation and its environment variables.
@@ -42,9 +42,6 @@ _ALIASES = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
 }
-_BOOLEANS = dict.fromkeys("y yes t true on 1".split(), True) | dict.fromkeys(
-    "n no f false off 0".split(), False
-)
 
 # A preset's name, and values by the names of a recipe's fields.
 Preset = tuple[str, dict[str, Any]]
@@ -98,13 +95,13 @@ def _with_precision(precision: object, key: str, settings: list[_Setting]) -> Pr
     """The preset of a mixed precision and FP8 settings. One of the two may be missing."""
     if precision is None and not settings:
         raise _error(f"expected `{key}` or settings of FP8; got neither")
-    word = "fp8" if precision is None else _word(key, precision, _PRECISIONS)
-    if word == "fp8":
+    preset = "fp8" if precision is None else _precision(key, precision)
+    if preset == "fp8":
         return _preset(settings)
     if settings:
         got = ", ".join(f"{setting.key}={setting.value!r}" for setting in settings)
-        raise _error(f"settings of FP8 need {key}=fp8; got {key}={word} and {got}")
-    return _PRECISIONS[word], {}
+        raise _error(f"settings of FP8 need {key}=fp8; got {key}={precision} and {got}")
+    return preset, {}
 
 
 def _is_config(given: Mapping[Any, Any]) -> bool:
@@ -130,23 +127,10 @@ def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
             f"from_accelerate: a config.yaml is read by PyYAML; {extras.install('train')}"
         ) from None
 
-    class Loader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            """Refuses a key that occurs twice in one block; YAML would keep the last value."""
-            node, seen = super().compose_mapping_node(anchor), set()
-            for key in (key for key, _ in node.value if key.id == "scalar"):
-                if key.value in seen:
-                    again = f"got it again in line {key.start_mark.line + 1}"
-                    raise _error(f"expected `{key.value}` once in a block of {os.fspath(path)}; {again}")
-                seen.add(key.value)
-            return node
-
     try:
-        text = yaml_file.read_text(path)
+        content = yaml.safe_load(yaml_file.read_text(path))
     except ValueError as error:
         raise _error(str(error)) from None
-    try:
-        content = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise _error(f"{os.fspath(path)} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping) or not _is_config(content):
@@ -211,18 +195,10 @@ def _preset(settings: list[_Setting]) -> Preset:
     values = {name: given.get(name, default) for name, default in defaults.items()}
     if backend == "MSAMP":
         return values["opt_level"], {}
-    if values["use_mxfp8_block_scaling"]:
-        return _mxfp8(values, defaults)
-    return "te", {name: value for name, value in values.items() if name not in _NO_FIELDS}
-
-
-def _mxfp8(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Preset:
-    """The preset of MXFP8. Accelerate hands on only what differs from its own defaults, as here."""
-    given = {name for name, value in values.items() if value != defaults[name]}
-    scales = [
-        name for name in ("margin", "interval", "amax_history_len", "amax_compute_algo") if name in given
-    ]
-    if scales:
+    if not values["use_mxfp8_block_scaling"]:
+        return "te", {name: value for name, value in values.items() if name not in _NO_FIELDS}
+    # Accelerate hands on only what differs from its own defaults, as here.
+    if scales := [name for name in _OF_TENSORS if values[name] != defaults[name]]:
         raise _error(f"use_mxfp8_block_scaling takes no {', '.join(scales)}; leave that out")
     return "mxfp8", {"override_linear_precision": values["override_linear_precision"]}
 
@@ -259,21 +235,44 @@ def _illegal(key: str, got: object, expected: str) -> ValueError:
     return _error(f"`{key}` is one of: {expected}; got {got!r}")
 
 
-def _boolean(key: str, raw: object) -> bool:
-    """A boolean, 0 or 1, or a word that accelerate's `str_to_bool` knows."""
-    word = str(raw).strip().lower()
-    if word not in _BOOLEANS:
-        raise _illegal(key, raw, "true false")
-    return _BOOLEANS[word]
+def _one_of(
+    words: str, also: Mapping[Any, Any] | None = None, refused: Mapping[str, str] | None = None
+) -> Callable[[str, object], Any]:
+    """A parser of one of some words, in any case.
+
+    Args:
+        words: legal words, as errors list them.
+        also: values of further words, and of words that do not stand for themselves.
+        refused: reasons by word.
+    """
+    values = {word.casefold(): word for word in words.split()} | dict(also or {})
+
+    def parse(key: str, raw: object) -> Any:
+        word = str(raw).strip().casefold()
+        if word not in values:
+            raise _illegal(key, raw, words + (refused or {}).get(word, ""))
+        return values[word]
+
+    return parse
 
 
-def _word(key: str, raw: object, legal: Iterable[str]) -> str:
-    """A word of `legal`, in any case; YAML reads an unquoted `no` as False."""
-    text = "no" if raw is False else raw
-    for word in legal:
-        if isinstance(text, str) and text.strip().casefold() == word.casefold():
-            return word
-    raise _illegal(key, raw, " ".join(legal))
+# The words that accelerate's `str_to_bool` knows.
+_boolean = _one_of(
+    "true false",
+    dict.fromkeys("y yes t true on 1".split(), True) | dict.fromkeys("n no f false off 0".split(), False),
+)
+# YAML reads an unquoted `no` as False.
+_precision = _one_of("no fp16 bf16 fp8", {"no": "fp32", "false": "fp32", "fp16": "fp16_amp"})
+_format = _one_of("HYBRID E4M3", refused={"e5m2": " (E5M2 is too coarse for a forward that trains)"})
+# Accelerate's templates spell MS-AMP; None is where the other settings decide.
+_backend = _one_of(
+    "TE MSAMP auto",
+    {"ms-amp": "MSAMP", "ms_amp": "MSAMP", "auto": None, "no": None, "false": None},
+    {
+        "ao": " (torchao's settings have no recipe; Recipe.parse('te,scaling=current') scales as it does, "
+        "and `exclude` keeps the first and the last layer out)"
+    },
+)
 
 
 def _integer(key: str, raw: object) -> int:
@@ -293,26 +292,6 @@ def _override(key: str, raw: object) -> tuple[bool, ...]:
     return tuple(_boolean(key, item) for item in items)
 
 
-def _format(key: str, raw: object) -> str:
-    if str(raw).strip().upper() == "E5M2":
-        raise _illegal(key, raw, "HYBRID E4M3 (E5M2 is too coarse for a forward that trains)")
-    return _word(key, raw, ("HYBRID", "E4M3"))
-
-
-def _backend(key: str, raw: object) -> str | None:
-    """TE or MSAMP, which accelerate's templates spell MS-AMP; None where the other settings decide."""
-    word = raw.strip().lower().replace("-", "").replace("_", "") if isinstance(raw, str) else raw
-    if word == "ao":
-        expected = (
-            "TE MSAMP auto (torchao's settings have no recipe; Recipe.parse('te,scaling=current') scales as "
-            "it does, and `exclude` keeps the first and the last layer out)"
-        )
-        raise _illegal(key, raw, expected)
-    if word is False or word in ("no", "auto"):
-        return None
-    return _word(key, word, ("TE", "MSAMP", "auto"))
-
-
 class _Spec(NamedTuple):
     """A setting: its backend, the parser of its values, and Accelerate's default."""
 
@@ -329,11 +308,11 @@ SETTINGS = {
     "margin": _Spec("TE", _integer, 0),
     "interval": _Spec("TE", _integer, 1),
     "amax_history_len": _Spec("TE", _integer, 1024),
-    "amax_compute_algo": _Spec("TE", functools.partial(_word, legal=("max", "most_recent")), "most_recent"),
+    "amax_compute_algo": _Spec("TE", _one_of("max most_recent"), "most_recent"),
     "override_linear_precision": _Spec("TE", _override, (False, False, False)),
     "use_autocast_during_eval": _Spec("TE", _boolean, False),
     "use_mxfp8_block_scaling": _Spec("TE", _boolean, False),
-    "opt_level": _Spec("MSAMP", functools.partial(_word, legal=("O1", "O2")), "O2"),
+    "opt_level": _Spec("MSAMP", _one_of("O1 O2"), "O2"),
     "config": _Spec("AO", lambda _, raw: raw, None),
     "module_filter_func": _Spec("AO", lambda _, raw: raw, None),
     "pad_inner_dim": _Spec("AO", _boolean, True),

@@ -1,10 +1,12 @@
-"""YAML files of limited size, depth and aliases.
+"""YAML files of limited size, depth and aliases, and with each key once.
 
 text = read_text("run.yaml")
 
-A few lines of aliases can stand for gigabytes, and deep nesting ends Python's stack.
+A few lines of aliases can stand for gigabytes, and deep nesting ends Python's stack. YAML's loaders take the
+last of two equal keys and say nothing. In keys - counts as _.
 """
 
+import dataclasses
 import os
 import pathlib
 import stat
@@ -19,7 +21,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a YAML file that can be parsed at no risk. Whether it is YAML, the parser says.
 
     Raises:
-        ValueError: the path is no file, or the file is not UTF-8 or goes beyond a limit.
+        ValueError: the path is no file, or the file is not UTF-8, goes beyond a limit, or has a key twice in
+            one block.
         OSError: the file cannot be read.
         ImportError: PyYAML is not installed.
     """
@@ -32,35 +35,52 @@ def read_text(path: str | os.PathLike[str]) -> str:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{name} is no YAML: it is not UTF-8 text") from None
-    if reason := _excess(text):
+    if reason := _problem(text):
         raise ValueError(f"{name} {reason}")
     return text
 
 
-def _excess(text: str) -> str:
-    """The limit that a text goes beyond, or ""."""
+@dataclasses.dataclass
+class _Block:
+    """A block of a file, so far."""
+
+    anchor: Any = None
+    keys: set[str] | None = None  # None for a list
+    values: int = 0  # in it and in the blocks within
+    parts: int = 0  # keys and values of its own
+
+
+def _problem(text: str) -> str:
+    """What is wrong with a text, such as the limit that it goes beyond; or ""."""
     import yaml
 
     sizes: dict[str, int] = {}  # anchor -> values, of the blocks that are closed
-    blocks: list[list[Any]] = [[None, 0]]  # anchor and values so far, of the blocks that are open
+    blocks = [_Block()]  # those that are open
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
-            size = 1
+            size, line = 1, event.start_mark.line + 1
             if isinstance(event, yaml.CollectionStartEvent):
-                blocks.append([event.anchor, 0])
+                keys = set() if isinstance(event, yaml.MappingStartEvent) else None
+                blocks.append(_Block(event.anchor, keys, parts=-1))
             elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, size = blocks.pop()
-                sizes[anchor] = size
+                size = sizes[blocks[-1].anchor] = blocks[-1].values
+                blocks.pop()
             elif isinstance(event, yaml.AliasEvent):
-                if event.anchor in [anchor for anchor, _ in blocks]:
+                if event.anchor in [block.anchor for block in blocks]:
                     return f"has an alias *{event.anchor} within its own block"
                 size = sizes.get(event.anchor, 1)
             elif isinstance(event, yaml.ScalarEvent):
                 sizes[event.anchor] = 1
-            blocks[-1][1] += size
+                if blocks[-1].keys is not None and blocks[-1].parts % 2 == 0:
+                    key = event.value.replace("-", "_")
+                    if key in blocks[-1].keys:
+                        return f"says `{event.value}` twice, again in line {line}; leave one of them out"
+                    blocks[-1].keys.add(key)
+            blocks[-1].parts += 1
+            blocks[-1].values += size
             if len(blocks) > DEPTH:
-                return f"is nested deeper than {DEPTH} blocks in line {event.start_mark.line + 1}"
-            if blocks[-1][1] > VALUES:
+                return f"is nested deeper than {DEPTH} blocks in line {line}"
+            if blocks[-1].values > VALUES:
                 return f"has more than {VALUES:,} values, if each alias counts as what it stands for"
     except yaml.YAMLError:
         pass  # the parser will say it
