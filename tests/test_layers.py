@@ -1,50 +1,20 @@
 """Imports point one way: down the ranks of the design, and every library stays in its room.
 
-A room is a root file or a folder of `fp8jax/`. A module may import rooms of a lower rank, its own room, and
-of its own rank only what `SIDEWAYS` lists with a reason. `interop/fp8jax_torch` stands outside the ranks and
-may import `formats`, `recipe`, `quantization`, `rewrite`, for its rules, and `scaling`, for its blocks. The
-checker reads the sources (lazy imports included) and imports nothing.
+A room is a root file or a folder of `fp8jax/`; `rooms.py` has the table. A module may import its own room and
+rooms of a lower rank. `interop/fp8jax_torch` stands outside the ranks and may import `formats`, `recipe`,
+`quantization`, `rewrite`, for its rules, and `scaling`, for its blocks. The checker reads the sources (lazy
+imports included) and imports nothing.
 """
 
 import ast
-import pathlib
-import re
 import subprocess
 import sys
 import textwrap
 from typing import NamedTuple
 
 import pytest
-
-RANKS = {
-    "formats": 0,
-    "extras": 0,
-    "signals": 0,
-    "platforms": 0,
-    "recipe": 1,
-    "quantization": 1,
-    "variables": 1,
-    "loss_scale": 2,
-    "scaling": 2,
-    "backends": 2,
-    "comm": 3,
-    "dot": 3,
-    "optim": 3,
-    "gradients": 4,
-    "rewrite": 4,
-    "adapters": 5,
-    "inspect": 6,
-    "train": 7,
-    "cli": 8,
-    "__init__": 8,
-}
-
-# Rooms of one rank that may import each other's, and why.
-SIDEWAYS = {
-    ("cli", "__init__"): "the command tells the version",
-    ("gradients", "rewrite"): "a loss is evaluated with its parameters followed",
-    ("optim", "comm"): "the step of a Zero is taken in parts",
-}
+import rooms
+from rooms import RANKS
 
 ANYWHERE = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy", "fp8jax"} | set(sys.stdlib_module_names)
 
@@ -141,20 +111,20 @@ def complaint_about(module, imported):
     if library == "fp8jax":
         target = target_of(rest)
         if target not in RANKS:
-            return f"{target} is no room of the design, add it to RANKS with its rank"
+            return f"{target} is no room of the design, add it to tests/rooms.py with its rank"
         # `from fp8jax import Recipe` goes through the root, which stands above everything.
-        if target == room or RANKS[target] < RANKS[room] or (room, target) in SIDEWAYS:
+        if target == room or RANKS[target] < RANKS[room]:
             return None
         return f"{room} (rank {RANKS[room]}) imports {target} (rank {RANKS[target]})"
     if library in ANYWHERE:
         return None
-    rooms = LIBRARIES.get(library, {})
-    allowed = next((rooms[name] for name in folders_of(module) if name in rooms), None)
+    users = LIBRARIES.get(library, {})
+    allowed = next((users[name] for name in folders_of(module) if name in users), None)
     if allowed == "eager" or (allowed == "lazy" and imported.lazy):
         return None
     if allowed == "lazy":
         return f"{library} is imported by {module} when it loads: import it in the function that needs it"
-    return f"{library} is imported by {module}; it belongs to {', '.join(sorted(rooms)) or 'no room'}"
+    return f"{library} is imported by {module}; it belongs to {', '.join(sorted(users)) or 'no room'}"
 
 
 def violations(top):
@@ -164,7 +134,7 @@ def violations(top):
         module = module_name(path, top)
         where = path.relative_to(top.parent)
         if module.split(".")[0] not in RANKS:
-            found.append(f"{where}: no room of the design, add it to RANKS with its rank")
+            found.append(f"{where}: no room of the design, add it to tests/rooms.py with its rank")
             continue
         for imported in imports_of(path, top):
             complaint = complaint_about(module, imported)
@@ -221,18 +191,16 @@ def test_no_file_is_named_as_an_export(root):
 
 
 def unused(top):
-    """Rooms, sideways imports and rooms of libraries in the tables above that the package at `top` lacks."""
+    """Rooms, and rooms of libraries in the table above, that the package at `top` lacks."""
     modules = {module_name(path, top): path for path in top.rglob("*.py")}
-    pairs, users = set(), set()
+    users = set()
     for module, path in modules.items():
         for imported in imports_of(path, top):
-            library, *rest = imported.name.split(".")
-            pairs |= {(module.split(".")[0], target_of(rest))} if library == "fp8jax" else set()
+            library = imported.name.partition(".")[0]
             users |= {(library, folder) for folder in folders_of(module)}
-    rooms = {module.split(".")[0] for module in modules}
-    stale = [f"room {room}" for room in RANKS if room not in rooms]
-    stale += [f"sideways {pair}" for pair in SIDEWAYS if pair not in pairs]
-    wanted = ((library, module) for library, rooms in LIBRARIES.items() for module in rooms)
+    found = {module.split(".")[0] for module in modules}
+    stale = [f"room {room}" for room in RANKS if room not in found]
+    wanted = ((library, module) for library, allowed in LIBRARIES.items() for module in allowed)
     return stale + [f"{library} in {module}" for library, module in wanted if (library, module) not in users]
 
 
@@ -241,9 +209,9 @@ def test_every_exception_is_used(root):
 
 
 def test_an_unused_exception_is_found(tmp_path):
-    found = unused(plant(tmp_path, {"optim/adam.py": "import optax\nfrom fp8jax import comm"}))
-    assert {"room dot", "sideways ('gradients', 'rewrite')", "flax in inspect"} <= set(found)
-    assert not {"room optim", "sideways ('optim', 'comm')", "optax in optim"} & set(found)
+    found = unused(plant(tmp_path, {"optim/adam.py": "import optax"}))
+    assert {"room dot", "flax in inspect"} <= set(found)
+    assert not {"room optim", "optax in optim"} & set(found)
 
 
 @pytest.mark.parametrize(
@@ -251,13 +219,13 @@ def test_an_unused_exception_is_found(tmp_path):
     [
         ("formats.py", "from fp8jax.recipe import Recipe", "formats (rank 0) imports recipe (rank 1)"),
         ("recipe.py", "import fp8jax.quantization", "recipe (rank 1) imports quantization (rank 1)"),
-        ("scaling/delayed.py", "from ..dot import dot_general", "scaling (rank 2) imports dot (rank 3)"),
-        ("scaling/__init__.py", "from ..backends import xla", "scaling (rank 2) imports backends (rank 2)"),
-        ("dot.py", "from . import rewrite", "dot (rank 3) imports rewrite (rank 4)"),
-        ("dot.py", "def f():\n    import fp8jax.gradients", "dot (rank 3) imports gradients (rank 4)"),
-        ("dot.py", "from fp8jax import Recipe", "dot (rank 3) imports __init__ (rank 8)"),
-        ("train/loop.py", "import fp8jax", "train (rank 7) imports __init__ (rank 8)"),
-        ("adapters/linen.py", "from fp8jax import train", "adapters (rank 5) imports train (rank 7)"),
+        ("scaling/delayed.py", "from ..dot import dot_general", "scaling (rank 2) imports dot (rank 4)"),
+        ("scaling/__init__.py", "from ..backends import xla", "scaling (rank 2) imports backends (rank 3)"),
+        ("dot.py", "from . import rewrite", "dot (rank 4) imports rewrite (rank 5)"),
+        ("dot.py", "def f():\n    import fp8jax.gradients", "dot (rank 4) imports gradients (rank 6)"),
+        ("dot.py", "from fp8jax import Recipe", "dot (rank 4) imports __init__ (rank 10)"),
+        ("train/loop.py", "import fp8jax", "train (rank 9) imports __init__ (rank 10)"),
+        ("adapters/linen.py", "from fp8jax import train", "adapters (rank 7) imports train (rank 9)"),
         ("optim/adam.py", "import flax.linen as nn", "flax is imported by optim.adam"),
         ("scaling/delayed.py", "from flax.linen import fp8_ops", "flax is imported by scaling.delayed"),
         (
@@ -350,19 +318,11 @@ def test_importing_the_package_loads_no_extra_and_touches_no_device():
     assert run.stdout.strip() == "[] False"
 
 
-def test_every_room_of_the_table_is_described_once():
-    assert set(SIDEWAYS) <= {(a, b) for a in RANKS for b in RANKS if RANKS[a] == RANKS[b]}
-    assert {room.split(".")[0] for rooms in LIBRARIES.values() for room in rooms} <= set(RANKS)
+def test_rooms_of_libraries():
+    assert {room.split(".")[0] for users in LIBRARIES.values() for room in users} <= set(RANKS)
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_tables_of_ranks(page):
-    """The tables of the rooms, `| rank | room, room | ...`, have the ranks of `RANKS`, and all of them."""
-    text = (pathlib.Path(__file__).parent.parent / page).read_text()
-    rows = re.findall(r"^\| (\d) \| (`.*?) \|", text, re.MULTILINE)
-    found = {
-        name.removesuffix("/").removesuffix(".py"): int(rank)
-        for rank, names in rows
-        for name in re.findall(r"`([^`]*)`", names)
-    }
-    assert found == RANKS
+def test_rooms_are_drawn():
+    """The table and the picture of docs/architecture.md are those of `python tests/rooms.py`."""
+    assert rooms.table() in rooms.PAGE.read_text()
+    assert rooms.picture() == rooms.PICTURE.read_text()
