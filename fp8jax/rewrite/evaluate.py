@@ -53,77 +53,28 @@ def evaluate(
 
 
 def _run(
-    plan: Plan, jaxpr: jex.Jaxpr, consts: Any, args: Sequence[Any], states: States, site: Site, first: int = 0
+    plan: Plan, jaxpr: jex.Jaxpr, consts: Any, args: Sequence[Any], states: States, site: Site
 ) -> list[Any]:
-    """The outputs of a jaxpr; parameters that it only moves stay `Tracked`. Its equations are numbered from
-    `first` on."""
+    """The outputs of a jaxpr; parameters that it only moves stay `Tracked`."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(var: Any) -> Any:
         return var.val if isinstance(var, jex.Literal) else env[var]
 
-    steps = _steps(plan, jaxpr, site)
-    for (number, step, block), last in zip(steps, _last_uses(jaxpr, steps), strict=True):
-        ins = [read(var) for var in step.invars]
-        if isinstance(step, jex.Jaxpr):
-            outs = _checkpointed(plan, block, step, ins, states, site, first + number)
-        else:
-            outs = _outputs(plan, step, ins, states, (*site, first + number))
-        env.update(zip(step.outvars, outs, strict=True))
+    for number, (eqn, last) in enumerate(zip(jaxpr.eqns, _last_uses(jaxpr), strict=True)):
+        outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number))
+        env.update(zip(eqn.outvars, outs, strict=True))
         for var in last:
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
 
 
-def _steps(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> list[tuple[int, jex.JaxprEqn | jex.Jaxpr, Any]]:
-    """The equations of a jaxpr, with those of each block to checkpoint as one jaxpr.
-
-    Returns:
-        The number of each equation, or of the first one of a block; the equation or jaxpr; and the block.
-    """
-    if plan.remat is None:
-        return [(number, eqn, None) for number, eqn in enumerate(jaxpr.eqns)]
-    steps, end = [], 0
-    for block, group in itertools.groupby(jaxpr.eqns, lambda eqn: plan.remat.block_of(eqn, site)):
-        start, eqns = end, list(group)
-        end += len(eqns)
-        alone = [(number, eqn, None) for number, eqn in enumerate(eqns, start)]
-        steps += alone if block is None else [(start, _part(jaxpr, start, end), block)]
-    return steps
-
-
-def _part(jaxpr: jex.Jaxpr, start: int, end: int) -> jex.Jaxpr:
-    """Some of the equations as a jaxpr, whose outputs are what later equations need."""
-    eqns = jaxpr.eqns[start:end]
-    made = {var for eqn in eqns for var in eqn.outvars}
-    used = (var for eqn in eqns for var in eqn.invars)
-    used_later = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns[end:] for var in eqn.invars)]
-    ins = {var: None for var in used if not isinstance(var, jex.Literal) and var not in made}
-    outs = {var: None for var in used_later if not isinstance(var, jex.Literal) and var in made}
-    return jaxpr.replace(constvars=[], invars=[*ins], outvars=[*outs], eqns=eqns)
-
-
-def _checkpointed(
-    plan: Plan, block: Any, part: jex.Jaxpr, ins: list[Any], states: States, site: Site, first: int
-) -> list[Any]:
-    """The outputs of a block: `part` of the jaxpr at `site`."""
-    assert plan.remat is not None
-    within = dataclasses.replace(plan, remat=plan.remat.inside(block))
-
-    def run(ins: Any, states: Any) -> list[Any]:
-        return [plain(x) for x in _run(within, part, (), ins, states, site, first)]
-
-    inside = _states_inside(plan, states, *((*site, first + i) for i in range(len(part.eqns))))
-    prevent_cse = not plan.remat.blocks[block[0]]
-    return jax.checkpoint(run, policy=plan.remat.policy, prevent_cse=prevent_cse)(ins, inside)
-
-
-def _last_uses(jaxpr: jex.Jaxpr, steps: Sequence[Any]) -> list[set[Any]]:
-    """For each step, the variables that no later step needs, so that an eager call frees them."""
+def _last_uses(jaxpr: jex.Jaxpr) -> list[set[Any]]:
+    """For each equation, the variables that no later one needs, so that an eager call frees them."""
     last, needed = [], {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
-    for _, step, _ in reversed(steps):
-        last.append({var for var in step.invars if not isinstance(var, jex.Literal)} - needed)
+    for eqn in reversed(jaxpr.eqns):
+        last.append({var for var in eqn.invars if not isinstance(var, jex.Literal)} - needed)
         needed |= last[-1]
     return last[::-1]
 
@@ -209,9 +160,9 @@ def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
     return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), DOT_OUTPUT)
 
 
-def _states_inside(plan: Plan, states: States, *sites: Site) -> dict[tuple[str, ...], Any]:
-    """The states of the dot products inside the equations at some sites."""
-    keys = {each.key for at, each in plan.dots.items() for site in sites if at[: len(site)] == site}
+def _states_inside(plan: Plan, states: States, site: Site) -> dict[tuple[str, ...], Any]:
+    """The states of the dot products inside the equation at a site."""
+    keys = {each.key for at, each in plan.dots.items() if at[: len(site)] == site}
     return {key: states[key] for key in keys if key in states}
 
 

@@ -170,7 +170,6 @@ class Plan:
         below: sites of all equations around them, around named dot products, or around calls of transformed
             functions.
         named: layers of the dot products that get a named scope, by site.
-        remat: the blocks to checkpoint, a `remat.Remat`, or None.
         backend: the GEMM backend.
         lora_scale: alpha / rank of adapters.
     """
@@ -178,7 +177,6 @@ class Plan:
     dots: dict[Site, PlannedDot]
     below: frozenset[Site]
     named: dict[Site, str]
-    remat: Any
     backend: str
     lora_scale: float
 
@@ -188,7 +186,6 @@ class Plan:
         dots: Iterable[PlannedDot],
         named: Iterable[Dot] = (),
         programs: Iterable[Site] = (),
-        remat: Any = None,
         backend: str = "auto",
         lora_scale: float = 1.0,
     ) -> "Plan":
@@ -196,7 +193,7 @@ class Plan:
         by_site = {each.dot.place.site: each for each in dots}
         names = {dot.place.site: dot.layer for dot in named if dot.path is not None}
         below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
-        return cls(by_site, frozenset(below), names, remat, backend, lora_scale)
+        return cls(by_site, frozenset(below), names, backend, lora_scale)
 
     def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
         """The kernels by path, each with its dot product inside the most scans, which decides the number of

@@ -31,7 +31,7 @@ from fp8jax.rewrite.find import PROGRAM, find_dots
 from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot
-from fp8jax.rewrite.remat import Calls, Checkpointing, remat_of
+from fp8jax.rewrite.remat import Calls, Checkpointing, with_checkpoints
 from fp8jax.rewrite.report import Report, make_report
 from fp8jax.rewrite.rules import Rule, Rules, layer_path
 from fp8jax.scaling.merge import to_fm32
@@ -200,14 +200,11 @@ def trace(
         ParamView.of(path, x) if can_be_kernel(x) else None for path, x in zip(paths, leaves, strict=True)
     ]
     views += [None] * num_state_arrays
-    found, notes, remat = (
-        find_dots(jaxpr, views),
-        [backends.note(settings.backend, settings.recipe.scaling)],
-        None,
-    )
+    found, notes = find_dots(jaxpr, views), [backends.note(settings.backend, settings.recipe.scaling)]
     if settings.checkpointing is not None and annotations.calls is not None:
         dots = [dot for dot in found.dots if dot.path is not None]
-        remat, note = remat_of(settings.checkpointing, annotations.calls, dots)
+        jaxpr, note = with_checkpoints(jaxpr, settings.checkpointing, annotations.calls, dots)
+        found = find_dots(jaxpr, views)
         notes.append(note)
     kernels = [path for path, leaf in zip(paths, leaves, strict=True) if can_be_kernel(leaf)]
     rules, lora, modules = settings.new_rules(kernels), settings.lora, annotations.modules
@@ -220,7 +217,7 @@ def trace(
         report = _with_adapters(report, lora, settings.recipe, planned)
     annotations.clear()
     named, lora_scale = [dot for dot, _ in choices], 1.0 if lora is None else lora.scale
-    plan = Plan.of(planned, named, remat=remat, backend=settings.backend, lora_scale=lora_scale)
+    plan = Plan.of(planned, named, backend=settings.backend, lora_scale=lora_scale)
     return Program(jaxpr, out, paths, plan, settings.recipe, report), consts
 
 

@@ -17,9 +17,10 @@ once. The blocks of a function without modules are the bodies of its scans.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -27,7 +28,7 @@ import jax.extend.core as jex
 from fp8jax.dot import save_fp8_operands
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
-from fp8jax.rewrite.find import CHECKPOINT, SCAN
+from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, SCAN
 from fp8jax.rewrite.plan import DOT_OUTPUT
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
@@ -244,32 +245,17 @@ def _fits(name: str, call: Call) -> bool:
 
 # The checkpoints of a program #####################################################################
 
-
-class Remat(NamedTuple):
-    """The blocks of a program to checkpoint."""
-
-    policy: Any  # of `jax.checkpoint`
-    # Numbers of calls, and sites of scans with bodies to checkpoint; and whether the block is inside a loop.
-    blocks: Mapping[int | Site, bool]
-
-    def block_of(self, eqn: jex.JaxprEqn, site: Site) -> Any:
-        """The block of an equation of the jaxpr at `site`, hashable; None without one."""
-        if site in self.blocks:
-            return (site,)
-        calls = _calls_in(str(eqn.source_info.name_stack))
-        return next((call for call in calls if call[0] in self.blocks), None)
-
-    def inside(self, block: Any) -> "Remat":
-        """The blocks inside a block: a call has none, the body of a scan may have other scans."""
-        is_body = isinstance(block[0], tuple)
-        blocks = {each: in_loop for each, in_loop in self.blocks.items() if is_body and each != block[0]}
-        return self._replace(blocks=blocks)
+# Numbers of calls, or sites of scans with bodies to checkpoint; and whether the block is inside a loop.
+_Blocks = Mapping[int | Site, bool]
 
 
-def remat_of(setting: Checkpointing, calls: Calls, dots: Iterable[Dot]) -> tuple[Remat, str]:
-    """The blocks of a traced function to checkpoint, and a line for the report.
+def with_checkpoints(
+    jaxpr: jex.Jaxpr, setting: Checkpointing, calls: Calls, dots: Iterable[Dot]
+) -> tuple[jex.Jaxpr, str]:
+    """A traced function's jaxpr with a `jax.checkpoint` around each block, and a line for the report.
 
     Args:
+        jaxpr: the function's jaxpr.
         setting: the policy and the blocks.
         calls: the calls of modules, recorded while the function was traced.
         dots: the dot products of parameters in the function's jaxpr.
@@ -292,4 +278,62 @@ def remat_of(setting: Checkpointing, calls: Calls, dots: Iterable[Dot]) -> tuple
                 "fp8jax.dot.save_fp8_operands."
             )
     note = f"gradient_checkpointing={setting.policy}: of {', '.join(names)}"
-    return Remat(POLICIES[setting.policy], blocks), note
+    return _checkpointed(jaxpr, POLICIES[setting.policy], blocks, ()), note
+
+
+def _checkpointed(jaxpr: jex.Jaxpr, policy: Any, blocks: _Blocks, site: Site) -> jex.Jaxpr:
+    """The jaxpr at a site with a checkpoint around each block; the same object if it has none."""
+
+    def block_of(eqn: jex.JaxprEqn) -> tuple[int, int] | None:
+        calls = _calls_in(str(eqn.source_info.name_stack))
+        return next((call for call in calls if call[0] in blocks), None)
+
+    eqns: list[jex.JaxprEqn] = []
+    end = 0
+    for block, group in itertools.groupby(jaxpr.eqns, block_of):
+        start, end = end, end + len(list(group))
+        if block is None:
+            pairs = enumerate(jaxpr.eqns[start:end], start)
+            eqns += [_checkpointed_inside(eqn, policy, blocks, (*site, number)) for number, eqn in pairs]
+        else:
+            eqns.append(_checkpoint(jaxpr, start, end, policy, blocks[block[0]]))
+    if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=False)):
+        jaxpr = jaxpr.replace(eqns=eqns)
+    if site in blocks:
+        jaxpr = jaxpr.replace(eqns=[_checkpoint(jaxpr, 0, len(jaxpr.eqns), policy, blocks[site])])
+    return jaxpr
+
+
+def _checkpointed_inside(eqn: jex.JaxprEqn, policy: Any, blocks: _Blocks, site: Site) -> jex.JaxprEqn:
+    """The equation at a site, with a checkpoint around each block inside; the same object without one."""
+
+    def inside(inner: Any, *branch: int) -> Any:
+        jaxpr = getattr(inner, "jaxpr", inner)
+        new = _checkpointed(jaxpr, policy, blocks, (*site, *branch))
+        return inner if new is jaxpr else new if inner is jaxpr else inner.replace(jaxpr=new)
+
+    if eqn.primitive.name not in ("scan", "cond", *CALLS, *REMATS):
+        return eqn
+    old = {key: eqn.params[key] for key in ("jaxpr", "call_jaxpr", "branches") if key in eqn.params}
+    new = {
+        key: tuple(inside(each, number) for number, each in enumerate(inner))
+        if key == "branches"
+        else inside(inner)
+        for key, inner in old.items()
+    }
+    return eqn if new == old else eqn.replace(params={**eqn.params, **new})
+
+
+def _checkpoint(jaxpr: jex.Jaxpr, start: int, end: int, policy: Any, in_loop: bool) -> jex.JaxprEqn:
+    """Some equations of a jaxpr as a `jax.checkpoint`, with outputs that later equations need."""
+    eqns = jaxpr.eqns[start:end]
+    made = {var for eqn in eqns for var in eqn.outvars}
+    used = (var for eqn in eqns for var in eqn.invars)
+    used_later = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns[end:] for var in eqn.invars)]
+    ins = {var: None for var in used if not isinstance(var, jex.Literal) and var not in made}
+    outs = {var: None for var in used_later if not isinstance(var, jex.Literal) and var in made}
+    # An equation of JAX's own, whose parameters are replaced.
+    [eqn] = jax.make_jaxpr(jax.checkpoint(lambda: 0.0, policy=policy, prevent_cse=not in_loop))().eqns
+    inner = jaxpr.replace(constvars=[], invars=[*ins], outvars=[*outs], eqns=eqns)
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return eqn.replace(invars=[*ins], outvars=[*outs], params={**eqn.params, "jaxpr": inner}, effects=effects)
