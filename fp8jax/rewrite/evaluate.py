@@ -23,7 +23,6 @@ from fp8jax.dot import Weight, dot_general, ragged_dot
 from fp8jax.dot.layout import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import lora
 from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
@@ -33,7 +32,7 @@ from fp8jax.scaling.merge import first_state
 
 # By the key of the dot product; without an entry it has no state.
 States = Mapping[tuple[str, ...], DotState]
-_NO_STATE = DotState({}, {})
+_NO_STATE = DotState({})
 
 
 def evaluate(
@@ -102,10 +101,10 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
     which, recipe, out_dtype = planned.dot.kernel, planned.kernel.recipe, eqn.outvars[0].aval.dtype
     state = states.get(planned.key, _NO_STATE)
-    for _ in range(_depth(state, planned)):
+    for _ in range(state.depth(planned.dot.groups)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
         state = jax.tree.map(first_state, state)
-    if not recipe.is_quantized and not state.adapters:
+    if not recipe.is_quantized and state.plugin is None:
         return _high_precision_dot(eqn, recipe, ins)
     options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype, "state": state.scaling}
     other, kernel = plain(ins[1 - which]), ins[which]
@@ -121,13 +120,11 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         out = einsum_by(subscripts, other, kernel.kernel, dot, eqn.params.get("out_sharding"))
     else:
         out = _high_precision_dot(eqn, recipe, ins)
-    if not state.adapters:
+    if state.plugin is None:
         return out
     dtype = out_dtype if recipe.is_quantized else formats.get(recipe.gemm).dtype
-    low_rank = functools.partial(
-        lora.dot_of_adapters, adapters=state.adapters, scale=plan.lora_scale, dtype=dtype
-    )
-    return out + einsum_by(subscripts, other, kernel.weight, low_rank).astype(out_dtype)
+    added = functools.partial(state.plugin.output, dtype=dtype)
+    return out + einsum_by(subscripts, other, kernel.weight, added).astype(out_dtype)
 
 
 def _named_dot(*operands: Any, **options: Any) -> jax.Array:
@@ -185,7 +182,9 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
     sliced = (dot for dot in plan.dots.values() if any(at == site for at, _ in dot.dot.loops))
-    stacked = {dot.key: states[dot.key] for dot in sliced if _depth(states.get(dot.key, _NO_STATE), dot) > 0}
+    stacked = {
+        dot.key: states[dot.key] for dot in sliced if states.get(dot.key, _NO_STATE).depth(dot.dot.groups)
+    }
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x
@@ -197,14 +196,6 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     options = {name: params[name] for name in names if name in params}
     carry, ys = lax.scan(body, carry, (xs, stacked), **options)
     return [*carry, *ys]
-
-
-def _depth(state: DotState, planned: PlannedDot) -> int:
-    """The number of leading layer axes of a dot product's state."""
-    groups = int(planned.dot.groups > 0)
-    ranks = {"scale": 1 + groups, "key": 1 + groups, lora.A: 2}
-    arrays = state.scaling | state.adapters
-    return next((arrays[name].ndim - rank for name, rank in ranks.items() if name in arrays), 0)
 
 
 def _layers(x: Tracked, site: Site, length: int) -> Any:

@@ -24,7 +24,6 @@ from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs
 from fp8jax.rewrite.follow import aval_of, can_be_kernel, is_array, names_of
-from fp8jax.rewrite.lora import adapters_at
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
 from fp8jax.rewrite.report import Report, check_share
@@ -147,8 +146,9 @@ class FunctionModel:
         scaling = variables.get(SCALING, {}) if has_params(variables) else {}
         params, adapters = self._split(variables)
         params, (program, consts) = self._found(params, variables, args, kwargs)
+        lora = self.settings.lora
         states = {
-            each.key: DotState(dict(each.state_in(scaling)), adapters_at(adapters, each.path))
+            each.key: DotState(dict(each.state_in(scaling)), lora and lora.at(adapters, each.path))
             for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
@@ -192,8 +192,8 @@ class FunctionModel:
             return params
 
         def merge(path: Any, leaf: Any) -> Any:
-            own = adapters_at(adapters, names_of(path)) if can_be_kernel(leaf) else {}
-            return lora.merge(leaf, own, times) if own else leaf
+            own = lora.at(adapters, names_of(path)) if can_be_kernel(leaf) else None
+            return leaf if own is None else own.merged(leaf, times)
 
         return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
 

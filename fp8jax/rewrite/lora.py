@@ -12,6 +12,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import zlib
@@ -75,11 +76,6 @@ class LoRA:
                 f"`targets`: expected a tuple of patterns, or None for all layers; got {self.targets!r}."
             )
 
-    @property
-    def scale(self) -> float:
-        """alpha / rank, the factor of A B."""
-        return self.alpha / self.rank
-
     def chooses(self, path: str, parameter: str, recipe: Recipe) -> bool:
         """Whether a layer that can have adapters gets them; `parameter` is the path of its kernel."""
         layer = Layer(path, None, (), parameter=parameter)
@@ -135,33 +131,40 @@ class LoRA:
         default = "E4M3" if kernel.recipe.is_quantized else "FP32"
         return kernel.in_format(x, self.weight or default)
 
-    def merge(self, kernel: Any, adapters: Mapping[str, Any], times: float = 1.0) -> Float[Array, "..."]:
-        """A kernel with its adapters merged, `kernel + times (alpha / rank) A B`, float32."""
-        product = jnp.matmul(adapters[A], adapters[B], precision="highest")
+    def at(self, adapters: Any, path: tuple[str, ...]) -> "Adapters | None":
+        """The adapters of the kernel at a path, stored at its layer's path; None without adapters."""
+        for names in (path, layer_names(path)):
+            found = adapters
+            for name in names:
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if isinstance(found, Mapping) and A in found:
+                return Adapters(found[A], found[B], self.alpha / self.rank)
+        return None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The adapters of a kernel, which add to the output of its dot product."""
+
+    a: Any  # shape=(..., inputs, rank), float32
+    b: Any  # shape=(..., rank, outputs), float32
+    scale: float
+
+    @property
+    def depth(self) -> int:
+        """The number of leading axes, of stacked layers."""
+        return self.a.ndim - 2
+
+    def output(
+        self, lhs: jax.Array, kernel: Any, dimension_numbers: lax.DotDimensionNumbers, *, dtype: Any
+    ) -> jax.Array:
+        """`scale * (x A) B`, in `dtype`."""
+        layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
+        x, a, b = (each.astype(dtype) for each in (lhs, self.a, self.b))
+        return (self.scale * ((layout.lhs.to_matrix(x) @ a) @ b)).reshape(layout.out_shape)
+
+    def merged(self, kernel: Any, times: float = 1.0) -> Float[Array, "..."]:
+        """`kernel + times scale A B`, float32."""
+        product = jnp.matmul(self.a, self.b, precision="highest")
         return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
-
-
-def dot_of_adapters(
-    lhs: jax.Array,
-    kernel: Any,
-    dimension_numbers: lax.DotDimensionNumbers,
-    *,
-    adapters: Mapping[str, Any],
-    scale: float,
-    dtype: Any,
-) -> jax.Array:
-    """The adapters' output, added to the kernel's dot product: `scale * (x A) B`, in `dtype`."""
-    layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
-    a, b = (adapters[name].astype(dtype) for name in (A, B))
-    return (scale * ((layout.lhs.to_matrix(lhs.astype(dtype)) @ a) @ b)).reshape(layout.out_shape)
-
-
-def adapters_at(adapters: Any, path: tuple[str, ...]) -> dict[str, Any]:
-    """The adapters of the kernel at a path, which are stored at its layer's path; {} without adapters."""
-    for names in (path, layer_names(path)):
-        found = adapters
-        for name in names:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping) and A in found:
-            return {name: found[name] for name in (A, B)}
-    return {}

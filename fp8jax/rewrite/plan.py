@@ -84,10 +84,20 @@ class Kernel(NamedTuple):
 
 
 class DotState(NamedTuple):
-    """The arrays of one dot product beside its operands."""
+    """The arrays of one dot product beside its operands.
+
+    A plug-in, such as `lora.Adapters`, is a pytree with `depth`, the number of its leading axes of stacked
+    layers, and `output`, the function of a `dot_general` that adds to the output.
+    """
 
     scaling: dict[str, Any]  # the scaling state
-    adapters: dict[str, Any]  # of `lora`
+    plugin: Any = None
+
+    def depth(self, groups: int) -> int:
+        """The number of leading axes of stacked layers; `groups` is that of a ragged dot."""
+        vectors = (self.scaling[name] for name in ("scale", "key") if name in self.scaling)
+        found = (vector.ndim - 1 - (groups > 0) for vector in vectors)
+        return next(found, self.plugin.depth if self.plugin else 0)
 
 
 class PlannedDot(NamedTuple):
@@ -171,14 +181,12 @@ class Plan:
             functions.
         named: layers of the dot products that get a named scope, by site.
         backend: the GEMM backend.
-        lora_scale: alpha / rank of adapters.
     """
 
     dots: dict[Site, PlannedDot]
     below: frozenset[Site]
     named: dict[Site, str]
     backend: str
-    lora_scale: float
 
     @classmethod
     def of(
@@ -187,13 +195,12 @@ class Plan:
         named: Iterable[Dot] = (),
         programs: Iterable[Site] = (),
         backend: str = "auto",
-        lora_scale: float = 1.0,
     ) -> "Plan":
         """Makes a plan; `programs` are sites of calls of transformed functions, with plans of their own."""
         by_site = {each.dot.place.site: each for each in dots}
         names = {dot.place.site: dot.layer for dot in named if dot.path is not None}
         below = {site[:n] for site in (*by_site, *programs, *names) for n in range(1, len(site))}
-        return cls(by_site, frozenset(below), names, backend, lora_scale)
+        return cls(by_site, frozenset(below), names, backend)
 
     def kernels(self) -> dict[tuple[str, ...], PlannedDot]:
         """The kernels by path, each with its dot product inside the most scans, which decides the number of

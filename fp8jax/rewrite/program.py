@@ -148,10 +148,10 @@ class Program:
                 kernels[i] = leaf
             elif jnp.issubdtype(leaf.dtype, jnp.floating):
                 others[i] = leaf
-        adapters = {key: state.adapters for key, state in states.items()}
-        others, adapters = with_state((others, adapters), kernels, state)
+        plugins = {key: state.plugin for key, state in states.items()}
+        others, plugins = with_state((others, plugins), kernels, state)
         leaves = [others.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return leaves, {key: state._replace(adapters=adapters[key]) for key, state in states.items()}
+        return leaves, {key: state._replace(plugin=plugins[key]) for key, state in states.items()}
 
 
 def live_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[jex.Jaxpr, list[Any], Any]:
@@ -216,8 +216,7 @@ def trace(
     if lora is not None:
         report = _with_adapters(report, lora, settings.recipe, planned)
     annotations.clear()
-    named, lora_scale = [dot for dot, _ in choices], 1.0 if lora is None else lora.scale
-    plan = Plan.of(planned, named, backend=settings.backend, lora_scale=lora_scale)
+    plan = Plan.of(planned, [dot for dot, _ in choices], backend=settings.backend)
     return Program(jaxpr, out, paths, plan, settings.recipe, report), consts
 
 

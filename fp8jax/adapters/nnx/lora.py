@@ -21,7 +21,7 @@ from fp8jax.rewrite import LoRA, Settings
 from fp8jax.rewrite.lora import A, B
 
 # Shape of the kernel and its adapters, by the kernel's path.
-_Adapters = dict[tuple[str, ...], tuple[tuple[int, ...], dict[str, jax.Array]]]
+_Adapters = dict[tuple[str, ...], tuple[tuple[int, ...], Any]]
 
 
 def adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
@@ -59,13 +59,13 @@ def merge(model: nnx.Module, base: nnx.Module | None = None) -> nnx.Module:
         TypeError: `model` has no adapters.
         ValueError: `base` is another module.
     """
-    lora, adapters = _adapters(model)
-    return _added(plain_module(model) if base is None else base, "base", lora, adapters, 1.0)
+    adapters = _adapters(model)
+    return _added(plain_module(model) if base is None else base, "base", adapters, 1.0)
 
 
 def unmerge(merged: nnx.Module, model: nnx.Module) -> nnx.Module:
     """The inverse of `merge`: a copy of a plain NNX module without the adapters of `model`."""
-    return _added(merged, "merged", *_adapters(model), -1.0)
+    return _added(merged, "merged", _adapters(model), -1.0)
 
 
 def plain_module(model: nnx.Module) -> nnx.Module:
@@ -81,7 +81,7 @@ def plain_module(model: nnx.Module) -> nnx.Module:
     return copy
 
 
-def _added(plain: nnx.Module, argument: str, lora: LoRA, adapters: _Adapters, times: float) -> nnx.Module:
+def _added(plain: nnx.Module, argument: str, adapters: _Adapters, times: float) -> nnx.Module:
     """A copy of a plain module with `times` the adapters added to its kernels."""
     if not isinstance(plain, nnx.Module):
         raise TypeError(f"`{argument}`: expected an NNX module; got {type(plain).__name__}.")
@@ -95,20 +95,20 @@ def _added(plain: nnx.Module, argument: str, lora: LoRA, adapters: _Adapters, ti
                 f"{'/'.join(path[:-1])!r} with a kernel of shape {shape}; got {got}."
             )
         param = places[path].param
-        param.set_value(lora.merge(param.get_value(), own, times))
+        param.set_value(own.merged(param.get_value(), times))
     return copy
 
 
-def _adapters(model: nnx.Module) -> tuple[LoRA, _Adapters]:
-    """The model's `LoRA` and its adapters."""
+def _adapters(model: nnx.Module) -> _Adapters:
+    """The model's adapters."""
     lora = lora_of(model)
     if lora is None:
         raise TypeError(
             f"`model`: expected an NNX module that fp8jax.transform(..., lora=...) made; got "
             f"{type(model).__name__}. Of a Linen model, call `model.merge(variables)`."
         )
-    return lora, {
-        path: (param.shape, {name: getattr(owner, name).get_value() for name in (A, B)})
+    return {
+        path: (param.shape, lora.at({name: getattr(owner, name).get_value() for name in (A, B)}, ()))
         for path, _, (owner, _, param) in placed_kernels(model)
         if _has_adapters(owner)
     }
