@@ -203,6 +203,11 @@ def test_what_text_means(text, changes):
     assert Recipe.parse(text) == dataclasses.replace(Recipe.TE, **changes)
 
 
+def test_current_is_a_short_name():
+    assert Recipe.parse("current") == Recipe.parse("te,scaling=current")
+    assert str(Recipe.parse("current,margin=1")) == "te,scaling=current,margin=1"
+
+
 def test_parse_takes_a_recipe_as_it_is_and_str_is_short():
     recipe = dataclasses.replace(Recipe.O2, scaling="current")
     assert Recipe.parse(recipe) is recipe
@@ -248,7 +253,7 @@ def test_every_field_has_illegal_values_in_the_table():
     [
         (
             "O4",
-            r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, fp8, block, .*; got 'O4'",
+            r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, .*, current, or .*; got 'O4'",
         ),
         ("", r"expected one of fp32, .*; got ''"),
         ("o2", r"expected one of fp32, .*; got 'o2'"),

@@ -11,13 +11,15 @@
 | O3       | FP8  | FP8  | E4M3   | FP16   | FP8 (E4M3)  | E4M3 + FP16 |
 | te+O2    | TransformerEngine's scaling in the gemm column, otherwise as O2       |
 | fp8      | FP8  | FP8  | FP16   | -      | FP8 (E4M3)  | E5M2 + FP16 |
+| current  | te with scaling=current: no scaling state                             |
 | block    | FP8  | FP32 | FP32   | -      | FP32        | FP32 + FP32 |
 | mxfp8    | FP8  | FP32 | FP32   | -      | FP32        | FP32 + FP32 |
 | nvfp4    | FP4  | FP32 | FP32   | -      | FP32        | FP32 + FP32 |
 | block+O2 | block's scaling in the gemm column, otherwise as O2; so for each of the three |
 |          | and O1, O2, O3, fp8                                                    |
 
-`fp8` is the one to take: its `rounding` loses nothing that O1 to O3, which are MS-AMP's, lose.
+`current` needs nothing else in a training loop. `fp8` is the one for memory: its `rounding` loses nothing
+that O1 to O3, which are MS-AMP's, lose.
 
 A `Recipe` is one row. It is frozen and hashable; `dataclasses.replace` makes another one, and `str` and
 `Recipe.parse` are inverse functions:
@@ -209,6 +211,8 @@ class Recipe:
     def parse(cls, text: "str | Recipe") -> "Recipe":
         """The recipe of a preset's name and `,field=value` changes; the inverse of `str`.
 
+        `current` is short for `te,scaling=current`.
+
         Tuples are written with "+": `moments=E4M3+FP16`, `exclude=lm_head+*/out`; no text is the empty tuple.
 
         Raises:
@@ -217,11 +221,11 @@ class Recipe:
         if isinstance(text, Recipe):
             return text
         name, *changes = str(text).split(",", 1)
-        preset = (PRESETS | COMBINED).get(name.strip())
+        preset = (PRESETS | COMBINED | SHORT).get(name.strip())
         if preset is None:
             raise ValueError(
-                f"recipe: expected one of {', '.join(PRESETS)}, or block, mxfp8 or nvfp4 with +O1, +O2, +O3 "
-                f"or +fp8; got {name.strip()!r}."
+                f"recipe: expected one of {', '.join(PRESETS | SHORT)}, or block, mxfp8 or nvfp4 with +O1, "
+                f"+O2, +O3 or +fp8; got {name.strip()!r}."
             )
         return dataclasses.replace(preset, **(parse_changes(changes[0]) if changes else {}))
 
@@ -327,6 +331,8 @@ PRESETS: dict[str, Recipe] = {
     "mxfp8": Recipe.MXFP8,
     "nvfp4": Recipe.NVFP4,
 }
+# Names that `str` does not use.
+SHORT = {"current": dataclasses.replace(Recipe.TE, scaling="current")}
 
 _GEMM_COLUMN = ("gemm", "scaling", "fp8_format", "amax_history_len")
 
