@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import fp8jax
 from fp8jax import Recipe, backends, formats, scaling
-from fp8jax.backends import block as gemm
+from fp8jax.backends import cudnn, pallas
 from fp8jax.comm import Zero
 from fp8jax.dot import dot_general, init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect import program, targets
@@ -507,8 +507,8 @@ def test_kernel_is_the_emulation(rows, monkeypatch):
     b = quantized(
         random.normal(size=(2, 200, 300)).astype(np.float32), BlockMethod(formats.E4M3, (rows, 128))
     )
-    monkeypatch.setattr(gemm, "INTERPRET", True)
-    ours = gemm._tiled(a, b, jnp.float32)
+    monkeypatch.setattr(pallas, "INTERPRET", True)
+    ours = pallas.gemm(a, b, jnp.float32)
     np.testing.assert_allclose(ours, backends.block.dot(a, b, out_dtype=jnp.float32), rtol=1e-5, atol=1e-4)
 
 
@@ -563,7 +563,7 @@ def test_kernel_of_both_fp4_copies(recipe, operand, bad, shape, monkeypatch):
 def test_float16_does_not_overflow(method, wanted):
     """The product of NVFP4 codes and scales of blocks is up to 6**2 * 448**2 before the scales of tensors."""
     q = quantized(np.ones((1, 16, 32), np.float32), method)
-    jaxpr = jax.make_jaxpr(lambda a, b: gemm._cudnn(a, b, jnp.float16))(q, q)
+    jaxpr = jax.make_jaxpr(lambda a, b: cudnn.gemm(a, b, jnp.float16))(q, q)
     assert f"preferred_element_type={wanted}" in str(jaxpr) and jaxpr.out_avals[0].dtype == jnp.float16
 
 
@@ -623,7 +623,7 @@ def test_kernel_uses_fp8_instructions(rows, tmp_path):
     dtypes = [formats.E4M3.dtype] * 2 + [jnp.float32] * 2
     args = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes, strict=True)]
     code = assembly(
-        functools.partial(gemm._tiles, jnp.bfloat16, gemm.TILING), *args, target="h200", at=tmp_path
+        functools.partial(pallas._tiles, jnp.bfloat16, pallas.TILING), *args, target="h200", at=tmp_path
     )
     assert code.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4 == 128 // 32
     assert "mma.sync" not in code and "cp.async" in code and 0 < code.count("ld.global") < 40

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8jax
 from fp8jax.backends import block as gemm
+from fp8jax.backends import pallas
 from fp8jax.inspect import targets
 from fp8jax.quantization import BLOCK_1X128, BLOCK_128X128, NVFP4_1X16, quantize_blocks
 from fp8jax.quantization.kernels import twice, twice_fp4
@@ -75,7 +76,7 @@ def test_fp4_quantizer_is_split(spec, monkeypatch):
 )
 def test_gemm_is_split(of_a, of_b, is_gathered, monkeypatch):
     """Of operands in all usual shardings only the kernel is gathered, as codes."""
-    monkeypatch.setattr(gemm, "INTERPRET", True)
+    monkeypatch.setattr(pallas, "INTERPRET", True)
     random = np.random.default_rng(0)
     a, b = (
         quantize_blocks(jnp.asarray(random.normal(size=(512, 512)).astype(np.float32)), method)

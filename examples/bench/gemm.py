@@ -9,7 +9,7 @@ multiplies several pairs, which together do not fit into a GPU's cache. "(k, n)"
 layer keeps it: cuBLASLt takes FP8 operands with the summed axis last, so XLA transposes it first.
 
 "block", "mxfp8" and "nvfp4" have a scale for each block. "block" is a Pallas kernel: `--tilings` are rows and
-columns of a tile, warps, stages and grouped rows (`fp8jax.backends.block.Tiling`), the first one the default.
+columns of a tile, warps, stages and grouped rows (`fp8jax.backends.pallas.Tiling`), the default first.
 """
 
 import functools
@@ -44,7 +44,7 @@ METHODS = {
     "mxfp8": (MXFP8, MXFP8),
     "nvfp4": (NVFP4_1X16, NVFP4_16X16),
 }
-TILING = "x".join(map(str, backends.block.TILING))
+TILING = "x".join(map(str, backends.pallas.TILING))
 LAST = (((1,), (1,)), ((), ()))  # both sum over their last axis
 FIRST = (((1,), (0,)), ((), ()))
 
@@ -72,7 +72,7 @@ def in_blocks(wide: Any, tilings: list[str], skipped: dict[str, str]) -> dict[st
         cast = [jax.jit(functools.partial(quantize_blocks, method=method)) for method in methods]
         ready = [tuple(to(x) for to, x in zip(cast, pair, strict=True)) for pair in wide]
         for number, text in enumerate(tilings if scaling == "block" else [TILING]):
-            tiling = backends.block.Tiling(*map(int, text.split("x")))
+            tiling = backends.pallas.Tiling(*map(int, text.split("x")))
             dot = functools.partial(backends.block.dot, out_dtype=jnp.bfloat16, tiling=tiling)
             name = f"{scaling} {text}" if number else scaling
             found[name] = (lambda each, dot=dot: [dot(a, b) for a, b in each], ready)

@@ -18,6 +18,7 @@ import jax
 from jax import lax
 
 from fp8jax.backends import block as block
+from fp8jax.backends import pallas as pallas
 from fp8jax.backends import reference, te, xla
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import BLOCK_SCALINGS

@@ -1,0 +1,110 @@
+"""GEMMs of operands with float32 scales of 1x128 and 128x128 blocks: a Pallas kernel."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from fp8jax.backends import tensor_core
+from fp8jax.quantization.kernels.partition import split_by_devices
+from fp8jax.quantization import ScaledArray
+
+# Rows and columns of a block.
+TILE = 128
+
+
+class Tiling(NamedTuple):
+    """How the Pallas kernel is split; `examples/bench/gemm.py --tilings` times others.
+
+    Compiled for Hopper it has FP8 instructions and asynchronous copies, and spills no register.
+    """
+
+    rows: int = 128  # of a tile of the output, a divisor of `TILE`
+    columns: int = 128
+    warps: int = 8
+    stages: int = 4  # tiles of the operands in shared memory
+    group: int = 8  # rows of tiles that are computed together
+
+
+TILING = Tiling()
+
+# Whether the kernel is interpreted, to test it on a CPU.
+INTERPRET = False
+
+
+def gemm(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any, tiling: Tiling = TILING) -> jax.Array:
+    """A Pallas kernel for float32 scales of 1x128 and 128x128 blocks."""
+    m, n = lhs.shape[-2], rhs.shape[-2]
+    a, b = (_whole_tiles(x.data, TILE) for x in (lhs, rhs))
+    is_square = rhs.scale.shape[-2] * TILE == rhs.shape[-2] and rhs.shape[-2] > 1
+    of_a = _whole_tiles(lhs.scale, TILE)
+    of_b = jnp.swapaxes(_whole_tiles(rhs.scale, 1 if is_square else TILE), -1, -2)
+    multiply = split_by_devices(
+        functools.partial(_tiles, out_dtype, tiling),
+        "b m k, b n k, b m k, b k n -> b m n",
+        dict.fromkeys("mnk", TILE),
+        summed="k",
+    )
+    return multiply(a, b, of_a, of_b)[:, :m, :n]
+
+
+def _tiles(
+    out_dtype: Any, tiling: Tiling, a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array
+) -> jax.Array:
+    """The kernel, of whole tiles and the scales of rows of `a` and of blocks or rows of `b`."""
+    (batch, m, k), n = a.shape, b.shape[-2]
+    rows, columns, warps, stages, group = tiling
+    counts = (m // rows, n // columns)
+    is_square = of_b.shape[-1] < n
+
+    def place(t: Any) -> tuple[Any, Any]:
+        """Row and column of tile number `t`: consecutive tiles share rows and columns, in the GPU's cache."""
+        band, inside = lax.div(t, np.int32(group * counts[1])), lax.rem(t, np.int32(group * counts[1]))
+        height = lax.min(counts[0] - band * group, np.int32(group))
+        return band * group + lax.rem(inside, height), lax.div(inside, height)
+
+    def scales_of_b(t: Any, g: Any) -> tuple[Any, ...]:
+        column = place(t)[1]
+        return (g, 0, column * columns // TILE if is_square else column)
+
+    return pl.pallas_call(
+        functools.partial(_tile, k // TILE),
+        grid=(counts[0] * counts[1], batch),
+        in_specs=[
+            pl.BlockSpec((None, rows, k), lambda t, g: (g, place(t)[0], 0)),
+            pl.BlockSpec((None, columns, k), lambda t, g: (g, place(t)[1], 0)),
+            pl.BlockSpec((None, rows, k // TILE), lambda t, g: (g, place(t)[0], 0)),
+            pl.BlockSpec((None, k // TILE, 1 if is_square else columns), scales_of_b),
+        ],
+        out_specs=pl.BlockSpec((None, rows, columns), lambda t, g: (g, *place(t))),
+        out_shape=jax.ShapeDtypeStruct((batch, m, n), out_dtype),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=INTERPRET,
+    )(a, b, of_a, of_b)
+
+
+def _tile(steps: int, a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
+    """One tile of the output."""
+
+    def step(i: Any, sums: jax.Array) -> jax.Array:
+        depth = pl.ds(i * TILE, TILE)
+        # Read before the product, which hides it, and as vectors: of a column of a matrix, each thread would
+        # read an entry for each of its sums.
+        if of_b.shape[1] == 1:
+            scales = (of_a[:, i] * of_b[i, 0])[:, None]
+        else:
+            scales = of_a[:, i][:, None] * of_b[i, :][None]
+        return sums + tensor_core.dot(a[:, depth], b[:, depth]) * scales
+
+    sums = lax.fori_loop(0, steps, step, jnp.zeros(out.shape, jnp.float32))
+    out[...] = sums.astype(out.dtype)
+
+
+def _whole_tiles(x: jax.Array, size: int) -> jax.Array:
+    """`x` with its rows padded to a multiple of `size`."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)]) if x.shape[1] % size else x
