@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fp8jax.backends import block
-from fp8jax.inspect import compiler
+from fp8jax.inspect import compiler, refuse
 from fp8jax.inspect.compiler import why_not as why_not
 
 
@@ -145,7 +145,7 @@ def lower_for(
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the GPU from it
         traced = jitted.trace(*args)
         if gpu.capability < block.FIRST_WITH_BLOCKS and (
-            reason := block.refuse(traced.jaxpr, gpu.capability)
+            reason := refuse.refuse(traced.jaxpr, gpu.capability)
         ):
             raise ValueError(
                 f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}."
