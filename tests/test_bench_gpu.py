@@ -58,7 +58,7 @@ def test_the_dry_run_leaves_a_whole_record(gpu, tmp_path):
         "nvfp4",
         "block, least speed / the FP8 GEMM's",
     }
-    assert gpu.TILINGS[0] == "x".join(map(str, backends.block.TILING))
+    assert gpu.TILINGS[0] == "x".join(map(str, backends.pallas.TILING))
     tilings = {f"block {tiling}" for tiling in gpu.TILINGS[1:]}
     assert ways == {"bf16", "torch._scaled_mm", *ours, *tilings}
     for name in ("block", "mxfp8", "nvfp4"):

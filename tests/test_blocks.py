@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import fp8jax
-from fp8jax import Recipe, backends, formats, scaling
-from fp8jax.backends import cudnn, pallas
+from fp8jax import Recipe, formats, scaling
+from fp8jax.backends import cudnn, pallas, reference
 from fp8jax.comm import Zero
 from fp8jax.dot import dot_general, init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect import program, targets
@@ -509,7 +509,9 @@ def test_kernel_is_the_emulation(rows, monkeypatch):
     )
     monkeypatch.setattr(pallas, "INTERPRET", True)
     ours = pallas.gemm(a, b, jnp.float32)
-    np.testing.assert_allclose(ours, backends.block.dot(a, b, out_dtype=jnp.float32), rtol=1e-5, atol=1e-4)
+    batched = (((2,), (2,)), ((0,), (0,)))
+    expected = reference.dot(a, b, batched, out_dtype=jnp.float32, precise=True)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", [BLOCK_1X128, BLOCK_128X128, MXFP8], ids=name_of)

@@ -17,7 +17,6 @@ from jax import lax
 
 import fp8jax
 from fp8jax import backends, cli, extras
-from fp8jax.backends import xla
 from fp8jax.inspect import device as devices
 from fp8jax.inspect import gemms, targets
 from fp8jax.inspect.program import Gemm
@@ -146,7 +145,7 @@ def broken_backend(monkeypatch):
         wide = (lax.reduce_precision(x.dequantize().astype(jnp.bfloat16), 8, 7) for x in (lhs, rhs))
         return lax.dot_general(*wide, dimension_numbers).astype(out_dtype)
 
-    monkeypatch.setattr(xla, "dot", dot)
+    monkeypatch.setitem(backends.BACKENDS, "xla", backends.BACKENDS["xla"]._replace(dot=dot))
     jax.clear_caches()  # else products that were traced before are taken from there
     yield
     jax.clear_caches()
@@ -306,10 +305,10 @@ def test_this_machine_is_described():
     [device] = found["devices"]
     assert (device["platform"], device["number"]) == ("cpu", len(jax.local_devices()))
     assert found["versions"]["jax"] == jax.__version__ and "CUDA driver" not in found["versions"]
-    [auto] = [backend["name"] for backend in found["backends"] if backend["is_auto"]]
-    assert auto == backends.choose("auto").name
+    assert [each["name"] for each in found["backends"]] == list(backends.BACKENDS)
+    assert [each["name"] for each in found["backends"] if each["is_auto"]] == ["xla", "pallas", "cudnn"]
     shown = devices.text(found)
-    assert "emulated, exactly" in shown and "reference  can run" in shown
+    assert "emulated, exactly" in shown and "dequantized operands  can run" in shown
     [device] = json.loads(json.dumps(found))["devices"]
     assert device["gemms"][0]["how"] == "emulated, exactly"
 
@@ -319,6 +318,7 @@ def test_a_target_is_described_in_the_place_of_what_is_here(name):
     [device] = devices.examine(name)["devices"]
     assert device["name"] == targets.get(name).device
     assert ways(device["gemms"]) == dict.fromkeys(["FP8", "BF16", "FP16"], devices.NATIVE)
+    assert [gemm["reason"].partition(":")[0] for gemm in device["gemms"][:5]] == ["xla"] * 4 + ["pallas"]
 
 
 @pytest.mark.parametrize(

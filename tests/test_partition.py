@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8jax
-from fp8jax.backends import block as gemm
 from fp8jax.backends import pallas
 from fp8jax.inspect import targets
 from fp8jax.quantization import BLOCK_1X128, BLOCK_128X128, NVFP4_1X16, quantize_blocks
@@ -82,7 +81,7 @@ def test_gemm_is_split(of_a, of_b, is_gathered, monkeypatch):
         quantize_blocks(jnp.asarray(random.normal(size=(512, 512)).astype(np.float32)), method)
         for method in (BLOCK_1X128, BLOCK_128X128)
     )
-    multiply = jax.jit(functools.partial(gemm._on_gpu, out_dtype=jnp.float32))
+    multiply = jax.jit(lambda a, b: pallas.gemm(*jax.tree.map(lambda leaf: leaf[None], (a, b)), jnp.float32))
     sharded = [
         jax.tree.map(lambda x, spec=spec: on_devices(x, *spec), q) for spec, q in ((of_a, a), (of_b, b))
     ]

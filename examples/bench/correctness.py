@@ -22,7 +22,7 @@ import optax
 import output
 
 import fp8jax
-from fp8jax import ScaledArray, formats
+from fp8jax import Recipe, ScaledArray, backends, formats, scaling
 from fp8jax.inspect import program
 from fp8jax.quantization import cast, is_scaled
 from fp8jax.scaling import block
@@ -118,7 +118,7 @@ def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
     """The same with scales of blocks: equal codes and scales, and GEMMs of them."""
     given, found = operands(is_tiny), []
     for name in ("block", "mxfp8", "nvfp4"):
-        if reason := fp8jax.backends.block.why_not(name):
+        if reason := backends.why_not("auto", scaling.of_recipe(Recipe.parse(name)).granularity):
             found.append(row(f"{name}: {reason}", None, None, True))
             continue
         copies, meant = here_and_there(*[jax.jit(functools.partial(quantized, name))] * 2, *given)

@@ -23,6 +23,7 @@ import output
 from jax import lax
 
 from fp8jax import backends, formats, quantize
+from fp8jax.backends import pallas, reference
 from fp8jax.inspect import program
 from fp8jax.quantization import (
     BLOCK_1X128,
@@ -44,7 +45,7 @@ METHODS = {
     "mxfp8": (MXFP8, MXFP8),
     "nvfp4": (NVFP4_1X16, NVFP4_16X16),
 }
-TILING = "x".join(map(str, backends.pallas.TILING))
+TILING = "x".join(map(str, pallas.TILING))
 LAST = (((1,), (1,)), ((), ()))  # both sum over their last axis
 FIRST = (((1,), (0,)), ((), ()))
 
@@ -66,14 +67,18 @@ def in_blocks(wide: Any, tilings: list[str], skipped: dict[str, str]) -> dict[st
     """For each way with scales of blocks its product, and its operands."""
     found = {}
     for scaling, methods in METHODS.items():
-        if reason := backends.block.why_not(scaling):
+        granularity = "x".join(map(str, methods[0].block))
+        if reason := backends.why_not("auto", granularity):
             skipped[scaling] = reason
             continue
         cast = [jax.jit(functools.partial(quantize_blocks, method=method)) for method in methods]
         ready = [tuple(to(x) for to, x in zip(cast, pair, strict=True)) for pair in wide]
         for number, text in enumerate(tilings if scaling == "block" else [TILING]):
-            tiling = backends.pallas.Tiling(*map(int, text.split("x")))
-            dot = functools.partial(backends.block.dot, out_dtype=jnp.bfloat16, tiling=tiling)
+            dot = backends.BACKENDS[backends.choose("auto", granularity).name].dot
+            if text != TILING:
+                tiling = pallas.Tiling(*map(int, text.split("x")))
+                dot = reference.dot_by(functools.partial(pallas.gemm, tiling=tiling))
+            dot = functools.partial(dot, dimension_numbers=LAST, out_dtype=jnp.bfloat16, precise=False)
             name = f"{scaling} {text}" if number else scaling
             found[name] = (lambda each, dot=dot: [dot(a, b) for a, b in each], ready)
     return found

@@ -75,7 +75,7 @@ def _through_te(recipe: str) -> Way:
     return _ours(recipe)._replace(
         name=f"fp8jax {recipe} through TransformerEngine",
         transform=functools.partial(fp8jax.transform, recipe=recipe, backend="te"),
-        why_not=lambda: backends.BACKENDS["te"].supports(is_batched=False),
+        why_not=lambda: backends.why_not("te"),
     )
 
 

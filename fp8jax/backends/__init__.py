@@ -1,105 +1,102 @@
-"""GEMM backends: `xla`, `te` (TransformerEngine) and `reference`; "auto" selects one that can run here.
+"""GEMM backends: what multiplies the quantized operands of a dot.
 
-A backend is a module with two functions and a text:
+| backend | on a GPU | on a CPU | scales |
+|---|---|---|---|
+| `xla` | cuBLASLt, through XLA | emulated | one for a tensor |
+| `te` | TransformerEngine's cuBLASLt calls | - | one for a tensor |
+| `pallas` | a Pallas kernel | emulated | 1x128 and 128x128 blocks |
+| `cudnn` | cuDNN, through `jax.nn.scaled_matmul` | emulated | MXFP8's and NVFP4's blocks |
+| `reference` | dequantized, a float32 matmul | the same | all |
 
-    NORMS                                 # text: how norms and activations before a cast are computed
-    supports(*, is_batched) -> str | None # None, or the reason why it cannot run here
-    dot(lhs, rhs, dimension_numbers, *, out_dtype, precise) -> Array
-
-`dot` is the GEMM of two `ScaledArray`s with scalar scales. It accumulates in float32, applies the scales and
-casts to `out_dtype`. `precise` requires full float32 accumulation; otherwise the hardware's faster, less
-precise accumulation is allowed.
+`BACKENDS` has a `base.Backend` for each name, in the file of this name. `choose` selects one of them.
 """
 
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax import lax
 
-from fp8jax.backends import block as block
-from fp8jax.backends import pallas as pallas
-from fp8jax.backends import reference, te, xla
-from fp8jax.quantization import ScaledArray
-from fp8jax.recipe import BLOCK_SCALINGS
+from fp8jax.backends import cudnn, pallas, reference, te, xla
+from fp8jax.backends.base import FIRST_WITH_BLOCKS as FIRST_WITH_BLOCKS
+from fp8jax.backends.base import FIRST_WITH_FP8 as FIRST_WITH_FP8
+from fp8jax.backends.base import Backend as Backend
+from fp8jax.backends.base import Device as Device
 
-BACKENDS = {"xla": xla, "reference": reference, "te": te}
+BACKENDS = {
+    "xla": xla.BACKEND,
+    "te": te.BACKEND,
+    "pallas": pallas.BACKEND,
+    "cudnn": cudnn.BACKEND,
+    "reference": reference.BACKEND,
+}
+
+# "auto" is the first of these that can compute a dot.
+AUTO = ("te", "xla", "pallas", "cudnn")
 
 
 class Choice(NamedTuple):
     """The selected backend, and the reason."""
 
-    name: str  # a key of BACKENDS, or a name of `block.backend_of`
+    name: str  # a key of `BACKENDS`
     why: str
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})"
 
-    @property
-    def module(self) -> ModuleType:
-        """The backend's module."""
-        return BACKENDS[self.name]
 
-
-def choose(name: str, *, is_batched: bool = False, scaling: str = "delayed") -> Choice:
-    """The backend `name`. "auto" is "te" if it can run here and there is one device, otherwise "xla".
-
-    "auto" looks at JAX's default device, so a program traced on CPU for an absent GPU uses "xla".
+def choose(
+    name: str, granularity: str = "tensor", *, is_batched: bool = False, device: Device | None = None
+) -> Choice:
+    """The backend `name`, or for "auto" the first of `AUTO` that can compute the dot.
 
     Args:
         name: "auto", or a key of `BACKENDS`.
+        granularity: what has a scale in the operands, see `fp8jax.scaling.base.Scaling`.
         is_batched: whether the dot has batch dimensions.
-        scaling: the recipe's scaling. Block scaling has one backend on each device, see `block.backend_of`.
+        device: None for JAX's default device. A program that is traced on a CPU for an absent GPU has the
+            backend of the CPU, which is not "te".
 
     Raises:
-        ValueError: the backend is unknown, or cannot run here.
+        ValueError: the backend is unknown, or cannot compute the dot.
     """
-    if scaling in BLOCK_SCALINGS:
-        return _choose_for_blocks(name, scaling)
-    if name == "auto":
-        reason = te.supports(is_batched=is_batched)
-        if reason is None and jax.device_count() > 1:
-            reason = "transformer_engine is chosen for one device, and there are several"
-        return Choice("xla", reason) if reason else Choice("te", "transformer_engine is installed")
-    if name not in BACKENDS:
+    found, why = _first(name, granularity, is_batched, device)
+    if found is None:
+        able = [each for each in BACKENDS if _first(each, granularity, is_batched, device)[0]]
+        raise ValueError(
+            f"`backend`: {name} cannot run here: {why}. With a scale per {granularity} these can: "
+            f"{', '.join(able) or 'none'}."
+        )
+    return Choice(found, why)
+
+
+def why_not(name: str, granularity: str = "tensor", *, device: Device | None = None) -> str | None:
+    """None, or the reason why `choose` raises."""
+    found, why = _first(name, granularity, False, device)
+    return None if found else why
+
+
+def _first(name: str, granularity: str, is_batched: bool, device: Device | None) -> tuple[str | None, str]:
+    """The first backend that can compute a dot, or None; and the reason."""
+    if name not in ("auto", *BACKENDS):
         raise ValueError(f"`backend`: expected auto or one of {', '.join(BACKENDS)}; got {name!r}.")
-    reason = BACKENDS[name].supports(is_batched=is_batched)
-    if reason:
-        raise ValueError(f"`backend`: {name} cannot run here: {reason}.")
-    return Choice(name, "as asked for")
+    if name != "auto":
+        known = BACKENDS[name].granularities
+        reason = f"it multiplies operands with a scale per {' or '.join(known)}, not per {granularity}"
+        reason = BACKENDS[name].supports(device, is_batched) if granularity in known else reason
+        return (None, reason) if reason else (name, "as asked for")
+    reasons = []
+    for each in (each for each in AUTO if granularity in BACKENDS[each].granularities):
+        backend = BACKENDS[each]
+        reason = backend.supports(device, is_batched)
+        if reason is None and not backend.is_for_meshes and jax.device_count() > 1:
+            reason = f"{each} is chosen for one device, and there are several"
+        if reason is None:
+            is_cpu = not reasons and (device or Device.here()).platform == "cpu"
+            return each, "; ".join(reasons) or ("emulated on a CPU" if is_cpu else backend.gemms)
+        reasons.append(reason)
+    return None, "; ".join(reasons) or f"no backend multiplies operands with a scale per {granularity}"
 
 
-def _choose_for_blocks(name: str, scaling: str) -> Choice:
-    if reason := block.why_not(scaling):
-        raise ValueError(f"`backend`: scaling={scaling} cannot run here: {reason}.")
-    only = block.backend_of(scaling)
-    if name not in ("auto", only):
-        raise ValueError(f"`backend`: expected auto or {only} for scaling={scaling}; got {name!r}.")
-    return Choice(only, f"the only one for scaling={scaling}")
-
-
-def note(name: str, scaling: str = "delayed") -> str:
-    """The report's text for the backend `name`: its `NORMS`, and the selected backend."""
-    if scaling in BLOCK_SCALINGS:
-        return f"backend: {choose(name, scaling=scaling)}"
-    choice = choose(name)
-    line = f"backend: {choice}"
-    if name == "auto" and choice.name == "te":
-        line += f", and products with batch dimensions {choose(name, is_batched=True)}"
-    return f"{choice.module.NORMS}\n{line}"
-
-
-def multiply(
-    name: str,
-    lhs: ScaledArray,
-    rhs: ScaledArray,
-    dimension_numbers: lax.DotDimensionNumbers,
-    *,
-    out_dtype: Any,
-    precise: bool,
-) -> jax.Array:
-    """The GEMM of two quantized operands, by the backend `name`; operands with scales of blocks, which have
-    the contracted axis last, by `block`."""
-    if lhs.bits.ndim:
-        return block.dot(lhs, rhs, out_dtype=out_dtype)
-    return BACKENDS[name].dot(lhs, rhs, dimension_numbers, out_dtype=out_dtype, precise=precise)
+def notes(choices: list[Choice]) -> list[str]:
+    """A report's lines for the backends of a model's dots: norms, and names with reasons."""
+    norms = [BACKENDS[choice.name].norms for choice in choices]
+    return list(dict.fromkeys([*norms, *(f"backend: {choice}" for choice in choices)]))

@@ -1,4 +1,8 @@
-"""GEMMs of MXFP8 and NVFP4 operands: one cuDNN call, by `jax.nn.scaled_matmul`."""
+"""The cuDNN backend: `jax.nn.scaled_matmul`, one call on Blackwell, for MXFP8 and NVFP4 operands.
+
+Both operands have the contracted axis last, as GPU instructions read them. On a CPU it is the `reference`:
+the values and their products are exact in float32.
+"""
 
 import functools
 from typing import Any
@@ -6,11 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8jax.backends import reference
+from fp8jax.backends.base import FIRST_WITH_BLOCKS, Backend, Device, lacks, lacks_fp8
 from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 
 # cuDNN's GEMMs are split along the contracted axis in multiples of it.
 TILE = 128
+
+
+def supports(device: Device | None, is_batched: bool) -> str | None:
+    """See `fp8jax.backends.base.Backend`."""
+    del is_batched
+    return lacks_fp8(device) or lacks(device, "MXFP8 or NVFP4", FIRST_WITH_BLOCKS, "block or te")
 
 
 def gemm(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any) -> jax.Array:
@@ -35,3 +47,13 @@ def _by_row(x: ScaledArray) -> jax.Array:
     """The scales of blocks, one for each row and block of columns."""
     scale = x.scale.data if is_scaled(x.scale) else x.scale
     return jnp.repeat(scale, x.shape[-2] // scale.shape[-2], axis=-2)
+
+
+BACKEND = Backend(
+    gemms="cuDNN, through jax.nn.scaled_matmul",
+    norms="on a GPU norms and activations are stored, and a Pallas kernel quantizes them",
+    granularities=("1x32", "1x16"),
+    dot=reference.dot_by(gemm),
+    supports=supports,
+    is_call_on_gpu=True,
+)

@@ -159,7 +159,8 @@ def dot_general(
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
-    chosen = backends.choose(backend, is_batched=layout.is_batched, scaling=recipe.scaling).name
+    granularity = scaling.of_recipe(recipe).granularity
+    chosen = backends.choose(backend, granularity, is_batched=layout.is_batched).name
     static = Static.of(lhs, weight, recipe, chosen, out_dtype, Whole(layout))
     check_state(recipe, state)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from fp8jax import backends
+from fp8jax import backends, scaling
 from fp8jax.dot.dot_general import check_state, init_state
 from fp8jax.dot.layout import Side, contract
 from fp8jax.dot.row_tiles import (
@@ -94,7 +94,7 @@ def ragged_dot(
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
-    chosen = backends.choose(backend, scaling=Recipe.parse(recipe).scaling).name
+    chosen = backends.choose(backend, scaling.of_recipe(Recipe.parse(recipe)).granularity).name
     static = Static.of(lhs, weight, recipe, chosen, out_dtype, Grouped(over))
     check_state(static.recipe, state)
     state, grad_slot = broadcast_under_vmap(

@@ -274,7 +274,8 @@ def multiply(
         return lax.dot_general(lhs, rhs, numbers, preferred_element_type=jnp.float32).astype(dtype)
     numbers = contract(f"{chosen.axes[left][use_left]},{chosen.axes[right][use_right]}", is_batched)
     lhs, rhs = as_codes(lhs, chosen.format(left)), as_codes(rhs, chosen.format(right))
-    return backends.multiply(static.backend, lhs, rhs, numbers, out_dtype=dtype, precise=gemm != FPROP)
+    backend = backends.BACKENDS[static.backend]
+    return backend.dot(lhs, rhs, numbers, out_dtype=dtype, precise=gemm != FPROP)
 
 
 def kernel_gradient(static: Static, drhs: Any, groups: int = 0) -> Any:

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax import adapters, extras, gradients, optim
-from fp8jax.backends import block
+from fp8jax import adapters, backends, extras, gradients, optim, scaling
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.step import training_step
 from fp8jax.inspect.tables import align
@@ -110,17 +109,16 @@ def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
 
 
 def lacking(target: str | None) -> dict[str, str]:
-    """The presets with block-scaled GEMMs that a GPU or this machine lacks, and the reasons.
+    """The presets with GEMMs that a GPU or this machine lacks, and the reasons.
 
     Args:
         target: as in `measure`.
     """
+    device = targets.get(target).as_device if target else None
     reasons = {
-        name: block.lacks(targets.get(target).capability, recipe.scaling)
-        if target
-        else block.why_not(recipe.scaling)
+        name: backends.why_not("auto", scaling.of_recipe(recipe).granularity, device=device)
         for name, recipe in PRESETS.items()
-        if recipe.has_blocks
+        if recipe.is_quantized
     }
     return {name: reason for name, reason in reasons.items() if reason}
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from fp8jax import backends, extras
-from fp8jax.backends.block import FIRST_WITH_BLOCKS, FIRST_WITH_FP8
+from fp8jax.backends import FIRST_WITH_BLOCKS, FIRST_WITH_FP8
 from fp8jax.inspect import targets
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
@@ -37,19 +37,15 @@ CUDA_EXTRA = 'pip install -U "jax[cuda13]"'
 
 _EXACT = (EMULATED, "FP8 numbers are exact in the wider format")
 _EXACT_FP4 = (EMULATED, "FP4 numbers are exact in the wider format")
-# What computes the GEMMs of a GPU that has them, and what happens on one that has not.
-_CUBLAS = ("cuBLASLt, through XLA", "XLA uses a wider format")
-_PALLAS = ("a Pallas kernel", "the recipe is refused")
-_CUDNN = ("cuDNN, through jax.nn.scaled_matmul", "the recipe is refused")
-# Operands, scaling, the first compute capability with such GEMMs, how a CPU and how a GPU computes them.
+# Operands, scaling, the first compute capability with such GEMMs, how a CPU computes them, a GPU's backend.
 _FORMATS = (
-    ("FP8, E4M3 x E4M3 (forward)", "delayed, current", FIRST_WITH_FP8, _EXACT, _CUBLAS),
-    ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT, _CUBLAS),
-    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs"), _CUBLAS),
-    ("FP16", "loss scale", (7, 0), (WIDER, "float32"), _CUBLAS),
-    ("FP8, blocks of 1x128 and 128x128", "block", FIRST_WITH_FP8, _EXACT, _PALLAS),
-    ("MXFP8, blocks of 32 with E8M0 scales", "mxfp8", FIRST_WITH_BLOCKS, _EXACT, _CUDNN),
-    ("NVFP4, blocks of 16 with E4M3 scales", "nvfp4", FIRST_WITH_BLOCKS, _EXACT_FP4, _CUDNN),
+    ("FP8, E4M3 x E4M3 (forward)", "delayed, current", FIRST_WITH_FP8, _EXACT, "xla"),
+    ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT, "xla"),
+    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs"), "xla"),
+    ("FP16", "loss scale", (7, 0), (WIDER, "float32"), "xla"),
+    ("FP8, blocks of 1x128 and 128x128", "block", FIRST_WITH_FP8, _EXACT, "pallas"),
+    ("MXFP8, blocks of 32 with E8M0 scales", "mxfp8", FIRST_WITH_BLOCKS, _EXACT, "cudnn"),
+    ("NVFP4, blocks of 16 with E4M3 scales", "nvfp4", FIRST_WITH_BLOCKS, _EXACT_FP4, "cudnn"),
 )
 
 # Library -> its name in JAX's CUDA plugin.
@@ -70,9 +66,9 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
     Returns:
         Under "devices" the devices by kind: name, platform, compute capability (None if it is no GPU of
         NVIDIA's), number, and the rows of `gemms_of`. Under "versions" those of the software by name. Under
-        "backends" for each backend of FP8 GEMMs why it cannot run here ("" if it can), and whether "auto"
-        takes it. Under "packages" for each optional part whether it is there, and what to install. Under
-        "troubles" why a device is not used, and what to do about it.
+        "backends" for each GEMM backend what computes the GEMMs, why the device lacks them ("" if it has
+        them), and whether "auto" selects it. Under "packages" for each optional part whether it is there, and
+        what to install. Under "troubles" why a device is not used, and what to do about it.
 
     Raises:
         ValueError: no such target.
@@ -88,31 +84,37 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
     versions["XLA"] = f"that of jaxlib {versions['jaxlib']}" + (f": {client}" if client else "")
     if target is None and any(device["capability"] for device in devices):
         versions |= cuda_versions()
-    auto = backends.choose("auto").name
-    found = [
-        {"name": name, "reason": backend.supports() or "", "is_auto": name == auto}
-        for name, backend in backends.BACKENDS.items()
-    ]
-    packages = _packages(is_gpu)
+    packages, first = _packages(is_gpu), devices[:1]
+    found = [row for each in first for row in _backends(each["name"], each["platform"], each["capability"])]
     return dict(devices=devices, versions=versions, backends=found, packages=packages, troubles=troubles)
+
+
+def _backends(*device: Any) -> list[dict[str, Any]]:
+    on, table = backends.Device(*device), backends.BACKENDS
+    granularities = {each for backend in table.values() for each in backend.granularities}
+    able = [each for each in granularities if backends.why_not("auto", each, device=on) is None]
+    auto = {backends.choose("auto", each, device=on).name for each in able}
+    rows = [(name, each.gemms, each.supports(on, False) or "", name in auto) for name, each in table.items()]
+    return [dict(zip(("name", "gemms", "reason", "is_auto"), row, strict=True)) for row in rows]
 
 
 def gemms_of(platform: str, capability: tuple[int, int] | None) -> list[dict[str, str]]:
     """How devices of a platform and a compute capability compute GEMMs, by the format of the operands."""
 
-    def way(least: tuple[int, int], on_cpu: tuple[str, str], on_gpu: tuple[str, str]) -> tuple[str, str]:
+    def way(least: tuple[int, int], on_cpu: tuple[str, str], backend: str) -> tuple[str, str]:
         if platform == "cpu":
             return on_cpu
         if capability is None:
             return UNKNOWN, "not a CPU or NVIDIA GPU; `fp8jax doctor --compile` shows what runs"
         if capability >= least:
-            return NATIVE, on_gpu[0]
-        below = f"compute capability {_dotted(capability)} is below {_dotted(least)}"
-        return NOT_SUPPORTED, f"{below}: {on_gpu[1]}"
+            return NATIVE, f"{backend}: {backends.BACKENDS[backend].gemms}"
+        reason = backends.BACKENDS[backend].supports(backends.Device("", platform, capability), False)
+        below = f"compute capability {_dotted(capability)} is below {_dotted(least)}: XLA uses a wider format"
+        return NOT_SUPPORTED, reason or below
 
     ways = [
-        (operands, scaling, *way(least, on_cpu, on_gpu))
-        for operands, scaling, least, on_cpu, on_gpu in _FORMATS
+        (operands, scaling, *way(least, on_cpu, backend))
+        for operands, scaling, least, on_cpu, backend in _FORMATS
     ]
     return [dict(zip(("operands", "scaling", "how", "reason"), row, strict=True)) for row in ways]
 
@@ -220,10 +222,10 @@ def text(machine: dict[str, Any]) -> str:
         parts.append(align(row.values() for row in device["gemms"]))
     parts.append(", ".join(f"{name} {version}" for name, version in machine["versions"].items()))
     runs = [
-        (each["name"], each["reason"] or "can run", "auto" if each["is_auto"] else "")
+        (each["name"], each["gemms"], each["reason"] or "can run", "auto" if each["is_auto"] else "")
         for each in machine["backends"]
     ]
     states = [(package["purpose"], package["state"]) for package in machine["packages"]]
-    for title, rows in (("backend on this machine", runs), ("what for, and what to install", states)):
+    for title, rows in (("backend of GEMMs", runs), ("what for, and what to install", states)):
         parts.append("\n  ".join([title, *align(rows).splitlines()]))
     return "\n\n".join([*parts, *(f"TROUBLE: {trouble}" for trouble in machine["troubles"])])

@@ -21,7 +21,7 @@ import jax
 
 from fp8jax import gradients
 from fp8jax.adapters import linen, nnx
-from fp8jax.backends.block import FIRST_WITH_FP8
+from fp8jax.backends import BACKENDS, FIRST_WITH_FP8
 from fp8jax.dot import GEMMS
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.program import Gemm
@@ -76,8 +76,7 @@ def check(
     gemms = compiled = program.read_lowered(lowered)
     if target is not None or jax.devices()[0].platform != "cpu":
         compiled = program.read(targets.compile(lowered, target)).gemms
-        if any(row.scaling in BLOCK_SCALINGS for row in report_of(model, inputs).rows):
-            # For a GPU, GEMMs of blocks are calls; for a CPU, dots.
+        if any(row.fp8 and BACKENDS[row.backend].is_call_on_gpu for row in report_of(model, inputs).rows):
             lowered = jax.jit(step).trace(variables, *inputs).lower(lowering_platforms=("cpu",))
             gemms = program.read_lowered(lowered)
     capability = capability_of(jax.devices()[0]) if target is None else targets.get(target).capability

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fp8jax.backends import block
+from fp8jax.backends import Device
 from fp8jax.inspect import compiler, refuse
 from fp8jax.inspect.compiler import why_not as why_not
 
@@ -38,6 +38,11 @@ class Target:
     clock_ghz: float  # highest clock of the multiprocessors
     shared_memory: int = 228 * 1024  # bytes per multiprocessor; a block can have 1 KiB less
     threads: int = 2048  # resident threads per multiprocessor
+
+    @property
+    def as_device(self) -> Device:
+        """The GPU as backends see it."""
+        return Device(self.device, "gpu", self.capability)
 
 
 # As drivers report them; capability, cores and L2 are those of XLA's target_config/specs, too.
@@ -144,9 +149,7 @@ def lower_for(
     gpu = get(target)
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the GPU from it
         traced = jitted.trace(*args)
-        if gpu.capability < block.FIRST_WITH_BLOCKS and (
-            reason := refuse.refuse(traced.jaxpr, gpu.capability)
-        ):
+        if reason := refuse.refuse(traced.jaxpr, gpu.as_device):
             raise ValueError(
                 f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}."
             )

@@ -85,6 +85,7 @@ class Dot(NamedTuple):
     computed: str | None  # how the operand is computed from the parameter; None for the parameter itself
     is_frozen: bool  # whether the parameter passed a `stop_gradient`
     groups: int  # number of groups of a ragged dot; 0 for other dots
+    is_batched: bool  # whether it has batch dimensions
     is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
     reason: str | None  # why it cannot run in FP8; None if it can
     layer: str = ""  # path of its layer, see `layer_paths`
@@ -137,6 +138,7 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         computed=_how_computed(x) if isinstance(x, Derived) else None,
         is_frozen=isinstance(x, ParamView) and x.is_frozen,
         groups=groups,
+        is_batched=bool(batched[0]) and not groups,
         is_matrix=not is_grouped and _is_matrix(x, contracted[kernel]),
         reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged, is_complex),
     )

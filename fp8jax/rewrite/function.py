@@ -19,7 +19,7 @@ import jax.core
 from jax._src.config import trace_context
 from jaxtyping import PRNGKeyArray, PyTree
 
-from fp8jax import backends, loss_scale
+from fp8jax import backends, loss_scale, scaling
 from fp8jax.quantization import is_scaled, own_value, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs
@@ -56,7 +56,7 @@ class FunctionModel:
     _programs: Programs = dataclasses.field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:
-        backends.choose(self.settings.backend, scaling=self.recipe.scaling)
+        backends.choose(self.settings.backend, scaling.of_recipe(self.recipe).granularity)
         self.settings.new_rules()
 
     @property

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fp8jax import backends
 from fp8jax.dot import Weight, with_state
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
@@ -200,7 +199,7 @@ def trace(
         ParamView.of(path, x) if can_be_kernel(x) else None for path, x in zip(paths, leaves, strict=True)
     ]
     views += [None] * num_state_arrays
-    found, notes = find_dots(jaxpr, views), [backends.note(settings.backend, settings.recipe.scaling)]
+    found, notes = find_dots(jaxpr, views), []
     if settings.checkpointing is not None and annotations.calls is not None:
         dots = [dot for dot in found.dots if dot.path is not None]
         jaxpr, note = with_checkpoints(jaxpr, settings.checkpointing, annotations.calls, dots)
@@ -212,7 +211,7 @@ def trace(
     if settings.kernels is None:
         rules.check([layer_of(dot, modules) for dot, _ in choices])
     notes.append(rules.recipe.lost_to_rounding)
-    report = make_report(str(rules.recipe), found, choices, modules, "\n".join(filter(None, notes)))
+    report = make_report(str(rules.recipe), found, choices, modules, settings.backend, notes)
     if lora is not None:
         report = _with_adapters(report, lora, settings.recipe, planned)
     annotations.clear()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax import backends, scaling
 from fp8jax.rewrite.dots import OF_CONSTANTS, Dot
 from fp8jax.rewrite.find import FoundDots
 from fp8jax.rewrite.rules import LayerChoice, layer_path
@@ -31,6 +32,7 @@ class Row(NamedTuple):
     # rows, inputs and outputs of its first matmul; of one block for experts
     gemm: tuple[int, int, int] | None = None
     scaling: str = ""  # of a layer in FP8
+    backend: str = ""  # of the GEMMs of a layer in FP8
     plain: str = ""  # why the weight and gradient of a layer in FP8 are not in the recipe's formats
 
 
@@ -81,7 +83,8 @@ def make_report(
     found: FoundDots,
     choices: list[tuple[Dot, LayerChoice]],
     modules: Mapping[str, Any],
-    note: str,
+    backend: str,
+    notes: list[str],
 ) -> Report:
     """The report, with a row for each parameter of a dot product, gather or convolution.
 
@@ -90,7 +93,11 @@ def make_report(
         found: the dot products of the function.
         choices: the choice for every dot product of a parameter.
         modules: the function's modules by path.
-        note: the lines after the table.
+        backend: the name of the backend, or "auto".
+        notes: lines for the end.
+
+    Raises:
+        ValueError: the backend cannot compute one of the dot products in FP8 here.
     """
 
     def kind(path: tuple[str, ...] | None, default: str) -> str:
@@ -98,6 +105,7 @@ def make_report(
         return default if module is None else type(module).__name__
 
     rows: dict[tuple[str, bool, str], Row] = {}
+    chosen: list[backends.Choice] = []
     for path in sorted({*found.tables} - {dot.path for dot, _ in choices}):
         row = Row(layer_path(path), kind(path, "gather"), (), False, "embeddings stay as they are")
         rows["/".join(path), False, ""] = row
@@ -105,9 +113,11 @@ def make_report(
         assert dot.path is not None
         key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
         name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
-        scaling = choice.recipe.scaling if choice.reason is None else ""
-        row = Row(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm, scaling=scaling)
-        row = row._replace(plain=choice.plain if choice.reason is None else "")
+        row = Row(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm)
+        if choice.reason is None:
+            granularity = scaling.of_recipe(choice.recipe).granularity
+            chosen.append(backends.choose(backend, granularity, is_batched=dot.is_batched))
+            row = row._replace(scaling=choice.recipe.scaling, backend=chosen[-1].name, plain=choice.plain)
         row = rows.get(key, row)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())
@@ -117,8 +127,8 @@ def make_report(
         rows[f"{scope} {name}", False, ""] = row
     if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
         rows["", False, ""] = Row("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
-    note = "\n".join([note, *_heads(found, choices)])
-    return Report(recipe, tuple(rows.values()), total, note)
+    notes = [*backends.notes(chosen), *filter(None, notes), *_heads(found, choices)]
+    return Report(recipe, tuple(rows.values()), total, "\n".join(notes))
 
 
 def _heads(found: FoundDots, choices: list[tuple[Dot, LayerChoice]]) -> list[str]:

@@ -91,6 +91,11 @@ class Scaling(Protocol):
     is_residual_quantized: ClassVar[bool]
 
     @property
+    def granularity(self) -> str:
+        """What has a scale in the operands: "tensor", or a block of rows and columns as "1x128"."""
+        ...
+
+    @property
     def rows_multiple(self) -> int | None:
         """Rows of a group are padded to a multiple of this number; None if each GEMM quantizes its rows."""
         ...

@@ -66,6 +66,11 @@ class BlockScaling:
     is_residual_quantized: ClassVar[bool] = False
 
     @property
+    def granularity(self) -> str:
+        """That of lhs; a kernel may have square blocks."""
+        return "x".join(map(str, method_of(self.recipe, LHS).block))
+
+    @property
     def rows_multiple(self) -> int | None:
         """The scale blocks of wgrad run along rows. NVFP4 also has a scale of the tensor, for all rows."""
         return None if self.recipe.scaling == "nvfp4" else method_of(self.recipe, LHS).block[1]

@@ -42,6 +42,11 @@ class TensorScaling:
     is_residual_quantized: ClassVar[bool] = True
 
     @property
+    def granularity(self) -> str:
+        """See `Scaling`."""
+        return "tensor"
+
+    @property
     def rows_multiple(self) -> int:
         """See `Scaling`."""
         return 1

@@ -33,7 +33,7 @@ References:
     flax/module.py.
 """
 
-from fp8jax.backends.te.gemm import NORMS as NORMS
+from fp8jax.backends.te.gemm import BACKEND as BACKEND
 from fp8jax.backends.te.gemm import dot as dot
 from fp8jax.backends.te.gemm import supports as supports
 from fp8jax.backends.te.modules import autocast as autocast

@@ -1,6 +1,6 @@
 """FP8 GEMMs by TransformerEngine, and the check that it can run here.
 
-    supports()                                # None, or "transformer_engine is not installed"
+    supports(None, False)                     # None, or "transformer_engine is not installed"
     dot(lhs, rhs, numbers, out_dtype=jnp.bfloat16, precise=True)
 
 The GEMM takes two matrices of codes and their scales. Matrices are transposed if the GPU requires the
@@ -18,30 +18,22 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8jax.backends import xla
-from fp8jax.platforms import capability_of
+from fp8jax.backends.base import Backend, Device, lacks_fp8
 from fp8jax.quantization import ScaledArray
-
-NORMS = xla.NORMS  # XLA compiles everything around the GEMMs
 
 # cuBLASLt needs FP8 matrices with sides that are multiples of 16 bytes.
 _MULTIPLE = 16
 
 
-def supports(*, is_batched: bool = False) -> str | None:
-    """The reason why this backend cannot run here, or None.
-
-    Args:
-        is_batched: whether the dot has batch dimensions.
-    """
-    reason = _why_not_importable()
-    if reason:
+def supports(device: Device | None, is_batched: bool) -> str | None:
+    """Whether it is installed, and has GEMMs; see `fp8jax.backends.base.Backend`."""
+    if reason := _why_not_importable():
         return reason
-    capability = _capability()
-    if capability is None:
-        return "transformer_engine needs an NVIDIA GPU, and JAX's default device is none"
-    if capability < (8, 9):
-        return "FP8 needs a GPU of compute capability 8.9, and this one has {}.{}".format(*capability)
-    return "transformer_engine multiplies no batches of matrices" if is_batched else None
+    device = device or Device.here()
+    if device.capability is None:
+        return f"transformer_engine needs an NVIDIA GPU, and {device.name} is none"
+    of_batches = "transformer_engine multiplies no batches of matrices" if is_batched else None
+    return lacks_fp8(device) or of_batches
 
 
 def dot(
@@ -52,7 +44,7 @@ def dot(
     out_dtype: Any,
     precise: bool,
 ) -> jax.Array:
-    """The GEMM of two matrices; see `fp8jax.backends`."""
+    """The GEMM of two matrices; see `fp8jax.backends.base.Backend`."""
     dims, _ = dimension_numbers
     multiply = functools.partial(_multiply, dims, out_dtype, precise)
     # sequential_vmap, because TransformerEngine's GEMM has no batching rule for this.
@@ -129,10 +121,11 @@ def _why_not_importable() -> str | None:
     return None
 
 
-def _capability() -> tuple[int, int] | None:
-    """The compute capability of JAX's default device; None if it is not an NVIDIA GPU."""
-    config: Any = jax.config
-    chosen = config.jax_default_device
-    if chosen is None or isinstance(chosen, str):
-        chosen = jax.local_devices(backend=chosen)[0]
-    return capability_of(chosen)
+BACKEND = Backend(
+    gemms="TransformerEngine's cuBLASLt calls",
+    norms=xla.BACKEND.norms,  # XLA compiles everything around the GEMMs
+    granularities=("tensor",),
+    dot=dot,
+    supports=supports,
+    is_for_meshes=False,
+)

@@ -1,0 +1,81 @@
+"""`Backend`, what a GEMM backend consists of, and the device that it is asked about."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from fp8jax.platforms import capability_of
+
+# Compute capability of the first GPUs with GEMMs of FP8, and of MXFP8 and NVFP4.
+FIRST_WITH_FP8, FIRST_WITH_BLOCKS = (8, 9), (10, 0)
+
+
+class Device(NamedTuple):
+    """A device that computes GEMMs, here or not."""
+
+    name: str  # as its driver says, "NVIDIA H200"
+    platform: str  # "cpu" or "gpu"
+    capability: tuple[int, int] | None  # compute capability of an NVIDIA GPU
+
+    @classmethod
+    def here(cls) -> Self:
+        """JAX's default device."""
+        config: Any = jax.config
+        chosen = config.jax_default_device
+        if chosen is None or isinstance(chosen, str):
+            chosen = jax.local_devices(backend=chosen)[0]
+        return cls(chosen.device_kind, chosen.platform, capability_of(chosen))
+
+
+def lacks(device: Device | None, formats: str, first: tuple[int, int], instead: str) -> str | None:
+    """None, or the reason why a device has no GEMMs of these formats. A CPU emulates all of them.
+
+    Args:
+        device: None for JAX's default device.
+        formats: as the reason names them.
+        first: the compute capability of the first GPUs that have them.
+        instead: the recipe to use instead.
+    """
+    device = device or Device.here()
+    if device.platform == "cpu":
+        return None
+    if device.capability is None:
+        return f"{device.name} is no NVIDIA GPU, and has no GEMMs of {formats} here; use the recipe te"
+    if device.capability >= first:
+        return None
+    shown, least = (".".join(map(str, each)) for each in (device.capability, first))
+    return (
+        f"compute capability {shown} has no GEMMs of {formats}, which need {least}; use the recipe {instead}"
+    )
+
+
+def lacks_fp8(device: Device | None) -> str | None:
+    """None, or the reason why a device has no FP8 GEMMs."""
+    return lacks(device, "FP8", FIRST_WITH_FP8, "bf16")
+
+
+def supports_all(device: Device | None, is_batched: bool) -> None:
+    """None, for a backend that runs everywhere."""
+    del device, is_batched
+
+
+class Backend(NamedTuple):
+    """A GEMM backend.
+
+    `dot(lhs, rhs, dimension_numbers, *, out_dtype, precise)` is the GEMM of two `ScaledArray`s with a scalar
+    scale, or with scales of blocks along the contracted axis, which is the last one. It accumulates in
+    float32, applies the scales and casts to `out_dtype`. `precise` requires full float32 accumulation;
+    otherwise the hardware's faster, less precise accumulation is allowed.
+
+    `supports(device, is_batched)` is None, or the reason why it cannot compute dots on a device, with batch
+    dimensions if `is_batched`. Device None is JAX's default device.
+    """
+
+    gemms: str  # what computes the GEMMs
+    norms: str  # how norms and activations before a cast are computed
+    granularities: tuple[str, ...]  # of operands that it multiplies, see `fp8jax.scaling.base.Scaling`
+    dot: Callable[..., jax.Array]
+    supports: Callable[[Device | None, bool], str | None] = supports_all
+    is_for_meshes: bool = True  # whether "auto" selects it for several devices
+    is_call_on_gpu: bool = False  # whether a program for a GPU has calls, and one for a CPU has dots
