@@ -57,7 +57,12 @@ ROWS = (
         "the merge of states",
     ),
     Row(2, ("loss_scale.py",), "of float16 losses", "scales of float16 losses"),
-    Row(3, ("backends/",), "GEMMs", "GEMMs: `xla`, `te/`, `reference`, and those of blocks"),
+    Row(
+        3,
+        ("backends/",),
+        "GEMMs",
+        "what computes a GEMM: `xla`, `te/`, `pallas`, `cudnn` and `reference`, the entries of `BACKENDS`",
+    ),
     Row(3, ("comm/",), "FP8 collectives, ZeRO", "FP8 collectives on one shared scale; ZeRO's placement"),
     Row(
         4,

@@ -51,6 +51,9 @@ def test_what_a_cpu_is_given_is_the_chart(name):
     row = chart.measure(name, devices=8)
     assert formats(row) == CHART[name] == tuple(cell.declared for cell in row.cells.values())
     assert row.recipe == name and not row.differences
+    assert row.backend == {"block": "pallas", "mxfp8": "cudnn", "nvfp4": "cudnn"}.get(
+        name, "xla" if "FP8" in CHART[name][0] else "-"
+    )
     assert all(cell.evidence for cell in row.cells.values())
 
 
@@ -165,7 +168,7 @@ def test_the_command_prints_json_and_draws(tmp_path):
     done = command("chart", "te", "bf16", "--devices", "2", "--json", "--png", str(tmp_path / "chart.png"))
     assert done.returncode == 0, done.stderr
     rows = {row["recipe"]: row for row in json.loads(done.stdout)}
-    assert set(rows) == {"te", "bf16"}
+    assert {name: row["backend"] for name, row in rows.items()} == {"te": "xla", "bf16": "-"}
     for name, row in rows.items():
         for column, expected in zip(chart.COLUMNS, CHART[name], strict=True):
             assert row[column]["declared"] == row[column]["formats"] == expected
@@ -179,7 +182,7 @@ def test_the_command_prints_a_table_and_on_demand_its_evidence():
     assert done.returncode == 1
     short, lines = command("chart", recipe, "--devices", "2").stdout, done.stdout.splitlines()
     assert short.splitlines() == lines[:4] and lines[3].startswith("read from a train step compiled for 2 x")
-    headings = "recipe GEMM scaling comm weight master weight gradient moments rounding"
+    headings = "recipe GEMM scaling comm weight master weight gradient moments rounding backend"
     assert lines[0].split() == headings.split()
     assert "FP32 / FP8 (declared FP8)" in lines[1]
     assert any("f8e4m3fn x f8e4m3fn dot" in line for line in lines)

@@ -26,8 +26,9 @@ def transform(
             is not changed.
         recipe: a `Recipe`, or its text.
         rules: recipes of single layers; the first rule that matches a layer decides.
-        backend: the GEMM backend: "auto", "xla", "te" (TransformerEngine, on a GPU) or "reference" (slow and
-            exact). The report names the backend and the reason for it.
+        backend: "auto", or a name of `fp8jax.backends.BACKENDS`: "xla" or "te" (TransformerEngine, on a GPU)
+            for scales of tensors, "pallas" or "cudnn" for scales of blocks, "reference" (slow and exact) for
+            both. The report names the backend of each layer, and the reasons.
         lora: adapters to train; the model's own parameters are then frozen.
         gradient_checkpointing: the residuals that each block saves: "none" saves all, "dots" the outputs of
             its layers' dots, "fp8" the FP8 operands of its dots, "full" only the block's inputs. The backward

@@ -90,6 +90,7 @@ class Row(NamedTuple):
     recipe: str
     devices: str  # that the step was compiled for: "8 x h200"
     cells: dict[str, Cell]  # by column
+    backend: str  # that multiplies in FP8 or FP4, from the model's report; "-" without such GEMMs
 
     @property
     def differences(self) -> list[str]:
@@ -165,7 +166,8 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
     }
     declared = declare(recipe, devices)
     cells = {column: Cell(declared[column], *measured[column]) for column in COLUMNS}
-    return Row(str(recipe), f"{devices} x {target or device.device_kind}", cells)
+    names = dict.fromkeys(row.backend for row in model.report(params, x).rows if row.fp8)
+    return Row(str(recipe), f"{devices} x {target or device.device_kind}", cells, ", ".join(names) or "-")
 
 
 def _mlp(params: Any, x: jax.Array) -> jax.Array:
@@ -257,8 +259,8 @@ def _counted(shown: Iterable[str]) -> str:
 
 def table(rows: list[Row]) -> str:
     """The measured chart as text; a cell that differs from its declaration shows both."""
-    lines = [[row.recipe, *map(str, row.cells.values())] for row in rows]
-    return align([["recipe", *HEADINGS.values()], *lines])
+    lines = [[row.recipe, *map(str, row.cells.values()), row.backend] for row in rows]
+    return align([["recipe", *HEADINGS.values(), "backend"], *lines])
 
 
 def text(rows: list[Row], *, evidence: bool = False) -> str:
@@ -278,7 +280,8 @@ def _title(rows: list[Row]) -> str:
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
     """The chart for JSON."""
     return [
-        {"recipe": row.recipe} | {column: cell._asdict() for column, cell in row.cells.items()}
+        {"recipe": row.recipe, "backend": row.backend}
+        | {column: cell._asdict() for column, cell in row.cells.items()}
         for row in rows
     ]
 
