@@ -395,9 +395,8 @@ def test_a_new_scaling_is_used_in_a_model(fixed):
 def test_a_half_added_scaling_is_refused(fixed, monkeypatch, table):
     owner = scaling if table == "SCALINGS" else tensor
     monkeypatch.delitem(getattr(owner, table), "fixed")
-    model = fp8jax.transform(nn.Dense(32), fixed)
     with pytest.raises(NotImplementedError, match=f"scaling=fixed: expected an entry in .*{table}"):
-        model.init(jax.random.key(0), jnp.ones((16, 32)))
+        fp8jax.transform(nn.Dense(32), fixed).init(jax.random.key(0), jnp.ones((16, 32)))
 
 
 def test_a_new_scaling_without_its_twin_on_torch_is_refused(fixed):
