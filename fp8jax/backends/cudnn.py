@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from fp8jax.backends import reference
 from fp8jax.backends.base import FIRST_WITH_BLOCKS, Backend, Device, lacks, lacks_fp8
-from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
+from fp8jax.quantization.kernels.partition import split_by_devices
 
 # cuDNN's GEMMs are split along the contracted axis in multiples of it.
 TILE = 128

@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton
 
 from fp8jax.backends import reference, tensor_core
 from fp8jax.backends.base import Backend, Device, lacks_fp8
-from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization import ScaledArray
+from fp8jax.quantization.kernels.partition import split_by_devices
 
 # Rows and columns of a block.
 TILE = 128

@@ -28,7 +28,7 @@ from fp8jax.inspect.program import Gemm
 from fp8jax.inspect.subject import Subject, loss_of, report_of, transformed
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
-from fp8jax.recipe import BLOCK_SCALINGS, Recipe
+from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report, layer_of
 from fp8jax.rewrite.report import Row as ReportRow
 from fp8jax.rewrite.rules import Rules
