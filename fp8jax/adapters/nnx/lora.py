@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fp8jax.adapters.moe.nnx import ExpertDense
 from fp8jax.adapters.nnx.calls import restore, rewritten_of
 from fp8jax.adapters.nnx.module import FLAX_LAYERS, placed_kernels, sides
 from fp8jax.adapters.nnx.variables import CLASS, Frozen, modules_of, places_of, thaw
@@ -43,7 +44,8 @@ def adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
                 for name, new in lora.new(key, layer, kernel.layers, (0, *found)).items():
                     setattr(owner, name, nnx.LoRAParam(new))
         param.set_value(lora.freeze(param.get_value(), kernel, found[0] if found else None))
-    layers = {"/".join(map(str, path)) for path, module in modules_of(model) if hasattr(module, "kernel")}
+    kinds = (*FLAX_LAYERS, nnx.Conv, nnx.ConvTranspose, ExpertDense)
+    layers = {"/".join(map(str, path)) for path, module in modules_of(model) if isinstance(module, kinds)}
     lora.check(able, sorted(layers - set(able)))
 
 

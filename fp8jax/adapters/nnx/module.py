@@ -21,7 +21,7 @@ from flax.nnx import bridge
 from fp8jax import loss_scale
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_of, run_call
-from fp8jax.adapters.nnx.variables import STATE, FP8State, LossScale, Place, modules_of, places_of
+from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, LossScale, Place, modules_of, places_of
 from fp8jax.dot.layout import is_single_dot
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel, layer_path
@@ -85,9 +85,9 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     places, found, seen = places_of(model), {}, []
     kernels = [path for path, (_, _, param) in places.items() if can_be_kernel(param.get_value())]
     rules = settings.new_rules(kernels)
-    for path, (module, name, param) in places.items():
+    for path, (module, _, param) in places.items():
         leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
-        if not (_may_multiply(module, name) and can_be_kernel(leaf)):
+        if not (_may_multiply(module, leaf) and can_be_kernel(leaf)):
             continue
         rank = _rank(module) if is_known else leaf.ndim
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
@@ -116,10 +116,12 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
     return found
 
 
-def _may_multiply(module: Any, name: str) -> bool:
-    """Whether an FP8 dot product may use a parameter: not those of routers, nor of Flax's norms."""
+def _may_multiply(module: Any, leaf: Any) -> bool:
+    """Whether an FP8 dot product may use a parameter: not those of routers, nor of Flax's norms. A layer's
+    kernel has more axes than the layer's bias."""
     if isinstance(module, _KNOWN):
-        return name == "kernel"
+        ranks = [param.ndim for param in vars(module).values() if isinstance(param, nnx.Param | Frozen)]
+        return leaf.ndim == max(ranks)
     is_flax = type(module).__module__.startswith("flax.") and not isinstance(module, bridge.ToNNX)
     return isinstance(module, nnx.Embed) or not (is_flax or isinstance(module, ExpertRouter))
 
