@@ -92,7 +92,7 @@ ROWS = (
         7,
         ("adapters/",),
         "Linen, NNX, mixture of experts",
-        "Linen's and NNX's names of parameters, methods and collections; mixture of experts",
+        "one interface for models of Linen, NNX and plain functions; mixture of experts",
     ),
     Row(
         8,

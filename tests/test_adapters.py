@@ -11,7 +11,9 @@ from flax import nnx
 from flax.nnx import bridge
 
 import fp8jax
+from fp8jax.adapters.adapter import adapter_of
 from fp8jax.quantization import is_scaled, value
+from fp8jax.variables import SCALING
 
 WIDTH = 32
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
@@ -336,3 +338,40 @@ def test_nnx_call_that_changes_a_parameter(recipe):
     model = fp8jax.transform(Shrinks(nnx.Rngs(0)), recipe)
     with pytest.raises(ValueError, match=r"changes no parameter; it assigns to a Param of shape \(64, 64\)"):
         model(jnp.ones((4, 64)))
+
+
+def transformed_call(kind):
+    """A transformed model, its call, and the arguments of the call."""
+    if kind == "nnx":
+        module = fp8jax.transform(nnx.Linear(WIDTH, 2 * WIDTH, rngs=nnx.Rngs(0)), "te")
+        return module, module, (X,)
+    plain = nn.Dense(2 * WIDTH) if kind == "linen" else lambda params, x: x @ params["w"]
+    model = fp8jax.transform(plain, "te")
+    start = jax.random.key(0) if kind == "linen" else {"w": jnp.ones((WIDTH, 2 * WIDTH))}
+    return model, model.apply, (model.init(start, X), X)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "function"])
+def test_adapter(kind):
+    """Variables and inputs of a call, and the same call with other scaling states."""
+    model, call, args = transformed_call(kind)
+    adapter = adapter_of(model)
+    variables, inputs = adapter.split(*args)
+    assert len(inputs) == 1 and str(adapter.settings.recipe) == "te"
+    np.testing.assert_array_equal(adapter.apply(variables, *inputs), call(*args))
+    spoilt = jax.tree.map(lambda x: jnp.full_like(x, 2.0**-12), variables[SCALING])
+    assert not np.allclose(adapter.apply({**variables, SCALING: spoilt}, *inputs), call(*args), rtol=0.1)
+
+
+def test_adapter_of_plain_model():
+    for plain in (nn.Dense(4), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.sin):
+        with pytest.raises(TypeError, match="expected a model from fp8jax.transform"):
+            adapter_of(plain)
+
+
+def test_nnx_bias_with_the_axes_of_a_kernel():
+    """Without inputs, the parameter of a Flax layer with the most axes is the kernel."""
+    layer = nnx.LinearGeneral(WIDTH, (WIDTH, 2), rngs=nnx.Rngs(0))
+    model = fp8jax.transform(layer, "O2")
+    assert model.bias.ndim == 2
+    assert is_scaled(model.kernel.get_value()) and not is_scaled(model.bias.get_value())

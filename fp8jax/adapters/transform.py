@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8jax.adapters import linen, nnx
+from fp8jax.adapters.adapter import adapter_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, LoRA, Report, Rule, Settings, checkpointing
 
@@ -101,8 +102,4 @@ def report(model: Any, *args: Any, **kwargs: Any) -> Report:
     Raises:
         TypeError: `model` is not transformed.
     """
-    if isinstance(model, linen.LinenModel | FunctionModel):
-        return model.report(*args, **kwargs)
-    if nnx.is_module(model):
-        return nnx.report(model, *args, **kwargs)
-    raise TypeError(f"`model`: expected a model from fp8jax.transform; got {type(model).__name__}.")
+    return adapter_of(model).report(*args, **kwargs)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax import gradients
-from fp8jax.adapters import linen, nnx
+from fp8jax.adapters.adapter import adapter_of
 from fp8jax.backends import BACKENDS, FIRST_WITH_FP8
 from fp8jax.dot import GEMMS
 from fp8jax.inspect import program, targets
@@ -31,7 +31,6 @@ from fp8jax.platforms import capability_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.report import Report, layer_of
 from fp8jax.rewrite.report import Row as ReportRow
-from fp8jax.rewrite.rules import Rules
 
 NO_LAYER = "(no layer's)"
 
@@ -85,10 +84,8 @@ def check(
 
 def _high_precision(model: Any) -> set[str]:
     """The kinds of GEMMs that the model's recipes keep in high precision."""
-    if isinstance(model, linen.LinenModel):
-        recipes = [model.recipe, *Rules(model.recipe, model.settings.rules).recipes]
-    else:
-        recipes = nnx.recipes(model)
+    settings = adapter_of(model).settings
+    recipes = [settings.recipe, *settings.new_rules().recipes]
     pairs = [pair for recipe in recipes for pair in zip(GEMMS, recipe.override_linear_precision, strict=True)]
     return {name for name, is_high in pairs if is_high}
 

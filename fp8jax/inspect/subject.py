@@ -19,12 +19,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from fp8jax import adapters
 from fp8jax.adapters import linen
 from fp8jax.adapters import nnx as nnx_adapter
-from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
+from fp8jax.adapters.adapter import adapter_of
 from fp8jax.inspect.models import GPT, GPTS
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.report import Report
-from fp8jax.variables import PARAMS, SCALING
 
 
 class Subject(NamedTuple):
@@ -135,17 +134,12 @@ def loss_of(
     Returns:
         `loss_fn(variables, *inputs)`, and a tree of `jax.ShapeDtypeStruct`s.
     """
-    if isinstance(model, linen.LinenModel):
-        loss_fn = lambda variables, *inputs: loss(model.apply(variables, *inputs), *inputs)  # noqa: E731
-        return loss_fn, jax.eval_shape(lambda: model.init(jax.random.key(0), *_zeros(inputs)))
-    graph, params, states, *others = nnx.split(model, *KINDS)
+    adapter: Any = adapter_of(model)
 
-    def loss_of_module(variables: Any, *inputs: Any) -> jax.Array:
-        trained = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING])
-        module: Any = nnx.merge(graph, *trained, *_zeros(others))
-        return loss(module(*inputs), *inputs)
+    def loss_of_variables(variables: Any, *inputs: Any) -> jax.Array:
+        return loss(adapter.apply(variables, *inputs), *inputs)
 
-    return loss_of_module, {PARAMS: tree_of(params), SCALING: tree_of(states)}
+    return loss_of_variables, jax.eval_shape(lambda: adapter.init(jax.random.key(0), *_zeros(inputs)))
 
 
 def report_of(model: Any, inputs: tuple[PyTree, ...]) -> Report:

@@ -157,6 +157,10 @@ class FunctionModel:
 
     __call__ = apply
 
+    def split(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The variables and the inputs among the arguments of `apply`."""
+        return args[0], args[1:]
+
     def report(self, variables: PyTree, *args: Any, **kwargs: Any) -> Report:
         """Which dot products run in FP8 for these inputs, and why the others do not.
 

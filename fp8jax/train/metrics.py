@@ -22,12 +22,9 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, PyTree
 
 from fp8jax import formats
-from fp8jax.adapters import nnx
-from fp8jax.adapters.linen import LinenModel
-from fp8jax.adapters.nnx.gradient import call_of_states
+from fp8jax.adapters.adapter import adapter_of
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel
 from fp8jax.scaling.delayed import is_state
 from fp8jax.train import distributed
 from fp8jax.train.errors import need
@@ -111,10 +108,12 @@ def clipped(model: Any, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
     Raises:
         TypeError: `model` is not transformed.
     """
-    call, states, recipe = _call_of_states(model, args, kwargs)
+    adapter = adapter_of(model)
+    variables, inputs = adapter.split(*args)
+    states, recipe = variables.get(SCALING, {}), adapter.settings.recipe
 
     def outputs(states: PyTree) -> Float32[Array, ""]:
-        leaves = jax.tree.leaves(call(states))
+        leaves = jax.tree.leaves(adapter.apply({**variables, SCALING: states}, *inputs, **kwargs))
         floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(leaf, dtype=jnp.float32) for leaf in floats), jnp.float32(0))
 
@@ -136,20 +135,6 @@ def only_clipped(names: Sequence[ScaledTensor], saturation: Any) -> dict[ScaledT
     """The inputs and weights with a saturation above 1."""
     pairs = zip(names, map(float, saturation), strict=True)
     return {name: ratio for name, ratio in pairs if ratio > 1 and name.operand != OPERANDS[2]}
-
-
-def _call_of_states(model: Any, args: Any, kwargs: Any) -> tuple[Callable[[PyTree], Any], PyTree, Recipe]:
-    """A call of a model as a function of its scaling states, the states, and the model's recipe."""
-    if nnx.is_module(model):
-        return call_of_states(model, args, kwargs)
-    if not isinstance(model, LinenModel | FunctionModel):
-        raise TypeError(f"`model`: expected a model from fp8jax.transform; got {type(model).__name__}.")
-    variables, *inputs = args
-
-    def apply(tree: PyTree) -> Any:
-        return model.apply({**variables, SCALING: tree}, *inputs, **kwargs)
-
-    return apply, variables.get(SCALING, {}), model.recipe
 
 
 def _delayed_states(variables: PyTree) -> list[tuple[str, Mapping[str, Any]]]:

@@ -104,6 +104,10 @@ class LinenModel:
         out, changed = self._function.apply(inside, _of_module(variables), *args, **kwargs)
         return out, {**changed, **{name: variables[name] for name in ours}}
 
+    def split(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The variables and the inputs among the arguments of `apply`."""
+        return args[0], args[1:]
+
     def bind(self, variables: Mapping[str, Any], **kwargs: Any) -> "Bound":
         """The model with variables, called without them; `kwargs` are arguments of each call."""
         return Bound(self, variables, kwargs)

@@ -11,10 +11,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.calls import rewritten_of
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import fold_in
-from fp8jax.recipe import Recipe
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # The parts of a module: trained parameters, scaling states, the loss scale, frozen parameters, all others.
@@ -107,27 +105,6 @@ def gradient_of_states(
         return out, put_in(params, grads) if isinstance(params, nnx.State) else grads, with_states(new)
 
     return wrapped
-
-
-def call_of_states(model: nnx.Module, args: Any, kwargs: Any) -> tuple[Callable[[Any], Any], Any, Recipe]:
-    """A call of a copy of a module as a function of its scaling states, the states, and the module's recipe.
-
-    The states are nested dicts, see `tree_of`.
-
-    Raises:
-        TypeError: the module is not transformed.
-    """
-    if (rewritten := rewritten_of(model)) is None:
-        raise TypeError("`model`: expected what fp8jax.transform made; no layer of it is transformed.")
-    graph, states, others = nnx.split(model, FP8State, ...)
-
-    def call(tree: Any) -> Any:
-        # Copies, which belong to the trace of this call, so that the call may change them.
-        copies = jax.tree.map(lambda x: x, others)
-        module: Any = nnx.merge(graph, put_in(states, tree), copies)
-        return module(*args, **kwargs)
-
-    return call, tree_of(states), rewritten.function.recipe
 
 
 def _with_keys(state: nnx.State, new: Callable[[Any, nnx.RngKey], Any]) -> nnx.State:

@@ -1,0 +1,57 @@
+"""A transformed NNX module as a function of variables that are nested dicts, as `LinenModel` is one."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fp8jax.adapters.nnx.calls import rewritten_of
+from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
+from fp8jax.adapters.nnx.module import report
+from fp8jax.rewrite import Report, Settings
+from fp8jax.variables import PARAMS, SCALING
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NNXModel:
+    """A transformed module, of arrays or shapes. Its own variables stay as they are."""
+
+    module: nnx.Module
+
+    @property
+    def settings(self) -> Settings:
+        """The recipe, rules, GEMM backend and adapters."""
+        rewritten = rewritten_of(self.module)
+        assert rewritten is not None
+        return rewritten.function.settings
+
+    def init(self, rngs: Any, *args: Any) -> dict[str, Any]:
+        """The module's variables, with zeros for shapes; `LinenModel.init` has the same arguments."""
+        del rngs, args
+        return _arrays(self.split()[0])
+
+    def split(self, *args: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """The module's parameters and scaling states, and all arguments."""
+        _, params, states, *_ = nnx.split(self.module, *KINDS)
+        return {PARAMS: tree_of(params), SCALING: tree_of(states)}, args
+
+    def apply(self, variables: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The call of a copy of the module with these variables."""
+        graph, params, states, *others = nnx.split(self.module, *KINDS)
+        inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING])
+        # Copies, which belong to the trace of this call, so that the call may change them.
+        copy: Any = nnx.merge(graph, *inside, *_arrays(others))
+        return copy(*args, **kwargs)
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """See `fp8jax.report`."""
+        return report(self.module, *args, **kwargs)
+
+
+def _arrays(tree: Any) -> Any:
+    """A copy of the tree, with zeros for shapes."""
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, tree
+    )
