@@ -31,7 +31,7 @@ from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.convert import check_formats
 from fp8jax.optim.first_state import first_key, first_state
-from fp8jax.optim.nnx_variables import in_variables, with_variables_inside, without_variables
+from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.spoilt import check_finite_scales, check_tags
 from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
@@ -240,7 +240,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
         checks.check_state(state, AdamState)
-        # An `nnx.State` has an `nnx.Variable` around each leaf.
+        # An `nnx.State` has an `nnx.Variable` around each leaf, and no key where there is none.
         boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
         updates, *kept = map(without_variables, boxes)
         check_tags(updates)
@@ -263,7 +263,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
         nothing = [None] * len(grads)
         mu, nu, master, remainder = (
-            nothing if tree is None else treedef.flatten_up_to(tree) for tree in kept
+            nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in kept
         )
         olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
         seeds = None if state.key is None else leaf_seeds(state.key, count, len(grads))

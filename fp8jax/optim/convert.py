@@ -20,7 +20,7 @@ from fp8jax.optim.first_state import (
     first_roundings,
     stored_formats,
 )
-from fp8jax.optim.nnx_variables import with_variables_inside, without_variables
+from fp8jax.optim.nnx_variables import filled, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, DequantizedState, is_ours
 from fp8jax.optim.step import ParamState, Root
 from fp8jax.optim.step.blockwise import Blockwise
@@ -148,6 +148,7 @@ def _converted(
     state: AdamState, params: Any, recipe: Recipe, seed: int, zero: Zero | None, in_8_bits: bool
 ) -> AdamState:
     mus, nus, *others = (without_variables(tree) for tree in (*state.adam[1:], state.master, state.remainder))
+    others = [filled(tree, mus) for tree in others]
     # A state that `optax.masked` made has a `MaskedNode` in place of some parameters.
     mus, treedef = jax.tree.flatten(mus, is_leaf=_is_stored)
     nothing = [None] * len(mus)

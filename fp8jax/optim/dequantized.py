@@ -27,6 +27,7 @@ from fp8jax.optim.checks import (
 )
 from fp8jax.optim.convert import check_roundings
 from fp8jax.optim.first_state import first_roundings
+from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.spoilt import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.state import DequantizedState
@@ -135,7 +136,7 @@ def with_dequantized(
         leaves, treedef = jax.tree.flatten(with_float32_scales(params), is_leaf=is_scaled)
         remainders = [None] * len(leaves)
         if state.remainder is not None:
-            remainders = treedef.flatten_up_to(state.remainder)
+            remainders = treedef.flatten_up_to(filled(state.remainder, params))
         check_roundings(leaves, remainders, state.key, row)
         values = [
             decode(*pair) if is_scaled(pair[0]) else pair[0] for pair in zip(leaves, remainders, strict=True)
@@ -153,7 +154,7 @@ def with_dequantized(
         return updates, DequantizedState(
             jax.tree.map(lambda new, old: jnp.where(ok, new, old), inner, state.inner),
             state.skipped + jnp.where(ok, 0, 1),
-            None if state.remainder is None else treedef.unflatten(remainders),
+            None if state.remainder is None else in_variables(state.remainder, treedef.unflatten(remainders)),
             state.key,
             None if state.count is None else jnp.where(ok, state.count + 1, state.count),
         )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.optim.nnx_variables import in_variables, without_variables
+from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
 from fp8jax.optim.step.codecs import FEWEST, blockwise_zeros, zeros
@@ -98,8 +98,10 @@ def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any,
         return None, None, None
     remainder = None
     if row.rounding[1] == "kahan":
-        remainder = jax.tree.map(
-            lambda param: first_remainder(param, stored_formats(param, row, False)), params, is_leaf=is_scaled
+        remainder = with_variables_inside(
+            jax.tree.map(
+                lambda x: first_remainder(x, stored_formats(x, row, False)), params, is_leaf=is_scaled
+            )
         )
     return remainder, first_key(row, seed), jnp.zeros([], jnp.int32)
 
@@ -128,7 +130,8 @@ def with_masters(state: Any, params: Any) -> Any:
     def rebuild(node: Any) -> Any:
         if not is_adam_state(node):
             return node
-        new = _masters_from(without_variables(tree), without_variables(node.master))
+        masters = filled(without_variables(node.master), without_variables(node.adam.mu))
+        new = _masters_from(without_variables(tree), masters)
         return node._replace(master=in_variables(node.master, new))
 
     return jax.tree.map(rebuild, state, is_leaf=is_adam_state)

@@ -4,6 +4,7 @@ A variable is recognized by its methods, because this package does not import fl
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,10 +15,12 @@ from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def with_variables_inside(tree: Any) -> Any:
-    """Moves each `nnx.Variable` inside its `ScaledArray` or `Blockwise`, around the codes.
+    """Moves each `nnx.Variable` inside its `ScaledArray` or `Blockwise`, around the codes, and removes those
+    of None.
 
     `nnx.Optimizer` calls `init` with variables and `update` with their values. It then writes the new state
-    back array by array, so each array needs a variable.
+    back array by array, so each array needs a variable. A mapping has no key for a parameter without an
+    array.
     """
 
     def turned(node: Any) -> Any:
@@ -30,7 +33,29 @@ def with_variables_inside(tree: Any) -> Any:
             return dataclasses.replace(kept, codes=node.replace(kept.codes))
         return node
 
-    return jax.tree.map(turned, tree, is_leaf=_is_variable)
+    return jax.tree.map(turned, _without_empty(tree), is_leaf=_is_variable)
+
+
+def _without_empty(tree: Any, parent: Any = None) -> Any:
+    """The tree without variables of None. Those outside of mappings become None."""
+    if isinstance(tree, Mapping):
+        below = {key: (child, _without_empty(child, tree)) for key, child in tree.items()}
+        kept = {key: new for key, (old, new) in below.items() if not _is_nothing(new) or _is_nothing(old)}
+        return _mapping(tree, parent, kept)
+    return None if _is_variable(tree) and tree.get_raw_value() is None else tree
+
+
+def _is_nothing(node: Any) -> bool:
+    return node is None or (isinstance(node, Mapping) and not node)
+
+
+def _mapping(like: Any, parent: Any, new: dict[Any, Any]) -> Any:
+    """A mapping of the class of `like`; `like` itself if nothing is new."""
+    # Flax's mappings store dicts, and show each as a mapping of their own class.
+    if type(like) is type(parent) and not isinstance(like, dict):
+        return new
+    is_same = like.keys() == new.keys() and all(new[key] is like[key] for key in new)
+    return like if is_same else type(like)(new)
 
 
 def _is_variable(node: Any) -> bool:
@@ -46,8 +71,19 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(opened, tree, is_leaf=_is_variable)
 
 
+def filled(tree: Any, like: Any, parent: Any = None) -> Any:
+    """The tree with None for each key of `like` that `with_variables_inside` removed."""
+    if not isinstance(tree, Mapping) or not isinstance(like, Mapping):
+        return tree
+    new = {
+        key: filled(tree.get(key, {} if isinstance(below, Mapping) else None), below, tree)
+        for key, below in like.items()
+    }
+    return _mapping(tree, parent, {**tree, **new})
+
+
 def in_variables(boxes: Any, tree: Any) -> Any:
-    """The inverse of `without_variables`: `tree` with its leaves in the variables of `boxes`."""
+    """The inverse of `without_variables` and `filled`: `tree` with its leaves in the variables of `boxes`."""
 
     def is_place(node: Any) -> bool:
         return node is None or _is_variable(node) or (is_scaled(node) and not _is_variable(node.data))
@@ -55,4 +91,11 @@ def in_variables(boxes: Any, tree: Any) -> Any:
     def put(box: Any, node: Any) -> Any:
         return box.replace(node) if _is_variable(box) else node
 
-    return jax.tree.map(put, boxes, tree, is_leaf=is_place)
+    return jax.tree.map(put, boxes, _with_keys_of(boxes, tree), is_leaf=is_place)
+
+
+def _with_keys_of(boxes: Any, tree: Any, parent: Any = None) -> Any:
+    if not isinstance(boxes, Mapping) or not isinstance(tree, Mapping):
+        return tree
+    new = {key: _with_keys_of(below, tree[key], tree) for key, below in boxes.items()}
+    return _mapping(tree, parent, new)
