@@ -703,3 +703,6 @@ def test_refused_optimizer_states():
         optimizer_to_flax(optimizer, model, PLAIN, like=optax.sgd(0.1).init({"a": jnp.ones(1)}))
     with pytest.raises(ValueError, match="`model`"):
         optimizer_to_flax(optimizer, Twin(), PLAIN, like=optax.scale_by_adam().init({"a": jnp.ones(1)}))
+    state = fp8jax.optim.adamw(0.1, "fp8").init({"bias": jnp.zeros(8, jnp.bfloat16)})
+    with pytest.raises(ValueError, match="remainders of quantized weights only; got .* bias the first"):
+        optimizer_from_flax(state, model, PLAIN, like=torch_adam(model, "fp8"))

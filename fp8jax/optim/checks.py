@@ -57,7 +57,11 @@ def check_number(name: str, given: Any, *, below: float = math.inf, or_inf: bool
     if number is not None and not (0 <= number < below or (or_inf and number == math.inf)):
         kind = "number" if or_inf else "finite number"
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"`{name}`: expected a {kind} from 0 on{limit}; got {number:g}.")
+        narrow = getattr(given, "dtype", None) in (formats.BF16.dtype, formats.FP16.dtype)
+        hint = (
+            f" In {given.dtype}: say inject_hyperparams(..., hyperparam_dtype=jnp.float32)." if narrow else ""
+        )
+        raise ValueError(f"`{name}`: expected a {kind} from 0 on{limit}; got {number:g}.{hint}")
 
 
 def check_seed(seed: Any) -> None:
@@ -105,10 +109,11 @@ def refuse_8_bits(params: Any) -> None:
 
 
 def refuse_rounding(recipe: Recipe | None, params: Any) -> None:
-    """Raises ValueError for quantized weights that the recipe does not round to nearest. For optimizers that
-    do not write the weights."""
+    """Raises ValueError for quantized or 16-bit weights that the recipe does not round to nearest. For
+    optimizers that do not write the weights."""
     if recipe is not None and recipe.rounding[1] != "nearest":
-        if any(map(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled))):
+        leaves = jax.tree.leaves(params, is_leaf=is_scaled)
+        if any(is_scaled(leaf) or _is_16_bits(leaf) for leaf in leaves):
             raise ValueError(
                 f"`recipe`: expected one that rounds weights to nearest; got {recipe} with rounding="
                 f"{'+'.join(recipe.rounding)}. adam and adamw round weights so; use one of them, or O2."
@@ -169,20 +174,40 @@ def _lost_decay(recipe: Recipe, b1: Any, b2: Any) -> list[str]:
 
 
 def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
-    """The line of a learning rate below the ulp of typical FP16 weights."""
-    kept = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_scaled) if is_scaled(leaf) and leaf.size]
-    kept = [leaf for leaf in kept if "FP16" in (format_of(leaf).name, recipe.master_weight)]
-    if not kept or recipe.rounding[1] != "nearest" or not _are_numbers(rate):
+    """The line of a learning rate below the last bit of typical 16-bit weights."""
+    if recipe.rounding[1] != "nearest" or not _are_numbers(rate):
         return []
-    # The standard deviation of a square kernel by Glorot's initialization.
-    typical = max(leaf.size / max(math.prod(leaf.scale.shape), 1) for leaf in kept) ** -0.25
-    ulp = 2.0 ** (math.floor(math.log2(typical)) - formats.FP16.mantissa_bits)
-    if not 0 < rate < ulp:
-        return []
-    return [
-        f"learning_rate={rate:g} is below the last bit ({ulp:.1g}) of FP16 weights of {typical:.1g}, which "
-        "are typical of the largest kernel, so most steps change nothing"
-    ]
+    leaves = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_scaled) if getattr(leaf, "size", 0)]
+    lost: list[str] = []
+    for name in ("FP16", "BF16"):
+        kept = [leaf for leaf in leaves if name in _weights_of(leaf, recipe)]
+        if not kept:
+            continue
+        # The standard deviation of a square kernel by Glorot's initialization.
+        typical = max(leaf.size / max(_count_of_scales(leaf), 1) for leaf in kept) ** -0.25
+        ulp = 2.0 ** (math.floor(math.log2(typical)) - formats.get(name).mantissa_bits)
+        if 0 < rate < ulp:
+            lost.append(
+                f"learning_rate={rate:g} is below the last bit ({ulp:.1g}) of {name} weights of "
+                f"{typical:.1g}, which are typical of the largest kernel, so most steps change nothing"
+            )
+    return lost[:1]
+
+
+def _weights_of(leaf: Any, recipe: Recipe) -> tuple[str, ...]:
+    """The formats of a weight and its master weight."""
+    if is_scaled(leaf):
+        return format_of(leaf).name, recipe.master_weight
+    return (format_of(leaf).name,) if _is_16_bits(leaf) else ()
+
+
+def _is_16_bits(leaf: Any) -> bool:
+    """Whether a parameter is a plain bfloat16 or float16 array."""
+    return not is_scaled(leaf) and getattr(leaf, "dtype", None) in (formats.BF16.dtype, formats.FP16.dtype)
+
+
+def _count_of_scales(leaf: Any) -> int:
+    return math.prod(leaf.scale.shape) if is_scaled(leaf) else 1
 
 
 def _are_numbers(*values: Any) -> bool:

@@ -18,6 +18,7 @@ from fp8jax.optim.first_state import (
     first_key,
     first_remainder,
     first_roundings,
+    is_rounded_at_random,
     stored_formats,
 )
 from fp8jax.optim.nnx_variables import filled, with_variables_inside, without_variables
@@ -91,6 +92,8 @@ def check_formats(leaves: list[ParamState], key: Any, recipe: Recipe | None, in_
     row, differences = recipe or Recipe.O3, []
     for leaf in leaves:
         wanted = stored_formats(leaf.grad if leaf.param is None else leaf.param, row, in_8_bits)
+        if leaf.param is None:  # directions, without weights
+            wanted = wanted._replace(remainder=NONE)
         have = StoredFormats(*map(_name_of, (leaf.mu, leaf.nu, leaf.master, leaf.remainder)))
         each = zip(_LABELS, have, wanted, strict=True)
         differences += [f"{what}: {got} instead of {want}" for what, got, want in each if got != want]
@@ -106,11 +109,10 @@ def check_roundings(leaves: list[Any], remainders: list[Any], key: Any, recipe: 
         key: the random key of the state.
         recipe: the recipe of the optimizer.
     """
-    rounding = (recipe or Recipe.FP8).rounding[1]
     wanted = [stored_formats(leaf, recipe or Recipe.FP8, False).remainder for leaf in leaves]
     pairs = zip(map(_name_of, remainders), wanted, strict=True)
     differences = [f"{_LABELS.remainder}: {got} instead of {want}" for got, want in pairs if got != want]
-    needs_key = rounding != "nearest" and any(map(is_scaled, leaves))
+    needs_key = any(is_rounded_at_random(leaf, recipe or Recipe.FP8) for leaf in leaves)
     _refuse([*differences, *_of_keys(key, needs_key)], recipe, False)
 
 

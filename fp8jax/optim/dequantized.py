@@ -31,7 +31,7 @@ from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.spoilt import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.state import DequantizedState
-from fp8jax.optim.step.codecs import decode, encode_weight, select
+from fp8jax.optim.step.codecs import decode, encode_plain, encode_weight, is_rounded, select
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import (
@@ -43,7 +43,6 @@ from fp8jax.quantization import (
     other_bits,
     random_bits,
     scale_of,
-    value,
     with_float32_scales,
 )
 from fp8jax.recipe import Recipe
@@ -100,8 +99,9 @@ def with_dequantized(
 
     Args:
         tx: an optimizer of plain arrays; of a chain, everything after `clip_by_global_norm`.
-        recipe: the model's recipe. Its `rounding` says how FP16 weights are rounded. None rounds them as
-            `fp8` does: one more byte stores what rounding takes from a weight, and the next step adds it.
+        recipe: the model's recipe. Its `rounding` says how FP16 weights, and plain bfloat16 and float16
+            weights, are rounded. None rounds them as `fp8` does: one more byte stores what rounding takes
+            from a weight, and the next step adds it.
         seed: of the random bits, as in `adam`.
 
     Returns:
@@ -121,7 +121,7 @@ def with_dequantized(
     def init(params: Any) -> DequantizedState:
         check_weights(row, params)
         refuse_8_bits(params)
-        inner = tx.init(_values(params))
+        inner = tx.init(_values(params, row))
         return DequantizedState(inner, jnp.zeros([], jnp.int32), *first_roundings(params, row, seed))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, DequantizedState]:
@@ -129,7 +129,7 @@ def with_dequantized(
             raise ValueError(
                 "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
             )
-        broken, grads = check_tags(updates), _values(updates)
+        broken, grads = check_tags(updates), _values(updates, row)
         check_state(state, DequantizedState)
         check_finite_scales(params)
         check_weights(row, params)
@@ -139,7 +139,8 @@ def with_dequantized(
             remainders = treedef.flatten_up_to(filled(state.remainder, params))
         check_roundings(leaves, remainders, state.key, row)
         values = [
-            decode(*pair) if is_scaled(pair[0]) else pair[0] for pair in zip(leaves, remainders, strict=True)
+            decode(*pair) if _is_decoded(pair[0], row) else pair[0]
+            for pair in zip(leaves, remainders, strict=True)
         ]
         new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)
         new = treedef.flatten_up_to(new)
@@ -162,8 +163,16 @@ def with_dequantized(
     return takes_variables(optax.GradientTransformationExtraArgs(init, update))
 
 
-def _values(tree: Any) -> Any:
-    return jax.tree.map(value, tree, is_leaf=is_scaled)
+def _values(tree: Any, row: Any) -> Any:
+    def as_value(leaf: Any) -> Any:
+        return decode(leaf) if _is_decoded(leaf, row) else leaf
+
+    return jax.tree.map(as_value, tree, is_leaf=is_scaled)
+
+
+def _is_decoded(leaf: Any, row: Any) -> bool:
+    """Whether the optimizer gets the float32 value of a parameter or gradient, not the leaf as it is."""
+    return is_scaled(leaf) or is_rounded(leaf, (row or Recipe.FP8).rounding[1])
 
 
 def _floats(tree: Any) -> list[jax.Array]:
@@ -175,12 +184,17 @@ def _written(
     leaf: Any, remainder: Any, seed: Any, weight: jax.Array, update: jax.Array, ok: jax.Array, row: Any
 ) -> tuple[Any, Any]:
     """The update of one parameter and its new remainder; no change unless `ok`."""
+    rounding = (row or Recipe.FP8).rounding[1]
+    if is_rounded(leaf, rounding):
+        plain = functools.partial(_rounded_plain, rounding=rounding)
+        update, new = with_auto_axes(plain, _as_written_plain, leaf, remainder, seed, weight)
+        return jnp.where(ok, update, 0), None if new is None else select(ok, new, remainder)
     if not is_scaled(leaf):
         return jnp.where(ok, update, 0), None
     limit = format_of(leaf).max
     scale = scale_of(amax(weight, leaf.scale.shape), limit, power_of_two=True)
     scale = jnp.minimum(scale, largest_scale(limit, power_of_two=True))
-    rounded = functools.partial(_rounded, rounding=(row or Recipe.FP8).rounding[1])
+    rounded = functools.partial(_rounded, rounding=rounding)
     new = with_auto_axes(rounded, _as_written, leaf, remainder, seed, weight, scale)
     chosen, remainder = (select(ok, *pair) for pair in zip(new, (leaf, remainder), strict=True))
     return ReplaceUpdate.by(chosen), remainder
@@ -189,8 +203,22 @@ def _written(
 def _rounded(
     leaf: Any, remainder: Any, seed: Any, weight: jax.Array, scale: jax.Array, rounding: str
 ) -> tuple[Any, Any]:
-    bits = None if seed is None else other_bits(random_bits(seed, weight.shape))[0]
+    bits = None if seed is None else _bits_of(seed, weight)
     return encode_weight(weight, leaf, scale, remainder, rounding=rounding, random=bits)
+
+
+def _bits_of(seed: jax.Array, weight: jax.Array) -> jax.Array:
+    return other_bits(random_bits(seed, weight.shape))[0]
+
+
+def _rounded_plain(leaf: Any, remainder: Any, seed: Any, weight: jax.Array, rounding: str) -> Any:
+    del remainder
+    return encode_plain(weight, leaf, rounding=rounding, random=_bits_of(seed, weight))
+
+
+def _as_written_plain(leaf: Any, remainder: Any, seed: Any, weight: Any) -> tuple[Any, Any]:
+    del leaf, seed
+    return weight, remainder
 
 
 def _as_written(leaf: Any, remainder: Any, seed: Any, weight: Any, scale: Any) -> tuple[Any, Any]:

@@ -9,13 +9,13 @@ from fp8jax import formats
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
-from fp8jax.optim.step.codecs import FEWEST, blockwise_zeros, zeros
+from fp8jax.optim.step.codecs import FEWEST, blockwise_zeros, is_rounded, zeros
 from fp8jax.quantization import format_of, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 
 # Names of storages beside those of formats.
-NONE, BLOCKWISE, ROOT = "none", "8-bit blocks", "root of "
+NONE, BLOCKWISE, ROOT, INT8 = "none", "8-bit blocks", "root of ", "int8"
 
 TO_NEAREST = ("nearest", "nearest", "value")
 
@@ -56,6 +56,8 @@ def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool) -> StoredFormats
             master = recipe.master_weight
         if recipe.rounding[1] == "kahan" and (weight == "FP16" or master != NONE):
             remainder = "E4M3"
+    elif recipe.rounding[1] == "kahan" and is_rounded(param, "kahan"):
+        remainder = INT8
     return StoredFormats(mu, nu, master, remainder)
 
 
@@ -74,7 +76,9 @@ def _first_of(param: Any, stored: StoredFormats) -> list[Any]:
 
 def first_remainder(param: Any, stored: StoredFormats) -> Any:
     """Zeros for the remainders of one parameter; None for `NONE`."""
-    return None if stored.remainder == NONE else jnp.zeros_like(param.data, formats.E4M3.dtype)
+    if stored.remainder == NONE:
+        return None
+    return jnp.zeros_like(param, jnp.int8) if stored.remainder == INT8 else zeros(param, formats.E4M3).data
 
 
 def first_key(recipe: Recipe, seed: Any) -> Any:
@@ -82,6 +86,12 @@ def first_key(recipe: Recipe, seed: Any) -> Any:
     if recipe.rounding == TO_NEAREST:
         return None
     return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed).astype(jnp.uint32)])
+
+
+def is_rounded_at_random(param: Any, recipe: Recipe) -> bool:
+    """Whether a recipe rounds a weight, or its remainder, stochastically."""
+    rounding = recipe.rounding[1]
+    return rounding != "nearest" and (is_scaled(param) or is_rounded(param, rounding))
 
 
 def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any, Any, Any]:
@@ -93,8 +103,8 @@ def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any,
         seed: of the random bits.
     """
     row = recipe or Recipe.FP8
-    scaled = list(filter(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled)))
-    if row.rounding[1] == "nearest" or not scaled:
+    leaves = jax.tree.leaves(params, is_leaf=is_scaled)
+    if not any(is_rounded_at_random(leaf, row) for leaf in leaves):
         return None, None, None
     remainder = None
     if row.rounding[1] == "kahan":

@@ -19,7 +19,8 @@ class AdamState(NamedTuple):
     master: Any  # tree like the parameters: ScaledArray or float32 array, None without a master weight
     skipped: jax.Array  # shape=(), int32: number of steps skipped because of inf or NaN
     # Of a recipe that rounds "kahan": a tree like the parameters of E4M3 codes in sixteenths of the scale of
-    # the weight, or of the master weight; None where there is none.
+    # the weight, or of the master weight; of int8 in 256ths of the last bit of a plain bfloat16 or float16
+    # weight; None where there is none.
     remainder: Any = None
     key: Any = None  # shape=(2,), uint32: of a recipe that rounds stochastically
 

@@ -74,4 +74,5 @@ from fp8jax.quantization.scales import largest_scale as largest_scale
 from fp8jax.quantization.scales import scale_of as scale_of
 from fp8jax.quantization.scales import usable as usable
 from fp8jax.quantization.stochastic_rounding import cast_stochastically as cast_stochastically
+from fp8jax.quantization.stochastic_rounding import nearest as nearest
 from fp8jax.quantization.stochastic_rounding import remainder_of as remainder_of

@@ -1,5 +1,6 @@
-"""Casts for optimizer states: stochastic rounding, and the remainder of rounding to nearest."""
+"""Casts for optimizer states: stochastic rounding, rounding to nearest in float32, and its remainder."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -48,13 +49,34 @@ def stochastic_codes(
     return code | sign
 
 
+def nearest(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:
+    """The number of a 16-bit format that is nearest to x, ties to even, as float32; saturates; NaN stays.
+
+    A compiler may omit a conversion to 16 bits and back, but not this.
+    """
+    magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
+    bits, cut = lax.bitcast_convert_type(magnitude, jnp.uint32), np.uint32(23 - format.mantissa_bits)
+    last = (bits >> cut) & np.uint32(1)
+    bits = ((bits + np.uint32((1 << (cut - 1)) - 1) + last) >> cut) << cut
+    anchor = _anchor(magnitude, format)
+    subnormal = (magnitude + anchor) - anchor
+    is_subnormal = magnitude < format.smallest_normal
+    rounded = lax.select(is_subnormal, subnormal, lax.bitcast_convert_type(bits, jnp.float32))
+    return lax.select(x < 0, -rounded, rounded)
+
+
 def remainder_of(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:
     """x minus `cast(x, format)`, float32 and exact; at most half a step of the format unless x saturates."""
-    # A power of two with the format's step as its last bit rounds what is added to it. The code itself is no
-    # help: a compiler may omit its conversion to float16 and back.
+    # The code itself is no help: a compiler may omit its conversion to float16 and back.
     magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
-    binade = lax.max(magnitude, jnp.float32(format.smallest_normal))
-    bits = lax.bitcast_convert_type(binade, jnp.uint32) & np.uint32(0x7F800000)
-    anchor = lax.bitcast_convert_type(bits + np.uint32((23 - format.mantissa_bits) << 23), jnp.float32)
+    anchor = _anchor(magnitude, format)
     rounded = (magnitude + anchor) - anchor
     return x - lax.select(x < 0, -rounded, rounded)
+
+
+def _anchor(magnitude: jax.Array, format: Format) -> jax.Array:
+    """A power of two with the format's step as its last bit: it rounds what is added to it. A compiler would
+    omit the sum and the difference of a constant."""
+    binade = lax.max(magnitude, jnp.float32(format.smallest_normal))
+    bits = lax.bitcast_convert_type(binade, jnp.uint32) & np.uint32(0x7F800000)
+    return lax.bitcast_convert_type(bits + np.uint32((23 - format.mantissa_bits) << 23), jnp.float32)

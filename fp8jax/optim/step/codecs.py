@@ -6,7 +6,8 @@
 | `ScaledArray` of E4M3 or FP16 | 1 or 2 | a power of two for each scale block of the parameter |
 | `Root` | 2 | the same |
 | `Blockwise` | 1.016 | the absmax of each 256 entries |
-| E4M3 remainder | 1 | `REMAINDER_STEP` times the weight's |
+| E4M3 remainder of a `ScaledArray` | 1 | `REMAINDER_STEP` times the weight's |
+| int8 remainder of a bfloat16 or float16 array | 1 | none; in 256ths of each weight's last bit |
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8jax import formats
@@ -26,6 +28,7 @@ from fp8jax.quantization import (
     expand,
     format_of,
     is_scaled,
+    nearest,
     remainder_of,
     to_bits,
     value,
@@ -81,6 +84,9 @@ def decode(stored: Any, remainder: Any = None) -> jax.Array:
         return stored.dequantize()
     if remainder is None:
         return value(stored).astype(jnp.float32)
+    if not is_scaled(stored):
+        weight = stored.astype(jnp.float32)
+        return weight + remainder.astype(jnp.float32) * _fraction(weight, format_of(stored))
     codes = stored.data.astype(jnp.float32) + REMAINDER_STEP * remainder.astype(jnp.float32)
     return codes * expand(stored.scale, stored.shape)
 
@@ -151,6 +157,45 @@ def encode_remainder(x: jax.Array, stored: Any, scale: Any, random: jax.Array) -
     """The error of `encode` to nearest, as E4M3 codes that are rounded stochastically."""
     remainder = remainder_of(x * expand(1 / scale, x.shape), format_of(stored))
     return cast_stochastically(remainder / REMAINDER_STEP, formats.E4M3, random)
+
+
+def is_rounded(param: Any, rounding: str) -> bool:
+    """Whether the step itself rounds a parameter that is no `ScaledArray`: a bfloat16 or float16 array that a
+    recipe does not round to nearest. Other arrays get an update to add."""
+    is_plain = param is not None and not is_scaled(param)
+    return is_plain and rounding != "nearest" and param.dtype in (formats.BF16.dtype, formats.FP16.dtype)
+
+
+def encode_plain(x: jax.Array, stored: Any, *, rounding: str, random: jax.Array) -> tuple[jax.Array, Any]:
+    """The float32 update of a bfloat16 or float16 weight, and its new remainder; None without a remainder.
+
+    `stored + update`, in float32 and then rounded to the weight's dtype, is exactly the new weight: the
+    number next to x, or, if x is less than 2**-12 of the old weight, the next one that such a sum can give.
+
+    Args:
+        x: the new weight, float32.
+        stored: the old weight.
+        rounding: the recipe's rounding of weights, "kahan" or "stochastic".
+        random: bits for stochastic rounding, of the weight or of its remainder.
+    """
+    format, old = format_of(stored), stored.astype(jnp.float32)
+    if rounding == "stochastic":
+        rounded = cast_stochastically(x, format, random).astype(jnp.float32)
+    else:
+        rounded = nearest(x, format)
+    rounded = nearest(old + (rounded - old), format)
+    if rounding == "stochastic":
+        return rounded - old, None
+    codes = jnp.floor((x - rounded) / _fraction(rounded, format) + (random >> np.uint32(8)) * 2.0**-24)
+    return rounded - old, jnp.clip(codes, -128, 127).astype(jnp.int8)
+
+
+def _fraction(weight: jax.Array, format: formats.Format) -> jax.Array:
+    """A 256th of the last bit of each weight, a power of two. XLA takes subnormal numbers of float32 for 0,
+    so it is not less than 2**-115 for the smallest bfloat16 weights."""
+    binade = lax.max(lax.abs(weight), jnp.float32(max(format.smallest_normal, 2.0**-100)))
+    bits = lax.bitcast_convert_type(binade, jnp.uint32) & np.uint32(0x7F800000)
+    return lax.bitcast_convert_type(bits, jnp.float32) * 2.0 ** (-format.mantissa_bits - 8)
 
 
 def with_scale(stored: Any, scale: jax.Array) -> Any:

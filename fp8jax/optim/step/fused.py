@@ -209,7 +209,7 @@ def _all_at_once(
         random = _random_bits(state, None if seeds is None else seeds[i], places[i])
         fresh, kept = (shaped(state, parts_of(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
         step, weight = adam_step(state, scalars, decay), None
-        if state.remainder is not None:
+        if state.remainder is not None and is_scaled(state.param):
             # XLA would store what the weight and its remainder have in common. It computes the step again
             # with scalars that it cannot tell to be the same.
             weight = adam_step(state, gpu_barrier(scalars), decay).weight
@@ -288,11 +288,17 @@ def _second_pass(
     of_nu = random[2] if isinstance(state.nu, codecs.Root) else None
     nu = stored("nu", codecs.encode(step.nu, state.nu, new.get("nu", maxima[1]), of_nu))
     if not is_scaled(state.param):
+        update, remainder = step.update, None
+        if codecs.is_rounded(state.param, rounding.weight):
+            update, remainder = codecs.encode_plain(
+                step.weight, state.param, rounding=rounding.weight, random=random[1]
+            )
         # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
-        update = jnp.where(ok, step.update, -0.0)
+        update = jnp.where(ok, update, -0.0)
         if is_lost is not None and is_scaled(state.grad):
             update = jnp.where(is_lost, jnp.nan, update)
-        return Written(update, mu, nu, None, None)
+        remainder = None if remainder is None else codecs.select(ok, remainder, state.remainder)
+        return Written(update, mu, nu, None, remainder)
     name = "param" if state.master is None else "master"
     weight, remainder = codecs.encode_weight(
         step.weight,

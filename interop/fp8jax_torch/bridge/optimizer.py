@@ -92,7 +92,7 @@ def optimizer_from_flax(
 
     Raises:
         ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
-            Adam, or more than one.
+            Adam, more than one, or remainders of plain 16-bit weights.
     """
     tree = named(state)
     keys = _keys_in(tree)
@@ -101,6 +101,8 @@ def optimizer_from_flax(
     states: dict[str, dict[str, Any]] = {name: {"step": step.clone()} for name in parameters}
     for entry, (prefix, suffix) in _places_in(tree, keys).items():
         below = tree.below(prefix, suffix)
+        if entry == "remainder":
+            _check_remainders(below.leaves)
         wanted = {}
         for name, parameter in parameters.items():
             place = mapping.place(name)
@@ -118,6 +120,17 @@ def optimizer_from_flax(
         high, low = map(int, tree.leaves[keys["key"]])
         new["param_groups"] = [{**group, "seed": (high << 32) + low} for group in new["param_groups"]]
     return new
+
+
+def _check_remainders(leaves: Mapping[Key, Any]) -> None:
+    """Raises ValueError for remainders of plain bfloat16 and float16 weights, which torch's Adam has not."""
+    plain = ["/".join(map(str, key)) for key, leaf in leaves.items() if leaf.dtype == jnp.int8]
+    if plain:
+        raise ValueError(
+            f"`state`: expected remainders of quantized weights only; got those of plain weights, {plain[0]} "
+            "the first. Take float32 parameters, or a recipe without them: `fp8jax.optim.convert(state, "
+            'params, "O2")`.'
+        )
 
 
 def _keys_in(tree: Tree) -> dict[str, Key]:
