@@ -84,7 +84,7 @@ def test_compile_measures_both_programs():
 def test_rounding_finds_none_in_float32(bench):
     """Adam in float32 moves as in float64, and O2's idle row does not."""
     out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
-    idle, zipf, small, spread, _ = out.values()
+    idle, zipf, small, plain, spread, _ = out.values()
     for te, o2 in (idle, small):
         exact = 0.0 if "lr 1e-04" in te else 1.0
         assert all(value == pytest.approx(exact, abs=1e-3) for name, value in te.items() if name != "recipe")
@@ -92,6 +92,7 @@ def test_rounding_finds_none_in_float32(bench):
     assert [row["way"] for row in zipf] == ["float64", "te", "O2"]
     assert zipf[1]["/ float64"] == pytest.approx(1, abs=1e-3)
     assert spread[0]["update / float64"] == pytest.approx(1, abs=1e-3)
+    assert [row["bytes"] for row in plain] == [12, 7, 12, 7]
 
 
 @pytest.mark.filterwarnings("ignore:O2 rounds to nearest")

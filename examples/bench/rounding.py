@@ -9,6 +9,9 @@
   The figure is how far the rarest eighth of the words moves (root mean square).
 - "small steps": weights of 0.02 get gradients of one sign for 500 steps. The figure is the distance to the
   float64 weights, as a fraction of their way.
+- "plain weights": the same for bfloat16 and float16 arrays as parameters. "stored" is of the weights with
+  their remainders, from which the next step goes on; without a remainder both are the same. Also the bytes
+  per parameter of the weight, the optimizer's state, and a gradient in the weight's dtype.
 - "small gradients": one tensor has gradients spread over 1e-6 to 1. The figure is the last update of the
   lowest decade, as a multiple of the update in float64.
 - "fine-tuning": an MLP is trained in float32, and then at rate 1e-6 to other targets for 1000 steps. The
@@ -28,8 +31,10 @@ import output
 
 import fp8jax
 from fp8jax import Recipe, formats
+from fp8jax.optim.step import codecs
 
 BETAS = ((0.9, 0.95), (0.95, 0.999), (0.9, 0.999))
+RATES = (1e-4, 1e-5, 1e-6)
 Gradient = Callable[[int], np.ndarray]  # step -> float32 gradient
 
 
@@ -52,10 +57,19 @@ def trained(
 ) -> Any:
     """The same by `fp8jax.optim.adam` with the recipe's weights and moments."""
     row = Recipe.parse(recipe)
-    tx = fp8jax.optim.adam(rate, row, *betas)
     weights: Any = jnp.asarray(start)
     if row.weight != "FP32":
         weights = fp8jax.quantize(weights, formats.get(row.weight), power_of_two=True)
+    weights, old, _ = after(row, weights, gradient, steps, rate, betas)
+    end, before = (np.asarray(getattr(w, "dequantize", lambda w=w: w)(), np.float64) for w in (weights, old))
+    return end, end - before
+
+
+def after(
+    recipe: Recipe, weights: Any, gradient: Gradient, steps: int, rate: float, betas: tuple[float, float]
+) -> Any:
+    """The weights, those before the last step, and the optimizer's state."""
+    tx = fp8jax.optim.adam(rate, recipe, *betas)
 
     @jax.jit
     def step(weights: Any, state: Any, grads: jax.Array) -> tuple[Any, Any]:
@@ -66,8 +80,7 @@ def trained(
     for number in range(steps):
         old = weights
         weights, state = step(weights, state, jnp.asarray(gradient(number)))
-    end, before = (np.asarray(getattr(w, "dequantize", lambda w=w: w)(), np.float64) for w in (weights, old))
-    return end, end - before
+    return weights, old, state
 
 
 def rms(x: np.ndarray) -> float:
@@ -113,8 +126,8 @@ def zipf_rows(recipes: list[str], steps: int, words: int = 1024, width: int = 16
     return found
 
 
-def small_steps(recipe: str, rate: float, steps: int) -> float:
-    """Distance to the float64 weights / how far these moved."""
+def one_signed() -> tuple[np.ndarray, Gradient]:
+    """Weights, and gradients that keep their signs."""
     random = np.random.default_rng(2)
     start = (
         np.float32(0.02) * random.choice([-1, 1], 4096).astype(np.float32) * random.uniform(0.5, 1.5, 4096)
@@ -124,6 +137,31 @@ def small_steps(recipe: str, rate: float, steps: int) -> float:
     def gradient(step: int) -> np.ndarray:
         return sign * np.random.default_rng(step).uniform(0.5, 1.5, 4096).astype(np.float32)
 
+    return start, gradient
+
+
+def plain_steps(recipe: str, dtype: str, rates: tuple[float, ...], steps: int) -> dict[str, Any]:
+    """The row of plain 16-bit weights."""
+    start, gradient = one_signed()
+    weights = jnp.asarray(start, dtype)
+    row: dict[str, Any] = {"recipe": recipe, "weights": dtype}
+    begun = np.asarray(weights, np.float64)
+    for rate in rates:
+        theirs = exact(begun, gradient, steps, rate, BETAS[0])[0]
+        new, _, state = after(Recipe.parse(recipe), weights, gradient, steps, rate, BETAS[0])
+        stored = codecs.decode(new, state.remainder)
+        for name, found in (("", new), (" stored", stored)):
+            distance = rms(np.asarray(found, np.float64) - theirs)
+            row[f"lr {rate:.0e}{name}"] = distance / rms(theirs - begun)
+        # Scales and counters are a few numbers for each tensor.
+        kept = [x for x in jax.tree.leaves((new, state)) if x.size == new.size]
+        row["bytes"] = sum(x.nbytes for x in kept) / new.size + new.dtype.itemsize
+    return row
+
+
+def small_steps(recipe: str, rate: float, steps: int) -> float:
+    """Distance to the float64 weights / how far these moved."""
+    start, gradient = one_signed()
     begun = trained(recipe, start, gradient, 0, rate, BETAS[0])[0]
     theirs = exact(begun, gradient, steps, rate, BETAS[0])[0]
     return rms(trained(recipe, start, gradient, steps, rate, BETAS[0])[0] - theirs) / rms(theirs - begun)
@@ -202,8 +240,13 @@ def main() -> None:
     small = [
         {
             "recipe": recipe,
-            **{f"lr {rate:.0e}": small_steps(recipe, rate, args.small) for rate in (1e-4, 1e-5, 1e-6)},
+            **{f"lr {rate:.0e}": small_steps(recipe, rate, args.small) for rate in RATES},
         }
+        for recipe in args.recipes
+    ]
+    plain = [
+        plain_steps(recipe, dtype, RATES, args.small)
+        for dtype in ("bfloat16", "float16")
         for recipe in args.recipes
     ]
     spread = [
@@ -213,6 +256,7 @@ def main() -> None:
         "idle row: way / way in float64": idle,
         "Zipf embedding: the rarest words": zipf_rows(args.recipes, args.zipf),
         "small steps: error / way": small,
+        "plain weights: error / way": plain,
         "small gradients: the lowest decade": spread,
         "fine-tuning: the loss": fine_tuning(args.recipes, args.tune),
     }
