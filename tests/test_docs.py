@@ -4,7 +4,7 @@
   what stands in the section's ```text blocks.
 - ```text title="fp8jax ..." blocks are what this command prints, or a part of it.
 - each line of a ```sh block names a program, and flags that the program's own --help lists.
-- ```pycon and unmarked blocks are left alone.
+- ```pycon and unmarked blocks are left alone. ```py blocks are lines of a program: test_frameworks.py.
 """
 
 import pathlib
@@ -122,7 +122,8 @@ def helps(capsys, monkeypatch):
             if not re.search(rf"^  {re.escape(program[1])}\b", listed, re.MULTILINE):
                 return None
             # Its arguments go on to the program.
-            program = {"train": ("examples/train_gpt.py",)}.get(program[1], program)
+            programs = {"train": "examples/train_gpt.py", "test-clients": "examples/frameworks/keras_fit.py"}
+            program = (programs[program[1]],) if program[1] in programs else program
         if program[0] == "./dev":
             return ""
         if program[0] == "fp8jax":
