@@ -149,6 +149,21 @@ def test_bridged_modules(recipe):
     assert jnp.isfinite(loss) and any(jax.tree.leaves(jax.tree.map(jnp.any, grads)))
 
 
+def test_keras_model():
+    """A Keras model can be called, but its variables are no parameters of the call."""
+
+    class Functional:
+        def __call__(self, x):
+            return x
+
+        def stateless_call(self, trainable, non_trainable, x):
+            return x @ trainable[0], non_trainable
+
+    with pytest.raises(TypeError, match=r"got a Functional, .*: transform its `.stateless_call`"):
+        fp8jax.transform(Functional(), "te")
+    assert fp8jax.transform(Functional().stateless_call, "te") is not None
+
+
 def test_wrapper_of_module():
     """Something that holds a module is told from a function."""
 

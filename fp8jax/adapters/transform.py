@@ -85,6 +85,11 @@ def _not_a_function(model: Any) -> str | None:
             f"a {type(model).__name__}, which holds a Flax module: transform its `.module`, and give that "
             "its parameters"
         )
+    if hasattr(model, "stateless_call"):  # Keras's `fit` calls this function, and not the model
+        return (
+            f"a {type(model).__name__}, which keeps its variables itself, as Keras does: transform its "
+            "`.stateless_call`, see docs/guides/frameworks.md"
+        )
     if isinstance(model, type):
         return f"the class {model.__name__}, not an instance"
     return None if callable(model) else type(model).__name__
