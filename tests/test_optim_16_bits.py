@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import fp8jax
 from fp8jax import formats
@@ -267,3 +268,13 @@ def test_other_optimizers(make, dtype):
     np.testing.assert_allclose(moved.mean(), -1e-3, rtol=0.01)
     # 6 standard deviations of 100 roundings to 1/256 of the last bit.
     np.testing.assert_allclose(moved, -1e-3, atol=6 * 10 / 2 * float(jnp.finfo(dtype).eps) / 4 / 256 + 1e-6)
+
+
+def test_train_state_of_flax():
+    params = {"w": jnp.full((8, 8), 0.5, jnp.bfloat16)}
+    tx = adamw(1e-4, "fp8", weight_decay=0.0)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    step = jax.jit(lambda state: state.apply_gradients(grads=params))
+    for _ in range(200):
+        state = step(state)
+    np.testing.assert_allclose(np.asarray(state.params["w"], np.float64), 0.48, atol=1.1e-3)

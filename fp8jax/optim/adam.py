@@ -138,8 +138,10 @@ def adam(
 
     Returns:
         An optimizer with an `AdamState`; `update` needs the parameters. The updates of plain parameters are
-        float32 arrays to add. The updates of `ScaledArray`s are their new values (`ReplaceUpdate`), which
-        `fp8jax.apply_updates` writes. So transformations that change updates come before this optimizer.
+        float32 arrays to add. With a recipe that rounds weights "stochastic" or "kahan", as `fp8`, the sum is
+        exactly the new bfloat16 or float16 weight, and "kahan" stores what rounding took. The updates of
+        `ScaledArray`s are their new values (`ReplaceUpdate`), which `fp8jax.apply_updates` writes. So
+        transformations that change updates come before this optimizer.
 
     Raises:
         TypeError: `learning_rate` is a recipe.

@@ -162,8 +162,9 @@ def encode_remainder(x: jax.Array, stored: Any, scale: Any, random: jax.Array) -
 def is_rounded(param: Any, rounding: str) -> bool:
     """Whether the step itself rounds a parameter that is no `ScaledArray`: a bfloat16 or float16 array that a
     recipe does not round to nearest. Other arrays get an update to add."""
-    is_plain = param is not None and not is_scaled(param)
-    return is_plain and rounding != "nearest" and param.dtype in (formats.BF16.dtype, formats.FP16.dtype)
+    if param is None or is_scaled(param) or rounding == "nearest":
+        return False
+    return param.dtype in (formats.BF16.dtype, formats.FP16.dtype)
 
 
 def encode_plain(x: jax.Array, stored: Any, *, rounding: str, random: jax.Array) -> tuple[jax.Array, Any]:

@@ -96,13 +96,12 @@ def optimizer_from_flax(
     """
     tree = named(state)
     keys = _keys_in(tree)
+    _check_remainders(tree.below(keys["remainder"], ()).leaves)
     parameters = _parameters(like, model)
     step = torch.tensor(float(tree.leaves[keys["count"]]), dtype=torch.float32)
     states: dict[str, dict[str, Any]] = {name: {"step": step.clone()} for name in parameters}
     for entry, (prefix, suffix) in _places_in(tree, keys).items():
         below = tree.below(prefix, suffix)
-        if entry == "remainder":
-            _check_remainders(below.leaves)
         wanted = {}
         for name, parameter in parameters.items():
             place = mapping.place(name)
