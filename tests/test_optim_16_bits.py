@@ -37,14 +37,7 @@ def trained(tx, params, steps, grads=None, apply=optax.apply_updates):
 
 def exact(params, state):
     """The weights that the next step goes on from, float64."""
-    codes = jnp.asarray(params).astype(jnp.float32)
-    return (
-        np.asarray(codec_value(params, state.remainder), np.float64) if state.remainder is not None else codes
-    )
-
-
-def codec_value(params, remainder):
-    return codecs.decode(params, remainder)
+    return np.asarray(codecs.decode(params, state.remainder), np.float64)
 
 
 # Small steps ######################################################################################
