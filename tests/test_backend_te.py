@@ -205,7 +205,7 @@ def test_state_goes_there_and_back():
     entry = {
         "scale": jnp.array([0.5, UNSET, 4.0]),
         "amax_history": jnp.array([[3.0, 2.0, 1.0], [0.0, 0.0, 0.0], [6.0, 5.0, 4.0]]),
-        "one": jnp.ones(()),
+        "one": jnp.ones(3),
     }
     theirs = te.to_te({"a": {"kernel": entry}, "b": {"c": {"kernel": entry}}})
     assert set(theirs) == {"a", "b"} and set(theirs["b"]) == {"c"}
@@ -230,7 +230,7 @@ def test_state_of_modules_that_hold_it_themselves_and_of_stacked_layers():
     assert theirs["dense"]["x_amax_history"].shape == (5, 4)
     back = te.from_te(theirs, "O2,amax_history_len=4", name="DotGeneral_0")
     assert jax.tree.map(jnp.shape, back) == {
-        "dense": {"DotGeneral_0": {"scale": (5, 3), "amax_history": (5, 3, 4), "one": (5,)}}
+        "dense": {"DotGeneral_0": {"scale": (5, 3), "amax_history": (5, 3, 4), "one": (5, 3)}}
     }
     assert te.to_te({}) == te.from_te({}, "te,scaling=current") == {}
 

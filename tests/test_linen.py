@@ -109,12 +109,12 @@ def test_state_is_shaped_like_params_with_a_layer_axis(o2):
     assert {k: v.shape for k, v in up.items()} == {
         "scale": (3, 3),
         "amax_history": (3, 3, 16),
-        "one": (3,),
+        "one": (3, 3),
     }
     assert {k: v.shape for k, v in mix.items()} == {
         "scale": (3,),
         "amax_history": (3, 16),
-        "one": (),
+        "one": (3,),
     }
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32"}
 

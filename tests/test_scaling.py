@@ -169,10 +169,10 @@ def test_a_window_of_amaxes_by_hand():
 @pytest.mark.parametrize(
     "name, first, keys",
     [
-        ("max", TYPICAL, {"scale": (3,), "amax_history": (3, 3), "one": ()}),
-        ("tensor", UNSET, {"scale": (3,), "amax_history": (3, 3), "one": ()}),
-        ("one", 1, {"scale": (3,), "amax_history": (3, 4), "one": ()}),
-        ("interval", TYPICAL, {"scale": (3,), "amax_history": (3, 4), "one": (), "step": ()}),
+        ("max", TYPICAL, {"scale": (3,), "amax_history": (3, 3), "one": (3,)}),
+        ("tensor", UNSET, {"scale": (3,), "amax_history": (3, 3), "one": (3,)}),
+        ("one", 1, {"scale": (3,), "amax_history": (3, 4), "one": (3,)}),
+        ("interval", TYPICAL, {"scale": (3,), "amax_history": (3, 4), "one": (3,), "step": ()}),
         ("current", None, {}),
     ],
 )

@@ -9,7 +9,7 @@ State of a dot's n operands:
 
     scale         # shape=(n,), float32: scale of the next cast
     amax_history  # shape=(n, amax_history_len), float32: newest first, 0 for steps without an amax
-    one           # shape=(), float32: 1; states of 0.1.0 lack it
+    one           # shape=(n,), float32: 1; states of 0.1.0 lack it
     step          # shape=(), float32: number of steps modulo interval; only if interval > 1
 
 The next state is a gradient in JAX's own `value_and_grad`, and loops add gradients, divide them, or step
@@ -55,7 +55,7 @@ def build(recipe: Recipe) -> ScaleMethod:
         state = {
             "scale": jnp.array(FIRST_SCALES[recipe.first_scale][:operands], jnp.float32),
             "amax_history": jnp.zeros((operands, recipe.amax_history_len), jnp.float32),
-            ONE: jnp.ones((), jnp.float32),
+            ONE: jnp.ones((operands,), jnp.float32),
         }
         if recipe.interval > 1:
             state["step"] = jnp.zeros((), jnp.float32)
@@ -66,7 +66,7 @@ def build(recipe: Recipe) -> ScaleMethod:
         # No amax is negative, but an optimizer that takes the state for a parameter makes it so at once.
         is_spoilt = state["amax_history"][operand, 0] < 0
         if ONE in state:
-            is_spoilt |= ~(lax.abs(state[ONE] - 1) <= _ROUNDING)
+            is_spoilt |= ~(lax.abs(state[ONE][operand] - 1) <= _ROUNDING)
         kept = select(is_spoilt, float("nan"), kept)
         if recipe.first_scale != "tensor":
             return kept
@@ -83,17 +83,17 @@ def build(recipe: Recipe) -> ScaleMethod:
         history = lax.select(is_new, lax.broadcast_in_dim(newest, moved.shape, (0,)), moved)
         window = newest if recipe.amax_compute_algo == "most_recent" else jnp.max(history, axis=1)
         scale = scale_of(window, limits, margin=recipe.margin, otherwise=state["scale"])
-        if recipe.interval == 1:
-            return {**state, "scale": scale, "amax_history": history}
-        is_due = state["step"] == 0
-        if recipe.first_scale != "one":  # update at once after a first amax
-            is_due |= jnp.max(state["amax_history"], axis=1) == 0
-        return {
-            **state,
-            "scale": jnp.where(is_due, scale, state["scale"]),
-            "amax_history": history,
-            "step": jnp.mod(state["step"] + 1, recipe.interval),
-        }
+        new = {"scale": scale, "amax_history": history}
+        if recipe.interval > 1:
+            is_due = state["step"] == 0
+            if recipe.first_scale != "one":  # update at once after a first amax
+                is_due |= jnp.max(state["amax_history"], axis=1) == 0
+            new["scale"] = jnp.where(is_due, scale, state["scale"])
+            new["step"] = jnp.mod(state["step"] + 1, recipe.interval)
+        if ONE in state:
+            # The same entry. As a function of the scale, XLA on GPU writes both in one kernel.
+            new[ONE] = state[ONE] + 0 * new["scale"]
+        return new
 
     return ScaleMethod(init, scale, update)
 
@@ -111,5 +111,5 @@ def without_one(tree: PyTree) -> PyTree:
 
 def with_one(tree: PyTree) -> PyTree:
     """The inverse of `without_one`."""
-    add = lambda node: {**node, ONE: jnp.ones_like(node["scale"][..., 0])} if is_state(node) else node  # noqa: E731
+    add = lambda node: {**node, ONE: jnp.ones_like(node["scale"])} if is_state(node) else node  # noqa: E731
     return jax.tree.map(add, tree, is_leaf=is_state)

@@ -123,7 +123,7 @@ def _entry_from_te(state: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     new = {
         "scale": jnp.where(usable(scale), jnp.clip(scale, MIN_SCALE, MAX_SCALE), first),
         "amax_history": jnp.concatenate([history[..., :0:-1], oldest], axis=-1),
-        ONE: jnp.ones(history.shape[:-2], jnp.float32),
+        ONE: jnp.ones_like(scale),
     }
     if recipe.interval > 1:
         new["step"] = jnp.zeros(history.shape[:-2], jnp.float32)
