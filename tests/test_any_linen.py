@@ -170,7 +170,7 @@ def test_a_layer_whose_whole_state_a_norm_computes_is_in_fp8_with_plain_paramete
     states = variables.pop("_overwrite_with_gradient")
     jax.tree.map(np.testing.assert_array_equal, variables, plain)
     [kept] = jax.tree.leaves(states, is_leaf=lambda node: "scale" in node)
-    assert set(kept) == {"scale", "amax_history"}
+    assert set(kept) == {"scale", "amax_history", "one"}
     got, want = model.apply({**variables, "_overwrite_with_gradient": states}, X), module.apply(plain, X)
     assert 0 < jnp.linalg.norm(got - want) < 0.1 * jnp.linalg.norm(want)
     # The layer's own product; the norm's, of parameters and statistics alone, are left.
@@ -200,7 +200,7 @@ def test_a_normed_kernel_is_a_plain_parameter_and_its_product_in_fp8(recipe):
         want["params"],
     )
     [kept] = jax.tree.leaves(new["_overwrite_with_gradient"], is_leaf=lambda node: "scale" in node)
-    assert set(kept) == {"scale", "amax_history"} and kept["amax_history"][0, 0] == np.max(np.abs(X))
+    assert set(kept) == {"scale", "amax_history", "one"} and kept["amax_history"][0, 0] == np.max(np.abs(X))
     assert all(row.fp8 for row in model.report(X).rows)
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 import runs
 
-from fp8jax import Recipe, adapters, comm, optim
+from fp8jax import Recipe, adapters, optim
 from fp8jax.inspect import chart, targets
 from fp8jax.recipe import PRESETS
 
@@ -71,7 +71,7 @@ def test_what_a_gpu_would_run_is_the_chart(name):
 BREAKS = {
     "gemm": ("O2", "transform", {"override_linear_precision": (False, False, True)}),
     "scaling": ("te", "transform", {"scaling": "current"}),
-    "comm": ("O2", "Zero", {"comm": "FP32"}),
+    "comm": ("O2", "transform", {"comm": "FP32"}),
     "weight": ("O2", "transform", {"weight": "FP32"}),
     "master_weight": ("O3", "adamw", {"master_weight": "FP32"}),
     "weight_grad": ("O2,comm=FP32", "transform", {"weight_grad": "FP32"}),
@@ -84,10 +84,9 @@ BREAKS = {
 def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     name, part, changes = BREAKS[column]
     broken = dataclasses.replace(Recipe.parse(name), **changes)
-    transform, zero, adamw = adapters.transform, comm.Zero, optim.adamw
+    transform, adamw = adapters.transform, optim.adamw
     replacement = {
         "transform": (adapters, lambda model, recipe: transform(model, broken)),
-        "Zero": (comm, lambda mesh, recipe, stage: zero(mesh, broken, stage)),
         "adamw": (optim, lambda rate, recipe, **options: adamw(rate, broken, **options)),
     }
     room, function = replacement[part]

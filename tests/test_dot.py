@@ -316,7 +316,9 @@ def test_errors_say_what_to_do():
     lhs, rhs = jnp.ones((4, 16)), jnp.ones((16, 8))
     with pytest.raises(ValueError, match=r"expected gemm=FP8.*gemm=BF16"):
         dot_general(lhs, rhs, MATRICES, recipe=Recipe.BF16, state={})
-    with pytest.raises(ValueError, match=r"`backend`: expected auto or one of xla, reference, te; got 'tpu'"):
+    with pytest.raises(
+        ValueError, match=r"`backend`: expected auto or one of xla, te, pallas, cudnn, reference; got 'tpu'"
+    ):
         dot_general(lhs, rhs, MATRICES, recipe=CURRENT, state={}, backend="tpu")
     with pytest.raises(ValueError, match="float32 scale"):
         ScaledArray(rhs, jnp.ones((3, 1))).validate()

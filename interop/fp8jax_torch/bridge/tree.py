@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.scaling.delayed import ONE
@@ -50,7 +51,14 @@ class Tree:
         """Whether a torch model has such a leaf: parameters and scaling states, except `ONLY_JAX`."""
         if self.has_collections and key[0] not in (PARAMS, SCALING):
             return False
-        return key[-1].split(NNX_STATE)[-1] not in ONLY_JAX
+        return _entry(key) not in ONLY_JAX
+
+    def ones(self) -> dict[Key, jax.Array]:
+        """The entries `ONE` of scaling states, which torch does not have."""
+        found = {key: codes_and_scale(leaf)[0] for key, leaf in self.leaves.items() if _entry(key) == ONE}
+        found = {key: leaf for key, leaf in found.items() if not self.has_collections or key[0] == SCALING}
+        shardings = {key: getattr(leaf, "sharding", None) for key, leaf in found.items()}
+        return {key: jnp.ones(leaf.shape, leaf.dtype, device=shardings[key]) for key, leaf in found.items()}
 
     def below(self, prefix: Key, suffix: Key = ()) -> "Tree":
         """The leaves with names that begin and end so, by the names between; without collections."""
@@ -65,6 +73,11 @@ class Tree:
             if is_scaled(old := self.leaves[key]):  # NNX's optimizers box codes and scales
                 leaves[key] = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new[key]))
         return jax.tree.unflatten(self.treedef, leaves.values())
+
+
+def _entry(key: Key) -> str:
+    """The name of an entry of a scaling state, without the name of an NNX parameter."""
+    return key[-1].split(NNX_STATE)[-1]
 
 
 def named(tree: Any) -> Tree:

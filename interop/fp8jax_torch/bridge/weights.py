@@ -36,8 +36,8 @@ def to_flax(
         mapping: `GPT2`, `LLAMA`, `mapping_of(model)`, or another `NameMap`.
         like: variables of the Flax model, transformed by the same recipe: `model.init(...)`, or its
             `jax.eval_shape`; for NNX `nnx.state(model)`, and `nnx.update` puts the result into a model.
-            Leaves that torch does not have stay: `ONLY_JAX`, and collections other than parameters and
-            scaling state. None: nested dicts of Linen variables made from torch's tensors, unchecked.
+            Collections other than parameters and scaling state stay. None: nested dicts of Linen variables
+            made from torch's tensors, unchecked.
         share: whether to use torch's memory where the order of dimensions allows it. JAX then sees torch's
             in-place writes (a step of its optimizer); stop using one side before the other goes on.
 
@@ -48,7 +48,7 @@ def to_flax(
     tree = None if like is None else named(like)
     pairs = paired("state_dict", state_dict, mapping, tree)
     leaves = leaves_of(state_dict, pairs, tree, share=share)
-    return traverse_util.unflatten_dict(leaves) if tree is None else tree.rebuilt(leaves)
+    return traverse_util.unflatten_dict(leaves) if tree is None else tree.rebuilt(leaves | tree.ones())
 
 
 def from_flax(
