@@ -526,6 +526,21 @@ def collectives(jaxpr):
     return found
 
 
+def test_two_models_send_gradients_in_their_own_formats():
+    models = {name: fp8jax.transform(nn.Dense(64), name) for name in ("te", "O2")}
+    each = {name: model.init(jax.random.key(0), X) for name, model in models.items()}
+    variables = {kind: {name: each[name][kind] for name in each} for kind in (PARAMS, SCALING)}
+
+    def loss(variables, x):
+        own = {name: {kind: tree[name] for kind, tree in variables.items()} for name in models}
+        return sum(jnp.mean(model.apply(own[name], x) ** 2) for name, model in models.items())
+
+    zero = Zero(mesh(), stage=2)
+    grad_fn = fp8jax.value_and_grad(loss, zero=zero)
+    found = collectives(jax.make_jaxpr(grad_fn)(zero.place(variables), X).jaxpr)
+    assert sorted(str(eqn.invars[0].aval.dtype) for eqn in found) == ["float32", "uint8"]
+
+
 def test_a_recipe_that_contradicts_the_model():
     model = fp8jax.transform(nn.Dense(64), "te")
     zero = Zero(mesh(), "O2", stage=2)

@@ -88,7 +88,7 @@ class ShardContext:
             )
         return "FP32" if own is None else own.comm
 
-    def sharding(self, param: Any, axis: int | None, uses: Uses | None, comm: str) -> GradSharding:
+    def sharding(self, axis: int | None, uses: Uses | None) -> GradSharding:
         """The sharding of a parameter by its uses in the loss; `axis` is the sharded axis of its gradient."""
         if self.zero is None or axis is None:
             return GradSharding()
@@ -97,7 +97,7 @@ class ShardContext:
             return GradSharding(axis)
         # A kernel with other uses is gathered once, not by its dot.
         is_part = self.zero.stage == 3 and uses.dots > 0 and not uses.others
-        return GradSharding(axis, ShardSpec(self.zero.axis, axis, self.devices, comm, is_part))
+        return GradSharding(axis, ShardSpec(self.zero.axis, axis, self.devices, kernel.recipe.comm, is_part))
 
     def whole(self, leaves: list[Any], shardings: Sequence[GradSharding]) -> list[Any]:
         """The parameters, after all-gathering the shards that no dot gathers."""

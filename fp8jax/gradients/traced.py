@@ -96,8 +96,7 @@ def gradient(
     found = find_dots(jaxpr, [each.view for each in params])
     plan = Plan.of((), programs=found.programs)
     uses = [_uses(found, each) for each in params]
-    comm = context.comm(found.recipes)
-    shardings = [context.sharding(*each, comm) for each in zip(params, axes, uses, strict=True)]
+    shardings = [context.sharding(*pair) for pair in zip(axes, uses, strict=True)]
     leaves = context.whole([each.leaf for each in params], shardings)
     rows = zip(params, leaves, shardings, uses, strict=True)
     params = [each._replace(leaf=leaf, shard=s.shard, uses=of) for each, leaf, s, of in rows]
@@ -116,4 +115,5 @@ def gradient(
         grad if own else in_format(grad, each.leaf, each.shard, each.uses)
         for grad, own, each in zip(grads, is_own, params, strict=True)
     ]
-    return out, treedef.unflatten(grads), new_state, GradShardings(tuple(shardings), comm)
+    of_grads = GradShardings(tuple(shardings), context.comm(found.recipes))
+    return out, treedef.unflatten(grads), new_state, of_grads
