@@ -293,9 +293,8 @@ def kernel_gradient(static: Static, drhs: Any, groups: int = 0) -> Any:
     drhs = (jax.vmap(scattered) if groups else scattered)(drhs)
     if not is_fp8:
         return drhs.astype(static.grad_slot_dtype)
-    return (
-        drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, (groups, 1, 1) if groups else ())
-    )
+    blocks = (groups, 1, 1) if groups else ()
+    return drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, blocks)
 
 
 def cotangents(static: Static, dlhs: jax.Array, drhs: Any, state: State) -> tuple[Any, ...]:

@@ -105,9 +105,8 @@ class GradSlot(NamedTuple):
     """
 
     data: Any  # the kernel's shape, `FP8_GRAD`
-    scale: (
-        jax.Array
-    )  # shape=(), or the kernel's rank with 1 in all axes but those of layers and groups, float32
+    # shape=(), or the kernel's rank with 1 in all axes but those of layers and groups, float32
+    scale: jax.Array
 
     @classmethod
     def zeros(cls, like: jax.Array, blocks: tuple[int, ...] = ()) -> "GradSlot":

@@ -90,6 +90,7 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
 
 
 def _backends(*device: Any) -> list[dict[str, Any]]:
+    """The rows of "backends" for the fields of a `backends.Device`, see `examine`."""
     on, table = backends.Device(*device), backends.BACKENDS
     granularities = {each for backend in table.values() for each in backend.granularities}
     able = [each for each in granularities if backends.why_not("auto", each, device=on) is None]

@@ -178,7 +178,6 @@ def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
     if recipe.rounding[1] != "nearest" or not _are_numbers(rate):
         return []
     leaves = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_scaled) if getattr(leaf, "size", 0)]
-    lost: list[str] = []
     for name in ("FP16", "BF16"):
         kept = [leaf for leaf in leaves if name in _weights_of(leaf, recipe)]
         if not kept:
@@ -187,11 +186,11 @@ def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
         typical = max(leaf.size / max(_count_of_scales(leaf), 1) for leaf in kept) ** -0.25
         ulp = 2.0 ** (math.floor(math.log2(typical)) - formats.get(name).mantissa_bits)
         if 0 < rate < ulp:
-            lost.append(
+            return [
                 f"learning_rate={rate:g} is below the last bit ({ulp:.1g}) of {name} weights of "
                 f"{typical:.1g}, which are typical of the largest kernel, so most steps change nothing"
-            )
-    return lost[:1]
+            ]
+    return []
 
 
 def _weights_of(leaf: Any, recipe: Recipe) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class _Block:
 
 
 def _problem(text: str) -> str:
-    """What is wrong with a text, such as the limit that it goes beyond; or ""."""
+    """The fault of a text, such as the limit that it goes beyond; "" for a text without one."""
     import yaml
 
     sizes: dict[str, int] = {}  # anchor -> values, of the blocks that are closed

@@ -143,12 +143,12 @@ class FunctionModel:
         Raises:
             ValueError: `variables` lack the scaling state of a dot product.
         """
-        scaling = variables.get(SCALING, {}) if has_params(variables) else {}
+        scales = variables.get(SCALING, {}) if has_params(variables) else {}
         params, adapters = self._split(variables)
         params, (program, consts) = self._found(params, variables, args, kwargs)
         lora = self.settings.lora
         states = {
-            each.key: DotState(dict(each.state_in(scaling)), lora and lora.at(adapters, each.path))
+            each.key: DotState(dict(each.state_in(scales)), lora and lora.at(adapters, each.path))
             for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)

@@ -14,14 +14,12 @@ from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
 from fp8jax.rewrite.follow import transpose
+from fp8jax.scaling.base import OLD
 from fp8jax.scaling.block import with_seeds
 from fp8jax.variables import SCALING
 
 # The `checkpoint_name` of the outputs of kernels' dot products.
 DOT_OUTPUT = "fp8jax_dot_output"
-
-# An entry of scaling states of 0.1.0, which is ignored.
-_OLD = "wgrad_scale"
 
 
 class Kernel(NamedTuple):
@@ -146,7 +144,7 @@ class PlannedDot(NamedTuple):
                     f"of {'/'.join(self.path)!r} for {recipe}; got {length}. Transform the model with "
                     f"amax_history_len={length}, or take the state from `model.init(...)`."
                 )
-            return {name: entry for name, entry in found.items() if name != _OLD}
+            return {name: entry for name, entry in found.items() if name != OLD}
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
             f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
@@ -155,7 +153,7 @@ class PlannedDot(NamedTuple):
 
     def _check_no_others(self, found: Any) -> None:
         """Raises ValueError for a state of another scaling, if this dot product's casts have none."""
-        if others := set(found if isinstance(found, Mapping) else ()) - {_OLD}:
+        if others := set(found if isinstance(found, Mapping) else ()) - {OLD}:
             raise ValueError(
                 f"`variables`: expected nothing in the scaling state of {'/'.join(self.path)!r} for "
                 f"{self.kernel.recipe}; got {', '.join(sorted(others))}: the state of another recipe, which "

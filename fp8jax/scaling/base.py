@@ -26,6 +26,9 @@ CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
 
 State = dict[str, Float[Array, "..."]]
 
+# An entry of states of 0.1.0, which nothing reads.
+OLD = "wgrad_scale"
+
 # For which of its GEMMs an operand is needed.
 Uses = tuple[bool, bool]
 
@@ -92,7 +95,7 @@ class Scaling(Protocol):
 
     @property
     def granularity(self) -> str:
-        """What has a scale in the operands: "tensor", or a block of rows and columns as "1x128"."""
+        """The part of an operand that has a scale: "tensor", or a block of rows and columns as "1x128"."""
         ...
 
     @property

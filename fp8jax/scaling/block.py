@@ -67,7 +67,7 @@ class BlockScaling:
 
     @property
     def granularity(self) -> str:
-        """That of lhs; a kernel may have square blocks."""
+        """The block of lhs; a kernel may have square blocks."""
         return "x".join(map(str, method_of(self.recipe, LHS).block))
 
     @property

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE, with_one, without_one
 from fp8jax.train import distributed
 from fp8jax.train.errors import need
@@ -245,7 +246,7 @@ def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) 
     if run and content["run"] != run:
         raise ValueError(f"{path} is of another run, with other settings or data; move it away and resume")
     found, expected = content["arrays"], _arrays(like)
-    found = {name: found[name] for name in found if not name.endswith("['wgrad_scale']")}
+    found = {name: found[name] for name in found if not name.endswith(f"[{OLD!r}]")}
     for name in sorted(found.keys() | expected.keys()):
         there, here = found.get(name, "nothing"), expected.get(name, "nothing")
         if there != here:

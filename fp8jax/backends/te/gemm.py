@@ -26,7 +26,7 @@ _MULTIPLE = 16
 
 
 def supports(device: Device | None, is_batched: bool) -> str | None:
-    """Whether it is installed, and has GEMMs; see `fp8jax.backends.base.Backend`."""
+    """None, or the reason why TransformerEngine has no GEMMs here; see `fp8jax.backends.base.Backend`."""
     if reason := _why_not_importable():
         return reason
     device = device or Device.here()

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.quantization import ScaledArray, is_scaled
+from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
 NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
-# Entries that only JAX has: each step writes the first before reading it, and none changes the second.
-ONLY_JAX = ("wgrad_scale", ONE)
+# Entries that only JAX has.
+ONLY_JAX = (OLD, ONE)
 ROOT = ".root"  # the end of the name of a second moment that is kept as its root
 
 Key = tuple[str, ...]
@@ -55,10 +56,12 @@ class Tree:
 
     def ones(self) -> dict[Key, jax.Array]:
         """The entries `ONE` of scaling states, which torch does not have."""
-        found = {key: codes_and_scale(leaf)[0] for key, leaf in self.leaves.items() if _entry(key) == ONE}
-        found = {key: leaf for key, leaf in found.items() if not self.has_collections or key[0] == SCALING}
-        shardings = {key: getattr(leaf, "sharding", None) for key, leaf in found.items()}
-        return {key: jnp.ones(leaf.shape, leaf.dtype, device=shardings[key]) for key, leaf in found.items()}
+        new = {}
+        for key, leaf in self.leaves.items():
+            if _entry(key) == ONE and (not self.has_collections or key[0] == SCALING):
+                old = codes_and_scale(leaf)[0]
+                new[key] = jnp.ones(old.shape, old.dtype, device=getattr(old, "sharding", None))
+        return new
 
     def below(self, prefix: Key, suffix: Key = ()) -> "Tree":
         """The leaves with names that begin and end so, by the names between; without collections."""
