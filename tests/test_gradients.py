@@ -76,6 +76,17 @@ def test_with_and_without_jit_and_with_aux_agree(o2):
     np.testing.assert_array_equal(aux["x"], X)
 
 
+def test_an_eager_gradient_compiles_nothing_the_second_time(o2, caplog):
+    model, variables = o2
+    grad_fn = fp8jax.value_and_grad(mse(model))
+    grad_fn(variables, X, Y)
+    with jax.log_compiles():
+        grad_fn(variables, X, Y)
+        assert "Compiling" not in caplog.text
+        jax.jit(grad_fn)(variables, X, Y)  # what would be seen
+        assert "Compiling" in caplog.text
+
+
 def test_state_of_an_unused_layer_stays(o2):
     model, variables = o2
     loss = lambda variables: jnp.mean(model.apply(variables, X, deep=False) ** 2)  # noqa: E731

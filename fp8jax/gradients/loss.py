@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -150,23 +149,18 @@ def on_one_device(
     states are not yet `settled`, so that they can be merged with those of other microbatches and devices.
     """
 
-    def run(variables: Any) -> Any:
-        inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
-        old = variables.get(SCALING, {})
-        if SCALING in variables:
-            inside[SCALING] = for_part(old, context.device_index if part is None else part)
-        scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
-        scaled = functools.partial(_scaled_loss, loss_fn, context.devices, scale)
-        out, grads, state, shardings = gradient(context, scaled, inside, args, kwargs)
-        state = of_whole(from_cotangents(state), old)
-        new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
-        if scale is not None:
-            new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])
-        return out, new, shardings
-
-    # JAX adds arrays of an extended dtype only in compiled code.
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(variables))
-    return run(variables) if is_traced else jax.jit(run)(variables)
+    inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
+    old = variables.get(SCALING, {})
+    if SCALING in variables:
+        inside[SCALING] = for_part(old, context.device_index if part is None else part)
+    scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
+    scaled = functools.partial(_scaled_loss, loss_fn, context.devices, scale)
+    out, grads, state, shardings = gradient(context, scaled, inside, args, kwargs)
+    state = of_whole(from_cotangents(state), old)
+    new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
+    if scale is not None:
+        new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])
+    return out, new, shardings
 
 
 def _scaled_loss(
