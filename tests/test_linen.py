@@ -1,6 +1,7 @@
 """FP8 in Linen modules: same values, same names, state where it belongs, and a report that is true."""
 
 import functools
+import pickle
 
 import flax.linen as nn
 import gradients_apart
@@ -453,3 +454,9 @@ def test_flax_serialization_keeps_every_bit(recipe):
         other = fp8jax.transform(nn.Dense(64), recipe).init(jax.random.key(0), jnp.ones((4, 32)))
         with pytest.raises(ValueError, match=r"expected codes float8_e4m3fn\[32, 64\].*; got .*\[32, 128\]"):
             serialization.from_bytes(other, serialization.to_bytes(variables))
+
+
+def test_a_pickled_model_is_the_same_model(o2):
+    model, variables, _ = o2
+    out = model.apply(variables, TOKENS)  # a call caches programs, which no pickle holds
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).apply(variables, TOKENS), out)

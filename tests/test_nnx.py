@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -705,3 +706,15 @@ def test_rules_choose_layers_of_a_module():
     assert losses[-1] < losses[0]
     with pytest.raises(ValueError, match="fc_9.* matches no layer"):
         fp8jax.transform(net(), "O2", rules=[fp8jax.Rule("fc_9")])
+
+
+def test_a_pickled_module_is_the_same_module():
+    model = nnx.clone(net("O2"))
+    model.eval()
+    model(TOKENS)  # a call caches programs, which no pickle holds
+    loaded, (graph, state) = pickle.loads(pickle.dumps(model)), nnx.split(model)
+    merged = nnx.merge(pickle.loads(pickle.dumps(graph)), state)
+    for each in (loaded, merged):
+        np.testing.assert_array_equal(each(TOKENS), model(TOKENS))
+        assert type(each).__name__ == "Net" and isinstance(each, Net)
+    assert str(fp8jax.report(loaded, TOKENS)) == str(fp8jax.report(model, TOKENS))

@@ -19,6 +19,10 @@ class Programs:
     _by_hash: dict[Any, Any] = dataclasses.field(default_factory=dict)
     _by_value: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
 
+    def __reduce__(self) -> Any:
+        """A pickled or copied cache is empty: programs cannot be pickled."""
+        return type(self), ()
+
     def __len__(self) -> int:
         return len(self._by_hash) + len(self._by_value)
 

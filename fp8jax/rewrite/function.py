@@ -31,6 +31,10 @@ from fp8jax.rewrite.rules import layer_names
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
 
 
+def _no_context() -> None:
+    """For functions whose traces depend on their arguments alone."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionModel:
     """A function of parameters under a recipe; made by `fp8jax.transform`.
@@ -52,7 +56,7 @@ class FunctionModel:
     settings: Settings
     annotations: Annotations = dataclasses.field(default_factory=Annotations, repr=False)
     num_states: int = 0
-    context: Callable[[], Any] = lambda: None
+    context: Callable[[], Any] = _no_context
     _programs: Programs = dataclasses.field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ are part of that trace. Afterwards the module gets the variables that the call c
 
 import contextlib
 import contextvars
+import copyreg
 import dataclasses
 import functools
 import types
@@ -80,7 +81,17 @@ def _subclass(cls: type, rewritten: Rewritten) -> type:
         for name, method in vars(base).items():
             if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_"):
                 names[name] = _rewritten_method(method)
-    return type(cls)(cls.__name__, (cls,), {**names, "plain__fp8": cls, "rewritten__fp8": rewritten})
+    return _pickled(type(cls))(
+        cls.__name__, (cls,), {**names, "plain__fp8": cls, "rewritten__fp8": rewritten}
+    )
+
+
+@functools.cache
+def _pickled(metaclass: type) -> type:
+    """A metaclass whose classes are pickled as arguments of `_subclass`: they have no name to import."""
+    own = type(metaclass.__name__, (metaclass,), {})
+    copyreg.pickle(own, lambda cls: (_subclass, (cls.plain__fp8, cls.rewritten__fp8)))
+    return own
 
 
 def _change_class(module: nnx.Module, class_of: Callable[[type], type]) -> None:
