@@ -15,8 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex
 from jax import lax
+
+# What `jax.shard_map(..., check_vma=...)` sets has no public API.
+from jax._src.config import _check_vma as check_vma
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree, Shaped
@@ -78,7 +82,7 @@ class Deferred:
     @functools.cached_property
     def jaxpr(self) -> Any:
         """The closed jaxpr."""
-        return jax.make_jaxpr(self._function)(*self._args)
+        return _plain_jaxpr(self._function, self._args)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,11 +91,29 @@ def _trace(
 ) -> tuple[Any, Any, Any]:
     """The jaxprs of both functions, and the structure of their result; `mesh` is a key of the cache."""
     del mesh
-    args = treedef.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    args, types = (treedef.unflatten(map(each, avals)) for each in (_shape, _type))
     cpu, default = (functools.partial(function, **dict(static)) for function in (cpu, default))
-    on_cpu, shapes = jax.make_jaxpr(cpu, return_shape=True)(*args)
-    elsewhere = Deferred(default, args) if is_deferred else jax.make_jaxpr(default)(*args)
+    on_cpu, shapes = jax.make_jaxpr(cpu, return_shape=True)(*types)
+    elsewhere = Deferred(default, args) if is_deferred else _plain_jaxpr(default, args)
     return on_cpu, elsewhere, jax.tree.structure(shapes)
+
+
+def _plain_jaxpr(function: Callable[..., Any], args: Any) -> Any:
+    """The jaxpr without the types of a `jax.shard_map` around it, which Pallas kernels lack."""
+    with check_vma(False):
+        return jax.make_jaxpr(function)(*args)
+
+
+def _shape(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _type(aval: Any) -> Any:
+    """The shape, inside of a `jax.shard_map` with the mesh axes that the array varies over."""
+    if not aval.manual_axis_type.varying:
+        return _shape(aval)
+    types = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **types)
 
 
 def _closed(default: Any) -> Any:
@@ -113,14 +135,14 @@ _by_platform_p.def_abstract_eval(lambda *avals, cpu, default: cpu.out_avals)
 
 
 def _batch(args: Any, dims: Any, *, cpu: Any, default: Any) -> Any:
-    avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in map(jax.typeof, args)]
+    shapes, types = ([each(jax.typeof(arg)) for arg in args] for each in (_shape, _type))
 
     def batched(*args: Any) -> Any:
         return jax.vmap(jex.jaxpr_as_fun(_closed(default)), in_axes=dims)(*args)
 
-    on_cpu = jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(cpu), in_axes=dims))(*avals)
+    on_cpu = jax.make_jaxpr(jax.vmap(jex.jaxpr_as_fun(cpu), in_axes=dims))(*types)
     deferred = isinstance(default, Deferred)
-    elsewhere = Deferred(batched, avals) if deferred else jax.make_jaxpr(batched)(*avals)
+    elsewhere = Deferred(batched, shapes) if deferred else _plain_jaxpr(batched, shapes)
     out = _by_platform_p.bind(*args, cpu=on_cpu, default=elsewhere)
     return out, [0] * len(out)
 
@@ -129,7 +151,10 @@ batching.primitive_batchers[_by_platform_p] = _batch
 
 
 def _lower(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:
-    return mlir.lower_fun(jex.jaxpr_as_fun(_closed(default)), multiple_results=True)(ctx, *args)
+    # Without the types of a `jax.shard_map`, as the jaxpr is.
+    ctx = ctx.replace(avals_in=[jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in])
+    with check_vma(False):
+        return mlir.lower_fun(jex.jaxpr_as_fun(_closed(default)), multiple_results=True)(ctx, *args)
 
 
 def _lower_on_cpu(ctx: Any, *args: Any, cpu: Any, default: Any) -> Any:

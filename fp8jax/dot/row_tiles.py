@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8jax.quantization import ScaledArray, is_scaled, on_data
-from fp8jax.scaling.groups import starts_of
+from fp8jax.scaling.groups import groups_of_rows, starts_of
 
 # Rows per block: FP8 GEMMs need multiples of 16, and blocks of more than 2048 rows are not faster.
 _SMALLEST, _LARGEST = 16, 2048
@@ -79,8 +79,9 @@ def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
     groups = sizes.shape[0]
     needed = -(-sizes // size)
     last, ends = jnp.cumsum(needed), jnp.cumsum(sizes)
-    number = jnp.arange(rows // size + min(groups, rows), dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), groups - 1)
+    count = rows // size + min(groups, rows)
+    number = jnp.arange(count, dtype=jnp.int32)
+    group = jnp.minimum(groups_of_rows(needed, count), groups - 1)
     within = number - (last - needed)[group]
     is_used = number < last[-1]
     start = jnp.where(is_used, (ends - sizes)[group] + within * size, rows)
@@ -122,7 +123,7 @@ def rows_times_matrices(
         product = multiply(take(padded, read, size), _matrix(matrices, block.group))
         return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), block.start, 0), None
 
-    empty = jnp.zeros((count + size, *shape.shape[1:]), shape.dtype)
+    empty = _zeros((count + size, *shape.shape[1:]), shape.dtype, rows)
     out, _ = lax.scan(one, empty, blocks)
     is_of_group = jnp.arange(count)[:, None] < jnp.sum(sizes)
     return jnp.where(is_of_group, out[:count], jnp.zeros((), shape.dtype))
@@ -145,7 +146,7 @@ def rows_times_rows(
         own = [_own_rows(rows, block, size) for rows in operands]
         return sums.at[block.group].add(multiply(*own)), None
 
-    sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(sizes, count, size))
+    sums, _ = lax.scan(one, _zeros(shape, jnp.float32, lhs), blocks_of(sizes, count, size))
     return sums
 
 
@@ -176,8 +177,13 @@ def columns_times_columns(
         product = multiply(*treedef.unflatten(operands))
         return sums.at[block.group].add(product[: shape[1], : shape[2]]), None
 
-    sums, _ = lax.scan(one, jnp.zeros(shape, jnp.float32), blocks_of(aligned, count, size))
+    sums, _ = lax.scan(one, _zeros(shape, jnp.float32, lhs), blocks_of(aligned, count, size))
     return sums
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: Operand) -> jax.Array:
+    """Zeros that vary over the mesh axes of a `jax.shard_map` as `like` does."""
+    return lax.full_like(jax.tree.leaves(like)[0], 0, dtype, shape)
 
 
 def _has_blocks(x: Operand) -> bool:

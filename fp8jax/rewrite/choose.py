@@ -4,6 +4,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8jax.dot import state_names
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot
 from fp8jax.rewrite.find import FoundDots
@@ -94,8 +95,13 @@ def layer_of(dot: Dot, modules: Mapping[str, Any]) -> Layer:
 
 def _choose(dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, layer: Layer) -> LayerChoice:
     choice = rules.choose(layer)
-    if dot.reason is not None:
-        return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, dot.reason)
+    reason = dot.reason
+    if dot.place.is_on_each and choice.recipe.is_quantized and state_names(choice.recipe):
+        reason = (
+            reason or "it is inside of a shard_map, where recipes without scaling state run, as `current`"
+        )
+    if reason is not None:
+        return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, reason)
     if choice.reason is None and not rules.names(layer):
         if path in found.tables or path[-1:] == ("embedding",):
             return LayerChoice(choice.recipe, "embeddings stay as they are, unless a rule names them")

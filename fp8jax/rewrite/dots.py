@@ -68,6 +68,7 @@ class Place(NamedTuple):
     site: Site = ()
     scopes: tuple[str, ...] = ()  # named scopes and loops around it, see `find_dots`
     times: int = 1  # how often it runs in one call of the function
+    is_on_each: bool = False  # whether it is inside a `jax.shard_map`, on each of its devices
 
 
 class Dot(NamedTuple):
@@ -140,7 +141,7 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         groups=groups,
         is_batched=bool(batched[0]) and not groups,
         is_matrix=not is_grouped and _is_matrix(x, contracted[kernel]),
-        reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged, is_complex),
+        reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged, is_complex, place),
     )
 
 
@@ -164,7 +165,13 @@ def _dtype(x: Any) -> Any:
 
 
 def _why_not(
-    ins: list[Any], kernels: list[int], rank: int, contracted: Any, ragged: Any, is_complex: bool
+    ins: list[Any],
+    kernels: list[int],
+    rank: int,
+    contracted: Any,
+    ragged: Any,
+    is_complex: bool,
+    place: Place,
 ) -> str | None:
     """Why a dot product cannot run in FP8; `rank` is the other operand's."""
     if not kernels:
@@ -183,8 +190,9 @@ def _why_not(
         return "it multiplies no input of the model"
     if rank == 1:
         return "it multiplies a single vector"
+    is_part = isinstance(x, Derived) and not place.is_on_each
     if ragged is not None and (
-        kernel != 1 or isinstance(x, Derived) or _as_tuples(ragged) != _as_tuples(_ROWS_TIMES_GROUPS)
+        kernel != 1 or is_part or _as_tuples(ragged) != _as_tuples(_ROWS_TIMES_GROUPS)
     ):
         return "it is not the ragged dot of rows and a kernel for each group"
     return None if contracted[0] else "it sums over no axis"

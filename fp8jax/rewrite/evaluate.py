@@ -24,7 +24,7 @@ from fp8jax.dot.layout import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Site
-from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, inner_jaxpr, scan_parts
+from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
 from fp8jax.rewrite.plan import DOT_OUTPUT, DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
@@ -227,5 +227,22 @@ def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     return lax.switch(index, branches, operands, _states_inside(plan, states, site))
 
 
+def _shard_map(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
+    params, (jaxpr, consts) = eqn.params, inner_jaxpr(eqn)
+
+    def on_each(*ins: Any) -> tuple[Any, ...]:
+        return tuple(evaluate(plan, jaxpr, consts, ins, states, site))
+
+    options = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    run = jax.shard_map(on_each, axis_names=params["newly_manual_axes"], **options)
+    return list(run(*map(plain, ins)))
+
+
 # How to evaluate the equations with planned dot products inside.
-_INSIDE = {"scan": _scan, "cond": _cond, **dict.fromkeys(CALLS, _call), **dict.fromkeys(REMATS, _remat)}
+_INSIDE = {
+    "scan": _scan,
+    "cond": _cond,
+    SHARD_MAP: _shard_map,
+    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(REMATS, _remat),
+}

@@ -31,9 +31,16 @@ from fp8jax.rewrite.rules import layer_paths
 # Calls that `evaluate` inlines, and those that it rematerializes.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("checkpoint", "remat2", "remat")
+SHARD_MAP = "shard_map"
 
 # The primitive of calls of transformed functions, see `program.call`.
 PROGRAM = "fp8_program"
+
+_STATE_INSIDE = (
+    "`loss_fn`: expected no `jax.shard_map` around the call of a model with a scaling state, whose amaxes "
+    "each device would see alone; got one, for {}. Take the gradient inside of it, by "
+    "`fp8jax.value_and_grad(loss_fn, axis_name=...)`, or use a recipe without a state, as `current`."
+)
 
 # The scopes of the body of a scan and of a `jax.checkpoint`, beside the named scopes.
 SCAN, CHECKPOINT = "<scan>", "<checkpoint>"
@@ -99,7 +106,7 @@ class _Walk:
 
         for number, eqn in enumerate(jaxpr.eqns):
             scopes = (*place.scopes, str(eqn.source_info.name_stack))
-            inside = Place((*place.site, number), scopes, place.times)
+            inside = place._replace(site=(*place.site, number), scopes=scopes)
             outs = self.outputs(eqn, [read(var) for var in eqn.invars], inside)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(var) for var in jaxpr.outvars]
@@ -117,6 +124,9 @@ class _Walk:
         if name in CALLS or name in REMATS:
             inside = place._replace(scopes=(*place.scopes, CHECKPOINT)) if name in REMATS else place
             return self.through(inner_jaxpr(eqn)[0], ins, inside)
+        if name == SHARD_MAP:
+            self.shard_map(eqn, ins, place)
+            return [self.computed(ins, name)] * count
         if name == "cond":
             branches = [
                 self.through(closed.jaxpr, ins[1:], place._replace(site=(*place.site, number)))
@@ -127,7 +137,9 @@ class _Walk:
             self.found.programs.append(place.site)
             self.found.recipes.append(params["program"].recipe)
             program, walk = params["program"], _Walk(self.found, params["program"].plan, len(place.site))
-            leaves, _, arrays, _ = params["treedef"].unflatten(ins)
+            leaves, states, arrays, _ = params["treedef"].unflatten(ins)
+            if place.is_on_each and any(state.scaling for state in states.values()):
+                raise ValueError(_STATE_INSIDE.format(program.recipe))
             return walk.through(program.jaxpr, [*leaves, *arrays], place)
         if name in DOTS:
             self.dot(eqn, ins, place)
@@ -165,7 +177,7 @@ class _Walk:
         """The outputs of a scan."""
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
         consts, carry, xs = scan_parts(eqn, ins)
-        place = Place(place.site, (*place.scopes, SCAN), place.times * length)
+        place = place._replace(scopes=(*place.scopes, SCAN), times=place.times * length)
         for x in carry:
             self.note_value(x)
         carry = [ACTIVATION if is_parameter(x) else x for x in carry]
@@ -187,14 +199,17 @@ class _Walk:
             self.note_value(x)
         return [derived(x, "a scan computes its kernel", True) if is_parameter(x) else x for x in outs]
 
+    def shard_map(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
+        """Finds the dot products inside a `jax.shard_map`, which see the devices' parts of parameters."""
+        mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        place = place._replace(times=place.times * devices, is_on_each=True)
+        ins = [derived(x, f"it is inside of a {SHARD_MAP}") if is_parameter(x) else x for x in ins]
+        self.through(inner_jaxpr(eqn)[0], ins, place)
+
     def opaque(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
         """Finds the dot products inside a call that `evaluate` does not look into."""
         name, params = eqn.primitive.name, eqn.params
-        if name == "shard_map":
-            mesh = params["mesh"]
-            axes = params.get("newly_manual_axes", mesh.axis_names)
-            devices = math.prod(mesh.shape[axis] for axis in axes)
-            place = place._replace(times=place.times * devices)  # its shapes are per device
         ins = [derived(x, f"it is inside of a {name}", True) if is_parameter(x) else x for x in ins]
         parameter = next((x for x in ins if isinstance(x, Derived)), None)
         for number, inner in enumerate(jex.jaxprs_in_params(params)):

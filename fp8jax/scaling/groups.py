@@ -12,7 +12,7 @@ def starts_of(sizes: jax.Array) -> jax.Array:
 def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
     """The group of each row, int32; the number of groups for rows past the last group's end."""
     row = jnp.arange(rows, dtype=sizes.dtype)
-    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right", method="compare_all").astype(jnp.int32)
+    return jnp.sum(jnp.cumsum(sizes)[:, None] <= row[None], axis=0, dtype=jnp.int32)
 
 
 def in_aligned_groups(rows: jax.Array, sizes: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

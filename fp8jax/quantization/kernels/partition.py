@@ -69,7 +69,9 @@ def _axes(
     found: dict[str, list[Any]] = {}
     sizes: dict[str, int] = {}
     for dims, arg in zip(operands, args, strict=True):
-        for dim, axes, size in zip(dims, arg.sharding.spec, arg.shape, strict=True):
+        # In a `jax.shard_map` over some of the mesh's axes, JAX names no other axes: the operand is gathered.
+        spec = getattr(arg.sharding, "spec", (None,) * len(arg.shape))
+        for dim, axes, size in zip(dims, spec, arg.shape, strict=True):
             names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
             found.setdefault(dim, []).append(names)
             sizes[dim] = max(size, sizes.get(dim, 0))
