@@ -12,7 +12,7 @@ import jax
 from fp8jax.dot import Weight
 from fp8jax.gradients.devices import GradShardings, ShardContext
 from fp8jax.gradients.slots import grad_slot, in_format
-from fp8jax.quantization import is_scaled
+from fp8jax.quantization import checked_parameter, is_scaled
 from fp8jax.rewrite import (
     FoundDots,
     Kernel,
@@ -97,7 +97,7 @@ def gradient(
     plan = Plan.of((), programs=found.programs)
     uses = [_uses(found, each) for each in params]
     shardings = [context.sharding(*pair) for pair in zip(axes, uses, strict=True)]
-    leaves = context.whole([each.leaf for each in params], shardings)
+    leaves = context.whole([checked_parameter(each.leaf) for each in params], shardings)
     rows = zip(params, leaves, shardings, uses, strict=True)
     params = [each._replace(leaf=leaf, shard=s.shard, uses=of) for each, leaf, s, of in rows]
     slots = [grad_slot(each.leaf, each.shard, each.uses) for each in params]

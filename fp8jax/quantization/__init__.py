@@ -21,6 +21,7 @@ subnormal, infinite or NaN gives scale 1. `quantize_blocks` says what scales of 
 """
 
 from fp8jax.quantization.array import ScaledArray as ScaledArray
+from fp8jax.quantization.array import checked_parameter as checked_parameter
 from fp8jax.quantization.array import expand as expand
 from fp8jax.quantization.array import format_of as format_of
 from fp8jax.quantization.array import is_scaled as is_scaled

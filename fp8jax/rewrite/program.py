@@ -22,7 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax.dot import Weight, with_state
 from fp8jax.platforms import jvp_of
-from fp8jax.quantization import is_scaled
+from fp8jax.quantization import checked_parameter, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.choose import choose, layer_of
 from fp8jax.rewrite.evaluate import evaluate
@@ -127,7 +127,8 @@ class Program:
         leaves, states = self._checked(leaves, states)
         pairs = zip(leaves, self.paths, strict=True)
         ins = [
-            Tracked(Weight(x), ParamView.of(path, aval_of(x))) if can_be_kernel(x) else x for x, path in pairs
+            Tracked(Weight(checked_parameter(x)), ParamView.of(path, aval_of(x))) if can_be_kernel(x) else x
+            for x, path in pairs
         ]
         states = {key: state._replace(scaling=to_fm32(state.scaling)) for key, state in states.items()}
         return evaluate(self.plan, self.jaxpr, consts, [*ins, *arrays], states)

@@ -1,0 +1,120 @@
+"""What loops do with parameters by habit: the table of docs/guides/frameworks.md."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+
+import fp8jax
+from fp8jax.quantization import is_scaled, value
+
+X = jax.random.normal(jax.random.key(0), (64, 64))
+RAISES = "raises"
+NOT_FINITE = "inf or NaN"
+RIGHT = "right"
+
+
+def each(f):
+    return lambda params, other, grads: jax.tree.map(f, params)
+
+
+def both(f):
+    return lambda params, other, grads: jax.tree.map(f, params, other)
+
+
+def stepped(tx):
+    return lambda params, other, grads: optax.apply_updates(
+        params, tx.update(grads, tx.init(params), params)[0]
+    )
+
+
+def largest_difference(params, other, grads):
+    pairs = zip(*map(jax.tree.leaves, (params, other)), strict=True)
+    return max(jnp.max(jnp.abs(a - b)) for a, b in pairs)
+
+
+HABITS = {
+    "optax.global_norm(params)": lambda params, other, grads: optax.global_norm(params),
+    "sum(jnp.sum(x**2) for x in leaves)": lambda params, other, grads: sum(
+        jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params)
+    ),
+    "max(jnp.max(abs(a - b)) for two models' leaves)": largest_difference,
+    "sum(x.size for x in leaves)": lambda params, other, grads: sum(x.size for x in jax.tree.leaves(params)),
+    "all(jnp.isfinite(x).all() for x in leaves)": lambda params, other, grads: all(
+        jnp.isfinite(x).all() for x in jax.tree.leaves(params)
+    ),
+    "p - 0.1 * g": lambda params, other, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, grads),
+    "p * (1 - 0.1)": each(lambda p: p * (1 - 0.1)),
+    "2 * p": each(lambda p: 2 * p),
+    "-p": each(jnp.negative),
+    "a + b": both(jnp.add),
+    "a + b + a": both(lambda a, b: a + b + a),
+    "(a + b) / 2": both(lambda a, b: (a + b) / 2),
+    "0.9 * a + 0.1 * b": both(lambda a, b: 0.9 * a + 0.1 * b),
+    "optax.incremental_update(a, b, 0.1)": lambda params, other, grads: optax.incremental_update(
+        params, other, 0.1
+    ),
+    "jnp.clip(p, -0.1, 0.1)": each(lambda p: jnp.clip(p, -0.1, 0.1)),
+    "p.astype(jnp.bfloat16)": each(lambda p: p.astype(jnp.bfloat16)),
+    "jnp.where(ok, a, b)": both(lambda a, b: jnp.where(True, a, b)),
+    "jnp.zeros_like(p)": each(jnp.zeros_like),
+    "optax.sgd, optax.adamw": stepped(optax.adamw(0.1)),
+    "from_bytes(p, to_bytes(p))": lambda params, other, grads: serialization.from_bytes(
+        params, serialization.to_bytes(params)
+    ),
+}
+
+
+class Net(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(64, param_dtype=self.dtype)(x))
+        return nn.Dense(64, param_dtype=self.dtype)(x)
+
+
+def what_happens(habit, recipe, dtype=jnp.float32):
+    """What the habit does with a model's parameters: compared with the same for their float values."""
+    model = fp8jax.transform(Net(dtype), recipe)
+    variables, other = (model.init(jax.random.key(seed), X) for seed in (1, 2))
+    loss = lambda variables: jnp.mean(jnp.square(model.apply(variables, X)))  # noqa: E731
+    _, grads, _ = fp8jax.value_and_grad(loss)(variables)
+    given = variables["params"], other["params"], grads
+    floats = [jax.tree.map(value, tree, is_leaf=is_scaled) for tree in given]
+    want = habit(*floats)
+    try:
+        got = habit(*given)
+        if isinstance(got, dict):  # parameters, for another step
+            got = model.apply({**variables, "params": got}, X)
+            want = model.apply(model.quantize({"params": want}, like=variables), X)
+    except (TypeError, ValueError):
+        return RAISES
+    if not np.isfinite(got).all():
+        return NOT_FINITE
+    is_close = np.linalg.norm(got - want) <= 0.05 * np.linalg.norm(want) + 1e-6
+    return RIGHT if is_close else f"silently wrong: {got} instead of {want}"
+
+
+@pytest.fixture
+def table(root):
+    """The outcome at rungs 1 and 2, and at rung 3, by habit."""
+    lines = (root / "docs/guides/frameworks.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    return {row[0].strip("`"): row[1:3] for row in rows}
+
+
+@pytest.mark.parametrize("recipe", ["current", "te", "O2", "fp8"])
+@pytest.mark.parametrize("habit", HABITS)
+def test_arithmetic_with_parameters(habit, recipe, table):
+    assert what_happens(HABITS[habit], recipe) == table[habit][recipe in ("O2", "fp8")]
+
+
+@pytest.mark.parametrize("habit", ["2 * p", "-p", "a + b", "a + b + a"])
+def test_arithmetic_with_the_parameters_of_a_bfloat16_model(habit):
+    assert what_happens(HABITS[habit], "O2", jnp.bfloat16) == NOT_FINITE
