@@ -7,7 +7,8 @@ A recipe declares a format for each kind of tensor. `measure` compiles a data-pa
 layers and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe.
 For a GPU that is not here, GEMMs are read from the optimized program. A CPU computes FP8 GEMMs in a wider
 format, so there GEMMs are read from the lowered program. So is what has a scale, for all devices: a tensor or
-blocks of it, and the scales' format. A "history" is an array of amaxes in the scaling state.
+blocks of it, and the scales' format. A "history" is an array of amaxes in the scaling state. "needs" is what
+a training loop must have for the recipe: nothing, a state beside the parameters, or `fp8jax.value_and_grad`.
 """
 
 import collections
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import adapters, backends, extras, gradients, optim, scaling
+from fp8jax.dot import state_names
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.step import training_step
 from fp8jax.inspect.tables import align
@@ -28,7 +30,7 @@ from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step import Root
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import PRESETS, Recipe
-from fp8jax.variables import PARAMS, SCALING
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 # Column -> heading.
 HEADINGS = {
@@ -40,6 +42,7 @@ HEADINGS = {
     "weight_grad": "weight gradient",
     "moments": "moments",
     "rounding": "rounding",
+    "needs": "needs",
 }
 COLUMNS = tuple(HEADINGS)
 
@@ -65,6 +68,7 @@ _SCALES = {
     "mxfp8": "1x32 E8M0",
     "nvfp4": "16x16 E4M3 / 1x16 E4M3",
 }
+_NEEDS = ("nothing", "state", "value_and_grad")
 _SCALE_FORMATS = {"f32": "FP32", "f8e8m0fnu": "E8M0", "f8e4m3fn": "E4M3"}
 
 
@@ -100,13 +104,16 @@ class Row(NamedTuple):
 
 def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
     """A recipe's row of the chart. Nothing crosses between devices if there is one."""
-    row = {column: getattr(recipe, column) for column in COLUMNS}
+    row = {column: getattr(recipe, column) for column in COLUMNS if column != "needs"}
     row["comm"] = row["comm"] if devices > 1 else "-"
     row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
     row = {column: re.sub("E4M3|E5M2", "FP8", formats) for column, formats in row.items()}
     is_by_row = recipe.gemm == "FP4" and "2d" not in recipe.fp4_options
     scales = "1x16 E4M3" if is_by_row else _SCALES[recipe.scaling]
-    return {**row, "scaling": scales if recipe.is_quantized else "-"}
+    is_plain = recipe.weight == recipe.weight_grad == "FP32" and recipe.gemm != "FP16"
+    has_state = recipe.is_quantized and bool(state_names(recipe))
+    needs = _NEEDS[has_state if is_plain else 2]
+    return {**row, "scaling": scales if recipe.is_quantized else "-", "needs": needs}
 
 
 def lacking(target: str | None) -> dict[str, str]:
@@ -163,6 +170,7 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "weight_grad": _of_arrays(grads),
         "moments": tuple(" + ".join(parts) for parts in zip(*moments, strict=True)),
         "rounding": _of_rounding(model, recipe),
+        "needs": _of_needs(step.args[0], grads),
     }
     declared = declare(recipe, devices)
     cells = {column: Cell(declared[column], *measured[column]) for column in COLUMNS}
@@ -235,6 +243,14 @@ def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
         "root" if is_root else "value",
     )
     return " + ".join(formats), "two steps with different seeds"
+
+
+def _of_needs(variables: Any, grads: Any) -> tuple[str, str]:
+    """What a training loop must have for these variables and gradients."""
+    states = {name: tree for name, tree in variables.items() if name != PARAMS}
+    leaves = jax.tree.leaves((variables[PARAMS], grads), is_leaf=is_scaled)
+    is_plain = LOSS_SCALE not in states and not any(map(is_scaled, leaves))
+    return _NEEDS[bool(states) if is_plain else 2], f"states: {', '.join(states) or 'none'}"
 
 
 def _same(tree: Any, other: Any) -> bool:
