@@ -153,9 +153,9 @@ def test_mlp_on_an_h200(compiled, way):
 @pytest.mark.parametrize(
     "way, target, kind, most_bytes, most_temporaries",
     [
-        ("fp8jax block", "h200", "pallas_blocks", 1.25, 0.7),
-        ("fp8jax mxfp8", "b200", "cudnn_blocks", 1.2, 0.7),
-        ("fp8jax nvfp4", "b200", "cudnn_blocks", 1.4, 0.7),
+        ("fp8jax block", "h200", "pallas", 1.25, 0.7),
+        ("fp8jax mxfp8", "b200", "cudnn", 1.2, 0.7),
+        ("fp8jax nvfp4", "b200", "cudnn", 1.4, 0.7),
     ],
 )
 def test_scales_of_blocks(load_program, way, target, kind, most_bytes, most_temporaries):

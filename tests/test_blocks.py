@@ -573,10 +573,10 @@ def test_float16_does_not_overflow(method, wanted):
 @pytest.mark.parametrize(
     "recipe, target, kind",
     [
-        ("block", "h200", "pallas_blocks"),
-        ("mxfp8", "b200", "cudnn_blocks"),
-        ("mxfp8,fp8_format=HYBRID", "b200", "cudnn_blocks"),
-        ("nvfp4", "b200", "cudnn_blocks"),
+        ("block", "h200", "pallas"),
+        ("mxfp8", "b200", "cudnn"),
+        ("mxfp8,fp8_format=HYBRID", "b200", "cudnn"),
+        ("nvfp4", "b200", "cudnn"),
     ],
 )
 def test_compiled_gemms(recipe, target, kind):

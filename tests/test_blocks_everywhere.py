@@ -272,9 +272,9 @@ def test_experts_without_rows(recipe):
 @pytest.mark.parametrize(
     "recipe, target, kind",
     [
-        ("block", "h200", "pallas_blocks"),
-        ("mxfp8", "b200", "cudnn_blocks"),
-        ("nvfp4", "b200", "cudnn_blocks"),
+        ("block", "h200", "pallas"),
+        ("mxfp8", "b200", "cudnn"),
+        ("nvfp4", "b200", "cudnn"),
     ],
 )
 def test_compiled_gemms_of_experts(recipe, target, kind):

@@ -108,7 +108,7 @@ def rows(size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[s
     times, found = clock.take_turns(timers, rounds), []
     for name in times:
         low, middle, high = (2e-12 * size**3 * pairs / s for s in clock.quartiles(times[name]))
-        kinds = ("cublaslt_f8", "pallas_blocks", "cudnn_blocks")
+        kinds = ("cublaslt_f8", "pallas", "cudnn")
         fp8 = program.read(compiled[name]).count(*kinds) if name in compiled else None
         found.append(
             {

@@ -22,8 +22,8 @@ _CALLS = {
     "__cublas$gemm": "cublas",
     "__onednn$matmul": "onednn",
     "te_gemm_v2_ffi": "te",  # TransformerEngine's
-    "__cudnn$blockScaledDot": "cudnn_blocks",  # MXFP8 and NVFP4
-    "__gpu$xla.gpu.triton": "pallas_blocks",  # our kernel for 1x128 and 128x128 blocks
+    "__cudnn$blockScaledDot": "cudnn",  # MXFP8 and NVFP4
+    "__gpu$xla.gpu.triton": "pallas",  # our kernel for 1x128 and 128x128 blocks
 }
 _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute")
 
@@ -171,7 +171,7 @@ def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | N
         return None
     own = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
     kind = _library(dot) or own
-    if kind == "pallas_blocks" and not dot.operands[0].first.dtype.startswith("f8"):
+    if kind == "pallas" and not dot.operands[0].first.dtype.startswith("f8"):
         return None  # another kernel
     stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
     # An attribute of a dot, or a field of a library call's configuration: the precision of each operand.
