@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import formats, quantize
+from fp8jax.inspect import program, targets
 from fp8jax.quantization import amax, quantize_gradient, without_infinities
 
 X = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
@@ -193,3 +194,27 @@ def test_casts_and_amaxes_under_jit_keep_an_explicit_sharding_and_the_values(fun
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
         if got.shape == x.shape:
             assert got.sharding.spec == spec
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize("recipe", ["current", "O2"])
+def test_kernels_sharded_by_hand_are_gathered_as_codes(recipe):
+    """FSDP by shardings of one's own: on an H200 XLA gathers what the GEMM reads, FP8."""
+    mesh = targets.mesh("h200", 4)
+
+    def placed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def split(leaf):
+        return P("devices") if len(leaf.shape) == 2 and leaf.shape[0] > 1 else P()
+
+    dense = nn.Dense(1024, dtype=jnp.bfloat16)
+    model = fp8jax.transform(nn.Sequential([dense, nn.relu, dense.clone()]), recipe)
+    x = placed(jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16), P("devices"))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    params = jax.tree.map(lambda leaf: placed(leaf, split(leaf)), variables.pop("params"))
+    variables = {"params": params, **jax.tree.map(lambda leaf: placed(leaf, P()), variables)}
+    loss = lambda variables, x: jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))  # noqa: E731
+    read = program.read(targets.compile_for(fp8jax.value_and_grad(loss), variables, x, devices=4))
+    gathered = [each.dtype for each in read.collectives if each.kind == "all-gather" and each.numbers > 10**6]
+    assert gathered and set(gathered) == {"f8e4m3fn"}
