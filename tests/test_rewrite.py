@@ -216,9 +216,12 @@ def test_reasons():
         variables = fp8jax.transform(everything, "te").init(params, *args)
     rows = fp8jax.transform(everything, "te").report(params, *args).rows
     assert {(row.path, row.reason) for row in rows} == {
-        ("a", "it is inside of a custom_vjp_call"),
+        (
+            "a",
+            "it is inside of a custom_vjp_call, which has a gradient of its own: take the matmul out of it",
+        ),
         ("a", ""),
-        ("b", "it is inside of a while"),
+        ("b", "it is inside of a while: make it a scan"),
         ("b", ""),
         ("stack", ""),
         ("wide", ""),

@@ -36,6 +36,13 @@ SHARD_MAP = "shard_map"
 # The primitive of calls of transformed functions, see `program.call`.
 PROGRAM = "fp8_program"
 
+# How dots leave the calls that `evaluate` does not look into.
+_WAYS_OUT = {
+    "custom_vjp_call": ", which has a gradient of its own: take the matmul out of it",
+    "custom_jvp_call": ", which has a gradient of its own: take the matmul out of it",
+    "while": ": make it a scan",
+}
+
 _STATE_INSIDE = (
     "`loss_fn`: expected no `jax.shard_map` around the call of a model with a scaling state, whose amaxes "
     "each device would see alone; got one, for {}. Take the gradient inside of it, by "
@@ -210,7 +217,8 @@ class _Walk:
     def opaque(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
         """Finds the dot products inside a call that `evaluate` does not look into."""
         name, params = eqn.primitive.name, eqn.params
-        ins = [derived(x, f"it is inside of a {name}", True) if is_parameter(x) else x for x in ins]
+        reason = f"it is inside of a {name}{_WAYS_OUT.get(name, '')}"
+        ins = [derived(x, reason, True) if is_parameter(x) else x for x in ins]
         parameter = next((x for x in ins if isinstance(x, Derived)), None)
         for number, inner in enumerate(jex.jaxprs_in_params(params)):
             # Inputs correspond one to one only if their numbers are equal.
