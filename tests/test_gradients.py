@@ -87,6 +87,18 @@ def test_an_eager_gradient_compiles_nothing_the_second_time(o2, caplog):
         assert "Compiling" in caplog.text
 
 
+@pytest.mark.parametrize("recipe", ["te", "O2", "fp8", "nvfp4"])
+def test_an_eager_gradient_of_two_calls_is_the_jitted_one(recipe):
+    """The states of both calls are merged, which JAX does in compiled code only."""
+    model = fp8jax.transform(MLP(), recipe)
+    variables = model.init(jax.random.key(0), X)
+    loss = lambda variables: mse(model)(variables, X, Y) + mse(model)(variables, 2 * X, Y)  # noqa: E731
+    grad_fn = fp8jax.value_and_grad(loss)
+    pairs = zip(*map(jax.tree.leaves, (grad_fn(variables), jax.jit(grad_fn)(variables))), strict=True)
+    for eager, jitted in pairs:
+        np.testing.assert_allclose(eager, jitted, rtol=1e-5, atol=1e-7)
+
+
 def test_state_of_an_unused_layer_stays(o2):
     model, variables = o2
     loss = lambda variables: jnp.mean(model.apply(variables, X, deep=False) ** 2)  # noqa: E731

@@ -188,3 +188,19 @@ def test_a_loss_that_calls_the_model_in_its_own_shard_map(recipe, check_vma):
     grads = jax.jit(fp8jax.value_and_grad(loss))(variables, X)[1]
     exact = jax.grad(loss_of(product))(PARAMS, X)
     assert distances({"w": grads["w"]}, {"w": exact["w"]})["w"] < 0.2
+
+
+@pytest.mark.parametrize("recipe", ["current", "te"])
+def test_a_constant_model_in_the_losss_own_shard_map_is_no_state_of_it(recipe):
+    teacher, student = fp8jax.transform(product, recipe), fp8jax.transform(product, "te")
+    of_teacher, variables = teacher.init(PARAMS, X), student.init(PARAMS, X)
+
+    def loss(variables, x):
+        y = batch_split(lambda _, x: teacher.apply(of_teacher, x), mesh_of(2), False)({}, x)
+        return jnp.mean(jnp.square(student.apply(variables, x) - 0.5 * y))
+
+    got, grads, _ = fp8jax.value_and_grad(loss)(variables, X)
+    exact = jax.grad(lambda params: jnp.mean(jnp.square(product(params, X) - 0.5 * product(PARAMS, X))))(
+        PARAMS
+    )
+    assert distances({"w": grads["w"]}, {"w": exact["w"]})["w"] < 0.2

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 
 from fp8jax.dot import Weight
 from fp8jax.gradients.devices import GradShardings, ShardContext
@@ -93,7 +94,7 @@ def gradient(
 
     with plain_parameters():
         jaxpr, consts, shapes = live_jaxpr(call, [each.aval for each in params], state, arrays)
-    found = find_dots(jaxpr, [each.view for each in params])
+    found = find_dots(jaxpr, [each.view for each in params], states=len(jax.tree.leaves(state)))
     plan = Plan.of((), programs=found.programs)
     uses = [_uses(found, each) for each in params]
     shardings = [context.sharding(*pair) for pair in zip(axes, uses, strict=True)]
@@ -110,6 +111,11 @@ def gradient(
 
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.
     grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((slots, state)))
+    if (
+        len(found.programs) > 1 and not is_traced
+    ):  # JAX adds arrays of an extended dtype only in compiled code
+        grad_fn = jax.jit(grad_fn)
     (grads, new_state), out = grad_fn(slots, state)
     grads = [
         grad if own else in_format(grad, each.leaf, each.shard, each.uses)

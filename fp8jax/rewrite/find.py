@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.extend.core as jex
 
 from fp8jax.recipe import Recipe
@@ -43,6 +44,7 @@ _WAYS_OUT = {
     "while": ": make it a scan",
 }
 
+_STATE = Activation()  # a part of the scaling states that the gradient renews
 _STATE_INSIDE = (
     "`loss_fn`: expected no `jax.shard_map` around the call of a model with a scaling state, whose amaxes "
     "each device would see alone; got one, for {}. Take the gradient inside of it, by "
@@ -74,17 +76,21 @@ class FoundDots(NamedTuple):
     recipes: list[Recipe]  # of these functions
 
 
-def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None]) -> FoundDots:
+def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int = 0) -> FoundDots:
     """The dot products of a jaxpr, in order.
 
     Args:
         jaxpr: an open jaxpr.
         views: for each of the first inputs, the model's own, the view of a parameter, or None if it cannot be
             a kernel. The other inputs are activations.
+        states: how many of the next inputs are the scaling states that the gradient renews.
+
+    Raises:
+        ValueError: a model with such a state is called inside a `jax.shard_map`.
     """
     walk = _Walk(FoundDots([], {}, {}, {}, [], []))
-    others = [ACTIVATION] * (len(jaxpr.invars) - len(views))
-    for out in walk.through(jaxpr, [*views, *others], Place()):
+    others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
+    for out in walk.through(jaxpr, [*views, *[_STATE] * states, *others], Place()):
         walk.note_value(out)
     layers = layer_paths(dot.path for dot in walk.found.dots if dot.path is not None)
     dots = [dot if dot.path is None else dot._replace(layer=layers[dot.path]) for dot in walk.found.dots]
@@ -145,7 +151,7 @@ class _Walk:
             self.found.recipes.append(params["program"].recipe)
             program, walk = params["program"], _Walk(self.found, params["program"].plan, len(place.site))
             leaves, states, arrays, _ = params["treedef"].unflatten(ins)
-            if place.is_on_each and any(state.scaling for state in states.values()):
+            if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
                 raise ValueError(_STATE_INSIDE.format(program.recipe))
             return walk.through(program.jaxpr, [*leaves, *arrays], place)
         if name in DOTS:
