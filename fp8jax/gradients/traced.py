@@ -112,9 +112,9 @@ def gradient(
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.
     grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((slots, state)))
-    if (
-        len(found.programs) > 1 and not is_traced
-    ):  # JAX adds arrays of an extended dtype only in compiled code
+    paths = [dot.path for dot in found.dots if dot.path is not None]
+    # Two dots may share a state, and JAX adds cotangents of an extended dtype in compiled code only.
+    if len(set(paths)) < len(paths) and not is_traced:
         grad_fn = jax.jit(grad_fn)
     (grads, new_state), out = grad_fn(slots, state)
     grads = [
