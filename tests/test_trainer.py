@@ -538,7 +538,7 @@ def test_pairs_are_traced(pair, monkeypatch):
         assert (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
-PARTS = 40
+PARTS = 20
 
 
 def part():
