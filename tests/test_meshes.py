@@ -197,7 +197,7 @@ def test_casts_and_amaxes_under_jit_keep_an_explicit_sharding_and_the_values(fun
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
-@pytest.mark.parametrize("recipe", ["current", "O2"])
+@pytest.mark.parametrize("recipe", ["current", "te", "O2", "fp8"])
 def test_kernels_sharded_by_hand_are_gathered_as_codes(recipe):
     """FSDP by shardings of one's own: on an H200 XLA gathers what the GEMM reads, FP8."""
     mesh = targets.mesh("h200", 4)

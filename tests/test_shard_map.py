@@ -120,6 +120,7 @@ def test_on_many_devices_gradients_are_those_of_the_whole_batch(recipe, split, d
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_over_one_axis_of_a_mesh_and_within_another(recipe):
+    """The output alone: JAX 0.10.2 compiles no gradient of such a function, also without FP8."""
     mesh = mesh_of(4, 2)
 
     def inner(params, x):
@@ -199,7 +200,7 @@ def test_a_constant_model_in_the_losss_own_shard_map_is_no_state_of_it(recipe):
         y = batch_split(lambda _, x: teacher.apply(of_teacher, x), mesh_of(2), False)({}, x)
         return jnp.mean(jnp.square(student.apply(variables, x) - 0.5 * y))
 
-    got, grads, _ = fp8jax.value_and_grad(loss)(variables, X)
+    _, grads, _ = fp8jax.value_and_grad(loss)(variables, X)
     exact = jax.grad(lambda params: jnp.mean(jnp.square(product(params, X) - 0.5 * product(PARAMS, X))))(
         PARAMS
     )

@@ -246,7 +246,7 @@ def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
 
 
 def _of_needs(variables: Any, grads: Any) -> tuple[str, str]:
-    """What a training loop must have for these variables and gradients."""
+    """The needs of a training loop with these variables and gradients, and its states as evidence."""
     states = {name: tree for name, tree in variables.items() if name != PARAMS}
     leaves = jax.tree.leaves((variables[PARAMS], grads), is_leaf=is_scaled)
     is_plain = LOSS_SCALE not in states and not any(map(is_scaled, leaves))

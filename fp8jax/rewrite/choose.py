@@ -96,10 +96,8 @@ def layer_of(dot: Dot, modules: Mapping[str, Any]) -> Layer:
 def _choose(dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, layer: Layer) -> LayerChoice:
     choice = rules.choose(layer)
     reason = dot.reason
-    if dot.place.is_on_each and choice.recipe.is_quantized and state_names(choice.recipe):
-        reason = (
-            reason or "it is inside of a shard_map, where recipes without scaling state run, as `current`"
-        )
+    if not reason and dot.place.is_on_each and choice.recipe.is_quantized and state_names(choice.recipe):
+        reason = "it is inside of a shard_map, where recipes without scaling state run, as `current`"
     if reason is not None:
         return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, reason)
     if choice.reason is None and not rules.names(layer):

@@ -38,9 +38,10 @@ SHARD_MAP = "shard_map"
 PROGRAM = "fp8_program"
 
 # How dots leave the calls that `evaluate` does not look into.
+_OWN_GRADIENT = ", which has a gradient of its own: take the matmul out of it"
 _WAYS_OUT = {
-    "custom_vjp_call": ", which has a gradient of its own: take the matmul out of it",
-    "custom_jvp_call": ", which has a gradient of its own: take the matmul out of it",
+    "custom_vjp_call": _OWN_GRADIENT,
+    "custom_jvp_call": _OWN_GRADIENT,
     "while": ": make it a scan",
 }
 

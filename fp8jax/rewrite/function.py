@@ -32,7 +32,7 @@ from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_para
 
 
 def _no_context() -> None:
-    """For functions whose traces depend on their arguments alone."""
+    """The key of a function whose trace depends on its arguments alone."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
