@@ -13,7 +13,7 @@ import pytest
 import torch
 from fp8jax_torch import backends, blocks, layers, prepare, report, transform
 from fp8jax_torch.backends import base, msamp, te, torchao
-from fp8jax_torch.matmul import why_no_fp8
+from fp8jax_torch.gemm import why_no_fp8
 from fp8jax_torch.mixins import unmixed
 from released import TE, Format, fake_msamp, fake_te
 from torch import nn

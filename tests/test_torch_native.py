@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8jax_torch import casts, dequantize, prepare, report, transform
-from fp8jax_torch.matmul import matmul, scaled_mm, why_emulated
+from fp8jax_torch.gemm import scaled_mm, why_emulated
+from fp8jax_torch.matmul import matmul
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 from fp8jax_torch.scaling import ScalingState
 from torch import nn

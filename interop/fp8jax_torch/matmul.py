@@ -7,13 +7,9 @@ with inf or NaN makes both other gradients NaN, so that the step is skipped.
 
 With block scaling each operand is quantized for each of its GEMMs, see `blocks`. The residuals are the input
 in blocks for the wgrad GEMM, and the weight as it is stored, which the backward quantizes for dgrad.
-
-On a GPU with FP8 tensor cores the GEMMs are `torch._scaled_mm`. Elsewhere the codes are multiplied in
-float32, where each product is exact: the numbers are the same except for the order of the sums.
 """
 
 import contextlib
-import functools
 import math
 from typing import Any
 
@@ -22,11 +18,9 @@ from jaxtyping import Float
 from torch.autograd.function import once_differentiable
 
 from fp8jax_torch import blocks, casts
+from fp8jax_torch.gemm import gemm, high_gemm, transposed
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
-from fp8jax_torch.scaling import GRAD, LHS, RHS, ScalingState, operand_formats
-
-# Compute capability of the first of NVIDIA's GPUs with FP8 tensor cores: Ada 8.9, then Hopper 9.0.
-_FP8_CAPABILITY = (8, 9)
+from fp8jax_torch.scaling.state import GRAD, LHS, RHS, ScalingState, operand_formats
 
 
 def matmul(
@@ -76,7 +70,7 @@ class _Matmul(torch.autograd.Function):
         high_x = value(x).to(dtype) if fprop_is_high or wgrad_is_high else None
         high_weight = value(weight).to(dtype) if fprop_is_high or dgrad_is_high else None
         lhs, rhs = (high_x, high_weight) if fprop_is_high else (q_x, q_weight)
-        out = _gemm(lhs, rhs if in_out else _transposed(rhs), dtype, fast=True)
+        out = gemm(lhs, rhs if in_out else transposed(rhs), dtype, fast=True)
         residuals: list[Any] = [
             *([high_x] if wgrad_is_high else [q_x.codes, q_x.scale]),
             *([high_weight] if dgrad_is_high else [q_weight.codes, q_weight.scale]),
@@ -104,12 +98,12 @@ class _Matmul(torch.autograd.Function):
             state.record([x_amax, weight_amax, grad_amax])
             dx = dweight = None
             if ctx.needs_input_grad[0]:
-                rhs = _transposed(weight) if in_out else weight
-                dx = _gemm(grad.to(dtype) if dgrad_is_high else q_grad, rhs, dtype, fast=False).to(x_dtype)
+                rhs = transposed(weight) if in_out else weight
+                dx = gemm(grad.to(dtype) if dgrad_is_high else q_grad, rhs, dtype, fast=False).to(x_dtype)
             if ctx.needs_input_grad[1]:
                 grad = grad.to(dtype) if wgrad_is_high else q_grad
                 lhs, rhs = (x, grad) if in_out else (grad, x)
-                dweight = _gemm(_transposed(lhs), rhs, _wgrad_dtype(ctx), fast=False)
+                dweight = gemm(transposed(lhs), rhs, _wgrad_dtype(ctx), fast=False)
                 dweight = _weight_gradient(ctx, dweight)
         return dx, dweight, None, None, None, None
 
@@ -165,7 +159,7 @@ def _block_gemm(state: ScalingState, lhs: Any, rhs: Any, dtype: torch.dtype, hig
     operands in the dtype `high`."""
     if high is not None:
         a, b = (blocks.turned(*operand).to(high) for operand in (lhs, rhs))
-        return _high_gemm(a, b.t(), dtype)
+        return high_gemm(a, b.t(), dtype)
     key: Any = getattr(state, "key", None)
     if not isinstance(lhs, blocks.Blocks):
         lhs = blocks.quantized(state.recipe, *lhs, key=key)
@@ -196,65 +190,3 @@ def _quantize(state: ScalingState, operand: int, x: torch.Tensor) -> tuple[torch
     x = value(x)
     amax = casts.amax(x)
     return amax, quantize(x, format, state.scale_for(operand, amax, format.max))
-
-
-def _transposed(matrix: Any) -> Any:
-    return ScaledTensor(matrix.codes.t(), matrix.scale) if is_scaled(matrix) else matrix.t()
-
-
-def _gemm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
-    """lhs (m, k) @ rhs (k, n), in FP8 if lhs is."""
-    if not is_scaled(lhs):
-        return _high_gemm(lhs, value(rhs).to(lhs.dtype), dtype)
-    if why_emulated(lhs.device) is None:
-        return scaled_mm(lhs, rhs, dtype, fast=fast)
-    out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes)
-    # Two multiplications: the product of the scales alone can leave float32's range.
-    return (out * lhs.scale * rhs.scale).to(dtype)
-
-
-def _high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """lhs (m, k) @ rhs (k, n), accumulated in float32 and cast once."""
-    # torch has only this wider output, and only on a GPU.
-    if lhs.is_cuda and lhs.dtype.itemsize == 2 and dtype == torch.float32:
-        return torch.mm(lhs, rhs, out_dtype=dtype)
-    common = torch.promote_types(lhs.dtype, dtype)
-    return (lhs.to(common) @ rhs.to(common)).to(dtype)
-
-
-def scaled_mm(
-    lhs: ScaledTensor, rhs: ScaledTensor, dtype: torch.dtype, *, fast: bool
-) -> Float[torch.Tensor, "m n"]:
-    """lhs (m, k) @ rhs (k, n) by `torch._scaled_mm`, which takes lhs by rows, rhs by columns, and k and n in
-    multiples of 16."""
-    (m, k), n = lhs.shape, rhs.shape[1]
-    a, b = _padded(lhs.codes, 1), _padded(rhs.codes.t(), 16)
-    out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        a, b.t(), lhs.scale, rhs.scale, out_dtype=dtype, use_fast_accum=fast
-    )
-    return out[:m, :n] if k else out.zero_()
-
-
-def _padded(codes: torch.Tensor, rows: int) -> torch.Tensor:
-    """The codes in row order, padded by zeros to multiples of `rows` rows and 16 columns."""
-    codes, pad = codes.contiguous(), (0, -codes.shape[1] % 16, 0, -codes.shape[0] % rows)
-    return torch.nn.functional.pad(codes.view(torch.uint8), pad).view(codes.dtype) if any(pad) else codes
-
-
-@functools.cache
-def why_emulated(device: torch.device) -> str | None:
-    """The reason why FP8 GEMMs are emulated on the device, or None."""
-    reason = "FP8 was not tried with ROCm" if torch.version.hip else why_no_fp8("FP8", device)
-    return f"FP8 GEMMs are emulated, exactly: {reason}" if reason else None
-
-
-def why_no_fp8(name: str, device: torch.device, needed: tuple[int, int] = _FP8_CAPABILITY) -> str | None:
-    """The reason why the device is no GPU of the compute capability that `name` needs; or None."""
-    if device.type != "cuda":
-        return f"{name} needs a CUDA device; got {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= needed:
-        return None
-    least, got = (".".join(map(str, c)) for c in (needed, capability))
-    gpu = torch.cuda.get_device_name(device)
-    return f"{name} needs compute capability {least} or higher; got {got} ({gpu})"

@@ -20,7 +20,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import layers
 from fp8jax_torch.backends import base, te
-from fp8jax_torch.matmul import why_no_fp8
+from fp8jax_torch.gemm import why_no_fp8
 
 NAME = "msamp"
 

@@ -14,8 +14,8 @@ from fp8jax import formats
 from fp8jax.recipe import Recipe
 from fp8jax_torch import blocks, layers
 from fp8jax_torch.backends import base
+from fp8jax_torch.gemm import why_emulated
 from fp8jax_torch.linear import FP8, Converted, convert
-from fp8jax_torch.matmul import why_emulated
 from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.processes import are_several

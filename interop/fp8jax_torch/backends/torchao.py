@@ -24,7 +24,7 @@ from fp8jax.quantization.blocks import SIGNS
 from fp8jax.recipe import Recipe
 from fp8jax_torch import casts, layers
 from fp8jax_torch.backends import base
-from fp8jax_torch.matmul import why_no_fp8
+from fp8jax_torch.gemm import why_no_fp8
 from fp8jax_torch.optim.skipping import skipping
 
 NAME = "torchao"
