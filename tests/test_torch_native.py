@@ -186,6 +186,22 @@ def jax_product(recipe, dtype, x, w, g, state):
     return y, dx, dslot.gradient().dequantize(), state
 
 
+@pytest.mark.parametrize("recipe", ["O2", "O2,override_linear_precision=True+False+False"])
+def test_fp16_weights_of_a_bfloat16_model(recipe):
+    """Their codes have more bits than bfloat16, and the GEMMs read all of them."""
+    row, random = Recipe.parse(recipe), np.random.default_rng(0)
+    x, w, g = (random.normal(size=shape).astype(np.float32) for shape in ((8, 48), (48, 32), (8, 32)))
+    jax_w = fp8jax.quantize(w, "FP16", power_of_two=True).with_own_dtype(jnp.bfloat16)
+    y, dx, *_ = jax_product(row, "float32", jnp.asarray(x), jax_w, jnp.asarray(g), init_state(row))
+    q, x = quantize(torch.from_numpy(w), "FP16", power_of_two=True), torch.from_numpy(x).requires_grad_()
+    weight = nn.Parameter(ScaledTensor(q.codes, q.scale, torch.bfloat16))
+    out = matmul(x, weight, ScalingState(row), in_out=True, dtype=torch.float32)
+    out.backward(torch.from_numpy(g))
+    for got, want in ((out, y), (x.grad, dx)):
+        np.testing.assert_allclose(got.detach(), want, atol=1e-4)
+    assert weight.grad.dtype == torch.bfloat16
+
+
 def test_empty_batch():
     model = transform(nn.Linear(24, 8), "te")
     x = torch.zeros(0, 24, requires_grad=True)

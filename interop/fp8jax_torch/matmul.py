@@ -63,6 +63,9 @@ class _Matmul(torch.autograd.Function):
         ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any, is_frozen: bool
     ) -> Any:
         fprop_is_high, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
+        weight_dtype = weight.dtype
+        if is_scaled(weight):
+            weight = ScaledTensor(weight.codes, weight.scale)  # of float32 values, as on the JAX side
         x_amax, q_x = _quantize(state, LHS, x)
         weight_amax, q_weight = _quantize(state, RHS, weight)
         if is_frozen:  # no backward will record the amaxes
@@ -76,7 +79,7 @@ class _Matmul(torch.autograd.Function):
             *([high_weight] if dgrad_is_high else [q_weight.codes, q_weight.scale]),
         ]
         ctx.save_for_backward(x_amax, weight_amax, *residuals)
-        ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight.dtype, dtype)
+        ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight_dtype, dtype)
         return out
 
     @staticmethod
