@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8jax_torch import blocks, bridge, dequantize, prepare, report, transform
+from fp8jax_torch.gemm import Operand
 from fp8jax_torch.matmul import matmul
 from fp8jax_torch.scaled import is_scaled, quantize, value
-from fp8jax_torch.scaling import ScalingState
+from fp8jax_torch.scaling import ScalingState, of_recipe
+from fp8jax_torch.scaling.block import BlockScaling
 from test_torch_native import MODELS, Net, batch, fit, hugging_face, jax_product, sqnr, train
 from torch import nn
 
@@ -169,11 +171,15 @@ def test_operands_equal_jaxs(recipe, shape):
     for step in (0, 3):
         state = init_state(recipe)
         state = {name: array.at[1].set(step) for name, array in state.items()}
-        key = torch.tensor(np.asarray(state["key"])) if state else None
+        on_torch = ScalingState(recipe)
+        if state:
+            on_torch.key.copy_(torch.tensor(np.asarray(state["key"])))
         for operand in (block.LHS, block.RHS, block.GRAD):
             jaxs = block.quantized(recipe, operand, jnp.asarray(x), state)
-            for gemm, want in enumerate(jaxs):
-                check_equal(blocks.quantized(recipe, operand, torch.from_numpy(x), gemm, key), want)
+            matrix = Operand(torch.from_numpy(x))
+            copies = on_torch.scaling.quantize(on_torch, operand, matrix, None, (True, True))
+            for got, want in zip(copies, jaxs, strict=True):
+                check_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -225,10 +231,10 @@ def test_matmul_equals_jaxs(recipe, dtype):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_residuals_are_codes_and_scales(recipe, monkeypatch):
     """At most a byte for each number of the input, with its scales; the weight is the parameter itself."""
-    model, kept, quantized = transform(nn.Linear(256, 512, bias=False), recipe), [], blocks.quantized
+    model, saved, quantize = transform(nn.Linear(256, 512, bias=False), recipe), [], blocks.quantize_blocks
 
     def pack(tensor):
-        kept.append(0 if tensor.data_ptr() == model.weight.data_ptr() else tensor.nbytes)
+        saved.append(0 if tensor.data_ptr() == model.weight.data_ptr() else tensor.nbytes)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -236,12 +242,12 @@ def test_residuals_are_codes_and_scales(recipe, monkeypatch):
     of_codes, of_scale, block_size = (0.5, 1, 16) if recipe == "nvfp4" else (1, 4, 128)
     if recipe.startswith("mxfp8"):
         of_scale, block_size = 1, 32
-    assert sum(kept) <= 128 * 256 * of_codes + 256 * 128 // block_size * of_scale + 4
-    kept.clear()
-    monkeypatch.setattr(blocks, "quantized", lambda *args, **kwargs: kept.append(args) or quantized(*args))
+    assert sum(saved) <= 128 * 256 * of_codes + 256 * 128 // block_size * of_scale + 4
+    saved.clear()
+    monkeypatch.setattr(blocks, "quantize_blocks", lambda *args: saved.append(args) or quantize(*args))
     with torch.no_grad():
         model(torch.randn(128, 256))
-    assert len(kept) == 2  # no copy of the input for wgrad
+    assert len(saved) == 2  # no copy of the input for wgrad
 
 
 def test_a_weight_without_a_gradient():
@@ -365,9 +371,9 @@ def test_seeds_and_runs_cross_to_jax(level):
 
 def test_gpus_are_refused(monkeypatch):
     with pytest.raises(RuntimeError, match='has no GEMMs for GPUs; got cuda. Use the recipe "te,scaling=cur'):
-        blocks.check_device(torch.device("cuda"))
+        of_recipe(Recipe.BLOCK).check_device(torch.device("cuda"))
     model = transform(Net(), "block")
-    monkeypatch.setattr(blocks, "check_device", lambda device: 1 / 0)
+    monkeypatch.setattr(BlockScaling, "check_device", lambda self, device: 1 / 0)
     for call in (lambda: model(batch()[0]), lambda: transform(Net(), "block")):
         with pytest.raises(ZeroDivisionError):
             call()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8jax_torch import casts, dequantize, prepare, report, transform
-from fp8jax_torch.gemm import scaled_mm, why_emulated
+from fp8jax_torch import casts, dequantize, gemm, prepare, report, transform
+from fp8jax_torch.gemm import GEMMS, WGRAD, Operand, why_emulated
 from fp8jax_torch.matmul import matmul
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 from fp8jax_torch.scaling import ScalingState
@@ -22,6 +22,7 @@ from torch import nn
 import fp8jax
 from fp8jax import Recipe, formats
 from fp8jax.dot import dot_general, init_state
+from fp8jax.scaling import GRAD, LHS, RHS
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te.npz")
 LEVELS = ("fp32", "bf16", "fp16_amp", "te", "te,scaling=current", "O1", "O2", "O3", "te+O2")
@@ -211,19 +212,20 @@ def test_empty_batch():
     assert not model.weight.grad.any()
 
 
-@pytest.mark.parametrize("shape", [(3, 20, 7), (16, 32, 48), (1, 5, 1)])
-def test_scaled_mm_equals_the_emulation(shape):
+@pytest.mark.parametrize("shape", [(3, 20, 7), (16, 32, 48), (1, 5, 1), (4, 0, 8)])
+@pytest.mark.parametrize("pairs", [*GEMMS, WGRAD[::-1]], ids=["fprop", "dgrad", "wgrad", "transposed"])
+def test_scaled_mm_equals_the_emulation(pairs, shape, monkeypatch):
     """`torch._scaled_mm` runs on a CPU too, slowly."""
-    m, k, n = shape
-    for rows, columns in ((m, k), (k, m)):
-        lhs = quantize(torch.randn(rows, columns), formats.E5M2)
-        lhs = lhs if rows == m and columns == k else ScaledTensor(lhs.codes.t(), lhs.scale)
-        for flipped in (False, True):
-            rhs = quantize(torch.randn(*((n, k) if flipped else (k, n))), formats.E4M3)
-            rhs = ScaledTensor(rhs.codes.t(), rhs.scale) if flipped else rhs
-            got = scaled_mm(lhs, rhs, torch.float32, fast=True)
-            wide = (casts.to_float(t.codes) * t.scale for t in (lhs, rhs))
-            torch.testing.assert_close(got, next(wide) @ next(wide), rtol=1e-5, atol=1e-5)
+    shapes = {LHS: shape[:2], RHS: shape[1:], GRAD: shape[::2]}
+    numbers = [torch.randn(shapes[operand]) for operand, _ in pairs]
+    operands = [quantize(x, form) for x, form in zip(numbers, "E5M2 E4M3".split(), strict=True)]
+    lhs, rhs = (Operand(q.codes, q.scale) for q in operands)
+    sizes = lhs.contracted_last(*pairs[0]).codes.shape[0], rhs.contracted_last(*pairs[1]).codes.shape[0]
+    emulated = gemm.gemm(lhs, rhs, pairs, sizes, torch.float32)
+    monkeypatch.setattr(gemm, "why_emulated", lambda device: None)
+    got = gemm.gemm(lhs, rhs, pairs, sizes, torch.float32)
+    assert got.shape == emulated.shape == sizes
+    torch.testing.assert_close(got, emulated, rtol=1e-5, atol=1e-5)
 
 
 def test_why_emulated():

@@ -13,6 +13,9 @@ from fp8jax.quantization.casts import nan_code
 
 _FLOAT32 = torch.finfo(torch.float32)
 
+# E2M1's values in the order of their codes.
+E2M1_VALUES = torch.tensor([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+
 
 def dtype_of(format: Format) -> torch.dtype:
     """torch's dtype of a format's codes."""
@@ -54,7 +57,10 @@ def stochastic_codes(
 
 
 def to_float(codes: Float[torch.Tensor, "..."]) -> Float[torch.Tensor, "..."]:
-    """Codes as float32, exactly."""
+    """Codes as float32, exactly; of uint8, two codes of E2M1 in a byte, the first in the low four bits."""
+    if codes.dtype == torch.uint8:
+        pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+        return E2M1_VALUES.to(pairs.device)[pairs.int()]
     if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu" or codes.numel() == 0:
         return codes.float()
     # torch's conversion on a CPU is scalar. Except for the exponent bias, E4M3's bits are those of a float16

@@ -5,35 +5,80 @@ float32, where each product is exact: the numbers are the same except for the or
 """
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 
+from fp8jax.scaling import GRAD, LHS, RHS
 from fp8jax_torch import casts
-from fp8jax_torch.scaled import ScaledTensor, is_scaled, value
 
 # Compute capability of the first of NVIDIA's GPUs with FP8 tensor cores: Ada 8.9, then Hopper 9.0.
 _FP8_CAPABILITY = (8, 9)
 
 
-def transposed(matrix: Any) -> Any:
-    """The transpose, a view."""
-    return ScaledTensor(matrix.codes.t(), matrix.scale) if is_scaled(matrix) else matrix.t()
+# The operands of each GEMM, and whether it is the first (0) or the second (1) of the operand's two GEMMs.
+FPROP, DGRAD, WGRAD = GEMMS = ((LHS, 0), (RHS, 0)), ((GRAD, 0), (RHS, 1)), ((LHS, 1), (GRAD, 1))
 
 
-def gemm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
-    """lhs (m, k) @ rhs (k, n), in FP8 if lhs is."""
-    if not is_scaled(lhs):
-        return high_gemm(lhs, value(rhs).to(lhs.dtype), dtype)
-    if why_emulated(lhs.device) is None:
-        return scaled_mm(lhs, rhs, dtype, fast=fast)
-    out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes)
-    # Two multiplications: the product of the scales alone can leave float32's range.
-    return (out * lhs.scale * rhs.scale).to(dtype)
+class Operand(NamedTuple):
+    """A matrix to multiply, in high precision or quantized.
+
+    Attributes:
+        codes: the matrix, in high precision or as codes with one scale; or codes with a scale for each block,
+            padded, with the axis last that the GEMM contracts. Codes of E2M1 are pairs, see `casts.to_float`.
+        scale: None in high precision; float32, shape=(); or of each block, float32, E8M0, or E4M3 on the
+            scale of the matrix.
+        of_matrix: float32, shape=(); None without one.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    of_matrix: torch.Tensor | None = None
+
+    def dequantize(self) -> Float[torch.Tensor, "rows columns"]:
+        """The matrix in high precision, of codes in float32; in blocks it is padded."""
+        if self.scale is None:
+            return self.codes
+        codes, scale = casts.to_float(self.codes), self.scale.float()
+        if not (scale.ndim and codes.numel()):
+            return codes * scale if not scale.ndim else codes
+        scale = scale if self.of_matrix is None else scale * self.of_matrix
+        (rows, columns), (down, across) = codes.shape, scale.shape
+        tiles = codes.view(down, rows // down, across, columns // across)
+        return (tiles * scale[:, None, :, None]).view(rows, columns)
+
+    def contracted_last(self, operand: int, use: int) -> "Operand":
+        """Operand number `operand`, input (m, k), weight (k, n) or output gradient (m, n), with the axis last
+        that its first GEMM (`use` 0) or its second one (1) contracts; blocks as they are."""
+        is_last = (use == 1) == (operand == RHS) or (self.scale is not None and self.scale.ndim)
+        return self if is_last else self._replace(codes=self.codes.t())
 
 
-def high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gemm(
+    lhs: Operand, rhs: Operand, pairs: Sequence[tuple[int, int]], shape: tuple[int, ...], dtype: torch.dtype
+) -> Float[torch.Tensor, "m n"]:
+    """The GEMM of two operands, in FP8 or in high precision as they are.
+
+    Args:
+        lhs, rhs: the operands.
+        pairs: one of `GEMMS`; reversed for the transpose of its result.
+        shape, dtype: those of the result.
+    """
+    lhs, rhs = lhs.contracted_last(*pairs[0]), rhs.contracted_last(*pairs[1])
+    if lhs.scale is None or lhs.scale.ndim or rhs.scale is None:
+        out = _high_gemm(lhs.dequantize(), rhs.dequantize().t(), dtype)
+    elif why_emulated(lhs.codes.device) is None:
+        out = _scaled_mm(lhs, rhs, dtype, fast=pairs == FPROP)
+    else:
+        out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes).t()
+        # Two multiplications: the product of the scales alone can leave float32's range.
+        out = (out * lhs.scale * rhs.scale).to(dtype)
+    return out if out.shape == shape else out[: shape[0], : shape[1]]
+
+
+def _high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """lhs (m, k) @ rhs (k, n), accumulated in float32 and cast once."""
     # torch has only this wider output, and only on a GPU.
     if lhs.is_cuda and lhs.dtype.itemsize == 2 and dtype == torch.float32:
@@ -42,17 +87,13 @@ def high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch
     return (lhs.to(common) @ rhs.to(common)).to(dtype)
 
 
-def scaled_mm(
-    lhs: ScaledTensor, rhs: ScaledTensor, dtype: torch.dtype, *, fast: bool
-) -> Float[torch.Tensor, "m n"]:
-    """lhs (m, k) @ rhs (k, n) by `torch._scaled_mm`, which takes lhs by rows, rhs by columns, and k and n in
-    multiples of 16."""
-    (m, k), n = lhs.shape, rhs.shape[1]
-    a, b = _padded(lhs.codes, 1), _padded(rhs.codes.t(), 16)
+def _scaled_mm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
+    """lhs (m, k) @ rhs (n, k).T by `torch._scaled_mm`; n is padded to a multiple of 16, which it needs."""
+    a, b = _padded(lhs.codes, 1), _padded(rhs.codes, 16)
     out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b.t(), lhs.scale, rhs.scale, out_dtype=dtype, use_fast_accum=fast
     )
-    return out[:m, :n] if k else out.zero_()
+    return out if a.shape[1] else out.zero_()
 
 
 def _padded(codes: torch.Tensor, rows: int) -> torch.Tensor:

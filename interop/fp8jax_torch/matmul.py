@@ -1,12 +1,12 @@
 """The FP8 matmul of a layer: an autograd function around its three GEMMs.
 
-Input, weight and output gradient are quantized to FP8 once each, and the residuals are FP8. GEMMs accumulate
-in float32 and multiply by both scales before they cast to the output's dtype. The weight gradient has the
-weight's dtype, or is quantized to E4M3 on a power-of-two scale where the recipe says so. An output gradient
-with inf or NaN makes both other gradients NaN, so that the step is skipped.
-
-With block scaling each operand is quantized for each of its GEMMs, see `blocks`. The residuals are the input
-in blocks for the wgrad GEMM, and the weight as it is stored, which the backward quantizes for dgrad.
+Input, weight and output gradient are quantized for their GEMMs by the scaling of the recipe, see
+`scaling.base`; an operand of a GEMM in high precision is cast to the output's dtype. The residuals are the
+operands of the second GEMMs; a weight that is not quantized once for both of its GEMMs is saved as it is
+stored, and quantized again for dgrad. GEMMs accumulate in float32 and multiply by the scales before they cast
+to the output's dtype. The weight gradient has the weight's dtype, or is quantized to E4M3 on a power-of-two
+scale where the recipe says so. An output gradient with inf or NaN makes both other gradients NaN, so that the
+step is skipped.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float
 from torch.autograd.function import once_differentiable
 
-from fp8jax_torch import blocks, casts
-from fp8jax_torch.gemm import gemm, high_gemm, transposed
-from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
-from fp8jax_torch.scaling.state import GRAD, LHS, RHS, ScalingState, operand_formats
+from fp8jax.scaling import GRAD, LHS, RHS
+from fp8jax_torch.gemm import DGRAD, FPROP, GEMMS, WGRAD, Operand, gemm
+from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize_gradient
+from fp8jax_torch.scaling import ScalingState
 
 
 def matmul(
@@ -39,14 +39,7 @@ def matmul(
     """
     with without_autocast(x.device):
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0
-        is_trained = torch.is_grad_enabled()
-        if not is_trained:
-            weight = weight.detach()  # so that nothing is quantized for a backward
-        if state.recipe.has_blocks:
-            out: Any = _BlockMatmul.apply(matrix, weight, state, in_out, dtype)
-        else:
-            is_frozen = is_trained and not (matrix.requires_grad or weight.requires_grad)
-            out = _Matmul.apply(matrix, weight, state, in_out, dtype, is_frozen)
+        out: Any = _Matmul.apply(matrix, weight, state, in_out, dtype, torch.is_grad_enabled())
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -60,136 +53,69 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any, is_frozen: bool
+        ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any, is_trained: bool
     ) -> Any:
-        fprop_is_high, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
-        weight_dtype = weight.dtype
-        if is_scaled(weight):
-            weight = ScaledTensor(weight.codes, weight.scale)  # of float32 values, as on the JAX side
-        x_amax, q_x = _quantize(state, LHS, x)
-        weight_amax, q_weight = _quantize(state, RHS, weight)
-        if is_frozen:  # no backward will record the amaxes
-            state.record([x_amax, weight_amax, torch.zeros_like(x_amax)])
-        high_x = value(x).to(dtype) if fprop_is_high or wgrad_is_high else None
-        high_weight = value(weight).to(dtype) if fprop_is_high or dgrad_is_high else None
-        lhs, rhs = (high_x, high_weight) if fprop_is_high else (q_x, q_weight)
-        out = gemm(lhs, rhs if in_out else transposed(rhs), dtype, fast=True)
-        residuals: list[Any] = [
-            *([high_x] if wgrad_is_high else [q_x.codes, q_x.scale]),
-            *([high_weight] if dgrad_is_high else [q_weight.codes, q_weight.scale]),
-        ]
-        ctx.save_for_backward(x_amax, weight_amax, *residuals)
-        ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight_dtype, dtype)
-        return out
+        has_dgrad, has_wgrad = (is_trained and is_needed for is_needed in ctx.needs_input_grad[:2])
+        stored = Operand(weight.codes, weight.scale) if is_scaled(weight) else Operand(weight)
+        lhs, rhs, scaling = Operand(x), _kernel(state, stored, in_out), state.scaling
+        amaxes = scaling.amax(lhs), scaling.amax(rhs)
+        if is_trained and not (has_dgrad or has_wgrad) and amaxes[0] is not None:
+            state.record(*amaxes, None)  # no backward will
+        lhs, for_wgrad = _operands(state, LHS, lhs, amaxes[0], (True, has_wgrad), dtype)
+        has_codes = scaling.weight_dtype is not None and not state.recipe.override_linear_precision[1]
+        rhs, for_dgrad = _operands(state, RHS, rhs, amaxes[1], (True, has_dgrad and has_codes), dtype)
+        stored = _matrix(for_dgrad, in_out) if for_dgrad else stored
+        ctx.save_for_backward(*amaxes, *(stored if has_dgrad else (None,) * 3), *(for_wgrad or ()))
+        ctx.call = state, in_out, x.shape, x.dtype, weight.shape, weight.dtype, dtype
+        return gemm(lhs, rhs, FPROP, (x.shape[0], weight.shape[in_out]), dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        state, in_out, (x_dtype, _, dtype) = ctx.state, ctx.in_out, ctx.dtypes
-        _, dgrad_is_high, wgrad_is_high = state.recipe.override_linear_precision
-        x_amax, weight_amax, *residuals = ctx.saved_tensors
-        x, weight = (
-            residuals.pop(0) if is_high else ScaledTensor(residuals.pop(0), residuals.pop(0))
-            for is_high in (wgrad_is_high, dgrad_is_high)
-        )
-        [grad] = grads
-        with without_autocast(grad.device):
-            grad_amax, q_grad = _quantize(state, GRAD, grad)
-            # Saturated, an infinite gradient would look like a large one: a NaN scale makes both gradients
-            # NaN.
-            q_grad = ScaledTensor(q_grad.codes, torch.where(grad_amax < math.inf, q_grad.scale, math.nan))
-            state.record([x_amax, weight_amax, grad_amax])
-            dx = dweight = None
-            if ctx.needs_input_grad[0]:
-                rhs = transposed(weight) if in_out else weight
-                dx = gemm(grad.to(dtype) if dgrad_is_high else q_grad, rhs, dtype, fast=False).to(x_dtype)
-            if ctx.needs_input_grad[1]:
-                grad = grad.to(dtype) if wgrad_is_high else q_grad
-                lhs, rhs = (x, grad) if in_out else (grad, x)
-                dweight = gemm(transposed(lhs), rhs, _wgrad_dtype(ctx), fast=False)
-                dweight = _weight_gradient(ctx, dweight)
+        state, in_out, x_shape, x_dtype, weight_shape, weight_dtype, dtype = ctx.call
+        x_amax, weight_amax, *residuals = ctx.saved_tensors  # once: gradient checkpointing unpacks them
+        has_dgrad, has_wgrad = ctx.needs_input_grad[:2]
+        [grad], dx, dweight = map(Operand, grads), None, None
+        with without_autocast(grad.codes.device):
+            amax = state.scaling.amax(grad)
+            state.record(x_amax, weight_amax, amax)
+            first, second = _operands(state, GRAD, grad, amax, (has_dgrad, has_wgrad), dtype)
+            if has_dgrad:
+                kernel = _kernel(state, Operand(*residuals[:3]), in_out)
+                _, rhs = _operands(state, RHS, kernel, None, (False, True), dtype)
+                dx = gemm(first, rhs, DGRAD, x_shape, dtype).to(x_dtype)
+            if has_wgrad:
+                lhs, rhs, pairs = Operand(*residuals[3:]), second, WGRAD
+                if not in_out:
+                    lhs, rhs, pairs = rhs, lhs, WGRAD[::-1]
+                is_fp8 = state.recipe.weight_grad == "E4M3"
+                # In the weight's dtype, so that a gradient in high precision is rounded once.
+                dweight = gemm(lhs, rhs, pairs, weight_shape, dtype if is_fp8 else weight_dtype)
+                if is_fp8:
+                    q = quantize_gradient(dweight)
+                    dweight = ScaledTensor(q.codes, q.scale, weight_dtype)  # autograd expects this dtype
         return dx, dweight, None, None, None, None
 
 
-class _BlockMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, state: ScalingState, in_out: bool, dtype: Any) -> Any:
-        fprop_is_high, _, wgrad_is_high = state.recipe.override_linear_precision
-        blocks.check_device(x.device)
-        kernel, kept = _kernel(weight, in_out), []
-        out = _block_gemm(state, (LHS, x, 0), (RHS, kernel, 0), dtype, dtype if fprop_is_high else None)
-        if ctx.needs_input_grad[1]:
-            kept = [x.to(dtype)] if wgrad_is_high else blocks.quantized(state.recipe, LHS, x, 1)
-        parts = [weight.codes, weight.scale] if is_scaled(weight) else [weight]
-        ctx.save_for_backward(*parts, *kept)
-        ctx.state, ctx.in_out, ctx.dtypes = state, in_out, (x.dtype, weight.dtype, dtype)
-        ctx.parts = len(parts)
-        return out[:, : kernel.shape[1]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        state, in_out, (x_dtype, _, dtype) = ctx.state, ctx.in_out, ctx.dtypes
-        _, *high = (dtype if is_high else None for is_high in state.recipe.override_linear_precision)
-        saved = ctx.saved_tensors  # once: gradient checkpointing unpacks them
-        weight, x = saved[: ctx.parts], saved[ctx.parts :]
-        kernel = _kernel(ScaledTensor(*weight) if ctx.parts == 2 else weight[0], in_out)
-        [grad] = grads
-        dx = dweight = None
-        with without_autocast(grad.device):
-            state.record()
-            if ctx.needs_input_grad[0]:
-                dx = _block_gemm(state, (GRAD, grad, 0), (RHS, kernel, 1), dtype, high[0])
-                dx = dx[:, : kernel.shape[0]].to(x_dtype)
-            if ctx.needs_input_grad[1]:
-                (rows, columns), lhs = kernel.shape, (LHS, x[0], 1) if high[1] else blocks.Blocks(*x)
-                rhs: Any = (GRAD, grad, 1)
-                if not in_out:
-                    lhs, rhs, rows, columns = rhs, lhs, columns, rows
-                dweight = _block_gemm(state, lhs, rhs, _wgrad_dtype(ctx), high[1])
-                dweight = _weight_gradient(ctx, dweight[:rows, :columns])
-        return dx, dweight, None, None, None
+def _kernel(state: ScalingState, stored: Operand, in_out: bool) -> Operand:
+    """A weight as the matrix (k, n), in high precision or in the scaling's `weight_dtype`."""
+    if stored.scale is not None and stored.codes.dtype != state.scaling.weight_dtype:
+        stored = Operand(stored.dequantize())
+    return _matrix(stored, in_out)
 
 
-def _kernel(weight: Any, in_out: bool) -> torch.Tensor:
-    """The weight as a matrix (k, n), in high precision."""
-    weight = weight.dequantize(torch.float32) if is_scaled(weight) else weight
-    return weight if in_out else weight.t()
+def _matrix(stored: Operand, in_out: bool) -> Operand:
+    """A weight as it is stored as the matrix (k, n), and the inverse."""
+    return stored if in_out else stored._replace(codes=stored.codes.t())
 
 
-def _block_gemm(state: ScalingState, lhs: Any, rhs: Any, dtype: torch.dtype, high: Any) -> torch.Tensor:
-    """The GEMM of two operands, which are `Blocks` or the arguments of `blocks.quantized`; emulated, or of
-    operands in the dtype `high`."""
-    if high is not None:
-        a, b = (blocks.turned(*operand).to(high) for operand in (lhs, rhs))
-        return high_gemm(a, b.t(), dtype)
-    key: Any = getattr(state, "key", None)
-    if not isinstance(lhs, blocks.Blocks):
-        lhs = blocks.quantized(state.recipe, *lhs, key=key)
-    if not isinstance(rhs, blocks.Blocks):
-        rhs = blocks.quantized(state.recipe, *rhs, key=key)
-    return (lhs.dequantize() @ rhs.dequantize().t()).to(dtype)
-
-
-def _wgrad_dtype(ctx: Any) -> torch.dtype:
-    """The output dtype of the wgrad GEMM, so that the gradient is rounded once."""
-    _, weight_dtype, dtype = ctx.dtypes
-    return dtype if ctx.state.recipe.weight_grad == "E4M3" else weight_dtype
-
-
-def _weight_gradient(ctx: Any, dweight: torch.Tensor) -> torch.Tensor:
-    """The weight's gradient in the recipe's format."""
-    if ctx.state.recipe.weight_grad != "E4M3":
-        return dweight
-    q = quantize_gradient(dweight)
-    return ScaledTensor(q.codes, q.scale, ctx.dtypes[1])  # autograd expects the weight's dtype
-
-
-def _quantize(state: ScalingState, operand: int, x: torch.Tensor) -> tuple[torch.Tensor, ScaledTensor]:
-    """The amax of an operand, and the operand in FP8; a `ScaledTensor` in the operand's format stays."""
-    format = operand_formats(state.recipe)[operand]
-    if is_scaled(x) and x.codes.dtype == casts.dtype_of(format):
-        return x.scale * format.max, ScaledTensor(x.codes, x.scale)  # the largest possible amax
-    x = value(x)
-    amax = casts.amax(x)
-    return amax, quantize(x, format, state.scale_for(operand, amax, format.max))
+def _operands(
+    state: ScalingState, operand: int, x: Operand, amax: Any, uses: tuple[bool, bool], dtype: torch.dtype
+) -> list[Any]:
+    """An operand for each of its two GEMMs, quantized or in `dtype`; None for a GEMM that is not used."""
+    flags = zip(GEMMS, state.recipe.override_linear_precision, strict=True)
+    high = {pair for pairs, is_high in flags if is_high for pair in pairs}
+    is_high = [is_used and (operand, use) in high for use, is_used in enumerate(uses)]
+    copies = state.scaling.quantize(state, operand, x, amax, [uses[i] and not is_high[i] for i in (0, 1)])
+    matrix = Operand(x.dequantize().to(dtype)) if any(is_high) else None
+    return [matrix if is_high[use] else copies[use] for use in (0, 1)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8jax import formats
 from fp8jax.recipe import Recipe
-from fp8jax_torch import blocks, layers
+from fp8jax_torch import layers
 from fp8jax_torch.backends import base
 from fp8jax_torch.gemm import why_emulated
 from fp8jax_torch.linear import FP8, Converted, convert
@@ -20,7 +20,7 @@ from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.processes import are_several
 from fp8jax_torch.scaled import is_scaled, quantize
-from fp8jax_torch.scaling import ScalingState, advance
+from fp8jax_torch.scaling import SCALINGS, ScalingState, advance, of_recipe
 
 NAME = "native"
 
@@ -35,9 +35,8 @@ def supports(device: torch.device) -> str | None:
 
 def refuses(recipe: Recipe) -> str | None:
     """The field of the recipe that is not here, or that several processes cannot have, or None."""
-    if recipe.is_quantized and not recipe.has_blocks:
-        if reason := base.refused(NAME, recipe, {"scaling": ("delayed", "current")}):
-            return reason
+    if recipe.is_quantized and (reason := base.refused(NAME, recipe, {"scaling": tuple(SCALINGS)})):
+        return reason
     if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
@@ -57,9 +56,8 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     rounds to nearest.
     """
     found, new = layers.linears(model), {}
-    if recipe.has_blocks:
-        blocks.check_device(layers.device_of(model))
     if recipe.is_quantized:
+        of_recipe(recipe).check_device(layers.device_of(model))
         rows = base.plan(NAME, model, recipe, layers.why_not_converted, base.no_gemm)
         chosen = {row.path: found[row.path] for row in rows if row.fp8}
         new = _to_fp8(chosen, layers.shared_weights(model), recipe)

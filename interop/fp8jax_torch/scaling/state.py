@@ -8,31 +8,36 @@ amaxes; microbatches, several uses of a layer, recomputed activations and proces
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 
-from fp8jax import formats
-from fp8jax.formats import Format
-from fp8jax.quantization import FIRST_SCALES, UNSET
+from fp8jax.quantization import UNSET
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import block, of_recipe
 from fp8jax_torch import casts
 from fp8jax_torch.processes import are_several, largest_of_all
+from fp8jax_torch.scaling.base import Scaling
+from fp8jax_torch.scaling.block import BlockScaling
+from fp8jax_torch.scaling.tensor import CurrentScaling, DelayedScaling
 
-LHS, RHS, GRAD = range(3)
+SCALINGS: dict[str, type[Scaling]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+    "block": BlockScaling,
+    "block_float32": BlockScaling,
+    "mxfp8": BlockScaling,
+    "nvfp4": BlockScaling,
+}
+
+
+def of_recipe(recipe: Recipe) -> Scaling:
+    """The scaling of the recipe's GEMM column."""
+    return SCALINGS[recipe.scaling](recipe)
 
 
 class ScalingState(torch.nn.Module):
     """Scaling state of the operands input, weight and output gradient, in this order.
 
-    Buffers, of nvfp4 with stochastic rounding:
-        key: shape=(2,), float32: a seed, and the number of steps; see `fp8jax.scaling.block`.
-
-    Buffers, of delayed scaling:
-        scale: shape=(3,), float32: for the next cast.
-        amax_history: shape=(3, amax_history_len), float32: newest first, 0 without an amax.
-        step: shape=(), float32: steps modulo interval; only where interval > 1.
+    The buffers are those of the recipe's scaling.
 
     Attributes:
         path: the layer's path.
@@ -43,10 +48,6 @@ class ScalingState(torch.nn.Module):
             None.
     """
 
-    key: torch.Tensor
-    scale: torch.Tensor
-    amax_history: torch.Tensor
-    step: torch.Tensor
     recorded: torch.Tensor | None
     process_group: Any
     version: tuple[int, int] | None
@@ -58,62 +59,30 @@ class ScalingState(torch.nn.Module):
         for name, buffer in self._first().items():
             self.register_buffer(name, buffer.to(device))
 
+    @property
+    def scaling(self) -> Scaling:
+        """The scaling of the recipe."""
+        return of_recipe(self.recipe)
+
     def _first(self) -> dict[str, torch.Tensor]:
         """The buffers before the first step."""
-        recipe = self.recipe
-        if recipe.has_blocks:
-            # The weight's path in a Flax model of the same names, which has the same seeds.
-            state = block.with_seeds(of_recipe(recipe).init(), f"{self.path}/kernel".lstrip("/"))
-            return {name: torch.tensor(np.asarray(array), device="cpu") for name, array in state.items()}
-        if recipe.scaling != "delayed":
-            return {}
         with torch.device("cpu"):
-            scale = torch.tensor(FIRST_SCALES[recipe.first_scale])
-            first = {"scale": scale, "amax_history": torch.zeros(3, recipe.amax_history_len)}
-            return first | ({"step": torch.zeros(())} if recipe.interval > 1 else {})
+            return self.scaling.init(self.path)
 
-    def scale_for(self, operand: int, amax: Float[torch.Tensor, ""], limit: float) -> Float[torch.Tensor, ""]:
-        """The scale of an operand's cast in this step, by its amax, float32."""
-        margin = self.recipe.margin
-        if self.recipe.scaling != "delayed":
-            return casts.scale_of(amax, limit, margin=margin)
-        scale = self.scale[operand].clone()
-        if self.recipe.first_scale != "tensor":
-            return scale
-        return torch.where(scale == UNSET, casts.scale_of(amax, limit, margin=margin), scale)
-
-    def record(self, amaxes: Sequence[torch.Tensor] = ()) -> None:
-        """Records a backward, with the amaxes of the three operands of one matmul."""
-        if "key" in self._buffers:
-            self.recorded = torch.zeros(3, device=self.key.device)
-        if self.recipe.scaling == "delayed":
-            new = torch.stack([*amaxes])
+    def record(self, *amaxes: Float[torch.Tensor, ""] | None) -> None:
+        """Records a backward, with the amaxes of the three operands of one matmul; None counts as 0."""
+        if self._buffers:
+            device = next(self.buffers()).device
+            new = torch.stack([torch.zeros((), device=device) if x is None else x for x in amaxes])
             new = torch.where(casts.usable(new), new, 0.0)
             self.recorded = new if self.recorded is None else torch.maximum(self.recorded, new)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Moves the recorded amaxes into the history, and sets the scales of the next step."""
-        if self.recorded is None:
-            return
-        if "key" in self._buffers:
-            self.key[1] += 1
-            return self.forget()
-        recipe = self.recipe
-        recorded = self.recorded.to(self.scale.device)
-        history = torch.cat([recorded[:, None], self.amax_history[:, :-1]], 1)
-        amaxes = recorded if recipe.amax_compute_algo == "most_recent" else history.amax(1)
-        limits = torch.tensor([format.max for format in operand_formats(recipe)], device=amaxes.device)
-        scale = casts.scale_of(amaxes, limits, margin=recipe.margin, otherwise=self.scale)
-        if recipe.interval > 1:
-            is_due = self.step == 0
-            if recipe.first_scale != "one":  # the first scale of an operand does not wait
-                is_due = is_due | (self.amax_history.amax(1) == 0)
-            scale = torch.where(is_due, scale, self.scale)
-            self.step.copy_((self.step + 1) % recipe.interval)
-        self.scale.copy_(scale)
-        self.amax_history.copy_(history)
-        self.forget()
+        """Changes the state for the next step, if a backward was recorded."""
+        if self.recorded is not None:
+            self.scaling.update(self)
+            self.forget()
 
     def forget(self) -> None:
         """Drops the recorded amaxes: a skipped step leaves the state unchanged."""
@@ -170,9 +139,3 @@ def _merge_over_processes(states: Sequence[ScalingState]) -> None:
     merged = largest_of_all(torch.stack(recorded), states[0].process_group)
     for state, row, is_recorded in zip(states, merged, (merged[:, 0] >= 0).tolist(), strict=True):
         state.recorded = row if is_recorded else None
-
-
-def operand_formats(recipe: Recipe) -> list[Format]:
-    """The formats of input, weight and output gradient."""
-    forward, backward = map(formats.get, recipe.gemm_formats)
-    return [forward, forward, backward]
