@@ -203,6 +203,19 @@ def test_fp16_weights_of_a_bfloat16_model(recipe):
     assert weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("features", [40, 128])
+@pytest.mark.parametrize("recipe", ["te", "block", "nvfp4"])
+def test_outputs_are_written_in_place(recipe, features):
+    """Also where the GEMM pads them."""
+    plain = nn.Sequential(nn.Linear(64, features, bias=False), nn.ReLU())
+    model = transform(nn.Sequential(plain[0], nn.ReLU(inplace=True)), recipe)
+    x = torch.randn(16, 64, requires_grad=True)
+    y = model(x)
+    torch.testing.assert_close(y, transform(plain, recipe)(x), rtol=0, atol=0)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.any()
+
+
 def test_empty_batch():
     model = transform(nn.Linear(24, 8), "te")
     x = torch.zeros(0, 24, requires_grad=True)

@@ -75,7 +75,8 @@ def gemm(
         out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes).t()
         # Two multiplications: the product of the scales alone can leave float32's range.
         out = (out * lhs.scale * rhs.scale).to(dtype)
-    return out if out.shape == shape else out[: shape[0], : shape[1]]
+    # Detached: a view that an autograd function returns could not be written in place.
+    return out if out.shape == shape else out[: shape[0], : shape[1]].detach()
 
 
 def _high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
