@@ -327,6 +327,17 @@ def test_steps_of_the_key():
     assert model.up.fp8.key.dtype == torch.float32
 
 
+def test_steps_of_the_key_of_a_frozen_layer():
+    """No backward reaches it, and its key counts the steps of the others, as in JAX."""
+    net, (x, y) = Net(), batch()
+    net.up.requires_grad_(False)
+    model, optimizer = prepare(net, torch.optim.AdamW(net.down.parameters(), 3e-3), "nvfp4")
+    for _ in range(2):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert model.up.fp8.key[1] == model.down.fp8.key[1] == 2
+
+
 class Twin(linen.Module):
     @linen.compact
     def __call__(self, x):

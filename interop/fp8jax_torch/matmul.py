@@ -59,7 +59,7 @@ class _Matmul(torch.autograd.Function):
         stored = Operand(weight.codes, weight.scale) if is_scaled(weight) else Operand(weight)
         lhs, rhs, scaling = Operand(x), _kernel(state, stored, in_out), state.scaling
         amaxes = scaling.amax(lhs), scaling.amax(rhs)
-        if is_trained and not (has_dgrad or has_wgrad) and amaxes[0] is not None:
+        if is_trained and not (has_dgrad or has_wgrad):
             state.record(*amaxes, None)  # no backward will
         lhs, for_wgrad = _operands(state, LHS, lhs, amaxes[0], (True, has_wgrad), dtype)
         has_codes = scaling.weight_dtype is not None and not state.recipe.override_linear_precision[1]
