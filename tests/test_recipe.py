@@ -99,7 +99,7 @@ def test_combined_presets_have_the_gemm_column_of_one_and_the_rest_of_the_other(
     of_gemm = {"gemm", "scaling", "fp8_format", "amax_history_len"}
     for field in FIELDS:
         assert getattr(recipe, field) == getattr(gemm if field in of_gemm else others, field)
-    assert str(recipe) == f"{name}+{level}" and recipe.has_blocks and not others.has_blocks
+    assert str(recipe) == f"{name}+{level}"
 
 
 def test_text_names_no_preset_of_blocks_for_a_recipe_without():
@@ -270,18 +270,21 @@ def test_every_field_has_illegal_values_in_the_table():
         ),
         (
             "te,scaling=nvfp4",
-            "scaling=nvfp4 is that of gemm=FP4, and its only one; got gemm=FP8, scaling=nvfp4",
+            "scaling=nvfp4 needs gemm=FP4: it is the scaling of FP4, and its only one; got gemm=FP8",
         ),
         (
             "block,margin=1",
-            "scaling=block computes each scale from its block: expected margin=0 and interval=1",
+            "scaling=block needs margin=0: each scale is computed from its block; got margin=1",
         ),
         (
             "O2,scaling=block",
-            r"multiplies E5M2 and E4M3 blocks: expected fp8_format=E4M3, as block and block\+O2 have; got "
-            "scaling=block, fp8_format=HYBRID",
+            "scaling=block needs fp8_format=E4M3: no GPU kernel here multiplies E5M2 and E4M3 blocks; got "
+            "fp8_format=HYBRID",
         ),
-        ("te,fp4_options=2d", "leave them out with gemm=FP8; got fp4_options=2d"),
+        (
+            "te,fp4_options=2d",
+            r"needs fp4_options=hadamard\+stochastic\+2d: leave out the options of FP4; got fp4_options=2d",
+        ),
         ("nvfp4,fp4_options=2d+2d", "`fp4_options` is one of: "),
         ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16 E5M2\+FP16; got 'E4M3'"),
         ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: three boo"),

@@ -367,7 +367,7 @@ def fixed(monkeypatch):
             update=lambda state, amaxes, limits: state,
         )
 
-    monkeypatch.setitem(legal._LEGAL, "scaling", (*legal._LEGAL["scaling"], "fixed"))
+    monkeypatch.setitem(legal.SCALINGS, "fixed", legal.SCALINGS["current"])
     monkeypatch.setitem(tensor.METHODS, "fixed", build)
     monkeypatch.setitem(scaling.SCALINGS, "fixed", tensor.TensorScaling)
     return "te,scaling=fixed"
@@ -380,7 +380,14 @@ def test_a_new_scaling_is_used(fixed):
     out, pullback = jax.vjp(lambda x: dot_general(x, kernel, numbers, recipe=fixed, state={}), x)
     np.testing.assert_array_equal(out, np.full((4, 256), 896.0))
     np.testing.assert_array_equal(*pullback(jnp.full((4, 256), 3.0)), np.full((4, 256), 3.0))
-    assert not Recipe.parse(fixed).has_blocks
+    assert str(Recipe.parse(fixed)) == fixed
+
+
+def test_a_new_scaling_with_options_of_its_own_has_a_text(fixed, monkeypatch):
+    monkeypatch.setitem(legal.SCALINGS, "fixed", {"margin": (3, "it has no other")})
+    assert str(Recipe.parse(f"{fixed},margin=3")) == f"{fixed},margin=3"
+    with pytest.raises(ValueError, match="scaling=fixed needs margin=3: it has no other; got margin=0"):
+        Recipe.parse(fixed)
 
 
 def test_a_new_scaling_is_used_in_a_model(fixed):

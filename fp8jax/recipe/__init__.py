@@ -5,7 +5,6 @@ Recipe.from_accelerate("config.yaml")         # Hugging Face Accelerate's settin
 Recipe.from_te(DelayedScaling(margin=2))      # TransformerEngine's recipe objects
 """
 
-from fp8jax.recipe.legal import BLOCK_SCALINGS as BLOCK_SCALINGS
 from fp8jax.recipe.recipe import COMBINED as COMBINED
 from fp8jax.recipe.recipe import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
 from fp8jax.recipe.recipe import PRESETS as PRESETS

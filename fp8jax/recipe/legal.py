@@ -2,13 +2,33 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-# The values of `scaling` with a scale for each block of an operand; the others have a scale for each tensor.
-BLOCK_SCALINGS = ("block", "block_float32", "mxfp8", "nvfp4")
+_FP4_OPTIONS = ("hadamard", "stochastic", "2d")
 
-_LEGAL: dict[str, tuple[Any, ...]] = {
+_FP8 = {
+    "gemm": ("FP8", "FP4 has scaling=nvfp4, and no other"),
+    "fp4_options": (_FP4_OPTIONS, "leave out the options of FP4"),
+}
+_FP4 = {"gemm": ("FP4", "it is the scaling of FP4, and its only one")}
+_FROM_BLOCKS = {
+    "margin": (0, "each scale is computed from its block"),
+    "interval": (1, "each scale is computed from its block"),
+}
+_E4M3 = {"fp8_format": ("E4M3", "no GPU kernel here multiplies E5M2 and E4M3 blocks")}
+
+# The scalings, and the other fields that have only one legal value with a scaling: the value, and the reason.
+SCALINGS: dict[str, Mapping[str, tuple[Any, str]]] = {
+    "delayed": _FP8,
+    "current": _FP8,
+    "block": _FP8 | _FROM_BLOCKS | _E4M3,
+    "block_float32": _FP8 | _FROM_BLOCKS | _E4M3,
+    "mxfp8": _FP8 | _FROM_BLOCKS,
+    "nvfp4": _FP4 | _FROM_BLOCKS,
+}
+
+_LEGAL: dict[str, Collection[Any]] = {
     "gemm": ("FP32", "BF16", "FP16", "FP8", "FP4"),
     "comm": ("FP32", "BF16", "FP8"),
     "weight": ("FP32", "FP16", "E4M3"),
@@ -18,15 +38,11 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "rounding": tuple(
         itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
     ),
-    "scaling": ("delayed", "current", *BLOCK_SCALINGS),
+    "scaling": SCALINGS,
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),
-    "fp4_options": tuple(
-        chosen
-        for count in range(4)
-        for chosen in itertools.combinations(("hadamard", "stochastic", "2d"), count)
-    ),
+    "fp4_options": [chosen for count in range(4) for chosen in itertools.combinations(_FP4_OPTIONS, count)],
 }
 
 
@@ -109,27 +125,12 @@ def _check_combination(recipe: Any) -> None:
             "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
             f"weight={recipe.weight}, master_weight={recipe.master_weight}."
         )
-    if recipe.is_quantized and (recipe.gemm == "FP4") != (recipe.scaling == "nvfp4"):
-        raise ValueError(
-            "recipe: scaling=nvfp4 is that of gemm=FP4, and its only one; got "
-            f"gemm={recipe.gemm}, scaling={recipe.scaling}."
-        )
-    if recipe.gemm == "FP8" and recipe.fp4_options != type(recipe).fp4_options:
-        raise ValueError(
-            "recipe: `fp4_options` are those of gemm=FP4, so leave them out with gemm=FP8; got "
-            f"fp4_options={shown(recipe.fp4_options)}."
-        )
-    if recipe.has_blocks and (recipe.margin, recipe.interval) != (0, 1):
-        raise ValueError(
-            f"recipe: scaling={recipe.scaling} computes each scale from its block: expected margin=0 and "
-            f"interval=1; got margin={recipe.margin}, interval={recipe.interval}."
-        )
-    is_of_pallas = recipe.has_blocks and recipe.scaling in ("block", "block_float32")
-    if is_of_pallas and recipe.fp8_format != "E4M3":
-        raise ValueError(
-            "recipe: no GPU kernel here multiplies E5M2 and E4M3 blocks: expected fp8_format=E4M3, as block "
-            f"and block+O2 have; got scaling={recipe.scaling}, fp8_format={recipe.fp8_format}."
-        )
+    for name, (value, reason) in SCALINGS[recipe.scaling].items() if recipe.is_quantized else ():
+        if (got := getattr(recipe, name)) != value:
+            raise ValueError(
+                f"recipe: scaling={recipe.scaling} needs {name}={shown(value)}: {reason}; got "
+                f"{name}={shown(got)}."
+            )
     if not recipe.is_quantized and (recipe.weight != "FP32" or recipe.weight_grad != "FP32"):
         raise ValueError(
             "recipe: weight and weight_grad are the formats of layers with FP8 or FP4 GEMMs; with "

@@ -235,18 +235,16 @@ class Recipe:
             different = [name for name in names if getattr(self, name) != getattr(preset, name)]
             return [f"{name}={legal.shown(getattr(self, name))}" for name in different]
 
-        presets = [pair for pair in (PRESETS | COMBINED).items() if pair[1].has_blocks == self.has_blocks]
-        return ",".join(min(([name, *changes(preset)] for name, preset in presets), key=len))
+        # A preset with the same options: "te,scaling=current,fp8_format=E4M3", not "block,scaling=current".
+        options = legal.SCALINGS[self.scaling if self.is_quantized else Recipe.scaling]
+        presets = PRESETS | COMBINED
+        alike = [name for name in presets if legal.SCALINGS[presets[name].scaling] == options]
+        return ",".join(min(([name, *changes(presets[name])] for name in alike or presets), key=len))
 
     @property
     def is_quantized(self) -> bool:
         """Whether GEMMs are in FP8 or FP4."""
         return self.gemm in ("FP8", "FP4")
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether GEMM operands have a scale for each block."""
-        return self.is_quantized and self.scaling in legal.BLOCK_SCALINGS
 
     @property
     def gemm_formats(self) -> tuple[str, str]:

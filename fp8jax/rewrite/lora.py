@@ -29,7 +29,7 @@ from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import Kernel
 from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, matches
-from fp8jax.scaling.stored import stored_kernel
+from fp8jax.scaling import of_recipe
 
 # The names of a layer's adapters, beside its kernel.
 A, B = "lora_a", "lora_b"
@@ -124,8 +124,8 @@ class LoRA:
     def freeze(self, x: Any, kernel: Kernel, inputs: int | None) -> Any:
         """The frozen kernel `x` in its storage format; `inputs` is the size of its contracted axes, None if
         they do not come first."""
-        if self.weight is None and kernel.recipe.has_blocks and inputs is not None and not is_scaled(x):
-            q = stored_kernel(kernel.recipe, x, kernel.layers, inputs)
+        if self.weight is None and kernel.recipe.is_quantized and inputs is not None and not is_scaled(x):
+            q = of_recipe(kernel.recipe).stored(x, kernel.layers, inputs)
             if q is not None:
                 return q
         default = "E4M3" if kernel.recipe.is_quantized else "FP32"

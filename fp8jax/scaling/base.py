@@ -137,6 +137,16 @@ class Scaling(Protocol):
         """The whole kernel for its first GEMM (0) or its second one (1)."""
         ...
 
+    def stored(self, x: Array, layers: tuple[int, ...], inputs: int) -> ScaledArray | None:
+        """A frozen kernel, to be stored as the operand of its first GEMM; None if another format serves.
+
+        Args:
+            x: the kernel, or a stack of kernels, shape=(*layers, *shape), with the contracted axes first.
+            layers: leading axes of stacked layers.
+            inputs: the product of the contracted axes.
+        """
+        ...
+
     def update(self, state: State, seen: Float[Array, "operands ..."]) -> State:
         """The arrays of the next state that change."""
         ...

@@ -47,7 +47,7 @@ from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, State, Uses
 from fp8jax.scaling.block_method import method_of
 from fp8jax.scaling.groups import in_aligned_groups
-from fp8jax.scaling.stored import operand_of_stored
+from fp8jax.scaling.stored import operand_of_stored, stored_kernel
 
 _SPREAD = np.uint32(0x9E3779B1)  # odd: seeds of consecutive numbers are far apart
 
@@ -145,6 +145,10 @@ class BlockScaling:
             shard.axis > -3 and shard.length % method_of(self.recipe, RHS).block[_axis(shard, use)] == 0
         )
         return shard if is_smaller and is_whole else None
+
+    def stored(self, x: Array, layers: tuple[int, ...], inputs: int) -> ScaledArray | None:
+        """See `stored.stored_kernel`."""
+        return stored_kernel(self.recipe, x, layers, inputs)
 
     def update(self, state: State, seen: Array) -> State:
         """See `Matmul`."""

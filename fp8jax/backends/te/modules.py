@@ -13,6 +13,12 @@ from typing import Any
 
 from fp8jax.recipe import Recipe
 
+# For each scaling that the modules have, TransformerEngine's recipe, and its options that are fields of ours.
+_RECIPES = {
+    "delayed": ("DelayedScaling", ("margin", "amax_history_len", "amax_compute_algo")),
+    "current": ("Float8CurrentScaling", ()),
+}
+
 
 def recipe_of(recipe: Recipe | str) -> Any:
     """TransformerEngine's recipe object for the recipe's GEMM column.
@@ -31,21 +37,15 @@ def recipe_of(recipe: Recipe | str) -> Any:
     """
     recipe = Recipe.parse(recipe)
     _refuse(recipe, "gemm", recipe.gemm == "FP8")
-    _refuse(recipe, "scaling", not recipe.has_blocks)
+    _refuse(recipe, "scaling", recipe.scaling in _RECIPES)
     _refuse(recipe, "interval", recipe.interval == 1)
     _refuse(recipe, "override_linear_precision", not any(recipe.override_linear_precision))
     if recipe.scaling == "current":
         _refuse(recipe, "margin", recipe.margin == 0, ", with scaling=current")
     theirs = importlib.import_module("transformer_engine.common.recipe")
-    fp8_format = theirs.Format[recipe.fp8_format]
-    if recipe.scaling == "current":
-        return theirs.Float8CurrentScaling(fp8_format=fp8_format)
-    return theirs.DelayedScaling(
-        margin=recipe.margin,
-        fp8_format=fp8_format,
-        amax_history_len=recipe.amax_history_len,
-        amax_compute_algo=recipe.amax_compute_algo,
-    )
+    name, fields = _RECIPES[recipe.scaling]
+    options = {field: getattr(recipe, field) for field in fields}
+    return getattr(theirs, name)(fp8_format=theirs.Format[recipe.fp8_format], **options)
 
 
 def _refuse(recipe: Recipe, field: str, fits: bool, where: str = "") -> None:
