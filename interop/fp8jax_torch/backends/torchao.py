@@ -54,13 +54,11 @@ def refuses(recipe: Recipe) -> str | None:
     The fields of delayed scaling (interval, amax_history_len, amax_compute_algo, first_scale) have no meaning
     with scaling=current.
     """
-    legal = {**base.ONLY_GEMM, "scaling": ("current", *_LAYERS), "margin": (0,)}
+    legal = {**base.ONLY_GEMM, "gemm": ("FP8", "FP4"), "scaling": ("current", *_LAYERS), "margin": (0,)}
     if recipe.scaling in _LAYERS:
         high = [(False, False, False)] + [(False, False, True)] * (recipe.scaling == "mxfp8")
         legal |= {"fp8_format": ("E4M3",), "override_linear_precision": tuple(high)}
         legal["fp4_options"] = (Recipe.NVFP4.fp4_options,)
-    if recipe.scaling == "nvfp4":
-        legal["gemm"] = ("FP4",)
     return base.refused(NAME, recipe, legal)
 
 
