@@ -86,7 +86,7 @@ def test_golden_block(format, rows, kind, scale):
     case = f"block{rows}x128_{format.name.lower()}_{kind}"
     for x, side in ((DATA["x"], ""), (DATA["x"].T, "_t")):
         q = blocks.quantize_blocks(torch.tensor(x), BlockMethod(format, (rows, 128), scale))
-        np.testing.assert_array_equal(bits(q.codes), DATA[f"{case}/data{side}"])
+        np.testing.assert_array_equal(bits(q.data), DATA[f"{case}/data{side}"])
         np.testing.assert_array_equal(q.scale, DATA[f"{case}/scale{side}"])
 
 
@@ -95,8 +95,8 @@ def test_golden_mxfp8():
         q, scale = blocks.quantize_blocks(torch.tensor(x), MXFP8), DATA[f"mxfp8/scale_e8m0{side}"]
         np.testing.assert_array_equal(bits(q.scale), scale)
         is_zero = np.repeat(scale == 0, 32, axis=1)
-        np.testing.assert_array_equal(bits(q.codes)[~is_zero], DATA[f"mxfp8/data{side}"][~is_zero])
-        assert is_zero.any() and not bits(q.codes)[is_zero].any()
+        np.testing.assert_array_equal(bits(q.data)[~is_zero], DATA[f"mxfp8/data{side}"][~is_zero])
+        assert is_zero.any() and not bits(q.data)[is_zero].any()
 
 
 @pytest.mark.parametrize("kind", ["1x16", "16x16", "1x16_rht"])
@@ -105,7 +105,7 @@ def test_golden_nvfp4(kind):
     for x, side in ((DATA["x"], ""), (DATA["x"].T, "_t")):
         x = torch.tensor(x).bfloat16()
         q = blocks.quantize_blocks(blocks.hadamard(x) if kind == "1x16_rht" and side else x, method)
-        np.testing.assert_array_equal(q.codes, DATA[f"nvfp4_{kind}/data{side}"])
+        np.testing.assert_array_equal(q.data, DATA[f"nvfp4_{kind}/data{side}"])
         scale = np.repeat(bits(q.scale), method.block[0], axis=0)
         np.testing.assert_array_equal(scale, DATA[f"nvfp4_{kind}/scale_e4m3{side}"])
 
@@ -151,7 +151,7 @@ def test_e2m1_codes_equal_jaxs(random):
     jaxs = jax.jit(quantize_blocks, static_argnums=1)(jnp.asarray(x), NVFP4_1X16, for_jax)
     ours = blocks.quantize_blocks(torch.from_numpy(x), NVFP4_1X16, for_torch)
     check_equal(ours, jaxs)
-    assert (ours.scale[1].float() == 1).all() and ours.of_matrix == 1
+    assert (ours.scale[1].float() == 1).all() and ours.matrix_scale == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -252,12 +252,12 @@ def test_residuals_are_codes_and_scales(recipe, monkeypatch):
 
 def test_a_weight_without_a_gradient():
     """A frozen weight costs no residual of the input."""
-    layer, kept = transform(nn.Linear(64, 32), "block"), []
+    layer, saved = transform(nn.Linear(64, 32), "block"), []
     layer.weight.requires_grad_(False)
     x = torch.randn(4, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         y = layer(x)
-    assert kept == [layer.weight.shape]
+    assert saved == [layer.weight.shape]
     y.sum().backward()
     assert x.grad is not None and x.grad.any() and layer.weight.grad is None
 

@@ -233,7 +233,7 @@ def test_scaled_mm_equals_the_emulation(pairs, shape, monkeypatch):
     numbers = [torch.randn(shapes[operand]) for operand, _ in pairs]
     operands = [quantize(x, form) for x, form in zip(numbers, "E5M2 E4M3".split(), strict=True)]
     lhs, rhs = (Operand(q.codes, q.scale) for q in operands)
-    sizes = lhs.contracted_last(*pairs[0]).codes.shape[0], rhs.contracted_last(*pairs[1]).codes.shape[0]
+    sizes = lhs.contracted_last(*pairs[0]).data.shape[0], rhs.contracted_last(*pairs[1]).data.shape[0]
     emulated = gemm.gemm(lhs, rhs, pairs, sizes, torch.float32)
     monkeypatch.setattr(gemm, "why_emulated", lambda device: None)
     got = gemm.gemm(lhs, rhs, pairs, sizes, torch.float32)
@@ -305,14 +305,14 @@ def test_recipe_columns_are_the_stored_formats(level):
     model, optimizer = prepare(net, torch.optim.AdamW(net.parameters(), 3e-3), level)
     train(model, optimizer, 1)
     state = optimizer.state[model.up.weight]
-    kept = {
+    stored = {
         "weight": model.up.weight.detach(),
         "weight_grad": model.up.weight.grad,
         "exp_avg": state["exp_avg"],
         "exp_avg_sq": state["exp_avg_sq"],
     }
-    wanted = dict(zip(kept, (recipe.weight, recipe.weight_grad, *recipe.moments), strict=True))
-    for name, tensor in kept.items():
+    wanted = dict(zip(stored, (recipe.weight, recipe.weight_grad, *recipe.moments), strict=True))
+    for name, tensor in stored.items():
         dtype = tensor.codes.dtype if is_scaled(tensor) else tensor.dtype
         assert casts.format_of(dtype).name == wanted[name], name
     if recipe.master_weight != "-":
@@ -593,15 +593,15 @@ def test_schedulers_hooks_and_scalers_around_a_skip():
 
 
 def test_residuals_are_one_byte_a_number():
-    model, kept = transform(nn.Linear(256, 512, bias=False), "te"), []
+    model, saved = transform(nn.Linear(256, 512, bias=False), "te"), []
 
     def pack(tensor):
-        kept.append(tensor.nbytes)
+        saved.append(tensor.nbytes)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.randn(64, 256, requires_grad=True))
-    assert sum(kept) <= 64 * 256 + 512 * 256 + 64
+    assert sum(saved) <= 64 * 256 + 512 * 256 + 64
 
 
 # Accelerate's defects, as far as they are torch's (tests/test_accelerate.py has the others).

@@ -76,17 +76,17 @@ class BlockScaling:
         return None if self.recipe.scaling == "nvfp4" else method_of(self.recipe, LHS).block[1]
 
     def init(self) -> State:
-        """See `Matmul`."""
+        """See `Scaling`."""
         if self.recipe.gemm == "FP4" and "stochastic" in self.recipe.fp4_options:
             return {"key": jnp.zeros(2, jnp.float32)}
         return {}
 
     def format(self, operand: int) -> Format:
-        """See `Matmul`."""
+        """See `Scaling`."""
         return method_of(self.recipe, operand).format
 
     def quantize(self, state: State, operand: int, x: Array, uses: Uses) -> tuple[tuple[Any, Any], Array]:
-        """See `Matmul`."""
+        """See `Scaling`."""
         return self._copies(state, operand, x, uses), jnp.zeros(())
 
     def _copies(self, state: State, operand: int, x: Array, uses: Uses, whole_amax: Any = None) -> Any:
@@ -100,7 +100,7 @@ class BlockScaling:
         return made.get(0), made.get(1)
 
     def quantize_rows(self, state: State, operand: int, x: Array, sizes: Array, uses: Uses) -> QuantizedRows:
-        """See `Matmul`."""
+        """See `Scaling`."""
         multiple, seen = self.rows_multiple, jnp.zeros(sizes.shape)
         if multiple is None or not any(uses):
             return QuantizedRows(None, None, seen, sizes)
@@ -109,7 +109,7 @@ class BlockScaling:
         return QuantizedRows(first, second, seen, aligned)
 
     def prepare(self, state: State, rhs: Any, kernel: KernelMatrix, groups: int) -> tuple[Any, Array]:
-        """See `Matmul`."""
+        """See `Scaling`."""
         del state, kernel
         return rhs, jnp.zeros((groups,) if groups else ())
 
@@ -151,7 +151,7 @@ class BlockScaling:
         return stored_kernel(self.recipe, x, layers, inputs)
 
     def update(self, state: State, seen: Array) -> State:
-        """See `Matmul`."""
+        """See `Scaling`."""
         del seen
         return {"key": state["key"].at[..., 1].add(1)} if "key" in state else {}
 
@@ -218,14 +218,14 @@ def quantized(
         For each GEMM a copy with the contracted axis last, padded to whole blocks.
     """
     method = method_of(recipe, operand)
-    turns = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
+    transposes = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
     if recipe.gemm == "FP8":
-        return quantize_twice(x, method, turns)
+        return quantize_twice(x, method, transposes)
     return quantize_twice_fp4(
         x,
         state["key"] if operand == GRAD and "key" in state else None,
         method,
-        turns,
+        transposes,
         transform=operand != RHS and "hadamard" in recipe.fp4_options,
         seeds=_seeds,
         whole_amax=whole_amax,

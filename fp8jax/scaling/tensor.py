@@ -62,15 +62,15 @@ class TensorScaling:
         return METHODS[self.recipe.scaling](self.recipe)
 
     def init(self) -> State:
-        """See `Matmul`."""
+        """See `Scaling`."""
         return self.method.init(len(OPERANDS))
 
     def format(self, operand: int) -> formats.Format:
-        """See `Matmul`."""
+        """See `Scaling`."""
         return formats.get(self.recipe.gemm_formats[operand == GRAD])
 
     def quantize(self, state: State, operand: int, x: Array, uses: Uses) -> tuple[tuple[Any, Any], Array]:
-        """See `Matmul`."""
+        """See `Scaling`."""
         # The state needs the amax, also where no GEMM needs the codes.
         del uses
         seen = amax(x)
@@ -85,7 +85,7 @@ class TensorScaling:
         return _finished(operand, q, seen)
 
     def quantize_rows(self, state: State, operand: int, x: Array, sizes: Array, uses: Uses) -> QuantizedRows:
-        """See `Matmul`."""
+        """See `Scaling`."""
         del uses
         groups, format = sizes.shape[0], self.format(operand)
         group = groups_of_rows(sizes, x.shape[0])
@@ -113,7 +113,7 @@ class TensorScaling:
         return self._cast(state, RHS, rhs, seen), seen
 
     def kernel(self, state: State, residual: Any, kernel: KernelMatrix, use: int) -> ScaledArray:
-        """See `Matmul`."""
+        """See `Scaling`."""
         del state, use
         return kernel.to_matrix(on_data(kernel.gathered, residual))
 
@@ -121,7 +121,7 @@ class TensorScaling:
         """None: a kernel in E4M3 with a power of two as its scale is the operand of both GEMMs."""
 
     def update(self, state: State, seen: Array) -> State:
-        """See `Matmul`."""
+        """See `Scaling`."""
         limits = jnp.array([self.format(operand).max for operand in (LHS, RHS, GRAD)], jnp.float32)
         return self.method.update(state, seen, limits)
 

@@ -32,17 +32,17 @@ def quantize_blocks(
     (rows, columns), (height, width) = x.shape, method.block
     tiles = x.view(rows // height, height, columns // width, width)
     amax = tiles.abs().amax((1, 3)).nan_to_num(nan=math.inf, posinf=math.inf)
-    factor, scale, of_matrix = _factors(amax, method)
+    factor, scale, matrix_scale = _factors(amax, method)
     scaled = (tiles * factor[:, None, :, None]).view(rows, columns)
     if method.format != formats.E2M1:
-        return Operand(casts.cast(scaled, method.format), scale, of_matrix)
+        return Operand(casts.cast(scaled, method.format), scale, matrix_scale)
     if random is None:
         codes = torch.bucketize(scaled.abs(), _TIES.to(x.device), out_int32=True)
         codes.bitwise_or_((scaled.view(torch.int32) >> 31) << 3)
     else:
         codes = casts.stochastic_codes(scaled, method.format, random)
     codes = codes.masked_fill_(scaled == 0, 0).bitwise_and_(15).to(torch.uint8)  # zeros have no sign
-    return Operand(codes[:, ::2] | codes[:, 1::2] << 4, scale, of_matrix)
+    return Operand(codes[:, ::2] | codes[:, 1::2] << 4, scale, matrix_scale)
 
 
 def _factors(

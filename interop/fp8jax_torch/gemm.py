@@ -26,25 +26,24 @@ class Operand(NamedTuple):
     """A matrix to multiply, in high precision or quantized.
 
     Attributes:
-        codes: the matrix, in high precision or as codes with one scale; or codes with a scale for each block,
+        data: the matrix, in high precision or as codes with one scale; or codes with a scale for each block,
             padded, with the axis last that the GEMM contracts. Codes of E2M1 are pairs, see `casts.to_float`.
-        scale: None in high precision; float32, shape=(); or of each block, float32, E8M0, or E4M3 on the
-            scale of the matrix.
-        of_matrix: float32, shape=(); None without one.
+        scale: None in high precision; float32, shape=(); or a scale for each block, in float32, E8M0 or E4M3.
+        matrix_scale: factor of the scales of blocks, float32, shape=(); None is 1.
     """
 
-    codes: torch.Tensor
+    data: torch.Tensor
     scale: torch.Tensor | None = None
-    of_matrix: torch.Tensor | None = None
+    matrix_scale: torch.Tensor | None = None
 
     def dequantize(self) -> Float[torch.Tensor, "rows columns"]:
         """The matrix in high precision, of codes in float32; in blocks it is padded."""
         if self.scale is None:
-            return self.codes
-        codes, scale = casts.to_float(self.codes), self.scale.float()
+            return self.data
+        codes, scale = casts.to_float(self.data), self.scale.float()
         if not (scale.ndim and codes.numel()):
             return codes * scale if not scale.ndim else codes
-        scale = scale if self.of_matrix is None else scale * self.of_matrix
+        scale = scale if self.matrix_scale is None else scale * self.matrix_scale
         (rows, columns), (down, across) = codes.shape, scale.shape
         tiles = codes.view(down, rows // down, across, columns // across)
         return (tiles * scale[:, None, :, None]).view(rows, columns)
@@ -53,7 +52,7 @@ class Operand(NamedTuple):
         """Operand number `operand`, input (m, k), weight (k, n) or output gradient (m, n), with the axis last
         that its first GEMM (`use` 0) or its second one (1) contracts; blocks as they are."""
         is_last = (use == 1) == (operand == RHS) or (self.scale is not None and self.scale.ndim)
-        return self if is_last else self._replace(codes=self.codes.t())
+        return self if is_last else self._replace(data=self.data.t())
 
 
 def gemm(
@@ -69,10 +68,10 @@ def gemm(
     lhs, rhs = lhs.contracted_last(*pairs[0]), rhs.contracted_last(*pairs[1])
     if lhs.scale is None or lhs.scale.ndim or rhs.scale is None:
         out = _high_gemm(lhs.dequantize(), rhs.dequantize().t(), dtype)
-    elif why_emulated(lhs.codes.device) is None:
+    elif why_emulated(lhs.data.device) is None:
         out = _scaled_mm(lhs, rhs, dtype, fast=pairs == FPROP)
     else:
-        out = casts.to_float(lhs.codes) @ casts.to_float(rhs.codes).t()
+        out = casts.to_float(lhs.data) @ casts.to_float(rhs.data).t()
         # Two multiplications: the product of the scales alone can leave float32's range.
         out = (out * lhs.scale * rhs.scale).to(dtype)
     # Detached: a view that an autograd function returns could not be written in place.
@@ -90,7 +89,7 @@ def _high_gemm(lhs: torch.Tensor, rhs: torch.Tensor, dtype: torch.dtype) -> torc
 
 def _scaled_mm(lhs: Any, rhs: Any, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
     """lhs (m, k) @ rhs (n, k).T by `torch._scaled_mm`; n is padded to a multiple of 16, which it needs."""
-    a, b = _padded(lhs.codes, 1), _padded(rhs.codes, 16)
+    a, b = _padded(lhs.data, 1), _padded(rhs.data, 16)
     out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b.t(), lhs.scale, rhs.scale, out_dtype=dtype, use_fast_accum=fast
     )

@@ -76,7 +76,7 @@ class _Matmul(torch.autograd.Function):
         x_amax, weight_amax, *residuals = ctx.saved_tensors  # once: gradient checkpointing unpacks them
         has_dgrad, has_wgrad = ctx.needs_input_grad[:2]
         [grad], dx, dweight = map(Operand, grads), None, None
-        with without_autocast(grad.codes.device):
+        with without_autocast(grad.data.device):
             amax = state.scaling.amax(grad)
             state.record(x_amax, weight_amax, amax)
             first, second = _operands(state, GRAD, grad, amax, (has_dgrad, has_wgrad), dtype)
@@ -99,14 +99,14 @@ class _Matmul(torch.autograd.Function):
 
 def _kernel(state: ScalingState, stored: Operand, in_out: bool) -> Operand:
     """A weight as the matrix (k, n), in high precision or in the scaling's `weight_dtype`."""
-    if stored.scale is not None and stored.codes.dtype != state.scaling.weight_dtype:
+    if stored.scale is not None and stored.data.dtype != state.scaling.weight_dtype:
         stored = Operand(stored.dequantize())
     return _matrix(stored, in_out)
 
 
 def _matrix(stored: Operand, in_out: bool) -> Operand:
     """A weight as it is stored as the matrix (k, n), and the inverse."""
-    return stored if in_out else stored._replace(codes=stored.codes.t())
+    return stored if in_out else stored._replace(data=stored.data.t())
 
 
 def _operands(

@@ -37,17 +37,17 @@ class BlockScaling(Scaling):
 
     def quantize(self, state: Any, operand: int, x: Operand, amax: Any, uses: Uses) -> Copies:
         """Copies with the contracted axis last, padded to whole blocks, as `fp8jax.scaling.block`'s."""
-        self.check_device(x.codes.device)
+        self.check_device(x.data.device)
         return [self._copy(state, operand, x, use) if uses[use] else None for use in (0, 1)]
 
     def _copy(self, state: Any, operand: int, x: Operand, use: int) -> Operand:
         method, options = block.method_of(self.recipe, operand), self.recipe.fp4_options
-        copy, random = blocks.padded(x.contracted_last(operand, use).codes, method), None
+        copy, random = blocks.padded(x.contracted_last(operand, use).data, method), None
         if self.recipe.gemm == "FP4" and use == 1 and operand != RHS and "hadamard" in options:
             copy = blocks.hadamard(copy)
         if operand == GRAD and "key" in state._buffers:
             seed, step = map(int, state.key)
-            of_tensor = int(casts.amax(x.codes).view(torch.int32))
+            of_tensor = int(casts.amax(x.data).view(torch.int32))
             random = random_bits(leaf_seed((seed << 32) + of_tensor, step, use), 0, copy)
         return blocks.quantize_blocks(copy, method, random)
 

@@ -34,13 +34,13 @@ class CurrentScaling(Scaling):
 
     def amax(self, x: Operand) -> Float[torch.Tensor, ""]:
         """The amax of codes is the largest possible one."""
-        return casts.amax(x.codes) if x.scale is None else x.scale * self.format(RHS).max
+        return casts.amax(x.data) if x.scale is None else x.scale * self.format(RHS).max
 
     def quantize(self, state: Any, operand: int, x: Operand, amax: Any, uses: Uses) -> Copies:
         """See `Scaling`."""
         if x.scale is None and any(uses):
             scale = self.scale(state, operand, amax)
-            codes = casts.cast(x.codes.float() * (1 / scale), self.format(operand))
+            codes = casts.cast(x.data.float() * (1 / scale), self.format(operand))
             if operand == GRAD:
                 # Saturated, an infinite gradient would look like a large one: NaN reaches both others.
                 scale = torch.where(amax < math.inf, scale, math.nan)
