@@ -9,6 +9,7 @@ import pytest
 import runs
 
 from fp8jax.inspect.memory import Plan
+from fp8jax.quantization import UNSET
 from fp8jax.train import metrics
 from fp8jax.train.metrics import Bytes, ScaledTensor, ScaleMetrics, StepMetrics
 from fp8jax.train.report import figures, page, report
@@ -171,6 +172,20 @@ def test_clipped_casts_are_counted(tmp_path):
         f"2.6 times the range of FP8: h/mlp/c_fc 0 input, before step {outcome.curves.scale_steps[1]}."
         in text
     )
+
+
+def test_tensors_whose_scaling_state_is_that_of_init(tmp_path):
+    """A loop that drops the new state, a layer that is not used, and a tensor of zeros look like this."""
+    outcome = make_outcome()
+    written = lambda: report.write(tmp_path, ABOUT, {"O2": outcome}).read_text()
+    outcome.curves.saturations[:] = np.ones_like(outcome.curves.saturations).tolist()
+    assert "Tensors without an amax: none." in written()
+    outcome.curves.scales[-1][1] = UNSET  # where the first scale is that of the tensor
+    assert "No step recorded an amax for 1 of 3 tensors" in written()
+    for row in outcome.curves.saturations:
+        row[2] = 0.0  # where the first scale is one
+    assert "No step recorded an amax for 2 of 3 tensors" in written()
+    assert "h/mlp/c_fc 0 weight, h/mlp/c_fc 0 output gradient." in written()
 
 
 def test_report_without_scales_says_so(tmp_path):

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.quantization import UNSET
+from fp8jax.train.metrics import ScaledTensor
 from fp8jax.train.report.outcome import MemoryPart, Outcome
 
 # A larger saturation is clipped; a smaller one is rounded to the largest number, like any number:
@@ -61,6 +63,7 @@ def page(
         losses=sources["losses"],
         skipped=html.escape(_skipped(outcomes)),
         clipped=html.escape(_clipped(outcomes[recipe])),
+        unscaled=html.escape(_unscaled(outcomes[recipe])),
         unchanged=html.escape(_unchanged(outcomes)),
         memory="\n".join(_table(memory_rows(name, outcome.memory)) for name, outcome in outcomes.items()),
         scaling=_fill("scaling.html", **sources) if "scales" in sources else scaling,
@@ -121,13 +124,31 @@ def _clipped(outcome: Outcome) -> str:
     if not (clipped := values > _CLIPPED).any():
         return "Clipped casts: none."
     step, most = np.unravel_index(np.nanargmax(values), values.shape)
-    tensor = outcome.tensors[most]
-    name = " ".join(part for part in (tensor.layer, tensor.number, tensor.operand) if part)
     return (
         f"Casts clipped {clipped.any(0).sum()} of {len(outcome.tensors)} tensors at least once, and "
         f"{clipped[-1].sum()} at the end. The largest was {values[step, most]:.1f} times the range of FP8: "
-        f"{name}, before step {outcome.curves.scale_steps[step]:,}."
+        f"{_name(outcome.tensors[most])}, before step {outcome.curves.scale_steps[step]:,}."
     )
+
+
+def _unscaled(outcome: Outcome) -> str:
+    """How many tensors have the scaling state of `init` at the end of the run, and which."""
+    curves = outcome.curves
+    if not outcome.tensors or not curves.scales:
+        return ""
+    without_amax = (np.array(curves.scales[-1]) == UNSET) | (np.max(curves.saturations, axis=0) == 0)
+    if not without_amax.any():
+        return "Tensors without an amax: none."
+    names = [_name(outcome.tensors[i]) for i in np.flatnonzero(without_amax)]
+    return (
+        f"No step recorded an amax for {len(names)} of {len(outcome.tensors)} tensors, and their scales are "
+        "those of init: the tensor is zero in all steps, its layer is not used, or the new scaling state was "
+        f"dropped: {', '.join(names[:10])}{', ...' if names[10:] else ''}."
+    )
+
+
+def _name(tensor: ScaledTensor) -> str:
+    return " ".join(part for part in (tensor.layer, tensor.number, tensor.operand) if part)
 
 
 def _skipped(outcomes: Mapping[str, Outcome]) -> str:
