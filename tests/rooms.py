@@ -74,7 +74,7 @@ ROWS = (
         4,
         ("optim/",),
         "optax transformations",
-        "optax transformations; one Adam: arithmetic, formats of moments as codecs, the fused update",
+        "optax transformations; one Adam: arithmetic, storages of moments, the fused update",
     ),
     Row(
         5,

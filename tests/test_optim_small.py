@@ -23,7 +23,7 @@ from fp8jax.optim import (
     with_dequantized,
     with_masters,
 )
-from fp8jax.optim.step.blockwise import dynamic_map
+from fp8jax.optim.storage.blockwise import dynamic_map
 from fp8jax.quantization import is_scaled, value
 from fp8jax.variables import PARAMS
 
@@ -67,7 +67,7 @@ def test_zeros_and_the_smallest_numbers_are_clean():
     q = Blockwise.of(jnp.asarray(x), True)
     got = np.asarray(q.dequantize())
     assert np.isfinite(got).all() and not got[:2].any() and got[2, 0] == np.float32(2.0**-126)
-    np.testing.assert_array_equal(Blockwise.zeros(x, False).dequantize(), np.zeros_like(x))
+    np.testing.assert_array_equal(Blockwise.zeros(x, signed=False).dequantize(), np.zeros_like(x))
 
 
 # AdamW ############################################################################################

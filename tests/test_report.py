@@ -177,7 +177,10 @@ def test_clipped_casts_are_counted(tmp_path):
 def test_tensors_whose_scaling_state_is_that_of_init(tmp_path):
     """A loop that drops the new state, a layer that is not used, and a tensor of zeros look like this."""
     outcome = make_outcome()
-    written = lambda: report.write(tmp_path, ABOUT, {"O2": outcome}).read_text()
+
+    def written():
+        return report.write(tmp_path, ABOUT, {"O2": outcome}).read_text()
+
     outcome.curves.saturations[:] = np.ones_like(outcome.curves.saturations).tolist()
     assert "Tensors without an amax: none." in written()
     outcome.curves.scales[-1][1] = UNSET  # where the first scale is that of the tensor

@@ -27,7 +27,7 @@ from fp8jax.inspect import program, targets
 from fp8jax.inspect.step import training_step
 from fp8jax.inspect.tables import align
 from fp8jax.optim.state import is_adam_state
-from fp8jax.optim.step import Root
+from fp8jax.optim.storage import Root
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import PRESETS, Recipe
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING

@@ -20,7 +20,7 @@ from fp8jax.optim.first_state import with_masters as with_masters
 from fp8jax.optim.spoilt import restore_weights as restore_weights
 from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
-from fp8jax.optim.step.blockwise import Blockwise as Blockwise
+from fp8jax.optim.storage import Blockwise as Blockwise
 from fp8jax.optim.transforms import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.transforms import dequantize as dequantize
 from fp8jax.optim.transforms import global_norm as global_norm

@@ -3,16 +3,12 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.first_state import (
-    BLOCKWISE,
     NONE,
-    ROOT,
     TO_NEAREST,
     StoredFormats,
     first_key,
@@ -23,10 +19,10 @@ from fp8jax.optim.first_state import (
 )
 from fp8jax.optim.nnx_variables import filled, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, DequantizedState, is_ours
-from fp8jax.optim.step import ParamState, Root
-from fp8jax.optim.step.blockwise import Blockwise
-from fp8jax.optim.step.codecs import decode
-from fp8jax.quantization import format_of, is_scaled, quantize
+from fp8jax.optim.step import ParamState
+from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
+from fp8jax.optim.storage import Storage
+from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 
@@ -134,16 +130,7 @@ def _refuse(differences: list[str], recipe: Recipe | None, in_8_bits: bool) -> N
 
 def _name_of(stored: Any) -> str:
     """The name of a storage, as in `StoredFormats`."""
-    if stored is None:
-        return NONE
-    if isinstance(stored, Blockwise):
-        return BLOCKWISE
-    if isinstance(stored, Root):
-        return ROOT + _name_of(stored.root)
-    try:
-        return format_of(stored).name
-    except StopIteration:
-        return str(stored.dtype)
+    return NONE if stored is None else name_of(stored)
 
 
 def _converted(
@@ -191,7 +178,7 @@ def _converted_roundings(
 
 
 def _is_stored(node: Any) -> bool:
-    return is_scaled(node) or isinstance(node, Root | Blockwise | optax.MaskedNode)
+    return is_scaled(node) or isinstance(node, Storage | optax.MaskedNode)
 
 
 def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
@@ -222,11 +209,4 @@ def _fetched(x: jax.Array) -> jax.Array:
 
 def _stored_as(x: jax.Array, name: str, param: Any, signed: bool = True) -> Any:
     """A float32 array in the storage of this name, with the scale blocks of a parameter."""
-    if name == BLOCKWISE:
-        return Blockwise.of(x, signed)
-    if name.startswith(ROOT):
-        return Root(_stored_as(jnp.sqrt(x), name.removeprefix(ROOT), param))
-    if name == formats.FP32.name:
-        return x
-    blocks = param.scale.shape if is_scaled(param) else ()
-    return quantize(x, formats.get(name), power_of_two=True, blocks=blocks)
+    return encode_alone(x, zeros(param, name, signed=signed))

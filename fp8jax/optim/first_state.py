@@ -8,14 +8,18 @@ import jax.numpy as jnp
 from fp8jax import formats
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import is_adam_state
-from fp8jax.optim.step import Root
-from fp8jax.optim.step.codecs import FEWEST, blockwise_zeros, is_rounded, zeros
+from fp8jax.optim.step.codecs import is_rounded, zeros
+from fp8jax.optim.storage import Blockwise
+from fp8jax.optim.storage.scaled import scaled_zeros
 from fp8jax.quantization import format_of, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 
-# Names of storages beside those of formats.
-NONE, BLOCKWISE, ROOT, INT8 = "none", "8-bit blocks", "root of ", "int8"
+# Names of storages beside those of formats and of `STORAGES`.
+NONE, ROOT, INT8 = "none", "root of ", "int8"
+
+# The smallest array with blockwise moments, as in bitsandbytes (`min_8bit_size`).
+FEWEST = 4096
 
 TO_NEAREST = ("nearest", "nearest", "value")
 
@@ -46,7 +50,7 @@ def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool) -> StoredFormats
     """The formats in which a recipe stores the state of one parameter, an array or a `ScaledArray`."""
     mu, nu = recipe.moments
     if in_8_bits:
-        mu = nu = "FP32" if param.size < FEWEST else BLOCKWISE
+        mu = nu = "FP32" if param.size < FEWEST else Blockwise.name
     elif recipe.rounding[2] == "root":
         nu = ROOT + nu
     master = remainder = NONE
@@ -63,14 +67,7 @@ def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool) -> StoredFormats
 
 def _first_of(param: Any, stored: StoredFormats) -> list[Any]:
     """The first moments, master weight and remainder of one parameter."""
-
-    def zero(name: str, signed: bool) -> Any:
-        if name == BLOCKWISE:
-            return blockwise_zeros(param, signed=signed)
-        moment = zeros(param, formats.get(name.removeprefix(ROOT)))
-        return Root(moment) if name.startswith(ROOT) else moment
-
-    moments = zero(stored.mu, True), zero(stored.nu, False)
+    moments = zeros(param, stored.mu, signed=True), zeros(param, stored.nu, signed=False)
     return [*moments, _master_of(param, stored.master), first_remainder(param, stored)]
 
 
@@ -78,7 +75,11 @@ def first_remainder(param: Any, stored: StoredFormats) -> Any:
     """Zeros for the remainders of one parameter; None for `NONE`."""
     if stored.remainder == NONE:
         return None
-    return jnp.zeros_like(param, jnp.int8) if stored.remainder == INT8 else zeros(param, formats.E4M3).data
+    return (
+        jnp.zeros_like(param, jnp.int8)
+        if stored.remainder == INT8
+        else scaled_zeros(param, formats.E4M3).data
+    )
 
 
 def first_key(recipe: Recipe, seed: Any) -> Any:

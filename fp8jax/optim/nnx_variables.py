@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-from fp8jax.optim.step.blockwise import Blockwise
-from fp8jax.optim.step.codecs import Root
+from fp8jax.optim.storage import Storage
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def with_variables_inside(tree: Any) -> Any:
-    """Moves each `nnx.Variable` inside its `ScaledArray` or `Blockwise`, around the codes, and removes those
+    """Moves each `nnx.Variable` inside its `ScaledArray` or `Storage`, around the codes, and removes those
     of None.
 
     `nnx.Optimizer` calls `init` with variables and `update` with their values. It then writes the new state
@@ -27,10 +26,9 @@ def with_variables_inside(tree: Any) -> Any:
         kept = node.get_raw_value() if _is_variable(node) else None
         if isinstance(kept, ScaledArray):
             return ScaledArray(node.replace(kept.data), kept.scale)
-        if isinstance(kept, Root):
-            return Root(turned(node.replace(kept.root)))
-        if isinstance(kept, Blockwise):
-            return dataclasses.replace(kept, codes=node.replace(kept.codes))
+        if isinstance(kept, Storage):
+            codes = dataclasses.fields(kept)[0].name
+            return dataclasses.replace(kept, **{codes: turned(node.replace(getattr(kept, codes)))})
         return node
 
     return jax.tree.map(turned, _without_empty(tree), is_leaf=_is_variable)

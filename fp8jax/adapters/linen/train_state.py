@@ -1,13 +1,13 @@
 """Flax's `TrainState` for scaled weights, scaling states and loss scales."""
 
+import dataclasses
 from typing import Any
 
 from flax import serialization
 from flax.training import train_state
 
 from fp8jax.gradients import apply_updates
-from fp8jax.optim.step.blockwise import Blockwise
-from fp8jax.optim.step.codecs import Root
+from fp8jax.optim.storage import STORAGES, Storage
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 from fp8jax.variables import PARAMS, SCALING, has_params
 
@@ -29,18 +29,25 @@ def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
     return new
 
 
+def _storage_to_state(x: Storage) -> dict[str, Any]:
+    return {name: serialization.to_state_dict(part) for name, part in _parts(x).items()}
+
+
+def _storage_from_state(target: Storage, state: dict[str, Any]) -> Storage:
+    parts = _parts(target).items()
+    restored = {name: serialization.from_state_dict(part, state[name]) for name, part in parts}
+    return dataclasses.replace(target, **restored)
+
+
+def _parts(x: Storage) -> dict[str, Any]:
+    """The arrays and `ScaledArray`s of a storage."""
+    return {name: part for name, part in vars(x).items() if not isinstance(part, bool)}
+
+
 # For `flax.serialization.to_bytes` and `from_bytes`.
 serialization.register_serialization_state(ScaledArray, _to_state, _from_state)
-serialization.register_serialization_state(
-    Root,
-    lambda x: {"root": serialization.to_state_dict(x.root)},
-    lambda target, state: Root(serialization.from_state_dict(target.root, state["root"])),
-)
-serialization.register_serialization_state(
-    Blockwise,
-    lambda x: {"codes": x.codes, "absmax": x.absmax},
-    lambda target, state: Blockwise(state["codes"], state["absmax"], target.signed),
-)
+for storage in STORAGES.values():
+    serialization.register_serialization_state(storage, _storage_to_state, _storage_from_state)
 
 
 class TrainState(train_state.TrainState):

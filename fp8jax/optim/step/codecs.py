@@ -4,14 +4,11 @@
 |---|---|---|
 | float32 array | 4 | none |
 | `ScaledArray` of E4M3 or FP16 | 1 or 2 | a power of two for each scale block of the parameter |
-| `Root` | 2 | the same |
-| `Blockwise` | 1.016 | the absmax of each 256 entries |
+| each of `storage.STORAGES` | | |
 | E4M3 remainder of a `ScaledArray` | 1 | `REMAINDER_STEP` times the weight's |
 | int8 remainder of a bfloat16 or float16 array | 1 | none; in 256ths of each weight's last bit |
 """
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,67 +17,47 @@ import numpy as np
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.optim.step.blockwise import Blockwise, block_absmax
+from fp8jax.optim.storage import STORAGES, Storage
+from fp8jax.optim.storage.scaled import encode_scaled, scaled_zeros
 from fp8jax.quantization import (
     ScaledArray,
-    cast,
+    amax_of_floats,
     cast_stochastically,
     expand,
     format_of,
     is_scaled,
     nearest,
     remainder_of,
+    scale_of,
     to_bits,
     value,
 )
-
-# The smallest array with blockwise moments, as in bitsandbytes (`min_8bit_size`).
-FEWEST = 4096
 
 # Half an ulp of the largest FP16 number, 16, is then 256 in E4M3, the largest power of two it has.
 REMAINDER_STEP = 1 / 16
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("root",), meta_fields=())
-@dataclasses.dataclass(frozen=True, eq=False)
-class Root:
-    """A second moment stored as its root: the value is `root * root`. `jnp.asarray` gives the value.
+def zeros(param: Any, name: str, *, signed: bool) -> Any:
+    """Zeros in the storage of this name, with the shape, scale blocks and sharding of a parameter.
 
-    FP16's 40 binades are then 80 of the value.
+    Raises:
+        NotImplementedError: `STORAGES` has no entry for a name that is not the name of a format.
     """
-
-    root: Any  # a `ScaledArray`
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
-        return tuple(self.root.shape)
-
-    def dequantize(self) -> jax.Array:
-        """The value, float32."""
-        return jnp.square(value(self.root))
-
-    def __jax_array__(self) -> jax.Array:
-        return self.dequantize()
-
-
-def zeros(param: Any, format: formats.Format) -> Any:
-    """Zeros in a format, with the shape, scale blocks and sharding of a parameter."""
-    data = jnp.zeros_like(param.data if is_scaled(param) else param, format.dtype)
-    if format == formats.FP32:
-        return data
-    return ScaledArray(data, jnp.ones(param.scale.shape if is_scaled(param) else (), jnp.float32))
-
-
-def blockwise_zeros(param: Any, *, signed: bool) -> Any:
-    """`Blockwise` zeros; float32 zeros for an array with fewer than `FEWEST` entries."""
-    like = param.data if is_scaled(param) else param
-    return jnp.zeros_like(like, jnp.float32) if like.size < FEWEST else Blockwise.zeros(like, signed)
+    if name in STORAGES:
+        return STORAGES[name].zeros(param, signed=signed)
+    if name == formats.FP32.name:
+        return jnp.zeros_like(param.data if is_scaled(param) else param, formats.FP32.dtype)
+    if name not in {format.name for format in formats.ALL}:
+        raise NotImplementedError(
+            "moments: expected the name of a number format or an entry in `fp8jax.optim.storage.STORAGES`; "
+            f"got {name!r} and entries for {', '.join(STORAGES)}."
+        )
+    return scaled_zeros(param, formats.get(name))
 
 
 def decode(stored: Any, remainder: Any = None) -> jax.Array:
     """The dequantized value, float32; of a weight with its remainder."""
-    if isinstance(stored, Blockwise | Root):
+    if isinstance(stored, Storage):
         return stored.dequantize()
     if remainder is None:
         return value(stored).astype(jnp.float32)
@@ -91,20 +68,30 @@ def decode(stored: Any, remainder: Any = None) -> jax.Array:
     return codes * expand(stored.scale, stored.shape)
 
 
-def block_maxima(x: jax.Array, stored: Any) -> Any:
-    """The absmax of each block of `x` if `stored` is a `Blockwise`, else None."""
-    return block_absmax(x) if isinstance(stored, Blockwise) else None
+def name_of(stored: Any) -> str:
+    """The name of the storage of a moment, or the format of an array."""
+    if isinstance(stored, Storage):
+        return stored.name
+    try:
+        return format_of(stored).name
+    except StopIteration:
+        return str(stored.dtype)
+
+
+def maxima_of(x: jax.Array, stored: Any) -> Any:
+    """`Storage.maxima`; None for arrays."""
+    return stored.maxima(x) if isinstance(stored, Storage) else None
 
 
 def scaled_part(stored: Any) -> Any:
     """The `ScaledArray` of a storage; None if it has none."""
-    stored = stored.root if isinstance(stored, Root) else stored
+    stored = stored.scaled if isinstance(stored, Storage) else stored
     return stored if is_scaled(stored) else None
 
 
 def before_rounding(x: jax.Array, stored: Any) -> jax.Array:
     """The value that rounding sees when `x` is stored as `stored`: its root, or itself."""
-    return jnp.sqrt(x) if isinstance(stored, Root) else x
+    return stored.before_rounding(x) if isinstance(stored, Storage) else x
 
 
 def encode(x: jax.Array, stored: Any, scale: Any, random: Any = None) -> Any:
@@ -113,18 +100,21 @@ def encode(x: jax.Array, stored: Any, scale: Any, random: Any = None) -> Any:
     Args:
         x: the new value, float32.
         stored: the old value, in its storage format.
-        scale: the new scale of a `ScaledArray` or `Root`, or the `block_maxima` of a `Blockwise`.
-        random: bits for stochastic rounding of a `ScaledArray` or `Root`; None rounds to nearest.
+        scale: the new scale of `scaled_part`, or the `maxima_of` a storage without one.
+        random: bits for stochastic rounding; None rounds to nearest.
     """
-    if isinstance(stored, Blockwise):
-        return Blockwise.of(x, stored.signed, scale)
-    if isinstance(stored, Root):
-        return Root(encode(before_rounding(x, stored), stored.root, scale, random))
-    if not is_scaled(stored):
-        return x
-    codes, format = x * expand(1 / scale, x.shape), format_of(stored)
-    data = cast(codes, format) if random is None else cast_stochastically(codes, format, random)
-    return ScaledArray(data, scale)
+    if isinstance(stored, Storage):
+        return stored.encode(x, scale, random)
+    return encode_scaled(x, stored, scale, random) if is_scaled(stored) else x
+
+
+def encode_alone(x: jax.Array, stored: Any) -> Any:
+    """`x`, float32, in the format of `stored`, rounded to nearest on a scale of its own."""
+    part = scaled_part(stored)
+    if part is None:
+        return encode(x, stored, maxima_of(x, stored))
+    amax = amax_of_floats(before_rounding(x, stored), part.scale.shape)
+    return encode(x, stored, scale_of(amax, format_of(part).max, power_of_two=True))
 
 
 def encode_weight(
@@ -200,9 +190,9 @@ def _fraction(weight: jax.Array, format: formats.Format) -> jax.Array:
 
 
 def with_scale(stored: Any, scale: jax.Array) -> Any:
-    """A `ScaledArray` or `Root` with another scale."""
-    if isinstance(stored, Root):
-        return Root(with_scale(stored.root, scale))
+    """A `ScaledArray`, or a storage with one, with another scale."""
+    if isinstance(stored, Storage):
+        return jax.tree.map(lambda part: with_scale(part, scale), stored, is_leaf=is_scaled)
     return ScaledArray(stored.data, scale)
 
 

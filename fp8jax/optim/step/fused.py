@@ -245,7 +245,7 @@ def _first_pass(
 
 def _block_maxima(step: AdamStep, state: ParamState) -> list[Any]:
     """The absmax of the 8-bit blocks of both moments; None for moments in other formats."""
-    return [codecs.block_maxima(step.mu, state.mu), codecs.block_maxima(step.nu, state.nu)]
+    return [codecs.maxima_of(step.mu, state.mu), codecs.maxima_of(step.nu, state.nu)]
 
 
 def _second_pass(
@@ -285,7 +285,7 @@ def _second_pass(
         return codecs.with_scale(chosen, kept[name]) if name in names else chosen
 
     mu = stored("mu", codecs.encode(step.mu, state.mu, new.get("mu", maxima[0]), of_mu))
-    of_nu = random[2] if isinstance(state.nu, codecs.Root) else None
+    of_nu = random[2] if getattr(state.nu, "is_stochastic", False) else None
     nu = stored("nu", codecs.encode(step.nu, state.nu, new.get("nu", maxima[1]), of_nu))
     if not is_scaled(state.param):
         update, remainder = step.update, None

@@ -3,7 +3,7 @@
     value = map[code] * absmax
 
     >>> import jax.numpy as jnp
-    >>> from fp8jax.optim.step.blockwise import Blockwise
+    >>> from fp8jax.optim.storage.blockwise import Blockwise
     >>> x = Blockwise.of(jnp.array([1e-6, -0.3, 2.0]), signed=True)
     >>> x.codes.dtype, x.absmax.shape
     (dtype('uint8'), (1,))
@@ -27,6 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from fp8jax.optim.storage.base import Storage
+from fp8jax.quantization import is_scaled
 
 BLOCK = 256  # entries that share an absmax
 
@@ -62,7 +65,7 @@ def dynamic_map(signed: bool) -> np.ndarray[Any, Any]:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "absmax"), meta_fields=("signed",))
 @dataclasses.dataclass(frozen=True, eq=False)
-class Blockwise:
+class Blockwise(Storage):
     """An array quantized blockwise to 8 bits. `jnp.asarray` dequantizes it.
 
     Invariants:
@@ -74,6 +77,8 @@ class Blockwise:
     codes: Any
     absmax: Any  # shape=(blocks,)
     signed: bool = True
+
+    name = "8-bit blocks"
 
     @classmethod
     def of(cls, x: jax.Array, signed: bool, absmax: Any = None) -> "Blockwise":
@@ -92,24 +97,25 @@ class Blockwise:
         return cls(codes.reshape(-1)[: x.size].reshape(x.shape), absmax, signed)
 
     @classmethod
-    def zeros(cls, like: jax.Array, signed: bool) -> "Blockwise":
-        """Zeros with the shape and sharding of `like`."""
+    def zeros(cls, param: Any, *, signed: bool) -> "Blockwise":
+        """Zeros with the shape and sharding of the parameter."""
+        like = param.data if is_scaled(param) else param
         zero = int(np.searchsorted(dynamic_map(signed), 0.0))
         blocks = -(-like.size // BLOCK)
         return cls(jnp.full_like(like, zero, jnp.uint8), jnp.zeros(blocks, jnp.float32), signed)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
-        return tuple(self.codes.shape)
+    def maxima(self, x: jax.Array) -> jax.Array:
+        """The `block_absmax` of x."""
+        return block_absmax(x)
+
+    def encode(self, x: jax.Array, scale: Any, random: Any = None) -> "Blockwise":
+        """`of`, with the same map."""
+        return Blockwise.of(x, self.signed, scale)
 
     def dequantize(self) -> jax.Array:
         """The value, float32."""
         values = jnp.asarray(dynamic_map(self.signed))[blocks_of(self.codes).astype(jnp.int32)]
         return (values * self.absmax[:, None]).reshape(-1)[: self.codes.size].reshape(self.shape)
-
-    def __jax_array__(self) -> jax.Array:
-        return self.dequantize()
 
 
 def block_absmax(x: jax.Array) -> jax.Array:
