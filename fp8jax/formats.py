@@ -74,6 +74,10 @@ FP16 = _format("FP16", np.float16, 15, True)
 BF16 = _format("BF16", ml_dtypes.bfloat16, 127, True)
 FP32 = _format("FP32", np.float32, 127, True)
 
+# A byte without a sign, for second moments: the exponents of E4M3, and one bit of mantissa more.
+E4M4 = Format("E4M4", np.dtype(np.uint8), 8, 4, 7, 496.0, 2.0**-6, 2.0**-10, False)
+
+# The formats whose dtype is theirs alone: all but E4M4, whose codes are integers.
 ALL = (E2M1, E4M3, E5M2, E8M0, FP16, BF16, FP32)
 
 

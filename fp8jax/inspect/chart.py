@@ -26,8 +26,9 @@ from fp8jax.dot import state_names
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.step import training_step
 from fp8jax.inspect.tables import align
+from fp8jax.optim.first_state import ROOT
 from fp8jax.optim.state import is_adam_state
-from fp8jax.optim.storage import Root
+from fp8jax.optim.step.codecs import name_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import PRESETS, Recipe
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
@@ -52,7 +53,7 @@ SHAPES = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
 # Format -> dtypes, by XLA's names and numpy's. FP8 codes cross between devices as bytes.
 _DTYPES = {
     "FP4": ("f4e2m1fn",),
-    "FP8": ("f8e4m3fn", "f8e5m2", "u8", "float8_e4m3fn", "float8_e5m2"),
+    "FP8": ("f8e4m3fn", "f8e5m2", "u8", "uint8", "float8_e4m3fn", "float8_e5m2"),
     "FP16": ("f16", "float16"),
     "BF16": ("bf16", "bfloat16"),
     "FP32": ("f32", "float32"),
@@ -107,7 +108,7 @@ def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
     row = {column: getattr(recipe, column) for column in COLUMNS if column != "needs"}
     row["comm"] = row["comm"] if devices > 1 else "-"
     row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
-    row = {column: re.sub("E4M3|E5M2", "FP8", formats) for column, formats in row.items()}
+    row = {column: re.sub("E4M3|E4M4|E5M2", "FP8", formats) for column, formats in row.items()}
     is_by_row = recipe.gemm == "FP4" and "2d" not in recipe.fp4_options
     scales = "1x16 E4M3" if is_by_row else _SCALES[recipe.scaling]
     is_plain = recipe.weight == recipe.weight_grad == "FP32" and recipe.gemm != "FP16"
@@ -236,7 +237,7 @@ def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
     mu, nu = optim.moments(state)
     of_mu = "nearest" if _same(mu, optim.moments(other)[0]) else "stochastic"
     of_weight = "nearest" if _same((weights, state.master), (other_weights, other.master)) else "stochastic"
-    is_root = all(isinstance(node, Root) for node in nu.values())
+    is_root = all(name_of(node).startswith(ROOT) for node in nu.values())
     formats = (
         of_mu,
         "kahan" if jax.tree.leaves(state.remainder) else of_weight,

@@ -229,6 +229,7 @@ def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
         checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
         kept = first_state(params, recipe, rule.in_8_bits)
+        checks.check_groups(rule.zero, kept[:2])
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
         mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)

@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax import recipe as recipes
 from fp8jax.comm import Zero
+from fp8jax.optim.storage import Storage
 from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
 
@@ -127,6 +129,27 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
             f"`zero`: expected None, for {name} spreads no state over devices: {reason}; got a Zero. Use "
             "adamw, or leave `zero` to `value_and_grad` with stage 0."
         )
+
+
+def check_groups(zero: Zero | None, moments: Any) -> None:
+    """Raises ValueError if the shards of a moment would cut groups with a scale each."""
+    for moment in [] if zero is None else jax.tree.leaves(moments, is_leaf=_is_storage):
+        if (
+            not _is_storage(moment)
+            or zero.stage == 0
+            or zero.split_of(jax.ShapeDtypeStruct(moment.shape, jnp.float32)) != -1
+        ):
+            continue
+        if (moment.shape[-1] // zero.devices) % moment.group:
+            raise ValueError(
+                f"`zero`: expected rows, or {moment.group} times columns, for {zero.devices} devices, "
+                f"as {moment.name} has a scale for each {moment.group} entries of a row; got a parameter "
+                f"{moment.shape}. Take moments=E5M2+FP16."
+            )
+
+
+def _is_storage(node: Any) -> bool:
+    return isinstance(node, Storage)
 
 
 def refuse_masters(recipe: Recipe | str) -> None:

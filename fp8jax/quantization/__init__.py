@@ -77,3 +77,4 @@ from fp8jax.quantization.scales import usable as usable
 from fp8jax.quantization.stochastic_rounding import cast_stochastically as cast_stochastically
 from fp8jax.quantization.stochastic_rounding import nearest as nearest
 from fp8jax.quantization.stochastic_rounding import remainder_of as remainder_of
+from fp8jax.quantization.stochastic_rounding import stochastic_codes as stochastic_codes

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt, UInt8
 
-from fp8jax.formats import E2M1, Format
+from fp8jax.formats import E2M1, E4M4, Format
 from fp8jax.platforms import by_platform, with_auto_axes
 
 
@@ -52,9 +52,9 @@ def codes_by_bits(x: Float[Array, "..."], format: Format) -> UInt[Array, "..."]:
 
 
 def nan_code(format: Format) -> int:
-    """The code of NaN without its sign; the largest code of E2M1, which has no NaN."""
-    if format == E2M1:
-        return 7
+    """The code of NaN without its sign; the largest code of E2M1 and E4M4, which have no NaN."""
+    if format in (E2M1, E4M4):
+        return 7 if format == E2M1 else 255
     return int(abs(np.array(np.nan, format.dtype)).view(bits_of(format.dtype)))
 
 

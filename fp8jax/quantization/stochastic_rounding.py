@@ -19,7 +19,7 @@ def cast_stochastically(
 
     Args:
         x: any shape.
-        format: a format with a sign and at most 16 bits.
+        format: a format of at most 16 bits.
         random: uniform random bits; the upper `23 - format.mantissa_bits` of each number are used.
 
     References:
@@ -33,7 +33,7 @@ def cast_stochastically(
 def stochastic_codes(
     x: Float32[Array, "..."], format: Format, random: UInt32[Array, "..."]
 ) -> UInt32[Array, "..."]:
-    """`cast_stochastically`, as codes in uint32."""
+    """`cast_stochastically`, as codes in uint32; to E4M4, too, for x that is not negative."""
     cut = np.uint32(23 - format.mantissa_bits)
     magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
     # Takes a subnormal number of the format to the binade of the least normal number, which has its step.

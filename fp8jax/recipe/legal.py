@@ -34,7 +34,7 @@ _LEGAL: dict[str, Collection[Any]] = {
     "weight": ("FP32", "FP16", "E4M3"),
     "master_weight": ("-", "FP32", "FP16"),
     "weight_grad": ("FP32", "E4M3"),
-    "moments": (("FP32", "FP32"), ("E4M3", "FP16"), ("E5M2", "FP16")),
+    "moments": (("FP32", "FP32"), ("E4M3", "FP16"), ("E5M2", "FP16"), ("E5M2", "E4M4")),
     "rounding": tuple(
         itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
     ),
@@ -142,6 +142,11 @@ def _check_combination(recipe: Any) -> None:
         raise ValueError(
             "recipe: FP32 moments are not rounded: moments=FP32+FP32 needs "
             f"rounding=nearest+{of_weight}+value; got rounding={shown(recipe.rounding)}."
+        )
+    if recipe.moments[1] == "E4M4" and of_nu != "root":
+        raise ValueError(
+            f"recipe: moments={shown(recipe.moments)} stores the second moment's root, so it needs "
+            f"rounding={of_mu}+{of_weight}+root; got rounding={shown(recipe.rounding)}."
         )
     if of_weight != "nearest" and "FP16" not in (recipe.weight, recipe.master_weight):
         raise ValueError(

@@ -55,7 +55,8 @@ class Recipe:
         weight: format of the matched layers' kernels; FP16 and E4M3 have a scale.
         master_weight: format of the optimizer's copy of the weights; "-" for no copy.
         weight_grad: format of the matched kernels' gradients.
-        moments: formats of Adam's first and second moment.
+        moments: formats of Adam's first and second moment. E4M4, a byte without a sign and with a scale for
+            each 128 entries, is for the second one's "root".
         rounding: how the optimizer rounds (first moment, weight, second moment) to their formats. The weight
             is the master weight where there is one. "stochastic" rounds up or down at random, without bias.
             "kahan" stores what rounding took from the weight, in one more byte. "root" stores the second

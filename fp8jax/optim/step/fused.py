@@ -239,6 +239,9 @@ def _first_pass(
         step = adam_step(state, scalars, decay)
         for tensor, stored in zip(before_rounding(step, state), quantized(state), strict=True):
             partials.append(partial_amax(tensor, scale_shape(stored)))
+        # XLA would store what the maxima and the amaxes have in common. It computes the step again with
+        # scalars that it cannot tell to be the same.
+        step = adam_step(state, gpu_barrier(scalars), decay)
         maxima.append(_block_maxima(step, state))
     return maxima_of(partials), maxima
 

@@ -44,7 +44,10 @@ def before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
     tensors = (step.mu, step.nu, step.weight, step.weight)
     stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
     found = [codecs.before_rounding(x, kept) for x, kept in stored if scaled_part(kept) is not None]
-    return found if len(found) == len(quantized(state)) else [*found, step.nu + jnp.abs(step.update)]
+    if len(found) == len(quantized(state)):
+        return found
+    # The amax of a quantized weight finds an update that is not finite.
+    return [*found, step.nu if is_scaled(state.param) else step.nu + jnp.abs(step.update)]
 
 
 def pack(states: list[ParamState]) -> tuple[Any, Any]:

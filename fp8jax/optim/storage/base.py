@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,6 +23,8 @@ class Storage(abc.ABC):
 
     # The name in `STORAGES`, in errors and in the chart.
     name: ClassVar[str]
+    # Consecutive entries of a row that have a scale together, so that they cannot be on two devices.
+    group: ClassVar[int] = 1
     # Whether `encode` rounds stochastically if it gets random bits.
     is_stochastic: ClassVar[bool] = False
 
@@ -70,3 +73,6 @@ class Storage(abc.ABC):
 
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.dequantize(), dtype)

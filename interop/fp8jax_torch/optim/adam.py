@@ -165,6 +165,10 @@ class Adam(Skipping, torch.optim.Optimizer):
     def _formats_of(self, parameter: torch.Tensor) -> dict[str, Format]:
         """The formats of the entries of a parameter's state."""
         recipe, second = self.state_recipe, _ROOT if self.state_recipe.rounding[2] == "root" else _SECOND
+        if recipe.moments[1] == "E4M4":
+            raise ValueError(
+                "`recipe`: PyTorch has no E4M4 moments here; take moments=E5M2+FP16, as fp8 has."
+            )
         names: dict[str, str] = dict(zip(("exp_avg", second), recipe.moments, strict=True))
         if is_scaled(parameter):
             weight = casts.format_of(parameter.codes.dtype).name

@@ -1,0 +1,91 @@
+"""`RootE4M4`: a second moment in one byte, stored as its root."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8jax.formats import E4M4
+from fp8jax.optim.storage.base import Storage
+from fp8jax.quantization import is_scaled, stochastic_codes
+
+GROUP = 128
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "exponents"), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class RootE4M4(Storage):
+    """A second moment stored as its root in E4M4, with a power-of-two scale for each 128 entries of a row.
+
+        value = (E4M4(codes) * 2**(exponents - 127))**2
+
+    A second moment has no sign, so that E4M4 has one bit of mantissa more than E4M3. It is rounded
+    stochastically: rounded to nearest, any 8-bit second moment stalls.
+
+    Invariants:
+        `codes` is uint8 and has the array's shape;
+        `exponents` is uint8; its last dimension has an entry for each 128 entries of the array's.
+    """
+
+    codes: Any
+    exponents: Any
+
+    name = "root of E4M4"
+    group = GROUP
+    is_stochastic = True
+
+    @classmethod
+    def zeros(cls, param: Any, *, signed: bool) -> "RootE4M4":
+        """Zeros with the shape and sharding of the parameter."""
+        like = param.data if is_scaled(param) else param
+        groups = _grouped(jnp.zeros(like.shape, jnp.uint8)).shape[:-1]
+        return cls(jnp.zeros_like(like, jnp.uint8), jnp.full(groups, 127, jnp.uint8))
+
+    def maxima(self, x: jax.Array) -> jax.Array:
+        """The exponents of the new scales, uint8: the smallest with which no root is above E4M4's max."""
+        # The exponent of each entry, rounded up, because XLA computes nothing in the kernel of a reduction
+        # after it.
+        bits = lax.bitcast_convert_type(jnp.sqrt(x) / E4M4.max, jnp.uint32)
+        exponents = jnp.clip((bits + np.uint32((1 << 23) - 1)) >> np.uint32(23), 1, 253).astype(jnp.uint8)
+        return jnp.max(_grouped(exponents), axis=-1)
+
+    def encode(self, x: jax.Array, scale: Any, random: Any) -> "RootE4M4":
+        """The root of x on scales with these exponents. Without random bits halves are rounded up."""
+        root = jnp.sqrt(x) * _power_of_two(254 - _each(scale, x.shape))
+        half = jnp.full_like(x, 1 << 31, jnp.uint32)
+        codes = stochastic_codes(root, E4M4, half if random is None else random)
+        return RootE4M4(codes.astype(jnp.uint8), scale)
+
+    def dequantize(self) -> jax.Array:
+        """The value, float32."""
+        # The bits of float16, whose exponents have a bias of 15 instead of 7.
+        bits = self.codes.astype(jnp.uint16) << np.uint16(6)
+        numbers = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 2.0**8
+        return jnp.square(numbers * _power_of_two(_each(self.exponents, self.shape)))
+
+
+def _grouped(x: jax.Array) -> jax.Array:
+    """`x` with its last dimension in groups, shape=(..., groups, entries of a group); padded with zeros."""
+    x = x.reshape(x.shape or (1,))
+    columns = x.shape[-1]
+    size = max(1, min(GROUP, columns))
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % size)]) if columns % size else x
+    return x.reshape(*x.shape[:-1], -(-columns // size), size)
+
+
+def _each(exponents: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The exponent of each entry's group in an array of this shape, uint32."""
+    columns = shape[-1] if shape else 1
+    size = max(1, min(GROUP, columns))
+    # Indices, because XLA on a GPU starts a kernel for what it can compute before a broadcast.
+    groups = lax.iota(jnp.int32, columns) // size
+    return exponents.at[..., groups].get(mode="promise_in_bounds").reshape(shape).astype(jnp.uint32)
+
+
+def _power_of_two(exponents: jax.Array) -> jax.Array:
+    """2 to the power of biased exponents, float32."""
+    return lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)
