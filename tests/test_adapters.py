@@ -1,6 +1,8 @@
 """Linen and NNX modules as functions of their parameters: whatever they multiply with, and however called."""
 
+import dataclasses
 import types
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,8 +13,10 @@ from flax import nnx
 from flax.nnx import bridge
 
 import fp8jax
-from fp8jax.adapters.adapter import adapter_of
+from fp8jax.adapters.adapter import FRAMEWORKS, Framework, adapter_of
 from fp8jax.quantization import is_scaled, value
+from fp8jax.rewrite import FunctionModel
+from fp8jax.train import metrics
 from fp8jax.variables import SCALING
 
 WIDTH = 32
@@ -390,3 +394,113 @@ def test_nnx_bias_with_the_axes_of_a_kernel():
     model = fp8jax.transform(layer, "O2")
     assert model.bias.ndim == 2
     assert is_scaled(model.kernel.get_value()) and not is_scaled(model.bias.get_value())
+
+
+# A framework from outside ########################################################################
+
+
+def equinox_net():
+    eqx = pytest.importorskip("equinox")
+
+    class Net(eqx.Module):
+        up: eqx.nn.Linear
+        down: eqx.nn.Linear
+
+        def __init__(self, key):
+            keys = jax.random.split(key)
+            self.up, self.down = (
+                eqx.nn.Linear(WIDTH, 2 * WIDTH, key=keys[0]),
+                eqx.nn.Linear(2 * WIDTH, WIDTH, key=keys[1]),
+            )
+
+        def encode(self, x):
+            return jax.nn.gelu(jax.vmap(self.up)(x))
+
+        def __call__(self, x):
+            return jax.vmap(self.down)(self.encode(x))
+
+    return eqx, Net(jax.random.key(0))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EquinoxModel:
+    """An Equinox module under a recipe, as CONTRIBUTING.md says."""
+
+    module: Any
+    settings: Any
+
+    def _of(self, method):
+        eqx, _ = equinox_net()
+        _, static = eqx.partition(self.module, eqx.is_array)
+        call = lambda params, *args: getattr(eqx.combine(params, static), method)(*args)  # noqa: E731
+        return FunctionModel(call, self.settings)
+
+    def init(self, *args):
+        eqx, _ = equinox_net()
+        return self._of("__call__").init(eqx.filter(self.module, eqx.is_array), *args)
+
+    def split(self, variables, *inputs):
+        return variables, inputs
+
+    def apply(self, variables, *args, method="__call__"):
+        return self._of(method).apply(variables, *args)
+
+    def report(self, variables, *args, method="__call__"):
+        return self._of(method).report(variables, *args)
+
+
+@pytest.fixture
+def equinox_adapter(monkeypatch):
+    eqx, net = equinox_net()
+    framework = Framework(
+        is_plain=lambda model: isinstance(model, eqx.Module),
+        transform=EquinoxModel,
+        is_transformed=lambda model: isinstance(model, EquinoxModel),
+        adapter=lambda model: model,
+    )
+    monkeypatch.setitem(FRAMEWORKS, "equinox", framework)
+    return net
+
+
+@pytest.mark.parametrize("recipe", ["te", "fp8", "block"])
+def test_a_new_framework(equinox_adapter, recipe):
+    """Equinox modules with a method train, and reach the report and the list of GEMMs."""
+    x = jnp.tile(X, (2, 1))
+    model = fp8jax.transform(equinox_adapter, recipe)
+    variables, tx = model.init(x), fp8jax.optim.adamw(1e-2, recipe)
+    assert model.apply(variables, x, method="encode").shape == (32, 2 * WIDTH)
+    state = tx.init(variables["params"])
+
+    @jax.jit
+    def step(variables, state):
+        loss_fn = lambda variables: jnp.mean((model.apply(variables, x) - x) ** 2)  # noqa: E731
+        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
+        updates, state = tx.update(grads, state, variables["params"])
+        return fp8jax.apply_updates(variables, updates), state, loss
+
+    losses = []
+    for _ in range(10):
+        variables, state, loss = step(variables, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]
+    assert [row.path for row in fp8jax.report(model, variables, x).rows if row.fp8] == ["up", "down"]
+    assert (
+        metrics.clipped(model, variables, 0.1 * x).keys() <= metrics.clipped(model, variables, 1e3 * x).keys()
+    )
+
+
+def test_half_a_framework_raises(equinox_adapter, monkeypatch):
+    with pytest.raises(TypeError, match="is_transformed"):
+        Framework(is_plain=callable, transform=EquinoxModel, adapter=lambda model: model)
+    monkeypatch.delattr(EquinoxModel, "report")
+    model = fp8jax.transform(equinox_adapter, "te")
+    with pytest.raises(TypeError, match=r"FRAMEWORKS\['equinox'\]: expected an adapter with .*report"):
+        fp8jax.report(model, model.init(jnp.ones((32, WIDTH))), jnp.ones((32, WIDTH)))
+
+
+def test_a_module_that_is_a_tree_is_no_function():
+    _, net = equinox_net()
+    with pytest.raises(TypeError, match="a tree with its parameters.*eqx.partition"):
+        fp8jax.transform(net, "te")
+    with_bound = jax.tree_util.Partial(lambda a, params, x: a * x @ params["w"], jnp.ones(()))
+    fp8jax.transform(with_bound, "te").init({"w": jnp.ones((WIDTH, WIDTH))}, X)

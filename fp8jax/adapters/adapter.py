@@ -1,11 +1,12 @@
-"""The interface of a transformed model, which is the same for all frameworks.
+"""The interface of a transformed model, which is the same for all frameworks, and the table of frameworks.
 
 adapter = adapter_of(model)
 variables, inputs = adapter.split(*args)      # of a Linen model: the first argument, and the others
 y = adapter.apply(variables, *inputs)
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
@@ -15,6 +16,7 @@ from fp8jax.adapters.nnx.model import NNXModel
 from fp8jax.rewrite import FunctionModel, Report, Settings
 
 
+@runtime_checkable
 class Adapter(Protocol):
     """A transformed model as a function of variables."""
 
@@ -36,14 +38,47 @@ class Adapter(Protocol):
         ...
 
 
+class Framework(NamedTuple):
+    """How `transform` and `adapter_of` treat the models of a framework."""
+
+    is_plain: Callable[[Any], bool]  # whether `transform` gets a model of this framework
+    transform: Callable[[Any, Settings], Any]  # an NNX module's takes example inputs, too
+    is_transformed: Callable[[Any], bool]
+    adapter: Callable[[Any], Adapter]
+
+
+def _linen(module: Any, settings: Settings) -> Any:
+    return (linen.LinenModel if settings.lora is None else linen.LoRAModel)(module, settings)
+
+
+def _is_transformed_nnx(model: Any) -> bool:
+    return nnx.is_module(model) and rewritten_of(model) is not None
+
+
+# All but functions of parameters, which `transform` takes last.
+FRAMEWORKS: dict[str, Framework] = {
+    "nnx": Framework(nnx.is_module, nnx.transform, _is_transformed_nnx, NNXModel),
+    "linen": Framework(
+        linen.is_module, _linen, lambda model: isinstance(model, linen.LinenModel), lambda model: model
+    ),
+}
+
+
 def adapter_of(model: Any) -> Adapter:
     """The adapter of a transformed model.
 
     Raises:
-        TypeError: `model` is not transformed.
+        TypeError: `model` is not transformed, or the adapter of its framework is not complete.
     """
-    if isinstance(model, linen.LinenModel | FunctionModel):
+    for name, framework in FRAMEWORKS.items():
+        if framework.is_transformed(model):
+            adapter = framework.adapter(model)
+            if not isinstance(adapter, Adapter):
+                raise TypeError(
+                    f"FRAMEWORKS[{name!r}]: expected an adapter with settings, split, apply and report; got "
+                    f"{type(adapter).__name__}."
+                )
+            return adapter
+    if isinstance(model, FunctionModel):
         return model
-    if nnx.is_module(model) and rewritten_of(model) is not None:
-        return NNXModel(model)
     raise TypeError(f"`model`: expected a model from fp8jax.transform; got {type(model).__name__}.")

@@ -1,10 +1,13 @@
 """`transform`: a model of any framework under a recipe."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from fp8jax.adapters import linen, nnx
-from fp8jax.adapters.adapter import adapter_of
+from fp8jax.adapters.adapter import FRAMEWORKS, adapter_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, LoRA, Report, Rule, Settings, checkpointing
 
@@ -60,14 +63,14 @@ def transform(
     recipe, rules = Recipe.parse(recipe), tuple(rules)
     remat = checkpointing(gradient_checkpointing, checkpoint_blocks, recipe, rules)
     settings = Settings(recipe, rules, backend, lora, remat)
-    if nnx.is_module(model):
-        return nnx.transform(model, settings, None if inputs is None else tuple(inputs))
-    if inputs is not None:
+    if inputs is not None and not nnx.is_module(model):
         raise ValueError(
             "`inputs`: expected None for a model that is not an NNX module; `init` takes inputs."
         )
-    if linen.is_module(model):
-        return (linen.LinenModel if lora is None else linen.LoRAModel)(model, settings)
+    for framework in FRAMEWORKS.values():
+        if framework.is_plain(model):
+            options = {} if inputs is None else {"inputs": tuple(inputs)}
+            return framework.transform(model, settings, **options)
     got = _not_a_function(model)
     if got is None:
         return FunctionModel(model, settings)
@@ -89,6 +92,12 @@ def _not_a_function(model: Any) -> str | None:
         return (
             f"a {type(model).__name__}, which keeps its variables itself, as Keras does: transform its "
             "`.stateless_call`, see docs/guides/frameworks.md"
+        )
+    if callable(model) and not jax.tree_util.all_leaves([model]) and not isinstance(model, functools.partial):
+        return (
+            f"a {type(model).__name__}, a tree with its parameters, as in Equinox: transform a function "
+            "of them. params, static = eqx.partition(model, eqx.is_array); "
+            "transform(lambda params, x: eqx.combine(params, static)(x), recipe)"
         )
     if isinstance(model, type):
         return f"the class {model.__name__}, not an instance"
