@@ -133,12 +133,10 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
 
 def check_groups(zero: Zero | None, moments: Any) -> None:
     """Raises ValueError if the shards of a moment would cut groups with a scale each."""
-    for moment in [] if zero is None else jax.tree.leaves(moments, is_leaf=_is_storage):
-        if (
-            not _is_storage(moment)
-            or zero.stage == 0
-            or zero.split_of(jax.ShapeDtypeStruct(moment.shape, jnp.float32)) != -1
-        ):
+    if zero is None or zero.stage == 0:
+        return
+    for moment in filter(_is_storage, jax.tree.leaves(moments, is_leaf=_is_storage)):
+        if zero.split_of(jax.ShapeDtypeStruct(moment.shape, jnp.float32)) != -1:
             continue
         if (moment.shape[-1] // zero.devices) % moment.group:
             raise ValueError(
