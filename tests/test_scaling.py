@@ -1,5 +1,6 @@
 """How scales are chosen, against a plain model of the definition; how states that meet are merged."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -7,18 +8,22 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax.linen.fp8_ops import fm32
 from jax import lax
 
 import fp8jax
-from fp8jax import Recipe, scaling
+from fp8jax import Recipe, backends, formats, quantization, scaling
+from fp8jax.backends import xla
+from fp8jax.comm import Zero
 from fp8jax.dot import dot_general, init_state
+from fp8jax.inspect import chart
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.recipe import legal
 from fp8jax.scaling import tensor
-from fp8jax.scaling.base import ScaleMethod
+from fp8jax.scaling.base import QuantizedRows, ScaleMethod
 from fp8jax.scaling.merge import (
     FP8_GRAD,
     broadcast_under_vmap,
@@ -404,6 +409,124 @@ def test_a_half_added_scaling_is_refused(fixed, monkeypatch, table):
     monkeypatch.delitem(getattr(owner, table), "fixed")
     with pytest.raises(NotImplementedError, match=f"scaling=fixed: expected an entry in .*{table}"):
         fp8jax.transform(nn.Dense(32), fixed).init(jax.random.key(0), jnp.ones((16, 32)))
+
+
+# A new scaling with its own operands, and the backend that multiplies them ########################
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScaling:
+    """A scale for each row of lhs and each column of rhs of every GEMM: torchao's "rowwise"."""
+
+    recipe: Recipe
+    axes = (("mk", "km"), ("nk", "kn"), ("mn", "nm"))  # copies, each with its contracted axis last
+    is_residual_quantized = False
+    granularity = "row"
+    scales = "row FP32"
+    rows_multiple = None  # the GEMMs of groups quantize their rows
+
+    def init(self):
+        return {}
+
+    def format(self, operand):
+        return formats.E4M3
+
+    def _copy(self, x, is_turned):
+        x = jnp.swapaxes(x, -1, -2) if is_turned else x
+        q = quantization.quantize(x, formats.E4M3, blocks=(*x.shape[:-1], 1))
+        return quantization.as_bytes(q)
+
+    def quantize(self, state, operand, x, uses):
+        return tuple(self._copy(x, i == 1) if uses[i] else None for i in range(2)), jnp.zeros(())
+
+    def quantize_rows(self, state, operand, x, sizes, uses):
+        return QuantizedRows(None, None, jnp.zeros(sizes.shape), sizes)
+
+    def prepare(self, state, rhs, kernel, groups):
+        return rhs, jnp.zeros((groups,) if groups else ())
+
+    def kernel(self, state, residual, kernel, use):
+        return self._copy(kernel.to_matrix(quantization.value(kernel.gathered(residual))), use == 0)
+
+    def update(self, state, seen):
+        return {}
+
+
+def rowwise_dot(lhs, rhs, dimension_numbers, *, out_dtype, precise):
+    """The GEMM of codes, which XLA computes in FP8 on a GPU; the scales are applied to its output."""
+    ones = [jnp.ones((), jnp.float32)] * 2
+    codes = [quantization.ScaledArray(x.data, one) for x, one in zip((lhs, rhs), ones, strict=True)]
+    out = xla.dot(*codes, dimension_numbers, out_dtype=jnp.float32, precise=precise)
+    return (out * lhs.scale * jnp.swapaxes(rhs.scale, -1, -2)).astype(out_dtype)
+
+
+@pytest.fixture
+def rowwise(monkeypatch):
+    """Rowwise scaling, added as CONTRIBUTING.md says: an entry in each of three tables."""
+    backend = backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
+    monkeypatch.setitem(legal._LEGAL, "scaling", (*legal._LEGAL["scaling"], "rowwise"))
+    monkeypatch.setitem(scaling.SCALINGS, "rowwise", RowScaling)
+    monkeypatch.setitem(backends.BACKENDS, "rowwise", backend)
+    monkeypatch.setattr(backends, "AUTO", (*backends.AUTO, "rowwise"))
+    return "te,scaling=rowwise,fp8_format=E4M3"
+
+
+def fake_rowwise(x, axis):
+    amax = np.abs(x).max(axis, keepdims=True)
+    scale = np.where(amax > 0, amax / np.float32(448), 1).astype(np.float32)
+    return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+def test_rowwise_gemms(rowwise):
+    """All three GEMMs are fake quantization along their contracted axes."""
+    random = np.random.default_rng(0)
+    x, grad = (random.normal(size=shape).astype(np.float32) for shape in ((32, 64), (32, 48)))
+    kernel = (random.normal(size=(64, 48)) * 10.0 ** random.uniform(-3, 3, 48)).astype(np.float32)
+    dot = lambda x, kernel: dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=rowwise, state={})  # noqa: E731
+    out, pullback = jax.vjp(dot, x, kernel)
+    dx, dkernel = pullback(grad)
+    wanted = fake_rowwise(x, 1) @ fake_rowwise(kernel, 0)
+    np.testing.assert_allclose(out, wanted, rtol=2e-2, atol=1e-3 * np.abs(wanted).max(0).min())
+    want_x = fake_rowwise(grad, 1) @ fake_rowwise(kernel, 1).T
+    want_kernel = fake_rowwise(x, 0).T @ fake_rowwise(grad, 0)
+    for got, want in ((dx, want_x), (dkernel, want_kernel)):
+        assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("weights", ["", ",weight=FP16,weight_grad=E4M3"])
+def test_rowwise_in_a_model(rowwise, weights):
+    """It trains, and reaches the report, the chart, ZeRO and experts."""
+    recipe, x = rowwise + weights, jnp.tile(jnp.linspace(-1, 1, 256), (32, 1))
+    model = fp8jax.transform(nn.Dense(256), recipe)
+    variables = model.init(jax.random.key(0), x)
+    assert "backend: rowwise (" in str(model.report(x))
+    row = chart.measure(recipe, devices=2)
+    assert row.cells["scaling"].declared == "row FP32" and row.cells["needs"].formats == (
+        "value_and_grad" if weights else "nothing"
+    )
+    assert row.cells["gemm"].formats == "FP8" and row.differences == ["scaling"]  # it reads blocks only
+    loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - x) ** 2)  # noqa: E731
+    alone = jax.jit(fp8jax.value_and_grad(loss_fn))(variables, x)
+    zero = Zero(jax.make_mesh((2,), ("data",)), recipe, stage=3)
+    loss, grads, _ = jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))(zero.place(variables), x)
+    np.testing.assert_allclose(loss, alone[0], rtol=1e-5)
+    a, b = (quantization.value(g["params"] if "params" in g else g)["kernel"] for g in (grads, alone[1]))
+    a, b = map(quantization.value, (a, b))
+    assert np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("table, says", [("BACKENDS", "rowwise"), ("SCALINGS", "an entry in .*SCALINGS")])
+def test_half_of_rowwise_is_refused(rowwise, monkeypatch, table, says):
+    owner = {"BACKENDS": backends, "SCALINGS": scaling}[table]
+    monkeypatch.delitem(getattr(owner, table), "rowwise")
+    with pytest.raises((KeyError, ValueError, NotImplementedError), match=says):
+        fp8jax.transform(nn.Dense(32), rowwise).init(jax.random.key(0), jnp.ones((32, 32)))
+
+
+def test_a_scaling_without_a_backend_is_refused(rowwise, monkeypatch):
+    monkeypatch.setattr(backends, "AUTO", backends.AUTO[:-1])
+    with pytest.raises(ValueError, match="no backend multiplies operands with a scale per row"):
+        fp8jax.transform(nn.Dense(32), rowwise)
 
 
 def test_a_new_scaling_without_its_twin_on_torch_is_refused(fixed):

@@ -60,15 +60,6 @@ _DTYPES = {
 }
 _FORMATS = {dtype: name for name, dtypes in _DTYPES.items() for dtype in dtypes}
 _BITS = {"FP4": 4, "FP8": 8, "FP16": 16, "BF16": 16, "FP32": 32}
-# Scaling -> the blocks with a scale each, and the scale's format.
-_SCALES = {
-    "delayed": "tensor, history",
-    "current": "tensor",
-    "block": "128x128 FP32 / 1x128 FP32",
-    "block_float32": "128x128 FP32 / 1x128 FP32",
-    "mxfp8": "1x32 E8M0",
-    "nvfp4": "16x16 E4M3 / 1x16 E4M3",
-}
 _NEEDS = ("nothing", "state", "value_and_grad")
 _SCALE_FORMATS = {"f32": "FP32", "f8e8m0fnu": "E8M0", "f8e4m3fn": "E4M3"}
 
@@ -109,12 +100,11 @@ def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
     row["comm"] = row["comm"] if devices > 1 else "-"
     row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
     row = {column: re.sub("E4M3|E4M4|E5M2", "FP8", formats) for column, formats in row.items()}
-    is_by_row = recipe.gemm == "FP4" and "2d" not in recipe.fp4_options
-    scales = "1x16 E4M3" if is_by_row else _SCALES[recipe.scaling]
+    scales = scaling.of_recipe(recipe).scales if recipe.is_quantized else "-"
     is_plain = recipe.weight == recipe.weight_grad == "FP32" and recipe.gemm != "FP16"
     has_state = recipe.is_quantized and bool(state_names(recipe))
     needs = _NEEDS[has_state if is_plain else 2]
-    return {**row, "scaling": scales if recipe.is_quantized else "-", "needs": needs}
+    return {**row, "scaling": scales, "needs": needs}
 
 
 def lacking(target: str | None) -> dict[str, str]:

@@ -99,6 +99,11 @@ class Scaling(Protocol):
         ...
 
     @property
+    def scales(self) -> str:
+        """The parts of all operands that have a scale, and the scale's format, as the chart says them."""
+        ...
+
+    @property
     def rows_multiple(self) -> int | None:
         """Rows of a group are padded to a multiple of this number; None if each GEMM quantizes its rows."""
         ...

@@ -49,6 +49,8 @@ from fp8jax.scaling.block_method import method_of
 from fp8jax.scaling.groups import in_aligned_groups
 from fp8jax.scaling.stored import operand_of_stored, stored_kernel
 
+# `BlockMethod.scale` -> the format of stored scales, where the names differ.
+_SCALE_FORMATS = {"power_of_two": "FP32", "float32": "FP32"}
 _SPREAD = np.uint32(0x9E3779B1)  # odd: seeds of consecutive numbers are far apart
 
 
@@ -69,6 +71,13 @@ class BlockScaling:
     def granularity(self) -> str:
         """The block of lhs; a kernel may have square blocks."""
         return "x".join(map(str, method_of(self.recipe, LHS).block))
+
+    @property
+    def scales(self) -> str:
+        """See `Scaling`."""
+        methods = [method_of(self.recipe, operand) for operand in (RHS, LHS, GRAD)]
+        names = ["{}x{} ".format(*x.block) + _SCALE_FORMATS.get(x.scale, x.scale) for x in methods]
+        return " / ".join(dict.fromkeys(names))
 
     @property
     def rows_multiple(self) -> int | None:

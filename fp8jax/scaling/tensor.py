@@ -47,6 +47,11 @@ class TensorScaling:
         return "tensor"
 
     @property
+    def scales(self) -> str:
+        """See `Scaling`."""
+        return "tensor, history" if "amax_history" in self.init() else "tensor"
+
+    @property
     def rows_multiple(self) -> int:
         """See `Scaling`."""
         return 1
