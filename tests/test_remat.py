@@ -7,13 +7,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jaxprs
+import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
 import fp8jax
 from fp8jax import comm
+from fp8jax.dot import through_fp8
 
 # No side of a kernel is so small that it stays wide by default.
 MODEL, WIDTH = 32, 128  # of what goes from block to block, and inside of one
@@ -240,7 +243,7 @@ def test_models_without_blocks_or_with_remat_are_refused(module, options, messag
 @pytest.mark.parametrize(
     "recipe, options, message",
     [
-        ("te", {"gradient_checkpointing": "all"}, "expected none, full, dots, fp8; got 'all'"),
+        ("te", {"gradient_checkpointing": "all"}, "expected none, full, dots, .*fp8; got 'all'"),
         ("te", {"checkpoint_blocks": ["Block"]}, "expected with `gradient_checkpointing`"),
         ("bf16", {"gradient_checkpointing": "fp8"}, "gemm=BF16 has none; take dots or full"),
     ],
@@ -403,3 +406,163 @@ def test_on_two_devices_with_zero():
 
     of = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float32), tree)  # noqa: E731
     assert_same(of(gradient("fp8")), of(gradient("none")))
+
+
+# Outputs of dots in FP8 ###########################################################################
+
+
+def hostile_rows():
+    random = np.random.default_rng(0)
+    x = np.float32(random.normal(size=(64, 256)) * 10.0 ** random.uniform(-30, 30, (64, 1)))
+    x[::5] = 0
+    x[1::5, 7] *= 1e5
+    x[2::5] = 2.0**-126
+    return np.clip(x, -1e35, 1e35)
+
+
+def restated(x, group=128):
+    """The rounding by its formula: the least power of two with which no entry of a group is above 448."""
+    groups = x.reshape(*x.shape[:-1], -1, group)
+    amax = np.abs(groups.astype(np.float64)).max(-1, keepdims=True)
+    scale = np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.maximum(amax, 1e-300) / 448)), 1)
+    scale = np.maximum(scale, 2.0**-126)
+    codes = np.float32(groups / scale).astype(ml_dtypes.float8_e4m3fn)
+    return (codes.astype(np.float64) * scale).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_outputs_through_fp8(dtype):
+    x = jnp.asarray(hostile_rows(), dtype)
+    got = np.asarray(jax.jit(through_fp8)(x), np.float64)
+    np.testing.assert_array_equal(got, restated(np.asarray(x, np.float32)).astype(dtype).astype(np.float64))
+    narrow = np.asarray(x[:, :40], np.float32)
+    want = restated(narrow, 40).astype(dtype).astype(np.float64)
+    np.testing.assert_array_equal(np.asarray(through_fp8(x[:, :40]), np.float64), want)
+
+
+def test_outputs_that_are_not_finite():
+    x = jnp.ones((2, 256)).at[0, 3].set(jnp.inf).at[1, 200].set(jnp.nan)
+    got = np.isfinite(through_fp8(x))
+    np.testing.assert_array_equal(got, np.repeat([[False, True], [True, False]], 128, 1))
+
+
+def test_the_gradient_passes_straight_through():
+    x, grad = jnp.asarray(hostile_rows()), jnp.ones((64, 256))
+    np.testing.assert_array_equal(jax.vjp(through_fp8, x)[1](grad)[0], grad)
+
+
+@functools.partial(
+    jax.jit, inline=True, static_argnums=2, static_argnames=("precision", "preferred_element_type")
+)
+def rounded_dot(lhs, rhs, numbers, precision=None, preferred_element_type=None):
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    return through_fp8(jax.lax.dot_general(lhs, rhs, numbers, **options))
+
+
+class ByHand(nn.Module):
+    """Blocks that say what "dots_fp8" does."""
+
+    has_inputs: bool = False
+    dot_general: object = rounded_dot
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        for i in range(2):
+            x = HandBlock(self.dot_general, self.has_inputs, name=f"h_{i}")(x)
+        return nn.Dense(4, name="lm_head")(x)
+
+
+class HandBlock(nn.Module):
+    dot_general: object
+    has_inputs: bool
+
+    @nn.compact
+    def __call__(self, x):
+        x = through_fp8(x) if self.has_inputs else x
+        y = nn.gelu(nn.Dense(WIDTH, name="up", dot_general=self.dot_general)(nn.LayerNorm()(x)))
+        return x + nn.Dense(MODEL, name="down", dot_general=self.dot_general)(y)
+
+
+def plain_blocks(has_inputs=False):
+    return ByHand(has_inputs=False, dot_general=jax.lax.dot_general)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", long("bf16"), long("block")])
+@pytest.mark.parametrize("keep", ["dots_fp8", "dots_fp8_inputs"])
+def test_blocks_are_those_written_by_hand(recipe, keep):
+    """The first block's input is the model's input, which is saved as it is."""
+
+    def step(module, keep):
+        model = fp8jax.transform(module, recipe, gradient_checkpointing=keep)
+        variables = fp8jax.transform(plain_blocks(), recipe).init(jax.random.key(0), X)
+        loss_fn = lambda variables: jnp.mean(model.apply(variables, through_first(X)) ** 2)  # noqa: E731
+        return jax.jit(fp8jax.value_and_grad(loss_fn))(variables)
+
+    through_first = through_fp8 if keep == "dots_fp8_inputs" else lambda x: x
+    got, want = step(plain_blocks(), keep), step(ByHand(keep == "dots_fp8_inputs"), "none")
+    of = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float32), tree)  # noqa: E731
+    assert_same(of(got), of(want))
+    plain = step(plain_blocks(), "none")
+    assert abs(float(plain[0]) - float(got[0])) > 1e-5 * float(plain[0])
+
+
+@pytest.mark.filterwarnings("ignore:a gradient is taken with respect to weights")
+@pytest.mark.parametrize("module", [Listed(), Scanned()])
+def test_fp8_outputs_take_a_byte(module):
+    blocks, tokens = (2 if isinstance(module, Listed) else 3), len(X)
+    full, outputs, inputs = (kept_bytes(module, keep) for keep in ("full", "dots_fp8", "dots_fp8_inputs"))
+    # The codes of the outputs of the first dots, and an exponent for each row. The second one's output is in
+    # the next block's input.
+    assert outputs - full == blocks * tokens * (WIDTH + 1)
+    # The input of a block: float32, or codes and an exponent. The first one is the model's.
+    streams = blocks - isinstance(module, Listed)
+    assert outputs - inputs == streams * tokens * (4 * MODEL - MODEL - 1)
+
+
+@pytest.mark.parametrize("module", [Listed(), Scanned()])
+@pytest.mark.parametrize("keep", ["dots_fp8", "dots_fp8_inputs"])
+def test_fp8_outputs_cost_no_gemm(module, keep):
+    def gemms(keep):
+        loss, variables = loss_of(module, keep)
+        jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(loss, has_aux=True))(variables).jaxpr
+        return len(jaxprs.equations(jaxpr, "dot_general", "default"))
+
+    assert gemms(keep) == gemms("none") < gemms("full")
+
+
+@pytest.mark.parametrize("name", ["listed", long("scanned")])
+def test_nnx_with_fp8_outputs(name):
+    loss, grads, *_, report = nnx_step_of(name, "dots_fp8")
+    plain, wanted, *_ = nnx_step_of(name, "none")
+    assert "gradient_checkpointing=dots_fp8: of" in report
+    np.testing.assert_allclose(loss, plain, rtol=0.05)
+    norm = lambda tree: float(optax.global_norm(tree))  # noqa: E731
+    assert 0 < norm(jax.tree.map(jnp.subtract, grads, wanted)) < 0.2 * norm(wanted)
+
+
+def test_a_function_with_fp8_outputs():
+    """The blocks are the bodies of its scans."""
+
+    def fn(params, x):
+        body = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+        return jax.lax.scan(body, x, params)[0]
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "up": jax.random.normal(keys[0], (3, MODEL, WIDTH)) / 6,
+        "down": jax.random.normal(keys[1], (3, WIDTH, MODEL)) / 11,
+    }
+
+    def saved(keep):
+        model = fp8jax.transform(fn, "te,scaling=current", gradient_checkpointing=keep)
+        variables = model.init(params, X)
+        loss_fn = lambda variables: jnp.mean(model.apply(variables, X) ** 2)  # noqa: E731
+        kept = jax.eval_shape(lambda variables: jax.vjp(loss_fn, variables)[1], variables)
+        size = sum(
+            math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 4) for leaf in jax.tree.leaves(kept)
+        )
+        return size, float(loss_fn(variables))
+
+    (full, loss), (outputs, rounded), (inputs, _) = map(saved, ("full", "dots_fp8", "dots_fp8_inputs"))
+    assert outputs - full == 3 * len(X) * (WIDTH + 1) and outputs - inputs == 3 * len(X) * (3 * MODEL - 1)
+    np.testing.assert_allclose(loss, rounded, rtol=0.02)

@@ -15,7 +15,8 @@ Loss and all gradients, for layers and MLP blocks also of the input, of:
   way. "total" counts arguments and outputs, too: XLA computes in the outputs' buffers, so a way with small
   gradients needs more temporaries;
 - a GPT of 12 layers: temporaries without rematerialization, and with one that keeps the outputs of GEMMs or
-  the FP8 operands (`fp8jax.dot.save_fp8_operands`).
+  the FP8 operands (`fp8jax.dot.save_fp8_operands`), or the outputs in FP8, and the blocks' inputs, too
+  (`gradient_checkpointing="dots_fp8"` and "dots_fp8_inputs").
 
 Needs `fp8jax install-compiler`, no GPU, and no XLA_FLAGS.
 """
@@ -119,17 +120,27 @@ def layer_rows(names: list[str], shape: tuple[int, int, int], target: str) -> ou
 def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -> output.Rows:
     """One row per recipe and rematerialization: temporaries of a GPT, and the casts of a tensor."""
     products = jax.checkpoint_policies.save_only_these_names(LINEAR)
-    kept = {"everything": None, "products": products, "FP8 operands": fp8jax.dot.save_fp8_operands}
+    kept: dict[str, Any] = {
+        "everything": None,
+        "products": products,
+        "FP8 operands": fp8jax.dot.save_fp8_operands,
+        # Of the model without remat.
+        "FP8 products": "dots_fp8",
+        "FP8 products and inputs": "dots_fp8_inputs",
+    }
     rows, reference = [], {}
     for recipe in ["bf16", *recipes]:
         for name, policy in kept.items():
             if recipe == "bf16" and name == "FP8 operands":
                 continue
-            sized = dataclasses.replace(config, remat=policy is not None, policy=policy)
-            compiled = compile_gpt(fp8jax.transform(GPT(sized), recipe), config.context, batch, target)
+            ours = policy if isinstance(policy, str) else "none"
+            has_remat = policy is not None and ours == "none"
+            sized = dataclasses.replace(config, remat=has_remat, policy=policy if has_remat else None)
+            model = fp8jax.transform(GPT(sized), recipe, gradient_checkpointing=ours)
+            compiled = compile_gpt(model, config.context, batch, target)
             read, moved = program.read(compiled), traffic.read(compiled)
             reference.setdefault(name, read.temporaries)
-            of = reference["products" if name == "FP8 operands" else name]
+            of = reference["products" if name.startswith("FP8") else name]
             rows.append(
                 {
                     "recipe": recipe,

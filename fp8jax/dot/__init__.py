@@ -23,6 +23,10 @@ from fp8jax.dot.dot_general import init_state as init_state
 from fp8jax.dot.dot_general import quantized_kernel as quantized_kernel
 from fp8jax.dot.dot_general import save_fp8_operands as save_fp8_operands
 from fp8jax.dot.dot_general import state_names as state_names
+from fp8jax.dot.output import OPERANDS as OPERANDS
+from fp8jax.dot.output import OUTPUT as OUTPUT
+from fp8jax.dot.output import OUTPUT_CODES as OUTPUT_CODES
+from fp8jax.dot.output import through_fp8 as through_fp8
 from fp8jax.dot.ragged import init_ragged_state as init_ragged_state
 from fp8jax.dot.ragged import ragged_dot as ragged_dot
 from fp8jax.dot.ragged import wide_ragged_dot as wide_ragged_dot

@@ -11,7 +11,8 @@ from jax import lax
 
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
-from fp8jax.dot.vjp import FP8_OPERANDS, FPROP, WGRAD, Call, Static, jitted_dot, multiply
+from fp8jax.dot.output import OPERANDS
+from fp8jax.dot.vjp import FPROP, WGRAD, Call, Static, jitted_dot, multiply
 from fp8jax.dot.weight import WHOLE, PlacedKernel, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, value
@@ -228,7 +229,7 @@ def save_fp8_operands(primitive: Any, *avals: Any, **params: Any) -> Any:
     return _save_operands(primitive, *avals, **params)
 
 
-_save_operands = jax.checkpoint_policies.save_only_these_names(FP8_OPERANDS)
+_save_operands = jax.checkpoint_policies.save_only_these_names(OPERANDS)
 
 
 # A kernel that is not sharded, as `Scaling.prepare` needs it.

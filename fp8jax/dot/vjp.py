@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Side, contract
+from fp8jax.dot.output import OPERANDS
 from fp8jax.dot.weight import WHOLE, GradSlot, KernelPlacement, PlacedKernel, Weight
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradient, value
@@ -26,9 +27,6 @@ from fp8jax.scaling import GRAD, LHS, RHS, Scaling, State
 from fp8jax.scaling.base import QuantizedRows, Uses
 from fp8jax.scaling.lost import checked
 from fp8jax.scaling.merge import from_cotangents, to_cotangents, to_fp8_grad
-
-# The `checkpoint_name` of the quantized residuals.
-FP8_OPERANDS = "fp8_operands"
 
 # The error message for a second derivative.
 ONCE = (
@@ -187,7 +185,7 @@ def _forward(
     # that a second derivative raises.
     seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
     if static.scaling.is_residual_quantized:
-        seen, sizes = checkpoint_name((seen, sizes), FP8_OPERANDS)
+        seen, sizes = checkpoint_name((seen, sizes), OPERANDS)
     return differentiable_once(out, seen, ONCE), (residuals, seen, state, sizes)
 
 
@@ -204,8 +202,8 @@ def _output(
     prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(sizes))
     # The GEMM reads what is saved, so that remat casts nothing twice.
     is_one = q.first is q.second
-    second = checkpoint_name(q.second, FP8_OPERANDS)
-    prepared = prepared if prepared is rhs else checkpoint_name(prepared, FP8_OPERANDS)
+    second = checkpoint_name(q.second, OPERANDS)
+    prepared = prepared if prepared is rhs else checkpoint_name(prepared, OPERANDS)
     first = _operand(static, FPROP, second if is_one else q.first, rows)
     with jax.named_scope(FPROP):
         right = _kernel_operand(static, FPROP, rhs, prepared, kernel, state)

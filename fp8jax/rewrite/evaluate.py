@@ -19,14 +19,14 @@ from jax._src import source_info_util
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax import formats
-from fp8jax.dot import Weight, dot_general, ragged_dot
+from fp8jax.dot import OUTPUT, Weight, dot_general, ragged_dot
 from fp8jax.dot.layout import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
 from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
-from fp8jax.rewrite.plan import DOT_OUTPUT, DotState, Plan, PlannedDot
+from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
 from fp8jax.scaling.merge import first_state
 
@@ -113,7 +113,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     if planned.dot.groups:
         groups = kernel.value() if kernel.view.is_transposed else kernel.kernel
         out = ragged_dot(other, groups, plain(ins[2]), over=eqn.params.get("over"), **options)
-        return checkpoint_name(out, DOT_OUTPUT)
+        return checkpoint_name(out, OUTPUT)
     subscripts = _subscripts(eqn, which, kernel.view.perm)
     if recipe.is_quantized:
         dot = functools.partial(_named_dot, **options)
@@ -128,7 +128,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
 
 
 def _named_dot(*operands: Any, **options: Any) -> jax.Array:
-    return checkpoint_name(dot_general(*operands, **options), DOT_OUTPUT)
+    return checkpoint_name(dot_general(*operands, **options), OUTPUT)
 
 
 def _subscripts(eqn: jex.JaxprEqn, which: int, perm: tuple[int, ...]) -> str:
@@ -154,7 +154,7 @@ def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
     if "preferred_element_type" in params:
         params["preferred_element_type"] = dtype
     out = eqn.primitive.bind(lhs.astype(dtype), rhs.astype(dtype), *rest, **params)
-    return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), DOT_OUTPUT)
+    return checkpoint_name(out.astype(eqn.outvars[0].aval.dtype), OUTPUT)
 
 
 def _states_inside(plan: Plan, states: States, site: Site) -> dict[tuple[str, ...], Any]:

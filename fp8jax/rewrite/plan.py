@@ -18,9 +18,6 @@ from fp8jax.scaling.base import OLD
 from fp8jax.scaling.block import with_seeds
 from fp8jax.variables import SCALING
 
-# The `checkpoint_name` of the outputs of kernels' dot products.
-DOT_OUTPUT = "fp8jax_dot_output"
-
 
 class Kernel(NamedTuple):
     """A parameter of dot products with a recipe: its scales and its scaling state."""

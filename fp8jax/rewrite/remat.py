@@ -8,6 +8,8 @@
 | `full` | nothing |
 | `fp8` | the FP8 operands of its dots, see `fp8jax.dot.save_fp8_operands` |
 | `dots` | the outputs of its layers' dots |
+| `dots_fp8` | the same in FP8; all else is computed from the rounded outputs, see `fp8jax.dot.through_fp8` |
+| `dots_fp8_inputs` | the same, and the block's input (the residual stream) in FP8, too |
 
 Without `checkpoint_blocks` the blocks are the outermost repeated modules in the tree of the model's calls:
 siblings of one class with layers, or the module of a scan's body; otherwise a module that is called more than
@@ -19,17 +21,17 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
-from fp8jax.dot import save_fp8_operands
+from fp8jax.dot import OUTPUT, OUTPUT_CODES, save_fp8_operands, through_fp8
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
 from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, SCAN
-from fp8jax.rewrite.plan import DOT_OUTPUT
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
 # Named scope of a call, followed by the call's number and trace count.
@@ -41,8 +43,10 @@ POLICIES: dict[str, Any] = {
     "full": _policies.nothing_saveable,
     # FP8 dots by name, because a policy does not see their `dot_general`; high-precision dots by primitive.
     "dots": _policies.save_from_both_policies(
-        _policies.save_only_these_names(DOT_OUTPUT), _policies.dots_with_no_batch_dims_saveable
+        _policies.save_only_these_names(OUTPUT), _policies.dots_with_no_batch_dims_saveable
     ),
+    "dots_fp8": _policies.save_only_these_names(OUTPUT_CODES),
+    "dots_fp8_inputs": _policies.save_only_these_names(OUTPUT_CODES),
     "fp8": save_fp8_operands,
 }
 
@@ -278,11 +282,46 @@ def with_checkpoints(
                 "fp8jax.dot.save_fp8_operands."
             )
     note = f"gradient_checkpointing={setting.policy}: of {', '.join(names)}"
-    return _checkpointed(jaxpr, POLICIES[setting.policy], blocks, ()), note
+    if setting.policy.startswith("dots_fp8"):
+        jaxpr = _through_fp8(jaxpr, frozenset(dot.place.site for dot in dots if _is_in(dot, blocks)), ())
+    return _checkpointed(jaxpr, setting.policy, blocks, ()), note
 
 
-def _checkpointed(jaxpr: jex.Jaxpr, policy: Any, blocks: _Blocks, site: Site) -> jex.Jaxpr:
-    """The jaxpr at a site with a checkpoint around each block; the same object if it has none."""
+def _is_in(dot: Dot, blocks: _Blocks) -> bool:
+    calls = [number for scope in dot.place.scopes for number, _ in _calls_in(scope)]
+    return any(key in blocks for key in (*calls, *(site for site, _ in dot.loops[-1:])))
+
+
+def _through_fp8(jaxpr: jex.Jaxpr, dots: frozenset[Site], site: Site) -> jex.Jaxpr:
+    """The jaxpr at a site with the outputs of these dots through FP8. Each dot becomes a call of the dot and
+    the rounding, so that the sites of other equations stay."""
+
+    def rounded(eqn: jex.JaxprEqn, at: Site) -> jex.JaxprEqn:
+        if at in dots:
+            return _called_through_fp8(eqn)
+        return _with_inner(eqn, at, lambda inner, below: _through_fp8(inner, dots, below))
+
+    eqns = [rounded(eqn, (*site, number)) for number, eqn in enumerate(jaxpr.eqns)]
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+
+
+def _called_through_fp8(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+    """A call of a dot whose output goes through FP8."""
+    closed = jax.make_jaxpr(jax.jit(lambda *args: through_fp8(eqn.primitive.bind(*args, **eqn.params))))(
+        *(var.aval for var in eqn.invars)
+    )
+    [call] = closed.eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _checkpointed(
+    jaxpr: jex.Jaxpr, policy: str, blocks: _Blocks, site: Site, carry: Iterable[Any] = ()
+) -> jex.Jaxpr:
+    """The jaxpr at a site with a checkpoint around each block; the same object if it has none.
+
+    `carry` are the inputs that a scan carries.
+    """
 
     def block_of(eqn: jex.JaxprEqn) -> tuple[int, int] | None:
         calls = _calls_in(str(eqn.source_info.name_stack))
@@ -296,20 +335,33 @@ def _checkpointed(jaxpr: jex.Jaxpr, policy: Any, blocks: _Blocks, site: Site) ->
             pairs = enumerate(jaxpr.eqns[start:end], start)
             eqns += [_checkpointed_inside(eqn, policy, blocks, (*site, number)) for number, eqn in pairs]
         else:
-            eqns.append(_checkpoint(jaxpr, start, end, policy, blocks[block[0]]))
+            eqns.append(_checkpoint(jaxpr, start, end, policy, blocks[block[0]], carry))
     if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=False)):
         jaxpr = jaxpr.replace(eqns=eqns)
     if site in blocks:
-        jaxpr = jaxpr.replace(eqns=[_checkpoint(jaxpr, 0, len(jaxpr.eqns), policy, blocks[site])])
+        eqn = _checkpoint(jaxpr, 0, len(jaxpr.eqns), policy, blocks[site], carry)
+        jaxpr = jaxpr.replace(eqns=[eqn])
     return jaxpr
 
 
-def _checkpointed_inside(eqn: jex.JaxprEqn, policy: Any, blocks: _Blocks, site: Site) -> jex.JaxprEqn:
+def _checkpointed_inside(eqn: jex.JaxprEqn, policy: str, blocks: _Blocks, site: Site) -> jex.JaxprEqn:
     """The equation at a site, with a checkpoint around each block inside; the same object without one."""
+
+    def change(inner: jex.Jaxpr, below: Site) -> jex.Jaxpr:
+        first, count = (eqn.params.get(name, 0) for name in ("num_consts", "num_carry"))
+        return _checkpointed(inner, policy, blocks, below, inner.invars[first : first + count])
+
+    return _with_inner(eqn, site, change)
+
+
+def _with_inner(
+    eqn: jex.JaxprEqn, site: Site, change: Callable[[jex.Jaxpr, Site], jex.Jaxpr]
+) -> jex.JaxprEqn:
+    """The equation at a site with each jaxpr inside changed; the same object without a change."""
 
     def inside(inner: Any, *branch: int) -> Any:
         jaxpr = getattr(inner, "jaxpr", inner)
-        new = _checkpointed(jaxpr, policy, blocks, (*site, *branch))
+        new = change(jaxpr, (*site, *branch))
         return inner if new is jaxpr else new if inner is jaxpr else inner.replace(jaxpr=new)
 
     if eqn.primitive.name not in ("scan", "cond", *CALLS, *REMATS):
@@ -324,7 +376,9 @@ def _checkpointed_inside(eqn: jex.JaxprEqn, policy: Any, blocks: _Blocks, site: 
     return eqn if new == old else eqn.replace(params={**eqn.params, **new})
 
 
-def _checkpoint(jaxpr: jex.Jaxpr, start: int, end: int, policy: Any, in_loop: bool) -> jex.JaxprEqn:
+def _checkpoint(
+    jaxpr: jex.Jaxpr, start: int, end: int, policy: str, in_loop: bool, carry: Iterable[Any]
+) -> jex.JaxprEqn:
     """Some equations of a jaxpr as a `jax.checkpoint`, with outputs that later equations need."""
     eqns = jaxpr.eqns[start:end]
     made = {var for eqn in eqns for var in eqn.outvars}
@@ -332,8 +386,25 @@ def _checkpoint(jaxpr: jex.Jaxpr, start: int, end: int, policy: Any, in_loop: bo
     used_later = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns[end:] for var in eqn.invars)]
     ins = {var: None for var in used if not isinstance(var, jex.Literal) and var not in made}
     outs = {var: None for var in used_later if not isinstance(var, jex.Literal) and var in made}
+    invars = [*ins]
+    if policy == "dots_fp8_inputs":
+        before = {*carry, *(var for eqn in jaxpr.eqns[:start] for var in eqn.outvars)}
+        for number, var in enumerate(invars):
+            if var in before and _is_stream(var, outs):
+                # The rounded input takes the place of the input inside of the block.
+                [rounding] = jax.make_jaxpr(jax.jit(through_fp8))(var.aval).eqns
+                invars[number] = rounding.params["jaxpr"].jaxpr.invars[0]
+                eqns = [rounding.replace(invars=[invars[number]], outvars=[var]), *eqns]
     # An equation of JAX's own, whose parameters are replaced.
-    [eqn] = jax.make_jaxpr(jax.checkpoint(lambda: 0.0, policy=policy, prevent_cse=not in_loop))().eqns
-    inner = jaxpr.replace(constvars=[], invars=[*ins], outvars=[*outs], eqns=eqns)
+    options = {"policy": POLICIES[policy], "prevent_cse": not in_loop}
+    [eqn] = jax.make_jaxpr(jax.checkpoint(lambda: 0.0, **options))().eqns
+    inner = jaxpr.replace(constvars=[], invars=invars, outvars=[*outs], eqns=eqns)
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     return eqn.replace(invars=[*ins], outvars=[*outs], params={**eqn.params, "jaxpr": inner}, effects=effects)
+
+
+def _is_stream(var: Any, outs: Iterable[Any]) -> bool:
+    """Whether an input of a block is its residual stream: floats in the shape of an output of the block."""
+    of_var = (var.aval.shape, var.aval.dtype)
+    is_float = jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.ndim > 1
+    return is_float and any((out.aval.shape, out.aval.dtype) == of_var for out in outs)

@@ -77,7 +77,8 @@ class TrainConfig(DeviceConfig):
     gradient_accumulation_steps: int = option(1, "microbatches of an optimizer step", least=1, fixed=False)
     gradient_checkpointing: str = option(
         "none",
-        "residuals of a block: none (all kept), full (all recomputed), dots, fp8 (operands kept)",
+        "residuals of a block: none (all saved), full (all recomputed), dots, dots_fp8 (outputs of dots, in "
+        "FP8), dots_fp8_inputs (inputs, too), fp8 (operands)",
         choices=CHECKPOINTING,
     )
     checkpoint_blocks: str = option("", "classes or paths of those blocks; by default they are found")
