@@ -464,7 +464,7 @@ def rowwise_dot(lhs, rhs, dimension_numbers, *, out_dtype, precise):
 def rowwise(monkeypatch):
     """Rowwise scaling, added as CONTRIBUTING.md says: an entry in each of three tables."""
     backend = backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
-    monkeypatch.setitem(legal._LEGAL, "scaling", (*legal._LEGAL["scaling"], "rowwise"))
+    monkeypatch.setitem(legal.SCALINGS, "rowwise", legal.SCALINGS["current"])
     monkeypatch.setitem(scaling.SCALINGS, "rowwise", RowScaling)
     monkeypatch.setitem(backends.BACKENDS, "rowwise", backend)
     monkeypatch.setattr(backends, "AUTO", (*backends.AUTO, "rowwise"))
