@@ -25,13 +25,14 @@ from fp8jax.rewrite import LoRA as LoRA
 from fp8jax.rewrite import Rule as Rule
 
 if TYPE_CHECKING:
+    from fp8jax import checkpoints as checkpoints
     from fp8jax import inspect as inspect
     from fp8jax import train as train
 
 __version__ = "0.1.0"
 
 # Imported when they are asked for: they take time, or packages of the extra `train`.
-_ON_DEMAND = ("inspect", "train")
+_ON_DEMAND = ("checkpoints", "inspect", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -101,6 +101,12 @@ ROWS = (
         "GPUs that are not here, compiled programs, chart, GEMMs, memory, devices",
     ),
     Row(
+        8,
+        ("checkpoints/",),
+        "Hugging Face",
+        "models in the names and files of Hugging Face",
+    ),
+    Row(
         9,
         ("train/",),
         "Trainer, fit, data, checkpoints, report",

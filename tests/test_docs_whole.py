@@ -20,6 +20,7 @@ PUBLIC = (
     "fp8jax.adapters.moe",
     "fp8jax.adapters.nnx",
     "fp8jax.backends.te",
+    "fp8jax.checkpoints",
     "fp8jax.comm",
     "fp8jax.dot",
     "fp8jax.gradients",

@@ -14,12 +14,12 @@ names, `mapping_of(model)` for modules with the same names on both sides, or any
     GPT2.stacked("h").moved("^transformer/", "")  # layers under `nn.scan`, and no module around them
 """
 
-from fp8jax_torch.bridge.maps import GPT2 as GPT2
-from fp8jax_torch.bridge.maps import LLAMA as LLAMA
+from fp8jax.checkpoints import GPT2 as GPT2
+from fp8jax.checkpoints import LLAMA as LLAMA
+from fp8jax.checkpoints import NameMap as NameMap
+from fp8jax.checkpoints import Place as Place
+from fp8jax.checkpoints import Rename as Rename
 from fp8jax_torch.bridge.maps import mapping_of as mapping_of
-from fp8jax_torch.bridge.names import NameMap as NameMap
-from fp8jax_torch.bridge.names import Place as Place
-from fp8jax_torch.bridge.names import Rename as Rename
 from fp8jax_torch.bridge.optimizer import optimizer_from_flax as optimizer_from_flax
 from fp8jax_torch.bridge.optimizer import optimizer_to_flax as optimizer_to_flax
 from fp8jax_torch.bridge.weights import from_flax as from_flax

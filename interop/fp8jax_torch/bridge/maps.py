@@ -1,4 +1,4 @@
-"""Name maps: of GPT-2, of Llama, and of models with the same module names on both sides.
+"""The name map of models with the same module names in torch and in Flax.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
 >>> mapping_of(model).place("0.weight"), mapping_of(model).place("1.weight").path
@@ -10,31 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8jax_torch.bridge.names import NameMap, Rename
-
-# Paths of Hugging Face's Flax models, as in `transformer/h/0/attn/c_attn/kernel` and
-# `model/layers/0/self_attn/q_proj/kernel`, with kernels of `nn.Dense`, shape=(in, out). Hugging Face's own
-# Flax GPT-2 had transposed kernels, and its Flax Llama called a norm's scale `weight`.
-GPT2 = NameMap(
-    (
-        Rename(r".*\.attn\.(?:masked_)?bias", None),  # causal masks in old checkpoints
-        Rename(r"((?:.*\.)?(?:wte|wpe))\.weight", r"\1/embedding"),
-        Rename(r"((?:.*\.)?ln_\w+)\.weight", r"\1/scale"),
-        Rename(r"(.*\.(?:c_attn|c_proj|c_fc|q_attn))\.weight", r"\1/kernel"),  # Conv1D, shape=(in, out)
-        Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
-        Rename(r"(.*)\.bias", r"\1/bias"),
-    )
-)
-LLAMA = NameMap(
-    (
-        Rename(r".*\.rotary_emb\.inv_freq", None),  # in old checkpoints
-        Rename(r"((?:.*\.)?embed_tokens)\.weight", r"\1/embedding"),
-        Rename(r"((?:.*[._])?(?:layer)?norm)\.weight", r"\1/scale"),
-        Rename(r"(.*\.\w+_proj)\.weight", r"\1/kernel", axes=(1, 0)),
-        Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
-        Rename(r"(.*)\.bias", r"\1/bias"),
-    )
-)
+from fp8jax.checkpoints import NameMap, Rename
 
 _CONVOLUTIONS = {
     torch.nn.Conv1d: (2, 1, 0),

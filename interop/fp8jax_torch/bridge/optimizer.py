@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import torch
 from jaxtyping import PyTree
 
-from fp8jax_torch.bridge.names import NameMap
+from fp8jax.checkpoints import NameMap
+from fp8jax.checkpoints.tree import ROOT, Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.pairs import paired
-from fp8jax_torch.bridge.tree import ROOT, Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
 from fp8jax_torch.optim.adam import entries_of, entry_of
 from fp8jax_torch.scaled import ScaledTensor

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fp8jax.checkpoints import NameMap, Place
+from fp8jax.checkpoints.tree import Key, Tree, codes_and_scale
 from fp8jax_torch.bridge.arrays import codes_of, dtype_name
-from fp8jax_torch.bridge.names import NameMap, Place
-from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale
 from fp8jax_torch.scaled import is_scaled
 
 # An entry of the scaling state of a module's weight.

@@ -11,11 +11,11 @@ import torch
 from flax import traverse_util
 from jaxtyping import PyTree, Shaped
 
+from fp8jax.checkpoints import NameMap, Place
+from fp8jax.checkpoints.tree import Key, Tree, codes_and_scale, named
 from fp8jax.quantization import ScaledArray
 from fp8jax_torch.bridge.arrays import codes_of, same_bits, to_jax, to_torch
-from fp8jax_torch.bridge.names import NameMap, Place
 from fp8jax_torch.bridge.pairs import Pair, paired, ties
-from fp8jax_torch.bridge.tree import Key, Tree, codes_and_scale, named
 from fp8jax_torch.scaled import ScaledTensor
 
 

@@ -12,9 +12,8 @@ needs no inverse.
 
 import dataclasses
 import re
-from typing import NamedTuple
-
-import torch
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +57,22 @@ class Place(NamedTuple):
     axes: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
 
-    def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Brings a torch tensor into Flax's order."""
-        ordered = tensor if self.axes is None else tensor.permute(self.axes)
+    def arrange(self, tensor: Any) -> Any:
+        """Brings a torch tensor, or an array in torch's order, into Flax's order."""
+        ordered = tensor if self.axes is None else _permuted(tensor, self.axes)
         return ordered if self.shape is None else ordered.reshape(self.shape)
 
-    def restore(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Brings a tensor from Flax's order into torch's, with the shape `shape`."""
+    def restore(self, tensor: Any, shape: Sequence[int]) -> Any:
+        """Brings a tensor or array from Flax's order into torch's, with the shape `shape`."""
         if self.axes is None:
-            return tensor.reshape(shape)
+            return tensor.reshape(tuple(shape))
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
-        return tensor.reshape([shape[axis] for axis in self.axes]).permute(inverse)
+        return _permuted(tensor.reshape(tuple(shape[axis] for axis in self.axes)), inverse)
+
+
+def _permuted(tensor: Any, axes: Sequence[int]) -> Any:
+    """`torch.permute`, or `transpose` of an array."""
+    return tensor.permute(*axes) if hasattr(tensor, "permute") else tensor.transpose(axes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,14 @@
+"""Models in the names and files of Hugging Face.
+
+A `NameMap` says which tensor of a torch model is where in Flax: `GPT2` and `LLAMA` for Hugging Face's names,
+or any other map:
+
+    NameMap((Rename(r"(.*)\\.weight", r"\\1/kernel", axes=(1, 0)), Rename(r"(.*)\\.bias", r"\\1/bias")))
+    GPT2.stacked("h").moved("^transformer/", "")  # layers under `nn.scan`, and no module around them
+"""
+
+from fp8jax.checkpoints.maps import GPT2 as GPT2
+from fp8jax.checkpoints.maps import LLAMA as LLAMA
+from fp8jax.checkpoints.names import NameMap as NameMap
+from fp8jax.checkpoints.names import Place as Place
+from fp8jax.checkpoints.names import Rename as Rename

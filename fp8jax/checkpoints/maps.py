@@ -1,0 +1,31 @@
+"""Name maps of Hugging Face's GPT-2 and Llama.
+
+>>> GPT2.place("transformer.h.0.ln_1.weight").path
+('transformer', 'h', '0', 'ln_1', 'scale')
+"""
+
+from fp8jax.checkpoints.names import NameMap, Rename
+
+# Paths of Hugging Face's Flax models, as in `transformer/h/0/attn/c_attn/kernel` and
+# `model/layers/0/self_attn/q_proj/kernel`, with kernels of `nn.Dense`, shape=(in, out). Hugging Face's own
+# Flax GPT-2 had transposed kernels, and its Flax Llama called a norm's scale `weight`.
+GPT2 = NameMap(
+    (
+        Rename(r".*\.attn\.(?:masked_)?bias", None),  # causal masks in old checkpoints
+        Rename(r"((?:.*\.)?(?:wte|wpe))\.weight", r"\1/embedding"),
+        Rename(r"((?:.*\.)?ln_\w+)\.weight", r"\1/scale"),
+        Rename(r"(.*\.(?:c_attn|c_proj|c_fc|q_attn))\.weight", r"\1/kernel"),  # Conv1D, shape=(in, out)
+        Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
+        Rename(r"(.*)\.bias", r"\1/bias"),
+    )
+)
+LLAMA = NameMap(
+    (
+        Rename(r".*\.rotary_emb\.inv_freq", None),  # in old checkpoints
+        Rename(r"((?:.*\.)?embed_tokens)\.weight", r"\1/embedding"),
+        Rename(r"((?:.*[._])?(?:layer)?norm)\.weight", r"\1/scale"),
+        Rename(r"(.*\.\w+_proj)\.weight", r"\1/kernel", axes=(1, 0)),
+        Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
+        Rename(r"(.*)\.bias", r"\1/bias"),
+    )
+)
