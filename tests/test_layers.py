@@ -35,6 +35,7 @@ LIBRARIES = {
     "matplotlib": {"train": "lazy", "inspect.chart": "lazy"},
     "yaml": {"recipe": "lazy"},
     "transformer_engine": {"backends.te": "lazy"},
+    "safetensors": {"checkpoints.folder": "lazy"},
 }
 
 INTEROP_MAY_IMPORT = {"checkpoints", "extras", "formats", "recipe", "quantization", "rewrite", "scaling"}

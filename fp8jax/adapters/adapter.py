@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from fp8jax.adapters import linen, nnx
 from fp8jax.adapters.nnx.calls import rewritten_of
 from fp8jax.adapters.nnx.model import NNXModel
-from fp8jax.rewrite import FunctionModel, Report, Settings
+from fp8jax.rewrite import FunctionModel, Kernel, Report, Settings
 
 
 @runtime_checkable
@@ -31,6 +31,14 @@ class Adapter(Protocol):
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> PyTree:
         """The call with these variables."""
+        ...
+
+    def kernels(self, variables: Any, /, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
+        """The kernels that the recipe or a rule applies to, by path."""
+        ...
+
+    def freeze(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """The variables with each kernel quantized once to its GEMM's format."""
         ...
 
     def report(self, *args: Any, **kwargs: Any) -> Report:

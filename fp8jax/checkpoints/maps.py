@@ -1,4 +1,4 @@
-"""Name maps of Hugging Face's GPT-2 and Llama.
+"""Name maps of Hugging Face's GPT-2, Llama, Qwen3 and Mixtral.
 
 >>> GPT2.place("transformer.h.0.ln_1.weight").path
 ('transformer', 'h', '0', 'ln_1', 'scale')
@@ -28,4 +28,16 @@ LLAMA = NameMap(
         Rename(r"((?:.*\.)?(?:lm_head|score))\.weight", r"\1/kernel", axes=(1, 0)),
         Rename(r"(.*)\.bias", r"\1/bias"),
     )
+)
+QWEN3 = LLAMA  # its norms of queries and keys are `q_norm` and `k_norm`
+
+# Experts are stacked on axis 0 of `block_sparse_moe/experts/w1/kernel`, shape=(experts, in, out).
+MIXTRAL = (
+    NameMap(
+        (
+            Rename(r"(.*)\.experts\.(\d+)\.(w[123])\.weight", r"\1/experts/[\2]/\3/kernel", axes=(1, 0)),
+            Rename(r"(.*\.gate)\.weight", r"\1/kernel", axes=(1, 0)),
+        )
+    )
+    + LLAMA
 )

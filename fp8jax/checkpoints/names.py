@@ -6,14 +6,22 @@
     >>> mapping.stacked("layers").place("layers.3.up.weight")  # layers that Flax scans
     Place(path=('layers', 'up', 'kernel'), layer=(3,), axes=(1, 0), shape=None)
 
-A map leads only from torch's names to Flax's. The way back also starts from the torch model's names, so it
-needs no inverse.
+    >>> mapping.names_of(("layers", "3", "up", "kernel"), (8, 16))
+    {(): 'layers.3.up.weight'}
+
+A map leads from torch's names to Flax's. `names_of` leads back where each pattern consists of names and
+groups.
 """
 
 import dataclasses
+import functools
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,23 @@ class Place(NamedTuple):
         inverse = [self.axes.index(axis) for axis in range(len(self.axes))]
         return _permuted(tensor.reshape(tuple(shape[axis] for axis in self.axes)), inverse)
 
+    def torch_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in torch of an array with the shape `shape` in Flax.
+
+        Raises:
+            ValueError: it does not follow, because dimensions in the middle are split or joined.
+        """
+        shape, axes = tuple(shape), self.axes
+        if self.shape is not None:
+            if axes is None or len(axes) != 2 or -1 not in (self.shape[0], self.shape[-1]):
+                raise ValueError(
+                    f"`mapping`: expected a `Rename` with two axes and a shape with -1 at an end for "
+                    f"{'/'.join(self.path)}; got axes={axes}, shape={self.shape}."
+                )
+            split = 1 if self.shape[0] == -1 else len(shape) - 1
+            shape = (math.prod(shape[:split]), math.prod(shape[split:]))
+        return shape if axes is None else tuple(shape[axes.index(axis)] for axis in range(len(axes)))
+
 
 def _permuted(tensor: Any, axes: Sequence[int]) -> Any:
     """`torch.permute`, or `transpose` of an array."""
@@ -84,22 +109,28 @@ class NameMap:
     Attributes:
         renames: the first rename that matches decides.
         moves: pairs of a regular expression and its replacement in a path, applied in turn.
+        backs: the same for the way back, of moves that do not stack; None if there is no way back.
     """
 
     renames: tuple[Rename, ...]
     moves: tuple[tuple[str, str], ...] = ()
+    backs: tuple[tuple[str, str] | None, ...] = ()
 
     def __add__(self, other: "NameMap") -> "NameMap":
-        return NameMap(self.renames + other.renames, self.moves + other.moves)
+        return NameMap(self.renames + other.renames, self.moves + other.moves, self.backs + other.backs)
 
-    def moved(self, pattern: str, path: str) -> "NameMap":
-        r"""The map with a part of each path, a regular expression such as `"^transformer/"`, replaced."""
-        return dataclasses.replace(self, moves=(*self.moves, (pattern, path)))
+    def moved(self, pattern: str, path: str, back: tuple[str, str] | None = None) -> "NameMap":
+        r"""The map with a part of each path, a regular expression such as `"^transformer/"`, replaced.
+
+        `back`, a regular expression and its replacement, undoes that: `("^(?!lm_head/)", "transformer/")`.
+        """
+        return dataclasses.replace(self, moves=(*self.moves, (pattern, path)), backs=(*self.backs, back))
 
     def stacked(self, name: str) -> "NameMap":
         """The map with the numbered layers of a container along axis 0 of each array, as `nn.scan` and
         `nnx.scan` keep them: with the name "h", `h/3/attn/...` is element 3 of `h/attn/...`."""
-        return self.moved(rf"(^|/){re.escape(name)}/(\d+)/", rf"\g<1>{name}/[\g<2>]/")
+        move = (rf"(^|/){re.escape(name)}/(\d+)/", rf"\g<1>{name}/[\g<2>]/")
+        return dataclasses.replace(self, moves=(*self.moves, move))
 
     def rename_of(self, name: str) -> Rename | None:
         """The first rename that matches a torch name."""
@@ -119,3 +150,75 @@ class NameMap:
         indices = tuple(int(s[1:-1]) for s in segments if re.fullmatch(r"\[\d+\]", s))
         names = tuple(s for s in segments if not re.fullmatch(r"\[\d+\]", s))
         return Place(names, indices, rename.axes, rename.shape)
+
+    def names_of(self, path: Sequence[str], shape: Sequence[int]) -> dict[tuple[int, ...], str]:
+        """The torch names of the array at a path, by index: `{(): name}` unless it is a stack of layers.
+
+        Args:
+            path: of the array in Flax.
+            shape: of the array. A stack has its layers, and a layer its experts, on the first axes.
+
+        Raises:
+            ValueError: no rename leads to the path.
+        """
+        before = "/".join(path)
+        for back in reversed(self.backs):
+            before = re.sub(*back, before) if back else ""
+        for depth in range(min(len(shape) - 1, 2), -1, -1):
+            for segments in _with_numbers(tuple(before.split("/")), depth):
+                if (first := self._name(segments, (0,) * depth)) is not None:
+                    place = self.place(first)
+                    if place is not None and (place.path, place.layer) == (tuple(path), (0,) * depth):
+                        indices = np.ndindex(*shape[:depth])
+                        return {index: str(self._name(segments, index)) for index in indices}
+        raise ValueError(
+            f"`mapping`: expected a rename that leads to {'/'.join(path)}; got none. Add a `Rename` with a "
+            "pattern of names and groups, as `NameMap((Rename(...),)) + mapping`, or `back` of `moved`."
+        )
+
+    def _name(self, segments: Sequence[str], index: tuple[int, ...]) -> str | None:
+        """The torch name by the first rename with an inverse that matches a path, with numbers filled in."""
+        path = ".".join(segments).format(*index)
+        for inverse in filter(None, map(_inverse, self.renames)):
+            if match := inverse[0].fullmatch(path):
+                name = "".join(part if isinstance(part, str) else match[f"g{part}"] for part in inverse[1])
+                return None if "[" in name else name
+        return None
+
+
+def _with_numbers(path: tuple[str, ...], depth: int) -> Iterator[list[str]]:
+    """The path with `depth` slots of numbers, as names or as indices."""
+    for places in itertools.combinations(range(1, len(path)), depth):
+        for forms in itertools.product(("{}", "[{}]"), repeat=depth):
+            segments = list(path)
+            for place, form in reversed(list(zip(places, forms, strict=True))):
+                segments.insert(place, form)
+            yield segments
+
+
+@functools.cache
+def _inverse(rename: Rename) -> tuple[re.Pattern[str], list[str | int]] | None:
+    """A pattern of Flax paths, joined by ".", and the parts of torch's names: texts, and numbers of groups.
+
+    None without an inverse: the pattern has more than names and groups without groups inside.
+    """
+    parts: list[str | int] = []
+    groups: list[str] = []
+    # A group, with groups that capture nothing inside; an escaped character; a character of a name.
+    token = re.compile(r"(\((?!\?)(?:\\.|\[[^\]]*\]|\(\?:[^()]*\)|[^()\\])*\))|\\(\W)|([\w.])")
+    position = 0
+    while position < len(rename.torch):
+        if (match := token.match(rename.torch, position)) is None:
+            return None
+        position = match.end()
+        if match[1]:
+            groups.append(match[1][1:-1])
+        parts.append(len(groups) if match[1] else match[2] or match[3])
+    if rename.flax is None:
+        return None
+    pattern, used = "", set[int]()
+    for piece in re.split(r"(\\\d)", rename.flax.replace("/", ".")):
+        number = int(piece[1:]) if re.fullmatch(r"\\\d", piece) else 0
+        pattern += f"(?P<g{number}>{groups[number - 1]})" if number else re.escape(piece)
+        used.add(number)
+    return (re.compile(pattern), parts) if used >= set(range(1, len(groups) + 1)) else None

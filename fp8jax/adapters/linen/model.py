@@ -25,7 +25,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, without_constraints
 from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Report, Settings, Static, check_like
+from fp8jax.rewrite import FunctionModel, Kernel, Report, Settings, Static, check_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -167,6 +167,12 @@ class LinenModel:
         """
         frozen = self._function.freeze(variables, _without_ours(variables), *args, **kwargs)
         return {**variables, PARAMS: with_scaled_boxes(frozen[PARAMS])}
+
+    def kernels(
+        self, variables: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[tuple[str, ...], Kernel]:
+        """The kernels that the recipe or a rule applies to for these inputs, by path."""
+        return self._function.kernels(variables, _without_ours(variables), *args, **kwargs)
 
     def _shapes(self, rngs: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         """The shapes of the module's variables. Arguments that are not arrays, as `train=False`, stay."""

@@ -9,8 +9,8 @@ from flax import nnx
 
 from fp8jax.adapters.nnx.calls import rewritten_of
 from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
-from fp8jax.adapters.nnx.module import report
-from fp8jax.rewrite import Report, Settings
+from fp8jax.adapters.nnx.module import freeze, placed_kernels, report
+from fp8jax.rewrite import Kernel, Report, Settings
 from fp8jax.variables import PARAMS, SCALING
 
 
@@ -44,6 +44,16 @@ class NNXModel:
         # Copies, which belong to the trace of this call, so that the call may change them.
         copy: Any = nnx.merge(graph, *inside, *_arrays(others))
         return copy(*args, **kwargs)
+
+    def kernels(self, variables: Any, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
+        """The module's kernels by path."""
+        del variables, args, kwargs
+        return {path: kernel for path, kernel, _ in placed_kernels(self.module)}
+
+    def freeze(self, variables: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The variables of the frozen module; `variables` are the module's."""
+        del args, kwargs
+        return {**variables, **NNXModel(freeze(self.module)).split()[0]}
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """See `fp8jax.report`."""

@@ -1,0 +1,197 @@
+"""A transformed model in the names and formats of serving engines.
+
+report = save("served", model, variables, tokens, mapping=LLAMA, format="fp8", config=config)
+arrays = jax.jit(lambda v: weights(model, v, tokens, mapping=LLAMA, format="fp8"))(variables)
+"""
+
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from fp8jax.adapters.adapter import adapter_of
+from fp8jax.checkpoints.folder import CONFIG, Writer
+from fp8jax.checkpoints.names import NameMap
+from fp8jax.checkpoints.serving import INPUT, ServingFormat, codes_of_tensor, encode, format_of
+from fp8jax.checkpoints.tree import named
+from fp8jax.formats import E4M3
+from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
+from fp8jax.rewrite import Kernel
+from fp8jax.scaling import LHS, RHS
+from fp8jax.scaling.block_method import method_of
+from fp8jax.variables import PARAMS, SCALING
+
+
+class Row(NamedTuple):
+    """A kernel or a table that was written."""
+
+    name: str  # the layer's in the folder
+    is_quantized: bool
+    sqnr: Any = None  # dB, of a kernel that was quantized for the format; None for unchanged codes
+
+
+class ExportReport(NamedTuple):
+    """What was written; `str` gives a table."""
+
+    format: str
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        def answer(row: Row) -> str:
+            if not row.is_quantized:
+                return "high precision"
+            return "unchanged" if row.sqnr is None else f"quantized, SQNR {row.sqnr:.1f} dB"
+
+        width = max((len(row.name) for row in self.rows), default=0)
+        return "\n".join([self.format, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
+
+
+class _Tensor(NamedTuple):
+    """A torch tensor, as one or more arrays by the ends of their names."""
+
+    name: str  # without "weight" at its end
+    parts: dict[str, Array]
+    row: Row | None
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: Any,
+    *args: Any,
+    mapping: NameMap,
+    config: Mapping[str, Any],
+    format: str = "fp8",
+    max_shard_bytes: int = 5 * 10**9,
+) -> ExportReport:
+    """Writes a transformed model as a Hugging Face folder for Transformers, vLLM or SGLang.
+
+    The codes and scales that the model multiplies with are written bit for bit if the format can hold them.
+    Other kernels are quantized once, from their stored values. Layers in high precision keep their dtype, and
+    are in the config's list of such layers.
+
+    Args:
+        folder: a new or empty folder.
+        model: a model from `fp8jax.transform`, without adapters.
+        args: the model's variables and example inputs, arrays or `jax.ShapeDtypeStruct`s, as for `freeze`;
+            for an NNX module nothing.
+        mapping: from torch's names.
+        config: the model's `config.json`, such as `transformers.LlamaConfig(...).to_dict()`.
+        format: a name of `FORMATS`.
+        max_shard_bytes: a larger model has several files.
+
+    Returns:
+        For each kernel whether it is unchanged, or its SQNR.
+
+    Raises:
+        ValueError: the folder is not empty; no rename leads to a parameter; the format cannot hold a kernel;
+            a kernel has an infinity or NaN; the model has adapters.
+    """
+    folder, chosen = pathlib.Path(folder), format_of(format)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"`folder`: expected a new or empty folder; got {folder}, which has files.")
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}.") as temporary:
+        new = pathlib.Path(temporary) / "new"
+        new.mkdir()
+        writer = Writer(new, max_shard_bytes)
+        for name, parts, row in _tensors(model, args, mapping, chosen):
+            for end, array in parts.items():
+                writer.add(name + end, np.asarray(array))
+            if row is not None:
+                _check_finite(name, parts, chosen)
+                rows.append(row._replace(sqnr=None if row.sqnr is None else float(row.sqnr)))
+        writer.finish()
+        ignored = [row.name for row in rows if not row.is_quantized]
+        if "lm_head" not in [row.name for row in rows]:
+            ignored.append("lm_head")  # tied to the embedding
+        whole = {**config, "quantization_config": chosen.quantization_config(ignored)}
+        (new / CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
+        os.rename(new, folder)
+    return ExportReport(format, tuple(rows))
+
+
+def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> dict[str, Shaped[Array, "..."]]:
+    """The arrays that `save` writes, by name: codes, scales and tensors in high precision.
+
+    It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step.
+
+    Args:
+        model, args, mapping, format: see `save`.
+    """
+    tensors = _tensors(model, args, mapping, format_of(format))
+    return {name + end: array for name, parts, _ in tensors for end, array in parts.items()}
+
+
+def _tensors(model: Any, args: tuple[Any, ...], mapping: NameMap, format: ServingFormat) -> Iterator[_Tensor]:
+    adapter = adapter_of(model)
+    if adapter.settings.lora is not None:
+        raise ValueError(
+            "`model`: expected one without adapters; merge them, and transform the plain module."
+        )
+    variables, inputs = adapter.split(*args)
+    kernels = {p: k for p, k in adapter.kernels(variables, *inputs).items() if k.recipe.is_quantized}
+    tree, frozen = named(variables), named(adapter.freeze(variables, *inputs))
+    for key in [key for key in tree.leaves if key[0] == PARAMS]:
+        path, stored = key[1:], tree.leaves[key]
+        kernel, codes = kernels.get(path), frozen.leaves[key]
+        scales = tree.leaves.get((SCALING, *path, "scale"))
+        for index, name in mapping.names_of(path, stored.shape).items():
+            place = mapping.place(name)
+            assert place is not None
+            part = _part(stored, index)
+            shape = place.torch_shape(part.shape)
+            if kernel is None:
+                base, end = name, ""
+                row = Row(name.removesuffix(".weight"), False) if path[-1] == "kernel" else None
+                yield _Tensor(base, {end: place.restore(own_value(part), shape)}, row)
+                continue
+            base = name.removesuffix(".weight")
+            format.check(name, shape, is_transposed=place.axes is None)
+            x = place.restore(value(part).astype(jnp.float32), shape)
+            q, made = _multiplied(kernel, stored, _part(codes, index))
+            if q is not None:
+                q = ScaledArray(place.restore(q.data, shape), q.scale)
+            parts, sqnr = encode(x, q, made, format)
+            if format.is_static:
+                parts[INPUT] = _input_scale(name, scales, index)
+            yield _Tensor(base, parts, Row(base, True, sqnr))
+
+
+def _part(leaf: Any, index: tuple[int, ...]) -> Any:
+    """One of the stacked layers of a leaf; the scale of one layer has no axes."""
+    if not is_scaled(leaf):
+        return leaf[index]
+    own = tuple(i if n > 1 else 0 for i, n in zip(index, leaf.scale.shape, strict=False))
+    return ScaledArray(leaf.data[index], leaf.scale[own].reshape(()))
+
+
+def _multiplied(kernel: Kernel, stored: Any, part: Any) -> tuple[ScaledArray | None, Any]:
+    """The codes of a frozen kernel that its GEMM takes, and how they, or codes in blocks, are made."""
+    if is_scaled(part) and part.data.dtype == E4M3.dtype:
+        codes = ScaledArray(part.data, part.scale.astype(jnp.float32))
+        # Scales of stored kernels are powers of two.
+        is_stored = is_scaled(stored) and stored.data.dtype == E4M3.dtype
+        return codes, codes_of_tensor(is_power_of_two=is_stored)
+    return None, method_of(kernel.recipe, RHS) if kernel.recipe.has_blocks else None
+
+
+def _input_scale(name: str, scales: Any, index: tuple[int, ...]) -> Array:
+    if scales is None:
+        raise ValueError(
+            f"`format`: expected delayed scaling for fp8:static, whose scales of inputs it takes; {name} has "
+            "another scaling. Choose fp8:tensor."
+        )
+    return scales[index][LHS]
+
+
+def _check_finite(name: str, parts: Mapping[str, Array], format: ServingFormat) -> None:
+    """Raises ValueError if a kernel's scale is NaN, as that of a block with an infinity or NaN is."""
+    if format.scale in parts and np.isnan(np.asarray(parts[format.scale]).astype(np.float32)).any():
+        raise ValueError(f"`variables`: expected finite numbers in {name}; got an infinity or NaN.")

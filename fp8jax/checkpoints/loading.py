@@ -1,0 +1,289 @@
+"""Hugging Face folders, plain or FP8, as the variables of a transformed model.
+
+    like = jax.eval_shape(model.init, key, tokens)                # shapes, formats and shardings
+    variables = load("Llama-FP8", like=model.init(key, tokens), mapping=LLAMA)
+
+One tensor at a time is read, put into the format of its parameter, and sent to the parameter's devices.
+"""
+
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from fp8jax.checkpoints.folder import Entry, Folder, read
+from fp8jax.checkpoints.names import NameMap, Place
+from fp8jax.checkpoints.serving import CODES, INPUT, OF_TENSOR, PACKED, SCALE, SCALE_INV
+from fp8jax.checkpoints.tree import Key, named
+from fp8jax.formats import E4M3, E8M0
+from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled, quantize_like
+from fp8jax.variables import FROZEN, PARAMS
+
+# Ends of the names of scales beside a weight. Those of inputs are not read: training computes its own.
+_SCALES = (SCALE_INV, SCALE, OF_TENSOR)
+_OF_INPUTS = (INPUT, ".input_scale", ".input_global_scale")
+_SHOWN = 3  # names of one kind in an error
+
+
+class _Stored(NamedTuple):
+    """A tensor of a folder: its values, or its codes and scales."""
+
+    name: str
+    codes: Entry
+    scales: dict[str, Entry]
+    block: tuple[int, int]  # rows and columns with one scale; 0 for a whole side
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        shape = self.codes.shape
+        return (*shape[:-1], 2 * shape[-1]) if OF_TENSOR in self.scales else shape
+
+    def grid(self) -> np.ndarray:
+        """The scales as a matrix, float32; without NVFP4's scale of the tensor."""
+        array = _scale_of(self.scales).array()
+        array = array.view(E8M0.dtype) if array.dtype == np.uint8 else array
+        return array.astype(np.float32).reshape(array.shape if array.ndim == 2 else (-1, 1))
+
+    def value(self) -> np.ndarray:
+        """The values."""
+        if not self.scales:
+            return self.codes.array()
+        whole = 1 / self.scales[OF_TENSOR].array().reshape(()) if OF_TENSOR in self.scales else 1.0
+        return np.asarray(_dequantized(self.codes.array(), self.grid(), whole, self.block))
+
+
+def _scale_of(scales: Mapping[str, Entry]) -> Entry:
+    return scales[SCALE_INV if SCALE_INV in scales else SCALE]
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _dequantized(codes: Any, grid: Any, whole: Any, block: tuple[int, int]) -> Any:
+    data = PackedE2M1(codes) if codes.dtype == jnp.uint8 else codes
+    for axis, (dim, size) in enumerate(zip(data.shape, block, strict=True)):
+        grid = jnp.take(grid, np.arange(dim) // (size or dim), axis=axis)
+    return data.astype(jnp.float32) * (grid * whole)
+
+
+def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> PyTree:
+    """The variables of a transformed model, with the weights of a Hugging Face folder.
+
+    E4M3 codes stay as they are, bit for bit, where the parameter is E4M3 with scales that cover the same
+    numbers. Other weights are dequantized, and quantized once to the parameter's format.
+
+    Args:
+        folder: `config.json`, and safetensors files with plain weights or with a format of `FORMATS`.
+        like: variables from `model.init`, or with shapes (`jax.ShapeDtypeStruct`) in the place of parameters.
+            It gives shapes, formats and shardings; what is no parameter stays. For NNX
+            `nnx.state(model, nnx.Param)`.
+        mapping: from torch's names. `Rename` with flax=None leaves a tensor out.
+
+    Raises:
+        ValueError: the folder is broken; its quantization is unknown; a tensor fits no parameter, or has
+            another shape; a parameter gets no tensor.
+    """
+    stored = read(pathlib.Path(folder))
+    blocks = _blocks_of(stored.config)
+    tensors = {tensor.name: tensor for tensor in _tensors(stored, blocks)}
+    tree = named(like)
+    own: Key = (
+        () if not tree.has_collections else (FROZEN if any(k[0] == FROZEN for k in tree.leaves) else PARAMS,)
+    )
+    parts: dict[Key, dict[tuple[int, ...], tuple[_Stored, Place]]] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        place, rename = mapping.place(name), mapping.rename_of(name)
+        if place is not None and (*own, *place.path) in tree.leaves:
+            parts.setdefault((*own, *place.path), {})[place.layer] = (tensor, place)
+        elif place is not None or rename is None:
+            unknown.append(name)
+    targets = [key for key in tree.leaves if key[: len(own)] == own]
+    _check("tensors that `mapping` leads to a parameter of `like`", unknown)
+    _check("a tensor for each parameter of `like`", ["/".join(k) for k in targets if k not in parts])
+    for key, found in parts.items():
+        _check_shapes(key, found, tree.leaves[key])
+    return tree.rebuilt({key: _leaf(parts[key], tree.leaves[key]) for key in targets})
+
+
+def _check(expected: str, wrong: list[str]) -> None:
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"`folder`: expected {expected}; got none for {', '.join(wrong[:_SHOWN])}{more}. Check `mapping` "
+            "and the model's size; `Rename` with flax=None leaves a tensor out."
+        )
+
+
+def _blocks_of(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+    """The blocks, (out, in), that scales of the folder may have; 0 for a whole side, None without scales."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    try:
+        if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
+            rows, columns = map(int, quantization.get("weight_block_size") or (0, 0))
+            return [(rows, columns)]
+        if method == "compressed-tensors":
+            return [_block(group["weights"]) for group in quantization["config_groups"].values()]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        method = f"a {method} config of another form"
+    raise ValueError(
+        "`folder`: expected `quant_method` fp8 (e4m3) or compressed-tensors (float) in config.json; got "
+        f"{str(method)[:100]!r}. Dequantize the model by the library that wrote it."
+    )
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
+    if weights["type"] != "float":
+        raise ValueError(weights["type"])
+    if weights["strategy"] == "block":
+        rows, columns = map(int, weights["block_structure"])
+        return rows, columns
+    if weights["strategy"] in ("group", "tensor_group"):
+        return 1, int(weights["group_size"])
+    return {"tensor": (0, 0), "channel": (1, 0)}[weights["strategy"]]
+
+
+def _tensors(folder: Folder, blocks: list[tuple[int, int]] | None) -> Iterator[_Stored]:
+    """The tensors with their scales, checked."""
+    entries = folder.entries
+    bases = {name.removesuffix(end) for end in (CODES, PACKED) for name in entries if name.endswith(end)}
+    for name, entry in entries.items():
+        ends = [end for end in (*_SCALES, *_OF_INPUTS) if name.endswith(end)]
+        if ends and name.removesuffix(ends[0]) in bases:
+            continue
+        base = next((name.removesuffix(end) for end in (CODES, PACKED) if name.endswith(end)), None)
+        scales = {end: entries[f"{base}{end}"] for end in _SCALES if f"{base}{end}" in entries}
+        tensor = _Stored(name if base is None else f"{base}{CODES}", entry, scales, (0, 0))
+        yield tensor._replace(block=_block_in(tensor, blocks))
+
+
+def _block_in(tensor: _Stored, blocks: list[tuple[int, int]] | None) -> tuple[int, int]:
+    """The block of one scale; raises ValueError if scales are missing, or have a shape of no block."""
+    dtype, scales, shape = tensor.codes.dtype, tensor.scales, tensor.shape
+    is_low = dtype in (E4M3.dtype, np.uint8)
+    if not scales and not is_low:
+        return 0, 0
+    is_whole = (OF_TENSOR in scales) == (dtype == np.uint8) and bool({SCALE_INV, SCALE} & {*scales})
+    if blocks is None or not is_low or not is_whole or len(shape) != 2:
+        raise ValueError(
+            "`folder`: expected plain numbers, or codes of a matrix with scales and a `quantization_config`, "
+            f"for {tensor.name}; got {dtype}{list(tensor.codes.shape)}, {', '.join(scales) or 'no scale'}. "
+            "Copy the folder again, with its config.json."
+        )
+    got = _scale_of(scales).shape
+    legal = {
+        block: tuple(-(-d // n) if n else 1 for d, n in zip(shape, block, strict=True)) for block in blocks
+    }
+    for block, grid in legal.items():
+        if grid == (got if len(got) == 2 else (math.prod(got), 1)):
+            return block
+    raise ValueError(
+        f"`folder`: expected scales of shape {' or '.join(str(list(grid)) for grid in legal.values())} for "
+        f"{tensor.name}, shape {list(shape)}, as config.json says; got {list(got)}. Copy config.json again."
+    )
+
+
+def _check_shapes(key: Key, found: Mapping[tuple[int, ...], tuple[_Stored, Place]], like: Any) -> None:
+    """Raises ValueError if layers are missing, or a tensor has another shape than its part of `like`."""
+    depth = len(next(iter(found)))
+    for index in np.ndindex(*like.shape[:depth]):
+        if index not in found:
+            raise ValueError(f"`folder`: expected layer {list(index)} of {'/'.join(key)}; got none.")
+    for index, (tensor, place) in found.items():
+        try:
+            shape = jax.eval_shape(place.arrange, jax.ShapeDtypeStruct(tensor.shape, np.uint8)).shape
+        except (TypeError, ValueError):
+            shape = None
+        is_inside = all(i < n for i, n in zip(index, like.shape, strict=False))
+        if shape != tuple(like.shape[depth:]) or not is_inside or len(index) != depth:
+            raise ValueError(
+                f"`folder`: expected shape {list(like.shape)} for {'/'.join(key)}; got {list(tensor.shape)}"
+                f"{f' at layer {list(index)}' if index else ''} in {tensor.name}. Build the model with the "
+                "sizes of config.json."
+            )
+
+
+def _leaf(found: Mapping[tuple[int, ...], tuple[_Stored, Place]], like: Any) -> Any:
+    """A parameter from the tensors of its layers, on the devices of `like`."""
+    arrays, treedef = jax.tree.flatten(like)
+    depth = len(next(iter(found)))
+
+    def shapes(skipped: int) -> Any:
+        return treedef.unflatten([jax.ShapeDtypeStruct(x.shape[skipped:], x.dtype) for x in arrays])
+
+    if not depth:
+        ((tensor, place),) = found.values()
+        new = jax.tree.leaves(_fitted(tensor, place, like))
+    elif all(x.shape[:depth] == like.shape[:depth] for x in arrays):
+        new = [np.empty(x.shape, x.dtype) for x in arrays]
+        for index, (tensor, place) in found.items():
+            for whole, part in zip(new, jax.tree.leaves(_fitted(tensor, place, shapes(depth))), strict=True):
+                whole[index] = part
+    else:  # one scale for all layers
+        values = np.empty(like.shape, np.float32)
+        for index, (tensor, place) in found.items():
+            values[index] = place.arrange(tensor.value())
+        new = jax.tree.leaves(quantize_like(jnp.asarray(values), shapes(0)))
+    return treedef.unflatten(map(_put, new, arrays))
+
+
+def _put(x: Any, like: Any) -> jax.Array:
+    sharding = getattr(like, "sharding", None)
+    host = np.asarray(x)
+    return (
+        jnp.asarray(host)
+        if sharding is None
+        else jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    )
+
+
+def _fitted(tensor: _Stored, place: Place, like: Any) -> Any:
+    """A tensor in the format of `like`, an array or a `ScaledArray`."""
+    if is_scaled(like):
+        kept = _kept(tensor, place, like)
+        return quantize_like(jnp.asarray(place.arrange(tensor.value())), like) if kept is None else kept
+    return np.ascontiguousarray(place.arrange(tensor.value())).astype(like.dtype, copy=False)
+
+
+def _kept(tensor: _Stored, place: Place, like: ScaledArray) -> ScaledArray | None:
+    """A tensor's codes and scales as they are; None if `like` has another format or blocks."""
+    if not tensor.scales or tensor.codes.dtype != like.data.dtype or is_scaled(like.scale):
+        return None
+    grid, counts = tensor.grid(), like.bits.shape
+    if math.prod(counts) == 1:
+        grid = grid if (grid == grid[0, 0]).all() else None
+    elif place.shape is None:
+        order = place.axes or (0, 1)
+        grid = _regrid(place.arrange(grid), [tensor.block[axis] for axis in order], like.shape, counts)
+    else:
+        return None
+    if grid is None:
+        return None
+    scale = grid.reshape(-1)[:1].reshape(counts) if math.prod(counts) == 1 else grid
+    new = scale.astype(like.scale.dtype)
+    if (new.astype(np.float32) != scale).any():
+        return None
+    codes = np.ascontiguousarray(place.arrange(tensor.codes.array().view(np.uint8)))
+    return ScaledArray(codes.view(like.data.dtype), new)
+
+
+def _regrid(grid: Any, sizes: Sequence[int], shape: Sequence[int], counts: Sequence[int]) -> Any:
+    """The scales of other blocks, `counts` along each axis; None if they are not the same numbers."""
+    for axis, (dim, size, count) in enumerate(zip(shape, sizes, counts, strict=True)):
+        theirs, ours = size or dim, dim // count
+        if theirs % ours and ours % theirs:
+            return None
+        taken = np.take(grid, np.arange(count) * ours // theirs, axis)
+        if (np.take(taken, np.arange(grid.shape[axis]) * theirs // ours, axis) != grid).any():
+            return None
+        grid = taken
+    return grid

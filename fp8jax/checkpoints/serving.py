@@ -1,0 +1,223 @@
+"""Formats of quantized kernels that serving engines load.
+
+    parts, sqnr = encode(x, None, None, FORMATS["fp8"])    # x.shape=(out, in): {".weight": codes, ...}
+
+| format | a scale for each | scales | config |
+|---|---|---|---|
+| `fp8`, `fp8:ue8m0` | 128x128 block | float32, E8M0 | DeepSeek's, of Transformers, vLLM and SGLang |
+| `fp8:tensor`, `fp8:static` | tensor | float32 | the same without blocks; "static" has input scales |
+| `compressed-tensors:tensor` | tensor | float32 | compressed-tensors |
+| `compressed-tensors:channel` | row | float32 | compressed-tensors |
+| `compressed-tensors:block` | 128x128 block | float32 | compressed-tensors |
+| `compressed-tensors:mxfp8` | 1x32 block | E8M0 as uint8 | compressed-tensors |
+| `compressed-tensors:nvfp4` | 1x16 block | E4M3, times a scale of the tensor | compressed-tensors |
+
+Scales are multiplied with codes, also those that Transformers calls `weight_scale_inv`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from fp8jax.formats import E2M1, E4M3, E8M0
+from fp8jax.quantization import BlockMethod, PackedE2M1, ScaledArray, quantize_blocks, value
+
+WHOLE = 0  # a side of a block that is the whole side of the matrix
+
+CODES, PACKED = ".weight", ".weight_packed"
+SCALE, OF_TENSOR = ".weight_scale", ".weight_global_scale"
+SCALE_INV, INPUT = ".weight_scale_inv", ".activation_scale"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServingFormat:
+    """A format of kernels, shape=(out, in), in a Hugging Face folder.
+
+    Attributes:
+        method: how a kernel is quantized that is not in the format yet; its block may have a side `WHOLE`.
+        stored: dtype of scales in files: float32, E8M0, or uint8 for exponents of E8M0.
+        scale: end of the name of a scale.
+        scale_rank: number of dims of a scale, 0, 1 or 2.
+        config: the entry `quantization_config`, without layers that stay in high precision.
+        ignored: the key of these layers in `config`.
+    """
+
+    method: BlockMethod
+    stored: Any
+    scale: str
+    scale_rank: int
+    config: dict[str, Any]
+    ignored: str
+
+    @property
+    def is_static(self) -> bool:
+        """Whether files have scales of inputs."""
+        return self.config.get("activation_scheme") == "static"
+
+    def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """The entry of `config.json`; `ignored` are the layers in high precision."""
+        return {**self.config, self.ignored: list(ignored)}
+
+    def holds(self, made: BlockMethod) -> bool:
+        """Whether codes and scales that were made so need not be quantized again."""
+        pairs = zip(made.block, self.method.block, strict=True)
+        fits = all(size == WHOLE or (own != WHOLE and size % own == 0) for size, own in pairs)
+        is_exact = self.stored == jnp.float32 or made.scale in ("power_of_two", "E8M0", self.method.scale)
+        return fits and is_exact and made.format == self.method.format
+
+    def check(self, name: str, shape: tuple[int, ...], *, is_transposed: bool) -> None:
+        """Raises ValueError if engines could not load a kernel, shape=(out, in); Conv1D's is (in, out)."""
+        rows, columns = self.method.block
+        if len(shape) != 2:
+            raise ValueError(f"`mapping`: expected a matrix for {name}; got shape {list(shape)}.")
+        if rows != columns and is_transposed:
+            raise ValueError(
+                f"`format`: expected one with square blocks or a scale a tensor for {name}, which is stored "
+                f"as (in, out); got blocks of {rows}x{columns}."
+            )
+        if rows != columns and columns and shape[1] % columns:
+            raise ValueError(
+                f"`format`: expected a multiple of {columns} inputs for {name}; got {shape[1]}. Exclude the "
+                "layer by a rule, or choose another format."
+            )
+
+
+def _fp8(block: tuple[int, int], stored: Any = jnp.float32, activations: str = "dynamic") -> ServingFormat:
+    config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": activations}
+    config["weight_block_size"] = None if WHOLE in block else list(block)
+    if stored == E8M0.dtype:
+        config["scale_fmt"] = "ue8m0"
+    kind = "float32" if stored == jnp.float32 else "power_of_two"
+    method = BlockMethod(E4M3, block, kind)
+    return ServingFormat(
+        method, stored, SCALE_INV, 0 if WHOLE in block else 2, config, "modules_to_not_convert"
+    )
+
+
+def _compressed(
+    method: BlockMethod,
+    weights: dict[str, Any],
+    inputs: dict[str, Any] | None,
+    stored: Any = jnp.float32,
+    format: str = "float-quantized",
+) -> ServingFormat:
+    common = {"num_bits": method.format.bits, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "dynamic": False, **weights},
+        "input_activations": None if inputs is None else {**common, "dynamic": True, **inputs},
+    }
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+    rank = 1 if method.block == (WHOLE, WHOLE) else 2
+    return ServingFormat(method, stored, SCALE, rank, config, "ignore")
+
+
+_SQUARE, _TENSOR, _ROW = (128, 128), (WHOLE, WHOLE), (1, WHOLE)
+_TOKEN = {"strategy": "token"}
+_GROUP_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_GROUP_16 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+
+FORMATS = {
+    "fp8": _fp8(_SQUARE),
+    "fp8:ue8m0": _fp8(_SQUARE, E8M0.dtype),
+    "fp8:tensor": _fp8(_TENSOR),
+    "fp8:static": _fp8(_TENSOR, activations="static"),
+    "compressed-tensors:tensor": _compressed(
+        BlockMethod(E4M3, _TENSOR, "float32"), {"strategy": "tensor"}, _TOKEN
+    ),
+    "compressed-tensors:channel": _compressed(
+        BlockMethod(E4M3, _ROW, "float32"), {"strategy": "channel"}, _TOKEN
+    ),
+    "compressed-tensors:block": _compressed(
+        BlockMethod(E4M3, _SQUARE, "float32"),
+        {"strategy": "block", "block_structure": [128, 128]},
+        {"strategy": "group", "group_size": 128},
+    ),
+    "compressed-tensors:mxfp8": _compressed(
+        BlockMethod(E4M3, (1, 32), "E8M0"), _GROUP_32, _GROUP_32, jnp.uint8, "mxfp8-quantized"
+    ),
+    "compressed-tensors:nvfp4": _compressed(
+        BlockMethod(E2M1, (1, 16), "E4M3"), _GROUP_16, None, E4M3.dtype, "nvfp4-pack-quantized"
+    ),
+}
+
+
+def format_of(name: str) -> ServingFormat:
+    """The format with this name; raises ValueError if there is none."""
+    if name not in FORMATS:
+        raise ValueError(f"`format`: expected one of {', '.join(FORMATS)}; got {name!r}.")
+    return FORMATS[name]
+
+
+def codes_of_tensor(*, is_power_of_two: bool) -> BlockMethod:
+    """How codes with one scale were made."""
+    return BlockMethod(E4M3, _TENSOR, "power_of_two" if is_power_of_two else "float32")
+
+
+@functools.partial(jax.jit, static_argnames=("made", "format"))
+def encode(
+    x: Float[Array, "rows columns"],
+    codes: ScaledArray | None,
+    made: BlockMethod | None,
+    format: ServingFormat,
+) -> tuple[dict[str, Array], Float32[Array, ""] | None]:
+    """A kernel in a format.
+
+    Args:
+        x: the kernel's value, in torch's order.
+        codes: the codes with one scale that the model multiplies with, if it does.
+        made: how the model makes `codes`, or codes in blocks from `x`; None if it does neither.
+        format: of the files.
+
+    Returns:
+        The arrays by the ends of their names; and the SQNR in dB of a kernel that is quantized for the
+        format, None if the model multiplies with the same codes and scales.
+    """
+    is_unchanged = made is not None and format.holds(made)
+    if made is None or not is_unchanged:
+        codes, made = None, format.method
+    q = _quantized(x, made) if codes is None else codes
+    parts = _parts(q, x.shape, made.block, format)
+    if is_unchanged:
+        return parts, None
+    error = q.dequantize()[: x.shape[0], : x.shape[1]] - x
+    return parts, 10 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(error)))
+
+
+def _quantized(x: Float[Array, "rows columns"], method: BlockMethod) -> ScaledArray:
+    """`quantize_blocks` with sides `WHOLE`."""
+    sizes = tuple(size or dim for size, dim in zip(method.block, x.shape, strict=True))
+    return quantize_blocks(x, dataclasses.replace(method, block=sizes))
+
+
+def _parts(
+    q: ScaledArray, shape: tuple[int, ...], block: tuple[int, ...], format: ServingFormat
+) -> dict[str, Array]:
+    """The arrays of a kernel whose codes, maybe padded, are in the format."""
+    rows, columns = shape
+    scale = q.scale.data if isinstance(q.scale, ScaledArray) else q.scale
+    scale = scale.reshape(scale.shape or (1, 1))
+    for axis, (dim, own, source) in enumerate(zip(shape, format.method.block, block, strict=True)):
+        starts = np.arange(0, dim, own or dim)
+        scale = jnp.take(scale, starts // (source or dim), axis=axis)
+    if isinstance(q.data, PackedE2M1):
+        of_tensor = 1 / q.scale.scale.reshape(1)
+        return {PACKED: q.data.bytes[:rows, : columns // 2], format.scale: scale, OF_TENSOR: of_tensor}
+    if format.stored != jnp.float32:
+        exponents = lax.bitcast_convert_type(value(scale).astype(jnp.float32), jnp.uint32) >> np.uint32(23)
+        scale = exponents.astype(jnp.uint8)
+        scale = scale if format.stored == jnp.uint8 else lax.bitcast_convert_type(scale, format.stored)
+    scale = scale.reshape(scale.shape if format.scale_rank == 2 else (1,) * format.scale_rank)
+    return {CODES: q.data[:rows, :columns], format.scale: scale}

@@ -1,0 +1,343 @@
+"""Export: a Hugging Face folder has what the model multiplies with, and engines read it."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+import pytest
+from flax import nnx
+from llama import TOKENS, trained
+from safetensors import safe_open
+
+import fp8jax
+from fp8jax.checkpoints import FORMATS, GPT2, LLAMA, NameMap, Rename, load, save, weights
+from fp8jax.checkpoints.folder import read
+from fp8jax.quantization import value
+from fp8jax.scaling.base import LHS, RHS
+from fp8jax.scaling.block import quantized
+
+RECIPES = ("te", "O2", "O3", "fp8", "current", "block", "block, scaling=block_float32", "mxfp8", "nvfp4")
+PLAIN = NameMap((Rename(r"(.*)\.weight", r"\1/kernel", axes=(1, 0)), Rename(r"(.*)\.bias", r"\1/bias")))
+LAYER = "model.layers.1.mlp.up_proj"
+# Gaussian weights are quantized at 31.5 dB in E4M3 and at 20.5 dB in NVFP4.
+SQNR = {"nvfp4": 19.0}
+
+# Formats that hold what a recipe multiplies with: E4M3 with one scale, a power of two if it is stored so.
+DELAYED = ("te", "O2", "O3", "fp8")
+TENSOR = {name for name in FORMATS if "nvfp4" not in name}
+FLOAT32 = TENSOR - {"fp8:ue8m0", "compressed-tensors:mxfp8"}
+HELD = {
+    "te": FLOAT32,
+    "O2": FLOAT32,
+    "O3": TENSOR,
+    "fp8": FLOAT32,
+    "current": FLOAT32 - {"fp8:static"},
+    "block": {"fp8", "fp8:ue8m0", "compressed-tensors:block", "compressed-tensors:mxfp8"},
+    "block, scaling=block_float32": {"fp8", "compressed-tensors:block"},
+    "mxfp8": {"compressed-tensors:mxfp8"},
+    "nvfp4": {"compressed-tensors:nvfp4"},
+}
+
+
+def exported(folder, model, variables, format, mapping=LLAMA, **options):
+    return save(
+        folder, model, variables, TOKENS, mapping=mapping, format=format, config=llama.CONFIG, **options
+    )
+
+
+def value_of(arrays, layer):
+    """A kernel's value, as an engine computes it: (out, in)."""
+    end = next(end for end in (".weight_scale_inv", ".weight_scale") if layer + end in arrays)
+    scale = np.asarray(arrays[layer + end])
+    scale = scale.view(jnp.float8_e8m0fnu) if scale.dtype == np.uint8 else scale
+    scale = scale.astype(np.float32)
+    if f"{layer}.weight_packed" in arrays:
+        packed = np.asarray(arrays[f"{layer}.weight_packed"])
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        codes = np.concatenate([numbers, -numbers])[codes]
+        scale = scale / np.asarray(arrays[f"{layer}.weight_global_scale"])
+    else:
+        codes = np.asarray(arrays[f"{layer}.weight"]).astype(np.float32)
+    if scale.size == 1:
+        return codes * scale.reshape(())
+    for axis in (0, 1):
+        size = {1: codes.shape[axis], codes.shape[axis]: 1}.get(scale.shape[axis])
+        size = size or (
+            128 if codes.shape[axis] / scale.shape[axis] > 32 else codes.shape[axis] // scale.shape[axis]
+        )
+        scale = np.repeat(scale, size, axis)
+    return codes * scale[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_formats_hold_what_training_multiplies_with(tmp_path, recipe):
+    """Bit for bit where the format can, and within the noise of one cast elsewhere."""
+    x = jax.random.normal(jax.random.key(0), (32, 256))
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["kernel"], recipe)
+    variables = model.init({"up": {"kernel": jax.random.normal(jax.random.key(1), (256, 384)) / 16}}, x)
+    variables = fp8jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)[2]
+    frozen = model.freeze(variables, x)["params"]["up"]["kernel"]
+    if model.recipe.has_blocks:
+        want = np.asarray(quantized(model.recipe, RHS, frozen, {}, (0,))[0].dequantize())
+    else:
+        want = np.asarray(frozen.dequantize()).T
+    stored, held = np.asarray(value(variables["params"]["up"]["kernel"])).T, set()
+    for format in FORMATS:
+        if format == "fp8:static" and recipe not in DELAYED:
+            continue
+        report = save(tmp_path / format, model, variables, x, mapping=PLAIN, format=format, config={})
+        entries = read(tmp_path / format).entries
+        got = value_of({name: entry.array() for name, entry in entries.items()}, "up")
+        if report.rows[0].sqnr is None:
+            held.add(format)
+            # NVFP4's scale of a tensor is stored as its reciprocal.
+            np.testing.assert_allclose(got, want, rtol=3e-7 if recipe == "nvfp4" else 0)
+        else:
+            sqnr = 10 * np.log10((stored**2).mean() / ((got - stored) ** 2).mean())
+            assert sqnr > SQNR.get(format.partition(":")[2], 30), format
+            np.testing.assert_allclose(report.rows[0].sqnr, sqnr, atol=0.01)
+    assert held == HELD[recipe]
+
+
+@pytest.mark.parametrize(
+    "recipe, format", [("O3", "fp8"), ("te", "fp8:ue8m0"), ("nvfp4", "compressed-tensors:nvfp4")]
+)
+def test_report(tmp_path, recipe, format):
+    report = exported(tmp_path / "out", *trained(recipe), format)
+    rows = {row.name: row for row in report.rows}
+    assert len(rows) == 15 and not rows["lm_head"].is_quantized
+    line = next(line for line in str(report).splitlines() if line.startswith(LAYER))
+    if format in HELD[recipe]:
+        assert rows[LAYER].sqnr is None and line.endswith("  unchanged")
+    else:
+        assert 30 < rows[LAYER].sqnr < 34 and line.endswith(f"  quantized, SQNR {rows[LAYER].sqnr:.1f} dB")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_are_the_arrays(tmp_path, format):
+    """Of scanned layers, in several files, and those that compiled code gives."""
+    (model, variables), mapping = trained("O3", is_scanned=True), LLAMA.stacked("layers")
+    exported(tmp_path / "out", model, variables, format, mapping, max_shard_bytes=200_000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    arrays = jax.jit(lambda v: weights(model, v, TOKENS, mapping=mapping, format=format))(variables)
+    assert set(arrays) == set(index["weight_map"]) and len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in arrays.values())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            got = opened.get_tensor(name)
+        bits = np.asarray(arrays[name]).reshape(-1).view(np.uint8)
+        assert (
+            got.shape == arrays[name].shape and (got.reshape(-1).view(dtype_of_bytes()).numpy() == bits).all()
+        )
+
+
+def dtype_of_bytes():
+    return pytest.importorskip("torch").uint8
+
+
+def test_config(tmp_path):
+    exported(tmp_path / "out", *trained("O3"), "fp8:ue8m0")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.pop("quantization_config") == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    assert config == llama.CONFIG
+
+
+def test_excluded_layers(tmp_path):
+    rules = [fp8jax.Rule("*/1/self_attn/*", "bf16"), fp8jax.Rule("*/down_proj", "bf16")]
+    model = fp8jax.transform(llama.Llama(), "O3", rules=rules)
+    variables = model.init(jax.random.key(0), TOKENS)
+    exported(tmp_path / "out", model, variables, "compressed-tensors:channel")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    attention = [f"model.layers.1.self_attn.{name}_proj" for name in "kqov"]
+    others = ["lm_head", *(f"model.layers.{number}.mlp.down_proj" for number in "01")]
+    assert sorted(config["ignore"]) == sorted([*others, *attention])
+    arrays = weights(model, variables, TOKENS, mapping=LLAMA, format="compressed-tensors:channel")
+    assert arrays["model.layers.1.self_attn.q_proj.weight"].dtype == jnp.float32
+    assert arrays["model.layers.0.self_attn.q_proj.weight"].dtype == jnp.float8_e4m3fn
+
+
+def test_scales_of_inputs():
+    model, variables = trained("te")
+    arrays = weights(model, variables, TOKENS, mapping=LLAMA, format="fp8:static")
+    state = variables["_overwrite_with_gradient"]["model"]["layers"]["1"]["mlp"]["up_proj"]["kernel"]
+    assert arrays[f"{LAYER}.activation_scale"] == state["scale"][LHS] != 8
+    model, variables = trained("block")
+    with pytest.raises(ValueError, match="`format`: expected delayed scaling for fp8:static"):
+        weights(model, variables, TOKENS, mapping=LLAMA, format="fp8:static")
+
+
+def logits_in_torch(folder, **options):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(np.array(TOKENS))).logits.numpy()
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("fp8")])
+@pytest.mark.parametrize("recipe", ["te", "O3", "block"])
+def test_transformers_loads_a_llama(tmp_path, recipe, format):
+    if format == "fp8:static" and recipe == "block":
+        pytest.skip("static scales are those of delayed scaling")
+    model, variables = trained(recipe)
+    exported(tmp_path / "out", model, variables, format)
+    got = logits_in_torch(tmp_path / "out")
+    loaded = load(
+        tmp_path / "out", like=jax.eval_shape(llama.Llama().init, jax.random.key(0), TOKENS), mapping=LLAMA
+    )
+    np.testing.assert_allclose(got, llama.Llama().apply(loaded, TOKENS), atol=2e-5)
+    if format in HELD[recipe] and recipe != "block":
+        frozen = model.dequantize(model.freeze(variables, TOKENS))
+        np.testing.assert_allclose(got, llama.Llama().apply(frozen, TOKENS), atol=2e-5)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("compressed")])
+@pytest.mark.parametrize("recipe", ["O3", "nvfp4"])
+def test_compressed_tensors_decompresses(tmp_path, recipe, format):
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    exported(tmp_path / "out", *trained(recipe), format)
+    plain = transformers.CompressedTensorsConfig(run_compressed=False)
+    got = logits_in_torch(tmp_path / "out", quantization_config=plain)
+    loaded = load(
+        tmp_path / "out", like=jax.eval_shape(llama.Llama().init, jax.random.key(0), TOKENS), mapping=LLAMA
+    )
+    want = llama.Llama().apply(loaded, TOKENS)
+    # It decompresses FP4 to bfloat16.
+    np.testing.assert_allclose(got, want, atol=0.05 if format.endswith("nvfp4") else 2e-5)
+
+
+def gpt2_config(config):
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocabulary,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_positions": config.context,
+        "tie_word_embeddings": True,
+    }
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8:tensor"])
+def test_transformers_loads_a_gpt2(load_program, tmp_path, format):
+    """Conv1D kernels, (in, out), under a scan, and no module around the blocks."""
+    program = load_program("examples/gpt_model.py")
+    sizes = program.GPTConfig(
+        llama.WORDS, layers=2, heads=2, width=128, context=16, bias=True, tied=True, remat=False
+    )
+    model = fp8jax.transform(program.GPT(sizes), "O3")
+    variables = model.init(jax.random.key(0), TOKENS)
+    mapping = GPT2.stacked("h").moved("^transformer/", "", back=("^", "transformer/"))
+    save(
+        tmp_path / "out", model, variables, TOKENS, mapping=mapping, format=format, config=gpt2_config(sizes)
+    )
+    want = program.GPT(sizes).apply(model.dequantize(variables), TOKENS)
+    np.testing.assert_allclose(logits_in_torch(tmp_path / "out"), want, atol=2e-5)
+    with pytest.raises(ValueError, match=r"stored as \(in, out\); got blocks of 1x32"):
+        weights(model, variables, TOKENS, mapping=mapping, format="compressed-tensors:mxfp8")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(128, 256, rngs=rngs), nnx.Linear(256, 128, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_nnx_and_functions(tmp_path):
+    """The same arrays from an NNX module and from a function of its parameters."""
+    net, x = Net(nnx.Rngs(0)), jnp.ones((8, 128))
+    graph, params = nnx.split(net, nnx.Param)
+    function = fp8jax.transform(lambda params, x: nnx.merge(graph, params)(x), "O3")
+    variables = function.init(nnx.to_pure_dict(params), x)
+    model = fp8jax.transform(net, "O3")
+    report = save(tmp_path / "out", model, mapping=PLAIN, format="fp8", config={})
+    assert [row.sqnr for row in report.rows] == [None, None]
+    got = weights(model, mapping=PLAIN, format="fp8")
+    want = weights(function, variables, x, mapping=PLAIN, format="fp8")
+    assert set(got) == set(want) and got["up.weight"].dtype == jnp.float8_e4m3fn
+    for name in got:
+        assert (got[name] == want[name]).all(), name
+
+
+def test_attention_heads():
+    """Kernels of more dimensions are matrices in the folder."""
+    heads = NameMap(
+        (
+            Rename("q.weight", "q/kernel", axes=(1, 0), shape=(-1, 4, 32)),
+            Rename("o.weight", "o/kernel", axes=(1, 0), shape=(4, 32, -1)),
+        )
+    )
+
+    def attend(params, x):
+        y = jnp.einsum("td,dhk->thk", x, params["q"]["kernel"])
+        return jnp.einsum("thk,hkd->td", y, params["o"]["kernel"])
+
+    q, o = jax.random.normal(jax.random.key(0), (2, 64 * 128))
+    params = {"q": {"kernel": q.reshape(64, 4, 32)}, "o": {"kernel": o.reshape(4, 32, 64)}}
+    x = jnp.ones((8, 64))
+    model = fp8jax.transform(attend, "O3")
+    variables = model.init(params, x)
+    arrays = weights(model, variables, x, mapping=heads, format="fp8")
+    stored = model.dequantize(variables)
+    assert (value_of(arrays, "q") == stored["q"]["kernel"].reshape(64, 128).T).all()
+    assert (value_of(arrays, "o") == stored["o"]["kernel"].reshape(128, 64).T).all()
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_nothing_is_overwritten(tmp_path, is_empty):
+    if is_empty:
+        exported(tmp_path, *trained("O3"), "fp8")
+        assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(ValueError, match="`folder`: expected a new or empty folder"):
+        exported(tmp_path, *trained("O3"), "fp8")
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def spoilt(variables):
+    layer = variables["params"]["model"]["layers"]["0"]["mlp"]["up_proj"]
+    layer = {"kernel": layer["kernel"].at[0, 0].set(jnp.inf)}
+    return jax.tree.map(lambda x: x, variables) | {"params": with_layer(variables["params"], layer)}
+
+
+def with_layer(params, layer):
+    new = jax.tree.map(lambda x: x, params)
+    new["model"]["layers"]["0"]["mlp"]["up_proj"] = layer
+    return new
+
+
+@pytest.mark.parametrize(
+    "recipe, change, options, says",
+    [
+        ("te", None, {"format": "fp4"}, "`format`: expected one of fp8, fp8:ue8m0, "),
+        ("te", None, {"mapping": GPT2}, "`mapping`: expected a rename that leads to "),
+        ("block", spoilt, {}, "`variables`: expected finite numbers in model.layers.0.mlp.up_proj"),
+    ],
+)
+def test_refused(tmp_path, recipe, change, options, says):
+    model, variables = trained(recipe)
+    variables = change(variables) if change else variables
+    with pytest.raises(ValueError, match=says):
+        exported(tmp_path / "out", model, variables, **{"format": "fp8", **options})
+    assert os.listdir(tmp_path) == []
+
+
+def test_adapters_are_merged_first():
+    model = fp8jax.transform(llama.Llama(), "block", lora=fp8jax.LoRA(rank=2))
+    variables = model.init(jax.random.key(0), TOKENS)
+    with pytest.raises(ValueError, match="`model`: expected one without adapters; merge them"):
+        weights(model, variables, TOKENS, mapping=LLAMA)
