@@ -135,8 +135,8 @@ def read(folder: pathlib.Path) -> Folder:
     ]
     if missing:
         raise ValueError(
-            f"`folder`: expected {missing[0]} in {files[missing[0]]}, as {INDEX} says; it is not there. Copy "
-            "the folder again."
+            f"`folder`: expected {missing[0]} in {files[missing[0]]}, as {INDEX} says; got none there. "
+            "Copy the folder again."
         )
     return Folder(config, entries)
 

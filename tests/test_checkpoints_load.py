@@ -1,0 +1,220 @@
+"""Loading Hugging Face folders: the same bits where a parameter can have them, one error where it cannot."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from llama import TOKENS, trained
+
+import fp8jax
+from fp8jax.checkpoints import FORMATS, LLAMA, MIXTRAL, NameMap, Rename, load, save
+from fp8jax.quantization import is_scaled, value
+
+UP = ("model", "layers", "1", "mlp", "up_proj", "kernel")
+PLAIN = NameMap((Rename(r"(.*)\.weight", r"\1/kernel", axes=(1, 0)), Rename(r"(.*)\.bias", r"\1/bias")))
+E4M3_FORMATS = [name for name in FORMATS if "nvfp4" not in name]
+
+
+def at(tree, path=UP):
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def shapes_of(variables):
+    """The variables with shapes in the place of the model's own parameters."""
+    own = "frozen" if "frozen" in variables else "params"
+    return {**variables, own: jax.eval_shape(lambda: variables[own])}
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and (np.asarray(a) == np.asarray(b)).all(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+@pytest.mark.parametrize("format", E4M3_FORMATS)
+def test_round_trip(tmp_path, format, is_scanned):
+    """Codes and scales come back bit for bit, and the loss is where it was."""
+    model, variables = trained("O3", is_scanned)
+    mapping = LLAMA.stacked("layers") if is_scanned else LLAMA
+    save(tmp_path / "out", model, variables, TOKENS, mapping=mapping, format=format, config=llama.CONFIG)
+    got = load(tmp_path / "out", like=shapes_of(variables), mapping=mapping)
+    assert_same(got, variables)
+    loss = jax.jit(fp8jax.value_and_grad(lambda v: (model.apply(v, TOKENS) ** 2).mean()))
+    assert loss(got)[0] == loss(variables)[0]
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "O3", "current", "block"])
+def test_other_formats_are_quantized_once(tmp_path, recipe):
+    """From the values of the folder, by the format and the scales of the parameter."""
+    source, other = trained("block"), trained(recipe)
+    save(tmp_path / "out", *source, TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
+    plain = load(
+        tmp_path / "out", like=jax.eval_shape(llama.Llama().init, jax.random.key(0), TOKENS), mapping=LLAMA
+    )
+    got = load(tmp_path / "out", like=shapes_of(other[1]), mapping=LLAMA)
+    assert_same(got, other[0].quantize(plain, like=other[1]))
+    codes, want = at(plain["params"]), at(source[1]["params"])
+    assert 0 < abs(codes - want).max() < abs(want).max() / 16
+
+
+def hugging_face(kind, dtype, folder):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {"vocab_size": llama.WORDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    sizes |= {"num_local_experts": 4} if kind == "Mixtral" else {}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes, bos_token_id=0, eos_token_id=0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind, mapping", [("Llama", LLAMA), ("Qwen3", LLAMA), ("Mixtral", MIXTRAL)])
+def test_plain_folders_of_transformers(tmp_path, kind, mapping, dtype):
+    torch = pytest.importorskip("torch")
+    model = hugging_face(kind, dtype, tmp_path)
+    shapes = {}
+    for name, shape in shapes_in(tmp_path).items():
+        place = mapping.place(name)
+        arranged = place.arrange(np.zeros(shape, np.int8)).shape
+        experts = (4,) if place.layer else ()
+        shapes[place.path] = jax.ShapeDtypeStruct((*experts, *arranged), jnp.float32)
+    like = {}
+    for path, shape in shapes.items():
+        at_parent = like
+        for part in ("params", *path[:-1]):
+            at_parent = at_parent.setdefault(part, {})
+        at_parent[path[-1]] = shape
+    got = load(tmp_path, like=like, mapping=mapping)["params"]
+    total = sum(float(parameter.double().abs().sum()) for parameter in model.parameters())
+    np.testing.assert_allclose(
+        sum(np.abs(np.float64(x)).sum() for x in jax.tree.leaves(got)), total, rtol=1e-12
+    )
+    query = got["model"]["layers"]["1"]["self_attn"]["q_proj"]["kernel"]
+    want = model.model.layers[1].self_attn.q_proj.weight.detach().to(torch.float32).numpy()
+    assert (query == want.T).all()
+
+
+def shapes_in(folder):
+    from safetensors import safe_open
+
+    shapes = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as opened:
+            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+    return shapes
+
+
+def test_adapters_on_a_block_scaled_folder(tmp_path):
+    """The frozen kernels are the folder's codes and scales, and training starts from them."""
+    save(tmp_path / "out", *trained("block"), TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
+    model = fp8jax.transform(llama.Llama(), "block", lora=fp8jax.LoRA(rank=2))
+    fresh = model.init(jax.random.key(9), TOKENS)
+    variables = load(tmp_path / "out", like=shapes_of(fresh), mapping=LLAMA)
+    kernel, plain = at(variables["frozen"]), at(trained("block")[1]["params"])
+    want = model.adapt(jax.random.key(0), {"params": trained("block")[1]["params"]}, TOKENS)
+    assert kernel.scale.shape == (2, 3)
+    assert_same(kernel, at(want["frozen"]))
+    assert_same(variables["params"], fresh["params"])
+    np.testing.assert_allclose(value(kernel), plain, atol=float(abs(plain).max()) / 16)
+    loss, grads, _ = fp8jax.value_and_grad(lambda v: (model.apply(v, TOKENS) ** 2).mean())(variables)
+    assert np.isfinite(loss) and at(grads, UP[:-1])["lora_b"].any()
+
+
+@pytest.mark.parametrize("recipe", ["te", "O3"])
+def test_arrays_are_sharded_as_they_are_read(tmp_path, recipe):
+    model, variables = trained(recipe)
+    save(tmp_path / "out", model, variables, TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def sharded(x):
+        spec = PartitionSpec("data") if x.shape and x.shape[0] % 8 == 0 else PartitionSpec()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    like = {**variables, "params": jax.tree.map(sharded, variables["params"])}
+    got = load(tmp_path / "out", like=like, mapping=LLAMA)
+    kernel = at(got["params"])
+    data = kernel.data if is_scaled(kernel) else kernel
+    assert data.sharding.spec == PartitionSpec("data") and data.addressable_shards[0].data.shape == (32, 384)
+    if recipe == "O3":
+        assert_same(jax.device_get(got), jax.device_get(variables))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(128, 256, rngs=rngs), nnx.Linear(256, 128, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_nnx(tmp_path):
+    model, other = (fp8jax.transform(Net(nnx.Rngs(seed)), "O3") for seed in (0, 1))
+    save(tmp_path / "out", model, mapping=PLAIN, format="fp8", config={})
+    nnx.update(other, load(tmp_path / "out", like=nnx.state(other, nnx.Param), mapping=PLAIN))
+    assert_same(nnx.state(other, nnx.Param), nnx.state(model, nnx.Param))
+    x = jax.random.normal(jax.random.key(0), (8, 128))
+    assert (other(x) == model(x)).all()
+
+
+@pytest.mark.parametrize(
+    "preset, format, blocks",
+    [
+        ("FP8", "float-quantized", (1, 1)),
+        ("FP8_DYNAMIC", "float-quantized", (192, 1)),
+        ("FP8_BLOCK", "float-quantized", (2, 2)),
+        ("MXFP8", "mxfp8-quantized", (192, 8)),
+        ("NVFP4A16", "nvfp4-pack-quantized", (192, 16)),
+    ],
+)
+def test_folders_of_compressed_tensors(tmp_path, preset, format, blocks):
+    """A kernel that the library compressed by its own rounding, on scales that are not powers of two."""
+    pytest.importorskip("compressed_tensors")
+    torch = pytest.importorskip("torch")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+    from safetensors.torch import save_file
+
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = format
+    weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(3))
+    padded = torch.zeros(256, 256)
+    padded[:192] = weight
+    rows = 256 if blocks[0] == 2 else 192
+    cut = padded[:rows].reshape(blocks[0], rows // blocks[0], blocks[1], 256 // blocks[1])
+    amax = cut.abs().amax((1, 3))
+    scale = {"MXFP8": 2.0 ** torch.ceil(torch.log2(amax / 448))}.get(preset, amax / 448)
+    parts = {"weight": weight, "weight_scale": scale.reshape(-1) if blocks == (1, 1) else scale}
+    if preset == "NVFP4A16":
+        whole = 448 * 6 / weight.abs().max()
+        parts |= {"weight_global_scale": whole.reshape(1)}
+        parts["weight_scale"] = (amax / 6 * whole).to(torch.float8_e4m3fn).float()
+    compressor = BaseCompressor.get_value_from_registry(format)
+    compressed = compressor.compress(parts, scheme)
+    want = compressor.decompress(dict(compressed), scheme)["weight"].float().numpy()
+    folder = tmp_path / "out"
+    folder.mkdir()
+    save_file(
+        {f"up.{name}": tensor.contiguous() for name, tensor in compressed.items()},
+        folder / "model.safetensors",
+    )
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=format, quantization_status="compressed"
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"quantization_config": json.loads(config.model_dump_json())})
+    )
+    like = {"params": {"up": {"kernel": jax.ShapeDtypeStruct((256, 192), jnp.float32)}}}
+    got = load(folder, like=like, mapping=PLAIN)["params"]["up"]["kernel"]
+    # The library's FP4 is bfloat16, and its scales of MXFP8 are.
+    np.testing.assert_allclose(got.T, want, rtol=2**-7 if "FP8" not in preset else 1e-6)
+    assert abs(got.T - weight.numpy()).max() < 0.75
