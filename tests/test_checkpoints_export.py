@@ -245,6 +245,8 @@ def test_transformers_loads_a_gpt2(load_program, tmp_path, format):
     )
     want = program.GPT(sizes).apply(model.dequantize(variables), TOKENS)
     np.testing.assert_allclose(logits_in_torch(tmp_path / "out"), want, atol=2e-5)
+    written = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert written["modules_to_not_convert"] == ["lm_head"]
     with pytest.raises(ValueError, match=r"stored as \(in, out\); got blocks of 1x32"):
         weights(model, variables, TOKENS, mapping=mapping, format="compressed-tensors:mxfp8")
 
@@ -257,13 +259,14 @@ class Net(nnx.Module):
         return self.down(nnx.relu(self.up(x)))
 
 
-def test_nnx_and_functions(tmp_path):
+@pytest.mark.parametrize("recipe", ["te", "O3"])
+def test_nnx_and_functions(tmp_path, recipe):
     """The same arrays from an NNX module and from a function of its parameters."""
     net, x = Net(nnx.Rngs(0)), jnp.ones((8, 128))
     graph, params = nnx.split(net, nnx.Param)
-    function = fp8jax.transform(lambda params, x: nnx.merge(graph, params)(x), "O3")
+    function = fp8jax.transform(lambda params, x: nnx.merge(graph, params)(x), recipe)
     variables = function.init(nnx.to_pure_dict(params), x)
-    model = fp8jax.transform(net, "O3")
+    model = fp8jax.transform(net, recipe)
     report = save(tmp_path / "out", model, mapping=PLAIN, format="fp8", config={})
     assert [row.sqnr for row in report.rows] == [None, None]
     got = weights(model, mapping=PLAIN, format="fp8")

@@ -51,17 +51,37 @@ def test_round_trip(tmp_path, format, is_scanned):
     assert loss(got)[0] == loss(variables)[0]
 
 
+@pytest.mark.parametrize("format", ["fp8", "fp8:tensor", "compressed-tensors:channel"])
+def test_scales_that_are_no_powers_of_two(tmp_path, format):
+    """E4M3 parameters take codes with any scale, and an optimizer goes on from them."""
+    source, variables = trained("te")
+    save(tmp_path / "out", source, variables, TOKENS, mapping=LLAMA, format=format, config=llama.CONFIG)
+    want = at(source.freeze(variables, TOKENS)["params"])
+    model, like = trained("O3")
+    got = load(tmp_path / "out", like=shapes_of(like), mapping=LLAMA)
+    kernel = at(got["params"])
+    assert (kernel.data == want.data).all() and kernel.scale == want.scale and np.log2(kernel.scale) % 1
+    tx = fp8jax.optim.adamw(1e-3, "O3")
+    loss, grads, got = fp8jax.value_and_grad(lambda v: (model.apply(v, TOKENS) ** 2).mean())(got)
+    updates, _ = tx.update(grads, tx.init(got["params"]), got["params"])
+    after = fp8jax.apply_updates(got, updates)
+    assert np.isfinite(loss) and 0 < abs(value(at(after["params"])) - value(kernel)).max() < 0.01
+
+
 @pytest.mark.parametrize("recipe", ["te", "O2", "O3", "current", "block"])
 def test_other_formats_are_quantized_once(tmp_path, recipe):
     """From the values of the folder, by the format and the scales of the parameter."""
-    source, other = trained("block"), trained(recipe)
-    save(tmp_path / "out", *source, TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
+    model, other = trained("block")[0], trained(recipe)
+    # The scales of blocks differ.
+    larger = lambda x: x.at[:128].multiply(8) if x.ndim == 2 else x  # noqa: E731
+    source = jax.tree.map(larger, trained("block")[1])
+    save(tmp_path / "out", model, source, TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
     plain = load(
         tmp_path / "out", like=jax.eval_shape(llama.Llama().init, jax.random.key(0), TOKENS), mapping=LLAMA
     )
     got = load(tmp_path / "out", like=shapes_of(other[1]), mapping=LLAMA)
     assert_same(got, other[0].quantize(plain, like=other[1]))
-    codes, want = at(plain["params"]), at(source[1]["params"])
+    codes, want = at(plain["params"]), at(source["params"])
     assert 0 < abs(codes - want).max() < abs(want).max() / 16
 
 
@@ -114,9 +134,10 @@ def shapes_in(folder):
     return shapes
 
 
-def test_adapters_on_a_block_scaled_folder(tmp_path):
-    """The frozen kernels are the folder's codes and scales, and training starts from them."""
-    save(tmp_path / "out", *trained("block"), TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors:mxfp8"])
+def test_adapters_on_a_block_scaled_folder(tmp_path, format):
+    """The frozen kernels are the folder's codes and scales, also of smaller blocks; training starts there."""
+    save(tmp_path / "out", *trained("block"), TOKENS, mapping=LLAMA, format=format, config=llama.CONFIG)
     model = fp8jax.transform(llama.Llama(), "block", lora=fp8jax.LoRA(rank=2))
     fresh = model.init(jax.random.key(9), TOKENS)
     variables = load(tmp_path / "out", like=shapes_of(fresh), mapping=LLAMA)
@@ -147,6 +168,22 @@ def test_arrays_are_sharded_as_they_are_read(tmp_path, recipe):
     assert data.sharding.spec == PartitionSpec("data") and data.addressable_shards[0].data.shape == (32, 384)
     if recipe == "O3":
         assert_same(jax.device_get(got), jax.device_get(variables))
+
+
+def test_smaller_blocks_are_quantized_again(tmp_path):
+    """Scales of 1x32 blocks that differ are no scales of 128x128 blocks."""
+    save(
+        tmp_path / "out",
+        *trained("mxfp8"),
+        TOKENS,
+        mapping=LLAMA,
+        format="compressed-tensors:mxfp8",
+        config={},
+    )
+    model = fp8jax.transform(llama.Llama(), "block", lora=fp8jax.LoRA(rank=2))
+    variables = load(tmp_path / "out", like=shapes_of(model.init(jax.random.key(9), TOKENS)), mapping=LLAMA)
+    got, want = at(variables["frozen"]), at(trained("mxfp8")[1]["params"])
+    np.testing.assert_allclose(value(got), want, atol=float(abs(want).max()) / 16)
 
 
 class Net(nnx.Module):
