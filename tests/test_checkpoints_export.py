@@ -117,7 +117,7 @@ def test_report(tmp_path, recipe, format):
         assert 30 < rows[LAYER].sqnr < 34 and line.endswith(f"  quantized, SQNR {rows[LAYER].sqnr:.1f} dB")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["fp8", "fp8:ue8m0", "fp8:static", "compressed-tensors:nvfp4"])
 def test_files_are_the_arrays(tmp_path, format):
     """Of scanned layers, in several files, and those that compiled code gives."""
     (model, variables), mapping = trained("O3", is_scanned=True), LLAMA.stacked("layers")
@@ -184,11 +184,18 @@ def logits_in_torch(folder, **options):
         return model(torch.from_numpy(np.array(TOKENS))).logits.numpy()
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("fp8")])
-@pytest.mark.parametrize("recipe", ["te", "O3", "block"])
+@pytest.mark.parametrize(
+    "recipe, format",
+    [
+        ("te", "fp8:tensor"),
+        ("te", "fp8:static"),
+        ("O3", "fp8"),
+        ("O3", "fp8:ue8m0"),
+        ("block", "fp8"),
+        ("block", "fp8:tensor"),
+    ],
+)
 def test_transformers_loads_a_llama(tmp_path, recipe, format):
-    if format == "fp8:static" and recipe == "block":
-        pytest.skip("static scales are those of delayed scaling")
     model, variables = trained(recipe)
     exported(tmp_path / "out", model, variables, format)
     got = logits_in_torch(tmp_path / "out")
@@ -201,8 +208,11 @@ def test_transformers_loads_a_llama(tmp_path, recipe, format):
         np.testing.assert_allclose(got, llama.Llama().apply(frozen, TOKENS), atol=2e-5)
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("compressed")])
-@pytest.mark.parametrize("recipe", ["O3", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe, format",
+    [("O3", name) for name in FORMATS if name.startswith("compressed")]
+    + [("nvfp4", "compressed-tensors:nvfp4")],
+)
 def test_compressed_tensors_decompresses(tmp_path, recipe, format):
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")

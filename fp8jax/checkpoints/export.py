@@ -18,11 +18,10 @@ from jaxtyping import Array, Shaped
 from fp8jax.adapters.adapter import adapter_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.names import NameMap
-from fp8jax.checkpoints.serving import INPUT, ServingFormat, codes_of_tensor, encode, format_of
+from fp8jax.checkpoints.serving import INPUT, ServingFormat, encode, format_of
 from fp8jax.checkpoints.tree import named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
-from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, RHS
 from fp8jax.scaling.block_method import method_of
 from fp8jax.variables import PARAMS, SCALING
@@ -33,7 +32,8 @@ class Row(NamedTuple):
 
     name: str  # the layer's in the folder
     is_quantized: bool
-    sqnr: Any = None  # dB, of a kernel that was quantized for the format; None for unchanged codes
+    is_unchanged: Any = True  # whether the model multiplies with the same numbers
+    sqnr: Any = None  # dB, of a kernel that was quantized for the format
 
 
 class ExportReport(NamedTuple):
@@ -46,7 +46,7 @@ class ExportReport(NamedTuple):
         def answer(row: Row) -> str:
             if not row.is_quantized:
                 return "high precision"
-            return "unchanged" if row.sqnr is None else f"quantized, SQNR {row.sqnr:.1f} dB"
+            return "unchanged" if row.is_unchanged else f"quantized, SQNR {row.sqnr:.1f} dB"
 
         width = max((len(row.name) for row in self.rows), default=0)
         return "\n".join([self.format, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
@@ -106,14 +106,17 @@ def save(
                 writer.add(name + end, np.asarray(array))
             if row is not None:
                 _check_finite(name, parts, chosen)
-                rows.append(row._replace(sqnr=None if row.sqnr is None else float(row.sqnr)))
+                same = bool(row.is_unchanged)
+                rows.append(row._replace(is_unchanged=same, sqnr=None if same else float(row.sqnr)))
         writer.finish()
         ignored = [row.name for row in rows if not row.is_quantized]
         if "lm_head" not in [row.name for row in rows]:
             ignored.append("lm_head")  # tied to the embedding
         whole = {**config, "quantization_config": chosen.quantization_config(ignored)}
         (new / CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
-        os.rename(new, folder)
+        if folder.exists():
+            folder.rmdir()
+        new.rename(folder)
     return ExportReport(format, tuple(rows))
 
 
@@ -149,19 +152,22 @@ def _tensors(model: Any, args: tuple[Any, ...], mapping: NameMap, format: Servin
             shape = place.torch_shape(part.shape)
             if kernel is None:
                 base, end = name, ""
-                row = Row(name.removesuffix(".weight"), False) if path[-1] == "kernel" else None
+                is_linear = len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding"
+                row = Row(name.removesuffix(".weight"), False) if is_linear else None
                 yield _Tensor(base, {end: place.restore(own_value(part), shape)}, row)
                 continue
             base = name.removesuffix(".weight")
             format.check(name, shape, is_transposed=place.axes is None)
             x = place.restore(value(part).astype(jnp.float32), shape)
-            q, made = _multiplied(kernel, stored, _part(codes, index))
-            if q is not None:
-                q = ScaledArray(place.restore(q.data, shape), q.scale)
-            parts, sqnr = encode(x, q, made, format)
+            q, method = _part(codes, index), None
+            if is_scaled(q) and q.data.dtype == E4M3.dtype:
+                q = ScaledArray(place.restore(q.data, shape), q.scale.astype(jnp.float32))
+            else:
+                q, method = None, method_of(kernel.recipe, RHS) if kernel.recipe.has_blocks else None
+            parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, scales, index)
-            yield _Tensor(base, parts, Row(base, True, sqnr))
+            yield _Tensor(base, parts, Row(base, True, is_unchanged, sqnr))
 
 
 def _part(leaf: Any, index: tuple[int, ...]) -> Any:
@@ -170,16 +176,6 @@ def _part(leaf: Any, index: tuple[int, ...]) -> Any:
         return leaf[index]
     own = tuple(i if n > 1 else 0 for i, n in zip(index, leaf.scale.shape, strict=False))
     return ScaledArray(leaf.data[index], leaf.scale[own].reshape(()))
-
-
-def _multiplied(kernel: Kernel, stored: Any, part: Any) -> tuple[ScaledArray | None, Any]:
-    """The codes of a frozen kernel that its GEMM takes, and how they, or codes in blocks, are made."""
-    if is_scaled(part) and part.data.dtype == E4M3.dtype:
-        codes = ScaledArray(part.data, part.scale.astype(jnp.float32))
-        # Scales of stored kernels are powers of two.
-        is_stored = is_scaled(stored) and stored.data.dtype == E4M3.dtype
-        return codes, codes_of_tensor(is_power_of_two=is_stored)
-    return None, method_of(kernel.recipe, RHS) if kernel.recipe.has_blocks else None
 
 
 def _input_scale(name: str, scales: Any, index: tuple[int, ...]) -> Array:

@@ -1,6 +1,6 @@
 """Formats of quantized kernels that serving engines load.
 
-    parts, sqnr = encode(x, None, None, FORMATS["fp8"])    # x.shape=(out, in): {".weight": codes, ...}
+    parts, is_unchanged, sqnr = encode(x, None, None, FORMATS["fp8"])    # {".weight": codes, ...}
 
 | format | a scale for each | scales | config |
 |---|---|---|---|
@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
-from fp8jax.formats import E2M1, E4M3, E8M0
+from fp8jax.formats import E2M1, E4M3, E8M0, Format
 from fp8jax.quantization import BlockMethod, PackedE2M1, ScaledArray, quantize_blocks, value
 
 WHOLE = 0  # a side of a block that is the whole side of the matrix
@@ -65,12 +65,11 @@ class ServingFormat:
         """The entry of `config.json`; `ignored` are the layers in high precision."""
         return {**self.config, self.ignored: list(ignored)}
 
-    def holds(self, made: BlockMethod) -> bool:
-        """Whether codes and scales that were made so need not be quantized again."""
-        pairs = zip(made.block, self.method.block, strict=True)
+    def holds(self, format: Format, block: tuple[int, ...]) -> bool:
+        """Whether the files can have codes in `format` with a scale for each `block`."""
+        pairs = zip(block, self.method.block, strict=True)
         fits = all(size == WHOLE or (own != WHOLE and size % own == 0) for size, own in pairs)
-        is_exact = self.stored == jnp.float32 or made.scale in ("power_of_two", "E8M0", self.method.scale)
-        return fits and is_exact and made.format == self.method.format
+        return fits and format == self.method.format
 
     def check(self, name: str, shape: tuple[int, ...], *, is_transposed: bool) -> None:
         """Raises ValueError if engines could not load a kernel, shape=(out, in); Conv1D's is (in, out)."""
@@ -161,39 +160,40 @@ def format_of(name: str) -> ServingFormat:
     return FORMATS[name]
 
 
-def codes_of_tensor(*, is_power_of_two: bool) -> BlockMethod:
-    """How codes with one scale were made."""
-    return BlockMethod(E4M3, _TENSOR, "power_of_two" if is_power_of_two else "float32")
-
-
-@functools.partial(jax.jit, static_argnames=("made", "format"))
+@functools.partial(jax.jit, static_argnames=("method", "format"))
 def encode(
     x: Float[Array, "rows columns"],
     codes: ScaledArray | None,
-    made: BlockMethod | None,
+    method: BlockMethod | None,
     format: ServingFormat,
-) -> tuple[dict[str, Array], Float32[Array, ""] | None]:
+) -> tuple[dict[str, Array], Bool[Array, ""], Float32[Array, ""]]:
     """A kernel in a format.
 
     Args:
         x: the kernel's value, in torch's order.
-        codes: the codes with one scale that the model multiplies with, if it does.
-        made: how the model makes `codes`, or codes in blocks from `x`; None if it does neither.
+        codes: the E4M3 codes with one scale that the model multiplies with, if it does.
+        method: how the model quantizes `x` in blocks, if it does.
         format: of the files.
 
     Returns:
-        The arrays by the ends of their names; and the SQNR in dB of a kernel that is quantized for the
-        format, None if the model multiplies with the same codes and scales.
+        The arrays by the ends of their names; whether the model multiplies with the same codes and scales;
+        and otherwise the SQNR in dB.
     """
-    is_unchanged = made is not None and format.holds(made)
-    if made is None or not is_unchanged:
-        codes, made = None, format.method
-    q = _quantized(x, made) if codes is None else codes
-    parts = _parts(q, x.shape, made.block, format)
-    if is_unchanged:
-        return parts, None
+    kept, is_kept = None, jnp.bool_(True)
+    if codes is not None and format.holds(E4M3, _TENSOR):
+        kept = _parts(codes, x.shape, _TENSOR, format)
+        if format.stored != jnp.float32:
+            is_kept = lax.bitcast_convert_type(codes.scale, jnp.uint32) % np.uint32(2**23) == 0
+    elif codes is None and method is not None and format.holds(method.format, method.block):
+        if format.stored == jnp.float32 or method.scale in ("power_of_two", "E8M0", format.method.scale):
+            kept = _parts(_quantized(x, method), x.shape, method.block, format)
+    q = _quantized(x, format.method)
+    new = _parts(q, x.shape, format.method.block, format)
     error = q.dequantize()[: x.shape[0], : x.shape[1]] - x
-    return parts, 10 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(error)))
+    sqnr = 10 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(error)))
+    if kept is None:
+        return new, jnp.bool_(False), sqnr
+    return jax.tree.map(lambda a, b: jnp.where(is_kept, a, b), kept, new), is_kept, sqnr
 
 
 def _quantized(x: Float[Array, "rows columns"], method: BlockMethod) -> ScaledArray:
