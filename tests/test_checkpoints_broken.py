@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import struct
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import fp8jax
+from fp8jax import extras
 from fp8jax.checkpoints import NameMap, Rename, load, save
 from fp8jax.formats import E4M3
 
@@ -236,6 +239,14 @@ def test_a_folder_that_is_not_broken(whole):
         256,
         384,
     )
+
+
+def test_without_safetensors_the_error_names_the_extra(whole, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=f"^not installed: safetensors; {re.escape(extras.install('serving'))}$"
+    ):
+        load(whole, like={"params": KERNELS}, mapping=MAPPING)
 
 
 def test_two_tensors_of_one_parameter(whole):

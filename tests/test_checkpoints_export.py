@@ -28,13 +28,13 @@ SQNR = {"nvfp4": 19.0}
 # Formats that hold what a recipe multiplies with: E4M3 with one scale, a power of two if it is stored so.
 DELAYED = ("te", "O2", "O3", "fp8")
 TENSOR = {name for name in FORMATS if "nvfp4" not in name}
-FLOAT32 = TENSOR - {"fp8:ue8m0", "compressed-tensors:mxfp8"}
+ANY_SCALE = TENSOR - {"fp8:ue8m0", "compressed-tensors:mxfp8"}
 HELD = {
-    "te": FLOAT32,
-    "O2": FLOAT32,
+    "te": ANY_SCALE,
+    "O2": ANY_SCALE,
     "O3": TENSOR,
-    "fp8": FLOAT32,
-    "current": FLOAT32 - {"fp8:static"},
+    "fp8": ANY_SCALE,
+    "current": ANY_SCALE - {"fp8:static"},
     "block": {"fp8", "fp8:ue8m0", "compressed-tensors:block", "compressed-tensors:mxfp8"},
     "block, scaling=block_float32": {"fp8", "compressed-tensors:block"},
     "mxfp8": {"compressed-tensors:mxfp8"},
@@ -184,6 +184,44 @@ def logits_in_torch(folder, **options):
         return model(torch.from_numpy(np.array(TOKENS))).logits.numpy()
 
 
+CODES, FLOAT32 = (jnp.float8_e4m3fn, (384, 256)), jnp.float32
+REQUIRED = {
+    "fp8": {"weight": CODES, "weight_scale_inv": (FLOAT32, (3, 2))},
+    "fp8:ue8m0": {"weight": CODES, "weight_scale_inv": (jnp.float8_e8m0fnu, (3, 2))},
+    "fp8:tensor": {"weight": CODES, "weight_scale_inv": (FLOAT32, ())},
+    "fp8:static": {"weight": CODES, "weight_scale_inv": (FLOAT32, ()), "activation_scale": (FLOAT32, ())},
+    "compressed-tensors:tensor": {"weight": CODES, "weight_scale": (FLOAT32, (1,))},
+    "compressed-tensors:channel": {"weight": CODES, "weight_scale": (FLOAT32, (384, 1))},
+    "compressed-tensors:block": {"weight": CODES, "weight_scale": (FLOAT32, (3, 2))},
+    "compressed-tensors:mxfp8": {"weight": CODES, "weight_scale": (jnp.uint8, (384, 8))},
+    "compressed-tensors:nvfp4": {
+        "weight_packed": (jnp.uint8, (384, 128)),
+        "weight_scale": (jnp.float8_e4m3fn, (384, 16)),
+        "weight_global_scale": (FLOAT32, (1,)),
+    },
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_loaders_require(format):
+    """Names, dtypes and shapes that vLLM and Transformers make parameters of."""
+    model, variables = trained("O3")
+    arrays = jax.eval_shape(lambda v: weights(model, v, TOKENS, mapping=LLAMA, format=format), variables)
+    found = {
+        name.removeprefix(f"{LAYER}."): (x.dtype, x.shape) for name, x in arrays.items() if LAYER in name
+    }
+    assert found == REQUIRED[format]
+
+
+def test_inputs_of_whole_blocks():
+    x = jnp.ones((32, 72))
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["kernel"], "O3")
+    variables = model.init({"up": {"kernel": jnp.ones((72, 64))}}, x)
+    with pytest.raises(ValueError, match="`format`: expected a multiple of 32 inputs for up.weight; got 72"):
+        weights(model, variables, x, mapping=PLAIN, format="compressed-tensors:mxfp8")
+    assert weights(model, variables, x, mapping=PLAIN, format="fp8")["up.weight_scale_inv"].shape == (1, 1)
+
+
 @pytest.mark.parametrize(
     "recipe, format",
     [
@@ -257,7 +295,7 @@ def test_transformers_loads_a_gpt2(load_program, tmp_path, format):
     np.testing.assert_allclose(logits_in_torch(tmp_path / "out"), want, atol=2e-5)
     written = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert written["modules_to_not_convert"] == ["lm_head"]
-    with pytest.raises(ValueError, match=r"stored as \(in, out\); got blocks of 1x32"):
+    with pytest.raises(ValueError, match=r"expected an fp8 one for transformer.h.0.attn.c_attn.weight"):
         weights(model, variables, TOKENS, mapping=mapping, format="compressed-tensors:mxfp8")
 
 

@@ -76,10 +76,10 @@ class ServingFormat:
         rows, columns = self.method.block
         if len(shape) != 2:
             raise ValueError(f"`mapping`: expected a matrix for {name}; got shape {list(shape)}.")
-        if rows != columns and is_transposed:
+        if is_transposed and self.config["quant_method"] != "fp8":
             raise ValueError(
-                f"`format`: expected one with square blocks or a scale a tensor for {name}, which is stored "
-                f"as (in, out); got blocks of {rows}x{columns}."
+                f"`format`: expected an fp8 one for {name}, which is stored as (in, out), as Conv1D's "
+                "weights are; got compressed-tensors, which has Linear layers only."
             )
         if rows != columns and columns and shape[1] % columns:
             raise ValueError(
