@@ -22,6 +22,7 @@ from fp8jax.checkpoints.serving import INPUT, ServingFormat, encode, format_of
 from fp8jax.checkpoints.tree import named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
+from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, RHS
 from fp8jax.scaling.block_method import method_of
 from fp8jax.variables import PARAMS, SCALING
@@ -50,6 +51,14 @@ class ExportReport(NamedTuple):
 
         width = max((len(row.name) for row in self.rows), default=0)
         return "\n".join([self.format, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
+
+
+class Source(NamedTuple):
+    """A model to be written."""
+
+    variables: Any
+    frozen: Any  # the variables with kernels in their GEMMs' format
+    kernels: Mapping[tuple[str, ...], Kernel]  # by path
 
 
 class _Tensor(NamedTuple):
@@ -92,6 +101,18 @@ def save(
         ValueError: the folder is not empty; no rename leads to a parameter; the format cannot hold a kernel;
             a kernel has an infinity or NaN; the model has adapters.
     """
+    return write(folder, _source(model, args), mapping, config, format, max_shard_bytes)
+
+
+def write(
+    folder: str | os.PathLike[str],
+    source: Source,
+    mapping: NameMap,
+    config: Mapping[str, Any],
+    format: str,
+    max_shard_bytes: int,
+) -> ExportReport:
+    """Writes a model as a Hugging Face folder; see `save`."""
     folder, chosen = pathlib.Path(folder), format_of(format)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"`folder`: expected a new or empty folder; got {folder}, which has files.")
@@ -101,7 +122,7 @@ def save(
         new = pathlib.Path(temporary) / "new"
         new.mkdir()
         writer = Writer(new, max_shard_bytes)
-        for name, parts, row in _tensors(model, args, mapping, chosen):
+        for name, parts, row in _tensors(source, mapping, chosen):
             for end, array in parts.items():
                 writer.add(name + end, np.asarray(array))
             if row is not None:
@@ -128,11 +149,11 @@ def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> di
     Args:
         model, args, mapping, format: see `save`.
     """
-    tensors = _tensors(model, args, mapping, format_of(format))
+    tensors = _tensors(_source(model, args), mapping, format_of(format))
     return {name + end: array for name, parts, _ in tensors for end, array in parts.items()}
 
 
-def _tensors(model: Any, args: tuple[Any, ...], mapping: NameMap, format: ServingFormat) -> Iterator[_Tensor]:
+def _source(model: Any, args: tuple[Any, ...]) -> Source:
     adapter = adapter_of(model)
     if adapter.settings.lora is not None:
         raise ValueError(
@@ -140,10 +161,14 @@ def _tensors(model: Any, args: tuple[Any, ...], mapping: NameMap, format: Servin
         )
     variables, inputs = adapter.split(*args)
     kernels = {p: k for p, k in adapter.kernels(variables, *inputs).items() if k.recipe.is_quantized}
-    tree, frozen = named(variables), named(adapter.freeze(variables, *inputs))
+    return Source(variables, adapter.freeze(variables, *inputs), kernels)
+
+
+def _tensors(source: Source, mapping: NameMap, format: ServingFormat) -> Iterator[_Tensor]:
+    tree, frozen = named(source.variables), named(source.frozen)
     for key in [key for key in tree.leaves if key[0] == PARAMS]:
         path, stored = key[1:], tree.leaves[key]
-        kernel, codes = kernels.get(path), frozen.leaves[key]
+        kernel, codes = source.kernels.get(path), frozen.leaves[key]
         scales = tree.leaves.get((SCALING, *path, "scale"))
         for index, name in mapping.names_of(path, stored.shape).items():
             place = mapping.place(name)

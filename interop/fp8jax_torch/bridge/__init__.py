@@ -6,6 +6,8 @@
     model.load_state_dict(from_flax(variables, GPT2, like=model.state_dict()))
     optimizer.load_state_dict(optimizer_from_flax(opt_state, model, GPT2, like=optimizer))
 
+`save` writes a torch model as a Hugging Face folder.
+
 `like` is the model, or the optimizer's state, in which the run goes on, of the same size and recipe. One
 error lists all differences. A `NameMap` says which tensor is where: `GPT2` and `LLAMA` for Hugging Face's
 names, `mapping_of(model)` for modules with the same names on both sides, or any other map:
@@ -19,6 +21,7 @@ from fp8jax.checkpoints import LLAMA as LLAMA
 from fp8jax.checkpoints import NameMap as NameMap
 from fp8jax.checkpoints import Place as Place
 from fp8jax.checkpoints import Rename as Rename
+from fp8jax_torch.bridge.export import save as save
 from fp8jax_torch.bridge.maps import mapping_of as mapping_of
 from fp8jax_torch.bridge.optimizer import optimizer_from_flax as optimizer_from_flax
 from fp8jax_torch.bridge.optimizer import optimizer_to_flax as optimizer_to_flax

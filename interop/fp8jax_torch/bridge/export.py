@@ -1,0 +1,57 @@
+"""A torch model as a Hugging Face folder; see `fp8jax.checkpoints`."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flax import traverse_util
+
+from fp8jax.checkpoints import ExportReport
+from fp8jax.checkpoints.export import Source, write
+from fp8jax.checkpoints.tree import PARAMS, SCALING
+from fp8jax.rewrite import Kernel
+from fp8jax_torch.bridge.maps import mapping_of
+from fp8jax_torch.bridge.weights import to_flax
+from fp8jax_torch.linear import FP8
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    *,
+    config: Mapping[str, Any],
+    format: str = "fp8",
+    max_shard_bytes: int = 5 * 10**9,
+) -> ExportReport:
+    """Writes a model from `fp8jax_torch.prepare` as a Hugging Face folder for Transformers, vLLM or SGLang.
+
+    See `fp8jax.checkpoints.save`. The names are the model's own.
+
+    Args:
+        folder: a new or empty folder.
+        model: of Hugging Face's names, with the native backend.
+        config: the model's `config.json`, such as `model.config.to_dict()`.
+        format: a name of `fp8jax.checkpoints.FORMATS`.
+        max_shard_bytes: a larger model has several files.
+
+    Raises:
+        ValueError: as `fp8jax.checkpoints.save`; or no layer of the model is in FP8.
+    """
+    mapping = mapping_of(model)
+    variables = to_flax(model.state_dict(), mapping)
+    params = traverse_util.flatten_dict(variables[PARAMS])
+    states = traverse_util.flatten_dict(variables.get(SCALING, {}))
+    kernels = {}
+    layer: Any
+    for name, layer in model.named_modules():
+        place = mapping.place(f"{name}.weight") if isinstance(layer, FP8) else None
+        if place is not None:
+            kernels[place.path] = Kernel(layer.fp8.recipe, (), 0)
+    if not kernels:
+        raise ValueError("`model`: expected layers in FP8, as `fp8jax_torch.prepare` makes them; got none.")
+    for path, kernel in kernels.items():
+        state = {key[-1]: array for key, array in states.items() if key[:-1] == path}
+        params[path] = kernel.for_inference(params[path], state)
+    frozen = {**variables, PARAMS: traverse_util.unflatten_dict(params)}
+    return write(folder, Source(variables, frozen, kernels), mapping, config, format, max_shard_bytes)
