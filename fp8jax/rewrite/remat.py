@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from fp8jax.dot import OUTPUT, OUTPUT_CODES, save_fp8_operands, through_fp8
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Dot, Site
-from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, SCAN
+from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, SCAN, scan_parts
 from fp8jax.rewrite.rules import Rule, Rules, matches
 
 # Named scope of a call, followed by the call's number and trace count.
@@ -348,8 +348,8 @@ def _checkpointed_inside(eqn: jex.JaxprEqn, policy: str, blocks: _Blocks, site: 
     """The equation at a site, with a checkpoint around each block inside; the same object without one."""
 
     def change(inner: jex.Jaxpr, below: Site) -> jex.Jaxpr:
-        first, count = (eqn.params.get(name, 0) for name in ("num_consts", "num_carry"))
-        return _checkpointed(inner, policy, blocks, below, inner.invars[first : first + count])
+        carry = scan_parts(eqn, inner.invars)[1] if eqn.primitive.name == "scan" else []
+        return _checkpointed(inner, policy, blocks, below, carry)
 
     return _with_inner(eqn, site, change)
 
