@@ -448,6 +448,12 @@ class EquinoxModel:
     def report(self, variables, *args, method="__call__"):
         return self._of(method).report(variables, *args)
 
+    def kernels(self, variables, *args):
+        return self._of("__call__").kernels(variables, *args)
+
+    def freeze(self, variables, *args):
+        return self._of("__call__").freeze(variables, *args)
+
 
 @pytest.fixture
 def equinox_adapter(monkeypatch):

@@ -83,8 +83,8 @@ def adapter_of(model: Any) -> Adapter:
             adapter = framework.adapter(model)
             if not isinstance(adapter, Adapter):
                 raise TypeError(
-                    f"FRAMEWORKS[{name!r}]: expected an adapter with settings, split, apply and report; got "
-                    f"{type(adapter).__name__}."
+                    f"FRAMEWORKS[{name!r}]: expected an adapter with settings, split, apply, kernels, freeze "
+                    f"and report; got {type(adapter).__name__}."
                 )
             return adapter
     if isinstance(model, FunctionModel):

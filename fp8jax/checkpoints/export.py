@@ -23,7 +23,8 @@ from fp8jax.checkpoints.tree import named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
 from fp8jax.rewrite import Kernel
-from fp8jax.scaling import LHS, RHS
+from fp8jax.scaling import LHS, RHS, of_recipe
+from fp8jax.scaling.block import BlockScaling
 from fp8jax.scaling.block_method import method_of
 from fp8jax.variables import PARAMS, SCALING
 
@@ -188,7 +189,9 @@ def _tensors(source: Source, mapping: NameMap, format: ServingFormat) -> Iterato
             if is_scaled(q) and q.data.dtype == E4M3.dtype:
                 q = ScaledArray(place.restore(q.data, shape), q.scale.astype(jnp.float32))
             else:
-                q, method = None, method_of(kernel.recipe, RHS) if kernel.recipe.has_blocks else None
+                is_in_blocks = isinstance(of_recipe(kernel.recipe), BlockScaling)
+                is_in_blocks = is_in_blocks and kernel.recipe.is_quantized
+                q, method = None, method_of(kernel.recipe, RHS) if is_in_blocks else None
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, scales, index)
