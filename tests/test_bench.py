@@ -113,7 +113,17 @@ def test_program_finds_fp8_gemms(bench):
     assert deep.startswith("h200, GPT, 12 layers")
     # Each tensor is cast once, also where what lies between the products is computed anew.
     casts = {row["kept"]: row["casts"] for row in kept if row["recipe"] == "te"}
-    assert casts == {"everything": 1, "products": 2, "FP8 operands": 1}
+    assert casts == {
+        "everything": 1,
+        "products": 2,
+        "FP8 operands": 1,
+        "FP8 products": 2,
+        "FP8 products and inputs": 2,
+    }
+    gemms = {row["kept"]: row["FP8 GEMMs"] for row in kept if row["recipe"] == "te"}
+    assert (
+        gemms["FP8 products"] == gemms["FP8 products and inputs"] == gemms["products"] == gemms["everything"]
+    )
     assert mlp.startswith("h200, 1 MLP block(s), 64 tokens")
     assert [(row["FP8 GEMMs"], row["other GEMMs"]) for row in rows] == [(0, 6), (6, 0)]
 
@@ -206,6 +216,7 @@ def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
         pytest.param("O2", 100, 78, marks=pytest.mark.long),
         pytest.param("O3", 100, 83, marks=pytest.mark.long),
         ("fp8", 8, 32),
+        ("fp8,moments=E5M2+E4M4", 8, 40),
     ],
 )
 def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(

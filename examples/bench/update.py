@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "adamw_8bit": lambda: fp8jax.optim.adamw_8bit(3e-4, "fp32"),
     "adafactor": lambda: fp8jax.optim.adafactor(3e-4, "fp32"),
 }
-WAYS = [*OPTIMIZERS, "te", "O1", "O2", "O3", "fp8"]
+WAYS = [*OPTIMIZERS, "te", "O1", "O2", "O3", "fp8", "fp8,moments=E5M2+E4M4"]
 
 
 def arguments(way: str, leaves: int, size: int) -> tuple[Any, Any, Any, Any]:
