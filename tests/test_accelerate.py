@@ -20,7 +20,7 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe
-from fp8jax.recipe.accelerate import SETTINGS
+from fp8jax.recipe.from_accelerate import SETTINGS
 
 
 @dataclasses.dataclass

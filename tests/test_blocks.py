@@ -30,7 +30,7 @@ from fp8jax.quantization import (
     quantize_blocks,
 )
 from fp8jax.quantization.blocks import SIGNS
-from fp8jax.quantization.kernels import twice, twice_fp4
+from fp8jax.quantization.kernels import rows_and_columns, rows_and_columns_fp4
 from fp8jax.scaling import block
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
@@ -522,9 +522,10 @@ def test_kernel_of_both_copies(method, shape, monkeypatch):
     x *= 2.0 ** np.arange(-shape[-1] // 2, shape[-1] // 2).astype(np.float32)
     x[..., :40, 64:] = 0
     x[..., 5, 3], x[..., 50, 100], x[..., 60, 20] = np.nan, np.inf, -np.inf
-    monkeypatch.setattr(twice, "INTERPRET", True)
+    monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     ours, expected = (
-        way(jnp.asarray(x), method=method, sides=(False, True)) for way in (twice._at_once, twice._one_by_one)
+        way(jnp.asarray(x), method=method, sides=(False, True))
+        for way in (rows_and_columns._at_once, rows_and_columns._one_by_one)
     )
     for one, other in zip(ours, expected, strict=True):
         assert one.shape == other.shape
@@ -547,9 +548,11 @@ def test_kernel_of_both_fp4_copies(recipe, operand, bad, shape, monkeypatch):
         x[..., 5, 3] = bad
     x, state = jnp.asarray(x, jnp.bfloat16), {"key": jnp.array([3.0, 5.0])}
     expected = block.quantized(Recipe.parse(recipe), operand, x, state)
-    monkeypatch.setattr(twice_fp4, "INTERPRET", True)
+    monkeypatch.setattr(rows_and_columns_fp4, "INTERPRET", True)
     monkeypatch.setattr(
-        twice_fp4, "by_platform", lambda *args, cpu, default, is_deferred, **static: default(*args, **static)
+        rows_and_columns_fp4,
+        "by_platform",
+        lambda *args, cpu, default, is_deferred, **static: default(*args, **static),
     )
     ours = block.quantized(Recipe.parse(recipe), operand, x, state)
     for one, other in zip(ours, expected, strict=True):

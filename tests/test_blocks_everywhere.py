@@ -19,7 +19,7 @@ from fp8jax.comm.shard import ShardSpec
 from fp8jax.dot import Weight, dot_general, init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect import program, targets
 from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, value
-from fp8jax.quantization.kernels import twice_fp4
+from fp8jax.quantization.kernels import rows_and_columns_fp4
 from fp8jax.scaling import block
 from fp8jax.train import checkpoint, metrics
 from fp8jax.variables import FROZEN, PARAMS, SCALING
@@ -124,9 +124,9 @@ def test_shards_without_whole_blocks_are_sent_as_stored(recipe, shape):
 @pytest.mark.long
 def test_kernel_with_the_amax_of_a_whole_tensor(monkeypatch):
     """NVFP4's Pallas kernel, interpreted, gives a shard the codes that the emulation gives it."""
-    monkeypatch.setattr(twice_fp4, "INTERPRET", True)
+    monkeypatch.setattr(rows_and_columns_fp4, "INTERPRET", True)
     static = {"method": NVFP4_16X16, "sides": (False, True), "transform": False, "seeds": block._seeds}
-    ways = twice_fp4._at_once, twice_fp4._one_by_one
+    ways = rows_and_columns_fp4._at_once, rows_and_columns_fp4._one_by_one
     ours, expected = (way(normal(0, 128, 64), None, jnp.full((1, 1), 9.5), **static) for way in ways)
     same_bits(ours, expected)
 

@@ -9,7 +9,7 @@ import pytest
 
 import fp8jax
 from fp8jax.backends import Device
-from fp8jax.inspect import gemms, refuse, targets
+from fp8jax.inspect import gemms, missing_gemms, targets
 
 A100 = dataclasses.replace(targets.get("h100"), name="a100", device="NVIDIA A100", capability=(8, 0))
 X = jnp.ones((128, 128), jnp.bfloat16)
@@ -73,7 +73,7 @@ def test_device_without_a_format_is_refused(device, says, monkeypatch):
 @pytest.mark.parametrize("target, kinds", [("b200", ""), ("h200", "fprop and wgrad")])
 def test_gemms_that_xla_dequantizes_are_named_with_the_cause(target, kinds, monkeypatch):
     """As on a GPU that is let through."""
-    monkeypatch.setattr(refuse, "refuse", lambda *_: None)
+    monkeypatch.setattr(missing_gemms, "refuse", lambda *_: None)
     rows = gemms.check((nn.Dense(256, name="up"), (X,)), "mxfp8", target=target)
     assert bool(rows[0].complaint) == bool(kinds) and rows[0].fp8 == (0 if kinds else 2)
     cause = "XLA dequantizes blocks where cuDNN has no GEMM for the GPU or the shapes"

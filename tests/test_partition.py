@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax.backends import pallas
 from fp8jax.inspect import targets
 from fp8jax.quantization import BLOCK_1X128, BLOCK_128X128, NVFP4_1X16, quantize_blocks
-from fp8jax.quantization.kernels import twice, twice_fp4
+from fp8jax.quantization.kernels import rows_and_columns, rows_and_columns_fp4
 from fp8jax.quantization.kernels.partition import split_by_devices
 
 DEVICES = 4
@@ -33,9 +33,9 @@ def gathered(compiled):
 @pytest.mark.parametrize("spec", [("devices",), (None, "devices")], ids=["rows", "columns"])
 def test_quantizer_is_split(spec, monkeypatch):
     """Each device quantizes its shard, and the codes and scales are those of the whole matrix."""
-    monkeypatch.setattr(twice, "INTERPRET", True)
+    monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     x = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float32)
-    quantize = jax.jit(functools.partial(twice._at_once, method=BLOCK_1X128, sides=(False, True)))
+    quantize = jax.jit(functools.partial(rows_and_columns._at_once, method=BLOCK_1X128, sides=(False, True)))
     compiled = quantize.lower(on_devices(x, *spec)).compile()
     assert not gathered(compiled)
     for one, other in zip(compiled(on_devices(x, *spec)), quantize(x), strict=True):
@@ -47,14 +47,14 @@ def test_quantizer_is_split(spec, monkeypatch):
 @pytest.mark.parametrize("spec", [("devices",), (None, "devices")], ids=["rows", "columns"])
 def test_fp4_quantizer_is_split(spec, monkeypatch):
     """Each device quantizes its shard, with the tensor's scales and the random bits of the whole matrix."""
-    monkeypatch.setattr(twice_fp4, "INTERPRET", True)
+    monkeypatch.setattr(rows_and_columns_fp4, "INTERPRET", True)
     x = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float32)
 
     @jax.jit
     def quantize(x):
         seeds = lambda key, amax: key.astype(jnp.uint32)  # noqa: E731
         static = {"method": NVFP4_1X16, "sides": (False, True), "transform": True, "seeds": seeds}
-        return twice_fp4._at_once(x, jnp.array([3.0, 5.0]), **static)
+        return rows_and_columns_fp4._at_once(x, jnp.array([3.0, 5.0]), **static)
 
     compiled = quantize.lower(on_devices(x, *spec)).compile()
     assert not [shape for shape in gathered(compiled) if "512" in shape]
@@ -92,9 +92,9 @@ def test_gemm_is_split(of_a, of_b, is_gathered, monkeypatch):
 
 def test_shards_of_parts_of_blocks(monkeypatch):
     """A dim whose shards are no whole blocks is gathered, and the result is the same."""
-    monkeypatch.setattr(twice, "INTERPRET", True)
+    monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
-    quantize = jax.jit(functools.partial(twice._at_once, method=BLOCK_1X128, sides=(True,)))
+    quantize = jax.jit(functools.partial(rows_and_columns._at_once, method=BLOCK_1X128, sides=(True,)))
     compiled = quantize.lower(on_devices(x, "devices")).compile()
     assert gathered(compiled)
     np.testing.assert_array_equal(compiled(on_devices(x, "devices"))[0].scale, quantize(x)[0].scale)

@@ -14,7 +14,7 @@ from fp8jax.quantization import value
 from fp8jax.train import TrainConfig, Trainer, fit
 from fp8jax.train.metrics import Bytes, Curves, ScaleMetrics, StepMetrics
 from fp8jax.train.report import Outcome, Progress, report
-from fp8jax.train.step.unchanged import ENTRIES, Sample, _kept_weights, _strides, unchanged_share
+from fp8jax.train.step.unchanged_weights import ENTRIES, Sample, _kept_weights, _strides, unchanged_share
 
 WIDTH = 384
 

@@ -34,4 +34,4 @@ from fp8jax.dot.row_tiles import ExpertSharding as ExpertSharding
 from fp8jax.dot.vjp import GEMMS as GEMMS
 from fp8jax.dot.weight import GradSlot as GradSlot
 from fp8jax.dot.weight import Weight as Weight
-from fp8jax.scaling.lost import with_state as with_state
+from fp8jax.scaling.lost_state import with_state as with_state

@@ -25,7 +25,7 @@ from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradi
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import GRAD, LHS, RHS, Scaling, State
 from fp8jax.scaling.base import QuantizedRows, Uses
-from fp8jax.scaling.lost import checked
+from fp8jax.scaling.lost_state import checked
 from fp8jax.scaling.merge import from_cotangents, to_cotangents, to_fp8_grad
 
 # The error message for a second derivative.

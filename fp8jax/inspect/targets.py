@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fp8jax.backends import Device
-from fp8jax.inspect import compiler, refuse
+from fp8jax.inspect import compiler, missing_gemms
 from fp8jax.inspect.compiler import why_not as why_not
 
 
@@ -149,7 +149,7 @@ def lower_for(
     gpu = get(target)
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the GPU from it
         traced = jitted.trace(*args)
-        if reason := refuse.refuse(traced.jaxpr, gpu.as_device):
+        if reason := missing_gemms.refuse(traced.jaxpr, gpu.as_device):
             raise ValueError(
                 f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}."
             )

@@ -27,9 +27,9 @@ from fp8jax.optim.checks import (
 )
 from fp8jax.optim.convert import check_roundings
 from fp8jax.optim.first_state import first_roundings
+from fp8jax.optim.lost_tags import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.replace_update import ReplaceUpdate
-from fp8jax.optim.spoilt import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.step.codecs import decode, encode_plain, encode_weight, is_rounded, select
 from fp8jax.optim.transforms import plain_mask, takes_variables

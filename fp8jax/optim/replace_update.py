@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.quantization import ScaledArray, bits_of, to_bits
-from fp8jax.quantization.remedy import ShowsRemedy
+from fp8jax.quantization.error_text import ShowsRemedy
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())

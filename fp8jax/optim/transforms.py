@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax.optim.checks import check_number
-from fp8jax.optim.spoilt import check_tags, is_at_hand, spoilt_updates
+from fp8jax.optim.lost_tags import check_tags, is_at_hand, spoilt_updates
 from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, value
 from fp8jax.variables import PARAMS, SCALING, has_params, params_of
 

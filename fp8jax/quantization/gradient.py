@@ -8,7 +8,7 @@ that a power of two leaves free:
 
 The tag is an odd number that depends on the exponent in no linear way. A sum or a mean loses the first bit.
 Differences, integer factors, clips and casts give other bits, too. Without its tag a gradient reads as NaN:
-optimizers raise, or where compiled code cannot raise they make the loss not a number (`optim.spoilt`).
+optimizers raise, or where compiled code cannot raise they make the loss not a number (`optim.lost_tags`).
 """
 
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from fp8jax.quantization.array import ScaledArray, expand, is_scaled
-from fp8jax.quantization.remedy import ShowsRemedy
+from fp8jax.quantization.error_text import ShowsRemedy
 from fp8jax.quantization.scales import MIN_SCALE
 
 # The scale of a gradient that lost its tag, in an optimizer. On it zeros are zeros, and any other code makes

@@ -36,7 +36,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fp8jax.recipe import accelerate, legal, te
+from fp8jax.recipe import from_accelerate, from_te, legal
 
 # Layers that stay in high precision by default: output heads, which users of TransformerEngine and torchao
 # exclude by hand, and routers.
@@ -161,7 +161,7 @@ class Recipe:
         References:
             TransformerEngine 2.20, common/recipe/__init__.py.
         """
-        preset, changes = te.read(source)
+        preset, changes = from_te.read(source)
         return dataclasses.replace(PRESETS[preset], **changes)
 
     @classmethod
@@ -198,7 +198,7 @@ class Recipe:
         References:
             Accelerate 1.15.0, utils/dataclasses.py and commands/launch.py.
         """
-        preset, changes = accelerate.read(source, environ)
+        preset, changes = from_accelerate.read(source, environ)
         return dataclasses.replace(PRESETS[preset], **changes)
 
     def with_plain_weights(self) -> "Recipe":

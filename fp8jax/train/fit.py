@@ -33,7 +33,7 @@ from fp8jax.train.report.outcome import outcome_of
 from fp8jax.train.report.progress import Progress
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, State
-from fp8jax.train.step.unchanged import unchanged_share
+from fp8jax.train.step.unchanged_weights import unchanged_share
 from fp8jax.train.trainer import Trainer
 from fp8jax.train.validation import validator
 

@@ -190,7 +190,7 @@ class Curves:
     scale_steps: list[int] = dataclasses.field(default_factory=list)  # steps done, of each row below
     scales: list[list[float]] = dataclasses.field(default_factory=list)  # rows as in `ScaleMetrics`
     saturations: list[list[float]] = dataclasses.field(default_factory=list)
-    # (steps done, share of the weights that the last of them left unchanged), see `step.unchanged`
+    # (steps done, share of the weights that the last of them left unchanged), see `step.unchanged_weights`
     unchanged: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
     def add(self, steps: Sequence[StepMetrics], seconds: float, unchanged: float | None = None) -> None:

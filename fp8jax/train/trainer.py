@@ -38,7 +38,7 @@ from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits
 from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
-from fp8jax.train.step.unchanged import Sample, sampler_of
+from fp8jax.train.step.unchanged_weights import Sample, sampler_of
 from fp8jax.variables import PARAMS
 
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8jax.optim.lost_tags import spoilt_scale
 from fp8jax.optim.replace_update import ReplaceUpdate
-from fp8jax.optim.spoilt import spoilt_scale
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.step.codecs import decode, scaled_part
@@ -98,7 +98,7 @@ def fused_adam(
     Returns:
         What is written for each parameter, the update of a `ScaledArray` as a `ReplaceUpdate`; and a bool,
         shape (). If any new moment or weight is infinite or NaN, the old state and zero updates; if a
-        gradient that lost its tag is the cause, NaN scales for the parameters (see `optim.spoilt`).
+        gradient that lost its tag is the cause, NaN scales for the parameters (see `optim.lost_tags`).
     """
     if shards is None:
         ways = functools.partial(by_platform, cpu=_by_tensor, default=_all_at_once)
