@@ -103,7 +103,7 @@ def in_jax(state, weights, leaf):
     """JAX's arrays of one parameter, by the names of torch's."""
     mu, nu = fp8jax.optim.moments(state)
     nu = nu[leaf]
-    second = ("exp_avg_sq_root", nu.root) if isinstance(nu, fp8jax.optim.step.Root) else ("exp_avg_sq", nu)
+    second = ("exp_avg_sq_root", nu.root) if isinstance(nu, fp8jax.optim.storage.Root) else ("exp_avg_sq", nu)
     found = dict([("exp_avg", mu[leaf]), second, ("weight", weights[leaf])])
     found |= {"master": state.master[leaf], "remainder": state.remainder[leaf]}
     scaled = {name: x for name, x in found.items() if fp8jax.quantization.is_scaled(x)}
