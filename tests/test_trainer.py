@@ -174,7 +174,7 @@ REFUSED = [
     ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size must be at least 1 and below 2"),
     (
         {"gradient_checkpointing": "all"},
-        "--gradient-checkpointing must be one of none, full, dots, fp8; got all",
+        "--gradient-checkpointing must be one of none, full, dots, dots_fp8, dots_fp8_inputs, fp8; got all",
     ),
     (
         {"optim": "adamw_8bits"},
@@ -447,6 +447,15 @@ def test_it_starts_from_a_plain_model():
     found = trainer.model.dequantize(state.variables)["params"]
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain["params"]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2**-10, atol=1e-7)
+
+
+@pytest.mark.parametrize("recipe, policy", [("bf16", "dots_fp8"), ("te", "dots_fp8_inputs")])
+def test_residuals_in_fp8(recipe, policy):
+    config = TrainConfig(recipe=recipe, gradient_checkpointing=policy, per_device_train_batch_size=4)
+    trainer = Trainer(Net(), loss, config, rows(1))
+    assert f"gradient_checkpointing={policy}: of" in trainer.layers
+    _, metrics = trainer.step(trainer.init(), rows(4))
+    assert 0 < float(metrics.loss) < 100
 
 
 # --- all pairs --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 from fp8jax.inspect import targets
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
+from fp8jax.rewrite.remat import POLICIES
 from fp8jax.train.options import fixed_options as fixed_options
 from fp8jax.train.options import option as option
 from fp8jax.train.options import read as read
@@ -21,7 +22,7 @@ from fp8jax.train.options import start_option as start_option
 from fp8jax.train.options import validate as validate
 
 AUTO = "auto"
-CHECKPOINTING = ("none", "full", "dots", "fp8")
+CHECKPOINTING = ("none", *POLICIES)
 SCHEDULES = ("constant", "linear", "cosine")
 
 # Name -> optimizer. The other names are those of Transformers, which also say which kernels run it.
