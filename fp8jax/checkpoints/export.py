@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class ExportReport(NamedTuple):
-    """What was written; `str` gives a table."""
+    """The kernels that `save` wrote; `str` gives a table."""
 
     format: str
     rows: tuple[Row, ...]
@@ -189,9 +189,9 @@ def _tensors(source: Source, mapping: NameMap, format: ServingFormat) -> Iterato
             if is_scaled(q) and q.data.dtype == E4M3.dtype:
                 q = ScaledArray(place.restore(q.data, shape), q.scale.astype(jnp.float32))
             else:
-                is_in_blocks = isinstance(of_recipe(kernel.recipe), BlockScaling)
-                is_in_blocks = is_in_blocks and kernel.recipe.is_quantized
-                q, method = None, method_of(kernel.recipe, RHS) if is_in_blocks else None
+                q = None
+                if isinstance(of_recipe(kernel.recipe), BlockScaling):
+                    method = method_of(kernel.recipe, RHS)
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, scales, index)

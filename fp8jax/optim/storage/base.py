@@ -68,7 +68,7 @@ class Storage(abc.ABC):
         return x
 
     def maxima(self, x: jax.Array) -> Any:
-        """What the scales of the new value are computed from; None if that is the scale of `scaled`."""
+        """The scales of the new value, or what `encode` computes them from; None with `scaled`."""
         return None
 
     def __jax_array__(self) -> jax.Array:
