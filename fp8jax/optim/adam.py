@@ -18,58 +18,15 @@ References:
     FP8-LM, arXiv 2310.18313, section 2.3; MS-AMP `LBAdam`, `LBAdamW`.
 """
 
-import dataclasses
-import functools
-from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.convert import check_formats
-from fp8jax.optim.first_state import first_key, first_state
-from fp8jax.optim.lost_tags import check_finite_scales, check_tags
-from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState
-from fp8jax.optim.step import (
-    DECOUPLED,
-    L2,
-    NO_DECAY,
-    AdamScalars,
-    ParamState,
-    Rounding,
-    advance_over_devices,
-    as_written,
-    fused_adam,
-)
-from fp8jax.optim.transforms import plain_mask, takes_variables
-from fp8jax.platforms import with_auto_axes
-from fp8jax.quantization import (
-    is_scaled,
-    leaf_seeds,
-    with_float32_scales,
-)
+from fp8jax.optim.optimizer import Rule, optimizer
+from fp8jax.optim.step import DECOUPLED, L2
 from fp8jax.recipe import Recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """The hyperparameters. Without a learning rate the updates are Adam directions."""
-
-    recipe: Recipe | None
-    b1: Any
-    b2: Any
-    eps: Any
-    learning_rate: Any = None
-    weight_decay: Any = 0.0
-    mask: Any = None
-    decay: str = NO_DECAY
-    zero: Zero | None = None
-    seed: int = 0
-    in_8_bits: bool = False
 
 
 def scale_by_adam(
@@ -104,7 +61,7 @@ def scale_by_adam(
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
         )
-    return _optimizer(_Rule(row, b1, b2, eps, zero=zero, seed=seed))
+    return optimizer(Rule(row, b1, b2, eps, zero=zero, seed=seed))
 
 
 def adam(
@@ -152,7 +109,7 @@ def adam(
     `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """
     row = checks.recipe_of(recipe)
-    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
+    return optimizer(Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
 
 
 def adamw(
@@ -174,7 +131,7 @@ def adamw(
     Returns, raises: as in `adam`.
     """
     row = checks.recipe_of(recipe)
-    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
+    return optimizer(Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
 
 
 def adamw_8bit(
@@ -209,119 +166,4 @@ def adamw_8bit(
     """
     checks.refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
     row = checks.recipe_of(recipe)
-    return _optimizer(_Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
-
-
-def _optimizer(rule: _Rule) -> optax.GradientTransformationExtraArgs:
-    checks.check_rate(rule.learning_rate)
-    checks.check_adam(rule.b1, rule.b2, rule.eps, rule.weight_decay, rule.seed)
-    recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
-    rounding = Rounding(*recipe.rounding[:2])
-
-    def init(params: Any) -> AdamState:
-        checks.check_weights(rule.recipe, params)
-        if rule.learning_rate is None:
-            checks.refuse_8_bits(params)
-            checks.refuse_rounding(rule.recipe, params)
-        leaves, treedef = jax.tree.flatten(without_variables(params), is_leaf=is_scaled)
-        _decays(rule, treedef, treedef.unflatten(leaves))
-        betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
-        checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
-
-        kept = first_state(params, recipe, rule.in_8_bits)
-        checks.check_groups(rule.zero, kept[:2])
-        if rule.zero is not None:
-            kept = [rule.zero.place_state(tree, params) for tree in kept]
-        mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
-        adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-        key = first_key(recipe, rule.seed)
-        return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
-        if params is None and rule.learning_rate is not None:
-            raise ValueError(
-                "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
-            )
-        checks.check_state(state, AdamState)
-        # An `nnx.State` has an `nnx.Variable` around each leaf, and no key where there is none.
-        boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
-        updates, *kept = map(without_variables, boxes)
-        check_tags(updates)
-        params = without_variables(params)
-        check_finite_scales(params)
-        params = with_float32_scales(params)
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
-        count = jnp.asarray(optax.safe_increment(state.adam.count))
-        rate: Any = (
-            rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate
-        )
-        scalars = AdamScalars(
-            (rule.b1, rule.b2),
-            (1 - rule.b1, 1 - rule.b2),
-            (1 - jnp.float32(rule.b1) ** count, jnp.sqrt(1 - jnp.float32(rule.b2) ** count)),
-            rule.eps,
-            None if rate is None else -rate,
-            rule.weight_decay,
-        )
-        scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
-        nothing = [None] * len(grads)
-        mu, nu, master, remainder = (
-            nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in kept
-        )
-        olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
-        seeds = None if state.key is None else leaf_seeds(state.key, count, len(grads))
-        parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
-        leaves = [ParamState(*part) for part in parts]
-        _check_shapes(leaves)
-        checks.check_weights(rule.recipe, params)
-        check_formats(leaves, state.key, rule.recipe, rule.in_8_bits)
-        decays = _decays(rule, treedef, params)
-        if rule.zero is None:
-            step = functools.partial(fused_adam, decays=decays, rounding=rounding)
-            new, ok = with_auto_axes(step, as_written, leaves, scalars, seeds)
-        else:
-            new, ok = advance_over_devices(rule.zero, leaves, scalars, seeds, decays, rounding)
-        directions, mu, nu, master, remainder = (
-            in_variables(box, treedef.unflatten([leaf[i] for leaf in new])) for i, box in enumerate(boxes)
-        )
-        adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
-        skipped = state.skipped + jnp.where(ok, 0, 1)
-        return directions, AdamState(adam, master, skipped, remainder, state.key)
-
-    return takes_variables(optax.GradientTransformation(init, update))
-
-
-def _check_shapes(leaves: list[ParamState]) -> None:
-    for leaf in leaves:
-        if leaf.grad.shape != leaf.mu.shape:
-            raise ValueError(
-                f"`updates`: expected gradients of the shapes that `init` saw, here {leaf.mu.shape}; got "
-                f"{leaf.grad.shape}."
-            )
-
-
-def _decays(rule: _Rule, treedef: Any, params: Any) -> tuple[str, ...]:
-    """The kind of weight decay of each leaf.
-
-    Raises:
-        ValueError: the mask is not a tree like the parameters.
-    """
-    if rule.learning_rate is None or rule.mask is None:
-        return (rule.decay,) * treedef.num_leaves
-    mask: Any = plain_mask(rule.mask)
-    mask = mask(params) if callable(mask) else mask
-    try:
-        spread = jax.tree.map(
-            lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params
-        )
-        decays = treedef.flatten_up_to(spread)
-    except (TypeError, ValueError):
-        wanted, got = (
-            "{" + ", ".join(map(repr, x)) + "}" if isinstance(x, Mapping) else type(x).__name__
-            for x in (params, mask)
-        )
-        raise ValueError(
-            "`mask`: expected a tree of booleans like the parameters, or a function from the parameters to "
-            f"one; got {got} for parameters {wanted}."
-        ) from None
-    return tuple(rule.decay if decay else NO_DECAY for decay in decays)
+    return optimizer(Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
