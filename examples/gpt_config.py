@@ -3,7 +3,7 @@
 import dataclasses
 
 from fp8jax.train import TrainConfig
-from fp8jax.train.config import OPTIMIZERS, DeviceConfig, option, start_option, validate
+from fp8jax.train.config import CHECKPOINTING, OPTIMIZERS, DeviceConfig, option, start_option, validate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Config(DeviceConfig, GPTOptions):
         True, "compile one block for all; --no-scan gives each its own path, as rules need that count layers"
     )
     remat: bool = option(True, "save only the outputs of GEMMs: less memory, on a CPU less time")
+    gradient_checkpointing: str = option(
+        "none",
+        "fp8jax's remat of each block in place of --remat: full, dots, fp8, dots_fp8 or dots_fp8_inputs",
+        choices=CHECKPOINTING,
+    )
     # the training
     steps: int = option(500, "optimizer steps", least=1)
     optim: str = option(
@@ -84,6 +89,7 @@ class Config(DeviceConfig, GPTOptions):
             rules=rules,
             per_device_train_batch_size=self.batch // devices,
             optim=self.optim,
+            gradient_checkpointing=self.gradient_checkpointing,
             learning_rate=self.lr,
             min_learning_rate=self.min_lr,
             lr_scheduler_type="cosine",

@@ -69,11 +69,14 @@ def prepare(argv: Sequence[str] | None) -> Run:
     text = corpus.load(options.data)
     corpus.check_length(text, options.batch, options.context)
     sizes = {name: size for name, size in vars(options).items() if hasattr(GPTConfig, name)}
-    gpt = GPT(GPTConfig(**{**sizes, "vocabulary": len(text.vocabulary)}))
+    is_ours = options.gradient_checkpointing != "none"  # in place of the model's own remat
+    sizes |= {"vocabulary": len(text.vocabulary), "remat": options.remat and not is_ours}
+    gpt = GPT(GPTConfig(**sizes))
     devices = len(distributed.devices(options.devices))
     example = np.zeros((1, options.context + 1), np.int32)
     place = str(folder), devices
     configs = [options.trainer(options.recipe, *place, options.rules), options.trainer("bf16", *place)]
+    configs[1] = dataclasses.replace(configs[1], gradient_checkpointing="dots" if is_ours else "none")
     has_twin = options.twin and configs[0].precision != Recipe.BF16
     trainers = [train.Trainer(gpt, loss, each, example) for each in configs[: 1 + has_twin]]
     return Run(options, text, trainers)
