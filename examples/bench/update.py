@@ -27,18 +27,22 @@ from fp8jax.inspect import program, targets
 from fp8jax.quantization import as_gradients, is_scaled
 
 OPTAX = "optax.adamw"
-# Optimizers of float32 weights and gradients; the recipes are for `fp8jax.optim.adamw`.
+# Optimizers of float32 weights and gradients; the recipes are for `fp8jax.optim.adamw`, after "muon " for
+# `fp8jax.optim.muon`.
+MUON = "muon "
 OPTIMIZERS = {
     OPTAX: lambda: optax.adamw(3e-4),
+    "optax.contrib.muon": lambda: optax.contrib.muon(3e-4),
     "adamw_8bit": lambda: fp8jax.optim.adamw_8bit(3e-4, "fp32"),
     "adafactor": lambda: fp8jax.optim.adafactor(3e-4, "fp32"),
 }
-WAYS = [*OPTIMIZERS, "te", "O1", "O2", "O3", "fp8", "fp8,moments=E5M2+E4M4"]
+WAYS = [*OPTIMIZERS, "te", "O1", "O2", "O3", "fp8", "fp8,moments=E5M2+E4M4", MUON + "te", MUON + "fp8"]
 
 
 def arguments(way: str, leaves: int, size: int) -> tuple[Any, Any, Any, Any]:
     """An optimizer, and shapes of the parameters, its state and the gradients."""
-    recipe = Recipe.parse("fp32" if way in OPTIMIZERS else way)
+    recipe = Recipe.parse("fp32" if way in OPTIMIZERS else way.removeprefix(MUON))
+    optimizer = fp8jax.optim.muon if way.startswith(MUON) else fp8jax.optim.adamw
 
     def leaf(format: str) -> Any:
         data = jax.ShapeDtypeStruct((size, size), formats.get(format).dtype)
@@ -47,7 +51,7 @@ def arguments(way: str, leaves: int, size: int) -> tuple[Any, Any, Any, Any]:
     params, grads = (
         {f"layer_{i}": leaf(format) for i in range(leaves)} for format in (recipe.weight, recipe.weight_grad)
     )
-    tx = OPTIMIZERS[way]() if way in OPTIMIZERS else fp8jax.optim.adamw(3e-4, recipe)
+    tx = OPTIMIZERS[way]() if way in OPTIMIZERS else optimizer(3e-4, recipe)
     return tx, params, jax.eval_shape(tx.init, params), jax.eval_shape(as_gradients, grads)
 
 

@@ -18,6 +18,7 @@ from fp8jax.optim.dequantized import adafactor as adafactor
 from fp8jax.optim.dequantized import with_dequantized as with_dequantized
 from fp8jax.optim.first_state import with_masters as with_masters
 from fp8jax.optim.lost_tags import restore_weights as restore_weights
+from fp8jax.optim.muon import muon as muon
 from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
 from fp8jax.optim.storage import Blockwise as Blockwise

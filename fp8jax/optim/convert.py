@@ -76,7 +76,13 @@ def convert(
     return jax.tree.map(rebuild, state, is_leaf=is_ours)
 
 
-def check_formats(leaves: list[ParamState], key: Any, recipe: Recipe | None, in_8_bits: bool) -> None:
+def check_formats(
+    leaves: list[ParamState],
+    key: Any,
+    recipe: Recipe | None,
+    in_8_bits: bool,
+    matrices: tuple[Any, ...],
+) -> None:
     """Raises ValueError if an Adam's state does not have the formats of its recipe.
 
     Args:
@@ -84,10 +90,12 @@ def check_formats(leaves: list[ParamState], key: Any, recipe: Recipe | None, in_
         key: the random key of the state.
         recipe: the optimizer's recipe.
         in_8_bits: whether moments are in 8-bit blocks.
+        matrices: as in `first_state`.
     """
     row, differences = recipe or Recipe.O3, []
-    for leaf in leaves:
-        wanted = stored_formats(leaf.grad if leaf.param is None else leaf.param, row, in_8_bits)
+    for leaf, axes in zip(leaves, matrices, strict=True):
+        param, is_matrix = leaf.grad if leaf.param is None else leaf.param, axes is not None
+        wanted = stored_formats(param, row, in_8_bits, is_matrix=is_matrix)
         if leaf.param is None:  # directions, without weights
             wanted = wanted._replace(remainder=NONE)
         have = StoredFormats(*map(_name_of, (leaf.mu, leaf.nu, leaf.master, leaf.remainder)))
@@ -137,7 +145,7 @@ def _converted(
     state: AdamState, params: Any, recipe: Recipe, seed: int, zero: Zero | None, in_8_bits: bool
 ) -> AdamState:
     mus, nus, *others = (without_variables(tree) for tree in (*state.adam[1:], state.master, state.remainder))
-    others = [filled(tree, mus) for tree in others]
+    nus, *others = (filled(tree, mus) for tree in (nus, *others))
     # A state that `optax.masked` made has a `MaskedNode` in place of some parameters.
     mus, treedef = jax.tree.flatten(mus, is_leaf=_is_stored)
     nothing = [None] * len(mus)
@@ -156,7 +164,7 @@ def _converted(
         if mu.shape != param.shape:
             raise ValueError(f"`params`: expected a parameter of shape {mu.shape}; got {param.shape}.")
         old = ParamState(None, mu, nu, param, master, remainder)
-        leaf = _converted_leaf(old, stored_formats(param, recipe, in_8_bits))
+        leaf = _converted_leaf(old, stored_formats(param, recipe, in_8_bits, is_matrix=nu is None))
         new.append(leaf if zero is None else [zero.place_state(stored, param) for stored in leaf])
     mu, nu, master, remainder = (
         with_variables_inside(treedef.unflatten(leaf[i] for leaf in new)) for i in range(4)
@@ -194,7 +202,7 @@ def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
         is_same = old.remainder is not None and _name_of(old.master) == wanted.master
         remainder = old.remainder if is_same else first_remainder(old.param, wanted)
     moments = [
-        kept if _name_of(kept) == name else _stored_as(decode(kept), name, old.param, signed)
+        kept if kept is None or _name_of(kept) == name else _stored_as(decode(kept), name, old.param, signed)
         for kept, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))
     ]
     return [*moments, master, remainder]

@@ -9,7 +9,7 @@ from fp8jax import formats
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step.codecs import is_rounded, zeros
-from fp8jax.optim.storage import Blockwise
+from fp8jax.optim.storage import Blockwise, LinearInt8
 from fp8jax.optim.storage.scaled import scaled_zeros
 from fp8jax.quantization import format_of, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
@@ -33,26 +33,36 @@ class StoredFormats(NamedTuple):
     remainder: str
 
 
-def first_state(params: Any, recipe: Recipe, in_8_bits: bool) -> list[Any]:
+def first_state(
+    params: Any, recipe: Recipe, in_8_bits: bool, matrices: tuple[Any, ...] | None = None
+) -> list[Any]:
     """The trees of first moments, second moments, master weights and remainders, see `AdamState`.
 
     Args:
         params: the parameters, arrays and `ScaledArray`s.
         recipe: the formats.
         in_8_bits: whether moments are in 8-bit blocks instead.
+        matrices: for each parameter, what Muon needs to know of it; None for a parameter of Adam.
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-    each = [_first_of(leaf, stored_formats(leaf, recipe, in_8_bits)) for leaf in leaves]
+    pairs = zip(leaves, matrices or [None] * len(leaves), strict=True)
+    each = [
+        _first_of(leaf, stored_formats(leaf, recipe, in_8_bits, is_matrix=axes is not None))
+        for leaf, axes in pairs
+    ]
     return [treedef.unflatten(stored[i] for stored in each) for i in range(4)]
 
 
-def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool) -> StoredFormats:
-    """The formats in which a recipe stores the state of one parameter, an array or a `ScaledArray`."""
+def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool, *, is_matrix: bool = False) -> StoredFormats:
+    """The formats in which a recipe stores the state of one parameter, an array or a `ScaledArray`. A matrix
+    of Muon has no second moment, and a first one in `LinearInt8` unless the recipe's are float32."""
     mu, nu = recipe.moments
     if in_8_bits:
         mu = nu = "FP32" if param.size < FEWEST else Blockwise.name
     elif recipe.rounding[2] == "root":
         nu = ROOT + nu
+    if is_matrix:
+        mu, nu = mu if mu == "FP32" else LinearInt8.name, NONE
     master = remainder = NONE
     if is_scaled(param):
         weight = format_of(param).name
@@ -67,8 +77,11 @@ def stored_formats(param: Any, recipe: Recipe, in_8_bits: bool) -> StoredFormats
 
 def _first_of(param: Any, stored: StoredFormats) -> list[Any]:
     """The first moments, master weight and remainder of one parameter."""
-    moments = zeros(param, stored.mu, signed=True), zeros(param, stored.nu, signed=False)
-    return [*moments, _master_of(param, stored.master), first_remainder(param, stored)]
+    mu, nu = (
+        None if name == NONE else zeros(param, name, signed=signed)
+        for name, signed in ((stored.mu, True), (stored.nu, False))
+    )
+    return [mu, nu, _master_of(param, stored.master), first_remainder(param, stored)]
 
 
 def first_remainder(param: Any, stored: StoredFormats) -> Any:

@@ -14,6 +14,7 @@ from fp8jax.optim import checks
 from fp8jax.optim.convert import check_formats
 from fp8jax.optim.first_state import first_key, first_state
 from fp8jax.optim.lost_tags import check_finite_scales, check_tags
+from fp8jax.optim.matrices import Muon, matrices_of, spread
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
@@ -22,7 +23,9 @@ from fp8jax.optim.step import (
     ParamState,
     Rounding,
     advance_over_devices,
+    as_directions,
     as_written,
+    directions,
     fused_adam,
 )
 from fp8jax.optim.transforms import plain_mask, takes_variables
@@ -50,6 +53,7 @@ class Rule:
     zero: Zero | None = None
     seed: int = 0
     in_8_bits: bool = False
+    muon: Muon | None = None
 
 
 def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
@@ -65,11 +69,13 @@ def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
             checks.refuse_8_bits(params)
             checks.refuse_rounding(rule.recipe, params)
         leaves, treedef = jax.tree.flatten(without_variables(params), is_leaf=is_scaled)
-        _decays(rule, treedef, treedef.unflatten(leaves))
+        plain_params = treedef.unflatten(leaves)
+        _decays(rule, treedef, plain_params)
+        matrices = matrices_of(rule.muon, treedef, plain_params)
         betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
         checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
-        kept = first_state(params, recipe, rule.in_8_bits)
+        kept = first_state(params, recipe, rule.in_8_bits, matrices)
         checks.check_groups(rule.zero, kept[:2])
         if rule.zero is not None:
             kept = [rule.zero.place_state(tree, params) for tree in kept]
@@ -104,6 +110,8 @@ def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
             None if rate is None else -rate,
             rule.weight_decay,
         )
+        if rule.muon is not None:
+            scalars = scalars._replace(muon=rule.muon.scalars(state.adam.count, count))
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
         nothing = [None] * len(grads)
         mu, nu, master, remainder = (
@@ -115,19 +123,27 @@ def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
         leaves = [ParamState(*part) for part in parts]
         _check_shapes(leaves)
         checks.check_weights(rule.recipe, params)
-        check_formats(leaves, state.key, rule.recipe, rule.in_8_bits)
+        matrices = matrices_of(rule.muon, treedef, params)
+        check_formats(leaves, state.key, rule.recipe, rule.in_8_bits, matrices)
         decays = _decays(rule, treedef, params)
+        if rule.muon is not None:
+            ways = (
+                functools.partial(directions, matrices=matrices, rms=rule.muon.consistent_rms),
+                functools.partial(as_directions, matrices=matrices),
+            )
+            pairs = zip(leaves, with_auto_axes(*ways, leaves, scalars.muon), strict=True)
+            leaves = [leaf._replace(direction=direction) for leaf, direction in pairs]
         if rule.zero is None:
             step = functools.partial(fused_adam, decays=decays, rounding=rounding)
             new, ok = with_auto_axes(step, as_written, leaves, scalars, seeds)
         else:
             new, ok = advance_over_devices(rule.zero, leaves, scalars, seeds, decays, rounding)
-        directions, mu, nu, master, remainder = (
+        updates, mu, nu, master, remainder = (
             in_variables(box, treedef.unflatten([leaf[i] for leaf in new])) for i, box in enumerate(boxes)
         )
         adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
         skipped = state.skipped + jnp.where(ok, 0, 1)
-        return directions, AdamState(adam, master, skipped, remainder, state.key)
+        return updates, AdamState(adam, master, skipped, remainder, state.key)
 
     return takes_variables(optax.GradientTransformation(init, update))
 
@@ -152,10 +168,7 @@ def _decays(rule: Rule, treedef: Any, params: Any) -> tuple[str, ...]:
     mask: Any = plain_mask(rule.mask)
     mask = mask(params) if callable(mask) else mask
     try:
-        spread = jax.tree.map(
-            lambda m, below: jax.tree.map(lambda _: m, below, is_leaf=is_scaled), mask, params
-        )
-        decays = treedef.flatten_up_to(spread)
+        decays = spread(mask, treedef, params)
     except (TypeError, ValueError):
         wanted, got = (
             "{" + ", ".join(map(repr, x)) + "}" if isinstance(x, Mapping) else type(x).__name__

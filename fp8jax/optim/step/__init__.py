@@ -1,11 +1,14 @@
-"""One Adam step: its arithmetic, the formats of moments, the fused update, and the update of shards."""
+"""One step of Adam or Muon: arithmetic, formats of moments, the fused update, and the update of shards."""
 
 from fp8jax.optim.step.arithmetic import DECOUPLED as DECOUPLED
 from fp8jax.optim.step.arithmetic import L2 as L2
 from fp8jax.optim.step.arithmetic import NO_DECAY as NO_DECAY
 from fp8jax.optim.step.arithmetic import AdamScalars as AdamScalars
+from fp8jax.optim.step.arithmetic import MuonScalars as MuonScalars
 from fp8jax.optim.step.arithmetic import ParamState as ParamState
 from fp8jax.optim.step.devices import advance_over_devices as advance_over_devices
 from fp8jax.optim.step.fused import Rounding as Rounding
 from fp8jax.optim.step.fused import as_written as as_written
 from fp8jax.optim.step.fused import fused_adam as fused_adam
+from fp8jax.optim.step.orthogonal import as_directions as as_directions
+from fp8jax.optim.step.orthogonal import directions as directions

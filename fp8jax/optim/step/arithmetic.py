@@ -1,4 +1,4 @@
-"""Adam's arithmetic for one parameter, in float32."""
+"""The arithmetic of Adam and Muon for one parameter, in float32."""
 
 from typing import Any, NamedTuple
 
@@ -17,6 +17,17 @@ class ParamState(NamedTuple):
     param: Any  # None without a learning rate
     master: Any  # None without a master weight
     remainder: Any = None  # what rounding took from the weight, or from the master weight; see `codecs`
+    direction: Any = None  # Muon's, see `orthogonal`; None for a parameter that Adam updates
+
+
+class MuonScalars(NamedTuple):
+    """Scalars of one step of Muon, float32."""
+
+    decay: Any  # beta
+    share: Any  # 1 - beta
+    corrections: tuple[Any, Any]  # 1 - beta**t, 1 - beta**(t + 1)
+    step_size: Any  # the negative learning rate
+    weight_decay: Any
 
 
 class AdamScalars(NamedTuple):
@@ -28,13 +39,14 @@ class AdamScalars(NamedTuple):
     eps: Any
     step_size: Any  # the negative learning rate; None without one
     weight_decay: Any
+    muon: Any = None  # `MuonScalars`, for parameters with a direction
 
 
 class AdamStep(NamedTuple):
     """The result of one parameter's step: float32 arrays of its shape, before rounding."""
 
     mu: jax.Array
-    nu: jax.Array
+    nu: Any  # None for Muon
     update: jax.Array  # to add to the weight; the Adam direction without a learning rate
     weight: Any  # the new weight; None without a learning rate
 
@@ -57,6 +69,8 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
     weight = None
     if state.param is not None:
         weight = decode(state.param if state.master is None else state.master, state.remainder)
+    if state.direction is not None:
+        return _muon_step(state, weight, scalars.muon, decay)
     g = decode(state.grad)
     if decay == L2:
         g = g + scalars.weight_decay * weight
@@ -72,3 +86,16 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
         direction = direction + scalars.weight_decay * weight
     update = scalars.step_size * direction
     return AdamStep(m, v, update, weight + update)
+
+
+def momentum(state: ParamState, scalars: MuonScalars) -> jax.Array:
+    """The new first moment of a parameter that Muon updates, float32."""
+    return scalars.share * decode(state.grad) + scalars.decay * decode(state.mu)
+
+
+def _muon_step(state: ParamState, weight: Any, scalars: MuonScalars, decay: str) -> AdamStep:
+    direction = state.direction.astype(jnp.float32)
+    if decay == DECOUPLED:
+        direction = direction + scalars.weight_decay * weight
+    update = scalars.step_size * direction
+    return AdamStep(momentum(state, scalars), None, update, weight + update)

@@ -34,7 +34,7 @@ def quantized(state: ParamState) -> list[Any]:
     """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN
     needs another amax."""
     found = [scaled_part(getattr(state, name)) for name in STORED]
-    is_checked = found[1] is not None and found[2] is not None  # the second moment and the weight
+    is_checked = scaled_part(_last_moment(state)) is not None and found[2] is not None
     found = [stored for stored in found if stored is not None]
     return found if is_checked else [*found, None]
 
@@ -47,7 +47,13 @@ def before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
     if len(found) == len(quantized(state)):
         return found
     # The amax of a quantized weight finds an update that is not finite.
-    return [*found, step.nu if is_scaled(state.param) else step.nu + jnp.abs(step.update)]
+    moment = jnp.abs(step.mu) if step.nu is None else step.nu
+    return [*found, moment if is_scaled(state.param) else moment + jnp.abs(step.update)]
+
+
+def _last_moment(state: ParamState) -> Any:
+    """The moment that is not finite if the gradient is not: the second, or Muon's."""
+    return state.nu if state.direction is None else state.mu
 
 
 def pack(states: list[ParamState]) -> tuple[Any, Any]:
@@ -135,8 +141,9 @@ def places_of_old(states: list[ParamState]) -> tuple[Any, Any, Any]:
         places += [of_node.get(id(node), np.zeros(1, int)) for node in stored]
         if is_scaled(state.grad):
             sizes = [scale_size(node) for node in stored]
-            # The second moment, or the last, which stands for it.
-            number = next((i for i, x in enumerate(stored) if x is scaled_part(state.nu)), len(stored) - 1)
+            # The last moment, or the last of all, which stands for it.
+            moment = scaled_part(_last_moment(state))
+            number = next((i for i, x in enumerate(stored) if x is moment), len(stored) - 1)
             first, size = count + sum(sizes[:number]), state.grad.bits.size
             of_grads.append(of_node[id(state.grad)])
             checks.append(first + np.arange(size) % sizes[number])

@@ -11,9 +11,8 @@ from jax import lax
 
 from fp8jax.formats import E4M4
 from fp8jax.optim.storage.base import Storage
+from fp8jax.optim.storage.groups import GROUP, exponents_of, first_exponents, per_entry, power_of_two
 from fp8jax.quantization import is_scaled, stochastic_codes
-
-GROUP = 128
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "exponents"), meta_fields=())
@@ -42,20 +41,15 @@ class RootE4M4(Storage):
     def zeros(cls, param: Any, *, signed: bool) -> "RootE4M4":
         """Zeros with the shape and sharding of the parameter."""
         like = param.data if is_scaled(param) else param
-        groups = _grouped(jnp.zeros(like.shape, jnp.uint8)).shape[:-1]
-        return cls(jnp.zeros_like(like, jnp.uint8), jnp.full(groups, 127, jnp.uint8))
+        return cls(jnp.zeros_like(like, jnp.uint8), first_exponents(like))
 
     def maxima(self, x: jax.Array) -> jax.Array:
         """The exponents of the new scales, uint8: the smallest with which no root is above E4M4's max."""
-        # The exponent of each entry, rounded up, because XLA computes nothing in the kernel of a reduction
-        # after it.
-        bits = lax.bitcast_convert_type(jnp.sqrt(x) / E4M4.max, jnp.uint32)
-        exponents = jnp.clip((bits + np.uint32((1 << 23) - 1)) >> np.uint32(23), 1, 253).astype(jnp.uint8)
-        return jnp.max(_grouped(exponents), axis=-1)
+        return exponents_of(jnp.sqrt(x) / E4M4.max)
 
     def encode(self, x: jax.Array, scale: Any, random: Any) -> "RootE4M4":
         """The root of x on scales with these exponents. Without random bits halves are rounded up."""
-        root = jnp.sqrt(x) * _power_of_two(254 - _each(scale, x.shape))
+        root = jnp.sqrt(x) * power_of_two(254 - per_entry(scale, x.shape))
         half = jnp.full_like(x, 1 << 31, jnp.uint32)
         codes = stochastic_codes(root, E4M4, half if random is None else random)
         return RootE4M4(codes.astype(jnp.uint8), scale)
@@ -65,27 +59,4 @@ class RootE4M4(Storage):
         # The bits of float16, whose exponents have a bias of 15 instead of 7.
         bits = self.codes.astype(jnp.uint16) << np.uint16(6)
         numbers = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 2.0**8
-        return jnp.square(numbers * _power_of_two(_each(self.exponents, self.shape)))
-
-
-def _grouped(x: jax.Array) -> jax.Array:
-    """`x` with its last dimension in groups, shape=(..., groups, entries of a group); padded with zeros."""
-    x = x.reshape(x.shape or (1,))
-    columns = x.shape[-1]
-    size = max(1, min(GROUP, columns))
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % size)]) if columns % size else x
-    return x.reshape(*x.shape[:-1], -(-columns // size), size)
-
-
-def _each(exponents: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The exponent of each entry's group in an array of this shape, uint32."""
-    columns = shape[-1] if shape else 1
-    size = max(1, min(GROUP, columns))
-    # Indices, because XLA on a GPU starts a kernel for what it can compute before a broadcast.
-    groups = lax.iota(jnp.int32, columns) // size
-    return exponents.at[..., groups].get(mode="promise_in_bounds").reshape(shape).astype(jnp.uint32)
-
-
-def _power_of_two(exponents: jax.Array) -> jax.Array:
-    """2 to the power of biased exponents, float32."""
-    return lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)
+        return jnp.square(numbers * power_of_two(per_entry(self.exponents, self.shape)))

@@ -1,0 +1,99 @@
+"""The parameters that Muon updates as matrices, and its hyperparameters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fp8jax.optim.step import MuonScalars
+from fp8jax.optim.transforms import plain_mask
+from fp8jax.quantization import is_scaled
+
+Axes = optax.contrib.MuonDimensionNumbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon:
+    """Hyperparameters of `muon` beside those of its Adam."""
+
+    learning_rate: Any
+    beta: Any
+    weight_decay: Any
+    dimension_numbers: Any
+    consistent_rms: float | None
+
+    def scalars(self, steps: jax.Array, count: jax.Array) -> MuonScalars:
+        """The scalars of step number `count`, after `steps` steps."""
+        rate: Any = self.learning_rate(steps) if callable(self.learning_rate) else self.learning_rate
+        beta = jnp.float32(self.beta)
+        corrections = 1 - beta**count, 1 - beta ** (count + 1)
+        return MuonScalars(self.beta, 1 - self.beta, corrections, -rate, self.weight_decay)
+
+
+def matrices_of(muon: Muon | None, treedef: Any, params: Any) -> tuple[Axes | None, ...]:
+    """The dimension numbers of each parameter that is a matrix, or a stack of them; None for the others.
+
+    Args:
+        muon: the hyperparameters; None for Adam of all parameters.
+        treedef: of the parameters.
+        params: the parameters, arrays and `ScaledArray`s.
+
+    Raises:
+        ValueError: the dimension numbers are not a tree like the parameters, or do not fit a parameter.
+    """
+    if muon is None:
+        return (None,) * treedef.num_leaves
+    leaves = treedef.flatten_up_to(params)
+    if muon.dimension_numbers is None:
+        return tuple(map(_default, leaves))
+    given = plain_mask(muon.dimension_numbers)
+    given = given(params) if callable(given) else given
+    try:
+        every = spread(given, treedef, params, is_leaf=lambda node: node is None or isinstance(node, Axes))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`weight_dimension_numbers`: expected a tree like the parameters of "
+            "`optax.contrib.MuonDimensionNumbers`, and None for parameters that Adam updates, or a function "
+            f"from the parameters to one; got {given!r}."
+        ) from None
+    return tuple(
+        None if axes is None else _checked(axes, leaf) for axes, leaf in zip(every, leaves, strict=True)
+    )
+
+
+def spread(tree: Any, treedef: Any, params: Any, is_leaf: Any = None) -> list[Any]:
+    """The leaf of `tree`, a tree like the parameters or a part of it from the root, for each parameter."""
+    each = jax.tree.map(
+        lambda leaf, below: jax.tree.map(lambda _: leaf, below, is_leaf=is_scaled),
+        tree,
+        params,
+        is_leaf=is_leaf,
+    )
+    return treedef.flatten_up_to(each)
+
+
+def _default(leaf: Any) -> Axes | None:
+    """Both axes of an array of two dimensions. The last two of a `ScaledArray` with a scale for each index of
+    the others, as a stack of scanned layers or of experts has it."""
+    scales = leaf.scale.shape if is_scaled(leaf) else ()
+    is_stack = leaf.ndim > 2 and scales == (*leaf.shape[:-2], 1, 1)
+    return Axes((leaf.ndim - 2,), (leaf.ndim - 1,)) if leaf.ndim == 2 or is_stack else None
+
+
+def _checked(axes: Any, leaf: Any) -> Axes:
+    """The dimension numbers as tuples of axes from 0 on."""
+    try:
+        pair = [np.atleast_1d(each) for each in axes]
+        inputs, outputs = (tuple(int(axis) % leaf.ndim for axis in each) for each in pair)
+        is_inside = all(-leaf.ndim <= axis < leaf.ndim for each in pair for axis in each)
+        if is_inside and len({*inputs, *outputs}) == len(inputs) + len(outputs):
+            return Axes(inputs, outputs)
+    except (TypeError, ValueError, ZeroDivisionError):
+        pass
+    raise ValueError(
+        "`weight_dimension_numbers`: expected axes of a parameter, none of them twice, as in "
+        f"MuonDimensionNumbers(0, 1); got {axes} for shape {leaf.shape}."
+    )
