@@ -227,8 +227,6 @@ def test_blocks_are_found(module, names, found):
             {"checkpoint_blocks": ["Blok"]},
             r"'Blok' matches no module.* h_0 \(Block\), h_1 \(Block\)",
         ),
-        (Scanned(REMAT), {}, "the model's own code rematerializes 'layers' already"),
-        (Scanned(REMAT), {"checkpoint_blocks": ["Body"]}, "rematerializes 'layers' already"),
     ],
 )
 def test_models_without_blocks_or_with_remat_are_refused(module, options, message):
@@ -355,27 +353,8 @@ def test_nnx_casts_as_linen_does():
     assert (nnx_casts("fp8"), nnx_casts("full")) == (none, none + 8)
 
 
-class Rematerialized(NnxBlock):
-    @nnx.remat
-    def rise(self, x):
-        return self.up(x)
-
-    def __call__(self, x, train, *, scale):
-        return x + self.down(self.rise(x)), "and a string"
-
-
-class Around(NnxListed):
-    def __call__(self, x):
-        for block in self.blocks:
-            x = nnx.remat(lambda block, x: block(x, True, scale=1.0)[0])(block, x)
-        return x
-
-
-def test_nnx_modules_without_blocks_or_with_remat_are_refused():
+def test_nnx_modules_without_blocks_are_refused():
     of = functools.partial(fp8jax.transform, recipe="te", gradient_checkpointing="full")
-    for module in (NnxListed(nnx.Rngs(0), Rematerialized), Around(nnx.Rngs(0))):
-        with pytest.raises(ValueError, match="rematerializes 'blocks/0' already"):
-            of(module)(X)
     with pytest.raises(ValueError, match="no module that holds layers repeats"):
         of(nnx.Sequential(nnx.Linear(MODEL, MODEL, rngs=nnx.Rngs(0))))(X)
     with pytest.raises(ValueError, match="'Blok' matches no module"):
@@ -388,6 +367,94 @@ def test_a_dequantized_nnx_module_is_plain():
     )
     assert [type(block) for block in model.blocks] == [NnxBlock, NnxBlock]
     assert not [name for name in vars(model.blocks[0]) if "fp8" in name]
+
+
+# Remat of the model's own #########################################################################
+
+
+class Inside(nn.Module):
+    """A block whose own code has remat."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        up = nn.remat(lambda module, x: nn.gelu(nn.Dense(WIDTH, name="up")(nn.LayerNorm()(x))))
+        y = nn.Dropout(0.5, deterministic=not train)(up(self, x))
+        return x + nn.Dense(MODEL, name="down")(y), None
+
+
+class Pairs(Scanned):
+    """Remat around the whole scan, and around its body."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        rngs = {"params": True, "dropout": True}
+        scanned = nn.scan(
+            REMAT(Body), variable_axes={"params": 0}, split_rngs=rngs, length=3, in_axes=nn.broadcast
+        )
+        return REMAT(scanned)(name="layers")(x, train)[0]
+
+
+OWN = {
+    "around": Scanned(REMAT),
+    "by a policy": Scanned(functools.partial(REMAT, policy=jax.checkpoint_policies.dots_saveable)),
+    "inside": Scanned(lambda _: Inside),
+    "twice": Pairs(),
+}
+
+
+@pytest.mark.parametrize("keep", ["full", "dots_fp8"])
+@pytest.mark.parametrize("own", OWN)
+def test_our_remat_takes_the_place_of_the_models_own(own, keep):
+    """The same residuals, casts and numbers as of the model without remat, and the report says it."""
+    model = fp8jax.transform(OWN[own], "te", gradient_checkpointing=keep)
+    report = str(model.report(X, rngs={"dropout": jax.random.key(0)}))
+    assert report.endswith("(Inside, scanned), in place of the model's own remat") or report.endswith(
+        "(Body, scanned), in place of the model's own remat"
+    )
+    assert kept_bytes(OWN[own], keep) == kept_bytes(Scanned(), keep)
+    assert casts(OWN[own], keep) == casts(Scanned(), keep)
+    assert_same(step_of(OWN[own], keep), step_of(Scanned(), keep))
+
+
+def nnx_own(around):
+    class Block(NnxBlock):
+        @nnx.remat
+        def rise(self, x):
+            return self.up(x)
+
+        def __call__(self, x, train, *, scale):
+            return x + self.down(self.rise(x)), "and a string"
+
+    class Plain(NnxBlock):
+        def __call__(self, x, train, *, scale):
+            return x + self.down(self.up(x)), "and a string"
+
+    class Around(NnxListed):
+        def __call__(self, x):
+            for block in self.blocks:
+                x = nnx.remat(lambda block, x: block(x, True, scale=1.0)[0])(block, x)
+            return x
+
+    class Listed(NnxListed):
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x, True, scale=1.0)[0]
+            return x
+
+    return Around(nnx.Rngs(0), Plain) if around else Listed(nnx.Rngs(0), Block), Listed(nnx.Rngs(0), Plain)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_our_remat_takes_the_place_of_an_nnx_models_own(around):
+    grads = []
+    for module in nnx_own(around):
+        graph, state = nnx.split(fp8jax.transform(module, "te", gradient_checkpointing="full"))
+        gradient = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))
+        step = lambda state: jax.tree.leaves(gradient(nnx.merge(graph, state)))  # noqa: B023, E731
+        found = jaxprs.equations(jax.make_jaxpr(step)(state).jaxpr, "convert_element_type", "default")
+        counted = sum(str(eqn.outvars[0].aval.dtype) in jaxprs.FLOAT8 for eqn in found)
+        grads.append((counted, jax.jit(step)(state)))
+    assert_same(*grads)
 
 
 # Around ##########################################################################################

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import jax
 
 from fp8jax.rewrite.dots import Dot
-from fp8jax.rewrite.find import CHECKPOINT, SCAN
+from fp8jax.rewrite.find import SCAN
 from fp8jax.rewrite.rules import matches
 
 # Named scope of a call, followed by the call's number and trace count.
@@ -27,7 +27,6 @@ class Call:
         in_scan: whether a scan is between the call and its parent call.
         in_loop: whether the call is inside a scan.
         times: how often the module was traced.
-        rematerializes: whether its dot products are in a `jax.checkpoint` of the model's code.
         below: the calls of submodules.
     """
 
@@ -38,7 +37,6 @@ class Call:
     in_scan: bool = False
     in_loop: bool = False
     times: int = 1
-    rematerializes: bool = False
     below: list["Call"] = dataclasses.field(default_factory=list)
 
     @property
@@ -82,7 +80,7 @@ class Calls:
             self._active.pop()
 
     def record_dots(self, dots: Iterable[Dot]) -> None:
-        """Records the dot products of parameters in each call, and the loops and checkpoints around them."""
+        """Records the dot products of parameters in each call, and the loops around them."""
         counts: collections.Counter[tuple[int, int]] = collections.Counter()
         for dot in dots:
             around, in_scan, in_loop, innermost = [], False, False, None
@@ -95,8 +93,6 @@ class Calls:
                         call.in_scan |= in_scan
                         call.in_loop |= in_loop
                         in_scan = False
-            for call in around:
-                call.rematerializes |= CHECKPOINT in dot.place.scopes
             counts.update([innermost] if innermost else [])
         for (number, _), count in counts.items():
             self.all[number].dots = max(self.all[number].dots, count)
@@ -114,7 +110,7 @@ def find_blocks(root: Call, names: tuple[str, ...] | None) -> list[Call]:
     """The calls to checkpoint, of modules with these class names or path patterns; None for repeated modules.
 
     Raises:
-        ValueError: there is none, a pattern matches none, or a call has a `jax.checkpoint` already.
+        ValueError: there is none, or a pattern matches none.
     """
     blocks = list(_repeated(root) if names is None else _named(root, names))
     holders = [call for call in root.all_below() if call.holds_layers]
@@ -130,14 +126,6 @@ def find_blocks(root: Call, names: tuple[str, ...] | None) -> list[Call]:
             "`gradient_checkpointing`: no module that holds layers repeats in this model, so there are no "
             f"blocks to find; name some with `checkpoint_blocks`. The modules that hold layers are {kinds}."
         )
-    for call in blocks:
-        if call.rematerializes:
-            raise ValueError(
-                f"`gradient_checkpointing`: the model's own code rematerializes {call.path!r} already, by "
-                "nn.remat, nnx.remat or jax.checkpoint: with both, its forward runs three times, and "
-                "the outer policy decides what is saved. Take it out there, or set none here and give it a "
-                "policy there, e.g. fp8jax.dot.save_fp8_operands."
-            )
     return blocks
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fp8jax.dot import through_fp8
 from fp8jax.rewrite.dots import Dot, Site
-from fp8jax.rewrite.find import CALLS, REMATS, scan_parts
+from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, scan_parts
 from fp8jax.rewrite.remat.calls import Calls, calls_in, find_blocks
 from fp8jax.rewrite.remat.setting import POLICIES, Checkpointing
 
@@ -47,14 +47,33 @@ def with_checkpoints(
                 "fp8jax.dot.save_fp8_operands."
             )
     note = f"gradient_checkpointing={setting.policy}: of {', '.join(names)}"
+    inside = [dot.place for dot in dots if _is_in(dot, blocks)]
+    sites = frozenset(place.site for place in inside)
+    if any(CHECKPOINT in place.scopes for place in inside):
+        jaxpr = _without_remat(jaxpr, sites, ())
+        note += ", in place of the model's own remat"
     if setting.policy.startswith("dots_fp8"):
-        jaxpr = _through_fp8(jaxpr, frozenset(dot.place.site for dot in dots if _is_in(dot, blocks)), ())
+        jaxpr = _through_fp8(jaxpr, sites, ())
     return _checkpointed(jaxpr, setting.policy, blocks, ()), note
 
 
 def _is_in(dot: Dot, blocks: _Blocks) -> bool:
     calls = [number for scope in dot.place.scopes for number, _ in calls_in(scope)]
     return any(key in blocks for key in (*calls, *(site for site, _ in dot.loops[-1:])))
+
+
+def _without_remat(jaxpr: jex.Jaxpr, dots: frozenset[Site], site: Site) -> jex.Jaxpr:
+    """The jaxpr at a site with a plain call in place of each checkpoint of the model's around these dots."""
+
+    def changed(eqn: jex.JaxprEqn, at: Site) -> jex.JaxprEqn:
+        new = _with_inner(eqn, at, lambda inner, below: _without_remat(inner, dots, below))
+        if eqn.primitive.name not in REMATS or not any(dot[: len(at)] == at for dot in dots):
+            return new
+        inner = jex.ClosedJaxpr(new.params["jaxpr"], ())
+        call = _call_of(jex.jaxpr_as_fun(inner), eqn)
+        return call.replace(params={**call.params, "jaxpr": inner})
+
+    return _with_equations(jaxpr, site, changed)
 
 
 def _through_fp8(jaxpr: jex.Jaxpr, dots: frozenset[Site], site: Site) -> jex.Jaxpr:
@@ -66,17 +85,26 @@ def _through_fp8(jaxpr: jex.Jaxpr, dots: frozenset[Site], site: Site) -> jex.Jax
             return _called_through_fp8(eqn)
         return _with_inner(eqn, at, lambda inner, below: _through_fp8(inner, dots, below))
 
-    eqns = [rounded(eqn, (*site, number)) for number, eqn in enumerate(jaxpr.eqns)]
+    return _with_equations(jaxpr, site, rounded)
+
+
+def _with_equations(
+    jaxpr: jex.Jaxpr, site: Site, change: Callable[[jex.JaxprEqn, Site], jex.JaxprEqn]
+) -> jex.Jaxpr:
+    """The jaxpr at a site with each equation changed; the same object without a change."""
+    eqns = [change(eqn, (*site, number)) for number, eqn in enumerate(jaxpr.eqns)]
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
 def _called_through_fp8(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
     """A call of a dot whose output goes through FP8."""
-    closed = jax.make_jaxpr(jax.jit(lambda *args: through_fp8(eqn.primitive.bind(*args, **eqn.params))))(
-        *(var.aval for var in eqn.invars)
-    )
-    [call] = closed.eqns
+    return _call_of(lambda *args: through_fp8(eqn.primitive.bind(*args, **eqn.params)), eqn)
+
+
+def _call_of(function: Callable[..., Any], eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+    """A call of a function in place of an equation."""
+    [call] = jax.make_jaxpr(jax.jit(function))(*(var.aval for var in eqn.invars)).eqns
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
