@@ -46,7 +46,7 @@ def with_checkpoints(
                 "without. Use jax.checkpoint in its code, with a policy such as "
                 "fp8jax.dot.save_fp8_operands."
             )
-    note = f"gradient_checkpointing={setting.policy}: of {', '.join(names)}"
+    note = f"gradient_checkpointing={setting.policy}: of {', '.join(names) or 'the bodies of its scans'}"
     inside = [dot.place for dot in dots if _is_in(dot, blocks)]
     sites = frozenset(place.site for place in inside)
     if any(CHECKPOINT in place.scopes for place in inside):
