@@ -203,8 +203,10 @@ def test_what_text_means(text, changes):
     assert Recipe.parse(text) == dataclasses.replace(Recipe.TE, **changes)
 
 
-def test_current_is_a_short_name():
+def test_short_names():
     assert Recipe.parse("current") == Recipe.parse("te,scaling=current")
+    assert Recipe.parse("fp8_6") == Recipe.parse("fp8,moments=E5M2+E4M4")
+    assert str(Recipe.parse("fp8_6,margin=1")) == "fp8,moments=E5M2+E4M4,margin=1"
     assert str(Recipe.parse("current,margin=1")) == "te,scaling=current,margin=1"
 
 
@@ -253,7 +255,7 @@ def test_every_field_has_illegal_values_in_the_table():
     [
         (
             "O4",
-            r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, .*, current, or .*; got 'O4'",
+            r"expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te\+O2, .*, fp8_6, or .*; got 'O4'",
         ),
         ("", r"expected one of fp32, .*; got ''"),
         ("o2", r"expected one of fp32, .*; got 'o2'"),

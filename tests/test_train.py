@@ -230,7 +230,7 @@ BAD = [
     (["--data", "."], "--data . cannot be read"),
     (
         ["--recipe", "O9"],
-        "expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8, block, mxfp8, nvfp4, current, or ",
+        "expected one of fp32, bf16, fp16_amp, te, O1, O2, O3, te+O2, fp8, block, mxfp8, nvfp4, current, ",
     ),
     (["--recipe", "O2,margin=-1"], "recipe: `margin` is one of: an integer from 0 to 100; got '-1'."),
     (["--recipe", "O2,exclude=nothing"], "the exclude pattern 'nothing' matches no layer"),

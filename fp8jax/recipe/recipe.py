@@ -212,7 +212,8 @@ class Recipe:
     def parse(cls, text: "str | Recipe") -> "Recipe":
         """The recipe of a preset's name and `,field=value` changes; the inverse of `str`.
 
-        `current` is short for `te,scaling=current`.
+        `current` is short for `te,scaling=current`, and `fp8_6` for `fp8,moments=E5M2+E4M4`, 6 bytes per
+        parameter.
 
         Tuples are written with "+": `moments=E4M3+FP16`, `exclude=lm_head+*/out`; no text is the empty tuple.
 
@@ -331,7 +332,10 @@ PRESETS: dict[str, Recipe] = {
     "nvfp4": Recipe.NVFP4,
 }
 # Names that `str` does not use.
-SHORT = {"current": dataclasses.replace(Recipe.TE, scaling="current")}
+SHORT = {
+    "current": dataclasses.replace(Recipe.TE, scaling="current"),
+    "fp8_6": dataclasses.replace(Recipe.FP8, moments=("E5M2", "E4M4")),  # bytes per parameter
+}
 
 _GEMM_COLUMN = ("gemm", "scaling", "fp8_format", "amax_history_len")
 
