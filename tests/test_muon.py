@@ -111,19 +111,18 @@ def test_five_bytes_per_parameter():
     assert each == [2, 1 + 1 / 96, 0, 1]  # a row of 96 has a scale; and the gradient's one
 
 
-def test_the_rest_is_adam():
-    """Of a tree without matrices, to the bit."""
+@pytest.mark.parametrize(("recipe", "tolerance"), [("te", 1e-5), ("O2", 0.1), ("fp8", 0.15)])
+def test_the_rest_is_optaxs_adam(recipe, tolerance):
+    options = {"adam_learning_rate": 3e-3, "adam_b1": 0.8, "adam_weight_decay": 0.1}
     start = {"bias": params_of("fp8")["bias"]}
 
     def every(number):
         return {"bias": grads_of(number)["bias"]}
 
-    ours = trained(
-        muon(1e-2, "fp8", adam_learning_rate=3e-3, adam_b1=0.8, adam_weight_decay=0.1), start, 4, every
-    )
-    assert bits(ours) == bits(
-        trained(fp8jax.optim.adamw(3e-3, "fp8", b1=0.8, weight_decay=0.1), start, 4, every)
-    )
+    ours, _ = trained(muon(1e-2, recipe, **options), start, 4, every)
+    wanted, _ = trained(optax.contrib.muon(1e-2, **options), start, 4, every)
+    ours, wanted = (np.asarray(x["bias"] - start["bias"]) for x in (ours, wanted))
+    assert np.linalg.norm(ours - wanted) < tolerance * np.linalg.norm(wanted)
 
 
 def test_matrices_of_a_stack_are_orthogonalized_each():

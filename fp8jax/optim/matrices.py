@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8jax.optim.step import MuonScalars
+from fp8jax.optim.step import MuonScalars, nesterov_shares
 from fp8jax.optim.transforms import plain_mask
 from fp8jax.quantization import is_scaled
 
@@ -28,9 +27,8 @@ class Muon:
     def scalars(self, steps: jax.Array, count: jax.Array) -> MuonScalars:
         """The scalars of step number `count`, after `steps` steps."""
         rate: Any = self.learning_rate(steps) if callable(self.learning_rate) else self.learning_rate
-        beta = jnp.float32(self.beta)
-        corrections = 1 - beta**count, 1 - beta ** (count + 1)
-        return MuonScalars(self.beta, 1 - self.beta, corrections, -rate, self.weight_decay)
+        nesterov = nesterov_shares(self.beta, count)
+        return MuonScalars(self.beta, 1 - self.beta, nesterov, -rate, self.weight_decay)
 
 
 def matrices_of(muon: Muon | None, treedef: Any, params: Any) -> tuple[Axes | None, ...]:

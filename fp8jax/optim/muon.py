@@ -40,8 +40,8 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.muon` with the recipe's weights and momentum.
 
-    Momentum has Nesterov's correction and the corrections for the first steps that optax's has. It is rounded
-    to bfloat16 and orthogonalized by optax's five Newton-Schulz steps in bfloat16, as in Muon's reference.
+    Momentum is Nesterov's, also that of Adam for the other parameters, with optax's corrections for the first
+    steps. It is orthogonalized by optax's five Newton-Schulz steps in bfloat16, as in Muon's reference.
 
     Args:
         learning_rate: of matrices, a number or a schedule.

@@ -27,6 +27,7 @@ from fp8jax.optim.step import (
     as_written,
     directions,
     fused_adam,
+    nesterov_shares,
 )
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import with_auto_axes
@@ -111,7 +112,8 @@ def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
             rule.weight_decay,
         )
         if rule.muon is not None:
-            scalars = scalars._replace(muon=rule.muon.scalars(state.adam.count, count))
+            nesterov = nesterov_shares(rule.b1, count)
+            scalars = scalars._replace(nesterov=nesterov, muon=rule.muon.scalars(state.adam.count, count))
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
         nothing = [None] * len(grads)
         mu, nu, master, remainder = (

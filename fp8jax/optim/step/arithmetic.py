@@ -25,7 +25,7 @@ class MuonScalars(NamedTuple):
 
     decay: Any  # beta
     share: Any  # 1 - beta
-    corrections: tuple[Any, Any]  # 1 - beta**t, 1 - beta**(t + 1)
+    nesterov: tuple[Any, Any]  # as in `AdamScalars`
     step_size: Any  # the negative learning rate
     weight_decay: Any
 
@@ -39,6 +39,7 @@ class AdamScalars(NamedTuple):
     eps: Any
     step_size: Any  # the negative learning rate; None without one
     weight_decay: Any
+    nesterov: Any = None  # shares of the first moment and of the gradient in the direction; None: no gradient
     muon: Any = None  # `MuonScalars`, for parameters with a direction
 
 
@@ -64,7 +65,8 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
         decay: `NO_DECAY`, `L2` or `DECOUPLED`.
 
     References:
-        Adam, arXiv 1412.6980, algorithm 1; AdamW, arXiv 1711.05101, algorithm 2.
+        Adam, arXiv 1412.6980, algorithm 1; AdamW, arXiv 1711.05101, algorithm 2; Nesterov's momentum: optax's
+        `scale_by_adam`.
     """
     weight = None
     if state.param is not None:
@@ -79,13 +81,22 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
     m = scalars.shares[0] * g + scalars.decays[0] * decode(state.mu)
     v = scalars.decays[1] * decode(state.nu) + scalars.shares[1] * jnp.square(g)
     root = jnp.sqrt(v) / scalars.corrections[1]
-    direction = m / scalars.corrections[0] / (root + scalars.eps)
+    if scalars.nesterov is None:
+        direction = m / scalars.corrections[0] / (root + scalars.eps)
+    else:
+        direction = (scalars.nesterov[0] * m + scalars.nesterov[1] * g) / (root + scalars.eps)
     if weight is None:
         return AdamStep(m, v, direction, None)
     if decay == DECOUPLED:
         direction = direction + scalars.weight_decay * weight
     update = scalars.step_size * direction
     return AdamStep(m, v, update, weight + update)
+
+
+def nesterov_shares(decay: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The shares of the first moment and of the gradient in step number `count` with Nesterov's momentum."""
+    decay = jnp.float32(decay)
+    return decay / (1 - decay ** (count + 1)), (1 - decay) / (1 - decay**count)
 
 
 def momentum(state: ParamState, scalars: MuonScalars) -> jax.Array:

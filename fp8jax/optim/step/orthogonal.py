@@ -44,7 +44,7 @@ def as_directions(states: list[ParamState], scalars: MuonScalars, matrices: tupl
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # so that equal tensors are traced once
 def _direction(state: ParamState, scalars: MuonScalars, axes: Any, rms: float | None) -> jax.Array:
-    of_grad, of_momentum = scalars.share / scalars.corrections[0], scalars.decay / scalars.corrections[1]
+    of_momentum, of_grad = scalars.nesterov
     nesterov = of_momentum * momentum(state, scalars) + of_grad * decode(state.grad)
     # With beta 0 optax's momentum is its input.
     tx = contrib.scale_by_muon(COEFFICIENTS, beta=0.0, nesterov=False, weight_dimension_numbers=axes)
