@@ -11,6 +11,7 @@ or any other map:
     GPT2.stacked("h").moved("^transformer/", "")  # layers under `nn.scan`, and no module around them
 """
 
+from fp8jax.checkpoints.divergence import divergence as divergence
 from fp8jax.checkpoints.export import ExportReport as ExportReport
 from fp8jax.checkpoints.export import save as save
 from fp8jax.checkpoints.export import weights as weights

@@ -62,7 +62,7 @@ class Source(NamedTuple):
     kernels: Mapping[tuple[str, ...], Kernel]  # by path
 
 
-class _Tensor(NamedTuple):
+class Tensor(NamedTuple):
     """A torch tensor, as one or more arrays by the ends of their names."""
 
     name: str  # without "weight" at its end
@@ -102,7 +102,7 @@ def save(
         ValueError: the folder is not empty; no rename leads to a parameter; the format cannot hold a kernel;
             a kernel has an infinity or NaN; the model has adapters.
     """
-    return write(folder, _source(model, args), mapping, config, format, max_shard_bytes)
+    return write(folder, source_of(model, args), mapping, config, format, max_shard_bytes)
 
 
 def write(
@@ -123,7 +123,7 @@ def write(
         new = pathlib.Path(temporary) / "new"
         new.mkdir()
         writer = Writer(new, max_shard_bytes)
-        for name, parts, row in _tensors(source, mapping, chosen):
+        for name, parts, row in tensors_of(source, mapping, chosen):
             for end, array in parts.items():
                 writer.add(name + end, np.asarray(array))
             if row is not None:
@@ -150,11 +150,12 @@ def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> di
     Args:
         model, args, mapping, format: see `save`.
     """
-    tensors = _tensors(_source(model, args), mapping, format_of(format))
-    return {name + end: array for name, parts, _ in tensors for end, array in parts.items()}
+    found = tensors_of(source_of(model, args), mapping, format_of(format))
+    return {name + end: array for name, parts, _ in found for end, array in parts.items()}
 
 
-def _source(model: Any, args: tuple[Any, ...]) -> Source:
+def source_of(model: Any, args: tuple[Any, ...]) -> Source:
+    """A transformed model, to be written; raises ValueError if it has adapters."""
     adapter = adapter_of(model)
     if adapter.settings.lora is not None:
         raise ValueError(
@@ -165,7 +166,8 @@ def _source(model: Any, args: tuple[Any, ...]) -> Source:
     return Source(variables, adapter.freeze(variables, *inputs), kernels)
 
 
-def _tensors(source: Source, mapping: NameMap, format: ServingFormat) -> Iterator[_Tensor]:
+def tensors_of(source: Source, mapping: NameMap, format: ServingFormat) -> Iterator[Tensor]:
+    """The tensors of a model in a format, one at a time."""
     tree, frozen = named(source.variables), named(source.frozen)
     for key in [key for key in tree.leaves if key[0] == PARAMS]:
         path, stored = key[1:], tree.leaves[key]
@@ -180,7 +182,7 @@ def _tensors(source: Source, mapping: NameMap, format: ServingFormat) -> Iterato
                 base, end = name, ""
                 is_linear = len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding"
                 row = Row(name.removesuffix(".weight"), False) if is_linear else None
-                yield _Tensor(base, {end: place.restore(own_value(part), shape)}, row)
+                yield Tensor(base, {end: place.restore(own_value(part), shape)}, row)
                 continue
             base = name.removesuffix(".weight")
             format.check(name, shape, is_transposed=place.axes is None)
@@ -195,7 +197,7 @@ def _tensors(source: Source, mapping: NameMap, format: ServingFormat) -> Iterato
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, scales, index)
-            yield _Tensor(base, parts, Row(base, True, is_unchanged, sqnr))
+            yield Tensor(base, parts, Row(base, True, is_unchanged, sqnr))
 
 
 def _part(leaf: Any, index: tuple[int, ...]) -> Any:

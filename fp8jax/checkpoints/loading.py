@@ -6,7 +6,6 @@
 One tensor at a time is read, put into the format of its parameter, and sent to the parameter's devices.
 """
 
-import functools
 import math
 import os
 import pathlib
@@ -20,10 +19,10 @@ from jaxtyping import PyTree
 
 from fp8jax.checkpoints.folder import Entry, Folder, read
 from fp8jax.checkpoints.names import NameMap, Place
-from fp8jax.checkpoints.serving import CODES, INPUT, OF_TENSOR, PACKED, SCALE, SCALE_INV
+from fp8jax.checkpoints.serving import CODES, INPUT, OF_TENSOR, PACKED, SCALE, SCALE_INV, dequantized
 from fp8jax.checkpoints.tree import Key, named
 from fp8jax.formats import E4M3, E8M0
-from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled, quantize_like
+from fp8jax.quantization import ScaledArray, is_scaled, quantize_like
 from fp8jax.variables import FROZEN, PARAMS
 
 # Ends of the names of scales beside a weight. Those of inputs are not read: training computes its own.
@@ -60,19 +59,11 @@ class _Stored(NamedTuple):
         if not self.scales:
             return self.codes.array()
         whole = 1 / self.scales[OF_TENSOR].array().reshape(()) if OF_TENSOR in self.scales else 1.0
-        return np.asarray(_dequantized(self.codes.array(), self.grid(), whole, self.block))
+        return np.asarray(dequantized(self.codes.array(), self.grid(), whole, self.block))
 
 
 def _scale_of(scales: Mapping[str, Entry]) -> Entry:
     return scales[SCALE_INV if SCALE_INV in scales else SCALE]
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _dequantized(codes: Any, grid: Any, whole: Any, block: tuple[int, int]) -> Any:
-    data = PackedE2M1(codes) if codes.dtype == jnp.uint8 else codes
-    for axis, (dim, size) in enumerate(zip(data.shape, block, strict=True)):
-        grid = jnp.take(grid, np.arange(dim) // (size or dim), axis=axis)
-    return data.astype(jnp.float32) * (grid * whole)
 
 
 def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> PyTree:

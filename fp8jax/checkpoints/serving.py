@@ -221,3 +221,15 @@ def _parts(
         scale = scale if format.stored == jnp.uint8 else lax.bitcast_convert_type(scale, format.stored)
     scale = scale.reshape(scale.shape if format.scale_rank == 2 else (1,) * format.scale_rank)
     return {CODES: q.data[:rows, :columns], format.scale: scale}
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def dequantized(
+    codes: Any, grid: Float[Array, "rows columns"], whole: Any, block: tuple[int, int]
+) -> Float32[Array, "rows columns"]:
+    """The value of a kernel: E4M3 codes or bytes of packed E2M1, times scales of blocks (with a side 0 for a
+    whole side), times the scale `whole` of the tensor."""
+    data = PackedE2M1(codes) if codes.dtype == jnp.uint8 else codes
+    for axis, (dim, size) in enumerate(zip(data.shape, block, strict=True)):
+        grid = jnp.take(grid, np.arange(dim) // (size or dim), axis=axis)
+    return data.astype(jnp.float32) * (grid * whole)

@@ -28,10 +28,9 @@ def blocks_of_kernel(recipe: Recipe, shape: tuple[int, ...], inputs: int) -> tup
         inputs: the product of the contracted axes.
 
     Returns:
-        None if the axes are not whole blocks. Then the kernel cannot be stored in blocks; nor can one of
-        "block_float32", whose scales are no powers of two.
+        None if the axes are not whole blocks. Then the kernel cannot be stored in blocks.
     """
-    if recipe.scaling == "block_float32" or (recipe.gemm == "FP4" and shape[-1] % 2):
+    if recipe.gemm == "FP4" and shape[-1] % 2:
         return None
     rows, columns = method_of(recipe, RHS).block
     split = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == inputs)
@@ -59,8 +58,11 @@ def stored_kernel(recipe: Recipe, x: jax.Array, layers: tuple[int, ...], inputs:
         inputs: see `blocks_of_kernel`.
 
     Returns:
-        None if `blocks_of_kernel` is None. A bfloat16 `x` is marked by bfloat16 scales.
+        None if `blocks_of_kernel` is None, or for "block_float32", whose scales are no powers of two. A
+        bfloat16 `x` is marked by bfloat16 scales.
     """
+    if recipe.scaling == "block_float32":
+        return None
     shape, method = x.shape[len(layers) :], method_of(recipe, RHS)
     blocks = blocks_of_kernel(recipe, shape, inputs)
     if blocks is None:
