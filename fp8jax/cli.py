@@ -2,6 +2,7 @@
 
 fp8jax chart              the precision chart, read back from compiled programs
 fp8jax doctor             what this machine multiplies in FP8, and whether a program does what its report says
+fp8jax export             a run of `fp8jax.train` as a Hugging Face folder
 fp8jax plan               bytes on each device of a training step, compiled
 fp8jax install-compiler   XLA's compiler for GPUs, which `--target` needs
 """
@@ -119,6 +120,23 @@ def _parser() -> _Parser:
     plan.add_argument(
         "--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows (default yes)"
     )
+
+    export = commands.add_parser("export", help="a run of fp8jax.train as a Hugging Face folder")
+    export.description = (
+        "Writes the newest checkpoint of a Linen model's run as a Hugging Face folder for Transformers, vLLM "
+        "or SGLang, and prints which kernels are unchanged. It needs no model, only the names and the config."
+    )
+    export.add_argument("source", metavar="RUN", help="the folder of the run, or of its checkpoints")
+    export.add_argument("folder", metavar="FOLDER", help="a new or empty one")
+    export.add_argument(
+        "--mapping",
+        required=True,
+        help="from the names of the folder: gpt2, llama, mixtral or qwen3, or package.module:name, a "
+        "fp8jax.checkpoints.NameMap",
+    )
+    export.add_argument("--config", required=True, metavar="FILE", help="the model's config.json")
+    export.add_argument("--format", default="fp8", help="a name of fp8jax.checkpoints.FORMATS (default fp8)")
+    export.set_defaults(run=run_export)
 
     for command, run in ((chart, run_chart), (doctor, run_doctor), (plan, run_plan)):
         command.add_argument("--target", help=_TARGET)
@@ -255,6 +273,22 @@ def run_plan(args: argparse.Namespace) -> int:
         return "\n".join([memory.table(plans), *(["\nDimensions to change:", *lines] if lines else [])])
 
     _print(args, [{**plan._asdict(), "total": plan.total} for plan in plans], text)
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Writes the folder, and prints the report."""
+    _configure(is_cpu=True)
+    from fp8jax.checkpoints.maps import by_name
+    from fp8jax.train.export import export
+
+    mapping = by_name(args.mapping)
+    try:
+        with open(args.config, "rb") as file:
+            config = dict(json.load(file))
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"--config: expected a JSON object in {args.config}; got {error}") from None
+    print(export(args.source, args.folder, mapping=mapping, config=config, format=args.format))
     return 0
 
 

@@ -4,6 +4,10 @@
 ('transformer', 'h', '0', 'ln_1', 'scale')
 """
 
+import os
+import pkgutil
+import sys
+
 from fp8jax.checkpoints.names import NameMap, Rename
 
 # Paths of Hugging Face's Flax models, as in `transformer/h/0/attn/c_attn/kernel` and
@@ -41,3 +45,27 @@ MIXTRAL = (
     )
     + LLAMA
 )
+
+_NAMES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3": QWEN3}
+
+
+def by_name(name: str) -> NameMap:
+    """One of the maps here, or a "package.module:name", which is imported, also from the current folder.
+
+    Raises:
+        ValueError: there is no such map.
+    """
+    if name in _NAMES:
+        return _NAMES[name]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = pkgutil.resolve_name(name) if ":" in name else None
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        found = f"{type(error).__name__}: {error}"
+    if not isinstance(found, NameMap):
+        got = f"{name!r}" if found is None else f"{name!r}, which is {found}"
+        raise ValueError(
+            f"`mapping`: expected {', '.join(_NAMES)}, or package.module:name of a NameMap; got {got}."
+        )
+    return found

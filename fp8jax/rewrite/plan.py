@@ -1,7 +1,7 @@
 """The plan of the dot products to replace, with their kernels and states."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,16 @@ class Kernel(NamedTuple):
     layers: tuple[int, ...]  # numbers of stacked layers; each layer has a scale and a state
     groups: int  # number of experts, the first axis of a layer; 0 without experts
     axes: tuple[int, ...] = ()  # the axes of `layers`; () for the first ones
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> "Kernel":
+        """The inverse of `to_json`."""
+        recipe, layers, groups, axes = values
+        return cls(Recipe.parse(recipe), tuple(layers), int(groups), tuple(axes))
+
+    def to_json(self) -> list[Any]:
+        """The kernel as JSON has it."""
+        return [str(self.recipe), list(self.layers), self.groups, list(self.axes)]
 
     @property
     def stacked(self) -> tuple[int, ...]:

@@ -23,8 +23,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from fp8jax.quantization import ScaledArray
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE, with_one, without_one
 from fp8jax.train import distributed
@@ -100,7 +102,63 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
     Raises:
         ValueError: the newest undamaged checkpoint is of another run or another model.
     """
-    folder, skipped = folder.resolve(), []
+    folder, skipped = folder.resolve(), list[str]()
+    for step, path, content in _whole(folder, skipped):
+        # Scaling states of 0.1.0 lack an entry, and have another one, which is not read.
+        is_old = not any(name.endswith(f"[{ONE!r}]") for name in content["arrays"])
+        saved = without_one(like) if is_old else like
+        _check(path, content, saved, run)
+        state, damage = _restored(folder, step, saved)
+        if distributed.any_of(bool(damage)):
+            skipped.append(f"{path}: {damage or 'another process cannot read its arrays'}")
+            continue
+        return Checkpoint(step, with_one(state) if is_old else state, content), skipped
+    return None, skipped
+
+
+def read_variables(folder: pathlib.Path) -> Checkpoint:
+    """Reads the variables of a run's first model from its newest checkpoint that is not damaged.
+
+    Returns:
+        The checkpoint; its state is nested dicts of arrays and `ScaledArray`s, on one device, as Linen's
+        variables are.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it has another state than a run's.
+    """
+    folder, skipped = folder.resolve(), list[str]()
+    for step, path, content in _whole(folder, skipped):
+        return Checkpoint(step, _with_scaled(_variables_in(path)), content)
+    why = f"the checkpoints are damaged: {skipped[0]}" if skipped else "no checkpoint is there"
+    raise ValueError(f"{folder} cannot be read: {why}")
+
+
+def _variables_in(path: pathlib.Path) -> PyTree:
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        try:
+            found = reader.metadata(path / "state").item_metadata.tree[0]["variables"]
+        except (LookupError, TypeError):
+            raise ValueError(f"{path} is no checkpoint of `fp8jax.train.fit`") from None
+        like = [{"variables": found}]
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
+        args = ocp.checkpoint_utils.construct_restore_args(shapes)
+        args = ocp.args.PyTreeRestore(shapes, restore_args=args, partial_restore=True)
+        return reader.restore(path / "state", args=args)[0]["variables"]
+
+
+def _with_scaled(tree: Any) -> Any:
+    """Nested dicts, with a `ScaledArray` for each dict of codes and the bits of their scales."""
+    if not isinstance(tree, dict):
+        return tree
+    if set(tree) == {"data", "scale"} and jnp.issubdtype(tree["scale"].dtype, jnp.unsignedinteger):
+        return ScaledArray.tree_unflatten(None, (tree["data"], tree["scale"]))
+    return {name: _with_scaled(child) for name, child in tree.items()}
+
+
+def _whole(folder: pathlib.Path, skipped: list[str]) -> Iterator[tuple[int, pathlib.Path, dict[str, Any]]]:
+    """The steps, folders and metadata of checkpoints that are not damaged, from the newest on; appends the
+    damage of others to `skipped`."""
     for step in reversed(distributed.decide(lambda: _steps(folder))):
         path = _path(folder, step)
         damage = _damage(path)
@@ -112,16 +170,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
             other = f"it is the checkpoint of step {found} under another name"
             skipped.append(f"{path}: {other if content else 'its metadata is damaged'}")
             continue
-        # Scaling states of 0.1.0 lack an entry, and have another one, which is not read.
-        is_old = not any(name.endswith(f"[{ONE!r}]") for name in content["arrays"])
-        saved = without_one(like) if is_old else like
-        _check(path, content, saved, run)
-        state, damage = _restored(folder, step, saved)
-        if distributed.any_of(bool(damage)):
-            skipped.append(f"{path}: {damage or 'another process cannot read its arrays'}")
-            continue
-        return Checkpoint(step, with_one(state) if is_old else state, content), skipped
-    return None, skipped
+        yield step, path, content
 
 
 def _metadata(path: pathlib.Path) -> dict[str, Any]:
@@ -154,8 +203,20 @@ def last_step(folder: pathlib.Path) -> int:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of orbax, and the tracebacks that its threads print for each part of an error."""
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    was_off, log.disabled, sys.unraisablehook = log.disabled, True, lambda args: None
+    try:
+        yield
+        sys.unraisablehook = hook  # after an error the threads go on for a while
+    finally:
+        log.disabled = was_off
+
+
+@contextlib.contextmanager
 def _manager(folder: pathlib.Path) -> Iterator[Any]:
-    """Orbax's manager, without the tracebacks that its threads print for each part of an error."""
+    """Orbax's manager."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEPT,
         step_prefix="step",
@@ -163,14 +224,8 @@ def _manager(folder: pathlib.Path) -> Iterator[Any]:
         cleanup_tmp_directories=True,
         enable_async_checkpointing=False,
     )
-    log, hook = logging.getLogger("absl"), sys.unraisablehook
-    was_off, log.disabled, sys.unraisablehook = log.disabled, True, lambda args: None
-    try:
-        with ocp.CheckpointManager(folder, options=options) as manager:
-            yield manager
-        sys.unraisablehook = hook  # after an error the threads go on for a while
-    finally:
-        log.disabled = was_off
+    with _quiet(), ocp.CheckpointManager(folder, options=options) as manager:
+        yield manager
 
 
 def _path(folder: pathlib.Path, step: int) -> pathlib.Path:

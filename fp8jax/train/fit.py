@@ -121,6 +121,7 @@ def fit(
             sources = validation, validation if final_validation is None else final_validation
             models = [_Model(one, validator(one, sources, transform, validation_loss)) for one in trainers]
             layers = [one.layers.splitlines()[0] for one in trainers]
+            _ = trainer.kernels  # for the checkpoints; an error in the model shows now
             run_begins = opened.enter_context(run_folder.taken(folder, found, now))
             for line in layers:
                 print(f"{line}; compiling", flush=True)
@@ -224,7 +225,8 @@ class _Run:
         if self.steps == self.saved:
             return
         curves = [model.curves.to_json() for model in self.models]
-        metadata = {"data": self.batches.state(), "curves": curves}
+        kernels = {"/".join(path): k.to_json() for path, k in self.models[0].trainer.kernels.items()}
+        metadata = {"data": self.batches.state(), "curves": curves, "kernels": kernels}
         run_folder.save(
             self.folder, self.steps, [model.state for model in self.models], metadata, self.digest
         )

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
 from fp8jax.inspect import program as compiled_program
-from fp8jax.rewrite import LoRA
+from fp8jax.rewrite import Kernel, LoRA
 from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
@@ -140,6 +140,11 @@ class Trainer:
             ValueError: the loss does not call the model, but methods of it.
         """
         return self.network.report(self._batch(self.per_device))
+
+    @functools.cached_property
+    def kernels(self) -> dict[tuple[str, ...], Kernel]:
+        """The kernels of a Linen model that the recipe or a rule applies to, by path; {} for NNX."""
+        return self.network.kernels(self._batch(self.per_device))
 
     def loader(self, source: Any, transform: Any = None, *, shuffle: bool = True) -> DevicePrefetch:
         """Batches of `rows` rows on the devices: see `Loader` and `prefetch_to_device`.

@@ -9,6 +9,7 @@ an NNX model the module. It is a mean over the rows of the batch.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
 from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
+from fp8jax.rewrite import Kernel
 from fp8jax.variables import OURS, PARAMS, SCALING
 
 Loss = Callable[[Any, PyTree], Float[Array, ""]]
@@ -145,6 +147,18 @@ class _Linen(_Network):
         jax.eval_shape(lambda batch: self._initialized(jax.random.key(0), batch, calls, self.model), batch)
         return self._report(self.model, calls, rngs={"dropout": None})
 
+    def kernels(self, batch: PyTree) -> dict[tuple[str, ...], Kernel]:
+        """The kernels that the recipe or a rule applies to, by path; {} if no model is called."""
+        calls: list[Any] = []
+        key = jax.random.key(0)
+        variables = jax.eval_shape(lambda batch: self._initialized(key, batch, calls, self.model), batch)
+        if not calls:
+            return {}
+        args, kwargs = calls[0]
+        own = [name for name in variables if name not in OURS]
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # `init` has warned
+            return self.model.kernels(variables, *args, **kwargs, rngs={"dropout": key}, mutable=own)
+
     def _initialized(self, key: PRNGKeyArray, batch: PyTree, calls: list[Any], model: Any) -> dict[str, Any]:
         """New variables of the model, or of the plain module; appends the shapes of its calls to `calls`."""
         variables: dict[str, Any] = {}
@@ -235,6 +249,10 @@ class _NNX(_Network):
 
         jax.eval_shape(traced, self.variables, batch)
         return self._report(self._module(self.variables), calls)
+
+    def kernels(self, batch: PyTree) -> dict[tuple[str, ...], Kernel]:
+        del batch
+        return {}
 
     def _module(self, variables: PyTree) -> Any:
         return nnx.merge(self.graph, variables)

@@ -1,0 +1,57 @@
+"""A run as a Hugging Face folder, without its model.
+
+    report = export("runs/gpt-1", "served", mapping=GPT2, config=config, format="fp8")
+
+A checkpoint has the names, the weights and the scaling state of its run, and in its metadata the kernels with
+their recipes.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from fp8jax.checkpoints import ExportReport, NameMap
+from fp8jax.checkpoints.export import Source, write
+from fp8jax.checkpoints.tree import named
+from fp8jax.rewrite import Kernel
+from fp8jax.train import checkpoint
+from fp8jax.variables import FROZEN, PARAMS, SCALING
+
+
+def export(
+    run: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    mapping: NameMap,
+    config: Mapping[str, Any],
+    format: str = "fp8",
+    max_shard_bytes: int = 5 * 10**9,
+) -> ExportReport:
+    """Writes the newest undamaged checkpoint of a run as a Hugging Face folder; see `checkpoints.save`.
+
+    Args:
+        run: the folder of a run of `fit`, or of its checkpoints. The model is Linen's. Of a run with a twin
+            it is the recipe's.
+        folder, mapping, config, format, max_shard_bytes: see `checkpoints.save`.
+
+    Raises:
+        ValueError: there is no such checkpoint; it does not say which kernels are quantized, as those of
+            fp8jax 0.1.0; the model is not Linen's, or has adapters; and see `checkpoints.save`.
+    """
+    run = pathlib.Path(run)
+    found = checkpoint.read_variables(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
+    variables, kernels = found.state, found.metadata.get("kernels")
+    if kernels is None or PARAMS not in variables or FROZEN in variables:
+        raise ValueError(
+            f"`run`: expected one of a Linen model without adapters, by this version of fp8jax; got {run}, "
+            "which is another one. Restore it into its model, and call `fp8jax.checkpoints.save`."
+        )
+    quantized = {tuple(path.split("/")): Kernel.from_json(values) for path, values in kernels.items()}
+    quantized = {path: kernel for path, kernel in quantized.items() if kernel.recipe.is_quantized}
+    tree, frozen = named(variables), {}
+    for path, kernel in quantized.items():
+        state = {key[-1]: x for key, x in tree.leaves.items() if key[:-1] == (SCALING, *path)}
+        frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
+    source = Source(variables, tree.rebuilt(frozen), quantized)
+    return write(folder, source, mapping, config, format, max_shard_bytes)
