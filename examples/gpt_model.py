@@ -34,11 +34,14 @@ class GPTConfig:
     scan: bool = True  # one compiled block, with parameters stacked along axis 0; else blocks h_0, h_1, ...
     remat: bool = True  # save only the outputs of the linear layers, and recompute the rest in the backward
     policy: Any = None  # of rematerialization, instead of that one
-    attention: str = "plain"  # the one of this file, or "xla" or "cudnn" of `jax.nn.dot_product_attention`
+    # The one of this file, or "xla" or "cudnn" of `jax.nn.dot_product_attention`; "cached" for generate.py.
+    attention: str = "plain"
 
     def __post_init__(self) -> None:
-        if self.attention not in ("plain", "xla", "cudnn"):
-            raise ValueError(f"`attention`: expected one of plain, xla, cudnn; got {self.attention!r}")
+        if self.attention not in ("plain", "xla", "cudnn", "cached"):
+            raise ValueError(
+                f"`attention`: expected one of plain, xla, cudnn, cached; got {self.attention!r}"
+            )
         if self.width % self.heads:
             raise ValueError(f"--width {self.width} is no multiple of --heads {self.heads}; change one")
 
@@ -59,6 +62,8 @@ class Attention(nn.Module):
         chosen: Any = self.config.attention
         if chosen == "plain":
             y = attend(qkv)
+        elif chosen == "cached":
+            y = attend_cached(self, qkv)
         else:
             query, key, value = (qkv[:, :, i] for i in range(3))
             y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=chosen)
@@ -71,6 +76,25 @@ def attend(qkv: jax.Array) -> jax.Array:
     scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
     scores = jnp.where(jnp.tri(scores.shape[-1], dtype=bool), scores.astype(jnp.float32), -jnp.inf)
     return (nn.softmax(scores).astype(qkv.dtype) @ value).transpose(0, 2, 1, 3)
+
+
+def attend_cached(module: Attention, qkv: jax.Array) -> jax.Array:
+    """The same for the next times of a sequence, which attend also to the times in the collection "cache"."""
+    batch, time, _, heads, channels = qkv.shape
+    shape = batch, module.config.context, 2, heads, channels
+    kept = module.variable("cache", "key_value", jnp.zeros, shape, qkv.dtype)
+    start = next_times(module, time)
+    kept.value = jax.lax.dynamic_update_slice(kept.value, qkv[:, :, 1:], (0, start, 0, 0, 0))
+    mask = start + jnp.arange(time)[:, None] >= jnp.arange(module.config.context)[None]
+    key, value = kept.value[:, :, 0], kept.value[:, :, 1]
+    return jax.nn.dot_product_attention(qkv[:, :, 0], key, value, mask=mask[None, None])
+
+
+def next_times(module: nn.Module, time: int) -> jax.Array:
+    """The number of times before these `time` ones, which the collection "cache" counts."""
+    seen = module.variable("cache", "times", jnp.zeros, (), jnp.int32)
+    seen.value += time
+    return seen.value - time
 
 
 class MLP(nn.Module):
@@ -110,15 +134,17 @@ class GPT(nn.Module):
         config, time = self.config, tokens.shape[1]
         wte = nn.Embed(config.vocabulary, config.width, dtype=config.dtype, embedding_init=INIT, name="wte")
         wpe = nn.Embed(config.context, config.width, dtype=config.dtype, embedding_init=INIT, name="wpe")
-        x = wte(tokens) + wpe(jnp.arange(time)[None])
+        x, times = wte(tokens), jnp.arange(time)[None]
+        if config.attention == "cached":
+            times += next_times(self, time)
+        x += wpe(times)
         keep = config.policy or jax.checkpoint_policies.save_only_these_names(LINEAR)
         # Outside of a scan, XLA would undo the recomputation.
         prevent = not config.scan
         block = nn.remat(Block, prevent_cse=prevent, policy=keep) if config.remat else Block
         if config.scan:
-            scanned = nn.scan(
-                block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.layers
-            )
+            axes = {"params": 0, "cache": 0}
+            scanned = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=config.layers)
             x, _ = scanned(config, name="h")(x, None)
         else:
             for number in range(config.layers):

@@ -190,7 +190,7 @@ def test_attention_by_name_is_the_one_written_out(load_program, name, dtype, bou
 
 
 def test_an_attention_that_there_is_not_is_refused(program):
-    with pytest.raises(ValueError, match="plain, xla, cudnn; got 'flash'"):
+    with pytest.raises(ValueError, match="plain, xla, cudnn, cached; got 'flash'"):
         program.GPTConfig(17, attention="flash")
 
 
