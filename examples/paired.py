@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = [train(*pair, folder, options) for pair in pairs]
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    (folder / "paired.json").write_text(json.dumps(runs, indent=1))
+    (folder / "paired.json").write_text(json.dumps(runs))
     draw(runs, folder / "paired.png")
     print(f"\n{output.table(compare(runs))}\n\n{folder / 'paired.png'}")
 

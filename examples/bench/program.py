@@ -139,8 +139,8 @@ def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -
             model = fp8jax.transform(GPT(sized), recipe, gradient_checkpointing=ours)
             compiled = compile_gpt(model, config.context, batch, target)
             read, moved = program.read(compiled), traffic.read(compiled)
-            reference.setdefault(name, read.temporaries)
-            of = reference["products" if name.startswith("FP8") else name]
+            reference.setdefault(name, (read.temporaries, moved.other))
+            of, of_other = reference["products" if name.startswith("FP8") else name]
             rows.append(
                 {
                     "recipe": recipe,
@@ -149,6 +149,8 @@ def remat_rows(recipes: list[str], config: GPTConfig, batch: int, target: str) -
                     "casts": moved.most_casts,
                     "temporaries GB": read.temporaries / 1e9,
                     "/ bf16": read.temporaries / of,
+                    "other GB": moved.other / 1e9,
+                    "/ bf16 ": moved.other / of_other,
                 }
             )
     return rows
