@@ -143,7 +143,7 @@ class GPT(nn.Module):
         prevent = not config.scan
         block = nn.remat(Block, prevent_cse=prevent, policy=keep) if config.remat else Block
         if config.scan:
-            axes = {"params": 0, "cache": 0}
+            axes: Any = {"params": 0, "cache": 0}
             scanned = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=config.layers)
             x, _ = scanned(config, name="h")(x, None)
         else:

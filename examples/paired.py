@@ -30,6 +30,7 @@ import output
 
 BASELINE = "bf16"
 GAP = ("gap", "95%", "p", "could tell")
+PARTS = ("weights", "gradients", "optimizer")  # of the bytes per parameter
 RESIDUALS = ("--gradient-checkpointing", "dots_fp8")
 WAYS = {
     **{name: ("--recipe", name) for name in ("bf16", "te", "O2", "fp8", "fp8_6", "block", "mxfp8")},
@@ -62,7 +63,7 @@ def train(way: str, seed: int, folder: pathlib.Path, options: Sequence[str]) -> 
         "date": result["date"],
         "versions": result["versions"],
         "validation loss": model["validation_loss"],
-        "bytes": sum(model["bytes_per_parameter"].values()),
+        "bytes": {part: model["bytes_per_parameter"][part] for part in PARTS},
         "losses": {line["step"]: line["loss"] for line in lines if "loss" in line},
     }
 
@@ -76,7 +77,7 @@ def compare(runs: list[dict[str, Any]]) -> output.Rows:
         row = {
             "way": way,
             "seeds": len(own),
-            "bytes": f"{own[0]['bytes']:.2f}",
+            "bytes": f"{sum(own[0]['bytes'].values()):.2f}",
             "loss": f"{np.mean([run['validation loss'] for run in own]):.4f}",
         } | dict.fromkeys(GAP)
         if way != BASELINE and len(own) > 1:
@@ -90,27 +91,38 @@ def gap(differences: Sequence[float]) -> dict[str, Any]:
     n, mean = len(differences), np.mean(differences)
     error = np.std(differences, ddof=1) / n**0.5
     low, high = stats.t.interval(0.95, n - 1, mean, error)
-    p = stats.ttest_1samp(differences, 0).pvalue
+    test: Any = stats.ttest_1samp(differences, 0)
     least = (stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)) * error
-    cells = f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{p:.2f}", f"{least:.4f}"
+    cells = f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.2f}", f"{least:.4f}"
     return dict(zip(GAP, cells, strict=True))
 
 
 def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bytes per parameter of weights, gradients and optimizer against the gaps, a point for each seed."""
+    """The training losses, as means over seeds and 100 steps, and the bytes per parameter beside the gaps."""
     from matplotlib.figure import Figure
 
-    base = {run["seed"]: run["validation loss"] for run in runs if run["way"] == BASELINE}
-    axes = (figure := Figure(figsize=(7, 4), dpi=150)).subplots()
-    for way in dict.fromkeys(run["way"] for run in runs if run["way"] != BASELINE):
-        own = [run for run in runs if run["way"] == way and run["seed"] in base]
-        gaps = [run["validation loss"] - base[run["seed"]] for run in own]
-        [line] = axes.plot([run["bytes"] for run in own], gaps, ".", alpha=0.4)
-        axes.plot(own[0]["bytes"], np.mean(gaps), "_", ms=16, mew=3, color=line.get_color(), label=way)
-    axes.axhline(0, color="gray", linewidth=1)
-    axes.set(xlabel="bytes per parameter", ylabel="validation loss - bf16's, nats per character")
-    axes.legend()
-    figure.savefig(path, bbox_inches="tight")
+    rows, count = compare(runs), min(10, len(runs[0]["losses"]))
+    curves, bars = (figure := Figure(figsize=(10, 3.6), dpi=150, layout="constrained")).subplots(1, 2)
+    for row in rows:
+        own = [run for run in runs if run["way"] == row["way"]]
+        mean = np.mean([list(run["losses"].values()) for run in own], axis=0)
+        steps = [int(step) for step in own[0]["losses"]][count - 1 :]
+        curves.plot(steps, np.convolve(mean, np.ones(count) / count, "valid"), label=row["way"], linewidth=1)
+    curves.set(xlabel="step", ylabel="training loss, nats per character")
+    curves.legend()
+    names = [row["way"] for row in rows][::-1]
+    sizes = {run["way"]: run["bytes"] for run in runs}
+    left = np.zeros(len(rows))
+    for part in PARTS:
+        widths = np.array([sizes[name][part] for name in names])
+        bars.barh(names, widths, left=left, label=part)
+        left += widths
+    for number, row in enumerate(rows[::-1]):
+        text = f"loss {row['loss']}" + (f", {row['gap']}" if row["gap"] else "")
+        bars.text(left[number] + 0.2, number, text, va="center", fontsize=9)
+    bars.set(xlabel="bytes per parameter", xlim=(0, 1.6 * max(left)))
+    bars.legend()
+    figure.savefig(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
