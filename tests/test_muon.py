@@ -103,6 +103,14 @@ def test_quantized_steps_are_close(recipe):
     assert int(skipped(state)) == 0 and int(state.adam.count) == 4
 
 
+def test_hyperparameters_are_injected():
+    options = {"beta": 0.9, "consistent_rms": 0.2, "weight_dimension_numbers": DIMENSIONS}
+    injected = optax.inject_hyperparams(muon, static_args=("recipe", "weight_dimension_numbers"))
+    start = params_of("fp8")
+    got, _ = trained(injected(1e-2, "fp8", **options), start)
+    assert distance(got, trained(muon(1e-2, "fp8", **options), start)[0], start) < 0.02
+
+
 def test_five_bytes_per_parameter():
     params, state = trained(muon(1e-2, "fp8"), params_of("fp8"))
     size = params["wide"].size
@@ -158,6 +166,7 @@ def test_which_parameters_are_matrices():
     [
         ({"learning_rate": "O2"}, "The rate comes first"),
         ({"beta": 1.0}, "`beta`: expected a finite number from 0 on and below 1; got 1"),
+        ({"consistent_rms": float("nan")}, "`consistent_rms`: expected a finite number"),
         ({"weight_decay": -1.0}, "`weight_decay`: expected a finite number"),
         ({"adam_b2": 1.5}, "`b2`"),
         (

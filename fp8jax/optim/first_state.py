@@ -33,9 +33,7 @@ class StoredFormats(NamedTuple):
     remainder: str
 
 
-def first_state(
-    params: Any, recipe: Recipe, in_8_bits: bool, matrices: tuple[Any, ...] | None = None
-) -> list[Any]:
+def first_state(params: Any, recipe: Recipe, in_8_bits: bool, matrices: tuple[Any, ...]) -> list[Any]:
     """The trees of first moments, second moments, master weights and remainders, see `AdamState`.
 
     Args:
@@ -45,7 +43,7 @@ def first_state(
         matrices: for each parameter, what Muon needs to know of it; None for a parameter of Adam.
     """
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-    pairs = zip(leaves, matrices or [None] * len(leaves), strict=True)
+    pairs = zip(leaves, matrices, strict=True)
     each = [
         _first_of(leaf, stored_formats(leaf, recipe, in_8_bits, is_matrix=axes is not None))
         for leaf, axes in pairs

@@ -22,7 +22,7 @@ class Muon:
     beta: Any
     weight_decay: Any
     dimension_numbers: Any
-    consistent_rms: float | None
+    consistent_rms: Any
 
     def scalars(self, steps: jax.Array, count: jax.Array) -> MuonScalars:
         """The scalars of step number `count`, after `steps` steps."""

@@ -34,7 +34,7 @@ def muon(
     adam_weight_decay: Any = 0.0,
     eps: Any = 1e-8,
     weight_dimension_numbers: Any = None,
-    consistent_rms: float | None = None,
+    consistent_rms: Any = None,
     zero: Zero | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -79,6 +79,8 @@ def muon(
     checks.check_rate(learning_rate)
     checks.check_number("beta", beta, below=1)
     checks.check_number("weight_decay", weight_decay)
+    if consistent_rms is not None:
+        checks.check_number("consistent_rms", consistent_rms)
     if zero is not None and zero.offload:
         raise ValueError("`zero`: expected one without `offload` for muon; got offload=True.")
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate

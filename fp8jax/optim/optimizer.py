@@ -1,4 +1,4 @@
-"""The optimizer behind `adam` and `adamw`: its state, its checks, and one fused step of all parameters."""
+"""The optimizer behind `adam`, `adamw` and `muon`: its state, its checks, and a fused step."""
 
 import dataclasses
 import functools
