@@ -136,6 +136,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, options = parser.parse_known_args(argv)
     folder = pathlib.Path(args.out)
     options = ["--steps", "2000", *options]  # the last one counts
+    if args.seeds < 1:
+        parser.error(f"--seeds: expected 1 or more; got {args.seeds}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "options.json"
+    if path.exists() and json.loads(path.read_text()) != options:
+        parser.error(f"--out {folder} has runs with other options, see {path}; name another folder")
+    path.write_text(json.dumps(options))
     ways = dict.fromkeys([BASELINE, *args.ways])
     pairs = [(way, seed) for seed in range(1, args.seeds + 1) for way in ways]
     try:

@@ -69,7 +69,10 @@ def test_the_command(tmp_path):
     losses = {(run["way"], run["seed"]): run["validation loss"] for run in record}
     gap = np.mean([losses["fp8", seed] - losses["bf16", seed] for seed in (1, 2)])
     assert f"{gap:+.4f}" in done.stdout
-    failed = subprocess.run(
-        [*command, "--seeds", "3", "--lr", "-1"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert failed.returncode == 2 and "Traceback" not in failed.stderr
+    for options, message in (
+        (["--lr", "-1"], "has runs with other options"),
+        (["--lr", "-1", "--out", "other"], "lr"),
+        (["--seeds", "0"], "expected 1 or more"),
+    ):
+        failed = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
