@@ -2,11 +2,13 @@
 
 - ```python blocks of one section run in one namespace, in order; each section starts afresh. They print
   what stands in the section's ```text blocks.
+- ```python title="before each answer" is run before every section of its page.
 - ```text title="fp8jax ..." blocks are what this command prints, or a part of it.
 - each line of a ```sh block names a program, and flags that the program's own --help lists.
 - ```pycon and unmarked blocks are left alone. ```py blocks are lines of a program: test_frameworks.py.
 """
 
+import functools
 import pathlib
 import re
 import runpy
@@ -80,12 +82,12 @@ def prints(block, printed):
         [line.rstrip() for line in text.splitlines() if "installed" not in line]
         for text in (block.code, printed)
     )
-    return any(found[start : start + len(wanted)] == wanted for start in range(len(found)))
+    return any(found[start : start + len(wanted)] == wanted != [] for start in range(len(found)))
 
 
-def run_section(blocks, name):
-    """Runs the blocks in one fresh namespace; errors point at the lines of the file."""
-    namespace = {"__name__": "__readme__"}
+def run_section(blocks, name, shared=None):
+    """Runs the blocks in a fresh namespace, or a copy of `shared`; errors point at the lines of the file."""
+    namespace = {"__name__": "__readme__", **(shared or {})}
     for block in blocks:
         code = compile("\n" * (block.line - 1) + block.code, name, "exec")
         exec(code, namespace)
@@ -146,6 +148,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/**/*.md"))]
 }
+SHARED = 'python title="before each answer"'
 # All cells of a tutorial share a namespace; test_tutorials.py runs them.
 TUTORIALS = "docs/tutorials/"
 SECTIONS = [
@@ -167,13 +170,21 @@ COMMANDS = sorted(
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
+@functools.cache
+def shared_names(page):
+    """The names that the blocks for all sections of a page define. Values of JAX do not change."""
+    blocks = [block for blocks in python_sections(PAGES[page]).values() for block in blocks]
+    return run_section([block for block in blocks if block.info == SHARED], page)
+
+
 @pytest.mark.parametrize("page, section", SECTIONS, ids=[" ".join(pair) for pair in SECTIONS])
 def test_python_blocks_run_and_print_what_is_shown(page, section, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = PAGES[page]
     if any("torch" in block.code for block in python_sections(text)[section]):
         pytest.importorskip("torch")
-    run_section(python_sections(text)[section], page)
+    blocks = [block for block in python_sections(text)[section] if block.info != SHARED]
+    run_section(blocks, page, shared_names(page))
     printed = capsys.readouterr().out
     shown = [block for block in outputs(text) if block.section == section and not command_of(block)]
     assert [block.line for block in shown if not prints(block, printed)] == [], printed
