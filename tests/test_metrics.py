@@ -71,6 +71,15 @@ def test_clipped_tensors_of_an_evaluation(recipe):
     assert ratio == pytest.approx(jnp.abs(large).max() / 3584)
 
 
+def test_a_scale_of_the_tensors_own_amax_clips_nothing():
+    """A frozen kernel has the amax that its scale was computed from, and amax / (amax / 448 * 448) rounds."""
+    amax = np.random.default_rng(0).uniform(1, 2, 1000).astype(np.float32)
+    ratios = amax / (amax / np.float32(448) * np.float32(448))
+    kernel = ScaledTensor("fc", "", "weight")
+    assert ratios.max() > 1 and metrics.only_clipped([kernel] * 1000, ratios) == {}
+    assert metrics.only_clipped([kernel], [1.001]) == {kernel: 1.001}
+
+
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.norm, self.dropout = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
