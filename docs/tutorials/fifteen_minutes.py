@@ -9,8 +9,7 @@
 # # FP8 in fifteen minutes
 #
 # This notebook takes a Linen model and its bf16 training loop to FP8. It changes five lines of the loop and
-# none of the model. Then it shows what runs in FP8, how the loss compares, and what is stored in how many
-# bytes.
+# none of the model. Then it shows what runs in FP8, how the loss compares, and how many bytes are stored.
 #
 # It needs `pip install ".[train]"` in a copy of the repository and no GPU. On a CPU fp8jax rounds to FP8 as a
 # GPU does, but a step is slower than in bf16.
@@ -27,10 +26,9 @@ import numpy as np
 import optax
 
 import fp8jax
+from fp8jax.inspect import chart
 
-jax.config.update(
-    "jax_num_cpu_devices", 2
-)  # the chart below wants a second device; two of a CPU's cores will do
+jax.config.update("jax_num_cpu_devices", 2)  # for the chart below
 
 # %% [markdown]
 # ## A model and a loop in bf16
@@ -74,6 +72,7 @@ class GPT(nn.Module):
 
 # %% [markdown]
 # The text is the source code of one of Python's modules. A batch is 16 windows of 64 characters.
+# The loop is as optax's users write it.
 
 # %%
 text = np.frombuffer(source.getsource(argparse).encode("ascii", "replace"), np.uint8).astype(np.int32)
@@ -90,10 +89,6 @@ def loss_of(model, variables, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
-# %% [markdown]
-# This is the loop as optax's users write it.
-
-# %%
 module = GPT()
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 params = module.init(jax.random.key(0), batch_of(0)[:, :-1])
@@ -135,10 +130,7 @@ def train(recipe):
 
     @jax.jit
     def step(variables, opt_state, batch):
-        def loss_fn(variables):
-            return loss_of(model, variables, batch)
-
-        loss, grads, variables = fp8jax.value_and_grad(loss_fn)(variables)
+        loss, grads, variables = fp8jax.value_and_grad(lambda v: loss_of(model, v, batch))(variables)
         updates, opt_state = tx.update(grads, opt_state, variables["params"])
         return fp8jax.apply_updates(variables, updates), opt_state, loss
 
@@ -166,34 +158,26 @@ print(model.report(batch_of(0)[:, :-1]))
 # recipes, and `fp8jax chart --target h200` reads the programs of a GPU that is not there.
 
 # %%
-from fp8jax.inspect import chart
-
 print(chart.table([chart.measure(recipe, devices=2) for recipe in ("bf16", "fp8")]))
 
 # %% [markdown]
-# ## O2 beside it
-#
-# `O2` is the level of MS-AMP that most people know. It stores one byte a parameter less than `fp8`. `fp8`
-# spends that byte on what rounding takes from FP16 weights, so that small steps are not lost.
+# ## The loss: what does FP8 cost?
 
 # %%
-_, o2_variables, o2_state, losses["O2"] = train("O2")
-
-figure, axes = plt.subplots(figsize=(7, 4))
-for (name, curve), width in zip(losses.items(), (6, 3, 1), strict=True):
+figure, axes = plt.subplots(figsize=(7, 3))
+for (name, curve), width in zip(losses.items(), (4, 1.5), strict=True):
     axes.plot(np.convolve(curve, np.ones(10) / 10, "valid"), label=name, linewidth=width)
-axes.set(xlabel="step", ylabel="loss, mean of 10 steps", title="A small GPT under three recipes")
+axes.set(xlabel="step", ylabel="loss, mean of 10 steps", title="A small GPT under two recipes")
 axes.legend()
 plt.show()
-
 for name, curve in losses.items():
     print(f"{name:5} {np.mean(curve[-20:]):.3f}")
 
 # %% [markdown]
 # ## What it saves
 #
-# These are the bytes of the arrays that training keeps, for each parameter of the model. The embedding,
-# norms and head stay in float32 in this small model, so the savings are smaller than those of a large model.
+# These are the bytes of the arrays that are stored between steps, for each parameter of the model. The
+# embedding, norms and head stay in float32, so a small model saves less than a large one.
 
 
 # %%
@@ -207,23 +191,8 @@ moments = fp8jax.optim.moments(fp8_state)
 print("a kernel:        ", kernel.data.dtype, kernel.shape, "with the scale", kernel.scale.item())
 print("its first moment:", moments[0]["block_0"]["up"]["kernel"].data.dtype)
 
-stored = {
-    "bf16": (params["params"], opt_state),
-    "fp8": (variables["params"], fp8_state),
-    "O2": (o2_variables["params"], o2_state),
-}
-sizes = {name: [bytes_of(tree, count) for tree in trees] for name, trees in stored.items()}
-
-figure, axes = plt.subplots(figsize=(7, 2.2))
-weights, states = np.transpose(list(sizes.values()))
-axes.barh(list(sizes), weights, label="weights")
-axes.barh(list(sizes), states, left=weights, label="optimizer")
-axes.set(xlabel="bytes a parameter")
-axes.invert_yaxis()
-axes.legend()
-plt.show()
-
-for name, (weights, state) in sizes.items():
+for name, trees in {"bf16": (params["params"], opt_state), "fp8": (variables["params"], fp8_state)}.items():
+    weights, state = (bytes_of(tree, count) for tree in trees)
     print(f"{name:5} weights {weights:.2f}  optimizer {state:.2f}  together {weights + state:.2f}")
 
 # %% [markdown]
@@ -240,6 +209,5 @@ print("loss in bf16:", loss_of(module, {"params": plain["params"]}, batch_of(STE
 # %% [markdown]
 # ## Next
 #
-# - [The same model in NNX and PyTorch](nnx_and_torch.md)
-# - [Choosing a recipe](../recipes.md)
+# - [The same model in NNX and PyTorch](nnx_and_torch.md), and [choosing a recipe](../recipes.md)
 # - `./dev train` trains a larger GPT next to its bf16 twin and writes a report page.

@@ -42,8 +42,7 @@ def batch_of(step):
 # %% [markdown]
 # ## The model in NNX
 #
-# The model has an MLP in each block: each position sees the ones before it through a causal mean.
-# Attention would not change anything below.
+# Each block has an MLP. A position sees those before it through a causal mean, in place of attention.
 
 
 # %%
@@ -211,5 +210,4 @@ print("PyTorch:", type(plain_net).__name__, plain_net.first.up.weight.dtype)
 # %% [markdown]
 # ## Next
 #
-# - [NNX](../getting-started/nnx.md) and [PyTorch](../getting-started/pytorch.md) in one page each
-# - [FP8 in fifteen minutes](fifteen_minutes.md), the same in Linen
+# [NNX](../getting-started/nnx.md) and [PyTorch](../getting-started/pytorch.md), [short answers](../how-to.md)
