@@ -111,6 +111,26 @@ def test_every_page_is_in_the_navigation():
     assert sorted(f"docs/{page}" for page in listed) == sorted(page for page in PAGES if page != "README.md")
 
 
+def headings(page, level):
+    """The headings of a page, outside of its code."""
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    return re.findall(rf"^{'#' * level} (.*)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/recipes/")])
+def test_the_pages_of_recipes_have_one_order(page):
+    wanted = ["What is stored", "Scaling", "What is sent and gathered", "GPUs", "In code", "When to take it"]
+    assert headings(page, 2) == wanted
+    assert re.findall('^=== "(.*)"', PAGES[page], re.MULTILINE) == ["JAX", "PyTorch"]
+    scaling = PAGES[page].partition("## Scaling")[2].partition("\n## ")[0]
+    assert len(re.findall(r"!\[.+\]\(\.\./images/", scaling)) == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page):
+    assert len(PAGES[page].splitlines()) <= 250
+
+
 def options_table():
     """The lines of the table of `TrainConfig`: its own options, then those of `DeviceConfig`."""
     of_devices = {field.name for field in dataclasses.fields(config.DeviceConfig)}
