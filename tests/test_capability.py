@@ -89,3 +89,11 @@ def test_report_says_which_scaling_a_layer_has():
     assert str(report).splitlines()[-1] == "backend: cudnn (emulated on a CPU)"
     answers = [line.split("%  ")[1] for line in str(report).splitlines()[2:6]]
     assert answers == ["yes", "yes, mxfp8", "yes, nvfp4", "rule: gemm=BF16"]
+
+
+def test_report_names_the_formats_of_its_gemms():
+    model = nn.Sequential([nn.Dense(64), nn.Dense(64)])
+    rules = {"FP4": [], "FP4 and FP8": [fp8jax.Rule("layers_1", "mxfp8")]}
+    for formats, mixed in rules.items():
+        text = str(fp8jax.transform(model, "nvfp4", rules=mixed).report(jnp.ones((32, 64))))
+        assert text.startswith(f"nvfp4: 2 of 2 layers in {formats}, 100%")

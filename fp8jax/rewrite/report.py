@@ -73,7 +73,8 @@ class Report(NamedTuple):
             "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells
         ]
         count = sum(row.fp8 for row in self.rows)
-        summary = f"{self.recipe}: {count} of {len(self.rows)} layers in FP8, "
+        formats = sorted({"FP4" if row.scaling == "nvfp4" else "FP8" for row in self.rows if row.fp8})
+        summary = f"{self.recipe}: {count} of {len(self.rows)} layers in {' and '.join(formats) or 'FP8'}, "
         summary += f"{100 * self.fp8_share:.0f}% of the FLOPs of matmuls"
         return "\n".join([summary, *lines, *([self.note] if self.note else [])])
 
