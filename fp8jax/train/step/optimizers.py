@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
@@ -15,19 +14,15 @@ from fp8jax.train.config import TrainConfig
 
 def schedule_of(config: TrainConfig) -> optax.Schedule:
     """The learning rate by step: a linear warm-up, then `lr_scheduler_type` until `max_steps`."""
-    rate, least, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
-
-    def schedule(step: Any) -> jax.Array:
-        rising = rate * (step + 1) / (warmup + 1)
-        done = (jnp.minimum(step, config.max_steps) - warmup) / (config.max_steps - warmup)
-        left = {
-            "constant": lambda: jnp.ones_like(done),
-            "linear": lambda: 1 - done,
-            "cosine": lambda: 0.5 * (1 + jnp.cos(jnp.pi * done)),
-        }[config.lr_scheduler_type]()
-        return jnp.where(step < warmup, rising, least + left * (rate - least))
-
-    return schedule
+    rate, warmup = config.learning_rate, config.warmup_steps
+    rising = optax.linear_schedule(rate / (warmup + 1), rate, warmup)
+    steps, least = config.max_steps - warmup, config.min_learning_rate
+    falling = {
+        "constant": optax.constant_schedule(rate),
+        "linear": optax.linear_schedule(rate, least, steps),
+        "cosine": optax.cosine_decay_schedule(rate, steps, alpha=least / (rate or 1)),
+    }[config.lr_scheduler_type]
+    return optax.join_schedules([rising, falling], [warmup]) if warmup else falling
 
 
 def optimizer_of(config: TrainConfig, zero: Any = None) -> optax.GradientTransformationExtraArgs:
