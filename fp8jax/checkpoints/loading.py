@@ -239,10 +239,13 @@ def _leaf(found: Mapping[tuple[int, ...], tuple[_Stored, Place]], like: Any) -> 
     return treedef.unflatten(map(_put, new, arrays))
 
 
-def _copy(x: np.ndarray, to: np.ndarray) -> None:
-    """Copies in strips, which is ten times as fast for a transposed matrix."""
-    for start in range(0, len(x) if x.ndim else 0, 64):
-        to[start : start + 64] = x[start : start + 64]
+def _copy(x: Any, to: np.ndarray) -> None:
+    """Copies by JAX on the CPU, which is five times as fast as NumPy for a transposed matrix."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS=cuda
+        host = None
+    np.copyto(to, jax.device_put(x, host))
 
 
 def _put(x: Any, like: Any) -> jax.Array:
