@@ -36,22 +36,21 @@ def pytest_report_header():
     return [f"without torch: {', '.join(collect_ignore_glob)} are not run"] if collect_ignore_glob else []
 
 
-def pytest_configure(config):
+def pytest_configure():
     """Most of the time goes into compiling programs that run once, so nothing is done to make them fast.
 
     XLA's own passes, which move and remove casts, run as ever; LLVM's do not, the CPU's fusions are written
-    by the simpler of XLA's two emitters, and a program is compiled by one thread. The long tests compile as
-    users do, and so do all of them with XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment, from
-    which programs that tests start have it too.
+    by the simpler of XLA's two emitters, and a program is compiled by one thread. All tests compile as users
+    do with XLA_FLAGS= JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment, from which programs that tests
+    start have it too.
     """
-    if config.option.markexpr == "not long":
-        flags = "--xla_cpu_parallel_codegen_split_count=1"
-        if jax.__version__.startswith("0.10."):  # XLA dies of a flag that it does not know
-            flags += " --xla_cpu_use_fusion_emitters=false"
-        os.environ.setdefault("XLA_FLAGS", flags)
-        if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-            os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-            jax.config.update("jax_disable_most_optimizations", True)
+    flags = "--xla_cpu_parallel_codegen_split_count=1"
+    if jax.__version__.startswith("0.10."):  # XLA dies of a flag that it does not know
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ.setdefault("XLA_FLAGS", flags)
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.hookimpl(trylast=True)
