@@ -69,6 +69,14 @@ def test_device_without_a_format_is_refused(device, says, monkeypatch):
         fp8jax.transform(nn.Dense(128), "mxfp8").init(jax.random.key(0), X)
 
 
+@pytest.mark.parametrize("name", ["te", "current", "O2", "fp8"])
+@pytest.mark.parametrize("device", [Device("TPU v7x", "tpu", None), Device("MI300X", "gpu", None)])
+def test_the_report_says_what_is_untested(name, device, monkeypatch):
+    monkeypatch.setattr(Device, "here", lambda: device)
+    report = fp8jax.transform(nn.Dense(128), name).report(X)
+    assert f"untested on {device.name}" in str(report)
+
+
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 @pytest.mark.parametrize("target, kinds", [("b200", ""), ("h200", "fprop and wgrad")])
 def test_gemms_that_xla_dequantizes_are_named_with_the_cause(target, kinds, monkeypatch):

@@ -99,4 +99,8 @@ def _first(name: str, granularity: str, is_batched: bool, device: Device | None)
 def notes(choices: list[Choice]) -> list[str]:
     """A report's lines for the backends of a model's dots: norms, and names with reasons."""
     norms = [BACKENDS[choice.name].norms for choice in choices]
-    return list(dict.fromkeys([*norms, *(f"backend: {choice}" for choice in choices)]))
+    found = list(dict.fromkeys([*norms, *(f"backend: {choice}" for choice in choices)]))
+    device = Device.here()
+    if found and device.platform != "cpu" and device.capability is None:
+        found.append(f"untested on {device.name}, where XLA may compute in bf16")
+    return found
