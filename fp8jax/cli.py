@@ -2,6 +2,7 @@
 
 fp8jax chart              the precision chart, read back from compiled programs
 fp8jax doctor             what this machine multiplies in FP8, and whether a program does what its report says
+fp8jax estimate           time of a training step on a GPU that is not here, estimated
 fp8jax export             a run of `fp8jax.train` as a Hugging Face folder
 fp8jax plan               bytes on each device of a training step, compiled
 fp8jax install-compiler   XLA's compiler for GPUs, which `--target` needs
@@ -121,6 +122,34 @@ def _parser() -> _Parser:
         "--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows (default yes)"
     )
 
+    estimate = commands.add_parser("estimate", help="time of a training step on a GPU that is not here")
+    estimate.description = (
+        "An estimate, from the compiled step: where its time goes by layer, and the speed-up of each recipe "
+        "over bf16, with bounds. No GPU runs it. How kernels are timed: fp8jax.inspect.estimate."
+    )
+    _add_model(estimate, "layer")
+    estimate.add_argument(
+        "--recipe",
+        nargs="+",
+        default=["te", "O2", "block", "mxfp8"],
+        metavar="RECIPE",
+        help="beside bf16 (default te O2 block mxfp8, of which the GPU may lack some)",
+    )
+    estimate.add_argument("--devices", type=_devices, default=1, metavar="N", help="of one host (default 1)")
+    estimate.add_argument("--zero", type=_integer, default=0, metavar="STAGE", help="0 to 3 (default 0)")
+    estimate.add_argument(
+        "--widths",
+        nargs="+",
+        type=_integer,
+        default=[],
+        metavar="N",
+        help="the speed-up at these widths, too, and the least that pays; heads are of 128 channels",
+    )
+    estimate.add_argument("--picture", metavar="FILE", help="draw where the time goes, too")
+    estimate.add_argument("--target", default="h200", help="h100, h200, b200 or l40s (default h200)")
+    estimate.add_argument("--json", action="store_true", help="print JSON")
+    estimate.set_defaults(run=run_estimate)
+
     export = commands.add_parser("export", help="a run of fp8jax.train as a Hugging Face folder")
     export.description = (
         "Writes the newest checkpoint of a Linen model's run as a Hugging Face folder for Transformers, vLLM "
@@ -152,14 +181,15 @@ def _parser() -> _Parser:
     return parser
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
+def _add_model(command: argparse.ArgumentParser, default: str = "gpt") -> None:
     """The options of `_subject`."""
     command.add_argument(
         "--model",
-        default="gpt",
-        help="gpt, gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b, or package.module:function, which returns "
-        "(model, inputs) or (model, inputs, loss), inputs being one device's "
-        "(default gpt, as gpt-125m)",
+        default=default,
+        help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b; a transformer's layer, its "
+        "mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); or "
+        "package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being one "
+        f"device's (default {default})",
     )
     for name, meaning in _SIZES.items():
         command.add_argument(_flags([name]), type=_integer, help=f"of a gpt: {meaning}")
@@ -273,6 +303,42 @@ def run_plan(args: argparse.Namespace) -> int:
         return "\n".join([memory.table(plans), *(["\nDimensions to change:", *lines] if lines else [])])
 
     _print(args, [{**plan._asdict(), "total": plan.total} for plan in plans], text)
+    return 0
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """Prints the estimates."""
+    _configure(is_cpu=True)
+    from fp8jax.inspect import chart, estimate, estimate_report
+
+    if args.picture is not None:
+        chart.check_picture(args.picture, "--picture")
+    recipes = {name: Recipe.parse(name) for name in dict.fromkeys(["bf16", *args.recipe])}
+    subjects = {None: _subject(args)}
+    for width in args.widths:
+        sizes = {"width": width, "heads": args.heads or max(1, width // 128)}
+        subjects[width] = _subject(argparse.Namespace(**{**vars(args), **sizes}))
+    lacking = chart.lacking(args.target, recipes)
+    for name, reason in lacking.items():
+        print(f"fp8jax estimate: {name} is left out: {reason}", file=sys.stderr)
+    cases = {
+        f"{name}, {f'width {width}' if width else args.model}": (width, name)
+        for width, name in itertools.product(subjects, recipes)
+        if name not in lacking
+    }
+    options = {"target": args.target, "devices": args.devices, "stage": args.zero}
+    found: dict[Any, list[estimate.Estimate]] = {width: [] for width in subjects}
+    for width, name in _shown(cases):
+        found[width].append(estimate.estimate(subjects[width], recipes[name], **options))
+    rows = found.pop(None)
+    if args.picture is not None:
+        estimate_report.picture(rows, args.picture)
+    data = {
+        "estimates": estimate_report.as_data(rows),
+        "widths": {w: estimate_report.as_data(of) for w, of in found.items()},
+    }
+    texts = [estimate_report.text(rows), *([estimate_report.widths_text(found)] if found else [])]
+    _print(args, data, lambda: "\n\n".join(texts))
     return 0
 
 

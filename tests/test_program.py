@@ -167,3 +167,11 @@ def test_planted_text_is_read():
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         program.read(Planted("HloModule nothing\n"))
+
+
+def test_flops_of_a_batch_of_gemms():
+    def fn(lhs, rhs):
+        return jnp.einsum("bmk,bkn->bmn", lhs, rhs), lhs[0] @ rhs[0]
+
+    lowered = jax.jit(fn).lower(bf16(5, M, K), bf16(5, K, N))
+    assert sorted(gemm.flops for gemm in program.read_lowered(lowered)) == [2 * M * K * N, 10 * M * K * N]

@@ -1,10 +1,11 @@
-"""Programs of models, read without running them: chart, GEMMs, memory and devices.
+"""Programs of models, read without running them: chart, GEMMs, memory, estimated time and devices.
 
 | file | provides |
 |---|---|
 | `targets` | GPUs that are not here, to compile for |
 | `program/` | GEMMs, collectives, kernels and memory of a compiled program |
 | `chart` | the precision chart, read back from compiled train steps |
+| `estimate`, `estimate_report` | the time of a training step, estimated; its tables and picture |
 | `gemms` | the GEMMs of a model, layer by layer, next to its report |
 | `memory/` | the bytes of a training step |
 | `device` | formats of the GEMMs that the devices here compute natively |
@@ -14,6 +15,8 @@
 
 from fp8jax.inspect import chart as chart
 from fp8jax.inspect import device as device
+from fp8jax.inspect import estimate as estimate
+from fp8jax.inspect import estimate_report as estimate_report
 from fp8jax.inspect import gemms as gemms
 from fp8jax.inspect import memory as memory
 from fp8jax.inspect import models as models

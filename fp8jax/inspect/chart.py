@@ -15,7 +15,7 @@ import collections
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,16 +107,17 @@ def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
     return {**row, "scaling": scales, "needs": needs}
 
 
-def lacking(target: str | None) -> dict[str, str]:
-    """The presets with GEMMs that a GPU or this machine lacks, and the reasons.
+def lacking(target: str | None, recipes: Mapping[str, Recipe] = PRESETS) -> dict[str, str]:
+    """The recipes with GEMMs that a GPU or this machine lacks, and the reasons.
 
     Args:
         target: as in `measure`.
+        recipes: by name.
     """
     device = targets.get(target).as_device if target else None
     reasons = {
         name: backends.why_not("auto", scaling.of_recipe(recipe).granularity, device=device)
-        for name, recipe in PRESETS.items()
+        for name, recipe in recipes.items()
         if recipe.is_quantized
     }
     return {name: reason for name, reason in reasons.items() if reason}
@@ -293,20 +294,21 @@ def as_data(rows: list[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def check_picture(path: str | os.PathLike[str]) -> None:
-    """Checks that `picture` can write to the path, before any program is compiled.
+def check_picture(path: str | os.PathLike[str], option: str = "--png") -> None:
+    """Checks that a picture can be written to the path that `option` gave, before any program is compiled.
 
     Raises:
         ValueError: the path is no writable file, or matplotlib does not know its suffix.
         RuntimeError: matplotlib is missing.
     """
-    file, suffixes = pathlib.Path(path), _figure().canvas.get_supported_filetypes()
+    file, suffixes = pathlib.Path(path), new_figure().canvas.get_supported_filetypes()
     is_writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
     if not is_writable or (file.suffix and file.suffix[1:].lower() not in suffixes):
-        raise ValueError(f"`--png`: expected a file like chart.png, in a folder that exists; got {file}")
+        raise ValueError(f"`{option}`: expected a file like chart.png, in a folder that exists; got {file}")
 
 
-def _figure(**size: Any) -> Any:
+def new_figure(**size: Any) -> Any:
+    """A figure of matplotlib; RuntimeError without it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -316,7 +318,7 @@ def _figure(**size: Any) -> Any:
 
 def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
     """Draws the chart; a cell that differs from its declaration is red. Needs the `train` extra."""
-    figure = _figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
+    figure = new_figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
     axes = figure.subplots()
     axes.axis("off")
     axes.set_title(_title(rows), fontsize=10)

@@ -1,6 +1,7 @@
-"""A Linen model to inspect a recipe with: a GPT, dense or of experts.
+"""Linen models to inspect a recipe with: a GPT, dense or of experts, and single layers.
 
 GPT(vocabulary=50304, **GPTS["gpt-7b"])
+LAYERS["mlp"](heads=32)
 """
 
 from typing import Any
@@ -83,3 +84,49 @@ class GPT(nn.Module):
         x, _ = scanned(self.heads, self.experts, self.top_k, name="layers")(x, None)
         x = nn.LayerNorm(epsilon=1e-5, use_bias=False, dtype=self.dtype, name="norm")(x)
         return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype, name="lm_head")(x)
+
+
+class TransformerLayer(nn.Module):
+    """A decoder layer of `GPT`."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """Maps activations to activations."""
+        return _Layer(self.heads, 0, 1, name="layer")(x, None)[0]
+
+
+class MLP(nn.Module):
+    """The second half of a decoder layer: its step has six GEMMs."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """Maps activations to activations."""
+        y = nn.LayerNorm(epsilon=1e-5, use_bias=False, dtype=x.dtype, name="norm")(x)
+        y = nn.gelu(nn.Dense(4 * x.shape[-1], use_bias=False, dtype=x.dtype, name="up")(y))
+        return x + nn.Dense(x.shape[-1], use_bias=False, dtype=x.dtype, name="down")(y)
+
+
+class Dense(nn.Module):
+    """The dense layers of a decoder layer in a row, nothing between them: its step has twelve GEMMs."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+        """Maps activations to activations."""
+        width = x.shape[-1]
+        x = x * self.param("scale", nn.initializers.ones, (width,), x.dtype)  # so that "qkv" has a dgrad, too
+        for name, features in {"qkv": 3 * width, "out": width, "up": 4 * width, "down": width}.items():
+            x = nn.Dense(features, use_bias=False, dtype=x.dtype, name=name)(
+                x[..., : 4 * width if name == "down" else width]
+            )
+        return x
+
+
+# The sizes are those of TransformerEngine's published GEMM times: 15872 tokens, width 4096.
+LAYERS = {"layer": TransformerLayer, "mlp": MLP, "dense": Dense}
+LAYER_SIZES = {"batch": 31, "context": 512, "width": 4096, "heads": 32}

@@ -19,6 +19,8 @@ from fp8jax.inspect import targets
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS
 
+OPTIMIZER = "optimizer"  # the named scope of the optimizer's operations
+
 
 class Step(NamedTuple):
     """A training step."""
@@ -67,8 +69,9 @@ def training_step(
 
     def step(variables: PyTree, opt_state: PyTree, *batch: PyTree) -> tuple[PyTree, PyTree, Any]:
         loss, grads, variables = value_and_grad(variables, *batch)
-        updates, opt_state = tx.update(grads, opt_state, variables[PARAMS])
-        return gradients.apply_updates(variables, updates), opt_state, loss
+        with jax.named_scope(OPTIMIZER):
+            updates, opt_state = tx.update(grads, opt_state, variables[PARAMS])
+            return gradients.apply_updates(variables, updates), opt_state, loss
 
     return Step(step, value_and_grad, (*state, *batch))
 

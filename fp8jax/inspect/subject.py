@@ -20,7 +20,7 @@ from fp8jax import adapters
 from fp8jax.adapters import linen
 from fp8jax.adapters import nnx as nnx_adapter
 from fp8jax.adapters.adapter import adapter_of
-from fp8jax.inspect.models import GPT, GPTS
+from fp8jax.inspect.models import GPT, GPTS, LAYER_SIZES, LAYERS
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.report import Report
@@ -35,13 +35,14 @@ class Subject(NamedTuple):
 
 
 def subject(
-    name: str, *, batch: int = 1, dtype: str = "bfloat16", remat: bool = True, **sizes: int
+    name: str, *, batch: int | None = None, dtype: str = "bfloat16", remat: bool = True, **sizes: int
 ) -> Subject:
     """A model by its name.
 
     Args:
-        name: "gpt", one of `GPTS`, or "module:function". The other arguments are for a GPT.
-        batch: sequences on one device.
+        name: "gpt", one of `GPTS` or of `LAYERS`, or "module:function". The other arguments are for a GPT; a
+            layer takes batch, context, width, heads and dtype.
+        batch: sequences on one device; by default 1, and for a layer as in `LAYER_SIZES`.
         dtype: of activations.
         remat: whether the backward keeps only the outputs of GEMMs.
         sizes: layers, heads, width, context, vocabulary, experts or top_k, in place of the named model's.
@@ -51,9 +52,12 @@ def subject(
     """
     if ":" in name:
         return _of_user(name)
+    if name in LAYERS:
+        return _layer(name, dtype, **({} if batch is None else {"batch": batch}), **sizes)
+    batch = 1 if batch is None else batch
     if name != "gpt" and name not in GPTS:
         raise ValueError(
-            f"`model`: expected gpt, {', '.join(GPTS)} or package.module:function; got {name!r}."
+            f"`model`: expected gpt, {', '.join([*GPTS, *LAYERS])} or package.module:function; got {name!r}."
         )
     whole: dict[str, Any] = {"vocabulary": 50304, **GPTS.get(name, GPTS["gpt-125m"]), **sizes}
     if min(batch, *whole.values()) < 1:
@@ -64,6 +68,20 @@ def subject(
         raise ValueError(f"`top_k`: expected with `experts`, whose number it is; got {sizes['top_k']} alone.")
     tokens = jax.ShapeDtypeStruct((batch, whole["context"]), jnp.int32)
     return Subject(GPT(**whole, dtype=jnp.dtype(dtype), remat=remat), (tokens,), next_token_loss)
+
+
+def _layer(name: str, dtype: str, **given: int) -> Subject:
+    sizes = {**LAYER_SIZES, **given}
+    if odd := sizes.keys() - LAYER_SIZES.keys():
+        raise ValueError(
+            f"`model`: {name} has {', '.join(sorted(LAYER_SIZES))}; got {', '.join(sorted(odd))}."
+        )
+    if min(sizes.values()) < 1 or sizes["width"] % sizes["heads"]:
+        raise ValueError(
+            f"`model`: expected positive sizes, and a `width` that is a multiple of `heads`; got {sizes}."
+        )
+    x = jax.ShapeDtypeStruct((sizes["batch"], sizes["context"], sizes["width"]), jnp.dtype(dtype))
+    return Subject(LAYERS[name](sizes["heads"]), (x,), mean_square)
 
 
 def _of_user(name: str) -> Subject:

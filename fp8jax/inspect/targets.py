@@ -38,6 +38,8 @@ class Target:
     clock_ghz: float  # highest clock of the multiprocessors
     shared_memory: int = 228 * 1024  # bytes per multiprocessor; a block can have 1 KiB less
     threads: int = 2048  # resident threads per multiprocessor
+    flops: float = 0.0  # highest FLOP/s of dense bf16 GEMMs; 0 if not known, and then there is no estimate
+    link: float = 0.0  # bytes per second that it sends to the other GPUs of a host
 
     @property
     def as_device(self) -> Device:
@@ -45,19 +47,30 @@ class Target:
         return Device(self.device, "gpu", self.capability)
 
 
-# As drivers report them; capability, cores and L2 are those of XLA's target_config/specs, too.
+# As drivers report them; capability, cores and L2 are those of XLA's target_config/specs, too. FLOP/s and
+# links are those of NVIDIA's data sheets: dense, half of the sheets' figures with sparsity; and one way.
 _GPUS = (
-    Target("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 84_929_347_584, 3_352_320_000_000, 52_428_800, 1.98),
-    Target("h200", "NVIDIA H200", (9, 0), 132, 150_754_820_096, 4_800_000_000_000, 52_428_800, 1.98),
-    Target("b200", "NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965),
     Target(
-        "l40s", "NVIDIA L40S", (8, 9), 142, 48_305_799_168, 864_000_000_000, 100_663_296, 2.52, 102_400, 1536
+        "h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 84_929_347_584, 3_352_320_000_000, 52_428_800, 1.98,
+        flops=989.4e12, link=450e9,
     ),
-)
+    Target(
+        "h200", "NVIDIA H200", (9, 0), 132, 150_754_820_096, 4_800_000_000_000, 52_428_800, 1.98,
+        flops=989.4e12, link=450e9,
+    ),
+    Target(
+        "b200", "NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000, 132_644_864, 1.965,
+        flops=2250e12, link=900e9,
+    ),
+    Target(
+        "l40s", "NVIDIA L40S", (8, 9), 142, 48_305_799_168, 864_000_000_000, 100_663_296, 2.52, 102_400, 1536,
+        flops=362.05e12, link=32e9,
+    ),
+)  # fmt: skip
 TARGETS = {gpu.name: gpu for gpu in _GPUS}
 
 # Autotuning times kernels, and there is no device to time them on; untuned, Triton would take every GEMM.
-COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 def get(target: str | Target) -> Target:
@@ -156,12 +169,14 @@ def lower_for(
         return traced.lower()
 
 
-def compile(lowered: jax.stages.Lowered, target: str | Target | None) -> jax.stages.Compiled:
-    """Compiles a program of `lower_for`, with the options that its target needs."""
+def compile(
+    lowered: jax.stages.Lowered, target: str | Target | None, **options: bool | str
+) -> jax.stages.Compiled:
+    """Compiles a program of `lower_for`, with the compiler options that its target needs, and with others."""
     if target is None:
-        return lowered.compile()
+        return lowered.compile(compiler_options=dict(options))
     with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
-        return lowered.compile(compiler_options=COMPILER_OPTIONS)
+        return lowered.compile(compiler_options={**COMPILER_OPTIONS, **options})
 
 
 def compile_for(

@@ -42,6 +42,7 @@ class Gemm(NamedTuple):
     blocks: tuple[
         str, ...
     ] = ()  # of `read_lowered`: block and scale of each block-scaled operand, "1x128 f32"
+    flops: int = 0  # of one run, two per multiplication
 
     @property
     def is_fp8(self) -> bool:
@@ -71,6 +72,7 @@ class Kernel(NamedTuple):
     moved: int  # bytes of all operands and results, each in whole
     runs: int  # as `Gemm.runs`
     name: str  # where JAX traced it
+    instruction: Instruction
 
 
 class Program(NamedTuple):
@@ -121,7 +123,7 @@ def read(compiled: jax.stages.Compiled) -> Program:
     memory: Any = compiled.memory_analysis()
     return Program(
         gemms=tuple(kernel.gemm for kernel in kernels if kernel.gemm),
-        collectives=tuple(each for executed in module.executed() for each in _collectives(executed)),
+        collectives=tuple(each for executed in module.executed() for each in collectives_of(executed)),
         kernels=len(kernels),
         moved=sum(kernel.moved for kernel in kernels),
         temporaries=memory.temp_size_in_bytes,
@@ -143,11 +145,12 @@ def kernels_of(module: Module) -> tuple[Kernel, ...]:
             results = [inner.first] if gemm else inner.arrays
             operands = [array for operand in inner.operands for array in operand.arrays]
             moved = sum(array.bytes for array in (*results, *operands))
-            kernels.append(Kernel(gemm, moved, runs, instruction.op_name))
+            kernels.append(Kernel(gemm, moved, runs, instruction.op_name, instruction))
     return tuple(kernels)
 
 
-def _collectives(executed: Executed) -> list[Collective]:
+def collectives_of(executed: Executed) -> list[Collective]:
+    """The arrays that an instruction sends between devices."""
     instruction = executed.instruction
     kind, arrays = instruction.opcode.removesuffix("-start"), instruction.arrays
     if kind not in _COLLECTIVES:
@@ -185,4 +188,18 @@ def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | N
         fast=precisions <= {"DEFAULT", "default"} and "use_split_accumulator = true" not in dot.line,
         runs=runs,
         name=dot.op_name,
+        flops=_flops(dot.operands[0].first, dot.operands[stride].first, dot.first, _batch_axes(dot)),
     )
+
+
+def _batch_axes(dot: Instruction) -> list[int]:
+    """The axes of the first operand that all operands have."""
+    if dot.opcode == "custom-call" and "dot_dimension_numbers" not in dot.line:
+        return list(range(len(dot.first.dims) - 2))  # of kernels of ours, cuDNN and TransformerEngine
+    return [int(axis) for axis in re.findall(r"\d+", dot.find(r"lhs_batch_dim\w+\W*?[\[{]([^\]}]*)"))]
+
+
+def _flops(lhs: Array, rhs: Array, out: Array, batch_axes: list[int]) -> int:
+    """Two per multiplication: (batch, m, k) x (batch, k, n) is (batch, m, n)."""
+    sizes = math.prod(lhs.dims) * math.prod(rhs.dims) * math.prod(out.dims)
+    return 2 * math.isqrt(sizes // max(1, math.prod(lhs.dims[axis] for axis in batch_axes)))
