@@ -31,9 +31,13 @@ fused (p: bf16[4096]) -> bf16[4096] {
 ENTRY main (p: bf16[4096]) -> bf16[4096] {
   %p = bf16[4096]{0} parameter(0)
   %w = bf16[4096]{0} while(%p), condition=%body, body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %f = bf16[4096]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/jvp(MLP)/mul"}, \
+  %f = bf16[400000000]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/jvp(MLP)/mul"}, \
 backend_config={"reification_cost":[{"end_to_end_cycles":9,"exec_time_us":984.5,"compute_time_us":978.9,\
 "memory_access_time_us":112.5,"name":""},{"end_to_end_cycles":0,"exec_time_us":428.5,"compute_time_us":0,\
+"memory_access_time_us":0,"name":"sol"}]}
+  %s = bf16[4096]{0} fusion(%p), kind=kCustom, calls=%fused, metadata={op_name="jit(step)/jvp(MLP)/softmax"}, \
+backend_config={"reification_cost":[{"end_to_end_cycles":9,"exec_time_us":2.9e7,"compute_time_us":1.5,\
+"memory_access_time_us":2.9e7,"name":""},{"end_to_end_cycles":0,"exec_time_us":1e-8,"compute_time_us":0,\
 "memory_access_time_us":0,"name":"sol"}]}
   %u = bf16[4096]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/optimizer/add"}
   ROOT %r = f32[45000000]{0} all-gather(%p), dimensions={0}
@@ -45,12 +49,14 @@ def test_a_planted_program():
     """GEMMs by their FLOPs, not XLA's cost; trip counts; fusions by XLA's cost; collectives by the link."""
     found = estimate.of_program(PROGRAM, "te", H200, devices=8)
     # The body is the loop's condition, too.
-    [gemm, again, fusion, update, gather] = found.costs
+    [gemm, again, fusion, softmax, update, gather] = found.costs
     assert (gemm.layer, gemm.part, gemm.dtype, gemm.runs) == ("up", "GEMMs", "fp8", 3)
     assert gemm.seconds(IDEAL) == pytest.approx(3 * 2 * 4096**3 / 1978.8e12)
     assert again == gemm
     assert (fusion.part, fusion.seconds(IDEAL)) == ("other", pytest.approx(428.5e-6))
     assert fusion.seconds(BEST) == pytest.approx(112.5e-6 / BEST.memory)
+    # Its 29 s by XLA's cost model are more than its operand and its result take.
+    assert softmax.seconds(IDEAL) == pytest.approx(2 * 2 * 4096 / 4.8e12)
     assert (update.part, update.seconds(IDEAL)) == ("optimizer", pytest.approx(2 * 2 * 4096 / 4.8e12))
     assert update.seconds(LIKELY) == LIKELY.launch
     assert gather.part == "collectives"

@@ -10,8 +10,9 @@ the program, and nobody has compared them with a machine yet. A kernel takes the
   GEMMs are not used: FP8 GEMMs of an H200 exceed the peak there, and GEMMs with float32 outputs take 90 ms;
 - a collective: the bytes that a device sends around a ring, at a share of its link, and nothing overlaps;
 - another kernel: a share of the time of XLA's cost model, which counts each operation's instructions;
-- its bytes at a share of the memory's bandwidth: as XLA's cost model counts them, and the whole operands of
-  GEMMs and of kernels that the cost model does not know (cuDNN's and Pallas's);
+- its bytes at a share of the memory's bandwidth: those of all operands and results, or those of XLA's cost
+  model where these are fewer, as of slices. XLA prices some Triton kernels, as of a softmax, at seconds; and
+  kernels of cuDNN and Pallas not at all;
 - a launch.
 
 All this as often as the loops around the kernel run. Times are sums, so nothing runs beside anything else.
@@ -24,6 +25,7 @@ costs, the launch, and all shares of Pallas's GEMMs, are assumptions. Float32 GE
 """
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -154,7 +156,7 @@ def of_program(text: str | None, recipe: str, target: targets.Target, devices: i
 def _cost(kernel: Kernel, gpu: targets.Target, devices: int) -> Cost:
     line, gemm = kernel.instruction, kernel.gemm
     sent = sum(each.sent(devices) for each in collectives_of(Executed(line, 1, "")))
-    moved = float(line.find(r'"memory_access_time_us":([\d.e+-]+),"name":""') or 0) * 1e-6
+    priced = float(line.find(r'"memory_access_time_us":([\d.e+-]+),"name":""') or "inf") * 1e-6
     xla = float(line.find(r'"exec_time_us":([\d.e+-]+)[^{}]*"name":"sol"') or 0) * 1e-6
     dtype, peak = "", gpu.flops
     if gemm:
@@ -167,7 +169,7 @@ def _cost(kernel: Kernel, gpu: targets.Target, devices: int) -> Cost:
         runs=kernel.runs,
         dtype=dtype,
         flops=gemm.flops / peak if gemm else 0.0,
-        bytes=kernel.moved / gpu.bandwidth if gemm or not xla else moved,
+        bytes=min(kernel.moved / gpu.bandwidth, priced if xla and not gemm else math.inf),
         xla=0.0 if gemm else xla,
         sent=sent / gpu.link,
     )
