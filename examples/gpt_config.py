@@ -61,6 +61,12 @@ class Config(DeviceConfig, GPTOptions):
     min_lr: float = option(1e-4, "learning rate at the end of the cosine", least=0)
     warmup: int = option(100, "steps of the linear warm-up; at most all but the last", least=0)
     clip: float = option(1.0, "gradient clipping by global norm; 0: no clipping", least=0)
+    max_skipped: int = option(
+        100,
+        "steps in a row, skipped for gradients that are not finite, that end the run",
+        least=1,
+        fixed=False,
+    )
     # the run
     eval_interval: int = option(100, "steps between validations", least=1)
     eval_batches: int = option(20, "random batches of a validation; the last takes all", least=1, below=10**5)
@@ -99,6 +105,7 @@ class Config(DeviceConfig, GPTOptions):
             adam_beta1=self.beta1,
             adam_beta2=self.beta2,
             max_grad_norm=self.clip,
+            max_skipped_steps=self.max_skipped,
             seed=self.seed,
             output_dir=folder,
             logging_steps=self.log_interval,

@@ -35,7 +35,8 @@ ENTRY main (p: bf16[4096]) -> bf16[4096] {
 backend_config={"reification_cost":[{"end_to_end_cycles":9,"exec_time_us":984.5,"compute_time_us":978.9,\
 "memory_access_time_us":112.5,"name":""},{"end_to_end_cycles":0,"exec_time_us":428.5,"compute_time_us":0,\
 "memory_access_time_us":0,"name":"sol"}]}
-  %s = bf16[4096]{0} fusion(%p), kind=kCustom, calls=%fused, metadata={op_name="jit(step)/jvp(MLP)/softmax"}, \
+  %s = bf16[4096]{0} fusion(%p), kind=kCustom, calls=%fused, \
+metadata={op_name="jit(step)/jvp(MLP)/softmax"}, \
 backend_config={"reification_cost":[{"end_to_end_cycles":9,"exec_time_us":2.9e7,"compute_time_us":1.5,\
 "memory_access_time_us":2.9e7,"name":""},{"end_to_end_cycles":0,"exec_time_us":1e-8,"compute_time_us":0,\
 "memory_access_time_us":0,"name":"sol"}]}

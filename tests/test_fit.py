@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from fp8jax import signals
-from fp8jax.train import BadInput, TrainConfig, Trainer, checkpoint, checks, fit
+from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata
@@ -327,17 +327,62 @@ WITH_NAN = [{**row, "x": np.full_like(row["x"], np.nan)} for row in ROWS]
 @pytest.mark.parametrize(
     "source, most, says",
     [
-        (WITH_NAN, 100, r"the last 12 steps were all skipped, .*; batch\['x'\] of the data has such numbers"),
-        (ROWS[:5] + WITH_NAN, 4, "the last 4 steps were all skipped"),
+        (WITH_NAN, 100, r"the last 12 steps .*was step 1; batch\['x'\] of the data has such numbers"),
+        (ROWS[:5] + WITH_NAN, 4, "the last 4 steps were all skipped, .*was step 2; "),
     ],
 )
-def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, monkeypatch, source, most, says):
+def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, source, most, says):
     trainer, options, _ = alone
-    monkeypatch.setattr(checks, "MOST_SKIPPED", most)
-    with pytest.raises(BadInput, match=says):
-        fit(at(trainer, tmp_path / "run"), source, shuffle=False, **options)
+    run = at(trainer, tmp_path / "run", max_skipped_steps=most, save_steps=100)
+    with pytest.raises(Diverged, match=says) as caught:
+        fit(run, source, shuffle=False, **options)
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["loss"] is None and last["skipped_steps"] >= 4
+    assert html.escape(str(caught.value)) in (tmp_path / "run/report.html").read_text()
+    assert json.loads((tmp_path / "run/result.json").read_text())["diverged"] == str(caught.value)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path):
+    """One batch with a NaN leaves the statistics of a BatchNorm NaN for good, though the step is skipped."""
+    trainer, options, _ = alone
+    source = [*ROWS[:20], *ROWS[:4], *WITH_NAN[:4], *ROWS]  # the NaN is in step 7
+    run = at(trainer, tmp_path / "run")
+    says = (
+        "after step 10 the state has .*, in .*; the loss is not finite since step 7; .*goes on after step 5"
+    )
+    with pytest.raises(Diverged, match=says):
+        fit(run, source, shuffle=False, **options)
+    assert "not finite since step 7" in (tmp_path / "run/report.html").read_text()
+    found, skipped = checkpoint.restore(tmp_path / "run/checkpoints", [run.like])
+    assert found.step == 5 and skipped == []
+    assert run.bad_arrays(found.state[0]) == []
+    # Resumed, it is the run again from before that step.
+    with pytest.raises(Diverged, match="goes on after step 5"):
+        fit(run, source, shuffle=False, **options, resume=True)
+
+
+class Overflows(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, name="up")(x)
+        masked = jnp.where(x > 0, x, -jnp.inf)  # an infinity by intent
+        x = nn.Dense(WIDTH, name="down")(jnp.maximum(masked, 0))
+        return nn.Dense(FEATURES, name="head")(x)
+
+
+def test_the_error_names_the_first_layer_that_went_bad(tmp_path):
+    """Products with a kernel near float32's largest number are infinite, and all gradients are NaN."""
+    settings = {**SETTINGS, "recipe": "bf16", "max_skipped_steps": 3, "output_dir": str(tmp_path / "run")}
+    example = jax.tree.map(lambda x: x[None], ROWS[0])
+    trainer = Trainer(Overflows(), loss, TrainConfig(**settings), example)
+    plain = jax.tree.map(jnp.zeros_like, trainer.init().variables)
+    kernels = {name: np.ones(x["kernel"].shape, np.float32) for name, x in plain["params"].items()}
+    kernels["down"] *= 1e38
+    params = {name: {**plain["params"][name], "kernel": kernel} for name, kernel in kernels.items()}
+    with pytest.raises(
+        Diverged, match=r"step 1; .*; the first layer that computed one was down \(dot_general"
+    ):
+        fit(trainer, ROWS, plain={"params": params}, **HELD_OUT, validation_loss=loss)
 
 
 def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):

@@ -61,7 +61,7 @@ def _run(
     def read(var: Any) -> Any:
         return var.val if isinstance(var, jex.Literal) else env[var]
 
-    for number, (eqn, last) in enumerate(zip(jaxpr.eqns, _last_uses(jaxpr), strict=True)):
+    for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr), strict=True)):
         outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number))
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in last:
@@ -69,7 +69,7 @@ def _run(
     return [read(var) for var in jaxpr.outvars]
 
 
-def _last_uses(jaxpr: jex.Jaxpr) -> list[set[Any]]:
+def last_uses(jaxpr: jex.Jaxpr) -> list[set[Any]]:
     """For each equation, the variables that no later one needs, so that an eager call frees them."""
     last, needed = [], {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
     for eqn in reversed(jaxpr.eqns):

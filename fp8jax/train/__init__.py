@@ -25,6 +25,7 @@ from fp8jax.train.data import TokenFile as TokenFile
 from fp8jax.train.data import prefetch_to_device as prefetch_to_device
 from fp8jax.train.data import write_tokens as write_tokens
 from fp8jax.train.errors import BadInput as BadInput
+from fp8jax.train.errors import Diverged as Diverged
 from fp8jax.train.errors import blame_input as blame_input
 from fp8jax.train.fit import Fitted as Fitted
 from fp8jax.train.fit import fit as fit

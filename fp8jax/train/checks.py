@@ -1,26 +1,37 @@
-"""Checks that `fit` makes before it trains: of the rows, the checkpoint, and whether a step is left to do."""
+"""Checks that `fit` makes: of the rows and the checkpoint before it trains, and of a run that diverges."""
 
+import math
 import pathlib
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from fp8jax.train.checkpoint import Checkpoint
 from fp8jax.train.data.loader import Examples
-from fp8jax.train.errors import BadInput
+from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.trainer import Trainer
 
-MOST_SKIPPED = 100  # steps in a row; a loss scale of 2**15 is found in far fewer
+ROWS_TO_BLAME = 100  # of the data, that an error looks at
 
 
-def check_trained(name: str, curves: Curves, max_steps: int, examples: Examples) -> None:
-    """Raises BadInput if the last `MOST_SKIPPED` steps, or all, were skipped."""
-    most = min(MOST_SKIPPED, max_steps)
+def check_trained(
+    name: str, curves: Curves, most: int, examples: Examples, bad_layer: Callable[[], str]
+) -> None:
+    """Raises Diverged if the last `most` steps were skipped.
+
+    Args:
+        name: of the model.
+        curves: of the model.
+        most: `max_skipped_steps`, or all steps of the run.
+        examples: rows of the data, to blame.
+        bad_layer: gives the layer that computed the last step's first number that is not finite, or "".
+    """
     if curves.skipped[-most:] != list(range(len(curves.loss) - most + 1, len(curves.loss) + 1)):
         return
-    rows = (examples[i] for i in range(min(len(examples), MOST_SKIPPED)))
+    rows = (examples[i] for i in range(min(len(examples), ROWS_TO_BLAME)))
     bad = {
         jax.tree_util.keystr(path)
         for row in rows
@@ -32,11 +43,42 @@ def check_trained(name: str, curves: Curves, max_steps: int, examples: Examples)
         if bad
         else "the data's first rows have no such number"
     )
-    raise BadInput(
+    layer = bad_layer()
+    raise Diverged(
         f"{name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
-        f"infinite or not a number; {cause}. Run the recipe bf16 to see whether FP8 matters, and look for "
-        "the operation with JAX_DEBUG_NANS=true"
+        f"infinite or not a number; the first of them was step {_first_of_streak(curves)}; {cause}; "
+        + (f"the first layer that computed one was {layer}; " if layer else "")
+        + "run the recipe bf16 to see whether FP8 matters, and look for more with JAX_DEBUG_NANS=true"
     )
+
+
+def check_finite(name: str, curves: Curves, bad_arrays: Sequence[str], saved: int | None) -> None:
+    """Raises Diverged, in the place of a checkpoint, if the state has numbers that are not finite.
+
+    Args:
+        name: of the model.
+        curves: of the model.
+        bad_arrays: the paths of such arrays of the state.
+        saved: the step of the newest checkpoint.
+    """
+    if not bad_arrays:
+        return
+    first = next((step for step, loss in enumerate(curves.loss, 1) if not math.isfinite(loss)), None)
+    since = f"the loss is not finite since step {first}" if first else "all losses were finite"
+    others = f" and {len(bad_arrays) - 1} more" if bad_arrays[1:] else ""
+    raise Diverged(
+        f"{name}: after step {len(curves.loss)} the state has numbers that are not finite, in {bad_arrays[0]}"
+        f"{others}; {since}; it is not saved, and "
+        + (f"--resume goes on after step {saved}" if saved else "no checkpoint was saved before")
+    )
+
+
+def _first_of_streak(curves: Curves) -> int:
+    """The first of the steps in a row that were skipped at the end."""
+    first, skipped = curves.skipped[-1], set(curves.skipped)
+    while first - 1 in skipped:
+        first -= 1
+    return first
 
 
 def check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:

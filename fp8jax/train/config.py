@@ -99,6 +99,12 @@ class TrainConfig(DeviceConfig):
     adam_beta2: float = option(0.999, "decay of the second moment", least=0, below=1)
     adam_epsilon: float = option(1e-8, "added to the root of the second moment", least=0)
     max_grad_norm: float = option(1.0, "gradient clipping by global norm; 0: no clipping", least=0)
+    max_skipped_steps: int = option(
+        100,
+        "steps in a row, skipped for gradients that are not finite, that end the run",
+        least=1,
+        fixed=False,
+    )
     seed: int = option(0, "seed of weights, order and dropout", least=0, below=2**32)
     # data
     dataloader_num_workers: int = start_option(0, "processes that prepare batches", least=0)

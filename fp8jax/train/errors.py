@@ -16,6 +16,10 @@ class BadInput(ValueError):
     """The input does not describe a valid run. The message is one line that says what to change."""
 
 
+class Diverged(BadInput):
+    """A run stopped because its numbers were not finite; its report says so, too."""
+
+
 @contextlib.contextmanager
 def blame_input() -> Iterator[None]:
     """Turns a ValueError, and an ImportError about an extra, into `BadInput`."""

@@ -26,7 +26,7 @@ from fp8jax.train import checks, distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples, Source
-from fp8jax.train.errors import blame_input, need
+from fp8jax.train.errors import Diverged, blame_input, need
 from fp8jax.train.metrics import Curves, MetricsWriter
 from fp8jax.train.report import report
 from fp8jax.train.report.outcome import outcome_of
@@ -94,8 +94,11 @@ def fit(
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; one of
-            `validation` and `validation_loss` is missing; JSON cannot hold `about`; the extra `train` is not
-            installed; or the last 100 steps, or all, were skipped.
+            `validation` and `validation_loss` is missing; JSON cannot hold `about`; or the extra `train` is
+            not installed.
+        Diverged: a `BadInput`: the last `max_skipped_steps` steps, or all, were skipped, because gradients
+            were not finite; or the state has such numbers when it is to be saved. It is then not saved, and
+            the report is written.
         OSError: a checkpoint or the report cannot be written; older checkpoints stay as they were.
     """
     begun = time.time()
@@ -132,8 +135,12 @@ def fit(
         context = getattr(source, "context", None)  # of windows of a text
         is_text = isinstance(context, int)
         per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
+        stopped_by, diverged = 0, None
         with requests.deferred():
-            stopped_by = run.train(per_step, lambda: distributed.largest(requests.asked()))
+            try:
+                stopped_by = run.train(per_step, lambda: distributed.largest(requests.asked()))
+            except Diverged as error:
+                diverged = error
         if stopped_by:
             print(
                 f"stopped and saved after step {run.steps} in {folder}; --resume goes on with it", flush=True
@@ -143,7 +150,10 @@ def fit(
             run.report(
                 {"data": data, **(about or {}), **report.facts(trainer, now.settings, begun, resumed)},
                 per_step,
+                str(diverged or ""),
             )
+        if diverged:
+            raise diverged
     status = 128 + stopped_by if stopped_by else 0
     first, *second = (
         Fitted(folder, model.state, model.curves, run.steps, exit_status=status) for model in models
@@ -167,10 +177,17 @@ class _Model:
     validate: Callable[..., float] | None
     state: PyTree = None
     curves: Curves = dataclasses.field(default_factory=Curves)
+    batch: PyTree = None  # of the last step
 
     @property
     def name(self) -> str:
         return str(self.trainer.config.precision)
+
+    def bad_layer(self) -> str:
+        """See `Trainer.bad_layer`; "" as well where that fails, for an error is on its way."""
+        with contextlib.suppress(Exception):
+            return self.trainer.bad_layer(self.state, self.batch)
+        return ""
 
     def advance(self, batches: Any, count: int) -> None:
         """Does a step for each of `count` batches, and waits for the devices only at the end."""
@@ -179,6 +196,7 @@ class _Model:
             if sample and number == count:
                 before = sample(self.state)
             self.state, of_step = self.trainer.step(self.state, batch)
+            self.batch = batch
             steps.append(of_step)
         unchanged = unchanged_share(before, sample(self.state)) if sample and before else None
         self.curves.add(jax.device_get(steps), time.perf_counter() - begun, unchanged)
@@ -221,9 +239,11 @@ class _Run:
                 model.validate(model.state, most=1)  # an error in it shows now
 
     def save(self) -> None:
-        """Writes a checkpoint, unless this step has one."""
+        """Writes a checkpoint, unless this step has one. Raises Diverged for a state that is not finite."""
         if self.steps == self.saved:
             return
+        for model in self.models:
+            checks.check_finite(model.name, model.curves, model.trainer.bad_arrays(model.state), self.saved)
         curves = [model.curves.to_json() for model in self.models]
         kernels = {"/".join(path): k.to_json() for path, k in self.models[0].trainer.kernels.items()}
         metadata = {"data": self.batches.state(), "curves": curves, "kernels": kernels}
@@ -235,7 +255,8 @@ class _Run:
     def train(self, per_step: tuple[int, str], stop_asked: Callable[[], int]) -> int:
         """Trains until the last step, or until asked to stop; returns the signal that asked, else 0."""
         config = self.models[0].trainer.config
-        last, intervals = config.max_steps, (config.logging_steps, config.eval_steps, config.save_steps)
+        last, most = config.max_steps, min(config.max_skipped_steps, config.max_steps)
+        intervals = (config.logging_steps, config.eval_steps, config.save_steps)
         if self.steps < last:
             self.batches.read_ahead()  # workers take seconds to start
         curves = {model.name: model.curves for model in self.models}
@@ -260,18 +281,18 @@ class _Run:
                         writer.write(end, model.name, line)
                     if writer and self.callback:
                         self.callback(end, model.name, line)
-                    checks.check_trained(model.name, model.curves, config.max_steps, self.examples)
+                    checks.check_trained(model.name, model.curves, most, self.examples, model.bad_layer)
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
         return 0
 
-    def report(self, about: dict[str, Any], per_step: tuple[int, str]) -> None:
-        """Writes the report and prints its table."""
+    def report(self, about: dict[str, Any], per_step: tuple[int, str], diverged: str) -> None:
+        """Writes the report and prints its table; `diverged` is the error of a run that ends with one."""
         outcomes = {
             model.name: outcome_of(model.trainer, model.state, model.curves, per_step)
             for model in self.models
         }
-        page = report.write(self.folder, about, outcomes)
+        page = report.write(self.folder, about, outcomes, diverged)
         report.show(outcomes)
         print(f"report: {page}", flush=True)

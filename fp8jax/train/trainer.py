@@ -33,6 +33,7 @@ from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
+from fp8jax.train.step import not_finite
 from fp8jax.train.step.batch_check import check_batch
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
 from fp8jax.train.step.network import Loss, State, network_of
@@ -272,6 +273,27 @@ class Trainer:
             devices=devices,
         )
 
+    def bad_arrays(self, state: State) -> list[str]:
+        """The paths of arrays of a state with NaN; and with infinite numbers, if they are trained."""
+        trained = self.network.trained(state.variables), state.opt_state
+        return [*not_finite.bad_arrays(trained), *not_finite.bad_arrays(state.variables, _is_number)]
+
+    def bad_layer(self, state: State, batch: PyTree) -> str:
+        """The layer that computed the first number that was not finite in the skipped step before `state`.
+
+        Returns:
+            As `not_finite.first_bad_layer`; "" on several devices.
+        """
+        if self.placement.mesh.size > 1:
+            return ""
+        key = jax.random.fold_in(self.key, state.step - 1)
+
+        def gradients(variables: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+            return self.network.gradients(variables, batch, key)[:2]
+
+        with self._precision():
+            return not_finite.first_bad_layer(gradients, state.variables, batch)
+
     def gradients(self) -> PyTree:
         """Shapes and dtypes of the gradients of a step."""
         arguments = self.like.variables, self._batch(self.rows), self.key
@@ -331,3 +353,7 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree
     )
+
+
+def _is_number(x: Any) -> Any:
+    return ~jnp.isnan(x)

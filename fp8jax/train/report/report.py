@@ -88,13 +88,16 @@ def show(outcomes: Outcomes) -> None:
     need("rich.console").Console().print(table, *advice(outcomes), sep="\n")
 
 
-def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) -> pathlib.Path:
+def write(
+    folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes, diverged: str = ""
+) -> pathlib.Path:
     """Writes the pictures, the page and the numbers into the folder, and returns the path of the page.
 
     Args:
         folder: of the run.
         about: settings, data, device, versions, and so on; JSON values.
         outcomes: name -> outcome; the first is the recipe, a second one its twin.
+        diverged: the error of a run that ended with one, which the page begins with.
 
     Raises:
         OSError: a file cannot be written.
@@ -108,8 +111,10 @@ def write(folder: pathlib.Path, about: Mapping[str, Any], outcomes: Outcomes) ->
     tables = {section: rows(outcomes, [section]) for section in SECTIONS}
     files: dict[str, str | bytes] = {
         **pictures,
-        "result.json": json.dumps(_result(about, outcomes), indent=1, allow_nan=False),
-        "report.html": page.page(about, outcomes, tables, verdict(outcomes), pictures),
+        "result.json": json.dumps(
+            {**_result(about, outcomes), "diverged": diverged or None}, indent=1, allow_nan=False
+        ),
+        "report.html": page.page(about, outcomes, tables, diverged or verdict(outcomes), pictures),
     }
     for name in files:
         if (folder / name).is_dir():  # checked first, so that either all files are replaced or none
@@ -199,8 +204,8 @@ def check_about(about: Mapping[str, Any], trainer: Trainer) -> None:
     if odd:
         raise ValueError(f"`about`: expected names with values that JSON can hold; got {odd}")
     taken = sorted(
-        about.keys() & {*facts(trainer, {}, 0.0, 0), "gap", "models"}
-    )  # `_result` adds the last two
+        about.keys() & {*facts(trainer, {}, 0.0, 0), "diverged", "gap", "models"}
+    )  # the result has the last three
     if taken:
         listed = ", ".join(f"`{name}`" for name in taken)
         raise ValueError(f"`about`: the report itself says {listed}; give it another name")
