@@ -388,9 +388,18 @@ def test_the_error_names_the_first_layer_that_went_bad(tmp_path):
 def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):
     trainer, options, _ = alone
     seen = []
-    run = fit(at(trainer, tmp_path / "run"), ROWS, **options, callback=lambda *line: seen.append(line))
+    underflow = lambda state, batch: {"up input": state.step / 100 + 0 * batch["x"][0, 0]}  # noqa: E731
+    run = fit(
+        at(trainer, tmp_path / "run"),
+        ROWS,
+        **options,
+        callback=lambda *line: seen.append(line),
+        underflow=underflow,
+    )
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [{"step": step, "model": name, **values} for step, name, values in seen] == lines
+    found = {line["step"]: line["largest_underflow"] for line in lines if "largest_underflow" in line}
+    assert found == pytest.approx({4: 0.04, 8: 0.08, 12: 0.12})
 
 
 @pytest.mark.parametrize(

@@ -265,3 +265,44 @@ def test_smoothing_is_a_running_mean():
     np.testing.assert_allclose(figures._smooth(np.array([1.0, 4.0, 7.0, 4.0])), [2.5, 4.0, 5.0, 5.5])
     infinite = figures._smooth(np.array([1.0, np.inf, 7.0, np.nan, np.nan, np.nan]))
     np.testing.assert_allclose(infinite, [1.0, 4.0, 7.0, 7.0, np.nan, np.nan])
+
+
+def test_the_worst_tensors_come_first(tmp_path):
+    """Saturation over the columns of the map, with the step of the largest; NaN counts as none."""
+    tensors = [ScaledTensor(f"h/{name}", "", "input") for name in "abcdefg"]
+    outcome = make_outcome(tensors=tensors)
+    steps = outcome.curves.scale_steps
+    rows = [[0.1 * i for i in range(7)] for _ in steps]
+    rows[1][2], rows[0][4], rows[0][0] = 3.0, 1.5, float("nan")
+    outcome.curves.saturations[:] = rows
+    heading, first, second, *others = page.saturation_rows(outcome)
+    assert first == ["h/c input", "3.00", f"{steps[1]:,}", "33%", "0.20"]
+    assert second == ["h/e input", "1.50", f"{steps[0]:,}", "33%", "0.40"]
+    assert [row[0] for row in others] == ["h/g input", "h/f input", "h/d input"]
+    text = report.write(tmp_path, ABOUT, {"te": outcome}).read_text()
+    assert text.index("h/c input") < text.index("h/e input") < text.index("h/g input")
+
+
+def test_underflow_that_was_counted(tmp_path):
+    outcome = make_outcome()
+    assert "Not counted" in report.write(tmp_path, ABOUT, {"te": outcome}).read_text()
+    outcome.curves.underflow += [
+        (10, {"a": 0.5, "b": 0.01, **dict.fromkeys("cdef", 0.0)}),
+        (20, {"a": 0.25, "b": 0.75}),
+    ]
+    _, first, second, *others = page.underflow_rows(outcome)
+    assert first == ["b", "1.0%", "75.0%", "20", "75.0%"]
+    assert second == ["a", "50.0%", "50.0%", "10", "25.0%"]
+    assert len(others) == 3
+    assert outcome.curves.line(1, 1, "rows").keys() == {
+        "loss",
+        "skipped_steps",
+        "rows_per_second",
+        "largest_saturation",
+        "validation_loss",
+    }
+    outcome.curves.underflow.append((30, {"a": 0.125}))
+    assert outcome.curves.line(1, 1, "rows")["largest_underflow"] == 0.125
+    kept = json.loads(json.dumps(outcome.curves.to_json()))
+    assert metrics.Curves.from_json(kept).underflow == outcome.curves.underflow
+    assert "75.0%" in report.write(tmp_path, ABOUT, {"te": outcome}).read_text()

@@ -38,6 +38,7 @@ from fp8jax.train.trainer import Trainer
 from fp8jax.train.validation import validator
 
 Callback = Callable[[int, str, Mapping[str, float]], None]
+Underflow = Callable[[State, PyTree], Mapping[str, float]]
 
 
 class Fitted(NamedTuple):
@@ -67,6 +68,7 @@ def fit(
     about: Mapping[str, Any] | None = None,
     options: Any = None,
     callback: Callback | None = None,
+    underflow: Underflow | None = None,
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the folder of the run.
 
@@ -90,6 +92,9 @@ def fit(
             the trainer's configuration.
         callback: called as `callback(step, name, metrics)` with each line of metrics.jsonl, in process 0: the
             steps done, the recipe, and name -> number. A resumed run repeats the lines after its checkpoint.
+        underflow: called as `underflow(state, batch)` every `eval_steps` steps and at the end, in all
+            processes, with the state of `trainer` and its newest batch. It gives the shares of numbers that
+            casts round to zero, tensor -> share, for the report: "layers/up input" -> 0.02.
 
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
@@ -123,6 +128,7 @@ def fit(
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation
             models = [_Model(one, validator(one, sources, transform, validation_loss)) for one in trainers]
+            models[0].underflow = underflow
             layers = [one.layers.splitlines()[0] for one in trainers]
             _ = trainer.kernels  # for the checkpoints; an error in the model shows now
             run_begins = opened.enter_context(run_folder.taken(folder, found, now))
@@ -178,6 +184,7 @@ class _Model:
     state: PyTree = None
     curves: Curves = dataclasses.field(default_factory=Curves)
     batch: PyTree = None  # of the last step
+    underflow: Underflow | None = None
 
     @property
     def name(self) -> str:
@@ -276,6 +283,11 @@ class _Run:
                     if model.validate and (end % config.eval_steps == 0 or end == last):
                         loss = model.validate(model.state, is_last=end == last)
                         model.curves.validation.append((end, loss))
+                    if model.underflow and (end % config.eval_steps == 0 or end == last):
+                        shares = {
+                            name: float(x) for name, x in model.underflow(model.state, model.batch).items()
+                        }
+                        model.curves.underflow.append((end, shares))
                     line = model.curves.line(end - begin, *per_step)
                     if writer:
                         writer.write(end, model.name, line)

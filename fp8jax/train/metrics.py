@@ -193,6 +193,8 @@ class Curves:
     saturations: list[list[float]] = dataclasses.field(default_factory=list)
     # (steps done, share of the weights that the last of them left unchanged), see `step.unchanged_weights`
     unchanged: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    # (steps done, tensor -> share of its numbers that the cast rounds to zero), of the hook of `fit`
+    underflow: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
 
     def add(self, steps: Sequence[StepMetrics], seconds: float, unchanged: float | None = None) -> None:
         """Appends a span of steps: each loss, the skipped steps, the last scales, the largest saturation, and
@@ -225,6 +227,8 @@ class Curves:
             line["largest_saturation"] = max(self.saturations[-1])
         if self.unchanged and self.unchanged[-1][0] == len(self.loss):
             line["unchanged_weights"] = self.unchanged[-1][1]
+        if self.underflow and self.underflow[-1][0] == len(self.loss):
+            line["largest_underflow"] = max(self.underflow[-1][1].values(), default=0.0)
         if self.validation and self.validation[-1][0] == len(self.loss):
             line["validation_loss"] = self.validation[-1][1]
         return line
@@ -236,7 +240,9 @@ class Curves:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Curves":
         """The inverse of `to_json`, through a file too."""
-        pairs = {name: list(map(tuple, content.get(name, ()))) for name in ("validation", "unchanged")}
+        pairs = {
+            name: list(map(tuple, content.get(name, ()))) for name in ("validation", "unchanged", "underflow")
+        }
         return cls(**{**content, **pairs})
 
 

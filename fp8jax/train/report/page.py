@@ -21,6 +21,10 @@ from fp8jax.train.report.outcome import MemoryPart, Outcome
 _CLIPPED = 1 + 1 / 14
 _SPEED = "Speed and time are those of training steps, without compiling, validation and checkpoints."
 _CPU = "A CPU computes FP8 GEMMs in float32, so its speed says nothing about a GPU."
+_UNCOUNTED = (
+    "<p>Not counted: an amax does not tell it. `train.fit(underflow=...)` takes a function that counts.</p>"
+)
+_WORST = 5  # tensors that tables name
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -66,7 +70,12 @@ def page(
         unscaled=html.escape(_unscaled(outcomes[recipe])),
         unchanged=html.escape(_unchanged(outcomes)),
         memory="\n".join(_table(memory_rows(name, outcome.memory)) for name, outcome in outcomes.items()),
-        scaling=_fill("scaling.html", **sources) if "scales" in sources else scaling,
+        underflow=_table(underflow_rows(outcomes[recipe]))
+        if outcomes[recipe].curves.underflow
+        else _UNCOUNTED,
+        scaling=_fill("scaling.html", worst=_table(saturation_rows(outcomes[recipe])), **sources)
+        if "scales" in sources
+        else scaling,
         layers=_layers(outcomes),
         settings=_table([["setting", "value"], *_flat(about)]),
     )
@@ -82,6 +91,41 @@ def memory_rows(name: str, parts: list[MemoryPart]) -> list[list[str]]:
 
     heading = [f"{name}: {unit} on one device", "arrays", "compiled"]
     return [heading, *([part.part, *map(text, part[1:])] for part in parts)]
+
+
+def saturation_rows(outcome: Outcome) -> list[list[str]]:
+    """The tensors with the largest saturation, the worst first."""
+    values, steps = np.array(outcome.curves.saturations), outcome.curves.scale_steps
+    largest = np.nan_to_num(values).max(axis=0)
+    worst = np.argsort(-largest, kind="stable")[:_WORST]
+    return [
+        ["saturation: the worst tensors", "largest", "before step", "clipped, of all columns", "last"],
+        *(
+            [
+                _name(outcome.tensors[i]),
+                f"{largest[i]:.2f}",
+                f"{steps[int(values[:, i].argmax())]:,}",
+                f"{(values[:, i] > _CLIPPED).mean():.0%}",
+                f"{values[-1, i]:.2f}",
+            ]
+            for i in worst
+        ),
+    ]
+
+
+def underflow_rows(outcome: Outcome) -> list[list[str]]:
+    """The tensors with the largest share of numbers that their cast rounded to zero, the worst first."""
+    counted = outcome.curves.underflow
+    names = dict.fromkeys(name for _, shares in counted for name in shares)
+    lines = [(name, [(shares[name], step) for step, shares in counted if name in shares]) for name in names]
+    worst = sorted(lines, key=lambda line: -max(line[1])[0])[:_WORST]
+    return [
+        ["underflow: the worst tensors", "first", "largest", "at step", "last"],
+        *(
+            [name, f"{found[0][0]:.1%}", f"{max(found)[0]:.1%}", f"{max(found)[1]:,}", f"{found[-1][0]:.1%}"]
+            for name, found in worst
+        ),
+    ]
 
 
 def _fill(template: str, **values: str) -> str:
