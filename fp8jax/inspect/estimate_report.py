@@ -129,5 +129,5 @@ def picture(rows: Sequence[Estimate], path: str | os.PathLike[str]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("estimated ms of a step, with bounds")
     axes.set_title(f"estimate for {rows[0].devices} x {targets.get(rows[0].target).device}", fontsize=10)
-    axes.legend(frameon=False, fontsize=8, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, -0.3))
-    figure.savefig(path, bbox_inches="tight")
+    figure.legend(frameon=False, fontsize=8, ncols=len(PARTS), loc="outside lower center")
+    figure.savefig(path)
