@@ -8,8 +8,9 @@ the program, and nobody has compared them with a machine yet. A kernel takes the
 
 - a GEMM: its FLOPs at a share of the dense peak of its dtype, which no estimate exceeds. XLA's own costs of
   GEMMs are not used: FP8 GEMMs of an H200 exceed the peak there, and GEMMs with float32 outputs take 90 ms;
-- a collective: the bytes that a device sends around a ring, at a share of its link, and nothing overlaps;
-- another kernel: a share of the time of XLA's cost model, which counts each operation's instructions;
+- a collective: the bytes that a device sends around a ring, at a share of its link;
+- another kernel: a share of the time of XLA's cost model, which counts instructions, and latencies of
+  collectives;
 - its bytes at a share of the memory's bandwidth: those of all operands and results, or those of XLA's cost
   model where these are fewer, as of slices. XLA prices some Triton kernels, as of a softmax, at seconds; and
   kernels of cuDNN and Pallas not at all;
@@ -117,8 +118,8 @@ class Estimate(NamedTuple):
             Efficiency(gemm.gemm, *narrow[1:4], *others[4:])
             for gemm, narrow, others in itertools.product((BEST, WORST), repeat=3)
         ]
-        found = [ratio(at) for at in corners]
-        return ratio(LIKELY), min(found), max(found)
+        found = [ratio(LIKELY), *map(ratio, corners)]
+        return found[0], min(found), max(found)
 
 
 def estimate(
@@ -183,5 +184,7 @@ def _part(kernel: Kernel, is_sent: bool) -> str:
         return GEMMS
     if f"/{OPTIMIZER}/" in kernel.name:
         return UPDATE
-    is_cast = re.search(r"cast_|jit\(_dot\)", kernel.name) or any(a.dtype.startswith(_NARROW) for a in arrays)
+    is_cast = re.search(r"/cast_|jit\(_dot\)", kernel.name) or any(
+        a.dtype.startswith(_NARROW) for a in arrays
+    )
     return CASTS if is_cast else OTHER
