@@ -227,7 +227,7 @@ def test_the_report_says_what_it_was_given_and_refuses_all_that_it_says_itself(a
     trainer, _, run = alone
     result = json.loads((run.folder / "result.json").read_text())
     own = result.keys() - ABOUT.keys()
-    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 11
+    assert {name: result[name] for name in ABOUT} == ABOUT and len(own) == 12
     for name in own:
         with pytest.raises(ValueError, match=f"the report itself says `{name}`"):
             fit(trainer, ROWS, about={name: 0})
