@@ -41,6 +41,8 @@ def test_description_is_consistent(name):
     # Dense FP8 operations per core and clock; data sheets count with a clock up to 10% below the highest.
     per_clock = {(8, 9): 2048, (9, 0): 8192, (10, 0): 16384}[target.capability]
     assert PEAKS[name] == pytest.approx(per_clock * target.cores * target.clock_ghz * 1e9, rel=0.1)
+    assert 2 * target.flops == pytest.approx(PEAKS[name], rel=0.02)
+    assert 1e10 < target.link < target.bandwidth
 
 
 def test_a_target_is_a_value():
