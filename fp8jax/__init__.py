@@ -28,16 +28,23 @@ if TYPE_CHECKING:
     from fp8jax import checkpoints as checkpoints
     from fp8jax import inspect as inspect
     from fp8jax import train as train
+    from fp8jax.inspect.numerics import statistics as statistics
 
 __version__ = "0.1.0"
 
 # Imported when they are asked for: they take time, or packages of the extra `train`.
-_ON_DEMAND = ("checkpoints", "inspect", "train")
+_ON_DEMAND = {
+    "checkpoints": "fp8jax.checkpoints",
+    "inspect": "fp8jax.inspect",
+    "train": "fp8jax.train",
+    "statistics": "fp8jax.inspect.numerics",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
-        return importlib.import_module(f"fp8jax.{name}")
+        module = importlib.import_module(_ON_DEMAND[name])
+        return module if _ON_DEMAND[name] == f"fp8jax.{name}" else getattr(module, name)
     raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
 
 

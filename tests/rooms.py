@@ -97,8 +97,8 @@ ROWS = (
     Row(
         8,
         ("inspect/",),
-        "targets, compiled programs, chart, GEMMs, memory",
-        "GPUs that are not here, compiled programs, chart, GEMMs, memory, devices",
+        "targets, compiled programs, chart, GEMMs, memory, statistics",
+        "GPUs that are not here, compiled programs, chart, GEMMs, memory, devices; statistics of tensors",
     ),
     Row(
         8,
@@ -112,7 +112,7 @@ ROWS = (
         "Trainer, fit, data, checkpoints, report",
         "`Trainer`, its configuration, data, checkpoints, report",
     ),
-    Row(10, ("__init__.py",), "public names", "18 public names"),
+    Row(10, ("__init__.py",), "public names", "20 public names"),
     Row(11, ("cli.py",), "the command", "the command `fp8jax`"),
 )
 RANKS = {name.removesuffix("/").removesuffix(".py"): row.rank for row in ROWS for name in row.rooms}

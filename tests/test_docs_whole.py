@@ -26,6 +26,7 @@ PUBLIC = (
     "fp8jax.gradients",
     "fp8jax.inspect",
     "fp8jax.inspect.memory",
+    "fp8jax.inspect.numerics",
     "fp8jax.inspect.program",
     "fp8jax.optim",
     "fp8jax.quantization",

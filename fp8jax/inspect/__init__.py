@@ -1,4 +1,5 @@
-"""Programs of models, read without running them: chart, GEMMs, memory, estimated time and devices.
+"""Programs of models, read without running them (chart, GEMMs, memory, estimated time, devices), and the numbers
+of a model.
 
 | file | provides |
 |---|---|
@@ -8,6 +9,7 @@
 | `estimate`, `estimate_report` | the time of a training step, estimated; its tables and picture |
 | `gemms` | the GEMMs of a model, layer by layer, next to its report |
 | `memory/` | the bytes of a training step |
+| `numerics/` | statistics of tensors under recipes, and advice from them |
 | `device` | formats of the GEMMs that the devices here compute natively |
 | `subject`, `models`, `step` | models to inspect, and their training step |
 | `tables` | tables as text |
@@ -20,6 +22,7 @@ from fp8jax.inspect import estimate_report as estimate_report
 from fp8jax.inspect import gemms as gemms
 from fp8jax.inspect import memory as memory
 from fp8jax.inspect import models as models
+from fp8jax.inspect import numerics as numerics
 from fp8jax.inspect import program as program
 from fp8jax.inspect import step as step
 from fp8jax.inspect import subject as subject

@@ -45,7 +45,8 @@ def evaluate(
         jaxpr: the function's jaxpr.
         consts: constants of the jaxpr.
         args: arrays, and a `Tracked` for each parameter.
-        states: the scaling states of the plan's dot products, by key.
+        states: the scaling states of the plan's dot products, by key. For a plan without dot products, the
+            plug-ins for dot products of the transformed functions in it: `around(state)` adds one to a state.
         site: the site of the jaxpr.
     """
     return [plain(x) for x in _run(plan, jaxpr, consts, args, states, site)]
@@ -86,9 +87,10 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
             with scope(plan.dots[site].dot.layer):
                 return [_dot(plan, eqn, plan.dots[site], ins, states)]
         if eqn.primitive.name == PROGRAM:
-            leaves, states, arrays, consts = eqn.params["treedef"].unflatten(ins)
-            states, arrays = jax.tree.map(plain, (states, arrays), is_leaf=lambda x: isinstance(x, Tracked))
-            return eqn.params["program"].run(leaves, states, arrays, consts)
+            leaves, own, arrays, consts = eqn.params["treedef"].unflatten(ins)
+            own, arrays = jax.tree.map(plain, (own, arrays), is_leaf=lambda x: isinstance(x, Tracked))
+            around = {key: states[key].plugin.around(state) for key, state in own.items() if key in states}
+            return eqn.params["program"].run(leaves, {**own, **around}, arrays, consts)
         if site in plan.below and eqn.primitive.name in _INSIDE:
             return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
         if ins and isinstance(ins[0], Tracked) and (outs := move(ins[0], eqn, ins[1:])) is not None:
@@ -158,7 +160,9 @@ def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
 
 
 def _states_inside(plan: Plan, states: States, site: Site) -> dict[tuple[str, ...], Any]:
-    """The states of the dot products inside the equation at a site."""
+    """The states of the dot products inside the equation at a site; of a plan of calls alone, all states."""
+    if not plan.dots:
+        return dict(states)
     keys = {each.key for at, each in plan.dots.items() if at[: len(site)] == site}
     return {key: states[key] for key in keys if key in states}
 

@@ -26,7 +26,7 @@ from fp8jax.rewrite.dots import (
     is_parameter,
 )
 from fp8jax.rewrite.follow import ParamView, follow
-from fp8jax.rewrite.plan import Kernel, Plan
+from fp8jax.rewrite.plan import Kernel, Plan, PlannedDot
 from fp8jax.rewrite.rules import layer_paths
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
@@ -75,6 +75,7 @@ class FoundDots(NamedTuple):
     uses: dict[tuple[str, ...], Uses]
     programs: list[Site]  # sites of calls of transformed functions
     recipes: list[Recipe]  # of these functions
+    planned: list[PlannedDot]  # the dot products that these functions replace
 
 
 def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int = 0) -> FoundDots:
@@ -89,7 +90,7 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
     Raises:
         ValueError: a model with such a state is called inside a `jax.shard_map`.
     """
-    walk = _Walk(FoundDots([], {}, {}, {}, [], []))
+    walk = _Walk(FoundDots([], {}, {}, {}, [], [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
     for out in walk.through(jaxpr, [*views, *[_STATE] * states, *others], Place()):
         walk.note_value(out)
@@ -150,6 +151,7 @@ class _Walk:
         if name == PROGRAM:
             self.found.programs.append(place.site)
             self.found.recipes.append(params["program"].recipe)
+            self.found.planned.extend(params["program"].plan.dots.values())
             program, walk = params["program"], _Walk(self.found, params["program"].plan, len(place.site))
             leaves, states, arrays, _ = params["treedef"].unflatten(ins)
             if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):

@@ -1,0 +1,18 @@
+"""What FP8 does to the numbers of a model, what another recipe would do, and advice from both.
+
+| file | provides |
+|---|---|
+| `of_loss` | `statistics`: one call around a loss |
+| `recorder`, `measures` | the plug-in of a dot that records, and what it measures |
+| `of_step` | `step_statistics`: updates lost to rounding, and moments that underflow |
+| `rows` | `Statistics`, `Row`: the result, as a table and as JSON |
+"""
+
+from fp8jax.inspect.numerics.measures import OPERANDS as OPERANDS
+from fp8jax.inspect.numerics.of_loss import RECIPES as RECIPES
+from fp8jax.inspect.numerics.of_loss import statistics as statistics
+from fp8jax.inspect.numerics.of_step import StepRow as StepRow
+from fp8jax.inspect.numerics.of_step import step_statistics as step_statistics
+from fp8jax.inspect.numerics.rows import Row as Row
+from fp8jax.inspect.numerics.rows import Statistics as Statistics
+from fp8jax.inspect.numerics.rows import load as load

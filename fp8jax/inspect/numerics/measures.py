@@ -1,0 +1,150 @@
+"""What a recipe does to one operand of a dot: the numbers that `Recorder` records.
+
+A GEMM's operand is a matrix, ([batch,] rows, columns). Under block scaling an operand has a copy for each of
+its two GEMMs; the numbers are of the copy for the first one, fprop or dgrad.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+from fp8jax import formats, scaling
+from fp8jax.dot.layout import Side
+from fp8jax.dot.vjp import GEMMS, OPERANDS_OF
+from fp8jax.dot.weight import WHOLE, PlacedKernel
+from fp8jax.quantization import ScaledArray, amax, as_codes, is_scaled, quantize_gradient, scale_of
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite import Kernel
+from fp8jax.scaling import GRAD, LHS, RHS, State
+
+WGRAD = 3
+# The names of `LHS`, `RHS`, `GRAD` and `WGRAD`.
+OPERANDS = ("input", "kernel", "output gradient", "weight gradient")
+
+_AXES = ("mk", "kn", "mn")
+# The index in `GEMMS` of the first GEMM of each operand.
+_FIRST = tuple(
+    next(i for i, gemm in enumerate(GEMMS) if (operand, 0) in OPERANDS_OF[gemm])
+    for operand in (LHS, RHS, GRAD)
+)
+# float32 rounds amax / scale up to the largest code or above it: no value is clipped for that.
+_ROUNDING = np.float32(1 + 2**-20)
+
+
+class Codes(NamedTuple):
+    """An operand after quantization."""
+
+    values: Float32[Array, "..."]  # dequantized
+    is_largest: Bool[Array, "..."]  # whether the code is the format's max
+
+
+class Measures(NamedTuple):
+    """Numbers of an operand under a recipe; those of several uses of a layer are added or merged by max."""
+
+    sums: Float32[Array, "3"]  # shares of underflow and saturation; noise / signal
+    maxes: Float32[Array, "2"]  # log2 of the largest magnitude, and of 1 / the smallest one but zero
+
+
+def key_of(recipe: Recipe, operand: int) -> Recipe:
+    """The recipe without the columns that do not change an operand without a state, so that recipes with the
+    same cast share its numbers."""
+    if operand == WGRAD:
+        return dataclasses.replace(Recipe(), weight_grad=recipe.weight_grad)
+    if not recipe.is_quantized:
+        return dataclasses.replace(Recipe(), gemm=recipe.gemm)
+    names = {"gemm", "override_linear_precision", "scaling", "fp8_format", "fp4_options", "margin"}
+    if operand != GRAD and recipe.scaling in ("delayed", "current"):
+        names -= {"fp8_format"}
+    if operand == RHS:
+        names |= {"weight", "master_weight"}
+    changes = {name: getattr(recipe, name) for name in names}
+    if recipe.scaling == "delayed":
+        changes["scaling"] = "current"
+    return dataclasses.replace(Recipe(), **changes)
+
+
+def quantized(
+    recipe: Recipe, operand: int, x: Any, side: Side, state: State | None, *, is_stored: bool = False
+) -> Codes | None:
+    """An operand as its first GEMM takes it; None if nothing rounds it.
+
+    Args:
+        recipe: the recipe.
+        operand: `LHS`, `RHS`, `GRAD` or `WGRAD`.
+        x: the operand as a matrix; a kernel in its own shape.
+        side: the kernel's shape and matrix.
+        state: the dot's scaling state. None, or a state without an amax yet, scales delayed scaling by the
+            tensor's own amax.
+        is_stored: whether a kernel is as the recipe stores it.
+    """
+    if operand == WGRAD:
+        return _codes(quantize_gradient(x)) if recipe.weight_grad == "E4M3" else None
+    if recipe.is_quantized and recipe.override_linear_precision[_FIRST[operand]]:
+        return None
+    if not recipe.is_quantized:
+        dtype = formats.get(recipe.gemm).dtype
+        values = jnp.asarray(x).astype(dtype).astype(jnp.float32)
+        return Codes(side.to_matrix(values) if operand == RHS else values, jnp.zeros((), bool))
+    if recipe.scaling == "delayed" and state is None:
+        recipe = dataclasses.replace(recipe, scaling="current")
+    chosen = scaling.of_recipe(recipe)
+    state = _with_amax(recipe, operand, x, state or {})
+    if operand == RHS:
+        kernel = PlacedKernel(side, WHOLE)
+        stored = x if is_stored or is_scaled(x) else Kernel(recipe, (), 0).in_format(x)
+        residual, _ = chosen.prepare(state, stored, kernel, 0)
+        q = chosen.kernel(state, residual, kernel, 0)
+    else:
+        (q, _), _ = chosen.quantize(state, operand, x, (True, False))
+    codes = _codes(as_codes(q, chosen.format(operand)))
+    if chosen.axes[operand][0] != _AXES[operand]:
+        codes = Codes(*(jnp.swapaxes(part, -1, -2) for part in codes))
+    rows, columns = side.matrix[-2:] if operand == RHS else x.shape[-2:]
+    return Codes(*(part[..., :rows, :columns] for part in codes))
+
+
+def _with_amax(recipe: Recipe, operand: int, x: Any, state: State) -> State:
+    """The state; before the first amax with the scale of the tensor's own."""
+    if "amax_history" not in state:
+        return state
+    limit = scaling.of_recipe(recipe).format(operand).max
+    own = scale_of(amax(x), limit, margin=recipe.margin)
+    is_known = jnp.max(state["amax_history"], axis=-1) > 0
+    return {**state, "scale": jnp.where(is_known, state["scale"], own)}
+
+
+def _codes(q: ScaledArray) -> Codes:
+    format = formats.get(next(each for each in formats.ALL if each.dtype == q.data.dtype))
+    return Codes(q.dequantize(), jnp.abs(q.data.astype(jnp.float32)) == format.max)
+
+
+def measured(x: Float[Array, "..."], codes: Codes | None) -> Measures:
+    """The numbers of a float32 operand with these codes; None for the operand itself.
+
+    Counts are exact below 2**31 entries. Noise and signal are sums of float32 squares of `x / amax`, so no
+    square underflows. A tensor of zeros has no noise; NaN and infinities make noise NaN.
+    """
+    values, is_largest = (x, jnp.zeros((), bool)) if codes is None else codes
+    magnitude, is_zero = jnp.abs(values), values == 0
+    nonzero = x != 0
+    lost = jnp.sum(nonzero & is_zero, dtype=jnp.int32) / jnp.maximum(jnp.sum(nonzero, dtype=jnp.int32), 1)
+    clipped = jnp.sum(is_largest & (jnp.abs(x) > magnitude * _ROUNDING), dtype=jnp.int32) / max(x.size, 1)
+    unit = 1 / jnp.maximum(amax(x), np.finfo(np.float32).tiny)
+    noise, signal = (jnp.sum(jnp.square(part * unit)) for part in (x - values, x))
+    noise = jnp.where(signal == 0, 0.0, noise / jnp.where(signal == 0, 1.0, signal))
+    ends = jnp.stack([amax(values), jnp.min(jnp.where(is_zero, jnp.inf, magnitude), initial=jnp.inf)])
+    return Measures(
+        jnp.stack([lost, clipped, noise]).astype(jnp.float32), jnp.log2(ends) * jnp.array([1.0, -1.0])
+    )
+
+
+def channels(operand: int, x: Float[Array, "..."]) -> tuple[jax.Array, ...]:
+    """The amaxes of a matrix's columns; of its rows, too, for a kernel and its gradient."""
+    magnitude = jnp.abs(x)
+    kept = (-1,) if operand in (LHS, GRAD) else (-1, -2)
+    every = range(-x.ndim, 0)
+    return tuple(jnp.max(magnitude, axis=tuple(a for a in every if a != axis), initial=0) for axis in kept)

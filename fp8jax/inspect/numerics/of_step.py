@@ -1,0 +1,91 @@
+"""`step_statistics`: what the formats of an optimizer's state and of the weights take from one step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, PyTree
+
+from fp8jax.optim.state import is_adam_state
+from fp8jax.optim.step.codecs import decode
+from fp8jax.optim.storage import Storage
+from fp8jax.quantization import is_scaled, plain, value
+from fp8jax.rewrite import names_of
+from fp8jax.variables import params_of
+
+
+class StepRow(NamedTuple):
+    """Shares of one parameter's entries, float32, shape=(); NaN where there is no such entry or moment."""
+
+    lost: Float32[Array, ""]  # of the entries with an update: no stored bit of the weight changed
+    first_underflow: Float32[Array, ""]  # of the entries with a gradient: the first moment is zero
+    second_underflow: Float32[Array, ""]  # of the entries with a gradient: the second moment is zero
+
+
+def step_statistics(
+    grads: PyTree, before: tuple[PyTree, PyTree], after: tuple[PyTree, PyTree]
+) -> dict[str, StepRow]:
+    """Updates lost to rounding, and moments that underflow, in one step of an optimizer.
+
+        rows = fp8jax.inspect.numerics.step_statistics(grads, (params, opt_state), (new_params, new_state))
+
+    A gradient that is not zero makes both moments and the update nonzero, up to rounding; without a gradient
+    an update comes from a first moment that is not zero. The stored weight is the weight, and with it the
+    master weight and the byte of `rounding="kahan"`, where there are any. So a weight whose byte changed is
+    not lost. Moments are known for Adam's states of `fp8jax.optim`, and for one of these alone.
+
+    Args:
+        grads: the gradients, a tree like the parameters.
+        before: the parameters, or whole variables, and the optimizer's state before the step.
+        after: the same after the step.
+
+    Returns:
+        A row for each parameter, by its path. The function may be compiled.
+    """
+    flat, treedef = jax.tree.flatten_with_path(params_of(before[0]), is_leaf=is_scaled)
+    of_grads = treedef.flatten_up_to(params_of(grads))
+    old, new = (_leaves(treedef, params_of(params), state) for params, state in (before, after))
+    rows = {}
+    for (path, _), grad, was, now in zip(flat, of_grads, old, new, strict=True):
+        has_grad = jnp.asarray(value(plain(grad)), jnp.float32) != 0
+        is_zero = [None if moment is None else _codes(moment) == 0 for moment in (now.first, now.second)]
+        moves = has_grad if is_zero[0] is None else has_grad | ~is_zero[0]
+        rows["/".join(names_of(path))] = StepRow(
+            _share(was.weight == now.weight, moves),
+            *(jnp.float32(jnp.nan) if zero is None else _share(zero, has_grad) for zero in is_zero),
+        )
+    return rows
+
+
+class _Leaf(NamedTuple):
+    """What is stored of one parameter."""
+
+    weight: Any  # float32, with the remainder; of the master weight if there is one
+    first: Any
+    second: Any
+
+
+def _leaves(treedef: Any, params: PyTree, state: PyTree) -> list[_Leaf]:
+    weights = treedef.flatten_up_to(params)
+    adams = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
+    nones = [None] * len(weights)
+    firsts = seconds = masters = remainders = nones
+    if len(adams) == 1:
+        trees = (adams[0].adam.mu, adams[0].adam.nu, adams[0].master, adams[0].remainder)
+        firsts, seconds, masters, remainders = (
+            nones if tree is None else treedef.flatten_up_to(tree) for tree in trees
+        )
+    kept = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
+    values = map(decode, kept, remainders)
+    return list(map(_Leaf, values, firsts, seconds))
+
+
+def _codes(moment: Any) -> jax.Array:
+    """The codes of a moment, as floats; its value for a storage without one array of codes."""
+    scaled = moment.scaled if isinstance(moment, Storage) else moment
+    return scaled.data.astype(jnp.float32) if is_scaled(scaled) else jnp.asarray(moment, jnp.float32)
+
+
+def _share(of: jax.Array, among: jax.Array) -> jax.Array:
+    """The share of `of` among other entries; NaN without such entries."""
+    return jnp.sum(of & among, dtype=jnp.int32) / jnp.sum(among, dtype=jnp.int32)

@@ -1,0 +1,156 @@
+"""`Recorder`: a plug-in of a dot that adds zeros to the output, and records operands in the backward.
+
+The backward of the zeros sees the input, the kernel and the output gradient, and computes the weight
+gradient. The numbers leave as the cotangent of `slots`, an argument that nothing reads, as the next scaling
+state leaves an FP8 dot.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.dot.layout import Layout
+from fp8jax.inspect.numerics.measures import OPERANDS, WGRAD, channels, key_of, measured, quantized
+from fp8jax.quantization import value
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite.plan import DotState, PlannedDot
+from fp8jax.scaling import GRAD, LHS, RHS
+from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_cotangents
+
+
+class Records(NamedTuple):
+    """The numbers of a dot, with the axes of stacked layers in front."""
+
+    uses: Any  # shape=(), float32: how often the dot was computed
+    sums: Any  # shape=(operands, recipes, 3), float32, see `Measures`
+    maxes: Any  # shape=(operands, recipes, 2)
+    channels: Any  # for each operand the amaxes of its channels, see `measures.channels`
+
+    @classmethod
+    def slots(cls, planned: PlannedDot, recipes: int) -> "Records":
+        """Zeros for a dot, with the numbers as their cotangent."""
+        _, inputs, outputs = planned.dot.gemm
+        layers, count = planned.kernel.layers, (len(OPERANDS), recipes)
+        sizes = ((inputs,), (outputs, inputs), (outputs,), (outputs, inputs))
+        zeros = [tuple(jnp.zeros((*layers, size)) for size in each) for each in sizes]
+        maxes = to_cotangents((jnp.zeros((*layers, *count, 2)), zeros))
+        return cls(jnp.zeros(layers), jnp.zeros((*layers, *count, 3)), *maxes)
+
+    def numbers(self) -> "Records":
+        """The numbers, of slots that are cotangents."""
+        return self._replace(**from_cotangents({"maxes": self.maxes, "channels": self.channels}))
+
+
+class _Static(NamedTuple):
+    recipes: tuple[Recipe, ...]
+    own: int | None
+    layout: Layout
+    dtype: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("records", "seeds", "state", "inner"),
+    meta_fields=("recipes", "own"),
+)
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """A recorder of one dot; see `DotState.plugin`.
+
+    Attributes:
+        records: its slots.
+        seeds: for each recipe the first scaling state, {} for most.
+        recipes: the recipes to measure.
+        own: the index of the dot's own recipe among them; None for a dot in high precision.
+        state: the dot's scaling state.
+        inner: another plug-in of the dot.
+    """
+
+    records: Records
+    seeds: tuple[Any, ...]
+    recipes: tuple[Recipe, ...]
+    own: int | None
+    state: Any = None
+    inner: Any = None
+
+    @classmethod
+    def of(cls, planned: PlannedDot, recipes: Sequence[Recipe], own: int | None) -> "Recorder":
+        """The recorder of a dot."""
+        seeds = [planned.kernel._replace(recipe=recipe).first_state(planned.key) for recipe in recipes]
+        seeds = tuple({name: x for name, x in seed.items() if name == "key"} for seed in seeds)
+        return cls(Records.slots(planned, len(recipes)), seeds, tuple(recipes), own)
+
+    @property
+    def depth(self) -> int:
+        """The number of leading axes, of stacked layers."""
+        return self.records.uses.ndim
+
+    def around(self, state: DotState) -> DotState:
+        """The state of the dot, with this recorder."""
+        return state._replace(plugin=dataclasses.replace(self, state=state.scaling, inner=state.plugin))
+
+    def output(
+        self, lhs: jax.Array, kernel: Any, dimension_numbers: lax.DotDimensionNumbers, *, dtype: Any
+    ) -> jax.Array:
+        """Zeros, or what the inner plug-in adds."""
+        layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
+        records = broadcast_under_vmap(self.records, lhs, *jax.tree.leaves(kernel.value))
+        static = _Static(self.recipes, self.own, layout, jnp.dtype(dtype))
+        zeros: Any = _recorded(static, records, lhs, kernel.value, self.seeds, self.state)
+        if self.inner is None:
+            return zeros
+        return zeros + self.inner.output(lhs, kernel, dimension_numbers, dtype=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recorded(
+    static: _Static, records: Records, lhs: jax.Array, rhs: Any, seeds: Any, state: Any
+) -> jax.Array:
+    del records, lhs, rhs, seeds, state
+    return jnp.zeros(static.layout.out_shape, static.dtype)
+
+
+def _forward(static: _Static, records: Records, *operands: Any) -> tuple[jax.Array, Any]:
+    return _recorded(static, records, *operands), operands
+
+
+def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, seeds, state = operands
+    layout = static.layout
+    rows = layout.lhs.to_matrix(lhs)
+    grad = grad.reshape(*rows.shape[:-1], layout.rhs.matrix[-1])
+    plain = {LHS: rows, RHS: layout.rhs.to_matrix(value(rhs)), GRAD: grad}
+    plain = {operand: x.astype(jnp.float32) for operand, x in plain.items()}
+    plain[WGRAD] = jnp.einsum("...mk,...mn->...kn", plain[LHS], plain[GRAD], precision="highest")
+    as_given: dict[int, Any] = {LHS: rows, RHS: rhs, GRAD: grad, WGRAD: plain[WGRAD]}
+
+    def measures(operand: int, number: int) -> Any:
+        recipe, is_own = static.recipes[number], number == static.own
+        x = as_given[operand]
+        x = value(x) if operand == RHS and not is_own else x
+        own_state = state if is_own else seeds[number]
+        codes = quantized(recipe, operand, x, layout.rhs, own_state or None, is_stored=is_own)
+        return measured(plain[operand], codes)
+
+    found: dict[Any, Any] = {}
+    table = []
+    for operand in plain:
+        keys = [
+            (operand, number if number == static.own else key_of(recipe, operand))
+            for number, recipe in enumerate(static.recipes)
+        ]
+        for number, key in enumerate(keys):
+            found[key] = found[key] if key in found else measures(operand, number)
+        table.append([found[key] for key in keys])
+    sums, maxes = (jnp.stack([jnp.stack([m[i] for m in row]) for row in table]) for i in (0, 1))
+    of_channels = [channels(operand, x) for operand, x in plain.items()]
+    maxes, of_channels = to_cotangents((maxes, of_channels))
+    return Records(jnp.ones(()), sums, maxes, of_channels), None, None, None, None
+
+
+_recorded.defvjp(_forward, _backward)

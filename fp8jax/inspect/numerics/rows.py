@@ -1,0 +1,159 @@
+"""`Statistics`, the numbers of all layers as a pytree, and `Row`, one operand of a layer under one recipe."""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.inspect.numerics.measures import OPERANDS
+from fp8jax.inspect.numerics.recorder import Records
+from fp8jax.inspect.tables import align
+from fp8jax.recipe import Recipe
+
+# A channel is an outlier if its amax is so many times the median of the channels that are not zero.
+OUTLIER = 20.0
+
+
+class Row(NamedTuple):
+    """One operand of one layer, quantized by one recipe."""
+
+    layer: str  # the layer's path, as rules see it
+    at: tuple[int, ...]  # its number in the stack that a scan runs; () for other layers
+    operand: str  # "input", "kernel", "output gradient" or "weight gradient"
+    recipe: str
+    is_own: bool  # whether it is the recipe of this layer in the model that was measured
+    amax: float  # the largest magnitude before quantization; inf for NaN, too
+    underflow: float  # share of the nonzero values that become zero
+    saturation: float  # share of the values above the largest number that their scale holds
+    sqnr: float  # signal to quantization noise in dB; inf where nothing is rounded
+    range: float  # log2 of the largest by the smallest nonzero magnitude after quantization
+    outliers: int  # channels with an amax above `OUTLIER` times the median channel's
+    channels: int  # inputs for an input, outputs for an output gradient, both for a kernel and its gradient
+
+    @property
+    def name(self) -> str:
+        """The layer's path, with the index in a scan."""
+        return self.layer + "".join(f"[{number}]" for number in self.at)
+
+
+class MeasuredLayer(NamedTuple):
+    """What the numbers of a layer are of."""
+
+    layer: str
+    recipes: tuple[Recipe, ...]
+    own: int | None  # the index of the layer's own recipe; None for a layer in high precision
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("records",), meta_fields=("layers",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Statistics:
+    """What `fp8jax.statistics` measured. A pytree; `rows` and `str` read its arrays, outside of `jax.jit`.
+
+    Attributes:
+        records: for each layer its arrays.
+        layers: for each layer its path and recipes.
+    """
+
+    records: tuple[Records, ...]
+    layers: tuple[MeasuredLayer, ...]
+
+    def merged(self, other: "Statistics") -> "Statistics":
+        """The statistics of both batches: shares and noise are means over uses, other numbers maxima."""
+        if self.layers != other.layers:
+            raise ValueError("`other`: expected statistics of the same layers and recipes; got others.")
+        add = lambda a, b: jax.tree.map(jnp.add, a, b)  # noqa: E731
+        most = lambda a, b: jax.tree.map(jnp.maximum, a, b)  # noqa: E731
+        pairs = zip(self.records, other.records, strict=True)
+        return Statistics(tuple(Records(*map(_call, (add, add, most, most), *p)) for p in pairs), self.layers)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all layers that were used, operand by operand."""
+        return tuple(
+            row
+            for records, layer in zip(jax.device_get(self.records), self.layers, strict=True)
+            for index in np.ndindex(records.uses.shape)
+            if records.uses[index]
+            for row in _rows(layer, index, jax.tree.map(lambda x, at=index: x[at], records))
+        )
+
+    def __str__(self) -> str:
+        return table(self.rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows as JSON, for `load` and `fp8jax advise`."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump([row._asdict() for row in self.rows], file, indent=1)
+
+
+def _call(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def load(path: str | os.PathLike[str]) -> tuple[Row, ...]:
+    """The rows that `Statistics.save` wrote.
+
+    Raises:
+        ValueError: the file has no such rows.
+    """
+    with open(path, encoding="utf-8") as file:
+        try:
+            return tuple(Row(**{**row, "at": tuple(row["at"])}) for row in json.load(file))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as text; the model's own recipe has a star."""
+    head = (
+        "layer",
+        "operand",
+        "recipe",
+        "amax",
+        "underflow",
+        "saturated",
+        "SQNR dB",
+        "range bits",
+        "outliers",
+    )
+    cells = [
+        (
+            row.name,
+            row.operand,
+            row.recipe + "*" * row.is_own,
+            f"{row.amax:.3g}",
+            f"{100 * row.underflow:.2f}%",
+            f"{100 * row.saturation:.2f}%",
+            "-" if math.isinf(row.sqnr) else f"{row.sqnr:.1f}",
+            f"{row.range:.1f}",
+            f"{row.outliers} of {row.channels}",
+        )
+        for row in rows
+    ]
+    return align([head, *cells])
+
+
+def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Iterable[Row]:
+    for number, operand in enumerate(OPERANDS):
+        amaxes = records.channels[number]
+        amax = max((float(x.max(initial=0)) if not np.isnan(x).any() else math.inf) for x in amaxes)
+        outliers, count = sum(map(_outliers, amaxes)), sum(x.size for x in amaxes)
+        for at, recipe in enumerate(layer.recipes):
+            underflow, saturation, noise = (records.sums[number, at] / records.uses).tolist()
+            largest, smallest = records.maxes[number, at].tolist()
+            bits = largest + smallest if math.isfinite(largest + smallest) else 0.0
+            sqnr = math.inf if noise == 0 else -10 * math.log10(noise) if noise > 0 else math.nan
+            given = (layer.layer, tuple(map(int, index)), operand, str(recipe), at == layer.own)
+            yield Row(*given, amax, underflow, saturation, sqnr, bits, outliers, count)
+
+
+def _outliers(amaxes: Any) -> int:
+    nonzero = amaxes[amaxes > 0]
+    return int((amaxes > OUTLIER * np.median(nonzero)).sum()) if nonzero.size else 0

@@ -1,0 +1,270 @@
+"""`fp8jax.statistics` against float64 NumPy, what-if against transformed models, frameworks, optimizers."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.inspect import numerics
+from fp8jax.inspect.numerics.rows import OUTLIER
+
+RECIPES = ("te", "te,fp8_format=E4M3", "mxfp8", "O2")
+X = np.array(
+    jax.random.normal(jax.random.key(0), (96, 64)) * np.exp(np.linspace(-12, 0, 64))[None], np.float32
+)
+X[:, 5] *= 300
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32, use_bias=False, name="down")(nn.relu(nn.Dense(64, name="up")(x)))
+
+
+class OfNNX(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def mean_square(y):
+    return jnp.mean(jnp.square(y))
+
+
+@functools.cache
+def variables():
+    return Linen().init(jax.random.key(1), X)
+
+
+def loss_of(model):
+    return lambda variables, x: mean_square(model.apply(variables, x))
+
+
+plain_loss = loss_of(Linen())
+
+
+def rows_of(found):
+    return {(row.name, row.operand, row.recipe): row for row in found.rows}
+
+
+@functools.cache
+def plain_rows():
+    return rows_of(jax.jit(fp8jax.statistics(plain_loss, RECIPES))(variables(), X))
+
+
+def tensors():
+    """Input, kernel, output gradient and weight gradient of "up", from JAX alone."""
+    params = variables()["params"]
+
+    def loss(shift, params):
+        y = X @ params["up"]["kernel"] + params["up"]["bias"][None] + shift
+        return mean_square(nn.relu(y) @ params["down"]["kernel"])
+
+    of_shift, of_params = jax.grad(loss, argnums=(0, 1))(jnp.zeros((96, 64)), params)
+    found = (X, params["up"]["kernel"], of_shift, of_params["up"]["kernel"])
+    return dict(zip(numerics.OPERANDS, map(np.asarray, found), strict=True))
+
+
+E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
+
+
+def by_tensor(x, format):
+    """Quantized on one scale, in float64."""
+    dtype, limit = format
+    scale = np.abs(x).max() / limit
+    return (x / scale).astype(dtype).astype(np.float64) * scale
+
+
+def by_32(x, axis):
+    """MXFP8: a power of two, rounded up, for each 32 entries along an axis."""
+    x = np.moveaxis(x, axis, -1)
+    blocks = x.reshape(-1, 32)
+    exact = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / 448.0
+    scale = np.exp2(np.ceil(np.log2(exact)))
+    q = (blocks / scale).astype(E4M3[0]).astype(np.float64) * scale
+    return np.moveaxis(q.reshape(x.shape), -1, axis)
+
+
+def stored(x):
+    """An E4M3 weight gradient, on a power of two."""
+    scale = np.exp2(-np.floor(np.log2(448.0 / np.abs(x).max())))
+    return (x / scale).astype(E4M3[0]).astype(np.float64) * scale
+
+
+EXPECTED = {
+    ("te", "input"): lambda x: by_tensor(x, E4M3),
+    ("te", "kernel"): lambda x: by_tensor(x, E4M3),
+    ("te", "output gradient"): lambda x: by_tensor(x, E5M2),
+    ("te", "weight gradient"): lambda x: x,
+    ("te,fp8_format=E4M3", "output gradient"): lambda x: by_tensor(x, E4M3),
+    ("mxfp8", "input"): lambda x: by_32(x, 1),
+    ("mxfp8", "kernel"): lambda x: by_32(x, 0),
+    ("mxfp8", "output gradient"): lambda x: by_32(x, 1),
+    ("O2", "weight gradient"): stored,
+}
+
+
+@pytest.mark.parametrize(("recipe", "operand"), EXPECTED)
+def test_against_float64(recipe, operand):
+    x = tensors()[operand].astype(np.float64)
+    q, row = EXPECTED[recipe, operand](x), plain_rows()["up", operand, recipe]
+    nonzero, noise = x != 0, np.sum((x - q) ** 2)
+    assert row.amax == pytest.approx(np.abs(x).max(), rel=1e-5)
+    assert row.underflow == pytest.approx(np.mean(q[nonzero] == 0), abs=2e-3)
+    assert row.saturation == 0
+    assert row.sqnr == (pytest.approx(10 * np.log10(np.sum(x**2) / noise), abs=0.02) if noise else np.inf)
+    ends = np.abs(q[q != 0])
+    assert row.range == pytest.approx(np.log2(ends.max() / ends.min()), abs=0.6)  # of one rare smallest code
+    sides = [np.abs(x).max(0)] + [np.abs(x).max(1)] * (operand in ("kernel", "weight gradient"))
+    assert row.outliers == sum(np.sum(side > OUTLIER * np.median(side[side > 0])) for side in sides)
+
+
+def test_underflow_and_outliers_are_there():
+    """The numbers of the test above are not all zero."""
+    row = plain_rows()["up", "input", "te"]
+    assert row.underflow > 0.05 and row.outliers > 0
+    assert plain_rows()["up", "input", "mxfp8"].underflow < row.underflow / 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_if_is_the_statistic_of_a_transformed_model(recipe):
+    model = fp8jax.transform(Linen(), recipe)
+    loss = loss_of(model)
+    found = rows_of(jax.jit(fp8jax.statistics(loss, ["te"]))(model.init(jax.random.key(1), X), X))
+    for operand in ("input", "kernel"):
+        own, other = found["up", operand, recipe], plain_rows()["up", operand, recipe]
+        assert own.is_own and not other.is_own
+        stored_in_16_bits = recipe == "O2" and operand == "kernel"
+        assert own[5:] == pytest.approx(other[5:], rel=1e-3 if stored_in_16_bits else 1e-6)
+
+
+def test_saturation_of_the_models_own_state():
+    """A delayed scale of smaller inputs clips larger ones, in float64 as many."""
+    model = fp8jax.transform(Linen(), "te")
+    loss = loss_of(model)
+    _, _, after = jax.jit(fp8jax.value_and_grad(loss))(model.init(jax.random.key(1), X), X)
+    rows = rows_of(jax.jit(fp8jax.statistics(loss, ["te", "current"]))(after, 4 * X))
+    clipped = np.mean(4 * np.abs(X.astype(np.float64)) > np.abs(X).max())
+    assert clipped > 0
+    assert rows["up", "input", "te"].saturation == pytest.approx(clipped, rel=1e-5)
+    assert rows["up", "input", "te,scaling=current"].saturation == 0
+
+
+def test_stacked_layers_have_rows_of_their_own():
+    factors = jnp.array([1.0, 4.0, 1.0])[:, None, None]
+    kernels = jax.random.normal(jax.random.key(2), (3, 64, 64)) / 8 * factors
+
+    def loss(params, x):
+        def step(x, kernel):
+            return jnp.tanh(x @ kernel), None
+
+        return mean_square(jax.lax.scan(jax.checkpoint(step), x, params["stack"])[0])
+
+    rows = rows_of(jax.jit(fp8jax.statistics(loss, ["te"]))({"stack": kernels}, X))
+    amaxes = [rows[f"stack[{i}]", "kernel", "te"].amax for i in range(3)]
+    assert amaxes == pytest.approx(np.abs(kernels).max((1, 2)))
+
+
+def test_a_shared_layer_is_the_mean_of_its_uses():
+    kernel = jax.random.normal(jax.random.key(2), (64, 64))
+    parts = jnp.stack([X[:48], X[48:] ** 3])
+
+    def loss(params, parts):
+        def step(total, x):
+            return total + mean_square(x @ params["w"]), None
+
+        return jax.lax.scan(step, 0.0, parts)[0]
+
+    measure = jax.jit(fp8jax.statistics(loss, ["te"]))
+    both, *each = (
+        rows_of(measure({"w": kernel}, x))["w", "input", "te"] for x in (parts, parts[:1], parts[1:])
+    )
+    assert each[0].underflow != each[1].underflow
+    assert both.underflow == pytest.approx(np.mean([row.underflow for row in each]), rel=1e-5)
+    noise = np.mean([10 ** (-row.sqnr / 10) for row in each])
+    assert both.sqnr == pytest.approx(-10 * np.log10(noise), rel=1e-5)
+    assert both.amax == max(row.amax for row in each)
+
+
+@pytest.mark.parametrize("recipe", [None, "te"])
+def test_nnx_modules_stay_as_they_are(recipe):
+    model = OfNNX() if recipe is None else fp8jax.transform(OfNNX(), recipe, inputs=(X,))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    rows = rows_of(fp8jax.statistics(lambda model, x: mean_square(model(x)), ["te"])(model, X))
+    assert {name for name, *_ in rows} == {"up", "down"}
+    assert rows["up", "input", "te"].is_own == (recipe is not None)
+    assert rows["up", "input", "te"].underflow == pytest.approx(plain_rows()["up", "input", "te"].underflow)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+
+
+def test_training_steps_are_the_same_program():
+    """Statistics leave nothing behind: the next trace of a step is the one before."""
+    model = fp8jax.transform(Linen(), "te")
+    first = model.init(jax.random.key(1), X)
+
+    def text():
+        return jax.jit(fp8jax.value_and_grad(loss_of(model))).lower(first, X).as_text()
+
+    before = text()
+    assert fp8jax.statistics(loss_of(model), ["te"])(first, X).rows
+    assert text() == before
+
+
+def test_rules_and_errors():
+    rule = fp8jax.Rule("down")
+    found = fp8jax.statistics(plain_loss, ["te"], rules=[rule])(variables(), X)
+    assert {row.layer for row in found.rows} == {"up"}
+    with pytest.raises(ValueError, match="no layer"):
+        fp8jax.statistics(plain_loss, ["te"], rules=[fp8jax.Rule("other")])(variables(), X)
+    with pytest.raises(ValueError, match="`recipes`: expected at least one"):
+        fp8jax.statistics(plain_loss, [])
+    with pytest.raises(ValueError, match="got none"):
+        fp8jax.statistics(lambda params: jnp.sum(params["bias"]), ["te"])({"bias": jnp.ones(64)})
+
+
+def test_rows_as_json_and_merged(tmp_path):
+    found = fp8jax.statistics(plain_loss, ["te"])(variables(), X)
+    found.save(tmp_path / "rows.json")
+    assert numerics.load(tmp_path / "rows.json") == found.rows
+    merged = found.merged(fp8jax.statistics(plain_loss, ["te"])(variables(), 2 * X)).rows
+    assert merged[0].amax == pytest.approx(2 * found.rows[0].amax)
+    assert merged[0].underflow == pytest.approx(found.rows[0].underflow)
+    (tmp_path / "rows.json").write_text("[1]")
+    with pytest.raises(ValueError, match="expected rows of fp8jax.statistics"):
+        numerics.load(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(("recipe", "lost"), [("O2", True), ("fp8", False)])
+def test_updates_lost_to_rounding(recipe, lost):
+    """FP16 weights ignore steps below half of their last bit; the byte of `fp8` keeps them."""
+    params = {"w": fp8jax.quantize(jax.random.normal(jax.random.key(0), (64, 64)), "FP16", power_of_two=True)}
+    tx = fp8jax.optim.adamw(1e-6, recipe, weight_decay=0.0)
+    grads = {"w": jax.random.normal(jax.random.key(1), (64, 64)).at[0].set(0)}
+    state = tx.init(params)
+    updates, new = tx.update(grads, state, params)
+    after = fp8jax.apply_updates(params, updates)
+    row = numerics.step_statistics(grads, (params, state), (after, new))["w"]
+    changed = (np.asarray(params["w"]) != np.asarray(after["w"]))[1:].mean()
+    assert row.lost == pytest.approx(1 - changed, abs=1e-6) if lost else row.lost < 0.05 < 1 - changed
+    assert lost == (row.lost > 0.9)
+
+
+def test_moments_that_underflow():
+    """E4M3 holds 2**-10 of the largest moment as a code, and nothing below it."""
+    grads = {"w": jnp.array([[1.0, 1e-2, 1e-7, 0.0]] * 32)}
+    params = {"w": jnp.zeros((32, 4))}
+    tx = fp8jax.optim.adamw(1e-3, "O2")
+    updates, new = tx.update(grads, tx.init(params), params)
+    after = fp8jax.apply_updates(params, updates)
+    row = numerics.step_statistics(grads, (params, tx.init(params)), (after, new))["w"]
+    assert row.first_underflow == pytest.approx(1 / 3)
+    assert row.second_underflow == pytest.approx(1 / 3)
