@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fp8jax import checkpoints as checkpoints
     from fp8jax import inspect as inspect
     from fp8jax import train as train
+    from fp8jax.inspect.numerics import advise as advise
     from fp8jax.inspect.numerics import statistics as statistics
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ _ON_DEMAND = {
     "checkpoints": "fp8jax.checkpoints",
     "inspect": "fp8jax.inspect",
     "train": "fp8jax.train",
+    "advise": "fp8jax.inspect.numerics",
     "statistics": "fp8jax.inspect.numerics",
 }
 

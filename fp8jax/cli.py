@@ -2,6 +2,7 @@
 
 fp8jax chart              the precision chart, read back from compiled programs
 fp8jax doctor             what this machine multiplies in FP8, and whether a program does what its report says
+fp8jax advise             what to type for a GPU: recipe, ZeRO stage, batch, layers to keep out of FP8
 fp8jax estimate           time of a training step on a GPU that is not here, estimated
 fp8jax export             a run of `fp8jax.train` as a Hugging Face folder
 fp8jax plan               bytes on each device of a training step, compiled
@@ -150,6 +151,23 @@ def _parser() -> _Parser:
     estimate.add_argument("--json", action="store_true", help="print JSON")
     estimate.set_defaults(run=run_estimate)
 
+    advise = commands.add_parser("advise", help="what to type: recipe, ZeRO stage, layers to keep out of FP8")
+    advise.description = (
+        "A line to paste. With --model: the recipe, stage and batch that fit the GPUs, by steps that are "
+        "compiled and do not run, with twice the batch each time. With --statistics: the layers to keep out "
+        "of FP8. The target is by default an h100."
+    )
+    _add_model(advise)
+    advise.add_argument(
+        "--statistics",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="of fp8jax.statistics, by their method save; of several batches oldest first (default none)",
+    )
+    advise.add_argument("--recipe", help="(default by the GPU, or the one of the model in the statistics)")
+    advise.add_argument("--devices", type=_devices, default=1, metavar="N", help="GPUs (default 1)")
+
     export = commands.add_parser("export", help="a run of fp8jax.train as a Hugging Face folder")
     export.description = (
         "Writes the newest checkpoint of a Linen model's run as a Hugging Face folder for Transformers, vLLM "
@@ -167,10 +185,16 @@ def _parser() -> _Parser:
     export.add_argument("--format", default="fp8", help="a name of fp8jax.checkpoints.FORMATS (default fp8)")
     export.set_defaults(run=run_export)
 
-    for command, run in ((chart, run_chart), (doctor, run_doctor), (plan, run_plan)):
+    for command, run in (
+        (chart, run_chart),
+        (doctor, run_doctor),
+        (plan, run_plan),
+        (advise, run_advise),
+    ):
         command.add_argument("--target", help=_TARGET)
         command.add_argument("--json", action="store_true", help="print JSON, in bytes")
         command.set_defaults(run=run, default_of=command.get_default)
+    advise.set_defaults(model=None, target="h100")
 
     compiler = commands.add_parser("install-compiler", help="XLA's compiler for GPUs, which --target needs")
     compiler.description = (
@@ -186,8 +210,8 @@ def _add_model(command: argparse.ArgumentParser, default: str = "gpt") -> None:
     command.add_argument(
         "--model",
         default=default,
-        help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, gpt-13b, gpt-175b; a transformer's layer, its "
-        "mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); or "
+        help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, llama-8b, gpt-13b, gpt-175b; a transformer's layer, "
+        "its mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); or "
         "package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being one "
         f"device's (default {default})",
     )
@@ -210,7 +234,7 @@ def _subject(args: argparse.Namespace) -> Any:
     sizes = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     if ":" in args.model and sizes:
         raise ValueError(f"{_flags(sizes)} is of a gpt, and {args.model} has its own sizes; leave it out")
-    for recipe in args.recipe:
+    for recipe in args.recipe if isinstance(args.recipe, list) else ():
         Recipe.parse(recipe)
     return subject(args.model, dtype=args.dtype, remat=args.remat, **sizes)
 
@@ -268,9 +292,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Prints the plans."""
-    # XLA warns at length of programs larger than a GPU's memory, which the table shows. "1" is JAX's setting.
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    _silence_xla()
     _configure(is_cpu=True, devices=1 if args.target else max(args.devices))
     from fp8jax.comm import Zero
     from fp8jax.inspect import memory, subject, tables, targets
@@ -342,6 +364,44 @@ def run_estimate(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_advise(args: argparse.Namespace) -> int:
+    """Prints the advice."""
+    if args.model is None and not args.statistics:
+        raise ValueError("expected --model, --statistics or both; got neither")
+    if args.model is None:
+        _refuse(args, ("devices", *_MODEL), "{} is for --model; add that or leave it out")
+    _silence_xla()
+    _configure(is_cpu=True)
+    from fp8jax.inspect import memory, numerics
+    from fp8jax.inspect.memory import cache
+
+    found = numerics.Advice(args.recipe or numerics.recipe_for(args.target), (), ())
+    if args.statistics:
+        recipe = args.recipe or (found.recipe if args.model else None)
+        found = numerics.advise(list(map(numerics.load, args.statistics)), target=args.target, recipe=recipe)
+    if args.model:
+        checkpointing = "dots_fp8" if args.remat else "none"
+        args.remat, batch = False, args.batch
+
+        def of_batch(size: int) -> Any:
+            args.batch = batch if ":" in args.model else size
+            return _subject(args)
+
+        fit = memory.fit(
+            found.recipe,
+            of_batch,
+            target=args.target,
+            devices=args.devices,
+            checkpointing=checkpointing,
+            batch=1 if ":" in args.model else batch,
+            cache=cache.default_folder(),
+        )
+        found = found.planned(fit.plan.devices, fit.plan.stage, checkpointing, str(fit))
+    data = {**found._asdict(), "rules": [rule.path for rule in found.rules], "text": str(found)}
+    _print(args, data, lambda: str(found))
+    return 0
+
+
 def run_export(args: argparse.Namespace) -> int:
     """Writes the folder, and prints the report."""
     _configure(is_cpu=True)
@@ -379,6 +439,12 @@ def _shown(cases: Mapping[str, Any]) -> Iterator[Any]:
             yield case
     finally:
         write("")
+
+
+def _silence_xla() -> None:
+    """XLA warns at length of programs larger than a GPU's memory, which the figures show."""
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":  # JAX's setting
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
 def _configure(*, is_cpu: bool, devices: int = 1) -> None:

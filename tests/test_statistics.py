@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.inspect import numerics
-from fp8jax.inspect.numerics.rows import OUTLIER
+from fp8jax.inspect.numerics.rows import OUTLIER, WEAK
 
 RECIPES = ("te", "te,fp8_format=E4M3", "mxfp8", "O2")
 X = np.array(
@@ -100,6 +100,11 @@ def stored(x):
     return (x / scale).astype(E4M3[0]).astype(np.float64) * scale
 
 
+def weak_channels(x, q, axis):
+    noise, signal = (np.sum(part**2, axis) for part in (x - q, x))
+    return np.sum((signal > 0) & (noise > signal * 10 ** (-WEAK / 10)))
+
+
 EXPECTED = {
     ("te", "input"): lambda x: by_tensor(x, E4M3),
     ("te", "kernel"): lambda x: by_tensor(x, E4M3),
@@ -123,6 +128,8 @@ def test_against_float64(recipe, operand):
     assert row.saturation == 0
     assert row.sqnr == (pytest.approx(10 * np.log10(np.sum(x**2) / noise), abs=0.02) if noise else np.inf)
     ends = np.abs(q[q != 0])
+    weak = [weak_channels(x, q, axis) for axis in range(1 + (operand in ("kernel", "weight gradient")))]
+    assert row.weak == sum(weak)
     assert row.range == pytest.approx(np.log2(ends.max() / ends.min()), abs=0.6)  # of one rare smallest code
     sides = [np.abs(x).max(0)] + [np.abs(x).max(1)] * (operand in ("kernel", "weight gradient"))
     assert row.outliers == sum(np.sum(side > OUTLIER * np.median(side[side > 0])) for side in sides)
@@ -131,7 +138,7 @@ def test_against_float64(recipe, operand):
 def test_underflow_and_outliers_are_there():
     """The numbers of the test above are not all zero."""
     row = plain_rows()["up", "input", "te"]
-    assert row.underflow > 0.05 and row.outliers > 0
+    assert row.underflow > 0.05 and row.outliers > 0 and 0 < row.weak < 64
     assert plain_rows()["up", "input", "mxfp8"].underflow < row.underflow / 2
 
 

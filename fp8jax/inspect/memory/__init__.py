@@ -3,11 +3,14 @@
 | file | provides |
 |---|---|
 | `planner` | `plan`, `plan_step`, `plan_of`: bytes of a step on one device |
+| `fitting` | `fit`: the ZeRO stage and the batch that fit a GPU |
 | `cache` | figures of programs on disk |
 | `paper` | FP8-LM's table |
 | `advice` | dimensions that waste work |
 """
 
+from fp8jax.inspect.memory.fitting import Fit as Fit
+from fp8jax.inspect.memory.fitting import fit as fit
 from fp8jax.inspect.memory.planner import Plan as Plan
 from fp8jax.inspect.memory.planner import plan as plan
 from fp8jax.inspect.memory.planner import plan_of as plan_of

@@ -5,9 +5,13 @@
 | `of_loss` | `statistics`: one call around a loss |
 | `recorder`, `measures` | the plug-in of a dot that records, and what it measures |
 | `of_step` | `step_statistics`: updates lost to rounding, and moments that underflow |
+| `advice` | `advise`: the recipe, the layers to keep out of FP8, and why |
 | `rows` | `Statistics`, `Row`: the result, as a table and as JSON |
 """
 
+from fp8jax.inspect.numerics.advice import Advice as Advice
+from fp8jax.inspect.numerics.advice import advise as advise
+from fp8jax.inspect.numerics.advice import recipe_for as recipe_for
 from fp8jax.inspect.numerics.measures import OPERANDS as OPERANDS
 from fp8jax.inspect.numerics.of_loss import RECIPES as RECIPES
 from fp8jax.inspect.numerics.of_loss import statistics as statistics

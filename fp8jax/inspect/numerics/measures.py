@@ -33,6 +33,7 @@ _FIRST = tuple(
 )
 # float32 rounds amax / scale up to the largest code or above it: no value is clipped for that.
 _ROUNDING = np.float32(1 + 2**-20)
+_TINY = np.finfo(np.float32).tiny
 
 
 class Codes(NamedTuple):
@@ -46,6 +47,7 @@ class Measures(NamedTuple):
     """Numbers of an operand under a recipe; those of several uses of a layer are added or merged by max."""
 
     sums: Float32[Array, "3"]  # shares of underflow and saturation; noise / signal
+    noise: tuple[Array, ...]  # noise / signal of each channel, see `channels`
     maxes: Float32[Array, "2"]  # log2 of the largest magnitude, and of 1 / the smallest one but zero
 
 
@@ -122,29 +124,51 @@ def _codes(q: ScaledArray) -> Codes:
     return Codes(q.dequantize(), jnp.abs(q.data.astype(jnp.float32)) == format.max)
 
 
-def measured(x: Float[Array, "..."], codes: Codes | None) -> Measures:
+def measured(x: Float[Array, "..."], codes: Codes | None, amaxes: tuple[Array, ...]) -> Measures:
     """The numbers of a float32 operand with these codes; None for the operand itself.
 
-    Counts are exact below 2**31 entries. Noise and signal are sums of float32 squares of `x / amax`, so no
-    square underflows. A tensor of zeros has no noise; NaN and infinities make noise NaN.
+    Counts are exact below 2**31 entries. Noise and signal are sums of float32 squares, of a channel in units
+    of its amax, so no square underflows. A tensor of zeros has no noise; NaN and infinities make noise NaN.
+
+    Args:
+        x: the operand.
+        codes: its codes.
+        amaxes: its `channels`.
     """
     values, is_largest = (x, jnp.zeros((), bool)) if codes is None else codes
     magnitude, is_zero = jnp.abs(values), values == 0
     nonzero = x != 0
     lost = jnp.sum(nonzero & is_zero, dtype=jnp.int32) / jnp.maximum(jnp.sum(nonzero, dtype=jnp.int32), 1)
     clipped = jnp.sum(is_largest & (jnp.abs(x) > magnitude * _ROUNDING), dtype=jnp.int32) / max(x.size, 1)
-    unit = 1 / jnp.maximum(amax(x), np.finfo(np.float32).tiny)
-    noise, signal = (jnp.sum(jnp.square(part * unit)) for part in (x - values, x))
-    noise = jnp.where(signal == 0, 0.0, noise / jnp.where(signal == 0, 1.0, signal))
+    pairs = [
+        tuple(_squares(part, of_axis, axis) for part in (x - values, x))
+        for axis, of_axis in zip((-1, -2), amaxes, strict=False)
+    ]
+    weights = jnp.square(amaxes[0] / jnp.maximum(jnp.max(amaxes[0], initial=0), _TINY))
+    whole = _ratio(*(jnp.sum(squares * weights) for squares in pairs[0]))
     ends = jnp.stack([amax(values), jnp.min(jnp.where(is_zero, jnp.inf, magnitude), initial=jnp.inf)])
-    return Measures(
-        jnp.stack([lost, clipped, noise]).astype(jnp.float32), jnp.log2(ends) * jnp.array([1.0, -1.0])
-    )
+    sums = jnp.stack([lost, clipped, whole]).astype(jnp.float32)
+    return Measures(sums, tuple(_ratio(*pair) for pair in pairs), jnp.log2(ends) * jnp.array([1.0, -1.0]))
+
+
+def _squares(x: jax.Array, amaxes: jax.Array, axis: int) -> jax.Array:
+    """The sum of squares of each channel in units of its amax."""
+    units = 1 / jnp.maximum(amaxes, _TINY)
+    shape = [1] * x.ndim
+    shape[axis] = units.size
+    return jnp.sum(jnp.square(x * units.reshape(shape)), axis=_others(x, axis))
+
+
+def _ratio(noise: jax.Array, signal: jax.Array) -> jax.Array:
+    return jnp.where(signal == 0, 0.0, noise / jnp.where(signal == 0, 1.0, signal))
 
 
 def channels(operand: int, x: Float[Array, "..."]) -> tuple[jax.Array, ...]:
-    """The amaxes of a matrix's columns; of its rows, too, for a kernel and its gradient."""
-    magnitude = jnp.abs(x)
-    kept = (-1,) if operand in (LHS, GRAD) else (-1, -2)
-    every = range(-x.ndim, 0)
-    return tuple(jnp.max(magnitude, axis=tuple(a for a in every if a != axis), initial=0) for axis in kept)
+    """The amaxes of a matrix's columns; of its rows, too, for a kernel and its gradient. inf for NaN."""
+    magnitude = jnp.where(x == x, jnp.abs(x), jnp.inf)
+    axes = (-1,) if operand in (LHS, GRAD) else (-1, -2)
+    return tuple(jnp.max(magnitude, axis=_others(x, axis), initial=0) for axis in axes)
+
+
+def _others(x: jax.Array, axis: int) -> tuple[int, ...]:
+    return tuple(each for each in range(-x.ndim, 0) if each != axis)

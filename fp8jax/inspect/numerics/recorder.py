@@ -28,6 +28,7 @@ class Records(NamedTuple):
 
     uses: Any  # shape=(), float32: how often the dot was computed
     sums: Any  # shape=(operands, recipes, 3), float32, see `Measures`
+    noise: Any  # for each operand `Measures.noise`, shape=(recipes, channels)
     maxes: Any  # shape=(operands, recipes, 2)
     channels: Any  # for each operand the amaxes of its channels, see `measures.channels`
 
@@ -38,8 +39,9 @@ class Records(NamedTuple):
         layers, count = planned.kernel.layers, (len(OPERANDS), recipes)
         sizes = ((inputs,), (outputs, inputs), (outputs,), (outputs, inputs))
         zeros = [tuple(jnp.zeros((*layers, size)) for size in each) for each in sizes]
+        noise = [tuple(jnp.zeros((*layers, recipes, size)) for size in each) for each in sizes]
         maxes = to_cotangents((jnp.zeros((*layers, *count, 2)), zeros))
-        return cls(jnp.zeros(layers), jnp.zeros((*layers, *count, 3)), *maxes)
+        return cls(jnp.zeros(layers), jnp.zeros((*layers, *count, 3)), noise, *maxes)
 
     def numbers(self) -> "Records":
         """The numbers, of slots that are cotangents."""
@@ -127,6 +129,7 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
     plain = {LHS: rows, RHS: layout.rhs.to_matrix(value(rhs)), GRAD: grad}
     plain = {operand: x.astype(jnp.float32) for operand, x in plain.items()}
     plain[WGRAD] = jnp.einsum("...mk,...mn->...kn", plain[LHS], plain[GRAD], precision="highest")
+    of_channels = [channels(operand, x) for operand, x in plain.items()]
     as_given: dict[int, Any] = {LHS: rows, RHS: rhs, GRAD: grad, WGRAD: plain[WGRAD]}
 
     def measures(operand: int, number: int) -> Any:
@@ -135,7 +138,7 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
         x = value(x) if operand == RHS and not is_own else x
         own_state = state if is_own else seeds[number]
         codes = quantized(recipe, operand, x, layout.rhs, own_state or None, is_stored=is_own)
-        return measured(plain[operand], codes)
+        return measured(plain[operand], codes, of_channels[operand])
 
     found: dict[Any, Any] = {}
     table = []
@@ -147,10 +150,11 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
         for number, key in enumerate(keys):
             found[key] = found[key] if key in found else measures(operand, number)
         table.append([found[key] for key in keys])
-    sums, maxes = (jnp.stack([jnp.stack([m[i] for m in row]) for row in table]) for i in (0, 1))
-    of_channels = [channels(operand, x) for operand, x in plain.items()]
+    sums = jnp.stack([jnp.stack([each.sums for each in row]) for row in table])
+    maxes = jnp.stack([jnp.stack([each.maxes for each in row]) for row in table])
+    noise = [tuple(map(jnp.stack, zip(*(each.noise for each in row), strict=True))) for row in table]
     maxes, of_channels = to_cotangents((maxes, of_channels))
-    return Records(jnp.ones(()), sums, maxes, of_channels), None, None, None, None
+    return Records(jnp.ones(()), sums, noise, maxes, of_channels), None, None, None, None
 
 
 _recorded.defvjp(_forward, _backward)

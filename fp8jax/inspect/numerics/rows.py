@@ -19,6 +19,9 @@ from fp8jax.recipe import Recipe
 
 # A channel is an outlier if its amax is so many times the median of the channels that are not zero.
 OUTLIER = 20.0
+# A channel is weak under a recipe if its signal to noise is below so many dB. Gaussian numbers have 31 in
+# E4M3, 25 in E5M2 and 17 to 20 in NVFP4.
+WEAK = 10.0
 
 
 class Row(NamedTuple):
@@ -34,6 +37,7 @@ class Row(NamedTuple):
     saturation: float  # share of the values above the largest number that their scale holds
     sqnr: float  # signal to quantization noise in dB; inf where nothing is rounded
     range: float  # log2 of the largest by the smallest nonzero magnitude after quantization
+    weak: int  # channels with less signal to noise than `WEAK`, but not of zeros alone
     outliers: int  # channels with an amax above `OUTLIER` times the median channel's
     channels: int  # inputs for an input, outputs for an output gradient, both for a kernel and its gradient
 
@@ -71,7 +75,9 @@ class Statistics:
         add = lambda a, b: jax.tree.map(jnp.add, a, b)  # noqa: E731
         most = lambda a, b: jax.tree.map(jnp.maximum, a, b)  # noqa: E731
         pairs = zip(self.records, other.records, strict=True)
-        return Statistics(tuple(Records(*map(_call, (add, add, most, most), *p)) for p in pairs), self.layers)
+        return Statistics(
+            tuple(Records(*map(_call, (add, add, add, most, most), *p)) for p in pairs), self.layers
+        )
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -121,6 +127,7 @@ def table(rows: Iterable[Row]) -> str:
         "saturated",
         "SQNR dB",
         "range bits",
+        "weak",
         "outliers",
     )
     cells = [
@@ -133,6 +140,7 @@ def table(rows: Iterable[Row]) -> str:
             f"{100 * row.saturation:.2f}%",
             "-" if math.isinf(row.sqnr) else f"{row.sqnr:.1f}",
             f"{row.range:.1f}",
+            str(row.weak),
             f"{row.outliers} of {row.channels}",
         )
         for row in rows
@@ -143,7 +151,7 @@ def table(rows: Iterable[Row]) -> str:
 def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Iterable[Row]:
     for number, operand in enumerate(OPERANDS):
         amaxes = records.channels[number]
-        amax = max((float(x.max(initial=0)) if not np.isnan(x).any() else math.inf) for x in amaxes)
+        amax = max(float(x.max(initial=0)) for x in amaxes)
         outliers, count = sum(map(_outliers, amaxes)), sum(x.size for x in amaxes)
         for at, recipe in enumerate(layer.recipes):
             underflow, saturation, noise = (records.sums[number, at] / records.uses).tolist()
@@ -151,7 +159,9 @@ def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Ite
             bits = largest + smallest if math.isfinite(largest + smallest) else 0.0
             sqnr = math.inf if noise == 0 else -10 * math.log10(noise) if noise > 0 else math.nan
             given = (layer.layer, tuple(map(int, index)), operand, str(recipe), at == layer.own)
-            yield Row(*given, amax, underflow, saturation, sqnr, bits, outliers, count)
+            ratios = [x[at] / records.uses for x in records.noise[number]]
+            weak = int(sum((each > 10 ** (-WEAK / 10)).sum() for each in ratios))
+            yield Row(*given, amax, underflow, saturation, sqnr, bits, weak, outliers, count)
 
 
 def _outliers(amaxes: Any) -> int:

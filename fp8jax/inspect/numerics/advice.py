@@ -1,0 +1,229 @@
+"""`advise`: which recipe, which layers to keep out of FP8, and which scaling, with the figures behind it.
+
+    print(fp8jax.advise(found, target="h100"))
+
+A layer is bad under a recipe if one of its tensors is not finite, if a tenth of the channels of an operand
+have less than 10 dB of signal to quantization noise, or if a thousandth of an operand saturates. Underflow
+alone is no reason: numbers far below all others of their channel add nothing to a GEMM.
+"""
+
+import collections
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fp8jax import backends, scaling
+from fp8jax.inspect import targets
+from fp8jax.inspect.numerics.measures import OPERANDS, key_of
+from fp8jax.inspect.numerics.rows import WEAK, Row, Statistics
+from fp8jax.recipe import Recipe
+from fp8jax.rewrite import Rule
+
+# Shares of the channels, and of the entries, of an operand.
+WEAK_SHARE, SATURATED_SHARE = 0.1, 1e-3
+# The recipes that are compared, by their names; the first that a GPU multiplies is advised.
+COMPARED = {name: Recipe.parse(name) for name in ("mxfp8", "current", "block")}
+# So many times the largest amax before it, an amax is a jump: delayed scaling clips it.
+JUMP = 2.0
+
+
+class Advice(NamedTuple):
+    """What to type; `str` gives a line to paste, with each reason as a comment below it."""
+
+    recipe: str
+    rules: tuple[Rule, ...]
+    reasons: tuple[str, ...]
+    checkpointing: str = "none"  # `gradient_checkpointing` of `transform`
+    zero: tuple[int, int] | None = None  # devices and stage of ZeRO, where they were planned
+
+    def planned(self, devices: int, stage: int, checkpointing: str, figure: str) -> "Advice":
+        """The same advice with ZeRO's stage and `gradient_checkpointing`, for this figure."""
+        scale = scaling.of_recipe(Recipe.parse(self.recipe)).scales
+        loop = (
+            f'fp8jax.optim.adamw(3e-4, "{self.recipe}", zero=zero), fp8jax.value_and_grad(loss_fn, zero=zero)'
+        )
+        reasons = (figure, *([f"and in the loop: {loop}"] if devices > 1 else []), f"scales: {scale}")
+        return self._replace(
+            reasons=(*reasons, *self.reasons), zero=(devices, stage), checkpointing=checkpointing
+        )
+
+    def __str__(self) -> str:
+        options = [f'"{self.recipe}"']
+        if self.rules:
+            options.append(f"rules=[{', '.join(f'fp8jax.Rule({rule.path!r})' for rule in self.rules)}]")
+        if self.checkpointing != "none":
+            options.append(f'gradient_checkpointing="{self.checkpointing}"')
+        names, line = "model", f"fp8jax.transform(model, {', '.join(options)})"
+        if self.zero is not None and self.zero[0] > 1:
+            devices, stage = self.zero
+            names += ", zero"
+            line += f', fp8jax.comm.Zero(jax.make_mesh(({devices},), ("data",)), stage={stage})'
+        return "\n".join([f"{names} = {line}", *(f"# {reason}" for reason in self.reasons)])
+
+
+def recipe_for(target: str | targets.Target) -> str:
+    """The recipe with small states that a GPU multiplies: `mxfp8+fp8`, `fp8`, or `bf16` without FP8 GEMMs."""
+    device = targets.get(target).as_device
+    names = {"mxfp8+fp8": COMPARED["mxfp8"], "fp8": COMPARED["current"]}
+    return next((name for name, each in names.items() if _runs(each, device)), "bf16")
+
+
+def advise(
+    found: Statistics | Iterable[Row] | Iterable[Statistics] | Iterable[Iterable[Row]],
+    *,
+    target: str | targets.Target | None = None,
+    recipe: Recipe | str | None = None,
+) -> Advice:
+    """Advice from the statistics of a model.
+
+    Args:
+        found: statistics of one batch, or their rows; or a list of these for several batches of a run, oldest
+            first, which also says whether amaxes jump.
+        target: the GPU that is to train, see `fp8jax.inspect.targets`; None for this process's device.
+        recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
+            plain model `mxfp8` on GPUs that multiply it, otherwise `current`, or `block` if fewer layers are
+            bad with it. `te`, `O2` and `fp8` need rows of a recipe with the same casts, such as `O2`.
+
+    Returns:
+        The recipe, and a rule for each bad layer that keeps it in bfloat16. The reasons name the operand and
+        the figure.
+
+    Raises:
+        ValueError: `found` is empty or lacks the recipe, or the GPU does not multiply its operands.
+    """
+    given: list[Any] = [found] if isinstance(found, Statistics) else list(found)
+    given = [given] if given and isinstance(given[0], Row) else given
+    series = [list(each.rows if isinstance(each, Statistics) else each) for each in given]
+    rows = [row for each in series for row in each]
+    if not rows:
+        raise ValueError("`found`: expected statistics from `fp8jax.statistics` with rows; got none.")
+    device = None if target is None else targets.get(target).as_device
+    others = {name: each for name, each in COMPARED.items() if _runs(each, device) and _under(rows, each)}
+    name, chosen = _chosen(rows, recipe, others)
+    backends.choose("auto", scaling.of_recipe(chosen).granularity, device=device)
+    bad = _bad_layers(_under(rows, chosen))
+    reasons = [f"{layer}: {why} with {name}" for layer, why in bad.items()] or [_no_bad(_under(rows, chosen))]
+    reasons += [
+        f"what if {other}: {len(_bad_layers(_under(rows, each)))} of {len({row.layer for row in rows})} "
+        f"layers are bad, {name} has {len(bad)}"
+        for other, each in others.items()
+        if each != chosen
+    ]
+    if chosen.scaling in ("delayed", "current"):
+        reasons += _jumps([_under(each, chosen) for each in series], set(bad))
+    rules = dict.fromkeys(Rule(layer.partition("#")[0]) for layer in bad)
+    return Advice(name, tuple(rules), tuple(reasons))
+
+
+def _runs(recipe: Recipe, device: backends.Device | None) -> bool:
+    """Whether a device multiplies the operands; a CPU emulates all, and is taken for a GPU without MXFP8."""
+    is_cpu = (device or backends.Device.here()).platform == "cpu"
+    granularity = scaling.of_recipe(recipe).granularity
+    return not (is_cpu and recipe.scaling == "mxfp8") and not backends.why_not(
+        "auto", granularity, device=device
+    )
+
+
+def _chosen(rows: list[Row], recipe: Recipe | str | None, others: dict[str, Recipe]) -> tuple[str, Recipe]:
+    """The recipe to advise layers for, and its name."""
+    own = collections.Counter(
+        row.recipe for row in rows if row.is_own and Recipe.parse(row.recipe).is_quantized
+    )
+    given = recipe or next((name for name, _ in own.most_common(1)), None)
+    if given is not None:
+        chosen = Recipe.parse(given)
+        names = {each: name for name, each in COMPARED.items()}
+        if not chosen.is_quantized or not _under(rows, chosen):
+            raise ValueError(
+                f"`recipe`: expected one in FP8 that `found` has measured, one of "
+                f"{', '.join(dict.fromkeys(row.recipe for row in rows))}; got {chosen}."
+            )
+        return names.get(chosen, str(chosen)), chosen
+    if not others:
+        raise ValueError(
+            f"`found`: expected rows of {', '.join(COMPARED)}, whichever the GPU multiplies; got rows of "
+            f"{', '.join(dict.fromkeys(row.recipe for row in rows))}. Measure these `recipes`, or name one."
+        )
+    return min(others.items(), key=lambda pair: len(_bad_layers(_under(rows, pair[1]))))
+
+
+def _under(rows: Iterable[Row], recipe: Recipe) -> list[Row]:
+    """The rows of a recipe, or of recipes that quantize this operand alike; the model's own rows only for the
+    same recipe, since they have its state."""
+
+    def fits(row: Row) -> bool:
+        measured, operand = Recipe.parse(row.recipe), OPERANDS.index(row.operand)
+        if row.is_own and row.layer not in plain:
+            return measured == recipe
+        return measured.is_quantized and key_of(measured, operand) == key_of(recipe, operand)
+
+    # Layers that a rule keeps out of FP8: the recipe of the others has rows as another recipe there.
+    plain = {row.layer for row in rows if row.is_own and not Recipe.parse(row.recipe).is_quantized}
+    return [row for row in rows if row.layer not in plain and fits(row)]
+
+
+def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
+    """The bad layers, each with its worst figure."""
+    worst: dict[str, tuple[float, str]] = {}
+    for row in rows:
+        for badness, why in _faults(row):
+            if badness > worst.get(row.layer, (0.0, ""))[0]:
+                place = "".join(f"[{number}]" for number in row.at)
+                worst[row.layer] = (badness, f"{row.operand}{place}: {why}")
+    return {layer: why for layer, (_, why) in worst.items()}
+
+
+def _faults(row: Row) -> Iterable[tuple[float, str]]:
+    """How bad the operand of a row is, and why; nothing for a healthy one."""
+    if not math.isfinite(row.amax):
+        yield math.inf, "it has NaN or infinities"
+    elif row.weak >= WEAK_SHARE * row.channels:
+        outliers = f", {row.outliers} outlier channels" if row.outliers else ""
+        yield (
+            row.weak / row.channels,
+            f"{row.weak} of {row.channels} channels below {WEAK:.0f} dB, {100 * row.underflow:.1f}% "
+            f"underflow, amax {row.amax:.3g}{outliers}",
+        )
+    # NVFP4's scales of blocks are rounded, so that the largest entries of some blocks saturate.
+    if row.saturation >= SATURATED_SHARE and Recipe.parse(row.recipe).gemm != "FP4":
+        yield row.saturation, f"{100 * row.saturation:.2f}% saturate"
+
+
+def _no_bad(rows: list[Row]) -> str:
+    """The figure of the worst layer, where none is bad."""
+    worst = max(rows, key=lambda row: row.weak / max(row.channels, 1))
+    return (
+        f"no layer of {len({row.layer for row in rows})} is bad: at most {worst.weak} of {worst.channels} "
+        f"channels are below {WEAK:.0f} dB ({worst.name}, {worst.operand})"
+    )
+
+
+def _jumps(series: list[list[Row]], bad: set[str]) -> list[str]:
+    """What batches of a run say about delayed scaling."""
+    amaxes: dict[tuple[str, str], list[float]] = {}
+    for rows in series if len(series) > 1 else ():
+        for row in rows:
+            if row.layer not in bad and row.operand != "weight gradient":
+                amaxes.setdefault((row.name, row.operand), []).append(row.amax)
+    jumps = [
+        (seen[i] / max(seen[:i]), *key)
+        for key, seen in amaxes.items()
+        for i in range(1, len(seen))
+        if max(seen[:i])
+    ]
+    if not jumps:
+        return []
+    jump, name, operand = max(jumps)
+    figure = f"an amax is at most {jump:.2f} times the largest before it ({name}, {operand})"
+    if jump > JUMP:
+        return [f"scaling=current: {figure}, which delayed scaling clips"]
+    return [f"scaling=delayed is as good: {figure}; so is amax_history_len={_window(amaxes.values())}"]
+
+
+def _window(amaxes: Iterable[list[float]]) -> int:
+    """The shortest history, of 1, 16 or 1024 batches, that no amax exceeds `JUMP` times."""
+    for length in (1, 16):
+        parts = [(x[i], max(x[max(i - length, 0) : i])) for x in amaxes for i in range(1, len(x))]
+        if all(new <= JUMP * old for new, old in parts):
+            return length
+    return 1024

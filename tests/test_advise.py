@@ -1,0 +1,258 @@
+"""`fp8jax.advise` and its command: planted bad layers are named, and following the advice helps."""
+
+import functools
+import json
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import runs
+
+import fp8jax
+from fp8jax import cli
+from fp8jax.inspect import memory, numerics, subject
+from fp8jax.inspect.memory import fitting
+
+WIDTH = 32
+OUTLIERS = jnp.array([3, 17])
+DEFECTS = ("outliers", "tiny")
+
+
+class Model(nn.Module):
+    """Two channels of the layer "second" are 1e6 times the others, or most outputs of "head2" count 1e-11."""
+
+    defect: str | None
+
+    @nn.compact
+    def __call__(self, x):
+        scale = jnp.ones((1, WIDTH)).at[:, OUTLIERS].set(1e6 if self.defect == "outliers" else 1.0)
+        x = nn.gelu(nn.Dense(WIDTH, name="first")(x))
+        x = nn.gelu(nn.Dense(WIDTH, name="second")(x * scale))
+        return nn.Dense(WIDTH, name="head2")(nn.gelu(nn.Dense(WIDTH, name="third")(x)))
+
+
+BAD = {"outliers": "second", "tiny": "head2"}
+
+
+def data(seed):
+    of_x, of_w = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(of_x, (256, WIDTH))
+    return x, jnp.tanh(x @ jax.random.normal(of_w, (WIDTH, WIDTH)) / WIDTH**0.5)
+
+
+def loss_of(model, defect):
+    factors = jnp.ones((1, WIDTH)).at[:, 4:].set(1e-11 if defect == "tiny" else 1.0)
+    return lambda variables, x, y: jnp.mean(jnp.square(model.apply(variables, x) - y) * factors)
+
+
+def first_of(model, defect, seed, x):
+    """Variables; outlier channels have no weights behind them."""
+    variables = model.init(jax.random.key(seed), x)
+    return masked(variables, defect)
+
+
+def masked(variables, defect):
+    if defect != "outliers":
+        return variables
+    params = dict(variables["params"])
+    params["second"] = {**params["second"], "kernel": params["second"]["kernel"].at[OUTLIERS].set(0)}
+    return {**variables, "params": params}
+
+
+@functools.cache
+def measure(defect):
+    return jax.jit(fp8jax.statistics(loss_of(Model(defect), defect), ["current"]))
+
+
+def found(defect, seed):
+    x, y = data(seed)
+    return measure(defect)(first_of(Model(defect), defect, seed, x), x, y)
+
+
+def trained(model, defect, seed, steps=150):
+    """The unweighted loss after training by Adam, which makes up for tiny gradients."""
+    (x, y), tx = data(seed), optax.adam(3e-3, eps=1e-16)
+    variables = first_of(model, defect, seed, x)
+
+    def step(carry, _):
+        variables, state = carry
+        _, grads, variables = fp8jax.value_and_grad(loss_of(model, defect))(variables, x, y)
+        updates, state = tx.update(grads, state, variables["params"])
+        return (masked(fp8jax.apply_updates(variables, updates), defect), state), None
+
+    train = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=steps)[0])
+    variables, _ = train((variables, tx.init(variables["params"])))
+    return float(jnp.mean(jnp.square(model.apply(variables, x) - y)))
+
+
+@pytest.mark.parametrize("defect", [*DEFECTS, None])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_planted_layers_are_named(defect, seed):
+    advice = fp8jax.advise(found(defect, seed), target="h100", recipe="current")
+    assert advice.rules == (() if defect is None else (fp8jax.Rule(BAD[defect]),))
+    assert "dB" in advice.reasons[0] and ("no layer" in advice.reasons[0]) == (defect is None)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_following_the_advice_closes_the_gap(defect):
+    advice = fp8jax.advise(found(defect, 0), target="h100", recipe="current")
+    plain, fp8, advised = (
+        trained(model, defect, 0)
+        for model in (
+            Model(defect),
+            fp8jax.transform(Model(defect), advice.recipe),
+            fp8jax.transform(Model(defect), advice.recipe, rules=advice.rules),
+        )
+    )
+    assert fp8 > 1.5 * plain
+    assert advised - plain < (fp8 - plain) / 5
+
+
+def test_a_transformed_models_own_recipe_and_rules():
+    """A layer that a rule already keeps out of FP8 is not advised again."""
+    x, y = data(0)
+
+    def advice(rules):
+        model = fp8jax.transform(Model("outliers"), "te", rules=rules)
+        measured = fp8jax.statistics(loss_of(model, "outliers"), ["te"])
+        return fp8jax.advise(measured(first_of(model, "outliers", 0, x), x, y), target="h100")
+
+    bad = advice(())
+    assert (bad.recipe, bad.rules) == ("te", (fp8jax.Rule("second"),))
+    assert advice(bad.rules).rules == ()
+
+
+def test_text_runs():
+    advice = fp8jax.advise(found("tiny", 0).rows, target="h100", recipe="current")
+    scope = {"model": Model("tiny"), "fp8jax": fp8jax}
+    exec(str(advice), scope)
+    report = scope["model"].report(data(0)[0])
+    assert [row.path for row in report.rows if not row.fp8] == ["head2"]
+
+
+def row(**changes):
+    given = ("fc", (), "input", "te,scaling=current", False, 1.0, 0.0, 0.0, 31.0, 15.0, 0, 0, 64)
+    return numerics.Row(*given)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"amax": math.inf}, "NaN or infinities"),
+        ({"saturation": 0.01}, "1.00% saturate"),
+        ({"weak": 7, "outliers": 2, "underflow": 0.5}, "7 of 64 channels below 10 dB, 50.0% underflow"),
+        ({"weak": 6, "underflow": 0.5, "outliers": 9}, None),
+    ],
+)
+def test_faults(changes, text):
+    advice = fp8jax.advise([row(**changes), row(layer="other")], target="h100")
+    assert [rule.path for rule in advice.rules] == (["fc"] if text else [])
+    assert text is None or text in advice.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "text"),
+    [
+        ([1, 1.5, 1.4], "amax_history_len=1"),
+        ([4, 1, 3.9], "amax_history_len=16"),
+        ([1, 1, 8], "scaling=current: an amax is at most 8.00 times"),
+    ],
+)
+def test_amaxes_of_a_run(amaxes, text):
+    series = [[row(amax=amax)] for amax in amaxes]
+    assert fp8jax.advise(series, target="h100").reasons[-1].endswith(text) or text.startswith("scaling")
+    assert text in fp8jax.advise(series, target="h100").reasons[-1]
+    assert not any("scaling=" in reason for reason in fp8jax.advise(series[:1], target="h100").reasons)
+
+
+def test_recipe_by_gpu():
+    rows = [row(recipe=str(fp8jax.Recipe.parse(name))) for name in ("current", "mxfp8", "block")]
+    chosen = [fp8jax.advise(rows, target=target).recipe for target in ("h100", "b200", "l40s")]
+    assert chosen == ["current", "mxfp8", "current"]
+    bad = [each._replace(weak=64) if "current" in each.recipe else each for each in rows]
+    advice = fp8jax.advise(bad, target="h100")
+    assert advice.recipe == "block"
+    assert "what if current: 1 of 1 layers are bad, block has 0" in advice.reasons
+    assert [numerics.recipe_for(name) for name in ("h100", "b200")] == ["fp8", "mxfp8+fp8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([],), "`found`: expected statistics"),
+        (([row(recipe="nvfp4")],), "`found`: expected rows of mxfp8, current, block"),
+        (([row()], "O2,fp8_format=E4M3,margin=1"), "`recipe`: expected one in FP8"),
+        (([row()], "bf16"), "`recipe`: expected one in FP8"),
+    ],
+)
+def test_errors(arguments, text):
+    found, *recipe = arguments
+    with pytest.raises(ValueError, match=text):
+        fp8jax.advise(found, target="h100", recipe=recipe[0] if recipe else None)
+
+
+def planned_of(base, each):
+    """A plan in place of the compiled one: its peak grows with the batch."""
+
+    def plan(model, recipe, tokens, *, devices, stage, **_):
+        total = base // stage if stage else base
+        return memory.Plan(str(recipe), stage, devices, total, 0, 0, 0, each * tokens.shape[0], 0)
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("base", "each", "devices", "stage", "batch"),
+    [(20, 4, 8, 2, 16), (20, 60, 8, 2, 1), (180, 10, 8, 3, 1), (20, 0.1, 1, 0, 64)],
+)
+def test_stage_and_batch_that_fit(base, each, devices, stage, batch, monkeypatch, capsys):
+    """At most 90% of the 85 GB of an H100; `base` GB are divided by the stage."""
+    monkeypatch.setattr(fitting, "plan", planned_of(int(base * 1e9), int(each * 1e9)))
+    sizes = ["--layers=1", "--width=64", "--heads=1", "--context=32"]
+    assert cli.main(["advise", "--model=gpt", *sizes, f"--devices={devices}", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert f"batch {batch} on each of {devices}, ZeRO stage {stage}" in printed["reasons"][0]
+    line = printed["text"].splitlines()[0]
+    assert 'transform(model, "fp8", gradient_checkpointing="dots_fp8")' in line
+    assert (f"stage={stage})" in line) == (devices > 1)
+
+
+def test_nothing_fits(monkeypatch, capsys):
+    monkeypatch.setattr(fitting, "plan", planned_of(10**12, 1))
+    assert cli.main(["advise", "--model=gpt", "--layers=1", "--devices=8"]) == 2
+    assert "Take more devices" in capsys.readouterr().err
+
+
+def test_command_with_statistics(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    found("tiny", 0).save(path)
+    assert cli.main(["advise", "--statistics", str(path), "--recipe", "current"]) == 0
+    line, reason, *_ = capsys.readouterr().out.splitlines()
+    assert line == "model = fp8jax.transform(model, \"current\", rules=[fp8jax.Rule('head2')])"
+    assert reason.startswith("# head2: output gradient: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "expected --model, --statistics or both"),
+        (["--statistics", "f", "--layers=2"], "--layers is for --model"),
+        (["--statistics", "no.json"], "no.json"),
+        (["--model", "gpt", "--target", "tpu"], "`target`: expected one of"),
+    ],
+)
+def test_command_errors(options, text, capsys):
+    assert runs.status_of(["advise", *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_llama_has_its_parameters():
+    """8.03 billion, as the paper says."""
+    of = subject.subject("llama-8b")
+    model = subject.transformed(of.model, "bf16")
+    _, variables = subject.loss_of(model, of.inputs, of.loss)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
+    assert count == pytest.approx(8.03e9, rel=2e-3)
