@@ -184,6 +184,7 @@ def test_recipe_by_gpu():
     [
         (([],), "`found`: expected statistics"),
         (([row(recipe="nvfp4")],), "`found`: expected rows of mxfp8, current, block"),
+        (([row(recipe="nvfp4"), row(operand="weight gradient")],), "`found`: expected rows of mxfp8"),
         (([row()], "O2,fp8_format=E4M3,margin=1"), "`recipe`: expected one in FP8"),
         (([row()], "bf16"), "`recipe`: expected one in FP8"),
     ],

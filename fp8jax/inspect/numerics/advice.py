@@ -18,6 +18,7 @@ from fp8jax.inspect.numerics.measures import OPERANDS, key_of
 from fp8jax.inspect.numerics.rows import WEAK, Row, Statistics
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
+from fp8jax.scaling import LHS
 
 # Shares of the channels, and of the entries, of an operand.
 WEAK_SHARE, SATURATED_SHARE = 0.1, 1e-3
@@ -38,11 +39,13 @@ class Advice(NamedTuple):
 
     def planned(self, devices: int, stage: int, checkpointing: str, figure: str) -> "Advice":
         """The same advice with ZeRO's stage and `gradient_checkpointing`, for this figure."""
-        scale = scaling.of_recipe(Recipe.parse(self.recipe)).scales
+        recipe = Recipe.parse(self.recipe)
+        window = f", amax_history_len={recipe.amax_history_len}" if recipe.scaling == "delayed" else ""
+        scale = f"scaling={recipe.scaling}{window}" if recipe.is_quantized else f"gemm={recipe.gemm}"
         loop = (
             f'fp8jax.optim.adamw(3e-4, "{self.recipe}", zero=zero), fp8jax.value_and_grad(loss_fn, zero=zero)'
         )
-        reasons = (figure, *([f"and in the loop: {loop}"] if devices > 1 else []), f"scales: {scale}")
+        reasons = (figure, *([f"and in the loop: {loop}"] if devices > 1 else []), f"it has {scale}")
         return self._replace(
             reasons=(*reasons, *self.reasons), zero=(devices, stage), checkpointing=checkpointing
         )
@@ -148,8 +151,8 @@ def _chosen(rows: list[Row], recipe: Recipe | str | None, others: dict[str, Reci
 
 
 def _under(rows: Iterable[Row], recipe: Recipe) -> list[Row]:
-    """The rows of a recipe, or of recipes that quantize this operand alike; the model's own rows only for the
-    same recipe, since they have its state."""
+    """The rows of a recipe, or of recipes that quantize this operand alike; [] for a recipe that was not
+    measured. The model's own rows, which have its state, are of the same recipe only."""
 
     def fits(row: Row) -> bool:
         measured, operand = Recipe.parse(row.recipe), OPERANDS.index(row.operand)
@@ -159,7 +162,9 @@ def _under(rows: Iterable[Row], recipe: Recipe) -> list[Row]:
 
     # Layers that a rule keeps out of FP8: the recipe of the others has rows as another recipe there.
     plain = {row.layer for row in rows if row.is_own and not Recipe.parse(row.recipe).is_quantized}
-    return [row for row in rows if row.layer not in plain and fits(row)]
+    found = [row for row in rows if row.layer not in plain and fits(row)]
+    # All recipes without FP8 weight gradients have the same rows of these.
+    return found if any(row.operand == OPERANDS[LHS] for row in found) else []
 
 
 def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
@@ -178,7 +183,7 @@ def _faults(row: Row) -> Iterable[tuple[float, str]]:
     if not math.isfinite(row.amax):
         yield math.inf, "it has NaN or infinities"
     elif row.weak >= WEAK_SHARE * row.channels:
-        outliers = f", {row.outliers} outlier channels" if row.outliers else ""
+        outliers = f", outlier channels: {row.outliers}" if row.outliers else ""
         yield (
             row.weak / row.channels,
             f"{row.weak} of {row.channels} channels below {WEAK:.0f} dB, {100 * row.underflow:.1f}% "
