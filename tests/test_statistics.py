@@ -205,8 +205,14 @@ def test_a_shared_layer_is_the_mean_of_its_uses():
 @pytest.mark.parametrize("recipe", [None, "te"])
 def test_nnx_modules_stay_as_they_are(recipe):
     model = OfNNX() if recipe is None else fp8jax.transform(OfNNX(), recipe, inputs=(X,))
+    model.calls = nnx.Variable(jnp.zeros(()))
     before = jax.tree.map(jnp.copy, nnx.state(model))
-    rows = rows_of(fp8jax.statistics(lambda model, x: mean_square(model(x)), ["te"])(model, X))
+
+    def loss(model, x):
+        model.calls.set_value(model.calls.get_value() + 1)
+        return mean_square(model(x))
+
+    rows = rows_of(fp8jax.statistics(loss, ["te"])(model, X))
     assert {name for name, *_ in rows} == {"up", "down"}
     assert rows["up", "input", "te"].is_own == (recipe is not None)
     assert rows["up", "input", "te"].underflow == pytest.approx(plain_rows()["up", "input", "te"].underflow)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from fp8jax import formats, scaling
@@ -135,20 +136,28 @@ def measured(x: Float[Array, "..."], codes: Codes | None, amaxes: tuple[Array, .
         codes: its codes.
         amaxes: its `channels`.
     """
-    values, is_largest = (x, jnp.zeros((), bool)) if codes is None else codes
-    magnitude, is_zero = jnp.abs(values), values == 0
-    nonzero = x != 0
-    lost = jnp.sum(nonzero & is_zero, dtype=jnp.int32) / jnp.maximum(jnp.sum(nonzero, dtype=jnp.int32), 1)
-    clipped = jnp.sum(is_largest & (jnp.abs(x) > magnitude * _ROUNDING), dtype=jnp.int32) / max(x.size, 1)
+    if codes is None:
+        return Measures(jnp.zeros(3), tuple(map(jnp.zeros_like, amaxes)), _ends(x))
+    values, is_largest = lax.optimization_barrier(codes)  # otherwise each sum casts the operand again
+    nonzero, count = x != 0, jnp.maximum(jnp.sum(x != 0, dtype=jnp.int32), 1)
+    lost = jnp.sum(nonzero & (values == 0), dtype=jnp.int32) / count
+    is_clipped = is_largest & (jnp.abs(x) > jnp.abs(values) * _ROUNDING)
+    clipped = jnp.sum(is_clipped, dtype=jnp.int32) / max(x.size, 1)
     pairs = [
         tuple(_squares(part, of_axis, axis) for part in (x - values, x))
         for axis, of_axis in zip((-1, -2), amaxes, strict=False)
     ]
     weights = jnp.square(amaxes[0] / jnp.maximum(jnp.max(amaxes[0], initial=0), _TINY))
     whole = _ratio(*(jnp.sum(squares * weights) for squares in pairs[0]))
-    ends = jnp.stack([amax(values), jnp.min(jnp.where(is_zero, jnp.inf, magnitude), initial=jnp.inf)])
     sums = jnp.stack([lost, clipped, whole]).astype(jnp.float32)
-    return Measures(sums, tuple(_ratio(*pair) for pair in pairs), jnp.log2(ends) * jnp.array([1.0, -1.0]))
+    return Measures(sums, tuple(_ratio(*pair) for pair in pairs), _ends(values))
+
+
+def _ends(values: jax.Array) -> jax.Array:
+    """`Measures.maxes`."""
+    magnitude = jnp.abs(values)
+    smallest = jnp.min(jnp.where(values == 0, jnp.inf, magnitude), initial=jnp.inf)
+    return jnp.log2(jnp.stack([amax(values), smallest])) * jnp.array([1.0, -1.0])
 
 
 def _squares(x: jax.Array, amaxes: jax.Array, axis: int) -> jax.Array:

@@ -128,6 +128,7 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
     grad = grad.reshape(*rows.shape[:-1], layout.rhs.matrix[-1])
     plain = {LHS: rows, RHS: layout.rhs.to_matrix(value(rhs)), GRAD: grad}
     plain = {operand: x.astype(jnp.float32) for operand, x in plain.items()}
+    plain = lax.optimization_barrier(plain)
     plain[WGRAD] = jnp.einsum("...mk,...mn->...kn", plain[LHS], plain[GRAD], precision="highest")
     of_channels = [channels(operand, x) for operand, x in plain.items()]
     as_given: dict[int, Any] = {LHS: rows, RHS: rhs, GRAD: grad, WGRAD: plain[WGRAD]}
