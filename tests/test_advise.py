@@ -133,6 +133,13 @@ def test_text_runs():
     assert [row.path for row in report.rows if not row.fp8] == ["head2"]
 
 
+def test_own_rows_are_of_the_same_recipe_alone():
+    """They have the model's scaling state, as no other recipe."""
+    rows = [row(recipe="te", is_own=True, saturation=0.5), row()]
+    assert not fp8jax.advise(rows, target="h100", recipe="current").rules
+    assert fp8jax.advise(rows, target="h100").rules == (fp8jax.Rule("fc"),)
+
+
 def row(**changes):
     given = ("fc", (), "input", "te,scaling=current", False, 1.0, 0.0, 0.0, 31.0, 15.0, 0, 0, 64)
     return numerics.Row(*given)._replace(**changes)
