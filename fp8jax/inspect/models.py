@@ -52,9 +52,12 @@ class _Layer(nn.Module):
         """The layer's output, as the carry of a scan."""
         (batch, time, width), heads, kv = x.shape, self.heads, self.kv_heads or self.heads
         qkv = self.dense((heads + 2 * kv) * (width // heads), "qkv", self.norm("norm_1", x))
-        qkv = qkv.reshape(batch, time, heads + 2 * kv, width // heads).transpose(0, 2, 1, 3)
-        query, *others = jnp.split(qkv, (heads, heads + kv), axis=1)
-        key, value = (each if kv == heads else jnp.repeat(each, heads // kv, axis=1) for each in others)
+        if kv == heads:
+            query, key, value = qkv.reshape(batch, time, 3, heads, width // heads).transpose(2, 0, 3, 1, 4)
+        else:
+            qkv = qkv.reshape(batch, time, heads + 2 * kv, width // heads).transpose(0, 2, 1, 3)
+            query, *others = jnp.split(qkv, (heads, heads + kv), axis=1)
+            key, value = (jnp.repeat(each, heads // kv, axis=1) for each in others)
         scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
         scores = jnp.where(jnp.tri(time, dtype=bool), scores.astype(jnp.float32), -jnp.inf)
         y = (nn.softmax(scores).astype(x.dtype) @ value).transpose(0, 2, 1, 3).reshape(x.shape)
