@@ -211,8 +211,8 @@ def _add_model(command: argparse.ArgumentParser, default: str = "gpt") -> None:
         "--model",
         default=default,
         help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, llama-8b, gpt-13b, gpt-175b; a transformer's "
-        "layer, its mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); or "
-        "package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being one "
+        "layer, its mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); "
+        "or package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being one "
         f"device's (default {default})",
     )
     for name, meaning in _SIZES.items():
