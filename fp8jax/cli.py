@@ -212,8 +212,8 @@ def _add_model(command: argparse.ArgumentParser, default: str = "gpt") -> None:
         default=default,
         help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, llama-8b, gpt-13b, gpt-175b; a transformer's "
         "layer, its mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); "
-        "or package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being one "
-        f"device's (default {default})",
+        "or package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being "
+        f"one device's (default {default})",
     )
     for name, meaning in _SIZES.items():
         command.add_argument(_flags([name]), type=_integer, help=f"of a gpt: {meaning}")

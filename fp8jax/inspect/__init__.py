@@ -1,5 +1,4 @@
-"""Programs of models, read without running them (chart, GEMMs, memory, estimated time, devices), and the numbers
-of a model.
+"""Programs of models, read without running them (chart, GEMMs, memory, time, devices), and a model's numbers.
 
 | file | provides |
 |---|---|
