@@ -9,6 +9,7 @@ The ways take turns; "/ step" is within this run, and "every 50" is the share of
 every 50th step add.
 """
 
+import math
 from typing import Any
 
 import clock
@@ -50,13 +51,20 @@ def rows(args: Any) -> output.Rows:
             "every 50": f"{ratio / EVERY:.1%}",
         }
         for name in turns
-        for ratio in [clock.ratio(times, name, "step")]
+        for ratio in [clock.ratio(times, name, "step") or math.nan]
     ]
 
 
 def main() -> None:
     """Measures and prints."""
-    sizes = {"layers": 4, "width": 128, "heads": 4, "batch": 12, "context": 64, "vocabulary": 128}
+    sizes: dict[str, Any] = {
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "batch": 12,
+        "context": 64,
+        "vocabulary": 128,
+    }
     tiny = {"layers": 1, "width": 32, "heads": 1, "batch": 2, "context": 32, "rounds": 1}
     args = output.parse(__doc__, tiny=tiny, recipe="fp8", rounds=10, **sizes)
     shape = ", ".join(f"{name} {getattr(args, name)}" for name in sizes)

@@ -118,7 +118,7 @@ class TransformerLayer(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
         """Maps activations to activations."""
-        return _Layer(self.heads, 0, 1, name="layer")(x, None)[0]
+        return _Layer(self.heads, kv_heads=0, gated=0, experts=0, top_k=1, name="layer")(x, None)[0]
 
 
 class MLP(nn.Module):
