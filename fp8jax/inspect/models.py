@@ -1,7 +1,9 @@
 """Linen models to inspect a recipe with: a GPT, dense or of experts, and single layers.
 
-GPT(vocabulary=50304, **GPTS["gpt-7b"])
-LAYERS["mlp"](heads=32)
+    GPT(vocabulary=50304, **GPTS["gpt-7b"])
+    LAYERS["mlp"](heads=32)
+
+`GPTS` has sizes of GPTs by name, and `LAYERS` the classes of layers.
 """
 
 from typing import Any
