@@ -58,9 +58,9 @@ class Advice(NamedTuple):
             options.append(f'gradient_checkpointing="{self.checkpointing}"')
         names, line = "model", f"fp8jax.transform(model, {', '.join(options)})"
         if self.zero is not None and self.zero[0] > 1:
-            devices, stage = self.zero
+            _, stage = self.zero
             names += ", zero"
-            line += f', fp8jax.comm.Zero(jax.make_mesh(({devices},), ("data",)), stage={stage})'
+            line += f', fp8jax.comm.Zero(jax.sharding.Mesh(jax.devices(), "data"), stage={stage})'
         return "\n".join([f"{names} = {line}", *(f"# {reason}" for reason in self.reasons)])
 
 
