@@ -412,6 +412,24 @@ def test_nnx():
     assert metrics.scales.scale.size == 2 * 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"devices": 2, "zero": 2, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("is_nnx", [False, True])
+def test_underflow_of_the_casts(is_nnx, settings):
+    trainer, state, _ = trained(Small(nnx.Rngs(0)) if is_nnx else None, recipe="te", **settings)
+    is_kernel = lambda x: x.shape == (WIDTH, 2 * WIDTH)  # noqa: E731
+    state = jax.tree.map(lambda x: x.at[::4].set(1e-9) if is_kernel(x) else x, state)
+    before, name = jax.device_get(state), "up" if is_nnx else "Dense_0"
+    shares = trainer.underflow(state, rows(trainer.rows))
+    jax.tree.map(np.testing.assert_array_equal, state, before)
+    assert shares[f"{name} kernel"] == pytest.approx(0.25, abs=0.01)
+    assert all(shares[f"{name} {operand}"] < 0.1 for operand in ("input", "output gradient"))
+
+
+def test_no_underflow_without_fp8():
+    trainer, state, _ = trained(steps=0, recipe="bf16")
+    assert trainer.underflow(state, rows(4)) == {}
+
+
 def evaluation_loss(model, batch):
     return loss(lambda tokens: model(tokens, train=False), batch)
 

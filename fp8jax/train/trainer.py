@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
 from fp8jax.inspect import program as compiled_program
+from fp8jax.inspect.numerics import Statistics
 from fp8jax.rewrite import Kernel, LoRA
 from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig
@@ -234,6 +235,28 @@ class Trainer:
                 return jitted(state.variables, self.put(batch))
 
         return mean_loss
+
+    def underflow(self, state: State, batch: PyTree) -> dict[str, float]:
+        """The share of numbers that each cast of the recipe rounds to zero, for the report of a run:
+
+            fit(trainer, rows, underflow=trainer.underflow)
+
+        `fp8jax.statistics` measures one microbatch, in about 2.5 times the time of its step.
+
+        Returns:
+            Layer and operand -> share; {} without FP8.
+        """
+        if not self.config.precision.is_quantized:
+            return {}
+        rows = self.per_device * self.placement.mesh.size
+        with self._precision():
+            found = self._statistics(state.variables, jax.tree.map(lambda x: x[:rows], batch))
+        return {f"{row.name} {row.operand}": row.underflow for row in found.rows if row.is_own}
+
+    @functools.cached_property
+    def _statistics(self) -> Callable[[PyTree, PyTree], Statistics]:
+        measure = functools.partial(self.network.statistics, recipe=self.config.precision)
+        return self.placement.one_at_a_time(jax.jit(measure, out_shardings=self.placement.replicated))
 
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
         """The compiled step, for another batch size or for one GPU that is not here."""

@@ -24,6 +24,8 @@ from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
 from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
+from fp8jax.inspect.numerics import Statistics, statistics
+from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
 from fp8jax.variables import OURS, PARAMS, SCALING
 
@@ -133,6 +135,11 @@ class _Linen(_Network):
         """The loss of a batch by another loss function; the variables stay as they are."""
         return loss(functools.partial(self.model.apply, variables), batch)
 
+    def statistics(self, variables: PyTree, batch: PyTree, recipe: Recipe) -> Statistics:
+        """What a recipe does to the operands of the loss, see `fp8jax.statistics`."""
+        loss_fn = lambda variables, batch: self._call(variables, batch, jax.random.key(0))[0]  # noqa: E731
+        return statistics(loss_fn, [recipe])(variables, batch)
+
     def collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The trained parameters and the scaling state."""
         return {PARAMS: variables[PARAMS], SCALING: variables.get(SCALING, {})}
@@ -236,6 +243,9 @@ class _NNX(_Network):
 
     def evaluate(self, loss: Loss, variables: PyTree, batch: PyTree) -> Float[Array, ""]:
         return loss(self._module(variables), batch)
+
+    def statistics(self, variables: PyTree, batch: PyTree, recipe: Recipe) -> Statistics:
+        return statistics(self.loss, [recipe])(self._module(variables), batch)
 
     def collections(self, variables: PyTree) -> dict[str, Any]:
         state = tree_of(nnx.state(self._module(variables), FP8State))
