@@ -1,6 +1,7 @@
 """`fp8jax.statistics` against float64 NumPy, what-if against transformed models, frameworks, optimizers."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -58,7 +59,7 @@ def rows_of(found):
 
 @functools.cache
 def plain_rows():
-    return rows_of(jax.jit(fp8jax.statistics(plain_loss, RECIPES))(variables(), X))
+    return rows_of(jax.jit(fp8jax.statistics(plain_loss, [*RECIPES, "block", "nvfp4"]))(variables(), X))
 
 
 def tensors():
@@ -94,6 +95,26 @@ def by_32(x, axis):
     return np.moveaxis(q.reshape(x.shape), -1, axis)
 
 
+def by_blocks(x, rows, columns):
+    """A power of two, rounded up, for each block; the last ones may be smaller."""
+    q = np.zeros_like(x)
+    for row, column in itertools.product(range(0, len(x), rows), range(0, x.shape[1], columns)):
+        at = np.s_[row : row + rows, column : column + columns]
+        q[at] = stored(x[at]) if x[at].any() else 0
+    return q
+
+
+def by_nvfp4(x, rows):
+    """E2M1, an E4M3 scale for each block of `rows` and 16 columns, and one for the tensor."""
+    whole, q = np.abs(x).max() / (6.0 * 448.0), np.zeros_like(x)
+    for row, column in itertools.product(range(0, len(x), rows), range(0, x.shape[1], 16)):
+        at = np.s_[row : row + rows, column : column + 16]
+        scale = (np.abs(x[at]).max() / 6.0 / whole).astype(E4M3[0]).astype(np.float64) * whole
+        codes = np.clip(x[at] / (scale or 1.0), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        q[at] = codes.astype(np.float64) * scale
+    return q
+
+
 def stored(x):
     """An E4M3 weight gradient, on a power of two."""
     scale = np.exp2(-np.floor(np.log2(448.0 / np.abs(x).max())))
@@ -114,6 +135,11 @@ EXPECTED = {
     ("mxfp8", "input"): lambda x: by_32(x, 1),
     ("mxfp8", "kernel"): lambda x: by_32(x, 0),
     ("mxfp8", "output gradient"): lambda x: by_32(x, 1),
+    ("block", "input"): lambda x: by_blocks(x, 1, 128),
+    ("block", "kernel"): lambda x: by_blocks(x, 128, 128),
+    ("block", "output gradient"): lambda x: by_blocks(x, 1, 128),
+    ("nvfp4", "input"): lambda x: by_nvfp4(x, 1),
+    ("nvfp4", "kernel"): lambda x: by_nvfp4(x, 16),
     ("O2", "weight gradient"): stored,
 }
 
@@ -125,7 +151,7 @@ def test_against_float64(recipe, operand):
     nonzero, noise = x != 0, np.sum((x - q) ** 2)
     assert row.amax == pytest.approx(np.abs(x).max(), rel=1e-5)
     assert row.underflow == pytest.approx(np.mean(q[nonzero] == 0), abs=2e-3)
-    assert row.saturation == 0
+    assert row.saturation == 0 or recipe == "nvfp4"  # its scales are rounded down, too
     assert row.sqnr == (pytest.approx(10 * np.log10(np.sum(x**2) / noise), abs=0.02) if noise else np.inf)
     ends = np.abs(q[q != 0])
     weak = [weak_channels(x, q, axis) for axis in range(1 + (operand in ("kernel", "weight gradient")))]
