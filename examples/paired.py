@@ -118,7 +118,7 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         bars.barh(names, widths, left=left, label=part)
         left += widths
     for number, row in enumerate(rows[::-1]):
-        text = f"loss {row['loss']}" + (f", {row['gap']}" if row["gap"] else "")
+        text = row["gap"] or f"loss {row['loss']}"  # losses of other numbers of seeds say nothing
         bars.text(left[number] + 0.2, number, text, va="center", fontsize=9)
     bars.set(xlabel="bytes per parameter", xlim=(0, 1.6 * max(left)))
     bars.legend()
