@@ -48,7 +48,7 @@ _NARROW = ("f8", "f4")
 
 
 class Efficiency(NamedTuple):
-    """What kernels reach of the GPU's highest rates."""
+    """The shares of the GPU's highest rates that kernels reach."""
 
     gemm: float  # of bf16's dense peak; other dtypes' GEMMs a share of this share:
     fp8: float

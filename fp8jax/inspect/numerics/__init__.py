@@ -1,4 +1,4 @@
-"""What FP8 does to the numbers of a model, what another recipe would do, and advice from both.
+"""Statistics of a model's tensors under its own recipe and under others, and advice from them.
 
 | file | provides |
 |---|---|

@@ -29,7 +29,7 @@ JUMP = 2.0
 
 
 class Advice(NamedTuple):
-    """What to type; `str` gives a line to paste, with each reason as a comment below it."""
+    """A recipe, rules and options; `str` gives a line to paste, with each reason as a comment below it."""
 
     recipe: str
     rules: tuple[Rule, ...]
@@ -179,7 +179,7 @@ def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _faults(row: Row) -> Iterable[tuple[float, str]]:
-    """How bad the operand of a row is, and why; nothing for a healthy one."""
+    """The faults of the operand of a row, each with a measure; none for a healthy one."""
     if not math.isfinite(row.amax):
         yield math.inf, "it has NaN or infinities"
     elif row.weak >= WEAK_SHARE * row.channels:
@@ -204,7 +204,7 @@ def _no_bad(rows: list[Row]) -> str:
 
 
 def _jumps(series: list[list[Row]], bad: set[str]) -> list[str]:
-    """What batches of a run say about delayed scaling."""
+    """Reasons for or against delayed scaling, by the amaxes of several batches."""
     amaxes: dict[tuple[str, str], list[float]] = {}
     for rows in series if len(series) > 1 else ():
         for row in rows:

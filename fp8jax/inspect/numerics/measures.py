@@ -1,4 +1,4 @@
-"""What a recipe does to one operand of a dot: the numbers that `Recorder` records.
+"""The numbers that `Recorder` records of one operand of a dot under a recipe.
 
 A GEMM's operand is a matrix, ([batch,] rows, columns). Under block scaling an operand has a copy for each of
 its two GEMMs; the numbers are of the copy for the first one, fprop or dgrad.

@@ -58,7 +58,7 @@ def step_statistics(
 
 
 class _Leaf(NamedTuple):
-    """What is stored of one parameter."""
+    """The stored arrays of one parameter."""
 
     weight: Any  # float32, with the remainder; of the master weight if there is one
     first: Any

@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class MeasuredLayer(NamedTuple):
-    """What the numbers of a layer are of."""
+    """The layer and the recipes that a `Records` belongs to."""
 
     layer: str
     recipes: tuple[Recipe, ...]
@@ -58,7 +58,7 @@ class MeasuredLayer(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("records",), meta_fields=("layers",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Statistics:
-    """What `fp8jax.statistics` measured. A pytree; `rows` and `str` read its arrays, outside of `jax.jit`.
+    """The result of `fp8jax.statistics`. A pytree; `rows` and `str` read its arrays, outside of `jax.jit`.
 
     Attributes:
         records: for each layer its arrays.

@@ -136,7 +136,7 @@ class _Linen(_Network):
         return loss(functools.partial(self.model.apply, variables), batch)
 
     def statistics(self, variables: PyTree, batch: PyTree, recipe: Recipe) -> Statistics:
-        """What a recipe does to the operands of the loss, see `fp8jax.statistics`."""
+        """Statistics of the operands of the loss under a recipe, see `fp8jax.statistics`."""
         loss_fn = lambda variables, batch: self._call(variables, batch, jax.random.key(0))[0]  # noqa: E731
         return statistics(loss_fn, [recipe])(variables, batch)
 
