@@ -113,7 +113,7 @@ ROWS = (
         "`Trainer`, its configuration, data, checkpoints, report",
     ),
     Row(10, ("__init__.py",), "public names", "20 public names"),
-    Row(11, ("cli.py",), "the command", "the command `fp8jax`"),
+    Row(11, ("cli/",), "the command", "the command `fp8jax`"),
 )
 RANKS = {name.removesuffix("/").removesuffix(".py"): row.rank for row in ROWS for name in row.rooms}
 

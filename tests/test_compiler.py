@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from fp8jax import cli
+from fp8jax.cli.commands import configure
 from fp8jax.inspect import compiler, targets
 from fp8jax.inspect import device as devices
 
@@ -140,9 +141,9 @@ def test_commands_choose_the_cpu_where_a_plugin_has_no_gpu(installed, nvidia, ex
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     chosen = {}
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
-    cli._configure(is_cpu=False)
+    configure(is_cpu=False)
     assert chosen == ({"jax_platforms": "cpu"} if expected else {})
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # the user's choice
     chosen.clear()
-    cli._configure(is_cpu=False)
+    configure(is_cpu=False)
     assert chosen == {}
