@@ -407,7 +407,7 @@ def test_the_command(args, status, says, capsys):
 def test_the_command_prints_json(capsys, monkeypatch):
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["platform"] == "cpu"
-    monkeypatch.setattr(cli, "_subject", lambda args: (MLP(), inputs(24, 32)))
+    monkeypatch.setattr(cli.commands, "subject_of", lambda args: (MLP(), inputs(24, 32)))
     assert cli.main(["doctor", "--compile", "--json", "--recipe", "O2", "bf16"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"O2", "bf16"}
