@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from fp8jax import signals
-from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, fit
+from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, checks, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run_folder import RunMetadata
@@ -355,7 +355,7 @@ def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path):
     assert "not finite since step 7" in (tmp_path / "run/report.html").read_text()
     found, skipped = checkpoint.restore(tmp_path / "run/checkpoints", [run.like])
     assert found.step == 5 and skipped == []
-    assert run.bad_arrays(found.state[0]) == []
+    assert checks.bad_arrays(run, found.state[0]) == []
     # Resumed, it is the run again from before that step.
     with pytest.raises(Diverged, match="goes on after step 5"):
         fit(run, source, shuffle=False, **options, resume=True)

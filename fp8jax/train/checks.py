@@ -1,24 +1,30 @@
 """Checks that `fit` makes: of the rows and the checkpoint before it trains, and of a run that diverges."""
 
+import contextlib
 import math
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fp8jax.train.checkpoint import Checkpoint
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run_folder import RunMetadata
+from fp8jax.train.step import not_finite
+from fp8jax.train.step.network import State
 from fp8jax.train.trainer import Trainer
 
 ROWS_TO_BLAME = 100  # of the data, that an error looks at
 
 
 def check_trained(
-    name: str, curves: Curves, most: int, examples: Examples, bad_layer: Callable[[], str]
+    name: str, curves: Curves, most: int, examples: Examples, layer_of: Callable[[], str]
 ) -> None:
     """Raises Diverged if the last `most` steps were skipped.
 
@@ -27,7 +33,7 @@ def check_trained(
         curves: of the model.
         most: `max_skipped_steps`, or all steps of the run.
         examples: rows of the data, to blame.
-        bad_layer: gives the layer that computed the last step's first number that is not finite, or "".
+        layer_of: gives the layer that computed the last step's first number that is not finite, or "".
     """
     if curves.skipped[-most:] != list(range(len(curves.loss) - most + 1, len(curves.loss) + 1)):
         return
@@ -43,7 +49,7 @@ def check_trained(
         if bad
         else "the data's first rows have no such number"
     )
-    layer = bad_layer()
+    layer = layer_of()
     raise Diverged(
         f"{name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
         f"infinite or not a number; the first of them was step {_first_of_streak(curves)}; {cause}; "
@@ -52,25 +58,51 @@ def check_trained(
     )
 
 
-def check_finite(name: str, curves: Curves, bad_arrays: Sequence[str], saved: int | None) -> None:
+def check_finite(name: str, curves: Curves, arrays: Sequence[str], saved: int | None) -> None:
     """Raises Diverged, in the place of a checkpoint, if the state has numbers that are not finite.
 
     Args:
         name: of the model.
         curves: of the model.
-        bad_arrays: the paths of such arrays of the state.
+        arrays: the paths of such arrays of the state.
         saved: the step of the newest checkpoint.
     """
-    if not bad_arrays:
+    if not arrays:
         return
     first = next((step for step, loss in enumerate(curves.loss, 1) if not math.isfinite(loss)), None)
     since = f"the loss is not finite since step {first}" if first else "all losses were finite"
-    others = f" and {len(bad_arrays) - 1} more" if bad_arrays[1:] else ""
+    others = f" and {len(arrays) - 1} more" if arrays[1:] else ""
     raise Diverged(
-        f"{name}: after step {len(curves.loss)} the state has numbers that are not finite, in {bad_arrays[0]}"
+        f"{name}: after step {len(curves.loss)} the state has numbers that are not finite, in {arrays[0]}"
         f"{others}; {since}; it is not saved, and "
         + (f"--resume goes on after step {saved}" if saved else "no checkpoint was saved before")
     )
+
+
+def bad_arrays(trainer: Trainer, state: State) -> list[str]:
+    """The paths of arrays of a state with NaN; and with infinite numbers, if they are trained."""
+    trained = trainer.network.trained(state.variables), state.opt_state
+    is_number = lambda x: ~jnp.isnan(x)  # noqa: E731
+    return [*not_finite.bad_arrays(trained), *not_finite.bad_arrays(state.variables, is_number)]
+
+
+def bad_layer(trainer: Trainer, state: State, batch: PyTree) -> str:
+    """The layer that computed the first number that was not finite in the skipped step before `state`.
+
+    Returns:
+        As `not_finite.first_bad_layer`; "" on several devices, and where that fails, for an error is on its
+        way.
+    """
+    if trainer.placement.mesh.size > 1:
+        return ""
+    key = jax.random.fold_in(trainer.key, state.step - 1)
+
+    def gradients(variables: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+        return trainer.network.gradients(variables, batch, key)[:2]
+
+    with contextlib.suppress(Exception), trainer.precision():
+        return not_finite.first_bad_layer(gradients, state.variables, batch)
+    return ""
 
 
 def _first_of_streak(curves: Curves) -> int:

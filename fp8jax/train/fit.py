@@ -191,10 +191,8 @@ class _Model:
         return str(self.trainer.config.precision)
 
     def bad_layer(self) -> str:
-        """See `Trainer.bad_layer`; "" as well where that fails, for an error is on its way."""
-        with contextlib.suppress(Exception):
-            return self.trainer.bad_layer(self.state, self.batch)
-        return ""
+        """See `checks.bad_layer`."""
+        return checks.bad_layer(self.trainer, self.state, self.batch)
 
     def advance(self, batches: Any, count: int) -> None:
         """Does a step for each of `count` batches, and waits for the devices only at the end."""
@@ -250,7 +248,8 @@ class _Run:
         if self.steps == self.saved:
             return
         for model in self.models:
-            checks.check_finite(model.name, model.curves, model.trainer.bad_arrays(model.state), self.saved)
+            bad = checks.bad_arrays(model.trainer, model.state)
+            checks.check_finite(model.name, model.curves, bad, self.saved)
         curves = [model.curves.to_json() for model in self.models]
         kernels = {"/".join(path): k.to_json() for path, k in self.models[0].trainer.kernels.items()}
         metadata = {"data": self.batches.state(), "curves": curves, "kernels": kernels}

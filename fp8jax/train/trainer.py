@@ -34,7 +34,6 @@ from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
-from fp8jax.train.step import not_finite
 from fp8jax.train.step.batch_check import check_batch
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
 from fp8jax.train.step.network import Loss, State, network_of
@@ -101,13 +100,13 @@ class Trainer:
     @functools.cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
         """Compiled for one row per device: a state does not depend on the rows of a batch."""
-        with self._precision():
+        with self.precision():
             return jax.jit(self._init).lower(self.key, self._batch(self._rows(1))).compile()
 
     @functools.cached_property
     def _shapes(self) -> State:
         """Shapes and dtypes of a state."""
-        with self._precision():
+        with self.precision():
             return jax.eval_shape(self._init, self.key, self._batch(self._rows(1)))
 
     @functools.cached_property
@@ -204,7 +203,7 @@ class Trainer:
 
     def trace(self) -> tuple[State, tuple[State, StepMetrics]]:
         """Shapes and dtypes of a state, and of the results of a step; compiles nothing."""
-        with self._precision():
+        with self.precision():
             return self._shapes, jax.eval_shape(self._step, self._shapes, self._batch(self.rows), self.key)
 
     def check_memory(self) -> None:
@@ -231,7 +230,7 @@ class Trainer:
             rows, devices = len(jax.tree.leaves(batch)[0]), self.placement.mesh.size
             if rows % devices:
                 raise ValueError(f"`batch`: expected a multiple of {devices} devices; got {rows} rows.")
-            with self._precision():
+            with self.precision():
                 return jitted(state.variables, self.put(batch))
 
         return mean_loss
@@ -249,7 +248,7 @@ class Trainer:
         if not self.config.precision.is_quantized:
             return {}
         rows = self.per_device * self.placement.mesh.size
-        with self._precision():
+        with self.precision():
             found = self._statistics(state.variables, jax.tree.map(lambda x: x[:rows], batch))
         return {f"{row.name} {row.operand}": row.underflow for row in found.rows if row.is_own}
 
@@ -261,7 +260,7 @@ class Trainer:
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:
         """The compiled step, for another batch size or for one GPU that is not here."""
         rows = self._rows(per_device or self.per_device)
-        with self._precision():
+        with self.precision():
             if target:
                 arguments = self._shapes, self._batch(rows), self.key
                 return targets.compile_for(self._step, *arguments, target=target, donate_argnums=0)
@@ -296,27 +295,6 @@ class Trainer:
             devices=devices,
         )
 
-    def bad_arrays(self, state: State) -> list[str]:
-        """The paths of arrays of a state with NaN; and with infinite numbers, if they are trained."""
-        trained = self.network.trained(state.variables), state.opt_state
-        return [*not_finite.bad_arrays(trained), *not_finite.bad_arrays(state.variables, _is_number)]
-
-    def bad_layer(self, state: State, batch: PyTree) -> str:
-        """The layer that computed the first number that was not finite in the skipped step before `state`.
-
-        Returns:
-            As `not_finite.first_bad_layer`; "" on several devices.
-        """
-        if self.placement.mesh.size > 1:
-            return ""
-        key = jax.random.fold_in(self.key, state.step - 1)
-
-        def gradients(variables: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-            return self.network.gradients(variables, batch, key)[:2]
-
-        with self._precision():
-            return not_finite.first_bad_layer(gradients, state.variables, batch)
-
     def gradients(self) -> PyTree:
         """Shapes and dtypes of the gradients of a step."""
         arguments = self.like.variables, self._batch(self.rows), self.key
@@ -337,7 +315,7 @@ class Trainer:
             return optim.with_masters(opt_state, plain)
 
         at = self._compiled_init.output_shardings.opt_state
-        with self._precision():
+        with self.precision():
             jitted = jax.jit(masters, out_shardings=at, donate_argnums=0)
             return state._replace(opt_state=jitted(state.opt_state, plain, self.key))
 
@@ -364,7 +342,7 @@ class Trainer:
         """The shapes of a batch of so many rows."""
         return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape), sharding=sharding), self._row)
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         """The precision of float32 GEMMs."""
         if not self.config.tf32:
             return contextlib.nullcontext()
@@ -376,7 +354,3 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree
     )
-
-
-def _is_number(x: Any) -> Any:
-    return ~jnp.isnan(x)
