@@ -1,4 +1,4 @@
-"""GPT-124M learns in bfloat16 and at O2, from the same weights and on the same batches, while time allows.
+"""GPT-124M learns in bfloat16, at O2 and by `fp8`, from the same weights and on the same batches.
 
     python examples/bench/convergence.py --seconds 300 --data text.txt
     python examples/bench/convergence.py --tiny
@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import corpus
 from train_gpt import loss
 
-LEVELS = ("bf16", "O2")
+LEVELS = ("bf16", "O2", "fp8")
 CHARACTERS = 20_000_000  # of the standard library
 
 

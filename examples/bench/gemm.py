@@ -97,7 +97,11 @@ def rows(size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[s
 
     ways = {BF16: (in_bf16, wide), OURS: (multiplied(LAST), narrow), OURS_KN: (multiplied(FIRST), narrow)}
     ways |= in_blocks(wide, tilings, skipped)
-    compiled = {name: jax.jit(function).lower(each).compile() for name, (function, each) in ways.items()}
+
+    def compiled_of(way: Any) -> Any:
+        return jax.jit(way[0]).lower(way[1]).compile()
+
+    compiled = dict(zip(ways, output.side_by_side(compiled_of, ways.values()), strict=True))
     timers = {
         name: clock.timer(lambda run=run, name=name: run(ways[name][1])) for name, run in compiled.items()
     }

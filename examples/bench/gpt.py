@@ -2,11 +2,13 @@
 
     python examples/bench/gpt.py                                         # GPT-350M in bf16 and O2
     python examples/bench/gpt.py --size GPT-124M --levels bf16 te O1 O2 O3
+    python examples/bench/gpt.py --levels bf16 "bf16 dots_fp8" fp8 "fp8 dots_fp8"     # FP8 residuals
     python examples/bench/gpt.py --tiny
 
 The model is that of train_gpt.py with activations in bfloat16 and, on a GPU, cuDNN's attention; the step is
 that of `Trainer`. The levels take turns, and "/ bf16" is the median over the rounds of the ratio of two
 steps. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by itself.
+`--profile FOLDER` adds the time of each kernel on a GPU.
 """
 
 import concurrent.futures
@@ -17,13 +19,14 @@ from typing import Any, NamedTuple
 
 import clock
 import jax
+import kernels
+import layer
 import numpy as np
 import output
 
 import fp8jax
 from fp8jax import ScaledArray
 from fp8jax.quantization import as_gradients, is_scaled
-from fp8jax.recipe import PRESETS
 from fp8jax.train import TrainConfig, Trainer
 from fp8jax.train.step.optimizers import optimizer_of
 
@@ -58,15 +61,16 @@ TINY = Size(1, 2, 32, 2, 16, 256)
 
 
 def model_of(size: Size, attention: str = "") -> GPT:
-    """The GPT; its attention is cuDNN's where there is a GPU."""
+    """The GPT; its attention is cuDNN's where it can run."""
     sizes = {name: value for name, value in size._asdict().items() if name != "batch"}
-    attention = attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
-    return GPT(GPTConfig(**sizes, dtype="bfloat16", attention=attention))
+    return GPT(GPTConfig(**sizes, dtype="bfloat16", attention=attention or layer.attention()))
 
 
 def trainer_of(size: Size, level: str, **settings: Any) -> Trainer:
-    """The trainer of a level."""
-    config = TrainConfig(**{**SETTINGS, **settings}, recipe=level, per_device_train_batch_size=size.batch)
+    """The trainer of a level, which has a recipe and, after a space, `gradient_checkpointing`."""
+    recipe, _, remat = level.partition(" ")
+    settings = {**SETTINGS, **({"gradient_checkpointing": remat} if remat else {}), **settings}
+    config = TrainConfig(**settings, recipe=recipe, per_device_train_batch_size=size.batch)
     return Trainer(model_of(size), loss, config, np.zeros((1, size.context + 1), np.int32))
 
 
@@ -115,15 +119,16 @@ def updates(trainer: Trainer, variables: Any, opt_state: Any) -> Callable[[], An
     return step
 
 
-def rows(levels: list[str], size: Size, rounds: int) -> output.Rows:
-    """One row per level."""
+def rows(levels: list[str], size: Size, rounds: int, runs: dict[str, Any]) -> output.Rows:
+    """One row per level; the steps go into `runs`."""
     shape = size.batch, size.context + 1
     tokens = np.random.default_rng(0).integers(size.vocabulary, size=shape).astype(np.int32)
     trainers = {level: trainer_of(size, level) for level in levels}
     compile_all(list(trainers.values()))
     turns = {}
     for level, trainer in trainers.items():
-        turns[level] = clock.timer(steps(trainer, tokens))
+        runs[level] = steps(trainer, tokens)
+        turns[level] = clock.timer(runs[level])
         state = trainer.init()
         turns[f"{level} update"] = clock.timer(updates(trainer, state.variables, state.opt_state))
     times = clock.take_turns(turns, rounds)
@@ -151,14 +156,18 @@ def main() -> None:
     args = output.parse(
         __doc__,
         tiny={"rounds": 2},
-        choices={"size": SIZES, "levels": PRESETS},
+        choices={"size": SIZES},
         size="GPT-350M",
         levels=["bf16", "O2"],
         rounds=30,
+        profile="",
     )
     size = TINY if args.tiny else SIZES[args.size]
     title = f"{args.size}, train step, {size.batch} x {size.context} tokens"
-    output.finish("gpt", output.device(), {title: rows(args.levels, size, args.rounds)}, args)
+    runs: dict[str, Any] = {}
+    sections = {title: rows(args.levels, size, args.rounds, runs)}
+    output.finish("gpt", output.device(), sections, args)
+    kernels.add("gpt", runs, sections, args)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,23 @@
 
     python examples/bench/gpu.py                                  # a record in examples/records/
     python examples/bench/gpu.py --minutes 20 --data text.txt     # a longer convergence
-    python examples/bench/gpu.py --only correctness gemm
+    python examples/bench/gpu.py --only correctness gemm --cache /tmp/programs --profiles /tmp/profiles
     python examples/bench/gpu.py --device cpu --tiny --record runs     # the dry run: no GPU needed
 
 Needs JAX with CUDA, Flax and optax; torch, TransformerEngine and others are measured where they are
 installed. fp8jax itself is that of this checkout. A section is a benchmark of this folder, run as a program
 with a share of the time: one that fails, hangs or takes the GPU down with it is noted, and the next goes on.
-What a section leaves unused goes to those after it, and convergence gets the rest. The record is written anew
-after each section, and says of each target: held, missed, or why it was not run.
+Sections without times (correctness, convergence) run first, side by side; then the others, one after another,
+each with what those before it left unused. The record is written anew after each section, and says of each
+target: held, missed, or why it was not run.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -36,28 +39,34 @@ class Section(NamedTuple):
     share: float
     program: str
     options: Sequence[str] = ()
+    is_timed: bool = True  # alone on the machine
 
 
 # The sizes of TransformerEngine's published figures, see layer.py.
-LAYER = "--layers 1 --width 4096 --heads 32 --batch 31 --context 512 --input-gradient 1 --rounds 30".split()
-TE, CURRENT, FLAX = "fp8jax te", "fp8jax te,scaling=current", "flax Fp8DotGeneral"
+LAYER = "--layers 1 --width 4096 --heads 32 --batch 31 --context 512 --input-gradient 1 --rounds 15".split()
+TE, CURRENT, BLOCK, FLAX = "fp8jax te", "fp8jax te,scaling=current", "fp8jax block", "flax Fp8DotGeneral"
+FP8_WEIGHTS = ("fp8jax O2", "fp8jax fp8")
 THROUGH_TE = (f"{TE} through TransformerEngine", f"{CURRENT} through TransformerEngine")
 ALONE = ("TransformerEngine delayed", "TransformerEngine current")
-UPDATE = ("--target", "", "--leaves-here", "24", "--size", "3840", "--rounds", "30")
+OPTIMIZERS = ("optax.adamw", "te", "O2", "fp8", "fp8,moments=E5M2+E4M4")
+UPDATE = ("--target", "", "--leaves-here", "24", "--size", "3840", "--rounds", "15", "--ways", *OPTIMIZERS)
 # Of the Pallas kernel for scales of blocks; the first one is its default.
 TILINGS = ("128x128x8x4x8", "128x128x8x3x8", "128x128x8x4x16", "64x128x4x4x8", "128x64x4x4x8")
-OTHERS = ("te", "O1", "O3", "fp16_amp")
+LEVELS = ("bf16", "te", "O2", "fp8")
+RESIDUALS = ("bf16", "bf16 dots_fp8", "fp8 dots_fp8")
+GPT_350M = ("--size", "GPT-350M", "--rounds", "15", "--levels")
 SECTIONS = {
-    "correctness": Section(60, "correctness"),
-    "gemm": Section(60, "gemm", ("--tilings", *TILINGS)),
-    "layer": Section(50, "step", (*LAYER, "--ways", "bf16", FLAX, TE, CURRENT)),
+    "correctness": Section(90, "correctness", is_timed=False),
+    "convergence": Section(90, "convergence", is_timed=False),
+    "layer": Section(75, "step", (*LAYER, "--ways", "bf16", FLAX, TE, CURRENT, BLOCK, *FP8_WEIGHTS)),
     "optimizer": Section(40, "update", UPDATE),
-    "GPT-350M": Section(55, "gpt", ("--size", "GPT-350M", "--levels", "bf16", "O2")),
-    "GPT-124M": Section(50, "gpt", ("--size", "GPT-124M", "--levels", "bf16", "O2", *OTHERS)),
-    "GPT-350M, others": Section(30, "gpt", ("--size", "GPT-350M", "--levels", "bf16", *OTHERS)),
-    "TransformerEngine": Section(30, "step", (*LAYER, "--ways", "bf16", *THROUGH_TE, *ALONE)),
-    "convergence": Section(75, "convergence"),
+    "GPT-350M": Section(70, "gpt", (*GPT_350M, *LEVELS)),
+    "FP8 residuals": Section(55, "gpt", (*GPT_350M, *RESIDUALS)),
+    "gemm": Section(60, "gemm", ("--rounds", "10", "--tilings", *TILINGS)),
+    "TransformerEngine": Section(20, "step", (*LAYER, "--ways", "bf16", *THROUGH_TE, *ALONE)),
+    "torch": Section(40, "torch_step"),
 }
+PROFILED = ("step", "update", "gpt")
 
 
 class Target(NamedTuple):
@@ -87,12 +96,17 @@ TARGETS = (
     ),
     Target("transformer layer, te, time / bf16", "layer", TE, "/ bf16", 1 / 1.7),
     Target("transformer layer, te,scaling=current, time / bf16", "layer", CURRENT, "/ bf16", 1 / 1.6),
+    Target("transformer layer, block, time / bf16", "layer", BLOCK, "/ bf16", 1 / 1.45),
     Target("transformer layer, te, time / flax", "layer", TE, "/ flax", 1),
     Target("transformer layer, te,scaling=current, time / flax", "layer", CURRENT, "/ flax", 1),
     Target("optimizer step, O2, time / float32 optax.adamw", "optimizer", "O2", "/ optax.adamw", 0.6),
+    Target("optimizer step, fp8, time / float32 optax.adamw", "optimizer", "fp8", "/ optax.adamw", 0.6),
     Target("GPT-350M train step, O2, time / bf16", "GPT-350M", "O2", "/ bf16", 0.8),
+    Target("GPT-350M train step, fp8, time / bf16", "GPT-350M", "fp8", "/ bf16", 0.8),
     Target("GPT-350M train step, O2, peak memory / bf16", "GPT-350M", "O2", "GB / bf16", 0.7),
+    Target("GPT-350M train step, fp8, peak memory / bf16", "GPT-350M", "fp8", "GB / bf16", 0.7),
     Target("GPT-124M, validation loss, O2 - bf16", "convergence", "O2", "- bf16", 0.01),
+    Target("GPT-124M, validation loss, fp8 - bf16", "convergence", "fp8", "- bf16", 0.01),
 )
 
 GRACE_S = 15  # that a section may be late before it is killed
@@ -105,13 +119,16 @@ XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cuda,cpu",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
 }
 
 
-def run(section: Section, args: argparse.Namespace, seconds: float, cache: str) -> dict[str, Any]:
+def run(
+    section: Section, args: argparse.Namespace, seconds: float, cache: str, profile: str = ""
+) -> dict[str, Any]:
     """Runs a section, which is killed if it is late; its tables, and what was not measured and why."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": cache}
     if args.device == "gpu":
         environment |= {**ENVIRONMENT, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()}
@@ -119,6 +136,7 @@ def run(section: Section, args: argparse.Namespace, seconds: float, cache: str) 
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, str(HERE / f"{section.program}.py"), *section.options]
     command += ["--tiny"] if args.tiny else []
+    command += ["--profile", profile] if profile and section.program in PROFILED else []
     if section.program == "convergence":
         command += ["--data", args.data, "--seconds", str(seconds)]
     begun = time.time()
@@ -216,10 +234,17 @@ def start(args: argparse.Namespace) -> tuple[pathlib.Path, dict[str, Any]]:
     return folder, about
 
 
+def groups_of(names: Sequence[str]) -> list[list[str]]:
+    """Sections that run side by side: all without times, then each of the others."""
+    untimed = [name for name in names if not SECTIONS[name].is_timed]
+    return [*([untimed] if untimed else []), *([name] for name in names if SECTIONS[name].is_timed)]
+
+
 def main() -> int:
     """Measures, records, prints; returns the exit status."""
     choices = {"device": ("gpu", "cpu"), "only": SECTIONS}
-    args = output.parse(__doc__, choices=choices, device="gpu", minutes=7.5, data="", only=list(SECTIONS))
+    defaults: dict[str, Any] = {"minutes": 7.5, "data": "", "cache": "", "profiles": ""}
+    args = output.parse(__doc__, choices=choices, device="gpu", only=list(SECTIONS), **defaults)
     if args.device == "gpu" and not gpu("name"):
         print(
             "gpu: no NVIDIA GPU here (nvidia-smi finds none); --device cpu --tiny is the dry run",
@@ -230,16 +255,23 @@ def main() -> int:
     folder, about = start(args)
     sections: dict[str, Any] = {}
     end = time.time() + 60 * args.minutes
-    with tempfile.TemporaryDirectory() as cache:
-        for number, name in enumerate(args.only):
-            shares = [SECTIONS[other].share for other in args.only[number:]]
+    groups = groups_of(args.only)
+    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor() as pool:
+        for number, group in enumerate(groups):
+            shares = [max(SECTIONS[name].share for name in names) for names in groups[number:]]
             seconds = (end - time.time()) * shares[0] / sum(shares)
-            print(f"{name}: at most {seconds:.0f} s", flush=True)
-            sections[name] = found = run(SECTIONS[name], args, seconds, cache)
-            for title, rows in found["tables"].items():
-                print(f"{title}\n{output.table(rows)}\n", flush=True)
-            for what, reason in found["skipped"].items():
-                print(f"not measured: {what}: {reason}", flush=True)
+            print(f"{', '.join(group)}: at most {seconds:.0f} s", flush=True)
+
+            def found_by(name: str, seconds: float = seconds) -> Any:
+                profile = str(pathlib.Path(args.profiles or scratch) / re.sub(r"\W+", "_", name))
+                return run(SECTIONS[name], args, seconds, args.cache or scratch, profile)
+
+            for name, found in zip(group, pool.map(found_by, group), strict=True):
+                sections[name] = found
+                for title, rows in found["tables"].items():
+                    print(f"{title}\n{output.table(rows)}\n", flush=True)
+                for what, reason in found["skipped"].items():
+                    print(f"not measured: {what}: {reason}", flush=True)
             write(folder, about, sections, is_judged)
     print(f"{output.table(judge(sections, is_judged))}\n\n{folder}", flush=True)
     return 0

@@ -7,6 +7,7 @@ the four dense layers; attention's GEMMs stay in the model's dtype.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,20 @@ class Layers(nn.Module):
         for index in range(self.count):
             x = self.layer(name=f"layer_{index}")(x)
         return x
+
+
+@functools.cache
+def attention() -> str:
+    """cuDNN's attention if it can run here; else XLA's, and a line that says why."""
+    if jax.default_backend() != "gpu":
+        return "xla"
+    x = jax.numpy.ones((1, 128, 2, 64), jax.numpy.bfloat16)
+    try:
+        jax.block_until_ready(jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn"))
+    except Exception as error:  # of cuDNN, which is compared with nothing here
+        print(f"without cuDNN's attention: {error}"[:500], file=sys.stderr)
+        return "xla"
+    return "cudnn"
 
 
 def stack(way: ways.Way, count: int = 1, heads: int = HEADS, attention: str = "xla") -> Layers:

@@ -1,6 +1,7 @@
 """A benchmark's command line, its tables for people, and its records for programs."""
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import importlib.metadata
@@ -10,7 +11,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Rows = list[dict[str, Any]]
@@ -165,6 +166,14 @@ def use_cpu_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     if count > jax.device_count():
         sys.exit(f"--devices {count}: this process has {jax.device_count()} devices")
+
+
+def side_by_side(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """The function of each, in threads where JAX has a GPU: XLA compiles there on cores that idle."""
+    import jax
+
+    with concurrent.futures.ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else None) as pool:
+        return list(pool.map(function, items))
 
 
 def gemms(read: Any) -> dict[str, int]:

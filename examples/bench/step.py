@@ -9,7 +9,8 @@ Loss and all gradients of a transformer: 4 layers, width 512, 8 heads, 2048 toke
 with `--input-gradient 1` also the gradient of its input, as inside a larger model. The ways take turns; times
 are medians over the rounds, and "/ bf16" compares within this run. "total" counts arguments and outputs, too:
 XLA computes in the outputs' buffers, so a way with small gradients needs more temporaries. The ways of
-TransformerEngine need a GPU.
+TransformerEngine need a GPU. On a GPU the ways are compiled side by side, and `--profile FOLDER` adds the
+time of each kernel.
 """
 
 import argparse
@@ -19,13 +20,14 @@ from typing import Any
 
 import clock
 import jax
+import kernels
 import output
 import ways
-from layer import stack
+from layer import attention, stack
 
 from fp8jax.inspect import program
 
-WAYS = {**ways.WAYS, **ways.THROUGH_TE}
+WAYS = {**ways.WAYS, **ways.IN_BLOCKS, **ways.THROUGH_TE}
 FLAX = "flax Fp8DotGeneral"
 STATE = "_overwrite_with_gradient"
 
@@ -33,7 +35,7 @@ STATE = "_overwrite_with_gradient"
 def prepare(name: str, args: argparse.Namespace) -> tuple[Callable[[], Any], float, program.Program]:
     """A step after the first, when scales are known; the seconds to compile it; and the program."""
     way = WAYS[name]
-    model = stack(way, args.layers, args.heads, "cudnn" if jax.default_backend() == "gpu" else "xla")
+    model = stack(way, args.layers, args.heads, attention())
     made, step = ways.loss_and_gradient(way, model, input_too=bool(args.input_gradient))
     x = jax.random.normal(jax.random.key(1), (args.batch, args.context, args.width), way.dtype)
     variables = jax.jit(made.init)(jax.random.key(0), x)
@@ -45,17 +47,25 @@ def prepare(name: str, args: argparse.Namespace) -> tuple[Callable[[], Any], flo
     return lambda: compiled(variables, x), seconds, program.read(compiled)
 
 
-def rows(args: argparse.Namespace, skipped: dict[str, str]) -> output.Rows:
-    """One row per way."""
+def rows(args: argparse.Namespace, skipped: dict[str, str], runs: dict[str, Any]) -> output.Rows:
+    """One row per way; the steps go into `runs`."""
     turns, facts = {}, {}
-    for name in args.ways:
+
+    def prepared(name: str) -> Any:
         try:
-            if reason := WAYS[name].why_not():
-                skipped[name] = reason
-                continue
-            run, *facts[name] = prepare(name, args)
-            turns[name] = clock.timer(run)
+            reason = WAYS[name].why_not()
+            return reason or prepare(name, args)
         except Exception as error:  # of a library that is compared; the others are measured
+            return output.first_line(error)
+
+    for name, ready in zip(args.ways, output.side_by_side(prepared, args.ways), strict=True):
+        try:
+            if isinstance(ready, str):
+                skipped[name] = ready
+                continue
+            runs[name], *facts[name] = ready
+            turns[name] = clock.timer(runs[name])
+        except Exception as error:
             skipped[name] = output.first_line(error)
     times = clock.take_turns(turns, args.rounds)
     bf16 = facts["bf16"][1] if "bf16" in turns else None
@@ -92,12 +102,15 @@ def main() -> None:
         rounds=10,
         ways=list(ways.WAYS),
         input_gradient=0,
+        profile="",
         **sizes,
     )
     skipped: dict[str, str] = {}
     shape = ", ".join(f"{name} {getattr(args, name)}" for name in sizes)
-    sections = {f"{output.device()}, {shape}, {args.rounds} rounds": rows(args, skipped)}
+    runs: dict[str, Any] = {}
+    sections = {f"{output.device()}, {shape}, {args.rounds} rounds": rows(args, skipped, runs)}
     output.finish("step", output.device(), sections, args, skipped=skipped)
+    kernels.add("step", runs, sections, args, skipped)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
 rows and columns) with gradients in the recipe's format. The reference is `optax.adamw` in float32.
 "temporaries %" is relative to the float32 size of the parameters, "of a leaf" to a float32 leaf. "moved" are
 the bytes that all kernels read and write, "/ state" relative to the bytes of parameters, gradients and
-moments. On this machine the recipes take turns, with fewer leaves. `--target ""` leaves the GPU out.
+moments. On this machine the recipes take turns, with fewer leaves. `--target ""` leaves the GPU out;
+`--profile FOLDER` adds the time of each kernel on a GPU that is here.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from typing import Any
 import clock
 import jax
 import jax.numpy as jnp
+import kernels
 import optax
 import output
 
@@ -109,14 +111,18 @@ def loop(run: Any, shapes: Any) -> Callable[[], Any]:
     return step
 
 
-def here(ways: list[str], leaves: int, size: int, rounds: int) -> output.Rows:
-    """Steps on this machine, taking turns."""
-    turns, facts = {}, {}
-    for way in ways:
+def here(ways: list[str], leaves: int, size: int, rounds: int, runs: dict[str, Any]) -> output.Rows:
+    """Steps on this machine, taking turns; they go into `runs`."""
+
+    def compiled(way: str) -> Any:
         tx, *shapes = arguments(way, leaves, size)
-        compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*shapes).compile()
-        turns[way] = clock.timer(loop(compiled, shapes))
-        facts[way] = row(way, program.read(compiled), leaves, size, nbytes(shapes))
+        return jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*shapes).compile(), shapes
+
+    turns, facts = {}, {}
+    for way, (program_of, shapes) in zip(ways, output.side_by_side(compiled, ways), strict=True):
+        runs[way] = loop(program_of, shapes)
+        turns[way] = clock.timer(runs[way])
+        facts[way] = row(way, program.read(program_of), leaves, size, nbytes(shapes))
     times = clock.take_turns(turns, rounds)
     rows = []
     for way in ways:
@@ -139,6 +145,7 @@ def main() -> None:
         size=1871,
         leaves_here=8,
         rounds=10,
+        profile="",
     )
     sections = {}
     if args.target and targets.why_not() is None:
@@ -146,8 +153,10 @@ def main() -> None:
         sections[title] = [on_target(way, args.leaves, args.size, args.target) for way in args.ways]
     device = output.device()
     title = f"{device}, {args.leaves_here} leaves of {args.size} x {args.size}, {args.rounds} rounds"
-    sections[title] = here(args.ways, args.leaves_here, args.size, args.rounds)
+    runs: dict[str, Any] = {}
+    sections[title] = here(args.ways, args.leaves_here, args.size, args.rounds, runs)
     output.finish("update", f"{args.target}-{device}" if args.target else device, sections, args)
+    kernels.add("update", runs, sections, args)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import fp8jax
 from fp8jax import backends
 
 BF16 = functools.partial(nn.Dense, dtype=jnp.bfloat16)
-OURS = ("te", "te,scaling=current", "O2", "O2,scaling=current")
+OURS = ("te", "te,scaling=current", "O2", "O2,scaling=current", "fp8")
 
 
 class Way(NamedTuple):
