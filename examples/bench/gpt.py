@@ -3,6 +3,7 @@
     python examples/bench/gpt.py                                         # GPT-350M in bf16 and O2
     python examples/bench/gpt.py --size GPT-124M --levels bf16 te O1 O2 O3
     python examples/bench/gpt.py --levels bf16 "bf16 dots_fp8" fp8 "fp8 dots_fp8"     # FP8 residuals
+    python examples/bench/gpt.py --batch 32 --levels "bf16 remat=False" "O2 remat=False"
     python examples/bench/gpt.py --tiny
 
 The model is that of train_gpt.py with activations in bfloat16 and, on a GPU, cuDNN's attention; the step is
@@ -60,18 +61,22 @@ SIZES = {"GPT-350M": Size(24, 16, 1024, 8), "GPT-124M": Size(12, 12, 768, 16)}
 TINY = Size(1, 2, 32, 2, 16, 256)
 
 
-def model_of(size: Size, attention: str = "") -> GPT:
+def model_of(size: Size, attention: str = "", **options: bool) -> GPT:
     """The GPT; its attention is cuDNN's where it can run."""
     sizes = {name: value for name, value in size._asdict().items() if name != "batch"}
-    return GPT(GPTConfig(**sizes, dtype="bfloat16", attention=attention or layer.attention()))
+    return GPT(GPTConfig(**sizes, **options, dtype="bfloat16", attention=attention or layer.attention()))
 
 
 def trainer_of(size: Size, level: str, **settings: Any) -> Trainer:
-    """The trainer of a level, which has a recipe and, after a space, `gradient_checkpointing`."""
-    recipe, _, remat = level.partition(" ")
-    settings = {**SETTINGS, **({"gradient_checkpointing": remat} if remat else {}), **settings}
-    config = TrainConfig(**settings, recipe=recipe, per_device_train_batch_size=size.batch)
-    return Trainer(model_of(size), loss, config, np.zeros((1, size.context + 1), np.int32))
+    """The trainer of a level: a recipe, then `gradient_checkpointing` and options of `GPTConfig`, if any."""
+    recipe, *words = level.split()
+    options = dict(word.split("=") for word in words if "=" in word)
+    remat = {"gradient_checkpointing": word for word in words if "=" not in word}
+    config = TrainConfig(
+        **{**SETTINGS, **remat, **settings}, recipe=recipe, per_device_train_batch_size=size.batch
+    )
+    model = model_of(size, **{name: value == "True" for name, value in options.items()})
+    return Trainer(model, loss, config, np.zeros((1, size.context + 1), np.int32))
 
 
 def compile_all(trainers: list[Trainer]) -> None:
@@ -160,9 +165,11 @@ def main() -> None:
         size="GPT-350M",
         levels=["bf16", "O2"],
         rounds=30,
+        batch=0,
         profile="",
     )
     size = TINY if args.tiny else SIZES[args.size]
+    size = size._replace(batch=args.batch or size.batch)
     title = f"{args.size}, train step, {size.batch} x {size.context} tokens"
     runs: dict[str, Any] = {}
     sections = {title: rows(args.levels, size, args.rounds, runs)}

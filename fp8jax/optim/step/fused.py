@@ -150,7 +150,7 @@ def _fault(amaxes: jax.Array, scales: jax.Array, of_grads: np.ndarray, checks: n
 def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep, list[jax.Array], list[Any]]:
     """The step, the amaxes of the `quantized` tensors, and the absmax of the moments' 8-bit blocks."""
     step = adam_step(state, scalars, decay)
-    pairs = zip(before_rounding(step, state), quantized(state), strict=True)
+    pairs = zip(before_rounding(step, state, scalars, decay), quantized(state), strict=True)
     amaxes = [amax_of_floats(x, scale_shape(stored)) for x, stored in pairs]
     return step, amaxes, _block_maxima(step, state)
 
@@ -237,7 +237,9 @@ def _first_pass(
     partials, maxima = [], []
     for state, decay in zip(states, decays, strict=True):
         step = adam_step(state, scalars, decay)
-        for tensor, stored in zip(before_rounding(step, state), quantized(state), strict=True):
+        for tensor, stored in zip(
+            before_rounding(step, state, scalars, decay), quantized(state), strict=True
+        ):
             partials.append(partial_amax(tensor, scale_shape(stored)))
         # XLA would store what the maxima and the amaxes have in common. It computes the step again with
         # scalars that it cannot tell to be the same.

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from fp8jax.optim.step import codecs
-from fp8jax.optim.step.arithmetic import AdamStep, ParamState
-from fp8jax.optim.step.codecs import scaled_part
+from fp8jax.optim.step.arithmetic import L2, AdamScalars, AdamStep, ParamState
+from fp8jax.optim.step.codecs import decode, scaled_part
 from fp8jax.quantization import (
     NO_TAG,
     ScaledArray,
@@ -39,8 +39,10 @@ def quantized(state: ParamState) -> list[Any]:
     return found if is_checked else [*found, None]
 
 
-def before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
+def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, decay: str) -> list[jax.Array]:
     """The new float32 values of the `quantized` tensors."""
+    if decay != L2 and state.direction is None and _is_float32(state):
+        return [_grows_with_gradient(state, scalars)]
     tensors = (step.mu, step.nu, step.weight, step.weight)
     stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
     found = [codecs.before_rounding(x, kept) for x, kept in stored if scaled_part(kept) is not None]
@@ -49,6 +51,23 @@ def before_rounding(step: AdamStep, state: ParamState) -> list[jax.Array]:
     # The amax of a quantized weight finds an update that is not finite.
     moment = jnp.abs(step.mu) if step.nu is None else step.nu
     return [*found, moment if is_scaled(state.param) else moment + jnp.abs(step.update)]
+
+
+def _is_float32(state: ParamState) -> bool:
+    """Whether the parameter, its moments and its gradient are float32 arrays."""
+    kept = (state.grad, state.mu, state.nu, state.param)
+    return state.remainder is None and all(
+        getattr(x, "dtype", None) == jnp.float32 for x in kept if x is not None
+    )
+
+
+def _grows_with_gradient(state: ParamState, scalars: AdamScalars) -> jax.Array:
+    """Not finite if the gradient or a scalar is not, or if the gradient's square is not.
+
+    Float32 moments and weights that are finite stay finite otherwise, so a GPU reads the gradient alone.
+    """
+    rest = [scalars.step_size, scalars.weight_decay, scalars.eps, *scalars.corrections]
+    return jnp.square(decode(state.grad)) + sum(jnp.abs(x) for x in rest if x is not None)
 
 
 def _last_moment(state: ParamState) -> Any:
