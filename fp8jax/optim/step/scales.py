@@ -41,8 +41,6 @@ def quantized(state: ParamState) -> list[Any]:
 
 def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, decay: str) -> list[jax.Array]:
     """The new float32 values of the `quantized` tensors."""
-    if decay != L2 and state.direction is None and _is_float32(state):
-        return [_grows_with_gradient(state, scalars)]
     tensors = (step.mu, step.nu, step.weight, step.weight)
     stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
     found = [codecs.before_rounding(x, kept) for x, kept in stored if scaled_part(kept) is not None]
@@ -50,24 +48,21 @@ def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, dec
         return found
     # The amax of a quantized weight finds an update that is not finite.
     moment = jnp.abs(step.mu) if step.nu is None else step.nu
-    return [*found, moment if is_scaled(state.param) else moment + jnp.abs(step.update)]
+    if is_scaled(state.param):
+        return [*found, moment]
+    if state.direction is not None or _dtypes(state.param) - {jnp.dtype(jnp.float32)}:
+        return [*found, moment + jnp.abs(step.update)]
+    # A float32 weight that is finite stays finite if the moment and the scalars are. So a GPU does not read
+    # the weight; nor float32 moments, which stay finite if the square of the gradient is.
+    is_float32 = _dtypes(state.grad, state.mu, state.nu) == {jnp.dtype(jnp.float32)}
+    moment = jnp.square(decode(state.grad)) if is_float32 and decay != L2 else moment
+    scalars_of_update = (scalars.step_size, scalars.weight_decay, scalars.eps, *scalars.corrections)
+    return [*found, moment + sum(jnp.abs(x) for x in scalars_of_update if x is not None)]
 
 
-def _is_float32(state: ParamState) -> bool:
-    """Whether the parameter, its moments and its gradient are float32 arrays."""
-    kept = (state.grad, state.mu, state.nu, state.param)
-    return state.remainder is None and all(
-        getattr(x, "dtype", None) == jnp.float32 for x in kept if x is not None
-    )
-
-
-def _grows_with_gradient(state: ParamState, scalars: AdamScalars) -> jax.Array:
-    """Not finite if the gradient or a scalar is not, or if the gradient's square is not.
-
-    Float32 moments and weights that are finite stay finite otherwise, so a GPU reads the gradient alone.
-    """
-    rest = [scalars.step_size, scalars.weight_decay, scalars.eps, *scalars.corrections]
-    return jnp.square(decode(state.grad)) + sum(jnp.abs(x) for x in rest if x is not None)
+def _dtypes(*stored: Any) -> set[Any]:
+    """The dtypes of arrays; None for those of other storages, nothing for None."""
+    return {getattr(x, "dtype", None) if isinstance(x, jax.Array) else None for x in stored if x is not None}
 
 
 def _last_moment(state: ParamState) -> Any:
