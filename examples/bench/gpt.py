@@ -61,7 +61,7 @@ SIZES = {"GPT-350M": Size(24, 16, 1024, 8), "GPT-124M": Size(12, 12, 768, 16)}
 TINY = Size(1, 2, 32, 2, 16, 256)
 
 
-def model_of(size: Size, attention: str = "", **options: bool) -> GPT:
+def model_of(size: Size, attention: str = "", **options: Any) -> GPT:
     """The GPT; its attention is cuDNN's where it can run."""
     sizes = {name: value for name, value in size._asdict().items() if name != "batch"}
     return GPT(GPTConfig(**sizes, **options, dtype="bfloat16", attention=attention or layer.attention()))
@@ -70,12 +70,14 @@ def model_of(size: Size, attention: str = "", **options: bool) -> GPT:
 def trainer_of(size: Size, level: str, **settings: Any) -> Trainer:
     """The trainer of a level: a recipe, then `gradient_checkpointing` and options of `GPTConfig`, if any."""
     recipe, *words = level.split()
-    options = dict(word.split("=") for word in words if "=" in word)
-    remat = {"gradient_checkpointing": word for word in words if "=" not in word}
-    config = TrainConfig(
-        **{**SETTINGS, **remat, **settings}, recipe=recipe, per_device_train_batch_size=size.batch
-    )
-    model = model_of(size, **{name: value == "True" for name, value in options.items()})
+    options: dict[str, Any] = {}
+    for name, _, value in (word.partition("=") for word in words):
+        if value:
+            options[name] = value == "True"
+        else:
+            settings["gradient_checkpointing"] = name
+    config = TrainConfig(**{**SETTINGS, **settings}, recipe=recipe, per_device_train_batch_size=size.batch)
+    model = model_of(size, **options)
     return Trainer(model, loss, config, np.zeros((1, size.context + 1), np.int32))
 
 

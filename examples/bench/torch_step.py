@@ -4,9 +4,9 @@
     python examples/bench/torch_step.py --tiny
 
 MLP blocks (LayerNorm, Linear 4096 -> 16384, gelu, Linear -> 4096, residual) in bfloat16, trained by AdamW
-through `fp8jax_torch.prepare(..., backend="native")`, without `torch.compile`. "apart" is the largest
-distance of the first losses of a small model from the same on the CPU, relative to the loss. The ways take
-turns.
+through `fp8jax_torch.prepare(..., backend="native")`. "apart" is the largest distance of the first losses of
+a small model from the same on the CPU, relative to the loss. The ways take turns; "compiled" ones are modules
+through `torch.compile`.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 RECIPES = ("bf16", "te", "te,scaling=current", "O2", "fp8")
+COMPILED = " compiled"
+WAYS = (*RECIPES, *(recipe + COMPILED for recipe in ("bf16", "te", "O2")))
 STEPS = 4
 
 
@@ -38,18 +40,20 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
-def step_of(recipe: str, width: int, tokens: int, blocks: int, device: str) -> Callable[[], torch.Tensor]:
+def step_of(way: str, width: int, tokens: int, blocks: int, device: str) -> Callable[[], torch.Tensor]:
     """A step that goes on from the step before, and returns its loss."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(width) for _ in range(blocks)]).to(device)
     x = torch.randn(tokens, width).to(device, torch.bfloat16)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recipe = way.removesuffix(COMPILED)
     if recipe != "bf16":
         model, optimizer = fp8jax_torch.prepare(model, optimizer, recipe, backend="native")
+    called: Any = torch.compile(model) if way != recipe else model
 
     def step() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16):
-            loss = (model(x).float() ** 2).mean()
+            loss = (called(x).float() ** 2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,11 +62,11 @@ def step_of(recipe: str, width: int, tokens: int, blocks: int, device: str) -> C
     return step
 
 
-def apart(recipe: str, device: str) -> float:
+def apart(way: str, device: str) -> float:
     """The largest distance of the first losses from the CPU's, relative."""
     losses = []
     for place in (device, "cpu"):
-        step = step_of(recipe, 256, 512, 2, place)
+        step = step_of(way if place == device else way.removesuffix(COMPILED), 256, 512, 2, place)
         losses.append(torch.stack([step().cpu() for _ in range(STEPS)]))
     return float(((losses[0] - losses[1]) / losses[1]).abs().max())
 
@@ -71,24 +75,22 @@ def rows(width: int, tokens: int, rounds: int, skipped: dict[str, str]) -> outpu
     """One row per recipe."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     turns, distances = {}, {}
-    for recipe in RECIPES:
+    for way in WAYS if device == "cuda" else RECIPES:
         try:
-            distances[recipe] = apart(recipe, device)
-            step = step_of(recipe, width, tokens, 1, device)
-            turns[recipe] = clock.timer(
-                step, lambda _: torch.cuda.synchronize() if device == "cuda" else None
-            )
+            distances[way] = apart(way, device)
+            step = step_of(way, width, tokens, 1, device)
+            turns[way] = clock.timer(step, lambda _: torch.cuda.synchronize() if device == "cuda" else None)
         except Exception as error:  # the others are measured
-            skipped[recipe] = output.first_line(error)
+            skipped[way] = output.first_line(error)
     times = clock.take_turns(turns, rounds)
     return [
         {
-            "recipe": recipe,
-            "apart": distances[recipe],
-            **clock.row(times, recipe),
-            "/ bf16": clock.ratio(times, recipe, "bf16"),
+            "way": way,
+            "apart": distances[way],
+            **clock.row(times, way),
+            "/ bf16": clock.ratio(times, way, "bf16"),
         }
-        for recipe in times
+        for way in times
     ]
 
 
