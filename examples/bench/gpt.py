@@ -7,8 +7,8 @@
     python examples/bench/gpt.py --tiny
 
 The model is that of train_gpt.py with activations in bfloat16 and, on a GPU, cuDNN's attention; the step is
-that of `Trainer`. The levels take turns, and "/ bf16" is the median over the rounds of the ratio of two
-steps. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by itself.
+that of `Trainer`. The levels take turns, and "/ bf16" is the median over the rounds of the ratio to the first
+level in bfloat16. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by itself.
 `--profile FOLDER` adds the time of each kernel on a GPU.
 """
 
@@ -139,14 +139,15 @@ def rows(levels: list[str], size: Size, rounds: int, runs: dict[str, Any]) -> ou
         state = trainer.init()
         turns[f"{level} update"] = clock.timer(updates(trainer, state.variables, state.opt_state))
     times = clock.take_turns(turns, rounds)
-    base, found = trainers.get("bf16"), []
+    plain = next((level for level in levels if level.split()[0] == "bf16"), "")
+    base, found = trainers.get(plain), []
     for level, trainer in trainers.items():
         timed, read = clock.row(times, level), trainer.program
         found.append(
             {
                 "level": level,
                 **timed,
-                "/ bf16": clock.ratio(times, level, "bf16"),
+                "/ bf16": clock.ratio(times, level, plain),
                 "tokens/s": round(1e3 * size.batch * size.context / timed["ms"]),
                 "update ms": clock.row(times, f"{level} update")["ms"],
                 "GB": read.total / 1e9,
