@@ -8,7 +8,8 @@
 
 The model is that of train_gpt.py with activations in bfloat16 and, on a GPU, cuDNN's attention; the step is
 that of `Trainer`. The levels take turns, and "/ bf16" is the median over the rounds of the ratio to the first
-level in bfloat16. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by itself.
+level in bfloat16. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by
+itself.
 `--profile FOLDER` adds the time of each kernel on a GPU.
 """
 
