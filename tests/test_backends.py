@@ -1,7 +1,10 @@
 """The contract of GEMM backends: every backend inherits `Contract`, and runs it where it can run."""
 
 import importlib
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import fp8jax
 from fp8jax import Recipe, backends, quantize, scaling
 from fp8jax.backends import Backend, Device
 from fp8jax.dot import dot_general, init_state
+from fp8jax.inspect import targets
 from fp8jax.quantization import quantize_blocks
 from fp8jax.recipe import PRESETS
 from fp8jax.scaling import GRAD, LHS, RHS
@@ -243,3 +247,61 @@ def test_choosing_a_tensor_backend_touches_no_device(monkeypatch):
     if backends.why_not("te", device=B200):
         assert backends.choose("auto").name == "xla"
     assert backends.choose("xla").name == "xla"
+
+
+@pytest.mark.parametrize(
+    "given,expected",
+    [
+        ("", "--xla_gpu_enable_triton_gemm=false"),
+        ("--xla_cpu_use_x=1", "--xla_cpu_use_x=1 --xla_gpu_enable_triton_gemm=false"),
+        ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
+    ],
+)
+def test_xla_is_told_to_keep_triton_from_gemms(monkeypatch, given, expected):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    backends.xla.add_flag()
+    assert os.environ["XLA_FLAGS"] == expected
+    backends.xla.add_flag()
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_importing_the_package_sets_the_flag():
+    program = "import os, fp8jax; print(os.environ['XLA_FLAGS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.stdout.strip() == "--xla_gpu_enable_triton_gemm=false", ended.stderr
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize("triton,calls", [(False, 3), (True, 0)])
+def test_with_triton_xla_multiplies_in_bfloat16(triton, calls):
+    """The reason for the flag: when XLA has learned better, this test says so."""
+
+    def loss(x, kernel):
+        state = init_state("te")
+        out = dot_general(x, kernel, MATRICES, recipe="te", state=state)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    operands = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)] * 2
+    lowered = targets.lower_for(jax.grad(loss, (0, 1)), *operands, target="h100")
+    compiled = targets.compile(lowered, "h100", xla_gpu_enable_triton_gemm=triton)
+    assert compiled.as_text().count(f'custom_call_target="{backends.xla.FP8_CALL}"') == calls
+
+
+def test_a_gpu_that_multiplies_in_bfloat16_is_told(monkeypatch):
+    monkeypatch.setattr(backends.xla, "_computes_fp8", lambda: False)
+    assert backends.xla.why_not_fp8(Device("cpu", "cpu", None)) is None
+    assert backends.xla.why_not_fp8(A100) is None  # has no FP8 GEMMs, which is said elsewhere
+    reason = backends.xla.why_not_fp8(H100)
+    assert "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false" in reason
+
+    monkeypatch.setattr(Device, "here", classmethod(lambda cls: H100))
+    assert reason in backends.notes([backends.Choice("xla", "")])
+    assert reason not in backends.notes([backends.Choice("pallas", "")])
+    operand = quantized("te,scaling=current", LHS, normal(0, 32, 32))
+    with pytest.warns(UserWarning, match="its Triton takes them"):
+        backends.xla._dot_on_gpu(
+            operand, operand, dimension_numbers=MATRICES, out_dtype=jnp.bfloat16, precise=False
+        )
+    monkeypatch.setattr(backends.xla, "_computes_fp8", lambda: True)
+    assert backends.xla.why_not_fp8(H100) is None

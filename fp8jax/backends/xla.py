@@ -6,18 +6,41 @@ GPU: XLA rewrites a dot with operands `convert(fp8) * scalar` to one `__cublas$l
 takes the float32 scales, accumulates in float32 and writes `out_dtype`. Precision DEFAULT is fast
 accumulation, HIGHEST is precise.
 
+XLA does so only while its Triton takes no GEMMs; otherwise it dequantizes the operands first, and multiplies
+in bfloat16. So this module adds `--xla_gpu_enable_triton_gemm=false` to XLA_FLAGS, unless the flag is there.
+JAX reads XLA_FLAGS once, when a program first uses a device; `why_not_fp8` sees whether it was in time.
+
 CPU: FP8 values and their products are exact in float32, so a float32 dot computes the same as an FP8 dot.
 """
 
+import concurrent.futures
+import functools
+import os
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.backends.base import Backend
+from fp8jax.backends.base import FIRST_WITH_FP8, Backend, Device
 from fp8jax.platforms import by_platform
 from fp8jax.quantization import ScaledArray
+
+_FLAG = "--xla_gpu_enable_triton_gemm"
+
+# How a compiled program calls cuBLASLt's FP8 GEMM.
+FP8_CALL = "__cublas$lt$matmul$f8"
+
+
+def add_flag() -> None:
+    """Keeps XLA's Triton from GEMMs, unless XLA_FLAGS says otherwise."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}=false".strip()
+
+
+add_flag()
 
 
 def dot(
@@ -30,7 +53,7 @@ def dot(
 ) -> jax.Array:
     """See `fp8jax.backends.base.Backend`."""
     options = {"dimension_numbers": dimension_numbers, "out_dtype": out_dtype, "precise": precise}
-    return by_platform(lhs, rhs, cpu=_dot_float32, default=_dot_scaled, **options)
+    return by_platform(lhs, rhs, cpu=_dot_float32, default=_dot_on_gpu, **options)
 
 
 def _dot_float32(
@@ -43,6 +66,13 @@ def _dot_float32(
     return (out * lhs.scale * rhs.scale).astype(out_dtype)
 
 
+def _dot_on_gpu(lhs: ScaledArray, rhs: ScaledArray, **options: Any) -> jax.Array:
+    """The dot, with a warning if it is slow; traced when a program is lowered for a GPU."""
+    if reason := why_not_fp8(Device.here()):
+        warnings.warn(f"{reason}.", stacklevel=2)
+    return _dot_scaled(lhs, rhs, **options)
+
+
 def _dot_scaled(
     lhs: ScaledArray, rhs: ScaledArray, *, dimension_numbers: Any, out_dtype: Any, precise: bool
 ) -> jax.Array:
@@ -52,6 +82,37 @@ def _dot_scaled(
     return lax.dot_general(
         left, right, dimension_numbers, precision=precision, preferred_element_type=out_dtype
     )
+
+
+def why_not_fp8(device: Device) -> str | None:
+    """None, or the reason why XLA multiplies in bfloat16 on a GPU that has FP8 GEMMs.
+
+    Compiles a small GEMM for JAX's default device, once in a process.
+
+    Args:
+        device: JAX's default device.
+    """
+    if device.platform == "cpu" or (device.capability or (0, 0)) < FIRST_WITH_FP8 or _computes_fp8():
+        return None
+    return (
+        "XLA computes FP8 GEMMs in bfloat16 here, because its Triton takes them. Import fp8jax before JAX "
+        f"uses a device, or start the process with XLA_FLAGS={_FLAG}=false"
+    )
+
+
+@functools.cache
+def _computes_fp8() -> bool:
+    """Whether XLA compiles a dot to a call of cuBLASLt's FP8 GEMM."""
+
+    def text() -> str:
+        operand = ScaledArray(jnp.zeros((128, 128), jnp.float8_e4m3fn), jnp.ones(()))
+        options: dict[str, Any] = {"dimension_numbers": (((1,), (1,)), ((), ())), "out_dtype": jnp.bfloat16}
+        multiply = functools.partial(_dot_scaled, **options, precise=False)
+        return jax.jit(multiply).lower(operand, operand).compile().as_text() or ""
+
+    # In a thread of its own there is no mesh and no trace.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return FP8_CALL in thread.submit(text).result()
 
 
 BACKEND = Backend(

@@ -3,8 +3,8 @@
     print(text(examine()))                   # this machine
     print(text(examine("h200")))             # a GPU that is not here
 
-No program runs: devices, versions and packages are only read; "not found" stands for what is unknown. The
-GEMMs of a model are in `fp8jax.inspect.gemms`.
+No program runs: devices, versions and packages are only read; "not found" stands for what is unknown. On a
+GPU a small GEMM is compiled, to see that it is in FP8. The GEMMs of a model are in `fp8jax.inspect.gemms`.
 """
 
 import collections
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from fp8jax import backends, extras
-from fp8jax.backends import FIRST_WITH_BLOCKS, FIRST_WITH_FP8
+from fp8jax.backends import FIRST_WITH_BLOCKS, FIRST_WITH_FP8, xla
 from fp8jax.inspect import targets
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
@@ -79,6 +79,8 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
         devices, troubles, client = [_device(gpu.device, "gpu", gpu.capability, 1)], [], ""
     else:
         devices, troubles, client = _devices_here()
+        if devices and (slow := xla.why_not_fp8(backends.Device.here())):
+            troubles.append(slow)
     is_gpu = target is None and any(device["platform"] == "gpu" for device in devices)
     names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
     versions = {"Python": platform.python_version()} | {name: _version(name) or "not found" for name in names}
