@@ -80,8 +80,8 @@ def _bounded(found: tuple[float, float, float]) -> str:
 def text(rows: Sequence[Estimate]) -> str:
     """Both tables, under a heading."""
     heading = (
-        f"ESTIMATED for {rows[0].devices} x {targets.get(rows[0].target).device}, not measured; the error "
-        "against a machine is not known yet"
+        f"ESTIMATED for {rows[0].devices} x {targets.get(rows[0].target).device}, not measured; "
+        "docs/guides/time.md holds estimates against an H100"
     )
     return "\n\n".join([heading, records(summary(rows)), *(records(layers(row)) for row in rows)])
 
