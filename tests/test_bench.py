@@ -230,7 +230,7 @@ def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(
 
 
 def test_update_takes_turns_here(load_program):
-    rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2)
+    rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2, {})
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]
     assert all(row["step ms"] > 0 and row["temporaries GB"] >= 0 for row in rows)
 

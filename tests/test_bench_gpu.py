@@ -76,7 +76,7 @@ def test_the_dry_run_leaves_a_whole_record(gpu, tmp_path):
     assert len({row["steps"] for row in learned}) == 1
 
     page = (record / "table.md").read_text()
-    assert len(kept["targets"]) == 12
+    assert len(kept["targets"]) == len(gpu.TARGETS)
     for line in kept["targets"]:
         assert line["measured"] is not None and math.isfinite(line["measured"])
         assert line["verdict"] == "not judged: a dry run"
@@ -112,7 +112,6 @@ def test_a_section_that_fails_is_noted(gpu, tmp_path):
 
 def test_a_cpu_is_not_judged_as_a_gpu(gpu, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.ENVIRONMENT, "JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(gpu, "XLA_FLAGS", "")
     found = gpu.run(gpu.Section(1, "gemm"), arguments("gpu"), 60.0, str(tmp_path))
     assert found["skipped"] == {"the section": "JAX found no GPU"} and found["tables"] == {}
 
@@ -160,3 +159,26 @@ def test_without_a_gpu_it_says_so(gpu, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     assert gpu.main() == 2
     assert "--device cpu --tiny is the dry run" in capsys.readouterr().err
+
+
+def test_sections_without_times_run_side_by_side(gpu):
+    assert gpu.groups_of(["layer", "correctness", "gemm", "convergence"]) == [
+        ["correctness", "convergence"],
+        ["layer"],
+        ["gemm"],
+    ]
+    assert gpu.groups_of(["gemm"]) == [["gemm"]]
+
+
+def test_kernels_are_summed_by_kind(load_program):
+    """Two runs of four kernels: those of a kind are added, and time that no kernel fills is found."""
+    kernels = load_program("examples/bench/kernels.py")
+    names = ["nvjet_sm90_qqtst_128x128", "nvjet_sm90_tst_256x128", "cudnn_sdpa_flash_fprop", "loop_fusion"]
+    found = [(name, 1000.0 * start, 500.0) for start, name in enumerate(names)]
+    found[1] = (names[1], 400.0, 500.0)  # begins before the first one has ended
+    rows = {row["kernel"]: row for row in kernels.table(found)}
+    runs = kernels.RUNS
+    assert rows["= FP8 GEMMs"]["us"] == rows["= other GEMMs"]["us"] == pytest.approx(0.5 / runs)
+    assert rows["= attention"]["us"] == rows["= others"]["us"] == pytest.approx(0.5 / runs)
+    assert rows[names[0]] == {"kernel": names[0], "kind": "FP8 GEMMs", "starts": 1 / runs, "us": 0.5 / runs}
+    assert rows["= no kernel runs"]["us"] == pytest.approx((3500 - 1900) / runs / 1e3)

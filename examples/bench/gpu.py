@@ -40,6 +40,7 @@ class Section(NamedTuple):
     program: str
     options: Sequence[str] = ()
     is_timed: bool = True  # alone on the machine
+    flags: str = "--xla_gpu_enable_triton_gemm=false"  # of XLA; as importing fp8jax sets them
 
 
 # The sizes of TransformerEngine's published figures, see layer.py.
@@ -52,6 +53,7 @@ OPTIMIZERS = ("optax.adamw", "te", "O2", "fp8", "fp8,moments=E5M2+E4M4")
 UPDATE = ("--target", "", "--leaves-here", "24", "--size", "3840", "--rounds", "15", "--ways", *OPTIMIZERS)
 # Of the Pallas kernel for scales of blocks; the first one is its default.
 TILINGS = ("128x128x8x4x8", "128x128x8x3x8", "128x128x8x4x16", "64x128x4x4x8", "128x64x4x4x8")
+TRITON = "--xla_gpu_enable_triton_gemm=true"  # XLA's default: faster in bf16, and without FP8 GEMMs
 LEVELS = ("bf16", "te", "O2", "fp8")
 RESIDUALS = ("bf16", "bf16 dots_fp8", "fp8 dots_fp8")
 GPT_350M = ("--size", "GPT-350M", "--rounds", "15", "--levels")
@@ -61,6 +63,8 @@ SECTIONS = {
     "layer": Section(75, "step", (*LAYER, "--ways", "bf16", FLAX, TE, CURRENT, BLOCK, *FP8_WEIGHTS)),
     "optimizer": Section(40, "update", UPDATE),
     "GPT-350M": Section(70, "gpt", (*GPT_350M, *LEVELS)),
+    "bf16 with Triton, layer": Section(20, "step", (*LAYER, "--ways", "bf16"), flags=TRITON),
+    "bf16 with Triton, GPT-350M": Section(25, "gpt", (*GPT_350M, "bf16"), flags=TRITON),
     "FP8 residuals": Section(55, "gpt", (*GPT_350M, *RESIDUALS)),
     "gemm": Section(60, "gemm", ("--rounds", "10", "--tilings", *TILINGS)),
     "TransformerEngine": Section(20, "step", (*LAYER, "--ways", "bf16", *THROUGH_TE, *ALONE)),
@@ -113,9 +117,7 @@ GRACE_S = 15  # that a section may be late before it is killed
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "ml_dtypes", "numpy", "torch")
 PACKAGES += ("transformer_engine", "transformer_engine_jax", "nvidia-cublas", "nvidia-cudnn-cu13")
 
-# Triton off: what NVIDIA advises for JAX, and untimed GEMMs compile faster; the same for all ways. Memory is
-# not taken in advance, so that torch finds some.
-XLA_FLAGS = "--xla_gpu_enable_triton_gemm=false"
+# Memory is not taken in advance, so that torch finds some.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cuda,cpu",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -131,7 +133,8 @@ def run(
     paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": cache}
     if args.device == "gpu":
-        environment |= {**ENVIRONMENT, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()}
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {section.flags}".strip()
+        environment |= {**ENVIRONMENT, "XLA_FLAGS": flags}
     elif args.tiny:  # less time on programs that only show that they run
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, str(HERE / f"{section.program}.py"), *section.options]
@@ -227,7 +230,7 @@ def start(args: argparse.Namespace) -> tuple[pathlib.Path, dict[str, Any]]:
     words = driver.split(",")[0].removeprefix("NVIDIA ").lower().split()
     device = words[0] if args.device == "gpu" and words else output.cpu_name()
     about: dict[str, Any] = output.environment(device, PACKAGES)
-    about |= {"gpu": driver, "XLA_FLAGS": XLA_FLAGS if args.device == "gpu" else "", "minutes": args.minutes}
+    about |= {"gpu": driver, "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""), "minutes": args.minutes}
     name = f"{about['date']}_{device}_gpu{'_tiny' if args.tiny else ''}"
     folder = free_folder(pathlib.Path(args.record or HERE.parent / "records"), name)
     folder.mkdir(parents=True)
