@@ -1,7 +1,7 @@
 """Matrix products: TFLOP/s of bfloat16, of our FP8 products, and of `torch._scaled_mm`, which is the ceiling.
 
     python examples/bench/gemm.py
-    python examples/bench/gemm.py --tilings 128x128x8x4x8 64x128x4x4x8
+    python examples/bench/gemm.py --tilings 128x128x8x3x16 64x128x4x4x8
     python examples/bench/gemm.py --tiny
 
 The operands of ours and of torch's are the same random codes, ready: no cast is timed. Each program

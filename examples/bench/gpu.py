@@ -52,7 +52,7 @@ ALONE = ("TransformerEngine delayed", "TransformerEngine current")
 OPTIMIZERS = ("optax.adamw", "te", "O2", "fp8", "fp8,moments=E5M2+E4M4")
 UPDATE = ("--target", "", "--leaves-here", "24", "--size", "3840", "--rounds", "15", "--ways", *OPTIMIZERS)
 # Of the Pallas kernel for scales of blocks; the first one is its default.
-TILINGS = ("128x128x8x4x8", "128x128x8x3x8", "128x128x8x4x16", "64x128x4x4x8", "128x64x4x4x8")
+TILINGS = ("128x128x8x3x16", "128x128x8x3x8", "128x128x8x4x16", "64x128x4x4x8", "128x64x4x4x8")
 TRITON = "--xla_gpu_enable_triton_gemm=true"  # XLA's default: faster in bf16, and without FP8 GEMMs
 LEVELS = ("bf16", "te", "O2", "fp8")
 RESIDUALS = ("bf16", "bf16 dots_fp8", "fp8 dots_fp8")
