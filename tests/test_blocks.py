@@ -624,11 +624,11 @@ def test_kernel_of_both_copies_exchanges_little(recipe, target, tmp_path):
 @pytest.mark.parametrize("rows", [1, 128])
 def test_kernel_uses_fp8_instructions(rows, tmp_path):
     """Hopper's FP8 instruction, and few reads of scales by each thread. JAX's own dot would give FP16's."""
-    shapes = [(1, 256, 512), (1, 256, 512), (1, 256, 4), (1, 4, 256 // rows)]
+    shapes = [(1, 256, 512), (1, 256, 512), (1, 256, 4), (1, 256 // rows, 4)]
     dtypes = [formats.E4M3.dtype] * 2 + [jnp.float32] * 2
     args = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes, strict=True)]
     code = assembly(
-        functools.partial(pallas._tiles, jnp.bfloat16, pallas.TILING), *args, target="h200", at=tmp_path
+        functools.partial(pallas._whole_gemm, jnp.bfloat16, pallas.TILING), *args, target="h200", at=tmp_path
     )
     assert code.count("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3") == 4 == 128 // 32
     assert "mma.sync" not in code and "cp.async" in code and 0 < code.count("ld.global") < 40

@@ -8,8 +8,9 @@ The operands of ours and of torch's are the same random codes, ready: no cast is
 multiplies several pairs, which together do not fit into a GPU's cache. "(k, n)" is the kernel as a dense
 layer keeps it: cuBLASLt takes FP8 operands with the summed axis last, so XLA transposes it first.
 
-"block", "mxfp8" and "nvfp4" have a scale for each block. "block" is a Pallas kernel: `--tilings` are rows and
-columns of a tile, warps, stages and grouped rows (`fp8jax.backends.pallas.Tiling`), the default first.
+"block", "mxfp8" and "nvfp4" have a scale for each block. "block" is a Pallas kernel: on Hopper in Mosaic GPU,
+on other GPUs in Triton. `--tilings` are those of the kernel in Triton, the default first: rows and columns of a
+tile, warps, stages and grouped rows (`fp8jax.backends.pallas.Tiling`). All but the first are timed on Hopper, too.
 """
 
 import functools
@@ -75,7 +76,7 @@ def in_blocks(wide: Any, tilings: list[str], skipped: dict[str, str]) -> dict[st
         ready = [tuple(to(x) for to, x in zip(cast, pair, strict=True)) for pair in wide]
         for number, text in enumerate(tilings if scaling == "block" else [TILING]):
             dot = backends.BACKENDS[backends.choose("auto", granularity).name].dot
-            if text != TILING:
+            if number or text != TILING:
                 tiling = pallas.Tiling(*map(int, text.split("x")))
                 dot = reference.dot_by(functools.partial(pallas.gemm, tiling=tiling))
             dot = functools.partial(dot, dimension_numbers=LAST, out_dtype=jnp.bfloat16, precise=False)

@@ -117,6 +117,7 @@ def gemm(
         grid_names=("core",),
         num_threads=MULTIPLYING + 1,
         thread_name="warpgroup",
+        kernel_name="block_gemm",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             # The kernel waits wherever it must. With one wave Mosaic's own barriers were faster on an H100.

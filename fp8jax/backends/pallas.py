@@ -1,11 +1,15 @@
-"""The Pallas backend: a kernel for FP8 operands with float32 scales of 1x128 and 128x128 blocks.
+"""The Pallas backend: kernels for FP8 operands with float32 scales of 1x128 and 128x128 blocks.
 
 Both operands have the contracted axis last, as GPU instructions read them. The product of two blocks is
 scaled before it is added to the output's float32 sum. Hopper adds the 128 products of a block in about 14
 bits. On a CPU it is the `reference`: FP8 values and their products are exact in float32.
+
+Hopper GPUs have the kernel of `hopper`, which is written in Mosaic GPU. The kernel here, in Triton, is for all
+other GPUs.
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +29,7 @@ TILE = 128
 
 
 class Tiling(NamedTuple):
-    """How the Pallas kernel is split; `examples/bench/gemm.py --tilings` times others.
+    """How the kernel in Triton is split; `examples/bench/gemm.py --tilings` times others.
 
     The default was the fastest of 6 on an H100. Compiled for it the kernel has FP8 instructions and
     asynchronous copies, and spills no register.
@@ -43,6 +47,9 @@ TILING = Tiling()
 # Whether the kernel is interpreted, to test it on a CPU.
 INTERPRET = False
 
+# The names of Hopper GPUs, such as "NVIDIA H200" and "NVIDIA GH200 480GB".
+_HOPPER = re.compile(r"\bG?H\d+")
+
 
 def supports(device: Device | None, is_batched: bool) -> str | None:
     """See `fp8jax.backends.base.Backend`."""
@@ -50,26 +57,64 @@ def supports(device: Device | None, is_batched: bool) -> str | None:
     return lacks_fp8(device)
 
 
-def gemm(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any, tiling: Tiling = TILING) -> jax.Array:
-    """A Pallas kernel for float32 scales of 1x128 and 128x128 blocks."""
+def gemm(
+    lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any, tiling: Tiling | None = None
+) -> jax.Array:
+    """The GEMM of operands with float32 scales of 1x128 and 128x128 blocks.
+
+    Args:
+        lhs, rhs: (batch, m, k) and (batch, n, k).
+        out_dtype: the output's dtype.
+        tiling: of the kernel in Triton, which then runs on Hopper, too. None: the GPU's kernel.
+
+    Returns:
+        (batch, m, n)
+    """
     m, n = lhs.shape[-2], rhs.shape[-2]
     a, b = (_whole_tiles(x.data, TILE) for x in (lhs, rhs))
     is_square = rhs.scale.shape[-2] * TILE == rhs.shape[-2] and rhs.shape[-2] > 1
     of_a = _whole_tiles(lhs.scale, TILE)
-    of_b = jnp.swapaxes(_whole_tiles(rhs.scale, 1 if is_square else TILE), -1, -2)
+    of_b = _whole_tiles(rhs.scale, 1 if is_square else TILE)
     multiply = split_by_devices(
-        functools.partial(_tiles, out_dtype, tiling),
-        "b m k, b n k, b m k, b k n -> b m n",
+        functools.partial(_whole_gemm, out_dtype, tiling),
+        "b m k, b n k, b m k, b n k -> b m n",
         dict.fromkeys("mnk", TILE),
         summed="k",
     )
     return multiply(a, b, of_a, of_b)[:, :m, :n]
 
 
-def _tiles(
+def _whole_gemm(
+    out_dtype: Any, tiling: Tiling | None, a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array
+) -> jax.Array:
+    """The GPU's kernel, of whole tiles and the scales of rows of `a` and of blocks or rows of `b`."""
+    if tiling is None and _is_hopper() and (hopper := _hopper()) is not None:
+        return hopper.gemm(a, b, of_a, of_b, out_dtype)
+    return _triton(out_dtype, tiling or TILING, a, b, of_a, jnp.swapaxes(of_b, -1, -2))
+
+
+def _is_hopper() -> bool:
+    """Whether the program is for a Hopper GPU: of the mesh that it is lowered for, or JAX's default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return _HOPPER.search(device.device_kind) is not None
+    capability = Device.here().capability
+    return capability is not None and capability[0] == 9
+
+
+def _hopper() -> Any:
+    """The module of Hopper's kernel; None where JAX's Mosaic GPU lacks what the kernel uses."""
+    try:
+        from fp8jax.backends import hopper
+    except (ImportError, AttributeError):
+        return None
+    return hopper
+
+
+def _triton(
     out_dtype: Any, tiling: Tiling, a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array
 ) -> jax.Array:
-    """The kernel, of whole tiles and the scales of rows of `a` and of blocks or rows of `b`."""
+    """The kernel in Triton; `of_b` has an axis for the blocks of k before the one of `b`'s rows."""
     (batch, m, k), n = a.shape, b.shape[-2]
     rows, columns, warps, stages, group = tiling
     counts = (m // rows, n // columns)

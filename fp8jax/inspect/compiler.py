@@ -12,6 +12,7 @@ for NVIDIA's libraries when a program starts. Where they are missing, it prints 
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from jaxlib import xla_client
 _PLUGIN, _PJRT = "jax-cuda13-plugin", "jax-cuda13-pjrt"  # wheels that a machine with GPUs has beside jax
 _LIBRARY = pathlib.Path("jax_plugins", "xla_cuda13", "xla_cuda_plugin.so")
 _EXTENSION = pathlib.Path("jax_cuda13_plugin", "__init__.py")
+_RUNTIME = pathlib.Path("jax_cuda13_plugin", "libmosaic_gpu_runtime.so")
 # Modules of jaxlib that register kernels of the extension when imported, e.g. those of `jnp.linalg.qr`.
 _KERNELS = ("gpu_linalg", "gpu_prng", "gpu_rnn", "gpu_solver", "gpu_sparse", "gpu_triton")
 
@@ -121,6 +123,7 @@ def _load(folder: pathlib.Path) -> Any:
     """
     api = xla_client.load_pjrt_plugin_dynamically("cuda_compiler", str(folder / _LIBRARY))
     extension = _import_extension(folder / _EXTENSION)
+    os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(folder / _RUNTIME)  # of kernels of Pallas's Mosaic GPU
     register = functools.partial(xla_client.register_custom_call_target, platform="CUDA")
     xla_client.register_custom_type_handler("CUDA", functools.partial(extension.register_custom_type, api))
     xla_client.register_custom_call_handler(

@@ -23,7 +23,8 @@ _CALLS = {
     "__onednn$matmul": "onednn",
     "te_gemm_v2_ffi": "te",  # TransformerEngine's
     "__cudnn$blockScaledDot": "cudnn",  # MXFP8 and NVFP4
-    "__gpu$xla.gpu.triton": "pallas",  # our kernel for 1x128 and 128x128 blocks
+    "__gpu$xla.gpu.triton": "pallas",  # our kernels for 1x128 and 128x128 blocks
+    "mosaic_gpu_v2": "pallas",  # and on Hopper
 }
 _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute")
 
@@ -177,25 +178,30 @@ def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | N
     if kind == "pallas" and not dot.operands[0].first.dtype.startswith("f8"):
         return None  # another kernel
     stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
+    lhs, rhs = dot.operands[0].first, dot.operands[stride].first
+    if kind == "pallas":  # the matrices of a batch may be below each other
+        flops = 2 * math.prod(dot.first.dims) * lhs.dims[-1]
+    else:
+        flops = _flops(lhs, rhs, dot.first, _batch_axes(dot))
     # An attribute of a dot, or a field of a library call's configuration: the precision of each operand.
     precisions = set(re.findall(r"\w+", dot.find(r"operand_precision\W+([^\]}]*)")))
     return Gemm(
         kind=kind,
-        lhs=dot.operands[0].first.dtype,
-        rhs=dot.operands[stride].first.dtype,
+        lhs=lhs.dtype,
+        rhs=rhs.dtype,
         out=instruction.first.dtype,
         out_shape=instruction.first.dims,
         fast=precisions <= {"DEFAULT", "default"} and "use_split_accumulator = true" not in dot.line,
         runs=runs,
         name=dot.op_name,
-        flops=_flops(dot.operands[0].first, dot.operands[stride].first, dot.first, _batch_axes(dot)),
+        flops=flops,
     )
 
 
 def _batch_axes(dot: Instruction) -> list[int]:
     """The axes of the first operand that all operands have."""
     if dot.opcode == "custom-call" and "dot_dimension_numbers" not in dot.line:
-        return list(range(len(dot.first.dims) - 2))  # of kernels of ours, cuDNN and TransformerEngine
+        return list(range(len(dot.first.dims) - 2))  # of cuDNN and TransformerEngine
     return [int(axis) for axis in re.findall(r"\d+", dot.find(r"lhs_batch_dim\w+\W*?[\[{]([^\]}]*)"))]
 
 
