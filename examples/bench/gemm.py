@@ -9,8 +9,8 @@ multiplies several pairs, which together do not fit into a GPU's cache. "(k, n)"
 layer keeps it: cuBLASLt takes FP8 operands with the summed axis last, so XLA transposes it first.
 
 "block", "mxfp8" and "nvfp4" have a scale for each block. "block" is a Pallas kernel: on Hopper in Mosaic GPU,
-on other GPUs in Triton. `--tilings` are those of the kernel in Triton, the default first: rows and columns of a
-tile, warps, stages and grouped rows (`fp8jax.backends.pallas.Tiling`). All but the first are timed on Hopper, too.
+elsewhere in Triton. `--tilings` are those of the kernel in Triton, the default first: rows and columns of a
+tile, warps, stages and grouped rows (`fp8jax.backends.pallas.Tiling`). The others are timed on Hopper, too.
 """
 
 import functools

@@ -30,6 +30,9 @@ GROUP = 8
 # Multiprocessors of an H100 or H200. Each computes tiles in turn; on other GPUs the kernel is correct, too.
 CORES = 132
 
+# A `plgpu.InterpretGPUParams`, to test the kernel on a CPU.
+INTERPRET = None
+
 # How a GEMM's operand and output are laid out in shared memory: in rows of 128 bytes.
 _SWIZZLE = plgpu.SwizzleTransform(128)
 _OPERAND = (plgpu.TilingTransform((8, BLOCK)), _SWIZZLE)
@@ -91,17 +94,14 @@ class _Shared(NamedTuple):
     empty: Any  # both warpgroups have read the stage
 
 
-def gemm(
-    a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array, out_dtype: Any, interpret: Any = None
-) -> jax.Array:
+def gemm(a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array, out_dtype: Any) -> jax.Array:
     """The GEMM, whose sums are float32; Hopper adds the 128 products of a block of k in about 14 bits.
 
     Args:
-        a, b: (batch, m, k) and (batch, n, k) in E4M3 or E5M2; m, n and k are multiples of 128.
+        a, b: (batch, m, k) and (batch, n, k) in FP8; m, n and k are multiples of 128.
         of_a: scales (batch, m, k / 128).
         of_b: scales (batch, n, k / 128) or (batch, n / 128, k / 128).
         out_dtype: float32, bfloat16 or float16.
-        interpret: a `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
         (batch, m, n)
@@ -123,7 +123,7 @@ def gemm(
             # The kernel waits wherever it must. With one wave Mosaic's own barriers were faster on an H100.
             unsafe_no_auto_barriers=tiles.waves > 1,
         ),
-        interpret=interpret,
+        interpret=INTERPRET,
     )
     # The scales of a block of k are copied at once: they are contiguous.
     return call(a, b, of_a.T, of_b.T if tiles.is_vector else of_b).reshape(batch, m, n)
@@ -268,7 +268,7 @@ def _gemm(a: Any, b: Any) -> Any:
         plgpu.wgmma(accumulator, a, b.T)
         return accumulator[...]
 
-    return pl.run_scoped(run, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((ROWS, BLOCK), jnp.float32))  # pyright: ignore
 
 
 def _write(sums: Any, rows: Callable[[Any], Any], column: Any, shared: Any) -> None:

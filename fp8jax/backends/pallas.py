@@ -4,8 +4,7 @@ Both operands have the contracted axis last, as GPU instructions read them. The 
 scaled before it is added to the output's float32 sum. Hopper adds the 128 products of a block in about 14
 bits. On a CPU it is the `reference`: FP8 values and their products are exact in float32.
 
-Hopper GPUs have the kernel of `hopper`, which is written in Mosaic GPU. The kernel here, in Triton, is for all
-other GPUs.
+Hopper GPUs have the kernel of `hopper`, written in Mosaic GPU. The kernel here, in Triton, is for other GPUs.
 """
 
 import functools
@@ -57,9 +56,7 @@ def supports(device: Device | None, is_batched: bool) -> str | None:
     return lacks_fp8(device)
 
 
-def gemm(
-    lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any, tiling: Tiling | None = None
-) -> jax.Array:
+def gemm(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any, tiling: Tiling | None = None) -> jax.Array:
     """The GEMM of operands with float32 scales of 1x128 and 128x128 blocks.
 
     Args:
@@ -94,7 +91,7 @@ def _whole_gemm(
 
 
 def _is_hopper() -> bool:
-    """Whether the program is for a Hopper GPU: of the mesh that it is lowered for, or JAX's default device."""
+    """Whether the program is for a Hopper GPU: the one of its mesh, or JAX's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return _HOPPER.search(device.device_kind) is not None
