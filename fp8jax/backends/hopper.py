@@ -2,10 +2,10 @@
 
     out = hopper.gemm(a, b, of_a, of_b, jnp.bfloat16)     # (batch, m, k) and (batch, n, k)
 
-Pallas's Mosaic GPU has Hopper's asynchronous copies to shared memory (TMA) and asynchronous GEMMs (wgmma).
-Of a block's three warpgroups one copies, and two multiply: while one of them waits for its GEMM, the other
-scales and adds. Each GEMM of 128 of k has a new accumulator, which is scaled and added to a float32 sum.
-Importing the module fails where JAX's Mosaic GPU lacks what the kernel uses.
+The kernel is written in Pallas's Mosaic GPU, which has Hopper's asynchronous copies to shared memory (TMA)
+and its asynchronous GEMMs (wgmma). A multiprocessor has three warpgroups. Two multiply: while the GEMM of one
+runs, the other scales and adds. The third copies. The GEMM of a block of k has a new accumulator, which is
+scaled and added to float32 sums. Importing the module fails if JAX's Mosaic GPU lacks what the kernel uses.
 """
 
 import functools
@@ -18,22 +18,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Of k, of columns of a tile of the output, and the sides of a 128x128 block.
+# Sides of a block with a scale, and the columns of a tile of the output.
 BLOCK = 128
-# Rows of a wgmma instruction, and the warpgroups that multiply: in a wave each computes so many rows.
+# Rows of a wgmma instruction, warpgroups that multiply, and the rows of a wave: one instruction of each.
 ROWS, MULTIPLYING = 64, 2
 WAVE = ROWS * MULTIPLYING
-# Blocks of k in shared memory. With float32 outputs and 256 rows no more fit.
+# Blocks of k in shared memory. No more fit into it.
 STAGES = 4
-# Rows of tiles that are computed together, for the level-2 cache.
+# Rows of tiles that are computed together: they share columns in the level-2 cache.
 GROUP = 8
-# Multiprocessors of an H100 or H200. Each computes tiles in turn; on other GPUs the kernel is correct, too.
+# Multiprocessors of an H100 (SXM) and an H200. GPUs with fewer compute the same, not as fast as they could.
 CORES = 132
 
 # A `plgpu.InterpretGPUParams`, to test the kernel on a CPU.
 INTERPRET = None
 
-# How a GEMM's operand and output are laid out in shared memory: in rows of 128 bytes.
+# The layout of operands in shared memory.
 _SWIZZLE = plgpu.SwizzleTransform(128)
 _OPERAND = (plgpu.TilingTransform((8, BLOCK)), _SWIZZLE)
 
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
     @property
     def waves(self) -> int:
-        """GEMMs of a warpgroup for a block of k. Two are faster: both read the same columns of rhs."""
+        """GEMMs of a warpgroup for a block of k. Two are faster, since both read the same block of rhs."""
         return 1 if self.m % (2 * WAVE) else 2
 
     @property
@@ -73,7 +73,7 @@ class Tiles(NamedTuple):
         return self.batch * self.counts[0] * self.counts[1]
 
     def place(self, number: Any) -> tuple[Any, Any, Any]:
-        """Of a tile the first row of lhs and of the output, the first row of rhs, and the first column."""
+        """The first row of a tile in lhs and the output, its first row in rhs, and its first column."""
         of_matrix = self.counts[0] * self.counts[1]
         matrix = lax.div(number, _int(of_matrix))
         # Consecutive tiles share rows and columns, in the GPU's cache.
@@ -82,20 +82,20 @@ class Tiles(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Shared memory of a multiprocessor, and barriers: an entry for each stage, except of `out`."""
+    """Shared memory and barriers of a multiprocessor. All but `out` have an entry for each stage."""
 
     a: Any
     b: Any
     of_a: Any
     of_b: Any  # None for scales of 128x128 blocks
     out: Any
-    full: Any  # all of a stage is copied, but for the second wave's rows
-    late: Any  # the second wave's rows are copied; None with one wave
-    empty: Any  # both warpgroups have read the stage
+    full: Any  # the copies to a stage have ended, but for the second wave's rows
+    late: Any  # the copy of the second wave's rows has ended; None with one wave
+    empty: Any  # both warpgroups have read a stage
 
 
 def gemm(a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array, out_dtype: Any) -> jax.Array:
-    """The GEMM, whose sums are float32; Hopper adds the 128 products of a block of k in about 14 bits.
+    """The GEMM. Sums are float32; Hopper adds the 128 products of a block of k in about 14 bits.
 
     Args:
         a, b: (batch, m, k) and (batch, n, k) in FP8; m, n and k are multiples of 128.
@@ -120,12 +120,12 @@ def gemm(a: jax.Array, b: jax.Array, of_a: jax.Array, of_b: jax.Array, out_dtype
         kernel_name="block_gemm",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            # The kernel waits wherever it must. With one wave Mosaic's own barriers were faster on an H100.
+            # The kernel has all barriers that it needs. With one wave, Mosaic's were faster on an H100.
             unsafe_no_auto_barriers=tiles.waves > 1,
         ),
         interpret=INTERPRET,
     )
-    # The scales of a block of k are copied at once: they are contiguous.
+    # The scales of a block of k are contiguous, for TMA.
     return call(a, b, of_a.T, of_b.T if tiles.is_vector else of_b).reshape(batch, m, n)
 
 
@@ -137,7 +137,7 @@ def _kernel(tiles: Tiles, grid: int, *refs: Any) -> None:
     """One multiprocessor's tiles."""
     a, b, _, _, out = refs
     scales = functools.partial(plgpu.SMEM, dtype=jnp.float32)
-    columns = 128 // out.dtype.itemsize  # as many as have 128 bytes are written at once
+    columns = 128 // out.dtype.itemsize  # of 128 bytes, written at once
     shared = _Shared(
         a=plgpu.SMEM((STAGES, tiles.rows, BLOCK), a.dtype, transforms=_OPERAND),
         b=plgpu.SMEM((STAGES, BLOCK, BLOCK), b.dtype, transforms=_OPERAND),
@@ -204,7 +204,7 @@ def _copy(tiles: Tiles, own: Any, place: Any, refs: Any, shared: _Shared) -> Non
 
 
 def _drain(total: Any, shared: _Shared) -> None:
-    """Waits until the last stages are empty."""
+    """Waits until the last stages are empty: JAX 0.11's interpreter refuses arrivals without a wait."""
 
     def wait(number: Any, _: Any) -> None:
         plgpu.barrier_wait(shared.empty.at[lax.rem(number, _int(STAGES))])
@@ -232,7 +232,7 @@ def _multiply(tiles: Tiles, own: Any, place: Any, refs: Any, shared: _Shared, wa
 def _step(
     tiles: Tiles, of_b: Any, shared: _Shared, start: Any, warpgroup: Any, row_of_b: Any, j: Any, sums: Any
 ) -> Any:
-    """The sums of each wave, and to them added the GEMMs of block `j` of k."""
+    """Adds the GEMMs of block `j` of k to the sums of each wave."""
     stage = lax.rem(start + j, _int(STAGES))
     plgpu.barrier_wait(shared.full.at[stage])
     rows = [pl.ds(wave * WAVE + warpgroup * ROWS, ROWS) for wave in range(tiles.waves)]
@@ -245,7 +245,7 @@ def _step(
     added = []
     for wave, of_row in enumerate(of_rows):
         if wave:
-            # Without a wait here, ptxas starts both waves' GEMMs, and lacks registers for the second one.
+            # Without a barrier here, ptxas starts both GEMMs first, and lacks registers for two accumulators.
             plgpu.barrier_wait(shared.late.at[stage])
         part = _gemm(shared.a.at[stage, rows[wave]], shared.b.at[stage])
         if wave == tiles.waves - 1:
@@ -257,12 +257,12 @@ def _step(
 
 
 def _vector(ref: Any, reduced: int) -> Any:
-    """A vector in the registers that have a result of wgmma with the axis `reduced`."""
+    """A vector in the layout that an accumulator of wgmma has without the axis `reduced`."""
     return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA.reduce(reduced))
 
 
 def _gemm(a: Any, b: Any) -> Any:
-    """The GEMM of two tiles in shared memory."""
+    """The GEMM of two arrays in shared memory."""
 
     def run(accumulator: Any) -> Any:
         plgpu.wgmma(accumulator, a, b.T)
@@ -272,7 +272,7 @@ def _gemm(a: Any, b: Any) -> Any:
 
 
 def _write(sums: Any, rows: Callable[[Any], Any], column: Any, shared: Any) -> None:
-    """Writes sums to the output, of which `rows` has given columns, by way of shared memory."""
+    """Writes sums by way of shared memory to the output; `rows(columns)` is a part of it."""
     size = shared.shape[1]
     for start in range(0, BLOCK, size):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
