@@ -39,9 +39,11 @@ class Pip:
     def __call__(self, command, **options):
         self.commands.append(command)
         if not self.status:
-            library = pathlib.Path(command[command.index("--target") + 1]) / compiler._LIBRARY
-            library.parent.mkdir(parents=True)
-            library.write_text("")
+            is_toolkit = "nvidia-nvvm" in command[-1]
+            file = compiler._TOOLKIT / compiler._FUNCTIONS if is_toolkit else compiler._LIBRARY
+            file = pathlib.Path(command[command.index("--target") + 1]) / file
+            file.parent.mkdir(parents=True)
+            file.write_text("")
         return subprocess.CompletedProcess(command, self.status, "", self.stderr)
 
 
@@ -58,6 +60,24 @@ def test_the_compiler_of_this_jaxlib_is_installed_once(without_plugin, monkeypat
     assert capsys.readouterr().out.split() == [str(compiler.folder())] * 2
     assert list(compiler.folder().parent.iterdir()) == [compiler.folder()]
     assert compiler.why_not() is None
+
+
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_a_toolkit_is_installed_where_there_is_none(has_compiler, without_plugin, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", pip := Pip())
+    if has_compiler:  # of a version that did not install it
+        (compiler.folder() / compiler._LIBRARY.parent).mkdir(parents=True)
+        (compiler.folder() / compiler._LIBRARY).write_text("")
+        assert compiler.why_not() is None
+    monkeypatch.setattr(compiler, "_TOOLKITS", ())  # and the tests have no wheels of NVIDIA
+    monkeypatch.delenv("CUDA_ROOT", raising=False)
+    expected = "NVIDIA's assembler" if has_compiler else "XLA's compiler"
+    assert f"needs {expected}" in str(compiler.why_not())
+    assert cli.main(["install-compiler"]) == cli.main(["install-compiler"]) == 0
+    assert [command[-1].split("=")[0] for command in pip.commands][-1] == "nvidia-nvvm>"
+    assert len(pip.commands) == 2 - has_compiler
+    assert (compiler.folder() / compiler._LIBRARY).exists() and compiler.why_not() is None
+    assert list(compiler.folder().parent.iterdir()) == [compiler.folder()]
 
 
 def test_nothing_is_left_where_pip_fails(without_plugin, monkeypatch, capsys):

@@ -7,6 +7,10 @@ The compiler is the library of the wheel jax-cuda13-pjrt; names of JAX's own ker
 Installed beside jax, the wheels are a plugin of every JAX program of the environment: JAX looks for a GPU and
 for NVIDIA's libraries when a program starts. Where they are missing, it prints a traceback, and it can crash.
 `install` puts the wheels into a folder of their own, and only `devices` loads them.
+
+XLA's compiler calls NVIDIA's assembler, and reads its library of functions such as tanh. Both are in a CUDA
+toolkit. Where there is none, `install` adds the wheels nvidia-cuda-nvcc and nvidia-nvvm to the folder, where
+XLA looks for them.
 """
 
 import functools
@@ -31,6 +35,11 @@ _PLUGIN, _PJRT = "jax-cuda13-plugin", "jax-cuda13-pjrt"  # wheels that a machine
 _LIBRARY = pathlib.Path("jax_plugins", "xla_cuda13", "xla_cuda_plugin.so")
 _EXTENSION = pathlib.Path("jax_cuda13_plugin", "__init__.py")
 _RUNTIME = pathlib.Path("jax_cuda13_plugin", "libmosaic_gpu_runtime.so")
+# Wheels with the assembler and the library of functions, and the library's place in a CUDA toolkit.
+_TOOLS = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14")
+_FUNCTIONS = pathlib.Path("nvvm", "libdevice", "libdevice.10.bc")
+_TOOLKIT = pathlib.Path("nvidia", "cu13")  # of those wheels
+_TOOLKITS = ("/usr/local/cuda", "/opt/cuda")  # of a machine
 # Modules of jaxlib that register kernels of the extension when imported, e.g. those of `jnp.linalg.qr`.
 _KERNELS = ("gpu_linalg", "gpu_prng", "gpu_rnn", "gpu_solver", "gpu_sparse", "gpu_triton")
 
@@ -44,7 +53,13 @@ def why_not() -> str | None:
     """None if programs can be compiled for GPUs that are not here, else the reason and what to do."""
     here, plugin = _version("jaxlib"), _version(_PLUGIN)
     if plugin == here or (folder() / _LIBRARY).exists():
-        return None
+        if has_toolkit():
+            return None
+        remedy = "pip install nvidia-cuda-nvcc nvidia-nvvm" if plugin == here else "fp8jax install-compiler"
+        return (
+            "compiling for a GPU that is not here needs NVIDIA's assembler, and there is no CUDA toolkit: "
+            f"{remedy} (on Linux)."
+        )
     if plugin is None:
         return (
             "compiling for a GPU that is not here needs XLA's compiler: fp8jax install-compiler (on Linux)."
@@ -55,8 +70,16 @@ def why_not() -> str | None:
     )
 
 
+def has_toolkit() -> bool:
+    """Whether there is a CUDA toolkit where XLA looks for one."""
+    beside = sys.path if _version(_PLUGIN) == _version("jaxlib") else [folder(), *sys.path]
+    wheels = [pathlib.Path(place, _TOOLKIT) for place in beside]
+    places = [*wheels, *map(pathlib.Path, (*_TOOLKITS, os.environ.get("CUDA_ROOT", "")))]
+    return any((place / _FUNCTIONS).exists() for place in places)
+
+
 def install() -> pathlib.Path:
-    """Downloads the compiler of this environment's jaxlib by pip, unless it is there.
+    """Downloads the compiler of this environment's jaxlib by pip, and the toolkit, unless they are there.
 
     Returns:
         Its folder.
@@ -65,26 +88,33 @@ def install() -> pathlib.Path:
         RuntimeError: pip failed; the message has its reason, and a command to try.
     """
     to = folder()
-    if (to / _LIBRARY).exists():
-        return to
-    to.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all, also if pip is stopped, and with another `install` beside this one.
-    with tempfile.TemporaryDirectory(dir=to.parent) as partial:
-        _pip_install(wheel := pathlib.Path(partial, "wheel"), to)
+    if not (to / _LIBRARY).exists():
+        _install([f"{wheel}=={_version('jaxlib')}" for wheel in (_PLUGIN, _PJRT)], to, _LIBRARY.parts[0])
         for old in set(to.parent.glob(f"{_PJRT}-*")) - {to}:
             shutil.rmtree(old, ignore_errors=True)
-        if not to.exists():
-            wheel.rename(to)
+    if not has_toolkit():
+        _install(_TOOLS, to, _TOOLKIT.parts[0])
     return to
 
 
-def _pip_install(partial: pathlib.Path, to: pathlib.Path) -> None:
+def _install(wheels: Sequence[str], to: pathlib.Path, needed: str) -> None:
+    """Installs wheels into the folder `to`, which then has the folder `needed`."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not at all, also if pip is stopped, and with another `install` beside this one.
+    with tempfile.TemporaryDirectory(dir=to.parent) as partial:
+        _pip_install(wheels, found := pathlib.Path(partial, "wheels"), to, needed)
+        if not to.exists():
+            found.rename(to)
+        elif not (to / needed).exists():
+            (found / needed).rename(to / needed)
+
+
+def _pip_install(wheels: Sequence[str], partial: pathlib.Path, to: pathlib.Path, needed: str) -> None:
     """Installs the wheels into the folder `partial`; an error names the folder `to`."""
-    wheels = [f"{wheel}=={_version('jaxlib')}" for wheel in (_PLUGIN, _PJRT)]
     options = ["install", "--no-deps", "--only-binary", ":all:", "--target"]
     run = [sys.executable, "-m", "pip", *options, str(partial), *wheels]
     done = subprocess.run(run, capture_output=True, text=True)
-    if done.returncode or not (partial / _LIBRARY).exists():
+    if done.returncode or not (partial / needed).exists():
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
             done.stderr.strip()
         ]

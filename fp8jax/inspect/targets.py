@@ -5,8 +5,8 @@
 
 XLA compiles ahead of time for a described GPU. The result is the optimized program that the GPU would run:
 its FP8 library calls, fusions, collectives and memory. XLA cannot autotune without the GPU: GEMMs go to
-cuBLASLt, as most do on the real device, not to Triton. Compiling needs XLA's compiler for GPUs (`fp8jax
-install-compiler`) and neither a GPU nor NVIDIA's libraries.
+cuBLASLt and not to Triton, as on a GPU that is here (`fp8jax.backends.xla`). Compiling needs XLA's compiler
+for GPUs (`fp8jax install-compiler`), and neither a GPU nor its driver.
 """
 
 import dataclasses
