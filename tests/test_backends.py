@@ -265,6 +265,13 @@ def test_xla_is_told_to_keep_triton_from_gemms(monkeypatch, given, expected):
     assert os.environ["XLA_FLAGS"] == expected
 
 
+def test_an_xla_that_may_lack_the_flag_is_not_given_it(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(backends.xla, "_LAST", (0, 9))
+    backends.xla.add_flag()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
 def test_importing_the_package_sets_the_flag():
     program = "import os, fp8jax; print(os.environ['XLA_FLAGS'])"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -28,6 +28,8 @@ from fp8jax.platforms import by_platform
 from fp8jax.quantization import ScaledArray
 
 _FLAG = "--xla_gpu_enable_triton_gemm"
+# The newest JAX whose XLA is known to have the flag: a process with an unknown flag in XLA_FLAGS is killed.
+_LAST = (0, 12)
 
 # How a compiled program calls cuBLASLt's FP8 GEMM.
 FP8_CALL = "__cublas$lt$matmul$f8"
@@ -36,7 +38,7 @@ FP8_CALL = "__cublas$lt$matmul$f8"
 def add_flag() -> None:
     """Keeps XLA's Triton from GEMMs, unless XLA_FLAGS says otherwise."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if _FLAG not in flags:
+    if _FLAG not in flags and jax.__version_info__[:2] <= _LAST:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}=false".strip()
 
 
