@@ -11,7 +11,7 @@ from fp8jax.inspect.estimate import BEST, LIKELY, WORST, Cost, Efficiency, Estim
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 H200 = targets.get("h200")
-IDEAL = Efficiency(1, 1, 1, 1, 1, 1, 1, 0)
+IDEAL = Efficiency(1, 1, 1, 1, 1, 1, 1, 1, 0)
 
 # XLA's own cost of this FP8 GEMM is 90 ms; its FLOPs take 69 us at the peak.
 PROGRAM = """
@@ -150,3 +150,17 @@ def test_a_gpu_without_a_peak_is_refused():
     unknown = dataclasses.replace(H200, name="x", flops=0.0)
     with pytest.raises(ValueError, match="`target`: expected a GPU with `flops` and `link`"):
         estimate.estimate(subject.subject("mlp"), "te", target=unknown)
+
+
+@pytest.mark.parametrize("target, share", [("__gpu$xla.gpu.triton", "pallas"), ("mosaic_gpu_v2", "mosaic")])
+def test_each_kernel_of_blocks_has_its_share(target, share):
+    text = f"""
+ENTRY main (a: f8e4m3fn[4096,4096]) -> bf16[4096,4096] {{
+  %a = f8e4m3fn[4096,4096]{{1,0}} parameter(0)
+  ROOT %g = bf16[4096,4096]{{1,0}} custom-call(%a, %a), custom_call_target="{target}"
+}}
+"""
+    [gemm] = estimate.of_program(text, "block", H200).costs
+    at = LIKELY._replace(**{share: LIKELY.fp8 / 2})
+    assert gemm.dtype == share
+    assert gemm.seconds(at) == pytest.approx(2 * 4096**3 / 1978.8e12 / LIKELY.gemm / at.fp8 * 2)
