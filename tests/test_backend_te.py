@@ -71,6 +71,7 @@ def installed(monkeypatch, capability):
     """As on a machine that has TransformerEngine and a GPU of that capability, or None."""
     monkeypatch.setattr(te_gemm, "_why_not_importable", lambda: None)
     monkeypatch.setattr(Device, "here", lambda: Device("device", "gpu" if capability else "cpu", capability))
+    monkeypatch.setattr(backends.xla, "_computes_fp8", lambda: True)
 
 
 def draw(seed, *shape):
