@@ -11,6 +11,7 @@ from fp8jax import Recipe, formats, quantize
 from fp8jax.inspect import program
 from fp8jax.optim import adamw
 from fp8jax.optim.state import skipped
+from fp8jax.optim.step import fused
 from fp8jax.quantization import is_scaled
 
 # One scale, a scale a layer, a scale a block, empty tensors, and tensors that are not scaled.
@@ -132,3 +133,33 @@ def test_vmap():
         alone = step(params, tx.init(params), each)
         jax.tree.map(lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), (got, state), alone)
     assert is_scaled(got["w"])
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "fp8"])
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize(
+    "options, weight, gradient, count",
+    [
+        ({}, 1.0, 1.0, 0),
+        ({"learning_rate": 1e4, "weight_decay": 1.0}, 1.0, 1e15, 0),
+        ({"eps": 0.0}, 1.0, 1.0, 1),  # 0 / 0 where the gradient is 0
+        ({"eps": 1e-30}, 1.0, 1.0, 0),
+        ({"weight_decay": 1e38}, 1e5, 1.0, 1),
+        ({"learning_rate": jnp.inf}, 1.0, 1.0, 1),
+        ({}, 1.0, 1e20, 1),  # its square is infinite
+        ({}, 1.0, jnp.nan, 1),
+    ],
+)
+def test_a_step_to_inf_or_nan_is_skipped(recipe, is_gpu, options, weight, gradient, count, monkeypatch):
+    """Also of float32 weights, which the check does not read."""
+    if is_gpu:
+        monkeypatch.setattr(fused, "_by_tensor", fused._all_at_once)
+    options = {"learning_rate": 1e-3, "weight_decay": 0.0, **options}
+    rate = options.pop("learning_rate")
+    tx = adamw(lambda _: jnp.float32(rate), recipe, **options)
+    params = {"w": jnp.full((64, 80), weight)}
+    grads = {"w": jnp.full((64, 80), gradient).at[0, 0].set(0.0)}
+    new, state = step_of(tx)(params, tx.init(params), grads)
+    assert int(skipped(state)) == count
+    assert jnp.all(jnp.isfinite(new["w"]))
+    assert bool(jnp.all(new["w"] == params["w"])) == bool(count)

@@ -11,7 +11,8 @@ a new power-of-two scale. E4M3 + FP16 moments take 3 bytes per parameter instead
 
 On a GPU a step is computed twice (`step.fused`), so that no float32 copy of a tensor is stored.
 
-A step that would make any weight or moment infinite or NaN is skipped and counted.
+A step that would make any weight or moment infinite or NaN is skipped and counted. Of float32 weights up to
+1e30 and float32 moments, which were finite before, a GPU reads for this only the gradients.
 
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.

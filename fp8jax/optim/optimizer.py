@@ -27,6 +27,7 @@ from fp8jax.optim.step import (
     as_written,
     directions,
     fused_adam,
+    largest_update,
     nesterov_shares,
 )
 from fp8jax.optim.transforms import plain_mask, takes_variables
@@ -115,6 +116,7 @@ def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
             nesterov = nesterov_shares(rule.b1, count)
             scalars = scalars._replace(nesterov=nesterov, muon=rule.muon.scalars(state.adam.count, count))
         scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
+        scalars = scalars._replace(limit=largest_update(scalars, rule.eps))
         nothing = [None] * len(grads)
         mu, nu, master, remainder = (
             nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in kept

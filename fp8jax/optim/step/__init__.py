@@ -6,6 +6,7 @@ from fp8jax.optim.step.arithmetic import NO_DECAY as NO_DECAY
 from fp8jax.optim.step.arithmetic import AdamScalars as AdamScalars
 from fp8jax.optim.step.arithmetic import MuonScalars as MuonScalars
 from fp8jax.optim.step.arithmetic import ParamState as ParamState
+from fp8jax.optim.step.arithmetic import largest_update as largest_update
 from fp8jax.optim.step.arithmetic import nesterov_shares as nesterov_shares
 from fp8jax.optim.step.devices import advance_over_devices as advance_over_devices
 from fp8jax.optim.step.fused import Rounding as Rounding

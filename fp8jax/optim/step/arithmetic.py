@@ -1,5 +1,6 @@
 """The arithmetic of Adam and Muon for one parameter, in float32."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class AdamScalars(NamedTuple):
     weight_decay: Any
     nesterov: Any = None  # shares of the first moment and of the gradient in the direction; None: no gradient
     muon: Any = None  # `MuonScalars`, for parameters with a direction
+    limit: Any = None  # `largest_update`; None if it is not known
 
 
 class AdamStep(NamedTuple):
@@ -97,6 +99,26 @@ def nesterov_shares(decay: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]
     """The shares of the first moment and of the gradient in step number `count` with Nesterov's momentum."""
     decay = jnp.float32(decay)
     return decay / (1 - decay ** (count + 1)), (1 - decay) / (1 - decay**count)
+
+
+def largest_update(scalars: AdamScalars, eps: Any) -> jax.Array | None:
+    """A bound of every update of a step whose second moment is finite, for weights up to 1e30: float32.
+
+    The second moment bounds the gradients that it has seen, and so the first one.
+
+    Args:
+        scalars: those of the step.
+        eps: as the user gave it.
+
+    Returns:
+        None if `eps` is not known while tracing, or so small that it bounds nothing.
+    """
+    if not isinstance(eps, int | float) or eps < 1e-12:
+        return None
+    gradient = math.sqrt(jnp.finfo(jnp.float32).max) / jnp.sqrt(scalars.shares[1])
+    share = 1 / scalars.corrections[0] if scalars.nesterov is None else sum(scalars.nesterov)
+    largest = gradient * share / eps + 1e30 * jnp.abs(scalars.weight_decay)
+    return largest if scalars.step_size is None else jnp.abs(scalars.step_size) * largest
 
 
 def momentum(state: ParamState, scalars: MuonScalars) -> jax.Array:

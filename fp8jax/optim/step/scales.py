@@ -26,6 +26,8 @@ from fp8jax.quantization import (
 # Limits on partial amaxes: the largest number of partials per block, and the fewest entries per partial.
 _MOST_PARTS, _FEW = 16384, 64
 
+_FLOAT32 = jnp.dtype(jnp.float32)
+
 # The fields of `ParamState` that the step may quantize on scales of their own.
 STORED = ("mu", "nu", "param", "master")
 
@@ -50,14 +52,13 @@ def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, dec
     moment = jnp.abs(step.mu) if step.nu is None else step.nu
     if is_scaled(state.param):
         return [*found, moment]
-    if state.direction is not None or _dtypes(state.param) - {jnp.dtype(jnp.float32)}:
+    if state.direction is not None or scalars.limit is None or _dtypes(state.param) - {_FLOAT32}:
         return [*found, moment + jnp.abs(step.update)]
-    # A float32 weight that is finite stays finite if the moment and the scalars are. So a GPU does not read
-    # the weight; nor float32 moments, which stay finite if the square of the gradient is.
-    is_float32 = _dtypes(state.grad, state.mu, state.nu) == {jnp.dtype(jnp.float32)}
-    moment = jnp.square(decode(state.grad)) if is_float32 and decay != L2 else moment
-    scalars_of_update = (scalars.step_size, scalars.weight_decay, scalars.eps, *scalars.corrections)
-    return [*found, moment + sum(jnp.abs(x) for x in scalars_of_update if x is not None)]
+    # The update is finite if the moment and the limit are. So a GPU does not read the weight; nor float32
+    # moments, which are finite if the square of the gradient is.
+    if decay != L2 and _dtypes(state.grad, state.mu, state.nu) == {_FLOAT32}:
+        moment = jnp.square(decode(state.grad))
+    return [*found, moment + jnp.where(scalars.limit < jnp.inf, 0.0, jnp.inf)]
 
 
 def _dtypes(*stored: Any) -> set[Any]:
