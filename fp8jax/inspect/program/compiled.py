@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.backends.xla import FP8_CALL
 from fp8jax.inspect.program.hlo import Array, Executed, Instruction, Module, parse
 
 # Custom call -> kind of GEMM. The other kinds: "triton" (a GEMM fusion), "dot" (left to the code generator).
 _CALLS = {
-    "__cublas$lt$matmul$f8": "cublaslt_f8",
+    FP8_CALL: "cublaslt_f8",
     "__cublas$lt$matmul": "cublaslt",
     "__cublas$gemm": "cublas",
     "__onednn$matmul": "onednn",
