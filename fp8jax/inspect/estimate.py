@@ -67,6 +67,9 @@ LIKELY = Efficiency(0.65, 0.95, 0.85, 0.48, 0.80, 0.85, 0.5, 0.75, 2e-6)
 WORST = Efficiency(0.58, 0.85, 0.60, 0.35, 0.60, 0.50, 1.0, 0.60, 4e-6)
 
 
+_OF_BF16 = ("fp8", "fp4", "pallas", "mosaic")  # shares of what bf16's GEMMs reach
+
+
 class Cost(NamedTuple):
     """A kernel; times in seconds at the GPU's highest rates."""
 
@@ -119,7 +122,7 @@ class Estimate(NamedTuple):
             return of.seconds(at, parts) / self.seconds(at, parts)
 
         corners = [
-            Efficiency(gemm.gemm, *narrow[1:5], *others[5:])
+            others._replace(gemm=gemm.gemm, **{name: getattr(narrow, name) for name in _OF_BF16})
             for gemm, narrow, others in itertools.product((BEST, WORST), repeat=3)
         ]
         found = [ratio(LIKELY), *map(ratio, corners)]
