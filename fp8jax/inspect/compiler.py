@@ -92,7 +92,7 @@ def install() -> pathlib.Path:
         _install([f"{wheel}=={_version('jaxlib')}" for wheel in (_PLUGIN, _PJRT)], to, _LIBRARY.parts[0])
         for old in set(to.parent.glob(f"{_PJRT}-*")) - {to}:
             shutil.rmtree(old, ignore_errors=True)
-    if not has_toolkit():
+    if not has_toolkit() and _version(_PLUGIN) != _version("jaxlib"):  # beside JAX XLA looks elsewhere
         _install(_TOOLS, to, _TOOLKIT.parts[0])
     return to
 
