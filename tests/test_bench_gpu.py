@@ -173,7 +173,8 @@ def test_sections_without_times_run_side_by_side(gpu):
 def test_kernels_are_summed_by_kind(load_program):
     """Two runs of four kernels: those of a kind are added, and time that no kernel fills is found."""
     kernels = load_program("examples/bench/kernels.py")
-    names = ["nvjet_sm90_qqtst_128x128", "nvjet_sm90_tst_256x128", "cudnn_sdpa_flash_fprop", "loop_fusion"]
+    names = ["nvjet_sm90_rqsss_128x128", "nvjet_sm90_tst_256x128", "cudnn_sdpa_flash_fprop", "_tile__6"]
+    assert kernels.kind("nvjet_sm90_qqtst_256x128_128x4_1x2") == kernels.kind("block_gemm") == "FP8 GEMMs"
     found = [(name, 1000.0 * start, 500.0) for start, name in enumerate(names)]
     found[1] = (names[1], 400.0, 500.0)  # begins before the first one has ended
     rows = {row["kernel"]: row for row in kernels.table(found)}

@@ -22,7 +22,7 @@ MOST = 25  # kernels in a table
 # How cuBLASLt, cuDNN, Triton and JAX name what they start; the first that matches counts.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    "FP8 GEMMs": r"nvjet_(sm\d+_)?q|e4m3.*gemm|gemm.*e4m3|e5m2.*gemm|gemm.*e5m2|qgmma|_tiles?\b|^_tile",
+    "FP8 GEMMs": r"nvjet_(sm\d+_)?[qr]|(e4m3|e5m2).*gemm|gemm.*(e4m3|e5m2)|block_gemm",  # q: E4M3, r: E5M2
     "other GEMMs": r"nvjet|gemm|cutlass|xmma",
 }
 OTHERS, IDLE = "others", "no kernel runs"
@@ -35,11 +35,12 @@ def add(
 
     The benchmark has left its record before: a profiler that fails loses no time that was measured.
     """
+    found = {}
     for name, run in runs.items() if args.profile else ():
-        folder = pathlib.Path(args.profile) / re.sub(r"\W+", "_", name)
-        if rows := kernels_of(run, folder):
-            sections[f"kernels of {name}, {RUNS} runs"] = rows
-            output.finish(benchmark, output.device(), sections, args, skipped=skipped)
+        if rows := kernels_of(run, pathlib.Path(args.profile) / re.sub(r"\W+", "_", name)):
+            found[f"kernels of {name}, {RUNS} runs"] = rows
+    if found:
+        output.finish(benchmark, output.device(), sections | found, args, skipped=skipped)
 
 
 def kernels_of(run: Callable[[], Any], folder: pathlib.Path) -> output.Rows:

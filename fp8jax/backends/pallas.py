@@ -140,6 +140,7 @@ def _triton(
         out_shape=jax.ShapeDtypeStruct((batch, m, n), out_dtype),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=INTERPRET,
+        name="block_gemm",
     )(a, b, of_a, of_b)
 
 

@@ -100,6 +100,7 @@ def _tiles(method: BlockMethod, sides: tuple[bool, ...], x: jax.Array) -> tuple[
         out_shape=out_shape,
         compiler_params=PARAMS,
         interpret=INTERPRET,
+        name="quantize_blocks",
     )(x)
     codes = [_bytes_of(each, method) if turn else each for turn, each in zip(sides, out[::2], strict=True)]
     return tuple(each for pair in zip(codes, out[1::2], strict=True) for each in pair)

@@ -210,6 +210,7 @@ def _codes(
         out_shape=out_shape,
         compiler_params=PARAMS,
         interpret=INTERPRET,
+        name="quantize_blocks",
     )
     return tuple(call(*operands))
 
