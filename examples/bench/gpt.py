@@ -9,10 +9,10 @@
 The model is that of train_gpt.py with activations in bfloat16 and, on a GPU, cuDNN's attention; the step is
 that of `Trainer`. The levels take turns, and "/ bf16" is the median over the rounds of the ratio to the first
 level in bfloat16. "GB" is XLA's peak memory of the compiled step. "update ms" is the optimizer, compiled by
-itself.
-`--profile FOLDER` adds the time of each kernel on a GPU.
+itself. `--profile FOLDER` adds the time of each kernel on a GPU.
 """
 
+import ast
 import concurrent.futures
 import pathlib
 import sys
@@ -74,7 +74,7 @@ def trainer_of(size: Size, level: str, **settings: Any) -> Trainer:
     options: dict[str, Any] = {}
     for name, _, value in (word.partition("=") for word in words):
         if value:
-            options[name] = value == "True"
+            options[name] = ast.literal_eval(value)
         else:
             settings["gradient_checkpointing"] = name
     config = TrainConfig(**{**SETTINGS, **settings}, recipe=recipe, per_device_train_batch_size=size.batch)
