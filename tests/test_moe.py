@@ -448,6 +448,17 @@ def test_over_devices_it_is_the_layer_of_one(level):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1e-3, float(jnp.max(jnp.abs(a)))))
 
 
+def test_over_devices_a_plain_forward_needs_no_placed_arguments():
+    x, w, sizes = normal(0, 32, 16), normal(1, 4, 16, 16), jnp.array([3, 9, 16, 0])
+    over = ExpertSharding(mesh_of(2), "expert")
+    found = jax.jit(functools.partial(wide_ragged_dot, over=over))(x, w, sizes)
+    # The first 16 rows are those of experts 0 and 1.
+    rows = [*range(12), *range(16, 32)]
+    np.testing.assert_allclose(
+        found[jnp.array(rows)], wide_ragged_dot(x[jnp.array(rows)], w, sizes), rtol=1e-6
+    )
+
+
 def test_choices_without_a_row_here_get_and_give_nothing():
     # Tokens 0 and 1 with two choices each, of which three have one of the four rows.
     way = Way(jnp.array([2, 0, 3, 1]), jnp.array([[1, 4], [0, 2]]))

@@ -27,6 +27,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, mlir
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fp8jax import backends, scaling
 from fp8jax.dot.dot_general import check_state, init_state
@@ -215,6 +217,9 @@ def wide_ragged_dot(
     Returns:
         Array of shape (rows, n), in the promoted dtype. It supports reverse mode, but not forward mode.
     """
+    if over is not None and jax.sharding.get_abstract_mesh().empty:
+        # `jax.jit` reads the devices of a program from its equations, but not from the lowering of this one.
+        lhs = lax.with_sharding_constraint(lhs, NamedSharding(over.mesh, P(P.UNCONSTRAINED, P.UNCONSTRAINED)))
     return _ragged_p.bind(lhs, rhs, group_sizes, over=over)
 
 
