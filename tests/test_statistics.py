@@ -10,8 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import fp8jax
+from fp8jax.dot import ExpertSharding
+from fp8jax.dot.ragged import wide_ragged_dot
 from fp8jax.inspect import numerics
 from fp8jax.inspect.numerics.rows import OUTLIER, WEAK
 
@@ -205,6 +208,54 @@ def test_stacked_layers_have_rows_of_their_own():
     rows = rows_of(jax.jit(fp8jax.statistics(loss, ["te"]))({"stack": kernels}, X))
     amaxes = [rows[f"stack[{i}]", "kernel", "te"].amax for i in range(3)]
     assert amaxes == pytest.approx(np.abs(kernels).max((1, 2)))
+
+
+SIZES = (40, 0, 24, 8)  # of experts; 24 rows more are of none
+
+
+def experts_loss(over=None):
+    def loss(params, x):
+        y = wide_ragged_dot(x, params["up"]["kernel"], jnp.array(SIZES), over)
+        return jnp.sum(jnp.sin(y)) / 100
+
+    return loss
+
+
+def expert_kernels():
+    return jax.random.normal(jax.random.key(3), (4, 64, 32)) * jnp.array([1.0, 2.0, 1.0, 0.1])[:, None, None]
+
+
+@pytest.mark.parametrize("own", [None, "te", "mxfp8"])
+def test_an_expert_has_the_rows_of_a_layer_of_its_own(own):
+    def found_of(loss, kernel, x):
+        loss = loss if own is None else fp8jax.transform(loss, own)
+        params = {"up": {"kernel": kernel}}
+        variables = params if own is None else loss.init(params, x)
+        return rows_of(jax.jit(fp8jax.statistics(loss, ["te", "mxfp8", "O2", "nvfp4"]))(variables, x))
+
+    found = found_of(experts_loss(), expert_kernels(), X)
+    starts = np.cumsum((0, *SIZES))
+    assert {name for name, *_ in found} == {"up[0]", "up[2]", "up[3]"}
+    for number in (0, 2, 3):
+        one = lambda params, x: jnp.sum(jnp.sin(x @ params["up"]["kernel"])) / 100  # noqa: E731
+        alone = found_of(one, expert_kernels()[number], X[starts[number] : starts[number + 1]])
+        assert len(alone) in (16, 20)
+        assert own or alone["up", "input", "nvfp4"].saturation > 0
+        for (_, *key), row in alone.items():
+            if key == ["output gradient", "nvfp4"]:  # rounded stochastically
+                continue
+            of_expert = found[f"up[{number}]", *key]
+            assert of_expert.is_own == row.is_own
+            assert of_expert[5:] == pytest.approx(row[5:], rel=1e-4, abs=1e-6), (number, key)
+
+
+def test_experts_on_two_devices():
+    """Each device has half of the rows, and those past its experts' are of none."""
+    over = ExpertSharding(Mesh(np.array(jax.devices()[:2]), "expert"), "expert")
+    params, parts = {"up": {"kernel": expert_kernels()}}, (X[:40], X[48:80], X[40:48], X[80:])
+    measure = lambda over, x: jax.jit(fp8jax.statistics(experts_loss(over), ["te"]))(params, x)  # noqa: E731
+    shared, alone = measure(over, X), measure(None, np.concatenate(parts))
+    assert [row[5:] for row in shared.rows] == [pytest.approx(row[5:], rel=1e-5) for row in alone.rows]
 
 
 def test_a_shared_layer_is_the_mean_of_its_uses():

@@ -114,8 +114,15 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         kernel = Tracked(Weight(kernel), ParamView.of(planned.path, kernel))
     if planned.dot.groups:
         groups = kernel.value() if kernel.view.is_transposed else kernel.kernel
-        out = ragged_dot(other, groups, plain(ins[2]), over=eqn.params.get("over"), **options)
-        return checkpoint_name(out, OUTPUT)
+        sizes, over = plain(ins[2]), eqn.params.get("over")
+        if recipe.is_quantized:
+            out = checkpoint_name(ragged_dot(other, groups, sizes, over=over, **options), OUTPUT)
+        else:
+            out = _high_precision_dot(eqn, recipe, ins)
+        if state.plugin is None:
+            return out
+        added = state.plugin.output_of_groups(other, Weight.of(groups), sizes, over=over, dtype=out.dtype)
+        return out + added
     subscripts = _subscripts(eqn, which, kernel.view.perm)
     if recipe.is_quantized:
         dot = functools.partial(_named_dot, **options)

@@ -92,7 +92,8 @@ class DotState(NamedTuple):
     """The arrays of one dot product beside its operands.
 
     A plug-in, such as `lora.Adapters`, is a pytree with `depth`, the number of its leading axes of stacked
-    layers, and `output`, the function of a `dot_general` that adds to the output.
+    layers, and `output`, the function of a `dot_general` that adds to the output; `output_of_groups` is that
+    of a `ragged_dot`.
     """
 
     scaling: dict[str, Any]  # the scaling state

@@ -125,7 +125,9 @@ def _codes(q: ScaledArray) -> Codes:
     return Codes(q.dequantize(), jnp.abs(q.data.astype(jnp.float32)) == format.max)
 
 
-def measured(x: Float[Array, "..."], codes: Codes | None, amaxes: tuple[Array, ...]) -> Measures:
+def measured(
+    x: Float[Array, "..."], codes: Codes | None, amaxes: tuple[Array, ...], share: Any = None
+) -> Measures:
     """The numbers of a float32 operand with these codes; None for the operand itself.
 
     Counts are exact below 2**31 entries. Noise and signal are sums of float32 squares, of a channel in units
@@ -135,6 +137,7 @@ def measured(x: Float[Array, "..."], codes: Codes | None, amaxes: tuple[Array, .
         x: the operand.
         codes: its codes.
         amaxes: its `channels`.
+        share: the share of the rows that count for saturation, the others being zeros; by default all.
     """
     if codes is None:
         return Measures(jnp.zeros(3), tuple(map(jnp.zeros_like, amaxes)), _ends(x))
@@ -143,6 +146,7 @@ def measured(x: Float[Array, "..."], codes: Codes | None, amaxes: tuple[Array, .
     lost = jnp.sum(nonzero & (values == 0), dtype=jnp.int32) / count
     is_clipped = is_largest & (jnp.abs(x) > jnp.abs(values) * _ROUNDING)
     clipped = jnp.sum(is_clipped, dtype=jnp.int32) / max(x.size, 1)
+    clipped = clipped if share is None else clipped / share
     pairs = [
         tuple(_squares(part, of_axis, axis) for part in (x - values, x))
         for axis, of_axis in zip((-1, -2), amaxes, strict=False)

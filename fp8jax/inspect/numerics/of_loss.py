@@ -135,7 +135,7 @@ def _statistics(
         jaxpr, consts, shapes = live_jaxpr(call, [aval_of(leaf) for leaf in leaves], arrays)
     found = find_dots(jaxpr, views)
     planned, plan = _of_programs(found) if found.programs else _of_plain(found, recipes, rules, views)
-    recorders = {key: _recorder(each, recipes) for key, each in planned.items() if not each.dot.groups}
+    recorders = {key: _recorder(each, recipes) for key, each in planned.items()}
     layers = tuple(
         MeasuredLayer(_name(planned[key]), each.recipes, each.own) for key, each in recorders.items()
     )

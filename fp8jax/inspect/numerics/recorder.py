@@ -3,6 +3,8 @@
 The backward of the zeros sees the input, the kernel and the output gradient, and computes the weight
 gradient. The numbers leave as the cotangent of `slots`, an argument that nothing reads, as the next scaling
 state leaves an FP8 dot.
+
+The experts of a ragged dot are recorded one after the other, each with its rows and zeros for all others.
 """
 
 import dataclasses
@@ -14,19 +16,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.dot.layout import Layout
+from fp8jax.dot.layout import Layout, contract
+from fp8jax.dot.row_tiles import ExpertSharding
 from fp8jax.inspect.numerics.measures import OPERANDS, WGRAD, channels, key_of, measured, quantized
 from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import DotState, PlannedDot
 from fp8jax.scaling import GRAD, LHS, RHS
+from fp8jax.scaling.groups import starts_of
 from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_cotangents
+
+_MATRICES = contract("mk,kn")
 
 
 class Records(NamedTuple):
-    """The numbers of a dot, with the axes of stacked layers in front."""
+    """The numbers of a dot, with the axes of stacked layers and of experts in front."""
 
-    uses: Any  # shape=(), float32: how often the dot was computed
+    uses: Any  # shape=(), float32: how often the dot was computed; of an expert, how often it had rows
     sums: Any  # shape=(operands, recipes, 3), float32, see `Measures`
     noise: Any  # for each operand `Measures.noise`, shape=(recipes, channels)
     maxes: Any  # shape=(operands, recipes, 2)
@@ -37,6 +43,7 @@ class Records(NamedTuple):
         """Zeros for a dot, with the numbers as their cotangent."""
         _, inputs, outputs = planned.dot.gemm
         layers, count = planned.kernel.layers, (len(OPERANDS), recipes)
+        layers += (planned.dot.groups,) if planned.dot.groups else ()
         sizes = ((inputs,), (outputs, inputs), (outputs,), (outputs, inputs))
         zeros = [tuple(jnp.zeros((*layers, size)) for size in each) for each in sizes]
         noise = [tuple(jnp.zeros((*layers, recipes, size)) for size in each) for each in sizes]
@@ -51,14 +58,15 @@ class Records(NamedTuple):
 class _Static(NamedTuple):
     recipes: tuple[Recipe, ...]
     own: int | None
-    layout: Layout
+    layout: Layout  # of the dot, or of one expert's
     dtype: Any
+    devices: int = 1  # that share the experts and their rows
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("records", "seeds", "state", "inner"),
-    meta_fields=("recipes", "own"),
+    meta_fields=("recipes", "own", "groups"),
 )
 @dataclasses.dataclass(frozen=True)
 class Recorder:
@@ -69,6 +77,7 @@ class Recorder:
         seeds: for each recipe the first scaling state, {} for most.
         recipes: the recipes to measure.
         own: the index of the dot's own recipe among them; None for a dot in high precision.
+        groups: the number of experts; 0 without experts.
         state: the dot's scaling state.
         inner: another plug-in of the dot.
     """
@@ -77,6 +86,7 @@ class Recorder:
     seeds: tuple[Any, ...]
     recipes: tuple[Recipe, ...]
     own: int | None
+    groups: int = 0
     state: Any = None
     inner: Any = None
 
@@ -85,12 +95,12 @@ class Recorder:
         """The recorder of a dot."""
         seeds = [planned.kernel._replace(recipe=recipe).first_state(planned.key) for recipe in recipes]
         seeds = tuple({name: x for name, x in seed.items() if name == "key"} for seed in seeds)
-        return cls(Records.slots(planned, len(recipes)), seeds, tuple(recipes), own)
+        return cls(Records.slots(planned, len(recipes)), seeds, tuple(recipes), own, planned.dot.groups)
 
     @property
     def depth(self) -> int:
         """The number of leading axes, of stacked layers."""
-        return self.records.uses.ndim
+        return self.records.uses.ndim - bool(self.groups)
 
     def around(self, state: DotState) -> DotState:
         """The state of the dot, with this recorder."""
@@ -108,6 +118,17 @@ class Recorder:
             return zeros
         return zeros + self.inner.output(lhs, kernel, dimension_numbers, dtype=dtype)
 
+    def output_of_groups(
+        self, lhs: jax.Array, kernel: Any, sizes: jax.Array, *, over: ExpertSharding | None, dtype: Any
+    ) -> jax.Array:
+        """The same for a ragged dot; operands as those of `fp8jax.dot.ragged_dot`."""
+        devices = over.mesh.shape[over.axis_name] if over else 1
+        layout = Layout.of(lhs.shape, kernel.shape[1:], _MATRICES)
+        records = broadcast_under_vmap(self.records, lhs, sizes, *jax.tree.leaves(kernel.value))
+        static = _Static(self.recipes, self.own, layout, jnp.dtype(dtype), devices)
+        zeros: Any = _recorded_groups(static, records, lhs, kernel.value, self.seeds, self.state, sizes)
+        return zeros
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recorded(
@@ -122,10 +143,66 @@ def _forward(static: _Static, records: Records, *operands: Any) -> tuple[jax.Arr
 
 
 def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, seeds, state = operands
+    lhs, *others = operands
+    rows = static.layout.lhs.to_matrix(lhs)
+    grad = grad.reshape(*rows.shape[:-1], static.layout.rhs.matrix[-1])
+    return _records(static, rows, grad, *others), None, None, None, None
+
+
+_recorded.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recorded_groups(
+    static: _Static, records: Records, lhs: jax.Array, rhs: Any, seeds: Any, state: Any, sizes: jax.Array
+) -> jax.Array:
+    del records, rhs, seeds, state, sizes
+    return jnp.zeros((lhs.shape[0], static.layout.rhs.matrix[-1]), static.dtype)
+
+
+def _forward_groups(static: _Static, records: Records, *operands: Any) -> tuple[jax.Array, Any]:
+    return _recorded_groups(static, records, *operands), operands
+
+
+def _backward_groups(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...]:
+    lhs, rhs, seeds, state, sizes = operands
+    groups, rows = sizes.shape[0] // static.devices, lhs.shape[0] // static.devices
+    # Each device has its experts and their rows.
+    starts = jax.vmap(starts_of)(sizes.reshape(static.devices, groups)).reshape(-1)
+    starts += jnp.repeat(rows * jnp.arange(static.devices), groups)
+    numbers = jnp.arange(lhs.shape[0])[:, None]
+
+    def of_group(group: Any) -> Records:
+        start, size, rhs, seeds, state = group
+        is_own = (start <= numbers) & (numbers < start + size)
+        of_lhs, of_grad = (jnp.where(is_own, x, 0) for x in (lhs, grad))
+        share = jnp.maximum(size, 1) / lhs.shape[0]
+        found = _records(static, of_lhs, of_grad, rhs, seeds, state, share)
+        uses, sums, noise = jax.tree.map(lambda x: jnp.where(size > 0, x, 0), found[:3])
+        return found._replace(uses=uses, sums=sums, noise=noise)
+
+    found = lax.map(of_group, (starts, sizes, rhs, seeds, state))
+    return found, None, None, None, None, None
+
+
+_recorded_groups.defvjp(_forward_groups, _backward_groups)
+
+
+def _records(
+    static: _Static, rows: jax.Array, grad: jax.Array, rhs: Any, seeds: Any, state: Any, share: Any = None
+) -> Records:
+    """The numbers of one dot.
+
+    Args:
+        static: of the dot.
+        rows: the input, shape=([batch,] m, k).
+        grad: the output gradient, shape=([batch,] m, n).
+        rhs: the kernel in its own shape, as it is stored.
+        seeds: see `Recorder`.
+        state: see `Recorder`.
+        share: the share of the rows that count, the others being zeros; by default all.
+    """
     layout = static.layout
-    rows = layout.lhs.to_matrix(lhs)
-    grad = grad.reshape(*rows.shape[:-1], layout.rhs.matrix[-1])
     plain = {LHS: rows, RHS: layout.rhs.to_matrix(value(rhs)), GRAD: grad}
     plain = {operand: x.astype(jnp.float32) for operand, x in plain.items()}
     plain = lax.optimization_barrier(plain)
@@ -139,7 +216,9 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
         x = value(x) if operand == RHS and not is_own else x
         own_state = state if is_own else seeds[number]
         codes = quantized(recipe, operand, x, layout.rhs, own_state or None, is_stored=is_own)
-        return measured(plain[operand], codes, of_channels[operand])
+        return measured(
+            plain[operand], codes, of_channels[operand], share if operand in (LHS, GRAD) else None
+        )
 
     found: dict[Any, Any] = {}
     table = []
@@ -155,7 +234,4 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
     maxes = jnp.stack([jnp.stack([each.maxes for each in row]) for row in table])
     noise = [tuple(map(jnp.stack, zip(*(each.noise for each in row), strict=True))) for row in table]
     maxes, of_channels = to_cotangents((maxes, of_channels))
-    return Records(jnp.ones(()), sums, noise, maxes, of_channels), None, None, None, None
-
-
-_recorded.defvjp(_forward, _backward)
+    return Records(jnp.ones(()), sums, noise, maxes, of_channels)

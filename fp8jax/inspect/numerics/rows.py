@@ -28,7 +28,7 @@ class Row(NamedTuple):
     """One operand of one layer, quantized by one recipe."""
 
     layer: str  # the layer's path, as rules see it
-    at: tuple[int, ...]  # its number in the stack that a scan runs; () for other layers
+    at: tuple[int, ...]  # its number in the stack that a scan runs, then the expert's; () for other layers
     operand: str  # "input", "kernel", "output gradient" or "weight gradient"
     recipe: str
     is_own: bool  # whether it is the recipe of this layer in the model that was measured
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The layer's path, with the index in a scan."""
+        """The layer's path, with the index in a scan and of the expert."""
         return self.layer + "".join(f"[{number}]" for number in self.at)
 
 
