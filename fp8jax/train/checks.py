@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from fp8jax.train.checkpoint import Checkpoint
@@ -89,20 +90,33 @@ def bad_arrays(trainer: Trainer, state: State) -> list[str]:
 def bad_layer(trainer: Trainer, state: State, batch: PyTree) -> str:
     """The layer that computed the first number that was not finite in the skipped step before `state`.
 
+    One device of each process computes the step again, on the whole weights and the rows of each device in
+    turn. On several devices the random numbers, as for dropout, are others than those of the step.
+
     Returns:
-        As `not_finite.first_bad_layer`; "" on several devices, and where that fails, for an error is on its
-        way.
+        As `not_finite.first_bad_layer`; "" where that fails, for an error is on its way.
     """
-    if trainer.placement.mesh.size > 1:
-        return ""
     key = jax.random.fold_in(trainer.key, state.step - 1)
+    network, devices = trainer.network.on_one_device(), trainer.placement.mesh.size
 
     def gradients(variables: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
-        return trainer.network.gradients(variables, batch, key)[:2]
+        return network.gradients(variables, batch, key)[:2]
 
     with contextlib.suppress(Exception), trainer.precision():
-        return not_finite.first_bad_layer(gradients, state.variables, batch)
+        variables, batch = jax.tree.map(_whole, (state.variables, batch))
+        rows = trainer.rows // devices
+        for start in range(0, trainer.rows, rows):
+            part = jax.tree.map(lambda x, at=start: x[at : at + rows], batch)
+            if found := not_finite.first_bad_layer(gradients, variables, part):
+                return found
     return ""
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """An array on one device of this process."""
+    if not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return jax.device_put(x, jax.local_devices()[0])
 
 
 def _first_of_streak(curves: Curves) -> int:

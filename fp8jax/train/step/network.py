@@ -8,6 +8,7 @@
 an NNX model the module. It is a mean over the rows of the batch.
 """
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -62,6 +63,12 @@ class _Network:
 
     def __init__(self, loss: Loss, microbatches: int, zero: Zero | None) -> None:
         self.loss, self.microbatches, self.zero = loss, microbatches, zero
+
+    def on_one_device(self) -> Any:
+        """The same functions without ZeRO."""
+        other = copy.copy(self)
+        other.zero = None
+        return other
 
     def _value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         if self.microbatches == 1:
