@@ -74,6 +74,9 @@ class Config(DeviceConfig, GPTOptions):
     log_interval: int = option(
         10, "steps between two lines of metrics; a stop waits for one", least=1, fixed=False
     )
+    statistics: bool = option(
+        True, "at validations, measure what FP8 does to the operands of each layer", fixed=False
+    )
     out: str = start_option("", "folder of the run; by default runs/gpt-N")
     resume: bool = start_option(False, "go on with the run in --out, or with the newest one")
     or_start: bool = start_option(False, "with --resume: begin where there is no run, or no checkpoint")
@@ -111,4 +114,5 @@ class Config(DeviceConfig, GPTOptions):
             logging_steps=self.log_interval,
             eval_steps=self.eval_interval,
             save_steps=self.checkpoint_interval,
+            statistics=self.statistics,
         )

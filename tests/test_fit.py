@@ -6,6 +6,7 @@ import html.parser
 import json
 import pathlib
 import shlex
+import shutil
 import signal
 import sys
 
@@ -14,9 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 from flax import nnx
 
+import fp8jax
 from fp8jax import signals
+from fp8jax.inspect import numerics
+from fp8jax.inspect.numerics.rows import files_of_run
 from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, checks, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
@@ -65,6 +70,7 @@ ROWS = rows(22)  # five batches an epoch, and two rows left over
 ABOUT = {"data": "22 rows of a list", "who": {"asked": "nobody"}}
 HELD_OUT = {"validation": rows(9, seed=1)}
 SETTINGS = {"recipe": "te", "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": STEPS}
+SETTINGS["statistics"] = False  # a program more to compile
 INTERVALS = {"logging_steps": 2, "eval_steps": 4, "save_steps": 5}
 
 
@@ -370,9 +376,11 @@ class Overflows(nn.Module):
         return nn.Dense(FEATURES, name="head")(x)
 
 
-def test_the_error_names_the_first_layer_that_went_bad(tmp_path):
+@pytest.mark.parametrize("devices", [{}, {"devices": 2, "zero": 2, "per_device_train_batch_size": 2}])
+def test_the_error_names_the_first_layer_that_went_bad(tmp_path, devices):
     """Products with a kernel near float32's largest number are infinite, and all gradients are NaN."""
     settings = {**SETTINGS, "recipe": "bf16", "max_skipped_steps": 3, "output_dir": str(tmp_path / "run")}
+    settings |= devices
     example = jax.tree.map(lambda x: x[None], ROWS[0])
     trainer = Trainer(Overflows(), loss, TrainConfig(**settings), example)
     plain = jax.tree.map(jnp.zeros_like, trainer.init().variables)
@@ -388,18 +396,53 @@ def test_the_error_names_the_first_layer_that_went_bad(tmp_path):
 def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):
     trainer, options, _ = alone
     seen = []
-    underflow = lambda state, batch: {"up input": state.step / 100 + 0 * batch["x"][0, 0]}  # noqa: E731
-    run = fit(
-        at(trainer, tmp_path / "run"),
-        ROWS,
-        **options,
-        callback=lambda *line: seen.append(line),
-        underflow=underflow,
-    )
+    run = fit(at(trainer, tmp_path / "run"), ROWS, **options, callback=lambda *line: seen.append(line))
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [{"step": step, "model": name, **values} for step, name, values in seen] == lines
-    found = {line["step"]: line["largest_underflow"] for line in lines if "largest_underflow" in line}
-    assert found == pytest.approx({4: 0.04, 8: 0.08, 12: 0.12})
+
+
+def test_statistics_of_a_run_are_in_its_folder_its_report_and_its_advice(alone, tmp_path, capsys):
+    """At the evaluations; a run that was resumed from step 10 measures step 12 again."""
+    trainer, options, left_alone = alone
+    run = at(trainer, tmp_path / "run", statistics=True)
+    found = fit(run, ROWS, **options)
+    np.testing.assert_array_equal(found.curves.loss, left_alone.curves.loss)
+    series = numerics.load_run(found.folder)
+    assert [path.name for path in files_of_run(found.folder)] == [
+        "00000004.json",
+        "00000008.json",
+        "00000012.json",
+    ]
+    shares = [{f"{row.name} {row.operand}": row.underflow for row in rows if row.is_own} for rows in series]
+    assert found.curves.underflow == list(zip((4, 8, 12), shares, strict=True))
+    assert all(shares)
+    assert "Not measured" not in (found.folder / "report.html").read_text()
+    lines = [json.loads(line) for line in (found.folder / "metrics.jsonl").read_text().splitlines()]
+    largest = {line["step"]: line["largest_underflow"] for line in lines if "largest_underflow" in line}
+    assert largest == {step: max(each.values()) for step, each in found.curves.underflow}
+    assert runs.status_of(["advise", "--statistics", str(found.folder)]) == 0
+    assert capsys.readouterr().out.endswith(f"{fp8jax.advise(series, target='h100')}\n")
+    shutil.rmtree(found.folder / "checkpoints/step_00000012")
+    resumed = fit(run, ROWS, **options, resume=True)
+    assert resumed.curves.underflow == found.curves.underflow
+    assert numerics.load_run(found.folder) == series
+    with pytest.raises(ValueError, match=r"expected a run of fp8jax.train with --statistics .* has no"):
+        numerics.load_run(left_alone.folder)
+
+
+def test_a_run_does_not_end_for_its_statistics(alone, tmp_path, monkeypatch, capsys):
+    trainer, options, left_alone = alone
+
+    def fails(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nallocations")
+
+    monkeypatch.setattr(Trainer, "statistics", fails)
+    found = fit(at(trainer, tmp_path / "run", statistics=True), ROWS, **options)
+    reason = "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    said = f"warning: te: from here on no statistics of its operands: {reason}"
+    assert capsys.readouterr().err.splitlines().count(said) == 1
+    np.testing.assert_array_equal(found.curves.loss, left_alone.curves.loss)
+    assert "Not measured" in (found.folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

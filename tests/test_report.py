@@ -285,7 +285,7 @@ def test_the_worst_tensors_come_first(tmp_path):
 
 def test_underflow_that_was_counted(tmp_path):
     outcome = make_outcome()
-    assert "Not counted" in report.write(tmp_path, ABOUT, {"te": outcome}).read_text()
+    assert "Not measured" in report.write(tmp_path, ABOUT, {"te": outcome}).read_text()
     outcome.curves.underflow += [
         (10, {"a": 0.5, "b": 0.01, **dict.fromkeys("cdef", 0.0)}),
         (20, {"a": 0.25, "b": 0.75}),

@@ -148,7 +148,12 @@ def run_advise(args: argparse.Namespace) -> int:
     found = numerics.Advice(args.recipe or numerics.recipe_for(args.target), (), ())
     if args.statistics:
         recipe = args.recipe or (found.recipe if args.model else None)
-        found = numerics.advise(list(map(numerics.load, args.statistics)), target=args.target, recipe=recipe)
+        series = [
+            rows
+            for path in args.statistics
+            for rows in (numerics.load_run(path) if os.path.isdir(path) else [numerics.load(path)])
+        ]
+        found = numerics.advise(series, target=args.target, recipe=recipe)
     if args.model:
         checkpointing = "dots_fp8" if args.remat else "none"
         args.remat, batch = False, args.batch

@@ -123,8 +123,9 @@ def _add_advise(parsers: Any) -> None:
         "--statistics",
         nargs="+",
         default=[],
-        metavar="FILE",
-        help="of fp8jax.statistics, by their method save; of several batches oldest first (default none)",
+        metavar="PATH",
+        help="of fp8jax.statistics, by their method save, of several batches oldest first; or a run's folder "
+        "(default none)",
     )
     command.add_argument("--recipe", help="(default by the GPU, or the one of the model in the statistics)")
     command.add_argument("--devices", type=_devices, default=1, metavar="N", help="GPUs (default 1)")

@@ -120,6 +120,9 @@ class TrainConfig(DeviceConfig):
     )
     eval_steps: int = option(500, "steps between validations", least=1)
     save_steps: int = option(500, "steps between checkpoints", least=1, fixed=False)
+    statistics: bool = option(
+        True, "every eval steps, measure what FP8 does to the operands of each layer", fixed=False
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -4,6 +4,9 @@
     run.state, run.curves.loss, run.folder / "report.html"
     fit(trainer, rows, resume=True)              # goes on from the newest checkpoint
 
+Every `eval_steps` steps and at the end, statistics of the newest batch's operands go into the folder, for the
+report and for `fp8jax advise`.
+
 A checkpoint has the state, the metrics, and the position in the data. So a run that was stopped or killed
 ends, when it is resumed, with the same losses as one that was left alone, bit for bit. Ctrl-C and SIGTERM
 finish the steps up to the next display, save, and return. A run can go on with other devices or microbatches
@@ -22,6 +25,7 @@ import jax
 from jaxtyping import PyTree
 
 from fp8jax import signals
+from fp8jax.inspect.numerics import Row
 from fp8jax.train import checks, distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.device import DevicePrefetch
@@ -38,7 +42,6 @@ from fp8jax.train.trainer import Trainer
 from fp8jax.train.validation import validator
 
 Callback = Callable[[int, str, Mapping[str, float]], None]
-Underflow = Callable[[State, PyTree], Mapping[str, float]]
 
 
 class Fitted(NamedTuple):
@@ -68,7 +71,6 @@ def fit(
     about: Mapping[str, Any] | None = None,
     options: Any = None,
     callback: Callback | None = None,
-    underflow: Underflow | None = None,
 ) -> Fitted:
     """Trains until `max_steps`, and leaves a report in the folder of the run.
 
@@ -92,9 +94,6 @@ def fit(
             the trainer's configuration.
         callback: called as `callback(step, name, metrics)` with each line of metrics.jsonl, in process 0: the
             steps done, the recipe, and name -> number. A resumed run repeats the lines after its checkpoint.
-        underflow: called as `underflow(state, batch)` every `eval_steps` steps and at the end, in all
-            processes, with the state of `trainer` and its newest batch. It gives the shares of numbers that
-            casts round to zero, tensor -> share, for the report: "layers/up input" -> 0.02.
 
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
@@ -128,7 +127,7 @@ def fit(
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation
             models = [_Model(one, validator(one, sources, transform, validation_loss)) for one in trainers]
-            models[0].underflow = underflow
+            models[0].is_measured = config.statistics and config.precision.is_quantized
             layers = [one.layers.splitlines()[0] for one in trainers]
             _ = trainer.kernels  # for the checkpoints; an error in the model shows now
             run_begins = opened.enter_context(run_folder.taken(folder, found, now))
@@ -184,7 +183,7 @@ class _Model:
     state: PyTree = None
     curves: Curves = dataclasses.field(default_factory=Curves)
     batch: PyTree = None  # of the last step
-    underflow: Underflow | None = None
+    is_measured: bool = False  # whether its statistics are taken
 
     @property
     def name(self) -> str:
@@ -193,6 +192,20 @@ class _Model:
     def bad_layer(self) -> str:
         """See `checks.bad_layer`."""
         return checks.bad_layer(self.trainer, self.state, self.batch)
+
+    def measure(self) -> tuple[Row, ...]:
+        """Statistics of the newest batch, see `Trainer.statistics`; () if they cannot be taken, and no more
+        are then: a run does not end for them."""
+        try:
+            rows = self.trainer.statistics(self.state, self.batch).rows
+        except Exception as error:
+            self.is_measured, rows = False, ()
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            distributed.warn(f"{self.name}: from here on no statistics of its operands: {reason}")
+        if rows:
+            shares = {f"{row.name} {row.operand}": row.underflow for row in rows if row.is_own}
+            self.curves.underflow.append((len(self.curves.loss), shares))
+        return rows
 
     def advance(self, batches: Any, count: int) -> None:
         """Does a step for each of `count` batches, and waits for the devices only at the end."""
@@ -269,6 +282,7 @@ class _Run:
         writing = contextlib.nullcontext()
         if distributed.is_first():
             writing = contextlib.closing(MetricsWriter(self.folder, self.steps))
+            run_folder.remove_statistics(self.folder, self.steps)
         with Progress(curves, last, *per_step) as progress, writing as writer:
             for begin, end in spans(self.steps, last, *intervals):
                 if number := stop_asked():
@@ -282,11 +296,10 @@ class _Run:
                     if model.validate and (end % config.eval_steps == 0 or end == last):
                         loss = model.validate(model.state, is_last=end == last)
                         model.curves.validation.append((end, loss))
-                    if model.underflow and (end % config.eval_steps == 0 or end == last):
-                        shares = {
-                            name: float(x) for name, x in model.underflow(model.state, model.batch).items()
-                        }
-                        model.curves.underflow.append((end, shares))
+                    if model.is_measured and (end % config.eval_steps == 0 or end == last):
+                        rows = model.measure()
+                        if rows and writer:
+                            run_folder.write_statistics(self.folder, end, rows)
                     line = model.curves.line(end - begin, *per_step)
                     if writer:
                         writer.write(end, model.name, line)

@@ -193,7 +193,7 @@ class Curves:
     saturations: list[list[float]] = dataclasses.field(default_factory=list)
     # (steps done, share of the weights that the last of them left unchanged), see `step.unchanged_weights`
     unchanged: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    # (steps done, tensor -> share of its numbers that the cast rounds to zero), of the hook of `fit`
+    # (steps done, tensor -> share of its numbers that the cast rounds to zero)
     underflow: list[tuple[int, dict[str, float]]] = dataclasses.field(default_factory=list)
 
     def add(self, steps: Sequence[StepMetrics], seconds: float, unchanged: float | None = None) -> None:

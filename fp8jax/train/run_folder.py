@@ -4,6 +4,7 @@
               checkpoints/      # see `fp8jax.train.checkpoint`
               saved.json        # the step of the newest checkpoint
               metrics.jsonl     # see `fp8jax.train.metrics`
+              statistics/       # a file of `fp8jax.statistics` for each time that they were taken
               report.html ...   # see `fp8jax.train.report`
 
 No folder is overwritten: a new run needs a folder that is new or empty, and a resumed run needs the folder of
@@ -18,7 +19,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 try:
@@ -28,6 +29,8 @@ except ImportError:  # Windows
 
 from jaxtyping import PyTree
 
+from fp8jax.inspect.numerics import Row
+from fp8jax.inspect.numerics import rows as measured_rows
 from fp8jax.train import checkpoint, distributed
 
 RUNS = pathlib.Path("runs")
@@ -255,6 +258,23 @@ def _read_json(path: pathlib.Path) -> Any:
     if path.exists() and not path.is_file():
         raise OSError(None, "it is no file")  # a pipe may have no writer
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_statistics(folder: pathlib.Path, step: int, rows: Iterable[Row]) -> None:
+    """Writes the rows of `fp8jax.statistics` after `step` steps, for `inspect.numerics.load_run`.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    (folder / measured_rows.FOLDER).mkdir(exist_ok=True)
+    write(folder / measured_rows.FOLDER / f"{step:08}.json", measured_rows.as_json(rows))
+
+
+def remove_statistics(folder: pathlib.Path, step: int) -> None:
+    """Removes those of later steps, which a resumed run does again."""
+    for path in measured_rows.files_of_run(folder):
+        if path.stem.isdecimal() and int(path.stem) > step:
+            path.unlink()
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:

@@ -235,22 +235,23 @@ class Trainer:
 
         return mean_loss
 
-    def underflow(self, state: State, batch: PyTree) -> dict[str, float]:
-        """The share of numbers that each cast of the recipe rounds to zero, for the report of a run:
+    def statistics(self, state: State, batch: PyTree) -> Statistics:
+        """What the recipe does to the operands of each layer, see `fp8jax.statistics`.
 
-            fit(trainer, rows, underflow=trainer.underflow)
+        It is measured on a quarter of a microbatch, rows from all over the batch, in about the time that a
+        step takes for a microbatch.
 
-        `fp8jax.statistics` measures one microbatch, in about 2.5 times the time of its step.
+        Args:
+            state: from `init` or `step`; it stays as it is.
+            batch: as for `step`.
 
-        Returns:
-            Layer and operand -> share; {} without FP8.
+        Raises:
+            ValueError: the model has no layer in FP8.
         """
-        if not self.config.precision.is_quantized:
-            return {}
-        rows = self.per_device * self.placement.mesh.size
+        rows = max(self.per_device // 4, 1) * self.placement.mesh.size
+        part = jax.tree.map(lambda x: x[:: self.rows // rows][:rows], self.put(batch))
         with self.precision():
-            found = self._statistics(state.variables, jax.tree.map(lambda x: x[:rows], batch))
-        return {f"{row.name} {row.operand}": row.underflow for row in found.rows if row.is_own}
+            return self._statistics(state.variables, part)
 
     @functools.cached_property
     def _statistics(self) -> Callable[[PyTree, PyTree], Statistics]:

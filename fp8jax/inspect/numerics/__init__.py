@@ -20,3 +20,4 @@ from fp8jax.inspect.numerics.of_step import step_statistics as step_statistics
 from fp8jax.inspect.numerics.rows import Row as Row
 from fp8jax.inspect.numerics.rows import Statistics as Statistics
 from fp8jax.inspect.numerics.rows import load as load
+from fp8jax.inspect.numerics.rows import load_run as load_run

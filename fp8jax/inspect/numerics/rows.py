@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from fp8jax.recipe import Recipe
 
 # A channel is an outlier if its amax is so many times the median of the channels that are not zero.
 OUTLIER = 20.0
+# Of a run, beside its checkpoints.
+FOLDER = "statistics"
 # A channel is weak under a recipe if its signal to noise is below so many dB. Gaussian numbers have 31 in
 # E4M3, 25 in E5M2 and 17 to 20 in NVFP4.
 WEAK = 10.0
@@ -96,11 +99,16 @@ class Statistics:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows as JSON, for `load` and `fp8jax advise`."""
         with open(path, "w", encoding="utf-8") as file:
-            json.dump([row._asdict() for row in self.rows], file, indent=1)
+            file.write(as_json(self.rows))
 
 
 def _call(function: Any, *args: Any) -> Any:
     return function(*args)
+
+
+def as_json(rows: Iterable[Row]) -> str:
+    """The rows as `Statistics.save` writes them."""
+    return json.dumps([row._asdict() for row in rows], indent=1)
 
 
 def load(path: str | os.PathLike[str]) -> tuple[Row, ...]:
@@ -114,6 +122,25 @@ def load(path: str | os.PathLike[str]) -> tuple[Row, ...]:
             return tuple(Row(**{**row, "at": tuple(row["at"])}) for row in json.load(file))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
+
+
+def files_of_run(run: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The files of rows in the folder of a run of `fp8jax.train`, oldest first."""
+    return sorted(pathlib.Path(run, FOLDER).glob("*.json"))
+
+
+def load_run(run: str | os.PathLike[str]) -> list[tuple[Row, ...]]:
+    """The rows of a run of `fp8jax.train`, those of the oldest batch first.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if found := [load(path) for path in files_of_run(run)]:
+        return found
+    raise ValueError(
+        f"`run`: expected a run of fp8jax.train with --statistics and a recipe in FP8; {run} has no "
+        f"{FOLDER}/*.json."
+    )
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -21,7 +21,7 @@ from fp8jax.train.report.outcome import MemoryPart, Outcome
 _CLIPPED = 1 + 1 / 14
 _SPEED = "Speed and time are those of training steps, without compiling, validation and checkpoints."
 _CPU = "A CPU computes FP8 GEMMs in float32, so its speed says nothing about a GPU."
-_UNCOUNTED = "<p>Not counted: an amax does not tell it. `train.fit(underflow=trainer.underflow)` counts.</p>"
+_UNCOUNTED = "<p>Not measured: --statistics counts it every --eval-steps, in a recipe with FP8.</p>"
 _WORST = 5  # tensors that tables name
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
