@@ -135,9 +135,21 @@ def test_text_runs():
 
 def test_own_rows_are_of_the_same_recipe_alone():
     """They have the model's scaling state, as no other recipe."""
-    rows = [row(recipe="te", is_own=True, saturation=0.5), row()]
-    assert not fp8jax.advise(rows, target="h100", recipe="current").rules
-    assert fp8jax.advise(rows, target="h100").rules == (fp8jax.Rule("fc"),)
+    rows = [row(recipe="te", is_own=True, saturation=0.5), row(recipe="mxfp8")]
+    assert not fp8jax.advise(rows, target="b200", recipe="mxfp8").rules
+    assert fp8jax.advise(rows, target="b200").rules == (fp8jax.Rule("fc"),)
+
+
+def test_layers_with_stale_scales_alone_get_no_rule():
+    own = {"recipe": "te", "is_own": True}
+    rows = [row(saturation=0.5, **own), row(layer="other", weak=64, **own)]
+    assert [rule.path for rule in fp8jax.advise(rows, target="h100").rules] == ["fc", "other"]
+    fresh = [row(weak=1), row(layer="other", weak=60)]
+    advice = fp8jax.advise([*rows, *fresh], target="h100")
+    assert [rule.path for rule in advice.rules] == ["other"]
+    assert advice.reasons[-1].startswith("scaling=current: delayed scales alone make 1 layers bad")
+    advice = fp8jax.advise([rows[0], fresh[0]], target="h100")
+    assert not advice.rules and "at most 1 of 64 channels" in advice.reasons[0]
 
 
 def row(**changes):

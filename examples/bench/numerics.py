@@ -4,11 +4,12 @@
     python examples/bench/numerics.py --recipe te --batch 24 --rounds 20
 
 The step is that of the default run of `examples/train_gpt.py`: gradients and AdamW of a GPT in the recipe.
-Statistics are of the whole batch and of a quarter of it, under all recipes and under the model's own alone.
-The ways take turns; "/ step" is within this run, and "every 50" is the share of the time that statistics in
-every 50th step add.
+Statistics are of the whole batch and of a quarter of it: under all recipes, under the model's own alone, and
+under that and its current scaling, as the trainer takes them of a quarter. The ways take turns; "/ step" is
+within this run, and "every 50" is the share of the time that statistics in every 50th step add.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -37,7 +38,13 @@ def rows(args: Any) -> output.Rows:
     compiled = jax.jit(step.function)
     turns = {"step": clock.timer(lambda: compiled(variables, state, tokens))}
     quarter = tokens[: max(args.batch // 4, 1)]
-    for recipes, name in ((fp8jax.inspect.numerics.RECIPES, "all recipes"), ((args.recipe,), args.recipe)):
+    current = dataclasses.replace(fp8jax.Recipe.parse(args.recipe), scaling="current")
+    ways = {
+        "all recipes": fp8jax.inspect.numerics.RECIPES,
+        args.recipe: (args.recipe,),
+        f"{args.recipe} and current scaling": (args.recipe, current),
+    }
+    for name, recipes in ways.items():
         measure = jax.jit(fp8jax.statistics(loss, recipes))
         for part, of_part in ((tokens, "the batch"), (quarter, "a quarter")):
             run = lambda measure=measure, part=part: measure(variables, part)  # noqa: E731

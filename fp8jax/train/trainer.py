@@ -14,6 +14,7 @@ The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumula
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -255,7 +256,10 @@ class Trainer:
 
     @functools.cached_property
     def _statistics(self) -> Callable[[PyTree, PyTree], Statistics]:
-        measure = functools.partial(self.network.statistics, recipe=self.config.precision)
+        recipes = [self.config.precision]
+        if recipes[0].scaling == "delayed":  # beside it, what the scales of the same step would do
+            recipes.append(dataclasses.replace(recipes[0], scaling="current"))
+        measure = functools.partial(self.network.statistics, recipes=recipes)
         return self.placement.one_at_a_time(jax.jit(measure, out_shardings=self.placement.replicated))
 
     def compile(self, per_device: int | None = None, target: str | None = None) -> jax.stages.Compiled:

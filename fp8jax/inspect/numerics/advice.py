@@ -8,6 +8,7 @@ alone is no reason: numbers far below all others of their channel add nothing to
 """
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -86,6 +87,7 @@ def advise(
         recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
             plain model `mxfp8` on GPUs that multiply it, otherwise `current`, or `block` if fewer layers are
             bad with it. `te`, `O2` and `fp8` need rows of a recipe with the same casts, such as `O2`.
+            A layer that delayed scales alone make bad, where rows with current scaling tell, gets no rule.
 
     Returns:
         The recipe, and a rule for each bad layer that keeps it in bfloat16. The reasons name the operand and
@@ -105,14 +107,21 @@ def advise(
     name, chosen = _chosen(rows, recipe, others)
     backends.choose("auto", scaling.of_recipe(chosen).granularity, device=device)
     bad = _bad_layers(_under(rows, chosen))
-    reasons = [f"{layer}: {why} with {name}" for layer, why in bad.items()] or [_no_bad(_under(rows, chosen))]
+    stale = _bad_for_stale_scales(rows, chosen, bad)
+    bad = {layer: why for layer, why in bad.items() if layer not in stale}
+    reasons = [f"{layer}: {why} with {name}" for layer, why in bad.items()] or [_no_bad(rows, chosen, stale)]
     reasons += [
         f"what if {other}: {len(_bad_layers(_under(rows, each)))} of {len({row.layer for row in rows})} "
         f"layers are bad, {name} has {len(bad)}"
         for other, each in others.items()
         if each != chosen
     ]
-    if chosen.scaling in ("delayed", "current"):
+    if stale:
+        layer, why = next(iter(stale.items()))
+        reasons.append(
+            f"scaling=current: delayed scales alone make {len(stale)} layers bad, as {layer}: {why}"
+        )
+    elif chosen.scaling in ("delayed", "current"):
         reasons += _jumps([_under(each, chosen) for each in series], set(bad))
     rules = dict.fromkeys(Rule(layer.partition("#")[0]) for layer in bad)
     return Advice(name, tuple(rules), tuple(reasons))
@@ -178,6 +187,16 @@ def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
     return {layer: why for layer, (_, why) in worst.items()}
 
 
+def _bad_for_stale_scales(rows: list[Row], recipe: Recipe, bad: dict[str, str]) -> dict[str, str]:
+    """The bad layers under delayed scaling that are well with scales of the same batch, where both were
+    measured: a rule would not be the remedy."""
+    current = dataclasses.replace(recipe, scaling="current")
+    if recipe.scaling != "delayed" or not (fresh := _under(rows, current)):
+        return {}
+    still = _bad_layers(fresh)
+    return {layer: why for layer, why in bad.items() if layer not in still}
+
+
 def _faults(row: Row) -> Iterable[tuple[float, str]]:
     """The faults of the operand of a row, each with a measure; none for a healthy one."""
     if not math.isfinite(row.amax):
@@ -194,8 +213,9 @@ def _faults(row: Row) -> Iterable[tuple[float, str]]:
         yield row.saturation, f"{100 * row.saturation:.2f}% saturate"
 
 
-def _no_bad(rows: list[Row]) -> str:
-    """The figure of the worst layer, where none is bad."""
+def _no_bad(rows: list[Row], recipe: Recipe, stale: Iterable[str]) -> str:
+    """The figure of the worst layer, where none is bad; of `stale` ones that of current scaling."""
+    rows = _under(rows, dataclasses.replace(recipe, scaling="current") if stale else recipe)
     worst = max(rows, key=lambda row: row.weak / max(row.channels, 1))
     return (
         f"no layer of {len({row.layer for row in rows})} is bad: at most {worst.weak} of {worst.channels} "
