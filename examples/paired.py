@@ -4,10 +4,11 @@
     python examples/paired.py --data tinyshakespeare.txt --ways te O2 fp8 --seeds 10 --out runs/paired
     python examples/paired.py --data text.txt --steps 200 --seeds 3
 
-Model and validation are those of train_gpt.py, and its options work here. Each run is a process of its own,
-in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped go on: give
-the command again, also with more ways and seeds. It prints a table and leaves paired.json, with the loss of
-every tenth step of each run, and paired.png.
+Model and validation are those of train_gpt.py, and its options work here. Rivals of fp8jax are bf16 weights
+with bf16 Adam, an Adam with moments of 8 bits in blocks, and FlashOptim, see rivals.py. Each run is a process
+of its own, in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped
+go on: give the command again, also with more ways and seeds. It prints a table and leaves paired.json, with
+the loss of every tenth step of each run, and paired.png.
 
 "gap" is the mean difference of the last validation losses from those of bf16 with the same seed, with a 95%
 interval and the p-value of a paired t-test. "could tell" is the gap that such a test would have found in 80%
@@ -32,12 +33,16 @@ BASELINE = "bf16"
 GAP = ("gap", "95%", "p", "could tell")
 PARTS = ("weights", "gradients", "optimizer")  # of the bytes per parameter
 RESIDUALS = ("--gradient-checkpointing", "dots_fp8")
+OURS, RIVALS = "train_gpt.py", "rivals.py"
+# Name -> program and options.
 WAYS = {
-    **{name: ("--recipe", name) for name in ("bf16", "te", "O2", "fp8", "fp8_6", "block", "mxfp8")},
-    "bf16, FP8 residuals": ("--recipe", "bf16", *RESIDUALS),
-    "fp8_6, FP8 residuals": ("--recipe", "fp8_6", *RESIDUALS),
+    **{name: (OURS, "--recipe", name) for name in ("bf16", "te", "O2", "fp8", "fp8_6", "block", "mxfp8")},
+    "bf16, FP8 residuals": (OURS, "--recipe", "bf16", *RESIDUALS),
+    "fp8_6, FP8 residuals": (OURS, "--recipe", "fp8_6", *RESIDUALS),
+    "8-bit Adam": (OURS, "--recipe", "bf16", "--optim", "adamw_8bit"),
+    "bf16 weights and Adam": (RIVALS, "--way", "bf16-adam"),
+    "FlashOptim": (RIVALS, "--way", "flashoptim"),
 }
-PROGRAM = pathlib.Path(__file__).resolve().parent / "train_gpt.py"
 
 
 def train(way: str, seed: int, folder: pathlib.Path, options: Sequence[str]) -> dict[str, Any]:
@@ -48,7 +53,9 @@ def train(way: str, seed: int, folder: pathlib.Path, options: Sequence[str]) -> 
     """
     place = folder / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}"
     if not (place / "result.json").exists():
-        command = [sys.executable, str(PROGRAM), *options, *WAYS[way], "--no-twin", "--seed", str(seed)]
+        program, *own = WAYS[way]
+        path = pathlib.Path(__file__).resolve().parent / program
+        command = [sys.executable, str(path), *options, *own, "--no-twin", "--seed", str(seed)]
         status = subprocess.run([*command, "--out", str(place), "--resume", "--or-start"]).returncode
         if status:
             raise SystemExit(status)
@@ -93,7 +100,7 @@ def gap(differences: Sequence[float]) -> dict[str, Any]:
     low, high = stats.t.interval(0.95, n - 1, mean, error)
     test: Any = stats.ttest_1samp(differences, 0)
     least = (stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)) * error
-    cells = f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.2f}", f"{least:.4f}"
+    cells = f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.3f}", f"{least:.4f}"
     return dict(zip(GAP, cells, strict=True))
 
 

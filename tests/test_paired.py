@@ -6,9 +6,16 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from scipy import stats
+
+from fp8jax.train import TrainConfig
+from fp8jax.train.step.optimizers import decays
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -31,7 +38,7 @@ def test_gaps_are_those_of_a_paired_t_test(paired):
     assert first["gap"] is None and (second["seeds"], second["bytes"]) == (4, "7.00")
     wanted = stats.ttest_rel(other, base)
     interval = wanted.confidence_interval()
-    assert second["gap"] == f"{np.mean(other) - np.mean(base):+.4f}" and second["p"] == f"{wanted.pvalue:.2f}"
+    assert second["gap"] == f"{np.mean(other) - np.mean(base):+.4f}" and second["p"] == f"{wanted.pvalue:.3f}"
     assert second["95%"] == f"{interval.low:+.4f} to {interval.high:+.4f}"
 
 
@@ -51,21 +58,71 @@ def test_seeds_without_a_baseline_are_left_out(paired):
     assert rows[1]["seeds"] == 2 and rows[1]["gap"] == "+0.5000"
 
 
+def test_flashoptims_formats_against_float64(load_program):
+    """The formulas of its package, 0.1.4; 1000 is no multiple of 32."""
+    rivals = load_program("examples/rivals.py")
+    x = np.random.default_rng(0).normal(size=1000) * np.exp2(np.random.default_rng(1).integers(-9, 9, 1000))
+    x = np.float32(x)
+    groups = np.pad(x.astype(np.float64), (0, 24)).reshape(-1, 32)
+    largest = np.abs(groups).max(axis=1)
+    share = groups / largest[:, None]
+    first, second = rivals.encode(x, False), rivals.encode(np.square(x), True)
+    for coded, exact in (
+        (first, 127 * 2 * share / (1 + np.abs(share))),
+        (second, 255 * np.abs(share)),
+    ):
+        # Half of a code, and float32's rounding where the exact number is halfway.
+        assert np.abs(np.asarray(coded.codes, np.float64) - exact).max() < 0.5 + 1e-4
+        np.testing.assert_array_equal(coded.scale, largest.astype(np.float16))
+    y = np.asarray(first.codes, np.float64) / 127
+    wanted = (y / (2 - np.abs(y)) * np.float16(largest)[:, None]).reshape(-1)[:1000]
+    np.testing.assert_allclose(rivals.decode(first, (1000,), False), wanted, rtol=1e-6)
+    root = np.asarray(second.codes, np.float64) / 255 * np.float16(largest)[:, None]
+    np.testing.assert_allclose(
+        rivals.decode(second, (10, 100), True), root.reshape(-1)[:1000].reshape(10, 100) ** 2, rtol=1e-6
+    )
+    weight, correction = rivals.split(x)
+    np.testing.assert_array_equal(weight, x.astype(ml_dtypes.bfloat16))
+    last_bit = 2.0 ** (np.floor(np.log2(np.abs(np.float64(weight)))) - 7)
+    assert (np.abs(np.float64(rivals.joined(weight, correction)) - x) <= last_bit / 2 / 127 * 0.501).all()
+
+
+def test_flashoptim_is_adam(load_program):
+    """A step of it is optax's AdamW of the weights and moments that it stands for."""
+    rivals = load_program("examples/rivals.py")
+    config = TrainConfig(learning_rate=1e-2, weight_decay=0.1, adam_beta2=0.99, lr_scheduler_type="constant")
+    draw = lambda seed: np.float32(np.random.default_rng(seed).normal(size=(8, 32)))  # noqa: E731
+    params = {"kernel": jnp.asarray(draw(0)), "bias": jnp.asarray(draw(1)[0])}
+    weights, state = rivals.flash_init(params)
+    tx = optax.adamw(1e-2, 0.9, 0.99, weight_decay=0.1, mask=decays)
+    plain, plain_state = jax.tree.map(rivals.joined, weights, state.correction), tx.init(params)
+    for seed in range(5):
+        grads = {"kernel": draw(seed + 2), "bias": draw(seed + 9)[0]}
+        weights, state = rivals.flash_step(grads, state, weights, config)
+        updates, plain_state = tx.update(grads, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    for name, x in jax.tree.map(rivals.joined, weights, state.correction).items():
+        moved = np.abs(np.asarray(plain[name]) - params[name]).mean()
+        assert np.abs(np.asarray(x) - plain[name]).mean() < 0.03 * moved, name
+
+
 @pytest.mark.long
 def test_the_command(tmp_path):
     """Trains, goes on where a run is missing, and leaves a record that another script can recompute."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(20_000)))
     small = "--steps 20 --layers 1 --width 32 --heads 2 --context 16 --batch 4 --warmup 5 --eval-interval 10"
     command = [sys.executable, str(ROOT / "examples/paired.py"), "--data", "text.txt", *small.split()]
-    command += ["--ways", "fp8", "--out", "runs"]
+    command += ["--ways", "fp8", "FlashOptim", "bf16 weights and Adam", "--out", "runs"]
     for seeds in ("1", "2"):
         done = subprocess.run(
             [*command, "--seeds", seeds], cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.glob("runs/*-*")) == ["bf16-1", "bf16-2", "fp8-1", "fp8-2"]
+    names = ("FlashOptim", "bf16", "bf16-weights-and-Adam", "fp8")
+    found = sorted(path.name for path in tmp_path.glob("runs/*-*"))
+    assert found == sorted(f"{name}-{seed}" for name in names for seed in (1, 2))
     record = json.loads((tmp_path / "runs/paired.json").read_text())
-    assert [len(run["losses"]) for run in record] == [2] * 4 and (tmp_path / "runs/paired.png").stat().st_size
+    assert [len(run["losses"]) for run in record] == [2] * 8 and (tmp_path / "runs/paired.png").stat().st_size
     losses = {(run["way"], run["seed"]): run["validation loss"] for run in record}
     gap = np.mean([losses["fp8", seed] - losses["bf16", seed] for seed in (1, 2)])
     assert f"{gap:+.4f}" in done.stdout
