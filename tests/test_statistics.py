@@ -309,6 +309,13 @@ def test_training_steps_are_the_same_program():
     assert text() == before
 
 
+def test_a_model_with_adapters_does_not_warn_of_its_state(recwarn):
+    model = fp8jax.transform(Linen(), "te", lora=fp8jax.LoRA(rank=2))
+    found = fp8jax.statistics(loss_of(model), ["te"])(model.init(jax.random.key(1), X), X)
+    assert {row.layer for row in found.rows if row.is_own} == {"up", "down"}
+    assert not [str(each.message) for each in recwarn if "scaling state" in str(each.message)]
+
+
 def test_rules_and_errors():
     rule = fp8jax.Rule("down")
     found = fp8jax.statistics(plain_loss, ["te"], rules=[rule])(variables(), X)

@@ -138,7 +138,9 @@ class Program:
     ) -> tuple[list[Any], Mapping[Any, DotState]]:
         """The same arguments. A gradient of other parameters than FP8 kernels warns if it drops the state."""
         state = next((state.scaling for state in states.values() if state.scaling), None)
-        if state is None or any(isinstance(leaf, Tracked) for leaf in leaves):
+        # A plug-in that goes around others, as of statistics, has the only gradient, and trains nothing.
+        is_measured = any(hasattr(state.plugin, "around") for state in states.values())
+        if state is None or is_measured or any(isinstance(leaf, Tracked) for leaf in leaves):
             return leaves, states
         dots = self.plan.dots.values()
         quantized = {each.path for each in dots if each.kernel.recipe.is_quantized}
