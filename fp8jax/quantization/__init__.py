@@ -21,10 +21,13 @@ subnormal, infinite or NaN gives scale 1. `quantize_blocks` says what scales of 
 """
 
 from fp8jax.quantization.array import ScaledArray as ScaledArray
+from fp8jax.quantization.array import as_bytes as as_bytes
+from fp8jax.quantization.array import as_codes as as_codes
 from fp8jax.quantization.array import checked_parameter as checked_parameter
 from fp8jax.quantization.array import expand as expand
 from fp8jax.quantization.array import format_of as format_of
 from fp8jax.quantization.array import is_scaled as is_scaled
+from fp8jax.quantization.array import on_data as on_data
 from fp8jax.quantization.array import own_value as own_value
 from fp8jax.quantization.array import value as value
 from fp8jax.quantization.array import with_float32_scales as with_float32_scales
@@ -43,9 +46,6 @@ from fp8jax.quantization.casts import cast as cast
 from fp8jax.quantization.casts import select as select
 from fp8jax.quantization.casts import to_bits as to_bits
 from fp8jax.quantization.casts import to_bytes as to_bytes
-from fp8jax.quantization.codes import as_bytes as as_bytes
-from fp8jax.quantization.codes import as_codes as as_codes
-from fp8jax.quantization.codes import on_data as on_data
 from fp8jax.quantization.gradient import ABSURD as ABSURD
 from fp8jax.quantization.gradient import NO_TAG as NO_TAG
 from fp8jax.quantization.gradient import ScaledGradient as ScaledGradient

@@ -1,6 +1,7 @@
 """`ScaledArray`: codes and their scale as one pytree node."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.formats import ALL, E4M3, E8M0, Format
+from fp8jax.quantization.casts import to_bytes
+from fp8jax.quantization.packed import PackedE2M1
 
 _BITS = {
     jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32),
@@ -304,3 +307,25 @@ def expand(scale: Any, shape: tuple[int, ...]) -> Float[Array, "..."]:
                 scale = jnp.repeat(scale, dim // blocks, axis)
         return scale
     return scale.reshape((1,) * len(shape))
+
+
+def on_data(function: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+    """`function` of an array, or of the codes of a `ScaledArray`."""
+    return ScaledArray(function(x.data), x.scale) if is_scaled(x) else function(x)
+
+
+def as_bytes(q: Any) -> Any:
+    """A `ScaledArray` with its codes as bytes; packed codes and float arrays stay unchanged.
+
+    XLA on CPU slices and stacks float8 arrays by way of float16, so residuals and slices are bytes.
+    """
+    if not is_scaled(q) or isinstance(q.data, PackedE2M1):
+        return q
+    return ScaledArray(to_bytes(q.data), q.scale)
+
+
+def as_codes(q: Any, format: Format) -> Any:
+    """The inverse of `as_bytes`."""
+    if not is_scaled(q) or isinstance(q.data, PackedE2M1):
+        return q
+    return ScaledArray(lax.bitcast_convert_type(q.data, format.dtype), q.scale)
