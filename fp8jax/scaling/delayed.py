@@ -28,9 +28,6 @@ References:
     TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433, section 3.2.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +37,7 @@ from jaxtyping import Array, Float, PyTree
 from fp8jax.quantization import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import ScaleMethod, State
+from fp8jax.scaling.merge import is_state
 
 # The name of the entry that a factor on a state changes.
 ONE = "one"
@@ -96,11 +94,6 @@ def build(recipe: Recipe) -> ScaleMethod:
         return new
 
     return ScaleMethod(init, scale, update)
-
-
-def is_state(node: Any) -> bool:
-    """Whether a node of a tree is the state of a dot with delayed scaling."""
-    return isinstance(node, Mapping) and "amax_history" in node
 
 
 def without_one(tree: PyTree) -> PyTree:

@@ -20,6 +20,7 @@ merge, so that any scale with an amax is larger:
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,7 +33,6 @@ from jaxtyping import Array, Float8e4m3fn, PyTree, Shaped
 
 from fp8jax.formats import E4M3
 from fp8jax.quantization import select, to_bytes
-from fp8jax.scaling.delayed import is_state
 
 
 class _CodesRules(Fp8MetaTyRules):
@@ -93,6 +93,11 @@ def from_cotangents(tree: PyTree) -> PyTree:
     They can be merged further by max with cotangents of the same state; then `settled` gives the next state.
     """
     return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is the state of a dot with delayed scaling."""
+    return isinstance(node, Mapping) and "amax_history" in node
 
 
 def marked(tree: PyTree) -> PyTree:
