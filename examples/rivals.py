@@ -14,6 +14,7 @@ flashoptim  FlashOptim's formats (arXiv 2602.23349 and its package 0.1.4), resta
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 import optax
 import train_gpt
 
+from fp8jax.inspect import program
 from fp8jax.train.metrics import bytes_per_parameter
 from fp8jax.train.report.report import facts
 from fp8jax.train.step.network import State
@@ -131,8 +133,17 @@ def adam_init(params: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]:
     return params, tx.init(params)
 
 
-def train(run: train_gpt.Run, way: str) -> tuple[Any, Any, Any, list[float]]:
-    """The last variables, gradients and state of the optimizer, and the losses."""
+class Trained(NamedTuple):
+    """The end of a run."""
+
+    variables: Any
+    state: Any  # of the optimizer
+    losses: list[float]
+    peak: int  # bytes of the compiled step
+
+
+def train(run: train_gpt.Run, way: str) -> Trained:
+    """Trains, in a program of one step."""
     trainer, config = run.trainers[0], run.trainers[0].config
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     adam = optax.adamw(
@@ -145,24 +156,26 @@ def train(run: train_gpt.Run, way: str) -> tuple[Any, Any, Any, list[float]]:
     def loss(params: Any, batch: jax.Array) -> jax.Array:
         return train_gpt.loss(lambda tokens: trainer.model.apply({"params": params}, tokens), batch)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, batch: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
         grads, _ = clip.update(grads, clip.init(params))
         if way == "flashoptim":
-            return *flash_step(grads, state, params, config), grads, value
+            return *flash_step(grads, state, params, config), value
         updates, state = adam.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, grads, value
+        return optax.apply_updates(params, updates), state, value
 
     params = trainer.init().variables["params"]
     params, state = flash_init(params) if way == "flashoptim" else adam_init(params, adam)
-    options, losses, grads = run.config, [], params
+    options, losses = run.config, []
+    example = jax.ShapeDtypeStruct((options.batch, options.context + 1), jnp.int32)
+    compiled = step.lower(params, state, example).compile()
     source = corpus.RandomWindows(run.text.train, options.context, options.batch, options.steps, options.seed)
     with contextlib.closing(trainer.loader(source, shuffle=False)) as batches:
         for _, batch in zip(range(options.steps), batches, strict=False):
-            params, state, grads, value = step(params, state, batch)
+            params, state, value = compiled(params, state, batch)
             losses.append(value)
-    return {"params": params}, grads, state, list(map(float, losses))
+    return Trained({"params": params}, state, list(map(float, losses)), program.read(compiled).total)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,14 +188,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun, rest = time.time(), [*rest, "--recipe", "bf16", "--no-twin"]
     run = train_gpt.prepare(rest)
     trainer, options, folder = run.trainers[0], run.config, pathlib.Path(run.trainers[0].config.output_dir)
-    variables, grads, state, losses = train(run, args.way)
+    variables, state, losses, peak = train(run, args.way)
     held_out = corpus.windows(run.text.validation, options.batch, options.context, train_gpt.FINAL_BATCHES)
     validate: Any = validator(trainer, (held_out, held_out), None, train_gpt.loss)
-    bytes_of = bytes_per_parameter(variables, grads, state)
+    bytes_of = bytes_per_parameter(variables, variables["params"], state)  # gradients are like weights
     about = facts(trainer, {**vars(options), "way": args.way}, begun, 0)
     model = {
         "validation_loss": validate(State(jnp.int32(len(losses)), variables, None), is_last=True),
         "bytes_per_parameter": bytes_of._asdict(),
+        "memory": [{"part": "peak", "arrays": None, "compiled": peak}],
     }
     folder.mkdir(parents=True, exist_ok=True)
     spans = [losses[i : i + options.log_interval] for i in range(0, len(losses), options.log_interval)]
