@@ -53,6 +53,12 @@ COMMON = {
     "include": ("*",),
     "exclude": DEFAULT_EXCLUDE,
 }
+FP4_OPTIONS = tuple(
+    chosen
+    for n in range(5)
+    for chosen in itertools.combinations(("hadamard", "stochastic", "2d", "46", "eden"), n)
+    if "eden" not in chosen or chosen in (("eden",), ("46", "eden"))
+)
 CHOICES = {
     "gemm": ("FP32", "BF16", "FP16", "FP8", "FP4"),
     "comm": ("FP32", "BF16", "FP8"),
@@ -67,9 +73,7 @@ CHOICES = {
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),
-    "fp4_options": tuple(
-        chosen for n in range(4) for chosen in itertools.combinations(("hadamard", "stochastic", "2d"), n)
-    ),
+    "fp4_options": FP4_OPTIONS,
 }
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
 
@@ -288,6 +292,13 @@ def test_every_field_has_illegal_values_in_the_table():
             r"needs fp4_options=hadamard\+stochastic\+2d: leave out the options of FP4; got fp4_options=2d",
         ),
         ("nvfp4,fp4_options=2d+2d", "`fp4_options` is one of: "),
+        (
+            "nvfp4,fp4_options=hadamard+46+eden",
+            "fp4_options=eden goes without hadamard: it has a rotation of its own, .*; got fp4_options=hadamard",
+        ),
+        ("nvfp4,fp4_options=stochastic+eden", "fp4_options=eden goes without stochastic: it rounds gradients"),
+        ("nvfp4,fp4_options=2d+eden", "fp4_options=eden goes without 2d: it rotates the weights"),
+        ("te,fp4_options=46", r"needs fp4_options=hadamard\+stochastic\+2d: leave out the options of FP4"),
         ("te,moments=E4M3", r"`moments` is one of: FP32\+FP32 E4M3\+FP16 E5M2\+FP16 .*; got 'E4M3'"),
         ("te,override_linear_precision=yes+no+no", r"`override_linear_precision` is one of: three boo"),
         ("te,include=a++b", r"`include` is one of: a tuple of patterns"),

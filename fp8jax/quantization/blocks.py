@@ -18,7 +18,7 @@ E5M2 below 2**-110, may become 0.
 References:
     TransformerEngine 2.20 `Float8BlockScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`.
     DeepSeek-V3, arXiv 2412.19437, section 3.3; MXFP8 recipes, arXiv 2506.08027 (scales are rounded up);
-    Pretraining with NVFP4, arXiv 2509.25149, sections 3 and 4.
+    Pretraining with NVFP4, arXiv 2509.25149, sections 3 and 4; see `fp8jax.quantization.fp4` for two others.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E2M1, E4M3, E8M0, Format
 from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled, value
-from fp8jax.quantization.casts import cast, cast_by_bits, select
+from fp8jax.quantization.casts import cast, select
+from fp8jax.quantization.fp4 import butterflies, eden, four_or_six, largest_of, of_blocks, of_tensor
 from fp8jax.quantization.packed import PackedE2M1
 from fp8jax.quantization.quantize import amax, quantize
 from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, factor_of, usable
@@ -48,11 +49,17 @@ class BlockMethod:
         block: rows and columns of a block.
         scale: "power_of_two" or "float32" (both stored as float32), "E8M0", or "E4M3" (on a float32 scale of
             the tensor).
+        rule: how an E4M3 scale is chosen: "six", "four_or_six" or "eden", see `fp8jax.quantization.fp4`.
     """
 
     format: Format
     block: tuple[int, ...]
     scale: str = "power_of_two"
+    rule: str = "six"
+
+    def with_rule(self, rule: str) -> "BlockMethod":
+        """The method with another rule."""
+        return dataclasses.replace(self, rule=rule)
 
     def padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A matrix's shape with both dims rounded up to whole blocks."""
@@ -81,7 +88,8 @@ def quantize_blocks(
     Args:
         x: float array. Dims that are no multiples of the block are padded with zeros.
         method: the format, the block and the kind of scale.
-        random: random bits of the padded shape, for stochastic rounding; None rounds to nearest even.
+        random: random bits of the padded shape, for stochastic rounding; for the rule "eden" of the scales'
+            shape. None rounds to nearest even.
         whole_amax: for NVFP4 the amax that sets the scale of the tensor, shape=(*batch, 1, 1); None for the
             amax of each matrix of `x`.
 
@@ -106,8 +114,12 @@ def quantize_in(
     whole_amax: Float32[Array, "..."] | None = None,
 ) -> ScaledArray:
     """`x` in codes with as many scales along each axis as `blocks` says; see `quantize_blocks`."""
-    x = x.astype(jnp.float32)
-    factor, scale = factors(amax(x, blocks), method, whole_amax)
+    x, largest = x.astype(jnp.float32), amax(x, blocks)
+    if method.rule == "four_or_six":
+        return four_or_six(x, largest, whole_amax)
+    if method.rule == "eden":
+        return eden(x, largest, random, whole_amax)
+    factor, scale = factors(largest, method, whole_amax)
     if method.scale == "E8M0":
         scale = lax.bitcast_convert_type(scale, E8M0.dtype)
     codes = x * expand(factor, x.shape)
@@ -188,32 +200,9 @@ def _e8m0(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
 
 def _e4m3(amax: Float32[Array, "..."], format: Format, whole_amax: Any) -> tuple[Any, Any]:
     """E4M3 scales of blocks, on the float32 scale of each matrix."""
-    if whole_amax is None:
-        whole_amax = jnp.max(amax, axis=(-2, -1), keepdims=True, initial=0)
-    encode, decode = of_tensor(whole_amax, format)
-    factor, of_block = of_blocks(amax, encode, decode, format)
+    encode, decode = of_tensor(largest_of(amax, whole_amax))
+    factor, of_block = of_blocks(amax, encode, decode, format.max)
     return factor, ScaledArray(of_block, decode)
-
-
-def of_tensor(amax: Float32[Array, "..."], format: Format) -> tuple[Any, Any]:
-    """NVFP4's factor of a tensor before the scales of its blocks, and the scale to store."""
-    encode = select(usable(amax), factor_of(amax, format.max * E4M3.max), 1.0)
-    encode = _nan_unless_finite(encode, amax)
-    return encode, 1 / encode
-
-
-def of_blocks(
-    amax: Float32[Array, "..."],
-    encode: Float32[Array, "..."],
-    decode: Float32[Array, "..."],
-    format: Format,
-    divide: Callable[..., Any] = lax.div,
-) -> tuple[Float32[Array, "..."], Float[Array, "..."]]:
-    """NVFP4's factor of each block before its cast, and its E4M3 scale, from the results of `of_tensor`."""
-    of_block = cast_by_bits(amax * (encode * np.float32(1 / np.float32(format.max))), E4M3)
-    whole = of_block.astype(jnp.float32) * decode
-    inverse = divide(jnp.ones_like(whole), whole)
-    return lax.min(inverse, jnp.full_like(whole, np.finfo(np.float32).max)), of_block
 
 
 def _nan_unless_finite(x: Float32[Array, "..."], amax: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -239,14 +228,9 @@ def hadamard(x: Float[Array, "... columns"]) -> Float[Array, "... columns"]:
     References:
         Pretraining with NVFP4, arXiv 2509.25149, section 4.2; TransformerEngine `get_wgrad_sign_vector`.
     """
-    # By sums and differences of halves, which XLA fuses into the cast; a matmul would be a GEMM of its own.
     y = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
-    y *= jnp.broadcast_to(SIGNS, y.shape)
-    for width in (8, 4, 2, 1):
-        halves = y.reshape(*x.shape[:-1], x.shape[-1] // (2 * width), 2, width)
-        low, high = halves[..., 0, :], halves[..., 1, :]
-        y = jnp.stack([low + high, low - high], axis=-2)
-    return (y * np.float32(0.25)).reshape(x.shape).astype(dtype_of_hadamard(x.dtype))
+    y = butterflies((y * jnp.broadcast_to(SIGNS, y.shape)).reshape(x.shape), 16)
+    return (y * np.float32(0.25)).astype(dtype_of_hadamard(x.dtype))
 
 
 def dtype_of_hadamard(dtype: Any) -> Any:

@@ -68,10 +68,15 @@ def nearest(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:
 def remainder_of(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:
     """x minus `cast(x, format)`, float32 and exact; at most half a step of the format unless x saturates."""
     # The code itself is no help: a compiler may omit its conversion to float16 and back.
+    rounded = rounded_magnitude(x, format)
+    return x - lax.select(x < 0, -rounded, rounded)
+
+
+def rounded_magnitude(x: Float32[Array, "..."], format: Format) -> Float32[Array, "..."]:
+    """The magnitude of `cast(x, format)` as float32, without a cast; not of NaN."""
     magnitude = lax.min(lax.abs(x), jnp.float32(format.max))
     anchor = _anchor(magnitude, format)
-    rounded = (magnitude + anchor) - anchor
-    return x - lax.select(x < 0, -rounded, rounded)
+    return (magnitude + anchor) - anchor
 
 
 def _anchor(magnitude: jax.Array, format: Format) -> jax.Array:

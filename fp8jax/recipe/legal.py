@@ -5,11 +5,18 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_FP4_OPTIONS = ("hadamard", "stochastic", "2d")
+_FP4_OPTIONS = ("hadamard", "stochastic", "2d", "46", "eden")
+_NVIDIAS = _FP4_OPTIONS[:3]
+# Why "eden" goes with none of NVIDIA's options.
+_NOT_WITH_EDEN = {
+    "hadamard": "it has a rotation of its own, of 128 entries, in both GEMMs of the backward",
+    "stochastic": "it rounds gradients to nearest, and only their scales at random",
+    "2d": "it rotates the weights of the backward, so that they share no codes with the forward's",
+}
 
 _FP8 = {
     "gemm": ("FP8", "FP4 has scaling=nvfp4, and no other"),
-    "fp4_options": (_FP4_OPTIONS, "leave out the options of FP4"),
+    "fp4_options": (_NVIDIAS, "leave out the options of FP4"),
 }
 _FP4 = {"gemm": ("FP4", "it is the scaling of FP4, and its only one")}
 _FROM_BLOCKS = {
@@ -42,7 +49,12 @@ _LEGAL: dict[str, Collection[Any]] = {
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),
-    "fp4_options": [chosen for count in range(4) for chosen in itertools.combinations(_FP4_OPTIONS, count)],
+    "fp4_options": [
+        chosen
+        for count in range(5)
+        for chosen in itertools.combinations(_FP4_OPTIONS, count)
+        if "eden" not in chosen or not {*chosen} & {*_NVIDIAS}
+    ],
 }
 
 
@@ -52,6 +64,7 @@ _INTEGERS = {"margin": (0, 100), "interval": (1, 2**20), "amax_history_len": (1,
 
 def check(recipe: Any) -> None:
     """Raises ValueError if a field's value is not legal, or two fields contradict each other."""
+    _check_eden(recipe.fp4_options)
     for name, legal in _LEGAL.items():
         if getattr(recipe, name) not in legal:
             raise _illegal(name, getattr(recipe, name), " ".join(map(shown, legal)))
@@ -115,6 +128,17 @@ def _check_patterns(name: str, patterns: Any) -> None:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error as error:
             raise ValueError(f"recipe: `{name}`: {pattern!r} is no regular expression ({error}).") from None
+
+
+def _check_eden(options: Any) -> None:
+    """Raises ValueError if "eden" is combined with an option that it replaces."""
+    if isinstance(options, tuple) and "eden" in options:
+        for option, reason in _NOT_WITH_EDEN.items():
+            if option in options:
+                raise ValueError(
+                    f"recipe: fp4_options=eden goes without {option}: {reason}; got "
+                    f"fp4_options={shown(options)}."
+                )
 
 
 def _check_combination(recipe: Any) -> None:

@@ -8,7 +8,7 @@ that contract different axes, see `fp8jax.scaling.base`.
 So an operand is quantized twice from high precision, as it is and transposed. Square blocks have the same
 codes in both copies.
 
-Only "nvfp4" has a state, for the random bits of output gradients:
+Only "nvfp4" has a state, for the random bits of output gradients, and of "eden":
 
     key    # shape=(2,), float32: a seed below 2**24, and the number of steps
 
@@ -44,6 +44,7 @@ from fp8jax.quantization import (
     value,
 )
 from fp8jax.recipe import Recipe
+from fp8jax.scaling import eden
 from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, State, Uses
 from fp8jax.scaling.block_method import method_of
 from fp8jax.scaling.groups import in_aligned_groups
@@ -86,7 +87,7 @@ class BlockScaling:
 
     def init(self) -> State:
         """See `Scaling`."""
-        if self.recipe.gemm == "FP4" and "stochastic" in self.recipe.fp4_options:
+        if self.recipe.gemm == "FP4" and {"stochastic", "eden"} & {*self.recipe.fp4_options}:
             return {"key": jnp.zeros(2, jnp.float32)}
         return {}
 
@@ -146,7 +147,7 @@ class BlockScaling:
     def _shard_of_blocks(self, rhs: Any, kernel: KernelMatrix, use: int) -> Any:
         """This device's shard of a kernel; None if not blocks of it are to be sent."""
         shard = kernel.shard()
-        if shard is None:
+        if shard is None or method_of(self.recipe, RHS, use).rule == "eden":  # the rotation needs all entries
             return None
         stored = rhs.data if isinstance(rhs, ScaledArray) else rhs
         is_smaller = stored.dtype.itemsize > 1 or self.recipe.gemm == "FP4"
@@ -226,14 +227,21 @@ def quantized(
     Returns:
         For each GEMM a copy with the contracted axis last, padded to whole blocks.
     """
-    method = method_of(recipe, operand)
     transposes = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
     if recipe.gemm == "FP8":
-        return quantize_twice(x, method, transposes)
+        return quantize_twice(x, method_of(recipe, operand), transposes)
+    is_eden = [method_of(recipe, operand, gemm).rule == "eden" for gemm in gemms]
+    if any(is_eden):
+        others = tuple(gemm for gemm, is_its in zip(gemms, is_eden, strict=True) if not is_its)
+        plain = iter(quantized(recipe, operand, x, state, others, whole_amax) if others else ())
+        return tuple(
+            eden.quantized(operand, x, gemm, state) if is_its else next(plain)
+            for gemm, is_its in zip(gemms, is_eden, strict=True)
+        )
     return quantize_twice_fp4(
         x,
         state["key"] if operand == GRAD and "key" in state else None,
-        method,
+        method_of(recipe, operand),
         transposes,
         transform=operand != RHS and "hadamard" in recipe.fp4_options,
         seeds=_seeds,

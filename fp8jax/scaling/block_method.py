@@ -13,15 +13,26 @@ from fp8jax.quantization import (
 )
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import GRAD, RHS
+from fp8jax.scaling.eden import EDEN
 
 
-def method_of(recipe: Recipe, operand: int) -> BlockMethod:
-    """How an operand is quantized."""
+def method_of(recipe: Recipe, operand: int, use: int = 0) -> BlockMethod:
+    """How an operand is quantized for its first GEMM (0) or its second one (1)."""
     if recipe.scaling == "nvfp4":
-        return NVFP4_16X16 if operand == RHS and "2d" in recipe.fp4_options else NVFP4_1X16
+        return _nvfp4(recipe.fp4_options, operand, use)
     format = formats.get(recipe.gemm_formats[operand == GRAD])
     if recipe.scaling == "mxfp8":
         return dataclasses.replace(MXFP8, format=format)
     method = BLOCK_128X128 if operand == RHS else BLOCK_1X128
     scale = "float32" if recipe.scaling == "block_float32" else "power_of_two"
     return dataclasses.replace(method, format=format, scale=scale)
+
+
+def _nvfp4(options: tuple[str, ...], operand: int, use: int) -> BlockMethod:
+    """Of two scales the one with the smaller error is chosen only where codes are rounded to nearest: the
+    choice would give stochastic rounding a bias (arXiv 2601.22813, section 4.2)."""
+    if "eden" in options and (use == 1 or operand == GRAD):
+        return EDEN
+    method = NVFP4_16X16 if operand == RHS and "2d" in options else NVFP4_1X16
+    is_nearest = operand != GRAD or "stochastic" not in options
+    return method.with_rule("four_or_six") if "46" in options and is_nearest else method

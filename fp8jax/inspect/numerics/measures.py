@@ -20,7 +20,7 @@ from fp8jax.dot.weight import WHOLE, PlacedKernel
 from fp8jax.quantization import ScaledArray, amax, as_codes, is_scaled, quantize_gradient, scale_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
-from fp8jax.scaling import GRAD, LHS, RHS, State
+from fp8jax.scaling import GRAD, LHS, RHS, State, eden
 
 WGRAD = 3
 # The names of `LHS`, `RHS`, `GRAD` and `WGRAD`.
@@ -103,7 +103,10 @@ def quantized(
         q = chosen.kernel(state, residual, kernel, 0)
     else:
         (q, _), _ = chosen.quantize(state, operand, x, (True, False))
-    codes = _codes(as_codes(q, chosen.format(operand)))
+    q = as_codes(q, chosen.format(operand))
+    codes = _codes(q)
+    if operand == GRAD and "eden" in recipe.fp4_options:  # clipped entries are those of the rotated tensor
+        codes = Codes(eden.values(q, state, operand, 0), jnp.zeros_like(codes.is_largest))
     if chosen.axes[operand][0] != _AXES[operand]:
         codes = Codes(*(jnp.swapaxes(part, -1, -2) for part in codes))
     rows, columns = side.matrix[-2:] if operand == RHS else x.shape[-2:]

@@ -26,10 +26,9 @@ from fp8jax.quantization.blocks import (
     BlockMethod,
     dtype_of_hadamard,
     hadamard,
-    of_blocks,
-    of_tensor,
     quantize_blocks,
 )
+from fp8jax.quantization.fp4 import of_blocks, of_tensor
 from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization.kernels.tiles import (
     PARAMS,
@@ -69,14 +68,15 @@ def quantize_twice_fp4(
     Args:
         x: float array.
         key: for stochastic rounding; None rounds to nearest even.
-        method: `NVFP4_1X16` or `NVFP4_16X16`.
+        method: `NVFP4_1X16` or `NVFP4_16X16`; with the rule "four_or_six" by XLA on every platform, since the
+            kernels compute a scale from the amax of its block alone.
         sides: the copies, False for one of `x` and True for one of its transpose.
         transform: whether the transpose goes through `hadamard` first. Its padding does, too.
         seeds: gives the seeds of the random bits of `x` and its transpose, from the key and the amax of `x`.
         whole_amax: see `quantize_blocks`; only without `transform`.
     """
     static = {"method": method, "sides": sides, "transform": transform, "seeds": seeds}
-    if not x.size:
+    if not x.size or method.rule != "six":
         return _one_by_one(x, key, whole_amax, **static)
     return by_platform(x, key, whole_amax, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
 
@@ -118,7 +118,7 @@ def _at_once(
     tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
     shapes = tuple(method.padded((columns, rows) if turn else (rows, columns)) for turn in sides)
     of_x, of_transpose = _amaxes(tiles, transform and any(sides), whole_amax)
-    scales = [of_tensor(of_transpose if turn else of_x, method.format) for turn in sides]
+    scales = [of_tensor(of_transpose if turn else of_x) for turn in sides]
     operands = [tiles, jnp.stack([part for pair in scales for part in pair], axis=1)]
     if key is not None:
         operands += _places(tiles.shape, seeds(key, jnp.max(of_x)))
@@ -266,7 +266,7 @@ def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis
     split = (*shape[:axis], COUNT, BLOCK, *shape[axis + 1 :])
     if is_square:
         bits = jnp.max(bits.reshape(split), axis=axis + 1)
-    factor, scale = of_blocks(amax_of(bits), encode, decode, method.format, divide_of(INTERPRET))
+    factor, scale = of_blocks(amax_of(bits), encode, decode, method.format.max, divide_of(INTERPRET))
     if is_square:
         factor = jnp.broadcast_to(jnp.expand_dims(factor, axis + 1), split).reshape(shape)
     return factor, scale

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from fp8jax import scaling
-from fp8jax.scaling import GRAD, RHS, block
+from fp8jax.quantization import BlockMethod, fp4
+from fp8jax.scaling import GRAD, RHS, block, eden
 from fp8jax_torch import blocks, casts
 from fp8jax_torch.gemm import Operand
 from fp8jax_torch.random import leaf_seed, random_bits
@@ -41,7 +42,9 @@ class BlockScaling(Scaling):
         return [self._copy(state, operand, x, use) if uses[use] else None for use in (0, 1)]
 
     def _copy(self, state: Any, operand: int, x: Operand, use: int) -> Operand:
-        method, options = block.method_of(self.recipe, operand), self.recipe.fp4_options
+        method, options = block.method_of(self.recipe, operand, use), self.recipe.fp4_options
+        if method.rule == "eden":
+            return _eden(state, operand, x, use, method)
         copy, random = blocks.padded(x.contracted_last(operand, use).data, method), None
         if self.recipe.gemm == "FP4" and use == 1 and operand != RHS and "hadamard" in options:
             copy = blocks.hadamard(copy)
@@ -54,3 +57,19 @@ class BlockScaling(Scaling):
     def update(self, state: Any) -> None:
         """Counts the step."""
         state.key[1] += 1
+
+
+def _eden(state: Any, operand: int, x: Operand, use: int, method: BlockMethod) -> Operand:
+    """`fp8jax.scaling.eden.quantized`."""
+    seed, step = map(int, state.key)
+    copy = blocks.padded(x.contracted_last(operand, use).data, method, fp4.ROTATION)
+    bits = random_bits(
+        leaf_seed(seed << 32, step, eden.of_signs(operand, use)), 0, copy.new_empty(fp4.ROTATION)
+    )
+    copy = blocks.rotated(copy, torch.where(bits < 0, -1.0, 1.0))
+    of_tensor = int(casts.amax(x.data).view(torch.int32))
+    of_scales = copy.new_empty(len(copy), copy.shape[1] // method.block[1])
+    random = random_bits(
+        leaf_seed((seed << 32) + of_tensor, step, eden.of_scales(operand, use)), 0, of_scales
+    )
+    return blocks.quantize_blocks(copy, method, random)
