@@ -38,9 +38,15 @@ from fp8jax.scaling import block
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
 METHODS = [BLOCK_1X128, BLOCK_128X128, MXFP8, NVFP4_1X16, NVFP4_16X16]
+METHODS += [
+    NVFP4_1X16.with_rule("four_or_six"),
+    NVFP4_16X16.with_rule("four_or_six"),
+    NVFP4_1X16.with_rule("eden"),
+]
 METHODS += [BlockMethod(formats.E5M2, (1, 128), "float32"), BlockMethod(formats.E5M2, (1, 32), "E8M0")]
 RECIPES = ["block", "block,scaling=block_float32", "mxfp8", "mxfp8,fp8_format=HYBRID", "nvfp4"]
 PLAIN_FP4 = "nvfp4,fp4_options="
+NEW_FP4 = ["nvfp4,fp4_options=46+eden", "nvfp4,fp4_options=hadamard+stochastic+2d+46"]
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +170,7 @@ def test_hadamard_equals_jaxs(dtype):
 
 
 @pytest.mark.parametrize("shape", [(40, 200), (128, 256)], ids=str)
-@pytest.mark.parametrize("recipe", [*RECIPES, PLAIN_FP4, "nvfp4,fp4_options=stochastic"])
+@pytest.mark.parametrize("recipe", [*RECIPES, PLAIN_FP4, "nvfp4,fp4_options=stochastic", *NEW_FP4])
 def test_operands_equal_jaxs(recipe, shape):
     """Each operand for both of its GEMMs, with the transform and the random bits of two steps."""
     recipe, x = Recipe.parse(recipe), numbers(shape)
@@ -188,6 +194,7 @@ def test_operands_equal_jaxs(recipe, shape):
     [
         *RECIPES,
         PLAIN_FP4,
+        *NEW_FP4,
         "block,override_linear_precision=True+False+True",
         "mxfp8,override_linear_precision=False+True+False",
         "block+O2",
@@ -275,6 +282,7 @@ LEVELS = [
     "block,scaling=block_float32",
     "mxfp8",
     "nvfp4",
+    NEW_FP4[0],
     "block+O1",
     "mxfp8+O2",
     "nvfp4+O3",

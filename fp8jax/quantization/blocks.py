@@ -134,7 +134,8 @@ def quantize_like(x: Any, like: Any) -> Any:
     """`x` quantized to the format, blocks and model dtype of `like`, on new scales of the same kind.
 
     Returns:
-        A `ScaledArray`, or the value of `x` if `like` is no `ScaledArray`.
+        A `ScaledArray`, or the value of `x` if `like` is no `ScaledArray`. NVFP4's scales have the rule
+        "six", since `like` does not tell its own.
     """
     if not is_scaled(like):
         return value(x)

@@ -43,6 +43,9 @@ SETTLED = 1024.0
 # Added to a sum of squares, so that it does not matter whether a compiler takes subnormal squares for 0.
 NOTHING = 2.0**-60
 
+# Of errors, so that rounding does not decide between equal ones.
+EQUAL = 1 - 2.0**-14
+
 ROTATION = 128  # entries
 
 
@@ -81,7 +84,8 @@ def four_or_six(
     """`x` rounded to nearest, each block's amax to 4 or to 6, with the smaller sum of squared errors.
 
     E2M1 has no number between 4 and 6. A block with several numbers in the upper third of its range loses
-    less if they are between 3 and 4. Of equal errors 6 is taken.
+    less if they are between 3 and 4. Of equal errors 6 is taken: a scale may be exactly 1.5 times the other
+    one, so that both give the same numbers. Errors count as equal within 2**-14.
 
     Args:
         x: any shape.
@@ -92,7 +96,7 @@ def four_or_six(
     (six, of_six), (four, of_four) = (of_blocks(amax, encode, decode, limit) for limit in (6.0, 4.0))
     errors = [_error(x, *each) for each in ((six, of_six), (four, of_four))]
     # A scale of 0 has no error in its own units.
-    is_four = (errors[1] < errors[0]) | (of_six == 0)
+    is_four = (errors[1] < errors[0] * np.float32(EQUAL)) | (of_six == 0)
     factor = select(is_four, four, six)
     scale = select(is_four, of_four, of_six)
     return ScaledArray(PackedE2M1.cast(x * expand(factor, x.shape)), ScaledArray(scale, decode))

@@ -11,6 +11,7 @@ from fp8jax import backends, scaling
 from fp8jax.rewrite.dots import OF_CONSTANTS, Dot
 from fp8jax.rewrite.find import FoundDots
 from fp8jax.rewrite.rules import LayerChoice, layer_path
+from fp8jax.scaling import block
 
 # Warn if a smaller share of the FLOPs is in FP8.
 LOW_SHARE = 0.5
@@ -128,7 +129,8 @@ def make_report(
         rows[f"{scope} {name}", False, ""] = row
     if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
         rows["", False, ""] = Row("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
-    notes = [*backends.notes(chosen), *filter(None, notes), *_heads(found, choices)]
+    of_recipes = dict.fromkeys(block.note_on_gpu(choice.recipe) for _, choice in choices if not choice.reason)
+    notes = [*backends.notes(chosen), *filter(None, [*of_recipes, *notes]), *_heads(found, choices)]
     return Report(recipe, tuple(rows.values()), total, "\n".join(notes))
 
 

@@ -166,6 +166,12 @@ class BlockScaling:
         return {"key": state["key"].at[..., 1].add(1)} if "key" in state else {}
 
 
+def note_on_gpu(recipe: Recipe) -> str:
+    """A report's line for options of FP4 that the Pallas kernels do not have; "" without them."""
+    others = {"46", "eden"} & {*recipe.fp4_options} if recipe.gemm == "FP4" else set()
+    return f"{' and '.join(sorted(others))}: on a GPU XLA quantizes, not the Pallas kernel" if others else ""
+
+
 def _axis(shard: Any, use: int) -> int:
     """The sharded axis of a kernel's copy: the first GEMM's is transposed."""
     return shard.axis if use else -3 - shard.axis

@@ -75,7 +75,8 @@ def _factors(
         factor, scale = _of_blocks(amax, encode, decode, limit)
         if method.rule == "four_or_six":
             other_factor, other = _of_blocks(amax, encode, decode, 4.0)
-            is_four = _error(tiles, other_factor, other) < _error(tiles, factor, scale)
+            of_six = _error(tiles, factor, scale)
+            is_four = _error(tiles, other_factor, other) < of_six * fp4.EQUAL
             is_four |= scale.float() == 0
             factor, scale = torch.where(is_four, other_factor, factor), torch.where(is_four, other, scale)
         return factor, scale, decode
