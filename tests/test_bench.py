@@ -81,6 +81,14 @@ def test_compile_measures_both_programs():
         assert all(row["compile s"] > 0 and row["total s"] > row["trace s"] > 0 for row in rows)
 
 
+@pytest.mark.long
+def test_fp4_bias_measures_gradients(bench):
+    [rows] = json.loads(bench("fp4_bias", "--tiny", "--json", "--fp4-options", "", "46+eden")).values()
+    assert [row["fp4_options"] for row in rows] == ["none", "46+eden"]
+    assert all(0.05 < row["all, 1 batch"] < 0.5 for row in rows)
+    assert all(0 < row["backward, 2 batches"] < row["backward, 1 batch"] for row in rows)
+
+
 def test_rounding_finds_none_in_float32(bench):
     """Adam in float32 moves as in float64, and O2's idle row does not."""
     out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
