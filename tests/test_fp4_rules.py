@@ -16,6 +16,7 @@ import fp8jax
 from fp8jax import Recipe
 from fp8jax.comm import Zero
 from fp8jax.dot import init_ragged_state, init_state, ragged_dot
+from fp8jax.inspect.numerics import measures
 from fp8jax.quantization import NVFP4_1X16, NVFP4_16X16, quantize_blocks
 from fp8jax.quantization.fp4 import rotated, rotated_back
 from fp8jax.scaling import GRAD, LHS, RHS, block, eden
@@ -320,6 +321,15 @@ def test_report_says_the_options():
     assert text.startswith("nvfp4,fp4_options=46+eden: 3 of 3 layers in FP4")
     assert "46 and eden: on a GPU XLA quantizes, not the Pallas kernel" in text
     assert "XLA quantizes" not in str(fp8jax.transform(Stack(), "nvfp4").report(jnp.ones((16, 48))))
+
+
+def test_statistics_are_of_the_tensor_itself():
+    """An output gradient is rotated back before it is compared with its codes."""
+    x = jnp.asarray(numbers("gaussian", (64, 256)))
+    codes = measures.quantized(Recipe.parse(EDEN), GRAD, x, None, None)
+    assert codes.values.shape == x.shape and mean_squared_error(x, codes.values) == pytest.approx(
+        9.4e-3, rel=0.1
+    )
 
 
 def test_nnx_layers_have_keys():
