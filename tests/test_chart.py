@@ -113,6 +113,7 @@ def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     [
         ("te,scaling=current", "tensor"),
         ("nvfp4,fp4_options=hadamard", "1x16 E4M3"),
+        ("nvfp4,fp4_options=46+eden", "1x16 E4M3"),
         ("mxfp8+O2", "1x32 E8M0"),
     ],
 )
