@@ -580,6 +580,7 @@ def test_float16_does_not_overflow(method, wanted):
         ("mxfp8", "b200", "cudnn"),
         ("mxfp8,fp8_format=HYBRID", "b200", "cudnn"),
         ("nvfp4", "b200", "cudnn"),
+        ("nvfp4,fp4_options=46+eden", "b200", "cudnn"),
     ],
 )
 def test_compiled_gemms(recipe, target, kind):
