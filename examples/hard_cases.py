@@ -1,0 +1,289 @@
+"""Train small models where low precision has a hard time, in each recipe, and compare the losses with bf16's.
+
+    python examples/hard_cases.py
+    python examples/hard_cases.py --cases outliers spike --recipes te fp8 --seeds 5
+
+- "outliers": one of 128 input channels is 100 times the others, which matter as much for the target.
+- "cosine tail": betas (0.9, 0.95), and a cosine to 1% of the rate over 5000 steps.
+- "Zipf": an embedding of 2048 words that occur with Zipf's frequencies; the loss weighs all words alike.
+- "experts": a mixture of 8 experts, of which the router prefers some: sorted rows, unbalanced.
+- "fine-tuning": a trained model goes on at a rate of 1e-6, to a target that is near.
+- "LoRA": the same with adapters of rank 8 on frozen kernels of the recipe, at a rate of 1e-3.
+- "spike": at step 1000 of 2000 a batch of garbage: inputs times 1000, targets without a pattern.
+- "long": 20,000 steps of a small model.
+
+Weights before they are rounded and batches are the same for each recipe. A figure is the final loss on new
+data as a multiple of bf16's, the geometric mean over seeds. Behind it is the same for the plain model with
+the trained weights, in float32: without the noise of FP8 in the forward. "skipped" counts steps with
+gradients that were not finite. Below is what `fp8jax.statistics` and `step_statistics` say of the last step
+of the recipe with the largest loss.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fp8jax
+from fp8jax.adapters import moe
+from fp8jax.inspect.numerics import step_statistics
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
+import output
+
+BASELINE = "bf16"
+INPUTS, WIDTH, ROWS, WORDS = 128, 128, 128, 2048
+Batch = dict[str, jax.Array]
+
+
+class MLP(nn.Module):
+    """Two hidden layers."""
+
+    outputs: int = 32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (rows, features) to (rows, outputs)."""
+        x = nn.gelu(nn.Dense(WIDTH, name="first")(x))
+        x = nn.gelu(nn.Dense(WIDTH, name="second")(x))
+        return nn.Dense(self.outputs, name="third")(x)
+
+
+class Embedded(nn.Module):
+    """An embedding before the same layers."""
+
+    @nn.compact
+    def __call__(self, words: jax.Array) -> jax.Array:
+        """Maps words, shape=(rows,), to (rows, 32)."""
+        return MLP(name="layers")(nn.Embed(WORDS, INPUTS, name="embedding")(words))
+
+
+class Experts(nn.Module):
+    """A mixture of experts between two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (rows, features) to (rows, 32)."""
+        x = x + moe.linen.MoE(2 * WIDTH, num_experts=8, name="experts")(nn.Dense(WIDTH, name="first")(x))
+        return nn.Dense(32, name="third")(x)
+
+
+def mean_square(out: jax.Array, batch: Batch) -> jax.Array:
+    """The mean over the rows, with their weights."""
+    return jnp.mean(jnp.square(out - batch["y"]) * batch.get("weight", jnp.ones((len(out), 1))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its data, and its training.
+
+    Attributes:
+        model: maps `batch["x"]` to what the loss gets.
+        batch: (key, step) -> a batch; a held-out one has step -1.
+        steps: optimizer steps.
+        rate: the learning rate, or a schedule.
+        betas: of Adam.
+        warm: steps at a rate of 1e-3, in float32, from which the weights start; the targets then are others.
+        lora: adapters.
+    """
+
+    model: nn.Module
+    batch: Callable[[jax.Array, Any], Batch]
+    steps: int = 2000
+    rate: Any = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    warm: int = 0
+    lora: fp8jax.LoRA | None = None
+
+
+def teacher(x: jax.Array, number: int = 0, shift: float = 0.0) -> jax.Array:
+    """Targets of inputs with a variance of 1: two layers that are not trained, or ones near them."""
+    first, second, other = jax.random.split(jax.random.key(1000 + number), 3)
+    hidden = jnp.tanh(x @ (jax.random.normal(first, (INPUTS, 64)) / INPUTS**0.5))
+    kernel = jax.random.normal(second, (64, 32)) + shift * jax.random.normal(other, (64, 32))
+    return hidden @ kernel / 8
+
+
+def plain(key: jax.Array, step: Any, shift: float = 0.0) -> Batch:
+    """Normal inputs."""
+    del step
+    x = jax.random.normal(key, (ROWS, INPUTS))
+    return {"x": x, "y": teacher(x, shift=shift)}
+
+
+def outliers(key: jax.Array, step: Any) -> Batch:
+    """One channel is 100 times the others."""
+    batch = plain(key, step)
+    return {**batch, "x": batch["x"] * jnp.where(jnp.arange(INPUTS) % 100 == 50, 100.0, 1.0)[None]}
+
+
+def words(key: jax.Array, step: Any) -> Batch:
+    """Words by Zipf's law, each with a target of its own; a rare word weighs as much as a frequent one."""
+    del step
+    frequency = 1 / jnp.arange(1, WORDS + 1)
+    x = jax.random.choice(key, WORDS, (ROWS,), p=frequency / frequency.sum())
+    targets = jax.random.normal(jax.random.key(7), (WORDS, 32))
+    return {"x": x, "y": targets[x]}
+
+
+def spike(key: jax.Array, step: Any) -> Batch:
+    """A batch of garbage at step 1000."""
+    batch, is_bad = plain(key, step), step == 1000
+    noise = jax.random.normal(jax.random.fold_in(key, 1), batch["y"].shape)
+    return {
+        "x": jnp.where(is_bad, 1000 * batch["x"], batch["x"]),
+        "y": jnp.where(is_bad, 1000 * noise, batch["y"]),
+    }
+
+
+def unbalanced(key: jax.Array, step: Any) -> Batch:
+    """Inputs of a common direction, so that the router prefers some experts."""
+    batch = plain(key, step)
+    return {**batch, "x": batch["x"] + 2.0}
+
+
+near = functools.partial(plain, shift=0.05)
+CASES = {
+    "outliers": Case(MLP(), outliers),
+    "cosine tail": Case(MLP(), plain, 5000, optax.cosine_decay_schedule(1e-3, 5000, 0.01), betas=(0.9, 0.95)),
+    "Zipf": Case(Embedded(), words, 3000),
+    "experts": Case(Experts(), unbalanced, 1000),
+    "fine-tuning": Case(MLP(), near, 1000, 1e-6, warm=3000),
+    "LoRA": Case(MLP(), near, 1000, 1e-3, warm=3000, lora=fp8jax.LoRA(rank=8, alpha=16.0)),
+    "spike": Case(MLP(), spike),
+    "long": Case(MLP(), plain, 20_000, optax.cosine_decay_schedule(1e-3, 20_000, 0.01)),
+}
+
+
+def variables_of(case: Case, model: Any, seed: int) -> Any:
+    """The first variables; trained ones for a case with `warm` steps."""
+    key = jax.random.key(seed)
+    example = case.batch(key, -1)["x"]
+    variables = model.init(key, example)
+    if not case.warm:
+        return variables
+    first = dataclasses.replace(case, batch=plain, steps=case.warm, warm=0, rate=1e-3, lora=None)
+    params = train(first, "fp32", seed)[0].variables["params"]
+    return model.quantize({"params": params}, like=variables)
+
+
+class Trained(NamedTuple):
+    """The end of a training."""
+
+    variables: Any
+    loss: float  # on new data, as it was trained
+    of_plain: float  # of the plain model with the trained weights, in float32
+    skipped: int  # steps
+
+
+@functools.cache
+def train(case: Case, recipe: str, seed: int) -> tuple[Trained, Any]:
+    """Trains; also gives the last step, for `said`."""
+    model: Any = fp8jax.transform(case.model, recipe, lora=case.lora)
+    tx = optax.chain(
+        fp8jax.optim.clip_by_global_norm(1.0),
+        fp8jax.optim.adamw(case.rate, recipe, *case.betas, weight_decay=0.0),
+    )
+    key = jax.random.key(seed + 100)
+
+    def loss(variables: Any, batch: Batch) -> jax.Array:
+        return mean_square(model.apply(variables, batch["x"]), batch)
+
+    def step(variables: Any, state: Any, number: Any) -> Any:
+        batch = case.batch(jax.random.fold_in(key, number), number)
+        _, grads, variables = fp8jax.value_and_grad(loss)(variables, batch)
+        updates, state = tx.update(grads, state, variables)
+        return fp8jax.apply_updates(variables, updates), state, grads
+
+    @jax.jit
+    def run(variables: Any, state: Any) -> Any:
+        def body(carry: Any, number: Any) -> Any:
+            variables, state = carry
+            return step(variables, state, number)[:2], None
+
+        carry, _ = jax.lax.scan(body, (variables, state), jnp.arange(case.steps - 1))
+        *after, grads = step(*carry, case.steps - 1)
+        new = jnp.stack([loss(after[0], case.batch(jax.random.key(i), -1)) for i in range(8)])
+        return carry, tuple(after), grads, jnp.mean(new)
+
+    variables = variables_of(case, model, seed)
+    before, after, grads, final = run(variables, tx.init(variables))
+    skipped = int(optax.tree.get(after[1], "skipped"))
+    plain = model.dequantize(after[0])
+    apply: Any = case.model.apply
+    of_plain = [
+        mean_square(apply(plain, batch["x"]), batch)
+        for batch in (case.batch(jax.random.key(i), -1) for i in range(8))
+    ]
+    end = Trained(after[0], float(final), float(jnp.mean(jnp.stack(of_plain))), skipped)
+    return end, (loss, before, after, grads, case.batch(key, -1))
+
+
+def said(case: Case, recipe: str, seed: int) -> str:
+    """What the statistics of the last step say."""
+    end, (loss, before, after, grads, batch) = train(case, recipe, seed)
+    rows = list(step_statistics(grads, before, after).items())
+    name, lost = max(((name, float(row.lost)) for name, row in rows), key=lambda pair: np.nan_to_num(pair[1]))
+    moments = max(float(np.nan_to_num(row.second_underflow)) for _, row in rows)
+    parts = [
+        f"{100 * lost:.0f}% of the updates of {name} lost",
+        f"second moments that are zero {moments:.0%}",
+    ]
+    if fp8jax.Recipe.parse(recipe).is_quantized:
+        found = fp8jax.statistics(loss, [recipe])(end.variables, batch)
+        parts.append(fp8jax.advise(found, recipe=recipe).reasons[0])
+    return "; ".join(parts)
+
+
+def ratio_of(losses: Sequence[float], base: Sequence[float]) -> float:
+    """The geometric mean of the ratios."""
+    return math.exp(sum(math.log(a / b) for a, b in zip(losses, base, strict=True)) / len(base))
+
+
+def main() -> None:
+    """Trains, compares and prints."""
+    recipes = ["te", "current", "block", "mxfp8", "O2", "fp8", "fp8_6"]
+    args = output.parse(
+        __doc__, tiny={"seeds": 1, "steps": 4}, cases=list(CASES), recipes=recipes, seeds=3, steps=0
+    )
+    rows, notes = [], []
+    for name in args.cases:
+        case = CASES[name]
+        if args.steps:
+            case = dataclasses.replace(case, steps=args.steps, warm=min(case.warm, args.steps))
+        ends = {
+            recipe: [train(case, recipe, seed)[0] for seed in range(args.seeds)]
+            for recipe in (BASELINE, *args.recipes)
+        }
+        base = ends.pop(BASELINE)
+        ratios = {
+            recipe: ratio_of([end.loss for end in found], [end.loss for end in base])
+            for recipe, found in ends.items()
+        }
+        plain = {
+            recipe: ratio_of([end.of_plain for end in found], [end.of_plain for end in base])
+            for recipe, found in ends.items()
+        }
+        worst = max(ratios, key=lambda recipe: np.nan_to_num(ratios[recipe], nan=np.inf))
+        cells = {recipe: f"{ratios[recipe]:.3f} ({plain[recipe]:.3f})" for recipe in ratios}
+        skipped = sum(end.skipped for found in ends.values() for end in found)
+        loss = f"{np.mean([end.loss for end in base]):.3g}"
+        rows.append({"case": name, "bf16's loss": loss, **cells, "skipped": skipped})
+        notes.append(f"{name}, {worst}: {said(case, worst, 0)}")
+        train.cache_clear()
+    output.finish("hard_cases", output.device(), {"final loss / bf16's": rows}, args)
+    if not args.json:
+        print("\n".join(["", *notes]))
+
+
+if __name__ == "__main__":
+    main()

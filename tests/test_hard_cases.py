@@ -1,0 +1,53 @@
+"""The example of hard cases: each trains, the same for each recipe but for its formats."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+NAMES = ("outliers", "cosine tail", "Zipf", "experts", "fine-tuning", "LoRA", "spike", "long")
+
+
+@pytest.fixture(scope="module")
+def cases(load_program):
+    return load_program("examples/hard_cases.py")
+
+
+def test_the_cases_are_those_of_the_docstring(cases):
+    assert tuple(cases.CASES) == NAMES
+    assert all(f'- "{name}": ' in cases.__doc__ for name in NAMES)
+
+
+@pytest.mark.parametrize("name", ["spike", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES)])
+def test_a_case_trains(cases, name):
+    case = dataclasses.replace(cases.CASES[name], steps=3, warm=min(cases.CASES[name].warm, 2))
+    base, other = (cases.train(case, recipe, 0)[0] for recipe in ("bf16", "fp8"))
+    assert 0 < base.loss < 100 and base.skipped == other.skipped == 0
+    assert other.loss != base.loss
+    for end in (base, other):
+        assert end.of_plain == pytest.approx(end.loss, rel=0.2)
+    assert other.loss == pytest.approx(base.loss, rel=0.2)
+    assert "of the updates of" in cases.said(case, "fp8", 0)
+
+
+def test_data_is_what_its_name_says(cases):
+    key = cases.jax.random.key(0)
+    channels = np.abs(np.asarray(cases.outliers(key, 0)["x"])).max(axis=0)
+    assert (channels > 50).sum() == 1 and len(channels) == 128
+    calm, garbage = (cases.spike(key, step) for step in (999, 1000))
+    assert np.abs(garbage["x"]).max() == pytest.approx(1000 * np.abs(calm["x"]).max())
+    counts = np.bincount(np.concatenate([cases.words(cases.jax.random.key(i), 0)["x"] for i in range(50)]))
+    assert counts[0] > 500 and np.median(counts) < 10
+
+
+def test_the_command(cases, monkeypatch, capsys):
+    """A figure is the ratio of two losses of `train`."""
+    arguments = "--tiny --recipes te --cases spike".split()
+    monkeypatch.setattr(sys, "argv", ["hard_cases.py", *arguments])
+    cases.main()
+    printed = capsys.readouterr().out
+    case = dataclasses.replace(cases.CASES["spike"], steps=4)
+    base, te = (cases.train(case, recipe, 0)[0] for recipe in ("bf16", "te"))
+    assert f"{te.loss / base.loss:.3f} ({te.of_plain / base.of_plain:.3f})" in printed
+    assert "\nspike, te: " in printed
