@@ -108,13 +108,15 @@ def gap(differences: Sequence[float]) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """The training losses, as means over seeds and 100 steps, and the bytes per parameter beside the gaps."""
+    """The training losses, as means over the seeds that all ways have and over 100 steps, and the bytes per
+    parameter beside the gaps."""
     from matplotlib.figure import Figure
 
     rows, count = compare(runs), min(10, len(runs[0]["losses"]))
+    seeds = set.intersection(*({run["seed"] for run in runs if run["way"] == row["way"]} for row in rows))
     curves, bars = (figure := Figure(figsize=(10, 3.6), dpi=150, layout="constrained")).subplots(1, 2)
     for row in rows:
-        own = [run for run in runs if run["way"] == row["way"]]
+        own = [run for run in runs if run["way"] == row["way"] and run["seed"] in seeds]
         mean = np.mean([list(run["losses"].values()) for run in own], axis=0)
         steps = [int(step) for step in own[0]["losses"]][count - 1 :]
         curves.plot(steps, np.convolve(mean, np.ones(count) / count, "valid"), label=row["way"], linewidth=1)
