@@ -9,6 +9,7 @@ from fp8jax_torch import ScaledTensor, dequantize, prepare, quantize, transform
 from fp8jax_torch.linear import FP8
 from fp8jax_torch.mixins import mixed
 from fp8jax_torch.optim import AdamW
+from fp8jax_torch.safetensors_keys import split
 from fp8jax_torch.scaled import value
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -405,3 +406,56 @@ def test_options_of_adam():
     for name, wrong in (("betas", (0.9,)), ("betas", 0.9), ("seed", 1.5), ("lr", "1e-3"), ("lr", None)):
         with pytest.raises(ValueError, match=f"`{name}`: expected"):
             AdamW([nn.Parameter(torch.ones(3))], **{name: wrong})
+
+
+def test_a_state_dict_in_parts_has_every_bit_and_does_not_fit_a_plain_model(tmp_path):
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    model, optimizer = prepared("fp8")
+    train(model, optimizer)
+    parts = split(model.state_dict())
+    assert {"0.weight.codes", "0.weight.scale", "0.bias"} <= set(parts) and "0.weight" not in parts
+    safetensors_torch.save_file(parts, tmp_path / "model.safetensors")
+    saved = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    other, _ = prepared("fp8", net(1))
+    assert not any(other.load_state_dict(saved))
+    for name in ("0.weight", "2.weight"):
+        ours, theirs = (each.state_dict()[name] for each in (model, other))
+        assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scale, theirs.scale)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"0.weight\""):
+        net().load_state_dict(saved)
+
+
+@pytest.mark.parametrize("level", ["fp8", pytest.param("O3", marks=pytest.mark.long)])
+def test_transformers_trainer_saves_and_resumes(level, tmp_path):
+    """The steps after a resumed checkpoint have the losses of before, bit for bit."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    tokens = torch.randint(0, 64, (24, 16))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    model, optimizer = prepared(level, model)
+
+    def losses(resume=None):
+        given = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, per_device_train_batch_size=4, logging_steps=1, save_steps=2,
+            report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        trainer = transformers.Trainer(model, given, train_dataset=data, optimizers=(optimizer, schedule))
+        trainer.train(resume_from_checkpoint=resume)
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    first = losses()
+    assert losses(str(tmp_path / "checkpoint-2")) == first
+    # The model with its own way to save is copied and pickled as before, and a plain one saves as before.
+    buffer = io.BytesIO()
+    torch.save(copy.deepcopy(model), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for each, name in ((loaded, "again"), (dequantize(model), "plain")):
+        each.save_pretrained(tmp_path / name)
+    with pytest.importorskip("safetensors").safe_open(tmp_path / "again/model.safetensors", "pt") as file:
+        assert "model.layers.0.mlp.up_proj.weight.codes" in file.keys()
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(again(tokens[:1]).logits, dequantize(model)(tokens[:1]).logits)

@@ -16,6 +16,7 @@ from fp8jax_torch import casts
 from fp8jax_torch.layers import is_conv1d
 from fp8jax_torch.matmul import matmul, without_autocast
 from fp8jax_torch.mixins import mixed, unmixed
+from fp8jax_torch.safetensors_keys import join
 from fp8jax_torch.scaled import is_scaled, value
 from fp8jax_torch.scaling import ScalingState
 
@@ -40,6 +41,11 @@ class FP8(Converted):
     """Mixin that multiplies in FP8."""
 
     fp8: ScalingState
+
+    def _load_from_state_dict(self: Any, state: Any, prefix: str, *args: Any) -> None:
+        """As torch's; takes a weight in two entries, too, see `safetensors_keys`."""
+        join(state, f"{prefix}weight", self.weight.dtype)
+        super()._load_from_state_dict(state, prefix, *args)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _matmul(self: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         state, weight = self.fp8, self.weight

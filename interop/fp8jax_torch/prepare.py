@@ -14,6 +14,7 @@ from fp8jax_torch.backends import native
 from fp8jax_torch.backends.base import Row
 from fp8jax_torch.linear import Converted, restore
 from fp8jax_torch.optim.skipping import Skipping
+from fp8jax_torch.safetensors_keys import save_as_before, save_in_parts
 from fp8jax_torch.scaling import ScalingState
 
 _REPORT, _REPLACED = "_fp8jax_report", "_fp8jax_replaced"
@@ -105,6 +106,8 @@ def prepare(
         _warn_of_others(model, optimizer)
     if given is not None and given is not optimizer and not hasattr(given, _REPLACED):
         setattr(given, _REPLACED, given.register_step_pre_hook(functools.partial(_refuse_step, inplace)))
+    if chosen is native:
+        save_in_parts(model)
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
     return model, optimizer
 
@@ -174,6 +177,7 @@ def dequantize(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Converted):
             restore(module, plain)
+        save_as_before(module)
         if hasattr(module, _REPORT):
             delattr(module, _REPORT)
     return model
