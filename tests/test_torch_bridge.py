@@ -699,6 +699,25 @@ def test_refused_optimizer_states():
         optimizer_to_flax(optimizer, model, PLAIN, like=optax.sgd(0.1).init({"a": jnp.ones(1)}))
     with pytest.raises(ValueError, match="`model`"):
         optimizer_to_flax(optimizer, Twin(), PLAIN, like=optax.scale_by_adam().init({"a": jnp.ones(1)}))
-    state = fp8jax.optim.adamw(0.1, "fp8").init({"bias": jnp.zeros(8, jnp.bfloat16)})
-    with pytest.raises(ValueError, match="remainders of quantized weights only; got .* bias the first"):
-        optimizer_from_flax(state, model, PLAIN, like=torch_adam(model, "fp8"))
+
+
+def test_optimizer_of_plain_16_bit_parameters():
+    """The remainders of bfloat16 weights go to Flax and back; a kernel's is transposed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8)).bfloat16()
+    optimizer = fp8jax_torch.optim.AdamW(model.parameters(), 1e-4, recipe="fp8")
+    for _ in range(3):
+        model(torch.ones(4, 16, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+    mapping = mapping_of(model)
+    params = {"0": {"kernel": jnp.zeros((16, 8), jnp.bfloat16), "bias": jnp.zeros(8, jnp.bfloat16)}}
+    like = fp8jax.optim.adamw(1e-4, "fp8").init(params)
+    state = optimizer_to_flax(optimizer, model, mapping, like=like)
+    own = optimizer.state[model[0].weight]
+    assert own["remainder"].any()
+    found = optax.tree.get(state, "remainder")
+    np.testing.assert_array_equal(found["0"]["kernel"], own["remainder"].numpy().T)
+    back = optimizer_from_flax(state, model, mapping, like=optimizer)
+    for number, parameter in enumerate(model.parameters()):
+        assert torch.equal(back["state"][number]["remainder"], optimizer.state[parameter]["remainder"])
+    optimizer.load_state_dict(back)

@@ -7,6 +7,7 @@ import fp8jax_torch
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from fp8jax_torch import casts, random
@@ -150,6 +151,94 @@ def test_steps_equal_jaxs(recipe, make):
         "torch.float32", "torch.float16", f"torch.{formats.get(Recipe.parse(recipe).moments[0]).dtype.name}",
         *(["torch.float8_e4m3fn"] if "kahan" in Recipe.parse(recipe).rounding else []),
     }  # fmt: skip
+
+
+# Plain 16-bit parameters ###########################################################################
+
+PLAIN = "O1,rounding=nearest+stochastic+value"
+of_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def plain_pair(dtype, recipe, rate=1e-3, decay=0.1):
+    """Plain parameters with weights of all sizes, some of them 0, and their optimizers on both sides."""
+    w = np.random.default_rng(0).standard_normal((48, 40)).astype(np.float32)
+    w *= np.exp2(np.random.default_rng(1).integers(-12, 1, (48, 40)))
+    w[:2] = 0
+    parameter = nn.Parameter(torch.from_numpy(w).to(dtype))
+    jaxs = jnp.asarray(parameter.detach().float().numpy(), str(dtype).removeprefix("torch."))
+    tx = fp8jax.optim.adamw(rate, recipe, weight_decay=decay, seed=5)
+    return (jaxs, tx), (parameter, AdamW([parameter], rate, weight_decay=decay, recipe=recipe, seed=5))
+
+
+@of_16_bits
+@pytest.mark.parametrize("recipe", [FP8, PLAIN])
+def test_steps_of_16_bit_parameters_equal_jaxs(dtype, recipe):
+    (weights, tx), (parameter, own) = plain_pair(dtype, recipe)
+    state, update = tx.init(weights), jax.jit(tx.update)
+    for number in range(6):
+        grad = np.random.default_rng(number).standard_normal((48, 40)).astype(np.float32)
+        grad = torch.from_numpy(grad).to(dtype)
+        updates, state = update(jnp.asarray(grad.float().numpy(), weights.dtype), state, weights)
+        weights = optax.apply_updates(weights, updates)
+        parameter.grad = grad
+        own.step()
+        assert (bits(parameter) != bits(weights)).mean() <= 0.005
+        if recipe == FP8:
+            # A code of a float16 remainder is as small as float32's rounding of a step.
+            remainder = own.state[parameter]["remainder"]
+            assert (remainder.numpy() != np.asarray(state.remainder)).mean() <= 0.05
+            ours = step._dequantized(parameter.detach(), 1.0, remainder)
+            theirs = fp8jax.optim.step.codecs.decode(weights, state.remainder)
+            code = step._fraction(parameter.detach().float(), dtype).numpy()
+            error = np.abs(ours.numpy() - np.asarray(theirs))
+            assert (error > 1.01 * code).mean() <= 0.02 and error.max() <= 1e-3 * 1e-3  # of the rate
+
+
+@of_16_bits
+def test_small_steps_of_16_bit_parameters(dtype):
+    """200 steps of 1e-4 are 0.02, and the last bit of 0.5 is 0.004 or 0.0005. The remainder has the rest."""
+    parameter = nn.Parameter(torch.full((64,), 0.5, dtype=dtype))
+    own = AdamW([parameter], 1e-4, recipe=FP8, weight_decay=0.0)
+    for _ in range(200):
+        parameter.grad = torch.ones_like(parameter)
+        own.step()
+    state = own.state[parameter]
+    assert state["remainder"].dtype == torch.int8
+    assert sum(x.nbytes for x in state.values() if x.ndim) == 64 * 4
+    exact = step._dequantized(parameter.detach(), 1.0, state["remainder"])
+    np.testing.assert_allclose(0.5 - exact, 0.02, rtol=0.05)  # first moments have two bits
+    np.testing.assert_allclose(0.5 - exact.mean(), 0.02, rtol=0.01)
+    last_bit = 0.5 * float(torch.finfo(dtype).eps)
+    assert (exact - parameter.detach().float()).abs().max() <= 0.51 * last_bit
+
+
+@of_16_bits
+def test_state_of_16_bit_parameters_loads(dtype):
+    """A run that was saved goes on with the same bits; another remainder is refused."""
+    (_, _), (parameter, own) = plain_pair(dtype, FP8)
+    (_, _), (again, other) = plain_pair(dtype, FP8)
+
+    def advance(parameter, own, number):
+        generator = torch.Generator().manual_seed(number)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        own.step()
+
+    for number in range(3):
+        advance(parameter, own, number)
+    buffer = io.BytesIO()
+    torch.save({"weight": parameter.detach(), "optimizer": own.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    other.load_state_dict(saved["optimizer"])
+    with torch.no_grad():
+        again.copy_(saved["weight"])
+    for number in range(3, 6):
+        advance(parameter, own, number)
+        advance(again, other, number)
+    assert_same(snapshot([parameter], own), snapshot([again], other))
+    saved["optimizer"]["state"][0]["remainder"] = torch.zeros(3, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"expected an int8 remainder of shape \[48, 40\]; got"):
+        other.load_state_dict(saved["optimizer"])
 
 
 def test_parts_do_not_change_bits(monkeypatch):

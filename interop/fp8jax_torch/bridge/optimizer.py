@@ -92,11 +92,10 @@ def optimizer_from_flax(
 
     Raises:
         ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
-            Adam, more than one, or remainders of plain 16-bit weights.
+            Adam, or more than one.
     """
     tree = named(state)
     keys = _keys_in(tree)
-    _check_remainders(tree.below(keys["remainder"], ()).leaves)
     parameters = _parameters(like, model)
     step = torch.tensor(float(tree.leaves[keys["count"]]), dtype=torch.float32)
     states: dict[str, dict[str, Any]] = {name: {"step": step.clone()} for name in parameters}
@@ -119,17 +118,6 @@ def optimizer_from_flax(
         high, low = map(int, tree.leaves[keys["key"]])
         new["param_groups"] = [{**group, "seed": (high << 32) + low} for group in new["param_groups"]]
     return new
-
-
-def _check_remainders(leaves: Mapping[Key, Any]) -> None:
-    """Raises ValueError for remainders of plain bfloat16 and float16 weights, which torch's Adam has not."""
-    plain = ["/".join(map(str, key)) for key, leaf in leaves.items() if leaf.dtype == jnp.int8]
-    if plain:
-        raise ValueError(
-            f"`state`: expected remainders of quantized weights only; got those of plain weights, {plain[0]} "
-            "the first. Take float32 parameters, or a recipe without them: `fp8jax.optim.convert(state, "
-            'params, "O2")`.'
-        )
 
 
 def _keys_in(tree: Tree) -> dict[str, Key]:

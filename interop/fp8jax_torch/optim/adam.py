@@ -27,7 +27,14 @@ from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
 from fp8jax_torch.optim.skipping import Skipping, largest
-from fp8jax_torch.optim.step import REMAINDER_STEP, AdamScalars, ParamState, amaxes_of_step, take_step
+from fp8jax_torch.optim.step import (
+    REMAINDER_STEP,
+    AdamScalars,
+    ParamState,
+    amaxes_of_step,
+    is_16_bits,
+    take_step,
+)
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
 # Gradients below this limit, squared, are far from float32's max.
@@ -55,7 +62,8 @@ class Adam(Skipping, torch.optim.Optimizer):
         exp_avg_sq_root, exp_avg_sq_root_scale: instead of exp_avg_sq, its root, where the recipe says "root".
         master, master_scale: the master weight; only of a parameter in E4M3, where the recipe has masters.
         remainder: the parameter's shape, E4M3 codes in sixteenths of the scale of the weight, or of the
-            master weight: what rounding took from it; only where the recipe says "kahan".
+            master weight: what rounding took from it; only where the recipe says "kahan". Of a plain bfloat16
+            or float16 parameter int8, in 256ths of each weight's last bit.
 
     Attributes: `skipped` and `has_skipped`, as in `Skipping`.
 
@@ -160,7 +168,12 @@ class Adam(Skipping, torch.optim.Optimizer):
             if name == "master":
                 first = value(parameter.detach()) if master is None else master
             self._store(parameter, name, first, format)
+        if self._has_plain_remainder(parameter):
+            state.setdefault("remainder", torch.zeros_like(parameter, dtype=torch.int8).contiguous())
         return state
+
+    def _has_plain_remainder(self, parameter: torch.Tensor) -> bool:
+        return is_16_bits(parameter) and self.state_recipe.rounding[1] == "kahan"
 
     def _formats_of(self, parameter: torch.Tensor) -> dict[str, Format]:
         """The formats of the entries of a parameter's state."""
@@ -210,7 +223,8 @@ class Adam(Skipping, torch.optim.Optimizer):
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        if state.keys() & {"master", "remainder"} and self._versions.get(parameter) != _version(parameter):
+        is_kept = is_scaled(parameter) and state.keys() & {"master", "remainder"}
+        if is_kept and self._versions.get(parameter) != _version(parameter):
             self._refresh(parameter)
         second = _ROOT if _ROOT in state else _SECOND
         mu, nu, *kept = (entry_of(state, name) for name in ("exp_avg", second, "master", "remainder"))
@@ -260,6 +274,12 @@ class Adam(Skipping, torch.optim.Optimizer):
             if source != name:
                 plain = plain.sqrt() if name == _ROOT else plain.square()
             self._store(parameter, name, plain, format)
+        if self._has_plain_remainder(parameter) and "remainder" in saved:
+            remainder = torch.as_tensor(saved["remainder"])
+            if remainder.shape != parameter.shape or remainder.dtype != torch.int8:
+                want, got = list(parameter.shape), f"{remainder.dtype}{list(remainder.shape)}"
+                raise ValueError(f"`state_dict`: expected an int8 remainder of shape {want}; got {got}.")
+            self.state[parameter]["remainder"] = _contiguous(remainder.to(parameter.device, copy=True))
         self._versions[parameter] = _version(parameter)
 
     def __getstate__(self) -> dict[str, Any]:

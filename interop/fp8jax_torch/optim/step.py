@@ -125,7 +125,9 @@ def _dequantized(x: torch.Tensor, factor: Any = 1.0, remainder: Any = None) -> t
     # A scale that is a power of two does not round the factor.
     codes, factor = (x.codes, x.scale * factor) if is_scaled(x) else (x, factor)
     wide = casts.to_float(codes)
-    if remainder is not None:
+    if remainder is not None and not is_scaled(x):
+        wide = wide + remainder * _fraction(wide, x.dtype)
+    elif remainder is not None:
         wide.add_(casts.to_float(remainder), alpha=REMAINDER_STEP)
     return wide * factor if wide is codes else wide.mul_(factor)
 
@@ -136,12 +138,44 @@ def _write(state: ParamState, new: Tensors, random: tuple[Any, ...], rounding: t
     _encode(state.mu, mu, random[0] if of_mu == "stochastic" else None)
     _encode(state.nu, nu, random[2] if of_nu == "root" else None)
     exact: Any = state.weight if state.master is None else state.master
+    if is_16_bits(exact) and of_weight != "nearest":
+        _write_16_bits(exact, state.remainder, weight, random[1], of_weight)
+        return
     scaled = _encode(exact, weight, random[1] if of_weight == "stochastic" else None)
     if state.remainder is not None:
         rest = scaled.sub_(casts.to_float(exact.codes)).div_(REMAINDER_STEP)
         state.remainder.copy_(casts.cast_stochastically(rest, formats.E4M3, random[1]))
     if state.master is not None:  # the weight is rounded from the stored master weight
         _encode(state.weight, _dequantized(state.master))
+
+
+def is_16_bits(x: torch.Tensor) -> bool:
+    """Whether a weight is a plain bfloat16 or float16 tensor."""
+    return not is_scaled(x) and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _write_16_bits(
+    stored: torch.Tensor, remainder: Any, new: torch.Tensor, random: Any, rounding: str
+) -> None:
+    """Writes a plain weight, and what rounding took from it; see `fp8jax.optim.step.codecs.encode_plain`."""
+    format, old = casts.format_of(stored.dtype), stored.float()
+    if rounding == "stochastic":
+        rounded = casts.cast_stochastically(new, format, random).float()
+    else:
+        rounded = new.clamp(-format.max, format.max).to(stored.dtype).float()
+    stored.copy_(old + (rounded - old))
+    if remainder is not None:
+        rounded = stored.float()
+        uniform = (random >> 8).bitwise_and_(2**24 - 1) * 2.0**-24
+        codes = ((new - rounded) / _fraction(rounded, stored.dtype)).add_(uniform).floor_()
+        remainder.copy_(codes.clamp_(-128, 127))
+
+
+def _fraction(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A 256th of the last bit of each weight, float32."""
+    format = casts.format_of(dtype)
+    bits = weight.abs().clamp_(min=max(format.smallest_normal, 2.0**-100)).view(torch.int32)
+    return bits.bitwise_and_(0x7F800000).view(torch.float32) * 2.0 ** (-format.mantissa_bits - 8)
 
 
 def _encode(x: torch.Tensor, new: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
