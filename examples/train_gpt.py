@@ -75,8 +75,8 @@ def prepare(argv: Sequence[str] | None) -> Run:
     devices = len(distributed.devices(options.devices))
     example = np.zeros((1, options.context + 1), np.int32)
     place = str(folder), devices
-    configs = [options.trainer(options.recipe, *place, options.rules), options.trainer("bf16", *place)]
-    configs[1] = dataclasses.replace(configs[1], gradient_checkpointing="dots" if is_ours else "none")
+    of_twin = dataclasses.replace(options, gradient_checkpointing="dots" if is_ours else "none")
+    configs = [options.trainer(options.recipe, *place, options.rules), of_twin.trainer("bf16", *place)]
     has_twin = options.twin and configs[0].precision != Recipe.BF16
     trainers = [train.Trainer(gpt, loss, each, example) for each in configs[: 1 + has_twin]]
     return Run(options, text, trainers)

@@ -86,6 +86,13 @@ def test_two_steps(program, folder, capsys, options, names, layers):
     assert ("has no delayed scales" in page) == ("current" in names[0])
 
 
+def test_remat_of_operands_is_the_recipes_alone(program, folder, short):
+    """The twin in bf16 has no FP8 operands to save."""
+    options = [*runs.TINY, "--data", short, "--recipe", "te", "--gradient-checkpointing", "fp8"]
+    trainers = program.prepare(options).trainers
+    assert [each.config.gradient_checkpointing for each in trainers] == ["fp8", "dots"]
+
+
 @pytest.mark.long
 def test_a_finished_run_can_be_resumed_to_report_again(program, folder, short, capsys):
     assert program.main([*runs.TINY, "--data", short, "--steps", "2", "--out", "run"]) == 0
