@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax import ScaledArray
@@ -176,7 +177,7 @@ def test_a_checkpoint_fits_any_number_of_devices(tmp_path, before, after):
 
 # --- runs ---------------------------------------------------------------------------------------
 
-RUN = "--no-twin --layers 2 --heads 2 --width 32 --context 16 --batch 4 --eval-batches 2 --steps 120".split()
+RUN = [*runs.TINY, "--no-twin", "--steps", "120"]
 RUN += "--log-interval 5 --eval-interval 60 --checkpoint-interval 10 --heartbeat 4 --data text".split()
 # Each process rounds its gradients to FP8, on first scales of its own, before they are added: that moves a
 # loss by some ten-thousandths, and the runs part slowly. A batch that was left out or seen twice shows as
