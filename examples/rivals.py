@@ -4,7 +4,7 @@
     python examples/rivals.py --way flashoptim --seed 2 --out runs/rival-2
 
 Weights before they are rounded, batches, schedule, clipping, weight decay and validation are those of
-`train_gpt.py --recipe bf16`, and its options work here. The ways:
+`train_gpt.py --recipe bf16`, and its options for these work here. The folder must be new. The ways:
 
 bf16-adam   Weights, gradients and both moments in bfloat16, by optax, rounded to nearest. 8 bytes.
 flashoptim  FlashOptim's formats (arXiv 2602.23349 and its package 0.1.4), restated: bfloat16 weights with an
@@ -30,6 +30,8 @@ import optax
 import train_gpt
 
 from fp8jax.inspect import program
+from fp8jax.train import blame_input, distributed
+from fp8jax.train.fit import spans
 from fp8jax.train.metrics import bytes_per_parameter
 from fp8jax.train.report.report import facts
 from fp8jax.train.step.network import State
@@ -127,12 +129,6 @@ def flash_step(grads: Any, state: Flash, params: Any, config: Any) -> tuple[Any,
     return weights, Flash(steps, *trees)
 
 
-def adam_init(params: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]:
-    """The bfloat16 weights of float32 parameters, and optax's state for them."""
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    return params, tx.init(params)
-
-
 class Trained(NamedTuple):
     """The end of a run."""
 
@@ -145,7 +141,7 @@ class Trained(NamedTuple):
 def train(run: train_gpt.Run, way: str) -> Trained:
     """Trains, in a program of one step."""
     trainer, config = run.trainers[0], run.trainers[0].config
-    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    clip = optax.clip_by_global_norm(config.max_grad_norm or math.inf)
     adam = optax.adamw(
         schedule_of(config),
         *(config.adam_beta1, config.adam_beta2, config.adam_epsilon),
@@ -166,7 +162,11 @@ def train(run: train_gpt.Run, way: str) -> Trained:
         return optax.apply_updates(params, updates), state, value
 
     params = trainer.init().variables["params"]
-    params, state = flash_init(params) if way == "flashoptim" else adam_init(params, adam)
+    if way == "flashoptim":
+        params, state = flash_init(params)
+    else:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        state = adam.init(params)
     options, losses = run.config, []
     example = jax.ShapeDtypeStruct((options.batch, options.context + 1), jnp.int32)
     compiled = step.lower(params, state, example).compile()
@@ -178,38 +178,48 @@ def train(run: train_gpt.Run, way: str) -> Trained:
     return Trained({"params": params}, state, list(map(float, losses)), program.read(compiled).total)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, and leaves the parts of a run's folder that paired.py reads."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, and leaves the parts of a run's folder that paired.py reads; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--way", choices=("bf16-adam", "flashoptim"), required=True)
     args, rest = parser.parse_known_args(argv)
-    begun, rest = time.time(), [*rest, "--recipe", "bf16", "--no-twin"]
-    run = train_gpt.prepare(rest)
-    trainer, options, folder = run.trainers[0], run.config, pathlib.Path(run.trainers[0].config.output_dir)
-    variables, state, losses, peak = train(run, args.way)
+
+    def program() -> int:
+        with blame_input():
+            run = train_gpt.prepare([*rest, "--recipe", "bf16", "--no-twin"])
+            folder = pathlib.Path(run.trainers[0].config.output_dir)
+            if folder.exists():
+                raise ValueError(f"--out {folder}: expected a new folder; got one that is there")
+        save(run, args.way, folder)
+        return 0
+
+    return distributed.run_program("rivals", program)
+
+
+def save(run: train_gpt.Run, way: str, folder: pathlib.Path) -> None:
+    """Trains, and writes the run's folder."""
+    trainer, options, begun = run.trainers[0], run.config, time.time()
+    variables, state, losses, peak = train(run, way)
     held_out = corpus.windows(run.text.validation, options.batch, options.context, train_gpt.FINAL_BATCHES)
     validate: Any = validator(trainer, (held_out, held_out), None, train_gpt.loss)
     bytes_of = bytes_per_parameter(variables, variables["params"], state)  # gradients are like weights
-    about = facts(trainer, {**vars(options), "way": args.way}, begun, 0)
+    about = facts(trainer, {**vars(options), "way": way}, begun, 0)
     model = {
         "validation_loss": validate(State(jnp.int32(len(losses)), variables, None), is_last=True),
         "bytes_per_parameter": bytes_of._asdict(),
         "memory": [{"part": "peak", "arrays": None, "compiled": peak}],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    spans = [losses[i : i + options.log_interval] for i in range(0, len(losses), options.log_interval)]
     lines = [
-        json.dumps({"step": (i + 1) * options.log_interval, "model": args.way, "loss": sum(x) / len(x)})
-        for i, x in enumerate(spans)
+        json.dumps({"step": end, "model": way, "loss": sum(losses[begin:end]) / (end - begin)})
+        for begin, end in spans(0, len(losses), options.log_interval)
     ]
+    folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "result.json").write_text(json.dumps({**about, "models": {args.way: model}}, indent=1))
-    print(
-        f"{args.way}: validation loss {model['validation_loss']:.4f}, {sum(bytes_of):.2f} bytes a parameter"
-    )
+    (folder / "result.json").write_text(json.dumps({**about, "models": {way: model}}, indent=1))
+    print(f"{way}: validation loss {model['validation_loss']:.4f}, {sum(bytes_of):.2f} bytes a parameter")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+import runs
 from scipy import stats
 
 from fp8jax.train import TrainConfig
@@ -85,6 +86,19 @@ def test_flashoptims_formats_against_float64(load_program):
     np.testing.assert_array_equal(weight, x.astype(ml_dtypes.bfloat16))
     last_bit = 2.0 ** (np.floor(np.log2(np.abs(np.float64(weight)))) - 7)
     assert (np.abs(np.float64(rivals.joined(weight, correction)) - x) <= last_bit / 2 / 127 * 0.501).all()
+
+
+def test_rivals_refuse_a_folder_that_is_there(load_program, tmp_path, capsys):
+    rivals = load_program("examples/rivals.py")
+    (tmp_path / "run").mkdir()
+    options = ["--way", "flashoptim", "--data", runs.short_text(tmp_path), *runs.TINY]
+    assert rivals.main([*options, "--out", str(tmp_path / "run")]) == 2
+    assert rivals.main([*options, "--lr", "-1", "--out", str(tmp_path / "other")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("rivals: --out") and first.endswith(
+        "expected a new folder; got one that is there"
+    )
+    assert second.startswith("rivals: --lr must be at least 0") and not (tmp_path / "other").exists()
 
 
 def test_flashoptim_is_adam(load_program):
