@@ -147,7 +147,7 @@ def test_layers_with_stale_scales_alone_get_no_rule():
     fresh = [row(weak=1), row(layer="other", weak=60)]
     advice = fp8jax.advise([*rows, *fresh], target="h100")
     assert [rule.path for rule in advice.rules] == ["other"]
-    assert advice.reasons[-1].startswith("scaling=current: delayed scales alone make 1 layers bad")
+    assert advice.reasons[-1].startswith("scaling=current: delayed scales alone make 1 of 2 layers bad")
     advice = fp8jax.advise([rows[0], fresh[0]], target="h100")
     assert not advice.rules and "at most 1 of 64 channels" in advice.reasons[0]
 

@@ -9,7 +9,6 @@ under that and its current scaling, as the trainer takes them of a quarter. The 
 within this run, and "every 50" is the share of the time that statistics in every 50th step add.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -38,7 +37,7 @@ def rows(args: Any) -> output.Rows:
     compiled = jax.jit(step.function)
     turns = {"step": clock.timer(lambda: compiled(variables, state, tokens))}
     quarter = tokens[: max(args.batch // 4, 1)]
-    current = dataclasses.replace(fp8jax.Recipe.parse(args.recipe), scaling="current")
+    current = fp8jax.inspect.numerics.with_fresh_scales(fp8jax.Recipe.parse(args.recipe))
     ways = {
         "all recipes": fp8jax.inspect.numerics.RECIPES,
         args.recipe: (args.recipe,),

@@ -68,10 +68,8 @@ class Recipe:
         fp8_format: "HYBRID" is E4M3 for inputs and weights, E5M2 for output gradients; "E4M3" is E4M3 for
             all.
         fp4_options: for "nvfp4": "hadamard" transforms the operands of the wgrad GEMM, "stochastic" rounds
-            output gradients at random, "2d" gives weights 16x16 blocks. "46" maps a block's amax to 4 or 6,
-            whichever has the smaller error, where codes are rounded to nearest. "eden" rounds the operands of
-            dgrad and wgrad to nearest in a random rotation, and corrects their scales so that gradients are
-            unbiased; it goes with "46" or alone. See `fp8jax.quantization.fp4`.
+            output gradients at random, "2d" gives weights 16x16 blocks; "46" chooses between two scales of a
+            block, "eden" rotates the operands of dgrad and wgrad, see `fp8jax.quantization.fp4`.
         margin: scales are multiplied by 2**margin, as headroom.
         interval: number of steps between two updates of a delayed scale.
         amax_history_len: number of steps in the amax history of delayed scaling.

@@ -29,8 +29,11 @@ def method_of(recipe: Recipe, operand: int, use: int = 0) -> BlockMethod:
 
 
 def _nvfp4(options: tuple[str, ...], operand: int, use: int) -> BlockMethod:
-    """Of two scales the one with the smaller error is chosen only where codes are rounded to nearest: the
-    choice would give stochastic rounding a bias (arXiv 2601.22813, section 4.2)."""
+    """The method of NVFP4.
+
+    "46" is for codes that are rounded to nearest: to choose the scale with the smaller error would give
+    stochastic rounding a bias (arXiv 2601.22813, section 4.2).
+    """
     if "eden" in options and (use == 1 or operand == GRAD):
         return EDEN
     method = NVFP4_16X16 if operand == RHS and "2d" in options else NVFP4_1X16

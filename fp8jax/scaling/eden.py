@@ -1,6 +1,6 @@
 """NVFP4's "eden": the operands of dgrad and wgrad rounded to nearest in a random rotation.
 
-    copy = quantized(GRAD, grad, 1, key)      # for wgrad: transposed, padded, rotated, quantized
+    copy = quantized(GRAD, grad, 1, state)      # for wgrad: transposed, padded, rotated, quantized
 
 Both operands of a GEMM are rotated along the contracted axis, by the same signs, so the GEMM of their codes
 is an estimate of the GEMM of the operands and nothing is rotated back. The signs depend on the key and on the

@@ -14,7 +14,6 @@ The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumula
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
 from fp8jax.inspect import program as compiled_program
-from fp8jax.inspect.numerics import Statistics
+from fp8jax.inspect.numerics import Statistics, with_fresh_scales
 from fp8jax.rewrite import Kernel, LoRA
 from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig
@@ -237,10 +236,10 @@ class Trainer:
         return mean_loss
 
     def statistics(self, state: State, batch: PyTree) -> Statistics:
-        """What the recipe does to the operands of each layer, see `fp8jax.statistics`.
+        """Statistics of the operands of each layer under the recipe, see `fp8jax.statistics`.
 
-        It is measured on a quarter of a microbatch, rows from all over the batch, in about the time that a
-        step takes for a microbatch.
+        They are of a quarter of a microbatch, of rows from all over the batch, and take about the time of a
+        step of a microbatch. Beside delayed scaling they have current scaling.
 
         Args:
             state: from `init` or `step`; it stays as it is.
@@ -256,9 +255,8 @@ class Trainer:
 
     @functools.cached_property
     def _statistics(self) -> Callable[[PyTree, PyTree], Statistics]:
-        recipes = [self.config.precision]
-        if recipes[0].scaling == "delayed":  # beside it, what the scales of the same step would do
-            recipes.append(dataclasses.replace(recipes[0], scaling="current"))
+        recipe = self.config.precision
+        recipes = dict.fromkeys([recipe, with_fresh_scales(recipe)])
         measure = functools.partial(self.network.statistics, recipes=recipes)
         return self.placement.one_at_a_time(jax.jit(measure, out_shardings=self.placement.replicated))
 

@@ -87,11 +87,11 @@ def advise(
         recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
             plain model `mxfp8` on GPUs that multiply it, otherwise `current`, or `block` if fewer layers are
             bad with it. `te`, `O2` and `fp8` need rows of a recipe with the same casts, such as `O2`.
-            A layer that delayed scales alone make bad, where rows with current scaling tell, gets no rule.
 
     Returns:
         The recipe, and a rule for each bad layer that keeps it in bfloat16. The reasons name the operand and
-        the figure.
+        the figure. A layer that is bad for delayed scales alone, where rows `with_fresh_scales` tell, gets no
+        rule: its reason is current scaling.
 
     Raises:
         ValueError: `found` is empty or lacks the recipe, or the GPU does not multiply its operands.
@@ -118,9 +118,8 @@ def advise(
     ]
     if stale:
         layer, why = next(iter(stale.items()))
-        reasons.append(
-            f"scaling=current: delayed scales alone make {len(stale)} layers bad, as {layer}: {why}"
-        )
+        share = f"{len(stale)} of {len({row.layer for row in rows})}"
+        reasons.append(f"scaling=current: delayed scales alone make {share} layers bad, as {layer}: {why}")
     elif chosen.scaling in ("delayed", "current"):
         reasons += _jumps([_under(each, chosen) for each in series], set(bad))
     rules = dict.fromkeys(Rule(layer.partition("#")[0]) for layer in bad)
@@ -187,14 +186,20 @@ def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
     return {layer: why for layer, (_, why) in worst.items()}
 
 
+def with_fresh_scales(recipe: Recipe) -> Recipe:
+    """The recipe with scales of the same batch, in the place of delayed ones.
+
+    Measured beside a recipe with delayed scaling, it tells whether a layer is bad only because its scales are
+    of earlier steps.
+    """
+    return dataclasses.replace(recipe, scaling="current") if recipe.scaling == "delayed" else recipe
+
+
 def _bad_for_stale_scales(rows: list[Row], recipe: Recipe, bad: dict[str, str]) -> dict[str, str]:
-    """The bad layers under delayed scaling that are well with scales of the same batch, where both were
-    measured: a rule would not be the remedy."""
-    current = dataclasses.replace(recipe, scaling="current")
-    if recipe.scaling != "delayed" or not (fresh := _under(rows, current)):
-        return {}
+    """The bad layers that are well with scales of the same batch, where both were measured."""
+    fresh = _under(rows, with_fresh_scales(recipe))
     still = _bad_layers(fresh)
-    return {layer: why for layer, why in bad.items() if layer not in still}
+    return {layer: why for layer, why in bad.items() if fresh and layer not in still}
 
 
 def _faults(row: Row) -> Iterable[tuple[float, str]]:
@@ -215,7 +220,7 @@ def _faults(row: Row) -> Iterable[tuple[float, str]]:
 
 def _no_bad(rows: list[Row], recipe: Recipe, stale: Iterable[str]) -> str:
     """The figure of the worst layer, where none is bad; of `stale` ones that of current scaling."""
-    rows = _under(rows, dataclasses.replace(recipe, scaling="current") if stale else recipe)
+    rows = _under(rows, with_fresh_scales(recipe) if stale else recipe)
     worst = max(rows, key=lambda row: row.weak / max(row.channels, 1))
     return (
         f"no layer of {len({row.layer for row in rows})} is bad: at most {worst.weak} of {worst.channels} "

@@ -122,6 +122,7 @@ class Recorder:
         self, lhs: jax.Array, kernel: Any, sizes: jax.Array, *, over: ExpertSharding | None, dtype: Any
     ) -> jax.Array:
         """The same for a ragged dot; operands as those of `fp8jax.dot.ragged_dot`."""
+        assert self.inner is None  # experts have no other plug-ins
         devices = over.mesh.shape[over.axis_name] if over else 1
         layout = Layout.of(lhs.shape, kernel.shape[1:], _MATRICES)
         records = broadcast_under_vmap(self.records, lhs, sizes, *jax.tree.leaves(kernel.value))

@@ -11,7 +11,7 @@ an NNX model the module. It is a mean over the rows of the batch.
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -142,7 +142,7 @@ class _Linen(_Network):
         """The loss of a batch by another loss function; the variables stay as they are."""
         return loss(functools.partial(self.model.apply, variables), batch)
 
-    def statistics(self, variables: PyTree, batch: PyTree, recipes: Sequence[Recipe]) -> Statistics:
+    def statistics(self, variables: PyTree, batch: PyTree, recipes: Iterable[Recipe]) -> Statistics:
         """Statistics of the operands of the loss under these recipes, see `fp8jax.statistics`."""
         loss_fn = lambda variables, batch: self._call(variables, batch, jax.random.key(0))[0]  # noqa: E731
         return statistics(loss_fn, recipes)(variables, batch)
@@ -251,7 +251,7 @@ class _NNX(_Network):
     def evaluate(self, loss: Loss, variables: PyTree, batch: PyTree) -> Float[Array, ""]:
         return loss(self._module(variables), batch)
 
-    def statistics(self, variables: PyTree, batch: PyTree, recipes: Sequence[Recipe]) -> Statistics:
+    def statistics(self, variables: PyTree, batch: PyTree, recipes: Iterable[Recipe]) -> Statistics:
         return statistics(self.loss, recipes)(self._module(variables), batch)
 
     def collections(self, variables: PyTree) -> dict[str, Any]:
