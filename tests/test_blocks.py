@@ -36,6 +36,7 @@ from fp8jax.scaling import block
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
 METHODS = [BLOCK_1X128, BLOCK_128X128, MXFP8, NVFP4_1X16, NVFP4_16X16]
 RECIPES = ["block", "block,scaling=block_float32", "mxfp8", "mxfp8,fp8_format=HYBRID", "nvfp4"]
+FP4_OPTIONS = ("", "46", "eden", "46+eden", "hadamard+stochastic+2d+46")
 MATRICES = (((1,), (0,)), ((), ()))
 
 
@@ -198,7 +199,7 @@ def sqnr(exact, x):
     return 10 * np.log10((exact**2).sum() / ((exact - x) ** 2).sum())
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4,fp4_options="])
+@pytest.mark.parametrize("recipe", [*RECIPES, *(f"nvfp4,fp4_options={chosen}" for chosen in FP4_OPTIONS)])
 def test_dot_is_that_of_the_dequantized_operands(recipe):
     """Output and both gradients, of shapes that are no multiples of a block."""
     x, w, g = operands()
@@ -211,12 +212,22 @@ def test_dot_is_that_of_the_dequantized_operands(recipe):
         np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5 * abs(exact).max())
 
 
-@pytest.mark.parametrize("recipe, least", [("block", 27), ("mxfp8", 27), ("nvfp4", 13)])
+@pytest.mark.parametrize(
+    "recipe, least",
+    [
+        ("block", (27, 27, 27)),
+        ("mxfp8", (27, 27, 27)),
+        ("nvfp4", (13, 13, 13)),
+        ("nvfp4,fp4_options=hadamard+stochastic+2d+46", (16, 14.5, 15)),
+        ("nvfp4,fp4_options=46+eden", (17.5, 16.5, 16.5)),
+    ],
+)
 def test_dot_is_close_to_float32(recipe, least):
+    """Decibels of the output and both gradients. The rotations of "eden" cancel in each GEMM."""
     x, w, g = operands(128, 256, 384)
-    y, dx, dw, _ = gradients(recipe, x, w, g)
-    for ours, exact in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
-        assert sqnr(exact, ours) > least
+    found = gradients(recipe, x, w, g)[:3]
+    for ours, exact, bound in zip(found, (x @ w, g @ w.T, x.T @ g), least, strict=True):
+        assert sqnr(exact, ours) > bound
 
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])

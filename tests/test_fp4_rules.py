@@ -19,7 +19,7 @@ from fp8jax.dot import init_ragged_state, init_state, ragged_dot
 from fp8jax.inspect.numerics import measures
 from fp8jax.quantization import NVFP4_1X16, NVFP4_16X16, quantize_blocks
 from fp8jax.quantization.fp4 import rotated, rotated_back
-from fp8jax.scaling import GRAD, LHS, RHS, block, eden
+from fp8jax.scaling import GRAD, LHS, RHS, eden
 
 EDEN = "nvfp4,fp4_options=46+eden"
 FOUR_OR_SIX = "nvfp4,fp4_options=hadamard+stochastic+2d+46"
@@ -209,27 +209,6 @@ def test_signs_are_those_of_a_gemm():
 
 
 # Dots ############################################################################################
-
-
-@pytest.mark.parametrize("recipe", [EDEN, "nvfp4,fp4_options=eden", FOUR_OR_SIX, "nvfp4,fp4_options=46"])
-def test_dot_is_that_of_the_dequantized_operands(recipe):
-    x, w, g = operands()
-    y, dx, dw, _ = gradients(recipe, x, w, g)
-    recipe, state = Recipe.parse(recipe), init_state(recipe)
-    pairs = [block.quantized(recipe, i, each, state) for i, each in enumerate((x, w, g))]
-    (x1, x2), (w1, w2), (g1, g2) = ([part.dequantize() for part in pair] for pair in pairs)
-    for ours, exact in ((y, x1 @ w1.T), (dx, g1 @ w2.T), (dw, x2 @ g2.T)):
-        exact = exact[: ours.shape[0], : ours.shape[1]]
-        np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5 * abs(exact).max())
-
-
-@pytest.mark.parametrize("recipe, least", [(EDEN, (17.5, 16.5, 16.5)), (FOUR_OR_SIX, (16, 14.5, 15))])
-def test_dot_is_close_to_float32(recipe, least):
-    """The rotations of both operands cancel; more decibels than with NVIDIA's options alone."""
-    x, w, g = operands(128, 256, 384)
-    found = gradients(recipe, x, w, g)[:3]
-    for ours, exact, bound in zip(found, (x @ w, g @ w.T, x.T @ g), least, strict=True):
-        assert sqnr(exact, ours) > bound
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4), (4, 0, 8), (4, 8, 0)])
