@@ -294,7 +294,7 @@ def after(steps, gradients):
     """The state after some steps on the same gradients, and the last mean."""
 
     def run(x):
-        state = fp8jax.comm.mu.init({"w": x})
+        state = fp8jax.comm.auto_scaling.init({"w": x})
 
         def step(state, _):
             mean, state = fp8jax.comm.all_reduce({"w": x}, "data", mu=state)

@@ -15,7 +15,7 @@ from fp8jax.inspect import chart
 from fp8jax.optim import adamw, convert, moments, skipped, storage
 from fp8jax.optim.storage import RootE4M4, Storage
 from fp8jax.quantization import is_scaled
-from fp8jax.recipe import legal
+from fp8jax.recipe import legal_values
 
 ONE_BYTE = "fp8,moments=E5M2+E4M4"
 
@@ -251,7 +251,7 @@ class RootBF16(Storage):
 
 @pytest.fixture
 def bf16(monkeypatch):
-    monkeypatch.setitem(legal._LEGAL, "moments", (*legal._LEGAL["moments"], ("E5M2", "BF16")))
+    monkeypatch.setitem(legal_values._LEGAL, "moments", (*legal_values._LEGAL["moments"], ("E5M2", "BF16")))
     monkeypatch.setitem(storage.STORAGES, RootBF16.name, RootBF16)
     return "fp8,moments=E5M2+BF16"
 

@@ -21,7 +21,7 @@ from fp8jax.comm import Zero
 from fp8jax.dot import dot_general, init_state
 from fp8jax.inspect import chart
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
-from fp8jax.recipe import legal
+from fp8jax.recipe import legal_values
 from fp8jax.scaling import tensor
 from fp8jax.scaling.base import QuantizedRows, ScaleMethod
 from fp8jax.scaling.merge import (
@@ -372,7 +372,7 @@ def fixed(monkeypatch):
             update=lambda state, amaxes, limits: state,
         )
 
-    monkeypatch.setitem(legal.SCALINGS, "fixed", legal.SCALINGS["current"])
+    monkeypatch.setitem(legal_values.SCALINGS, "fixed", legal_values.SCALINGS["current"])
     monkeypatch.setitem(tensor.METHODS, "fixed", build)
     monkeypatch.setitem(scaling.SCALINGS, "fixed", tensor.TensorScaling)
     return "te,scaling=fixed"
@@ -389,7 +389,7 @@ def test_a_new_scaling_is_used(fixed):
 
 
 def test_a_new_scaling_with_options_of_its_own_has_a_text(fixed, monkeypatch):
-    monkeypatch.setitem(legal.SCALINGS, "fixed", {"margin": (3, "it has no other")})
+    monkeypatch.setitem(legal_values.SCALINGS, "fixed", {"margin": (3, "it has no other")})
     assert str(Recipe.parse(f"{fixed},margin=3")) == f"{fixed},margin=3"
     with pytest.raises(ValueError, match="scaling=fixed needs margin=3: it has no other; got margin=0"):
         Recipe.parse(fixed)
@@ -464,7 +464,7 @@ def rowwise_dot(lhs, rhs, dimension_numbers, *, out_dtype, precise):
 def rowwise(monkeypatch):
     """Rowwise scaling, added as CONTRIBUTING.md says: an entry in each of three tables."""
     backend = backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
-    monkeypatch.setitem(legal.SCALINGS, "rowwise", legal.SCALINGS["current"])
+    monkeypatch.setitem(legal_values.SCALINGS, "rowwise", legal_values.SCALINGS["current"])
     monkeypatch.setitem(scaling.SCALINGS, "rowwise", RowScaling)
     monkeypatch.setitem(backends.BACKENDS, "rowwise", backend)
     monkeypatch.setattr(backends, "AUTO", (*backends.AUTO, "rowwise"))

@@ -5,7 +5,7 @@
 sharding of a training state.
 """
 
-from fp8jax.comm import mu as mu
+from fp8jax.comm import auto_scaling as auto_scaling
 from fp8jax.comm.gather import all_gather as all_gather
 from fp8jax.comm.reduce import all_reduce as all_reduce
 from fp8jax.comm.reduce import reduce_scatter as reduce_scatter

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from fp8jax import formats
 from fp8jax.comm import wire
-from fp8jax.comm.mu import next_factors
+from fp8jax.comm.auto_scaling import next_factors
 from fp8jax.comm.zero import own_part
 from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, quantize_gradient, to_bytes, value
 from fp8jax.recipe import Recipe
@@ -52,7 +52,7 @@ def all_reduce(
         op: "mean" or "sum".
         floats: format in which float arrays are sent if `comm` is FP8: "FP32" or "FP8". The default is FP32
             in a tree with `ScaledArray`s (as in MS-AMP: norms, biases, embeddings), FP8 in a tree without.
-        mu: automatic scaling state of the parameters' gradients, see `fp8jax.comm.mu`.
+        mu: automatic scaling state of the parameters' gradients, see `fp8jax.comm.auto_scaling`.
 
     Returns:
         The same structure, dtypes and shapes, with the same values on every device; with `mu` a pair of these
@@ -143,7 +143,7 @@ def reduced(
         axes: for each leaf the axis to reduce-scatter along; None for all-reduce.
         axis_name, op, floats: see `all_reduce`.
         comm: the format on the wire, a recipe's `comm` column.
-        mu: a factor for each leaf, see `fp8jax.comm.mu`.
+        mu: a factor for each leaf, see `fp8jax.comm.auto_scaling`.
     """
     if lax.axis_size(axis_name) == 1 and mu is None:
         return leaves, mu  # no communication

@@ -36,7 +36,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from fp8jax.recipe import from_accelerate, from_te, legal
+from fp8jax.recipe import from_accelerate, from_te, legal_values
 
 # Layers that stay in high precision by default: output heads, which users of TransformerEngine and torchao
 # exclude by hand, and routers.
@@ -119,7 +119,7 @@ class Recipe:
     NVFP4: ClassVar["Recipe"]
 
     def __post_init__(self) -> None:
-        legal.check(self)
+        legal_values.check(self)
 
     @classmethod
     def te(
@@ -236,12 +236,12 @@ class Recipe:
         def changes(preset: Recipe) -> list[str]:
             names = [field.name for field in dataclasses.fields(self)]
             different = [name for name in names if getattr(self, name) != getattr(preset, name)]
-            return [f"{name}={legal.shown(getattr(self, name))}" for name in different]
+            return [f"{name}={legal_values.shown(getattr(self, name))}" for name in different]
 
         # A preset with the same options: "te,scaling=current,fp8_format=E4M3", not "block,scaling=current".
-        options = legal.SCALINGS[self.scaling if self.is_quantized else Recipe.scaling]
+        options = legal_values.SCALINGS[self.scaling if self.is_quantized else Recipe.scaling]
         presets = PRESETS | COMBINED
-        alike = [name for name in presets if legal.SCALINGS[presets[name].scaling] == options]
+        alike = [name for name in presets if legal_values.SCALINGS[presets[name].scaling] == options]
         return ",".join(min(([name, *changes(presets[name])] for name in alike or presets), key=len))
 
     @property
@@ -299,7 +299,7 @@ def parse_changes(text: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown field, or one that is given twice.
     """
-    return legal.parsed(text, {field.name: field.default for field in dataclasses.fields(Recipe)})
+    return legal_values.parsed(text, {field.name: field.default for field in dataclasses.fields(Recipe)})
 
 
 Recipe.FP32 = Recipe(gemm="FP32")

@@ -25,7 +25,7 @@ from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
-from fp8jax.rewrite.follow import ParamView, Tracked, bind, move, plain, transpose
+from fp8jax.rewrite.param_view import ParamView, Tracked, bind, move, plain, transpose
 from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
 from fp8jax.scaling.merge import first_state

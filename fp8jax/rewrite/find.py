@@ -25,7 +25,7 @@ from fp8jax.rewrite.dots import (
     flops_of_convolution,
     is_parameter,
 )
-from fp8jax.rewrite.follow import ParamView, follow
+from fp8jax.rewrite.param_view import ParamView, follow
 from fp8jax.rewrite.plan import Kernel, Plan, PlannedDot
 from fp8jax.rewrite.rules import layer_paths
 

@@ -27,8 +27,8 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite.choose import choose, layer_of
 from fp8jax.rewrite.evaluate import evaluate
 from fp8jax.rewrite.find import PROGRAM, find_dots
-from fp8jax.rewrite.follow import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.lora import LoRA
+from fp8jax.rewrite.param_view import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot
 from fp8jax.rewrite.remat import Calls, Checkpointing, with_checkpoints
 from fp8jax.rewrite.report import Report, make_report

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, PyTree
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite.evaluate import last_uses
 from fp8jax.rewrite.find import CALLS, REMATS, inner_jaxpr, scan_parts
-from fp8jax.rewrite.follow import bind
+from fp8jax.rewrite.param_view import bind
 from fp8jax.rewrite.report import layer_of
 
 
