@@ -223,7 +223,8 @@ def test_the_environment(environ, recipe, monkeypatch):
     assert str(Recipe.from_accelerate()) == recipe
 
 
-def test_every_setting_of_transformer_engines_reaches_its_field_alone():
+def test_settings_of_transformer_engine():
+    """Each setting changes its own field and no other."""
     changes = {
         "fp8_format": "E4M3",
         "margin": 3,
@@ -363,7 +364,8 @@ def test_what_contradicts_or_means_nothing_raises_one_line(source, message):
     ],
     ids=str,
 )
-def test_variables_that_contradict_or_mean_nothing_raise_one_line(environ, message):
+def test_wrong_environment_variables(environ, message):
+    """Variables that contradict each other, or have no meaning, raise an error of one line."""
     with pytest.raises(ValueError, match=message) as error:
         Recipe.from_accelerate(environ=environ)
     assert str(error.value).startswith("from_accelerate: ") and "\n" not in str(error.value)
@@ -454,7 +456,8 @@ def test_defect_1_the_documented_optimization_level():
     assert Recipe.from_accelerate({"backend": "msamp", "optimization_level": "O1"}) == Recipe.O1
 
 
-def test_defect_2_msamp_needs_nothing_installed_and_checks_its_level():
+def test_defect_2_msamp_backend():
+    """MS-AMP need not be installed, and its level is checked."""
     kwargs = FP8RecipeKwargs(backend="msamp")  # where TransformerEngine is, its opt_level stays None
     assert kwargs.opt_level is None and Recipe.from_accelerate(kwargs) == Recipe.O2
     with pytest.raises(ValueError, match="`opt_level` is one of: O1 O2; got 'fastest'"):
@@ -524,7 +527,7 @@ def in_fp8(module, source, **changes):
 
 
 @pytest.mark.parametrize("source", [TERecipeKwargs(), MSAMPRecipeKwargs()], ids=["te", "msamp"])
-def test_defect_7_all_layers_are_converted_and_norms_are_left_alone(source):
+def test_defect_7_converted_layers(source):
     """An odd one, its siblings after it, and a model that is nothing but a layer."""
     assert in_fp8(Odd(), source) == ["first", "odd", "next", "last"]
     assert len(in_fp8(nn.Dense(32), source)) == 1

@@ -121,7 +121,8 @@ def _is_outer_scan(eqn):
 
 
 @pytest.mark.long
-def test_auxiliary_outputs_are_stacked_and_keyword_arguments_are_not_split():
+def test_auxiliary_outputs_and_keyword_arguments():
+    """Auxiliary outputs of the microbatches are stacked, and keyword arguments are not split."""
     model, variables = model_of("te")
 
     def loss(variables, x, y, *, factor):
@@ -206,7 +207,8 @@ def test_keys_that_name_no_random_key_are_refused():
         bits_of(keys=jax.random.key(7))
 
 
-def test_a_batch_that_does_not_divide_and_an_unknown_format_raise():
+def test_wrong_batch_or_format():
+    """A batch that does not divide into the microbatches, or an unknown format, raises."""
     model, variables = model_of("te")
     with pytest.raises(ValueError, match=r"divisible by `microbatches`=3 and not 0; got shape \(16, 32\)"):
         fp8jax.accumulate_gradients(loss_of(model), 3)(variables, X, Y)

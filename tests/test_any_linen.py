@@ -164,7 +164,8 @@ class NormedWhole(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Spectral(), NormedWhole()])
-def test_a_layer_whose_whole_state_a_norm_computes_is_in_fp8_with_plain_parameters(module):
+def test_kernel_and_bias_under_a_norm(module):
+    """The GEMM is in FP8, and the parameters that a norm computes from are plain."""
     model = fp8jax.transform(module, "O2")
     variables, plain = model.init(jax.random.key(0), X), module.init(jax.random.key(0), X)
     states = variables.pop("_overwrite_with_gradient")
@@ -186,7 +187,8 @@ def test_a_frozen_model_keeps_a_normed_kernel():
 
 
 @pytest.mark.parametrize("recipe", ["te", "O2"])
-def test_a_normed_kernel_is_a_plain_parameter_and_its_product_in_fp8(recipe):
+def test_normed_kernel(recipe):
+    """The parameter under the norm is plain, and the GEMM is in FP8."""
     model = fp8jax.transform(Normed(), recipe)
     variables = model.init(jax.random.key(0), X)
     plain = Normed().init(jax.random.key(0), X)
@@ -233,7 +235,9 @@ def test_the_names_of_axes_survive():
     jax.tree.map(np.testing.assert_array_equal, nn.unbox(again), unboxed)
 
 
-def test_a_layer_that_multiplies_in_its_own_way_is_in_fp8_as_any_other():
+def test_layer_with_its_own_matmul():
+    """A layer that calls no layer of Flax is in FP8, too."""
+
     class Own(nn.Dense):
         @nn.compact
         def __call__(self, x):
@@ -291,7 +295,8 @@ def test_rules_take_layers_out_of_fp8(rule, layers):
 
 
 @pytest.mark.long
-def test_a_rule_may_change_any_column_of_a_layer_and_the_first_that_fits_decides():
+def test_rules_for_any_column():
+    """A rule can change any column of a layer's recipe, and the first rule that matches decides."""
     rules = (
         Rule("lm_head", "te,amax_history_len=4"),
         Rule("fc_0", "weight=FP32,weight_grad=FP32"),

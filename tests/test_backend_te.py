@@ -224,7 +224,7 @@ def test_state_goes_there_and_back():
     np.testing.assert_array_equal(back["a"]["kernel"]["amax_history"], [[3, 2, 0], [0, 0, 0], [6, 5, 0]])
 
 
-def test_state_of_modules_that_hold_it_themselves_and_of_stacked_layers():
+def test_state_in_modules_and_of_stacked_layers():
     stacked = {"scale": jnp.full((5, 3), 0.25), "amax_history": jnp.ones((5, 3, 4))}
     theirs = te.to_te({"dense": {"kernel": stacked}}, name="")
     assert theirs["dense"]["grad_scale"].shape == (5, 1)
@@ -343,7 +343,8 @@ def assert_same(got, expected):
 @needs_te
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", RECIPES)
-def test_products_and_states_are_bit_for_bit_those_of_the_other_backends(case, out_dtype, gpu):
+def test_same_gemms_and_states_as_other_backends(case, out_dtype, gpu):
+    """Bit for bit."""
     got = steps_of(RECIPES[case], "te", out_dtype)
     assert len(np.unique(got["y"].astype(jnp.float32))) > 50
     assert got["y"].dtype == out_dtype
@@ -372,7 +373,8 @@ def steps_of_its_own(recipe):
 
 @needs_te
 @pytest.mark.parametrize("case", RECIPES)
-def test_products_are_bit_for_bit_those_of_its_own_modules_and_states_convert(case, gpu):
+def test_same_gemms_as_its_own_modules(case, gpu):
+    """Bit for bit, and the states convert."""
     recipe = RECIPES[case]
     ours, theirs = steps_of(recipe, "te"), steps_of_its_own(recipe)
     for name in ("y", "dx", "dw"):
@@ -388,7 +390,7 @@ def test_products_are_bit_for_bit_those_of_its_own_modules_and_states_convert(ca
 
 
 @needs_te
-def test_a_run_goes_on_from_its_modules_state_and_they_from_ours(gpu):
+def test_exchange_of_states_with_its_modules(gpu):
     recipe = DELAYED["hybrid"]
     layers = {
         "theirs": nn.Dense(32, dot_general_cls=te.dot_general_cls(recipe)),
@@ -462,7 +464,8 @@ def test_recipes_say_the_same_there():
 
 
 @needs_te
-def test_a_layer_used_twice_has_a_state_for_each_use_where_its_own_adds(gpu):
+def test_layer_used_twice(gpu):
+    """Each use has a state; TransformerEngine's own module adds the states."""
     recipe = Recipe.te(amax_history_len=4, first_scale="one")
     x = draw(0, 16, 32)
     states = {}
@@ -491,7 +494,8 @@ def test_a_layer_used_twice_has_a_state_for_each_use_where_its_own_adds(gpu):
     ("make", "recipe"),
     [(MLP, "te"), (MLP, "O1"), (MLP, "O3"), (Twice, "te+O2"), (Twice, "te,scaling=current")],
 )
-def test_models_at_every_level_and_checkpoints_that_change_the_backend(make, recipe, gpu):
+def test_every_level_and_a_changed_backend(make, recipe, gpu):
+    """A checkpoint of one backend goes on with the other."""
     x, y = draw(0, 32, 32), draw(1, 32, 32)
     models = {name: fp8jax.transform(make(), recipe, backend=name) for name in ("te", "xla")}
     tx = fp8jax.optim.adamw(1e-2, recipe)

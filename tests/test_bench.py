@@ -227,9 +227,8 @@ def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
         ("fp8,moments=E5M2+E4M4", 8, 40),
     ],
 )
-def test_an_update_on_an_h200_stores_no_float32_copy_and_starts_few_kernels(
-    load_program, recipe, leaves, kernels
-):
+def test_update_compiled_for_an_h200(load_program, recipe, leaves, kernels):
+    """The update stores no float32 copy of the parameters, and starts few kernels."""
     row = load_program("examples/bench/update.py").on_target(recipe, leaves, 1871, "h200")
     assert row["kernels"] <= kernels
     assert row["temporaries %"] <= 2
@@ -257,7 +256,8 @@ class NormedMLP(nn.Module):
 
 @needs_plugin
 @pytest.mark.parametrize("width, hidden", [(1024, 4096), (130, 250)])
-def test_norms_are_cast_where_they_are_computed_and_odd_dims_padded(width, hidden):
+def test_norms_and_odd_dims(width, hidden):
+    """Norms are cast where they are computed, and odd dims are padded."""
     model = fp8jax.transform(NormedMLP(hidden), "te")
     x = jax.ShapeDtypeStruct((2048, width), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)

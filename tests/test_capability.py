@@ -42,7 +42,7 @@ def test_absent_gpu_without_a_format_is_refused(recipe, target, says):
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
-def test_block_scaling_is_lowered_for_a_gpu_that_pallas_does_not_know():
+def test_block_scaling_for_a_gpu_unknown_to_pallas():
     """JAX's table of GPUs has no L40S."""
     model = fp8jax.transform(nn.Dense(128), "block")
     variables = model.init(jax.random.key(0), X)

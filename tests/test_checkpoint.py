@@ -238,7 +238,8 @@ def test_damaged_checkpoints_are_set_aside(saved, tmp_path):
     assert bits(checkpoint.restore(copy, make_state())[0].state) == bits(make_state(5))
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(saved, tmp_path, capfd):
+def test_full_disk(saved, tmp_path, capfd):
+    """The error has one line, and the earlier checkpoints stay."""
     copy, limit = copy_of(saved, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     before = sorted(copy.rglob("*"))
     state = [*make_state(5)[:2], jax.random.normal(jax.random.key(0), (100_000,)), ()]
@@ -254,7 +255,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(saved, tmp_pa
 
 
 @pytest.mark.parametrize("harm", ["damaged", "deleted", "deleted folder"])
-def test_a_run_that_lost_all_its_checkpoints_begins_again_only_if_told_to(tmp_path, harm, capsys):
+def test_run_without_checkpoints(tmp_path, harm, capsys):
+    """A run that lost all its checkpoints begins again only if it is told to."""
     assert (
         run_folder.restore(tmp_path, make_state(), "run", or_start=False) is None
     )  # killed before its first

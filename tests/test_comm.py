@@ -140,7 +140,8 @@ def test_kernels_cross_the_wire_in_bytes(recipe):
         assert numbers["u8"] == 0 and numbers["f32"] + numbers["bf16"] >= total
 
 
-def test_whole_variables_merge_states_by_max_and_loss_scales_by_min():
+def test_all_reduce_of_whole_variables():
+    """Scaling states are merged by max, and loss scales by min."""
     grads = {
         PARAMS: sent(),
         SCALING: {"w": {"scale": jnp.arange(8.0)}},
@@ -248,7 +249,8 @@ def collectives(function, *args):
     return [kind for _, kind in found], total
 
 
-def test_many_tensors_are_few_collectives_and_a_quarter_of_the_bytes():
+def test_collectives_of_many_tensors():
+    """Many tensors cross in few collectives, with a quarter of float32's bytes."""
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     grads = {str(i): shape for i in range(12)}
     kinds, narrow = collectives(lambda g: fp8jax.comm.all_reduce(g, "data"), grads)
@@ -322,7 +324,8 @@ def test_the_automatic_scale_lifts_what_would_underflow():
     np.testing.assert_allclose(state["w"], 2.0**12 * 2**0.001, rtol=1e-6)
 
 
-def test_the_automatic_scale_grows_exponentially_and_is_halved_by_overflow():
+def test_automatic_scale():
+    """The factor grows exponentially, and overflow halves it."""
     x = np.random.default_rng(0).normal(size=(DEVICES, 1000)).astype(np.float32)
     mu, mean = after(20, jnp.asarray(x * 0.9))
     # A power-of-two scale leaves room: until it is used up nothing is cut off.

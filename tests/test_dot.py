@@ -54,7 +54,8 @@ def fake(x, format):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_equals_the_dot_of_rounded_operands_and_so_do_its_gradients(name, strict_dtypes):
+def test_dot_of_rounded_operands(name, strict_dtypes):
+    """Output and gradients are those of the dot of the rounded operands."""
     lhs_shape, rhs_shape, numbers = SHAPES[name]
     lhs, rhs = normal(0, *lhs_shape), normal(1, *rhs_shape)
     grad = normal(2, *jax.eval_shape(lambda a, b: lax.dot_general(a, b, numbers), lhs, rhs).shape)
@@ -108,7 +109,7 @@ def test_noise_is_that_of_fp8():
     assert out < 35  # it is FP8, not something wider
 
 
-def test_float16_output_does_not_overflow_before_the_scales_are_applied():
+def test_float16_output():
     """91% of the peers' float16 outputs overflow at K=1024: they cast first."""
     lhs, rhs = normal(0, 64, 1024, dtype=jnp.float16), normal(1, 1024, 64, dtype=jnp.float16)
     out = current(lhs, rhs)
@@ -198,7 +199,8 @@ def step(recipe):
         (dataclasses.replace(TE, first_scale="tensor"), (1e6, 1e-4, 1e-12)),
     ],
 )
-def test_the_first_step_holds_what_is_typical_or_the_first_tensor(recipe, sizes):
+def test_first_step(recipe, sizes):
+    """The first scales hold typical tensors, or the first tensor."""
     parts = normal(0, 32, 64), normal(1, 64, 16), normal(2, 32, 16)
     lhs, rhs, grad = (size * part for size, part in zip(sizes, parts, strict=True))
     out, dlhs, drhs, state = step(recipe)(lhs, rhs, grad, init_state(recipe))
@@ -233,7 +235,7 @@ def test_one_bad_step_leaves_the_scales_of_the_next_usable(bad):
 
 
 @pytest.mark.parametrize("recipe", [TE, Recipe.O2])
-def test_an_infinite_output_gradient_shows_in_the_weight_gradient(recipe):
+def test_infinite_output_gradient(recipe):
     """Saturated it would be a large gradient, and an optimizer would take the step."""
     lhs, rhs, grad = normal(0, 32, 64), normal(1, 64, 16), normal(2, 32, 16)
     _, dlhs, drhs, _ = step(recipe)(lhs, rhs, grad.at[3, 5].set(jnp.inf), init_state(recipe))
@@ -246,7 +248,8 @@ def test_a_nan_shows_in_the_output():
     np.testing.assert_array_equal(jnp.isnan(out).any(axis=1), [False, True, False, False])
 
 
-def test_a_scaled_kernel_multiplies_as_its_value_and_its_gradient_leaves_through_the_slot():
+def test_scaled_kernel():
+    """It multiplies as its value does, and its gradient leaves through the slot."""
     lhs, grad = normal(0, 32, 64), normal(2, 32, 16)
     kernel = quantize(normal(1, 64, 16), formats.FP16, power_of_two=True, blocks=(1, 1))
     recipe = Recipe.parse("O2,scaling=current")
@@ -291,7 +294,8 @@ def test_vmap_and_remat_do_not_change_the_result():
     np.testing.assert_allclose(loss(jax.checkpoint(one)), loss(one), rtol=1e-6)
 
 
-def test_the_policy_keeps_the_fp8_operands_of_each_product_and_no_wider_ones():
+def test_residuals_of_the_remat_policy():
+    """The policy saves the FP8 operands of each GEMM, and no operands in high precision."""
     shapes = (24, 32), (32, 64), (64, 16)
     operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 

@@ -189,7 +189,7 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
 @pytest.mark.parametrize(
     "name, value", [("curves", []), ("curves", None), ("data", {}), ("data", {"taken": 3}), ("data", 3)]
 )
-def test_a_checkpoint_with_the_metadata_of_another_step_is_refused(alone, tmp_path, monkeypatch, name, value):
+def test_metadata_of_another_step(alone, tmp_path, monkeypatch, name, value):
     """Only a defect writes one. It would go on with other batches, or with half of the metrics."""
     trainer, options, _ = alone
     trainer = at(trainer, tmp_path / "run")
@@ -229,7 +229,8 @@ def test_an_evaluation_changes_nothing(alone):
     assert bits(run.state) == before
 
 
-def test_the_report_says_what_it_was_given_and_refuses_all_that_it_says_itself(alone):
+def test_extra_lines_of_the_report(alone):
+    """The report shows the lines that it is given, and refuses names that it has already."""
     trainer, _, run = alone
     result = json.loads((run.folder / "result.json").read_text())
     own = result.keys() - ABOUT.keys()
@@ -401,7 +402,7 @@ def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):
     assert [{"step": step, "model": name, **values} for step, name, values in seen] == lines
 
 
-def test_statistics_of_a_run_are_in_its_folder_its_report_and_its_advice(alone, tmp_path, capsys):
+def test_statistics_of_a_run(alone, tmp_path, capsys):
     """At the evaluations; a run that is resumed from step 10 measures step 12 again. E4M3 rounds most of the
     smallest inputs to zero, and the losses are those of a run that is not measured."""
     trainer, options, left_alone = alone

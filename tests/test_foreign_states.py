@@ -133,7 +133,7 @@ def test_states_that_the_recipe_does_not_need(kind, recipe, other):
     sums(model)({**variables, SCALING: variables.get(SCALING, {})})
 
 
-def test_nnx_modules_with_states_that_their_recipe_does_not_need():
+def test_nnx_modules_with_unneeded_states():
     model, foreign = (
         fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), name) for name in ("te,scaling=current", "te")
     )

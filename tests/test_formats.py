@@ -40,7 +40,8 @@ def test_numbers_are_those_of_the_specification(name):
 
 
 @pytest.mark.parametrize("format", FLOATS, ids=str)
-def test_every_code_means_what_the_bias_and_the_fraction_bits_say(format):
+def test_values_of_all_codes(format):
+    """Each code has the value that bias and fraction bits define."""
     codes = np.arange(2**format.bits, dtype=np.uint16 if format.bits == 16 else np.uint8)
     with np.errstate(invalid="ignore"):  # numpy warns of a signaling NaN's cast
         values = codes.view(format.dtype).astype(np.float64)

@@ -186,7 +186,8 @@ def test_pmean_of_devices(recipe, outside):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_a_gradient_inside_ones_own_shard_map_says_where_the_batch_is_split():
+def test_gradient_inside_a_shard_map():
+    """The error says where the batch is split."""
     mine = pieces("linen", "te")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = lambda v, x, y: mine.gradient(v, x[0], y[0])  # noqa: E731
@@ -348,7 +349,7 @@ def test_clipped_gradients_keep_their_tag():
 @pytest.mark.parametrize(
     "tx", [optax.adamw(1e-2), optax.sgd(1e-2), optax.lion(1e-3)], ids=["adamw", "sgd", "lion"]
 )
-def test_an_optimizer_that_takes_the_state_for_parameters_is_loud(tx):
+def test_optimizer_of_the_scaling_state(tx):
     """JAX's own gradient of whole variables has the new state in it, which optax would add to the old."""
     model = fp8jax.transform(MLP(), "te")
     variables = model.init(jax.random.key(0), X[0])

@@ -184,7 +184,9 @@ def test_training_reaches_the_loss_of_float32_in_one_trace(recipe):
     assert abs(last - train("fp32")) < 0.03
 
 
-def test_a_shared_float16_weight_gets_a_float32_sum_before_it_is_narrowed():
+def test_gradient_of_a_shared_float16_weight():
+    """The sum over the uses is float32, and is rounded once."""
+
     class Twice(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -239,7 +241,7 @@ def test_updates_of_another_tree_are_refused_in_a_line(name, is_whole):
 
 
 @pytest.mark.parametrize("module", ["MLP", "scan", "vmap"])
-def test_a_vmap_of_value_and_grad_gives_the_gradient_of_each_example(module):
+def test_vmap_of_value_and_grad(module):
     """Codes are not summed over the examples: each has a gradient, and a state, of its own."""
     model = fp8jax.transform(MLP() if module == "MLP" else Uses(module), "O2")
     variables, x = jax.jit(model.init)(jax.random.key(0), X), jnp.split(X, 4)
@@ -339,7 +341,7 @@ LIMITS = np.float32([448, 448, 57344])
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_has_no_gradient_does_not_keep_the_scale_of_gradients_up(way):
+def test_scale_beside_zero_gradients(way):
     """The old scale, where a gradient is zero, is not larger than that of another gradient's amax."""
     kind, grad = WAYS[way]
     model = fp8jax.transform(Uses(kind), "te,amax_history_len=1,amax_compute_algo=most_recent")
@@ -382,7 +384,7 @@ def test_stop_gradient_inside_the_loss_freezes_a_layer(recipe, stop):
     assert is_scaled(frozen["first"]["kernel"]) == is_scaled(free["first"]["kernel"]) == (recipe != "te")
 
 
-def test_stop_gradient_of_one_use_leaves_the_gradient_of_the_other():
+def test_stop_gradient_of_one_use():
     """The stopped use's weight gradient is much larger: its scale is not to be taken."""
 
     class Stack(nn.Module):

@@ -303,7 +303,8 @@ def test_planted_interop_violation_is_found(tmp_path):
     ]
 
 
-def test_importing_the_package_loads_no_extra_and_touches_no_device():
+def test_import_of_the_package():
+    """It loads no optional package, and touches no device."""
     program = """
         import sys
         import fp8jax

@@ -79,7 +79,7 @@ def test_every_level_learns_in_one_trace(name):
 
 
 @pytest.mark.parametrize("name", LEVELS)
-def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(name):
+def test_step_that_is_not_finite(name):
     """The scaling state goes on, with no amax for this step and the same scales."""
     trained = training(name)
     variables, state, _ = trained.run(np.ones(3))
@@ -253,7 +253,8 @@ def test_apply_if_finite_is_for_plain_parameters():
 # Loss scaling ####################################################################################
 
 
-def test_the_loss_scale_halves_on_a_bad_step_and_doubles_after_a_good_while():
+def test_loss_scale():
+    """It is halved by a bad step, and doubled after many good steps."""
     state = loss_scale.init()
     assert float(state["scale"]) == 2.0**16
     state = loss_scale.update(state, jnp.array(False))
@@ -272,7 +273,7 @@ def test_the_loss_scale_has_bounds(scale, is_finite, expected):
     assert float(loss_scale.update(state, jnp.array(is_finite))["scale"]) == expected
 
 
-def test_gradients_that_float16_cannot_hold_survive_by_the_loss_scale():
+def test_loss_scale_and_small_gradients():
     """A loss whose gradients underflow in float16 without it."""
     model = fp8jax.transform(nn.Dense(4, use_bias=False, dtype=jnp.float16), "fp16_amp")
     x = jnp.full((1, 8), 1e-3)
@@ -318,7 +319,7 @@ def hostile(rng, shape):
 
 
 @pytest.mark.parametrize("name", [pytest.param("O1", marks=pytest.mark.long), "O3"])
-def test_nothing_breaks_under_hostile_gradients_and_training_goes_on(name):
+def test_hostile_gradients(name):
     """Clipped, as every training is: an Adam that takes a gradient of 1e15 needs 1e5 steps to forget it."""
     trained = training(name)
     variables, state = trained.start
@@ -351,7 +352,8 @@ def test_nothing_breaks_under_hostile_gradients_and_training_goes_on(name):
     assert losses[-1] < 0.1
 
 
-def test_the_scaled_array_of_a_bad_gradient_is_nan_not_its_formats_max():
+def test_scaled_array_of_a_bad_gradient():
+    """It is NaN, not the format's max."""
     q = fp8jax.quantization.quantize_gradient(jnp.float32([1.0, np.inf, -np.inf, np.nan]))
     assert isinstance(q, ScaledArray) and float(q.scale) > 0
     np.testing.assert_array_equal(np.isnan(np.asarray(q.data, np.float32)), [False, True, True, True])

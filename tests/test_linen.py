@@ -120,7 +120,8 @@ def test_state_is_shaped_like_params_with_a_layer_axis(o2):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32"}
 
 
-def test_forward_and_gradients_are_those_of_the_plain_module_but_for_fp8_noise(o2):
+def test_forward_and_gradients_beside_the_plain_module(o2):
+    """They differ by the noise of FP8 only."""
     model, variables, value_and_grad = o2
     plain = model.dequantize(variables)
     assert relative(jax.jit(model.apply)(variables, TOKENS), jax.jit(Net().apply)(plain, TOKENS)) < 0.15
@@ -166,7 +167,8 @@ def test_applying_changes_no_state_and_needs_all_variables(o2):
         model.apply(wrong, TOKENS)
 
 
-def test_every_gemm_of_the_report_is_float8_in_the_jaxpr_and_no_other(o2):
+def test_reported_gemms_in_the_jaxpr(o2):
+    """The GEMMs of the report, and no others, have float8 operands in the jaxpr."""
     model, variables, _ = o2
     count, wide = jaxprs.fp8_dots(fp8jax.value_and_grad(squares(model)), variables)
     matched = [row for row in model.report(TOKENS).rows if row.fp8]
@@ -259,7 +261,7 @@ class Mapped(nn.Module):
         ("O2", "value_and_grad"),  # the gradient of a float16 weight needs ours
     ],
 )
-def test_a_shared_layer_has_a_state_for_each_use_and_adds_gradients(module, largest, recipe, how):
+def test_states_of_a_shared_layer(module, largest, recipe, how):
     """One use many times, in a scan or a vmap, merges amaxes by max. Peers add them: a scale doubled by two
     uses, fourfold after a scan over four."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((4, WIDTH), np.float32))
@@ -283,7 +285,7 @@ def test_a_shared_layer_has_a_state_for_each_use_and_adds_gradients(module, larg
         np.testing.assert_allclose(state["scale"][0], times * jnp.max(jnp.abs(x)) / 448, rtol=1e-6)
 
 
-def test_dense_at_the_root_and_layers_that_multiply_in_other_ways():
+def test_dense_at_the_root_and_other_layers():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((2, WIDTH), np.float32))
     model = fp8jax.transform(nn.Dense(WIDTH), "O2")
     variables = model.init(jax.random.key(0), x)
@@ -315,7 +317,8 @@ def test_wide_recipes_multiply_in_their_format(recipe, optimized):
     assert ("bf16" in jaxpr) == (recipe == "bf16")
 
 
-def test_plain_variables_and_this_models_convert_into_each_other(o2):
+def test_conversion_of_plain_variables(o2):
+    """Plain variables and the transformed model's convert into each other."""
     model, variables, _ = o2
     noisy = jax.tree.map(lambda p: p + 0.01, plain_variables())
     loaded = model.quantize(noisy, like=variables)

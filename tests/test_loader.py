@@ -337,7 +337,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_a_program_ends_without_a_word_and_without_leaving_workers(tmp_path):
+def test_end_of_a_program_with_workers(tmp_path):
     """Grain alone prints tracebacks at the end, leaves a process behind, and loses its workers to Ctrl-C."""
     (tmp_path / "program.py").write_text(PROGRAM)
     for arguments, status in ([], 0), (["killed"], -signal.SIGKILL), (["stopped"], 0):

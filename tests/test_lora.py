@@ -85,7 +85,8 @@ BOUNDS = {"fp32": 2e-6, "bf16": 0.03, "fp16_amp": 0.005, "te": 0.2, "O2": 0.2, "
 
 
 @pytest.mark.parametrize("recipe", LEVELS)
-def test_only_adapters_are_trained_and_merged_they_are_the_model(recipe):
+def test_training_and_merging_adapters(recipe):
+    """Only adapters are trained, and merged with the kernels they give the same model."""
     model, plain, start, variables, state = trained(recipe)
     # The frozen values, and everything that the state has moments for.
     jax.tree.map(np.testing.assert_array_equal, variables[FROZEN], start[FROZEN])
@@ -160,7 +161,8 @@ def test_no_gradient_of_a_frozen_kernel_is_in_the_program(recipe):
     assert not casts
 
 
-def test_scanned_and_rematerialized_layers_have_stacks_of_adapters():
+def test_adapters_of_scanned_layers():
+    """Scanned and rematerialized layers have stacks of adapters."""
     model, _, _, variables, _ = trained("O2", Stack)
     own = variables[PARAMS]["layers"]["fc"]
     assert own["lora_a"].shape == (3, 32, 4) and own["lora_b"].shape == (3, 4, 32)

@@ -116,7 +116,8 @@ def test_dimensions_that_cost_are_told(sizes, says):
     assert advice.advise(product_of(*sizes)) == says
 
 
-def test_layers_of_other_formats_and_experts_are_advised_as_they_can_be_changed():
+def test_advice_for_other_formats_and_experts():
+    """The advice names only changes that are possible."""
     report = product_of(100, 100, 100)
     assert advice.advise(report._replace(rows=(report.rows[0]._replace(fp8=False),))) == []
     [rows, *_] = advice.advise(report._replace(rows=(report.rows[0]._replace(kind="ExpertDense"),)))

@@ -184,7 +184,8 @@ def test_a_cast_keeps_an_explicit_sharding():
     ],
 )
 @pytest.mark.parametrize("spec", [P("data", "model"), P("data", None), P(None, "model")])
-def test_casts_and_amaxes_under_jit_keep_an_explicit_sharding_and_the_values(function, spec):
+def test_casts_and_amaxes_of_sharded_arrays(function, spec):
+    """Under `jax.jit` they leave an explicit sharding and the values as they are."""
     x = X.copy()
     x[3, 5] = np.inf
     mesh = mesh_of(AxisType.Explicit)

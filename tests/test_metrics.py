@@ -38,7 +38,8 @@ def variables(scale, newest):
     }
 
 
-def test_saturation_compares_the_new_amax_with_the_scale_that_was_used():
+def test_saturation():
+    """The new amax is compared with the scale that the step used."""
     before = variables([1.0, 2.0, 0.5], [9.0, 9.0, 9.0])
     after = variables([8.0, 16.0, 32.0], [448.0, 448.0, 4 * 57344.0])
     expected = {"HYBRID": [1.0, 0.5, 8.0], "E4M3": [1.0, 0.5, 8.0 * 57344 / 448]}
@@ -152,7 +153,7 @@ def test_curves_survive_a_file(tensors):
     assert Curves.from_json(Curves().to_json()) == Curves()
 
 
-def test_steps_that_were_skipped_are_numbered_across_checkpoints():
+def test_skipped_steps_across_checkpoints():
     def span(*skips):
         return [StepMetrics(2.5, np.int32(count), ScaleMetrics(np.zeros(3), np.zeros(3))) for count in skips]
 
@@ -164,7 +165,8 @@ def test_steps_that_were_skipped_are_numbered_across_checkpoints():
     assert curves.skipped == [1, 3, 5] and curves.skips == 4 and curves.loss == [2.5] * 6
 
 
-def test_a_span_of_steps_has_the_last_scale_and_the_largest_saturation():
+def test_metrics_of_a_span_of_steps():
+    """The last scale, and the largest saturation."""
     curves = runs.make_curves()
     assert curves.scale_steps[0] == 10 and curves.scales[0] == [9.5] * 3
     assert curves.saturations[0] == [float(np.float32(0.1 * 9))] * 3

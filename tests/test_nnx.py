@@ -148,7 +148,8 @@ def test_the_report_says_why():
 
 
 @pytest.mark.parametrize("recipe", ["te", "O2"])
-def test_every_gemm_of_the_report_is_float8_in_the_jaxpr_and_no_other(recipe):
+def test_reported_gemms_in_the_jaxpr(recipe):
+    """The GEMMs of the report, and no others, have float8 operands in the jaxpr."""
     model = fp8jax.transform(Net(nnx.Rngs(0)), recipe)
     rows = fp8jax.report(model, TOKENS).rows
     matched = [row for row in rows if row.fp8]
@@ -235,7 +236,8 @@ def test_a_loop_of_nnx_idioms_stays_one(recipe):
 
 
 @pytest.mark.long
-def test_gradients_are_those_of_the_plain_model_in_their_formats():
+def test_gradients_beside_the_plain_model():
+    """They are the plain model's, in the recipe's formats."""
     model = without_dropout(net("O2"))
     loss, grads = fp8jax.value_and_grad(squares)(model, TOKENS)
     plain = without_dropout(net())
@@ -359,7 +361,7 @@ def test_split_states_are_variables_too(recipe, pure):
 
 
 @pytest.mark.parametrize("recipe", ["te", "O2"])
-def test_the_state_of_parameters_alone_is_enough_for_their_gradient(recipe):
+def test_gradient_of_the_parameters_alone(recipe):
     """The new scaling state is lost, and that is said."""
     model, x = fp8jax.transform(Pair(nnx.Rngs(0)), recipe), jnp.ones((5, 36))
     graph, params, rest = nnx.split(model, nnx.Param, ...)

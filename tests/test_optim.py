@@ -250,7 +250,8 @@ def test_a_schedule_is_asked_for_every_step():
     assert compiled.traces == 1
 
 
-def test_hyperparameters_can_be_injected_and_changed_without_a_new_trace():
+def test_injected_hyperparameters():
+    """They can be changed without a new trace."""
     make = optax.inject_hyperparams(adamw, static_args=("recipe", "mask"))
     compiled = Stepper(make(learning_rate=LR, recipe="O2", b1=B1, b2=B2, eps=EPS, weight_decay=DECAY))
     params, grads = params_of("fp32"), grads_of("O2")

@@ -240,7 +240,7 @@ def test_states_in_the_hosts_memory(stage, old, new, is_jitted):
         tx.update(grads_of(1), state, params)
 
 
-def test_states_in_the_hosts_memory_of_an_optimizer_without_zero():
+def test_states_in_host_memory_without_zero():
     params, zero = params_of("O2"), Zero(jax.make_mesh((8,), ("data",)), "O2", offload=True)
     state = adamw(1e-3, "O2", zero=zero).init(zero.place(params))
     changed = convert(state, zero.place(params), "fp8")

@@ -47,7 +47,8 @@ MIXED = {
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0])
-def test_clipping_is_optaxs_on_the_values_and_multiplies_scales_alone(max_norm):
+def test_clipping(max_norm):
+    """It is optax's on the values, and multiplies only the scales."""
     clip = clip_by_global_norm(max_norm)
     got, _ = clip.update(MIXED, clip.init(MIXED))
     wide = jax.tree.map(
@@ -166,7 +167,8 @@ def test_a_gradient_is_no_update():
     assert np.isnan(value(jax.jit(fp8jax.apply_updates)(PARAMETERS["w"], grads["w"]))).all()
 
 
-def test_dequantize_turns_every_leaf_to_its_value_and_keeps_the_rest():
+def test_dequantize():
+    """Every scaled leaf becomes its value, and all other leaves stay."""
     got, _ = dequantize().update(MIXED, dequantize().init(MIXED))
     chex.assert_trees_all_equal(got, values(MIXED))
     assert got["h"] is MIXED["h"] and got["w"].dtype == jnp.float32

@@ -194,7 +194,8 @@ def gradient_of(module, x, recipe="te", size=1.0):
     "module, inputs, uses",
     [(Twice, {"kernel": 1.0, "kernel#1": 3.0}, 2), (Loop, {"kernel": 1.0}, 4)],
 )
-def test_a_layer_used_again_has_the_scale_of_its_largest_input_where_flax_adds_scales(module, inputs, uses):
+def test_scale_of_a_layer_used_again(module, inputs, uses):
+    """It is the scale of the largest input; Flax adds the scales."""
     x = normal(0, (4, WIDTH))
     _, variables, loss = gradient_of(module(), x)
     _, grads, new = fp8jax.value_and_grad(loss)(variables, x)

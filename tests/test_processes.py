@@ -402,7 +402,8 @@ def test_four_processes_lose_one_and_two_go_on(start, alone):
 
 
 @pytest.mark.long
-def test_stopped_killed_and_silent_processes_never_keep_the_others(start, alone):
+def test_stopped_killed_and_silent_processes(start, alone):
+    """The other processes never wait for them without end."""
     run = start.folder / "troubled"
 
     def go_on(*argv):

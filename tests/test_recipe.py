@@ -98,7 +98,8 @@ def test_the_presets_are_those_and_all_different():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "fp8"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_combined_presets_have_the_gemm_column_of_one_and_the_rest_of_the_other(name, level):
+def test_combined_presets(name, level):
+    """The GEMM column of one, and the other columns of the other."""
     recipe, gemm, others = (Recipe.parse(text) for text in (f"{name}+{level}", name, level))
     of_gemm = {"gemm", "scaling", "fp8_format", "amax_history_len"}
     for field in FIELDS:
@@ -242,7 +243,8 @@ ILLEGAL = [
 
 
 @pytest.mark.parametrize("name, legal, bad", ILLEGAL, ids=str)
-def test_an_illegal_value_raises_names_the_field_and_lists_what_is_legal(name, legal, bad):
+def test_illegal_values(name, legal, bad):
+    """The error names the field, and lists the legal values."""
     with pytest.raises(ValueError) as error:
         Recipe(**{name: bad})
     message = str(error.value)

@@ -59,7 +59,8 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path, monkeypatch, out, resum
     assert says in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+def test_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    """It is refused before the work."""
     (tmp_path / "settings.json").touch()
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: path.name != "checkpoints")  # root may write anywhere

@@ -69,7 +69,8 @@ def critical_values(format):
 
 @pytest.mark.parametrize("format", (*FP8, formats.FP16), ids=str)
 @pytest.mark.parametrize("way", [cast, _cast_natively])
-def test_codes_midpoints_edges_and_any_bits_are_cast_bit_for_bit(way, format):
+def test_casts_bit_for_bit(way, format):
+    """Of all codes, midpoints, edges and arbitrary bits."""
     any_bits = np.random.default_rng(0).integers(0, 2**32, 2**18, np.uint32).view(np.float32)
     x = np.concatenate([critical_values(format), any_bits])
     expected = clipped_cast(x, format)
@@ -155,7 +156,8 @@ def test_a_scale_maps_amax_to_the_top_of_the_format(format, margin):
     format=st.sampled_from(TARGETS),
 )
 @hypothesis.settings(max_examples=100)
-def test_a_scale_is_finite_positive_and_normal_and_so_is_its_reciprocal(amaxes, margin, power_of_two, format):
+def test_scales_and_their_reciprocals(amaxes, margin, power_of_two, format):
+    """Both are finite, positive and normal."""
     got = scale_of(jnp.asarray(amaxes), format.max, margin=margin, power_of_two=power_of_two)
     got = np.asarray(got)
     assert got.dtype == np.float32
@@ -198,7 +200,8 @@ def quantizer(format, power_of_two, margin):
     way=st.sampled_from(WAYS),
 )
 @hypothesis.settings(max_examples=100)
-def test_the_error_is_at_most_half_an_ulp_at_the_formats_max_times_the_scale(x, way):
+def test_largest_rounding_error(x, way):
+    """At most half an ulp at the format's max, times the scale."""
     q, format = quantizer(*way)(x), way[0]
     scale = float(q.scale)
     # x / scale is computed with two roundings, and the largest may land two above max, to be clipped to it.
@@ -378,7 +381,7 @@ def test_amax_of_a_tensor_a_scaled_array_and_nothing():
 
 @pytest.mark.parametrize("size", [4, 4096])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_bad_number_makes_the_amax_of_its_block_alone_infinite(size, bad):
+def test_amax_of_a_block_with_a_bad_number(size, bad):
     """Whatever the size: some compilers' maximum forgets NaN in large tensors."""
     x = np.random.default_rng(0).normal(size=(size, 2)).astype(np.float32)
     expected = np.abs(x).max(axis=0)

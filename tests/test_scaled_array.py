@@ -61,7 +61,8 @@ def test_it_is_frozen():
     "format, blocks, nbytes",
     [(formats.E4M3, (), 24 + 4), (formats.FP16, (1, 1), 48 + 4), (formats.E5M2, (2, 3), 24 + 24)],
 )
-def test_its_shape_is_that_of_the_value_and_its_bytes_those_of_codes_and_scales(format, blocks, nbytes):
+def test_shape_and_bytes(format, blocks, nbytes):
+    """The shape of the value; the bytes of codes and scales."""
     q = example(format, blocks=blocks)
     assert (q.shape, q.ndim, q.size, q.nbytes) == ((4, 6), 2, 24, nbytes)
     scalar = quantize(jnp.float32(3), format)
@@ -104,7 +105,7 @@ def test_arithmetic_acts_on_the_value_from_both_sides(name, other):
         np.testing.assert_allclose(got, expected, rtol=2.0**-22)
 
 
-def test_powers_negation_and_functions_of_arrays_act_on_the_value():
+def test_arithmetic_on_the_value():
     q = example()
     v = q.dequantize()
     for got, expected in (

@@ -126,7 +126,8 @@ sequences = st.lists(
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("current")])
 @hypothesis.given(amaxes=sequences)
 @hypothesis.settings(max_examples=40)
-def test_delayed_scales_and_histories_are_those_of_the_definition(name, amaxes):
+def test_delayed_scales_and_histories(name, amaxes):
+    """They are those of the definition."""
     recipe = RECIPES[name]
     scales, states = jax.tree.map(np.asarray, runner(name)(amaxes))
     models = [DelayedModel(recipe, *of) for of in zip(LIMITS, TYPICAL, strict=True)]
@@ -223,7 +224,7 @@ def test_two_uses_merge_by_max_and_not_with_the_old_value():
 
 
 @pytest.mark.parametrize("name", ["one, most recent", "most recent", "max", "tensor", "interval"])
-def test_a_use_without_an_amax_has_no_say_where_next_states_meet(name):
+def test_merged_state_of_an_unused_layer(name):
     """Its scale is the old one, or that of a window of the past, and may be larger than that of the other."""
     chosen, limits = scaling.of_recipe(RECIPES[name]).method, jnp.asarray(LIMITS)
     old = {**chosen.init(OPERANDS), "scale": jnp.full(OPERANDS, 2.0**20)}
@@ -247,7 +248,8 @@ def test_uses_without_an_amax_leave_the_scale_of_the_window():
     np.testing.assert_allclose(state["scale"], 10 / LIMITS, rtol=1e-6)  # 100 has left the window of 3
 
 
-def test_the_gradient_of_a_state_is_the_next_one_with_jaxs_own_too():
+def test_gradient_of_a_state():
+    """It is the next state, by JAX's own transformations, too."""
     recipe = RECIPES["one, most recent"]
     state, x, kernel = init_state(recipe), jnp.ones((4, 8)), jnp.ones((8, 4))
 
@@ -289,7 +291,8 @@ def test_a_state_shared_by_the_examples_of_a_vmap_merges_by_max():
     np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
 
 
-def test_a_state_scanned_over_stays_one_per_layer_through_checkpoint():
+def test_state_of_scanned_layers_under_checkpoint():
+    """There is a state for each layer."""
     states, seen = jnp.float32([[1, 2], [3, 4]]), jnp.float32([[10, 20], [30, 40]])
 
     def loss(states):
@@ -340,7 +343,8 @@ def test_codes_are_cotangents(loss, shape):
     np.testing.assert_array_equal(codes.astype(jnp.float32), jnp.broadcast_to(DATA, shape))
 
 
-def test_along_is_nothing_outside_vmap_and_where_the_state_is_mapped_too():
+def test_broadcast_under_vmap():
+    """It does nothing outside of `vmap`, and where the state is mapped, too."""
     np.testing.assert_array_equal(broadcast_under_vmap(STATE, 1.0), STATE)
     states, seen = jnp.stack(SEEN), jnp.stack(SEEN[::-1])
 

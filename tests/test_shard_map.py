@@ -192,7 +192,8 @@ def test_a_loss_that_calls_the_model_in_its_own_shard_map(recipe, check_vma):
 
 
 @pytest.mark.parametrize("recipe", ["current", "te"])
-def test_a_constant_model_in_the_losss_own_shard_map_is_no_state_of_it(recipe):
+def test_constant_model_in_a_shard_map(recipe):
+    """Its state does not belong to the loss."""
     teacher, student = fp8jax.transform(product, recipe), fp8jax.transform(product, "te")
     of_teacher, variables = teacher.init(PARAMS, X), student.init(PARAMS, X)
 

@@ -88,7 +88,8 @@ def test_an_interrupt_ends_a_program_wherever_it_is():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_while_it_imports_a_signal_ends_a_program_without_a_word(request, number):
+def test_signal_during_an_import(request, number):
+    """The program ends without a traceback."""
     program = request.config.rootpath / runs.PROGRAM
     process = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     time.sleep(0.6)  # the imports take longer
@@ -97,7 +98,7 @@ def test_while_it_imports_a_signal_ends_a_program_without_a_word(request, number
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
-def test_while_it_imports_an_interrupt_ends_the_command_with_a_line(request, seconds):
+def test_interrupt_during_an_import(request, seconds):
     """As the console script does: it imports the module of the entry point, and calls it."""
     scripts = tomllib.loads((request.config.rootpath / "pyproject.toml").read_text())["project"]["scripts"]
     module, name = scripts["fp8jax"].split(":")

@@ -408,7 +408,8 @@ def test_options_of_adam():
             AdamW([nn.Parameter(torch.ones(3))], **{name: wrong})
 
 
-def test_a_state_dict_in_parts_has_every_bit_and_does_not_fit_a_plain_model(tmp_path):
+def test_state_dict_in_parts(tmp_path):
+    """It has every bit, and does not fit a plain model."""
     safetensors_torch = pytest.importorskip("safetensors.torch")
     model, optimizer = prepared("fp8")
     train(model, optimizer)

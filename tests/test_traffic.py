@@ -54,7 +54,9 @@ def test_a_gemm_of_transformer_engine_is_what_its_operands_are(read, text, lhs, 
 
 
 @needs_plugin
-def test_gemms_of_an_h200_have_the_bytes_of_their_operands_as_often_as_they_run(read):
+def test_bytes_of_gemms_on_an_h200(read):
+    """The bytes of the operands, as often as the GEMM runs."""
+
     def fn(x, kernels, narrow, scale, batch):
         x = lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, kernels)[0]
         wide = (lax.optimization_barrier(narrow).astype(jnp.bfloat16) * scale for _ in range(2))

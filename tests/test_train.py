@@ -320,7 +320,8 @@ def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, caps
     assert levels.main(options) == 2 and "exists; name another" in capsys.readouterr().err
 
 
-def test_a_model_larger_than_the_memory_is_refused_and_its_folder_given_back(program, folder, capsys):
+def test_model_larger_than_the_memory(program, folder, capsys):
+    """It is refused, and its folder is removed."""
     assert program.main([*runs.TINY, "--no-twin", "--width", "2000000000", "--out", "run"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "GB of each device, and there are" in line and not (folder / "run").exists()

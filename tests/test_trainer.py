@@ -431,7 +431,8 @@ def evaluation_loss(model, batch):
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_an_evaluation_of_linen_has_no_dropout_and_changes_nothing(devices):
+def test_evaluation_of_a_linen_model(devices):
+    """It has no dropout, and changes no state."""
     trainer, state, _ = trained(steps=0, recipe="te", devices=devices)
     before = jax.device_get(state)
     evaluate, batch = trainer.evaluator(evaluation_loss), rows(6)

@@ -183,7 +183,8 @@ def test_each_device_keeps_what_the_stage_says(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_those_of_the_whole_batch_in_the_recipes_format(stage):
+def test_gradients_of_the_whole_batch(stage):
+    """They are in the recipe's format."""
     one, many = of_one("O2").grads, of_stage("O2", stage).grads
     assert jax.tree.structure(many) == jax.tree.structure(one)
     for a, b in zip(*(jax.tree.leaves(t, is_leaf=is_scaled) for t in (many, one)), strict=True):
@@ -316,7 +317,9 @@ def test_microbatches_on_devices_draw_by_keys_of_their_own():
             fp8jax.value_and_grad(loss_fn, has_aux=True, zero=zero)(params, X, raw)
 
 
-def test_microbatches_of_an_nnx_module_on_devices_draw_their_own():
+def test_random_bits_of_microbatches_on_devices():
+    """Each microbatch of an NNX module on each device draws bits of its own."""
+
     def loss_fn(model, x):
         out = model(jnp.ones_like(x))
         return jnp.mean(out), out
@@ -374,7 +377,7 @@ def test_one_device_is_none():
         *(pytest.param("O2,comm=BF16", stage, marks=pytest.mark.long) for stage in (0, 2)),
     ],
 )
-def test_a_device_whose_gradients_are_zero_has_no_say_in_their_scale(recipe, stage):
+def test_scale_with_zero_gradients_on_one_device(recipe, stage):
     """Rows of padding on one device, and inputs that are zero on all: zero parts."""
     model = fp8jax.transform(nn.Dense(32, use_bias=False), recipe)
     variables = model.init(jax.random.key(0), X)
@@ -472,7 +475,8 @@ def test_nnx_streams_constants_and_intermediates():
     assert len({part.tobytes() for part in parts}) == DEVICES
 
 
-def test_auxiliary_outputs_are_stacked_and_keyword_arguments_whole():
+def test_auxiliary_outputs_and_keyword_arguments():
+    """Auxiliary outputs are stacked, and keyword arguments are not split."""
     model = fp8jax.transform(Net(), "O2")
     zero = Zero(mesh(), "O2", 0)
 
