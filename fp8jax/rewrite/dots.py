@@ -89,6 +89,7 @@ class Dot(NamedTuple):
     is_batched: bool  # whether it has batch dimensions
     is_matrix: bool  # whether the stored parameter is a matrix (inputs, outputs)
     reason: str | None  # why it cannot run in FP8; None if it can
+    varies: frozenset[str]  # inside a `jax.shard_map`, the mesh axes that its output varies over
     layer: str = ""  # path of its layer, see `layer_paths`
 
     @property
@@ -142,6 +143,7 @@ def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
         is_batched=bool(batched[0]) and not groups,
         is_matrix=not is_grouped and _is_matrix(x, contracted[kernel]),
         reason=_why_not(ins, kernels, len(shapes[1 - kernel]), contracted, ragged, is_complex, place),
+        varies=frozenset(eqn.outvars[0].aval.manual_axis_type.varying),
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from jax import lax
 # No public API gives a rebound equation its original name stack and traceback.
 from jax._src import source_info_util
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from fp8jax import formats
 from fp8jax.dot import OUTPUT, Weight, dot_general, ragged_dot
@@ -28,7 +31,7 @@ from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, 
 from fp8jax.rewrite.param_view import ParamView, Tracked, bind, move, plain, transpose
 from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
 from fp8jax.rewrite.report import scope
-from fp8jax.scaling.merge import first_state
+from fp8jax.scaling.merge import first_state, state_copies
 
 # By the key of the dot product; without an entry it has no state.
 States = Mapping[tuple[str, ...], DotState]
@@ -240,13 +243,36 @@ def _cond(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
 
 def _shard_map(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
     params, (jaxpr, consts) = eqn.params, inner_jaxpr(eqn)
+    copies, specs = _copies_on_each(plan, params, states, site)
 
-    def on_each(*ins: Any) -> tuple[Any, ...]:
-        return tuple(evaluate(plan, jaxpr, consts, ins, states, site))
+    def on_each(copies: Any, *ins: Any) -> tuple[Any, ...]:
+        own = {key: states[key]._replace(scaling=jax.tree.map(first_state, x)) for key, x in copies.items()}
+        return tuple(evaluate(plan, jaxpr, consts, ins, {**states, **own}, site))
 
-    options = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
-    run = jax.shard_map(on_each, axis_names=params["newly_manual_axes"], **options)
-    return list(run(*map(plain, ins)))
+    options = {name: params[name] for name in ("mesh", "out_specs", "check_vma")}
+    in_specs = (specs, *params["in_specs"])
+    run = jax.shard_map(on_each, in_specs=in_specs, axis_names=params["newly_manual_axes"], **options)
+    return list(run(copies, *map(plain, ins)))
+
+
+def _copies_on_each(plan: Plan, params: Any, states: States, site: Site) -> tuple[Any, Any]:
+    """Copies of the scaling states of the dot products inside of a `jax.shard_map`, by key, and their specs.
+
+    A device has a copy of its own, and JAX's derivative of the copies merges the next states by max. A copy
+    varies over the mesh axes that the dot product's output varies over, or JAX refuses the output's spec.
+    """
+    copies, specs, axes = {}, {}, params["newly_manual_axes"]
+    for at, each in plan.dots.items():
+        state = states.get(each.key, _NO_STATE).scaling
+        if at[: len(site)] == site and state:
+            over = tuple(x for x in params["mesh"].axis_names if x in axes)
+            if params["check_vma"]:
+                over = tuple(x for x in over if x in each.dot.varies)
+            count = math.prod(params["mesh"].shape[x] for x in over)
+            copies[each.key], specs[each.key] = state_copies(state, count), P(over)
+    if AxisType.Explicit in params["mesh"].axis_types:
+        copies = {key: jax.sharding.reshard(x, specs[key]) for key, x in copies.items()}
+    return copies, specs
 
 
 # How to evaluate the equations with planned dot products inside.

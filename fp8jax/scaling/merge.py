@@ -184,6 +184,11 @@ def _batch(args: Any, dims: Any) -> Any:
 batching.primitive_batchers[_broadcast_p] = _batch
 
 
+def state_copies(state: PyTree, count: int) -> PyTree:
+    """`count` copies of a state, along a new first axis; their next states are merged by max."""
+    return jax.tree.map(lambda leaf: _copies(leaf, count), to_fm32(state))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(leaf: jax.Array, count: int) -> jax.Array:
     dtype: Any = leaf.dtype
