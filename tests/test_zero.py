@@ -339,6 +339,22 @@ def test_a_mesh_with_explicit_axes():
     np.testing.assert_allclose(run.losses, of_one("O2").losses, rtol=NOISE)
 
 
+@pytest.mark.parametrize("recipe", ["O2", "te"])
+def test_a_jitted_init_on_a_mesh_with_explicit_axes(recipe):
+    """First states do not depend on arrays, so without `jax.set_mesh` JAX knows no devices, and says so."""
+    explicit = mesh(kind=AxisType.Explicit)
+    zero = Zero(explicit, recipe, 2)
+    params = zero.place({"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)})
+    tx = fp8jax.optim.adamw(1e-3, recipe, zero=zero)
+    with pytest.raises(ValueError, match="enter your `jit` into a mesh context via `jax.set_mesh`"):
+        jax.jit(tx.init)(params)
+    with jax.set_mesh(explicit):
+        got, want = jax.jit(tx.init)(params), tx.init(params)
+    types = lambda tree: [(jax.typeof(x), x.sharding) for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert types(got) == types(want)
+    assert "data" in str(types(got))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 3])
 def test_with_kernels_sharded_along_another_axis(stage):
