@@ -118,7 +118,7 @@ def test_on_many_devices_gradients_are_those_of_the_whole_batch(recipe, split, d
     assert report.fp8_share == 1
 
 
-@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("recipe", ["current", "block", "te"])
 def test_over_one_axis_of_a_mesh_and_within_another(recipe):
     """The output alone: JAX 0.10.2 compiles no gradient of such a function, also without FP8."""
     mesh = mesh_of(4, 2)
