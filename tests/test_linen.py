@@ -463,3 +463,17 @@ def test_a_pickled_model_is_the_same_model(o2):
     model, variables, _ = o2
     out = model.apply(variables, TOKENS)  # a call caches programs, which no pickle holds
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).apply(variables, TOKENS), out)
+
+
+def test_a_subclass_for_loops_that_check_for_a_linen_module():
+    """What docs/guides/frameworks.md gives to such loops; a transformed module is no `nn.Module`."""
+    fp8 = fp8jax.transform(Net(depth=2), "current")
+    InFP8 = type("Net", (Net,), {"apply": staticmethod(fp8.apply)})
+    model = InFP8(depth=2)
+    assert isinstance(model, nn.Module) and not isinstance(fp8, nn.Module)
+    assert model.tabulate(jax.random.key(0), TOKENS).count("lm_head") == 1
+    variables = model.init(jax.random.key(0), TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, variables, Net(depth=2).init(jax.random.key(0), TOKENS))
+    out = model.apply(variables, TOKENS)
+    np.testing.assert_array_equal(out, fp8.apply(variables, TOKENS))
+    assert not np.array_equal(out, Net(depth=2).apply(variables, TOKENS))

@@ -53,17 +53,20 @@ def batches(steps: int, seed: int = 0) -> list[np.ndarray]:
     return found
 
 
-def main(package: str, train: Callable[..., Trained], given: argparse.Namespace) -> None:
+def main(
+    package: str, train: Callable[..., Trained], given: argparse.Namespace, version: str | None = None
+) -> None:
     """Trains by the recipe and by bf16, and prints the result.
 
     Args:
-        package: the framework's name in a package registry.
+        package: the framework's name, as in a package registry.
         train: `train(recipe, options)`.
         given: the options.
+        version: of a framework that is no package.
     """
     trained, beside = train(given.recipe, given), train("bf16", given)
     result: dict[str, Any] = {
-        "framework": f"{package} {metadata.version(package)}",
+        "framework": f"{package} {version or metadata.version(package)}",
         "recipe": given.recipe,
         "optimizer": given.optimizer,
         "lora": given.lora,
