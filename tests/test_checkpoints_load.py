@@ -1,5 +1,6 @@
 """Loading Hugging Face folders: the same bits where a parameter can have them, one error where it cannot."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,10 +11,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from llama import TOKENS, trained
+from safetensors.numpy import save_file
 
 import fp8jax
 from fp8jax.checkpoints import FORMATS, LLAMA, MIXTRAL, QWEN3, NameMap, Rename, load, save
-from fp8jax.quantization import is_scaled, value
+from fp8jax.formats import E4M3
+from fp8jax.quantization import ScaledArray, is_scaled, value
 
 UP = ("model", "layers", "1", "mlp", "up_proj", "kernel")
 PLAIN = NameMap((Rename(r"(.*)\.weight", r"\1/kernel", axes=(1, 0)), Rename(r"(.*)\.bias", r"\1/bias")))
@@ -191,6 +194,42 @@ def test_smaller_blocks_are_quantized_again(tmp_path):
     variables = load(tmp_path / "out", like=shapes_of(model.init(jax.random.key(9), TOKENS)), mapping=LLAMA)
     got, want = at(variables["frozen"]), at(trained("mxfp8")[1]["params"])
     np.testing.assert_allclose(value(got), want, atol=float(abs(want).max()) / 16)
+
+
+def test_heads_of_an_fp8_kernel(tmp_path):
+    """Blocks of scales that a split dimension cuts."""
+    model, variables = trained("block")
+    save(tmp_path / "out", model, variables, TOKENS, mapping=LLAMA, format="fp8", config=llama.CONFIG)
+    leave_others = Rename(r"(?!model.layers.1.mlp.up_proj).*", None)
+    up = Rename(r".*up_proj.weight", "up", axes=(1, 0))
+    heads = dataclasses.replace(up, shape=(256, 4, 96))
+    kernel = ScaledArray(
+        jax.ShapeDtypeStruct((256, 4, 96), E4M3.dtype), jax.ShapeDtypeStruct((), jnp.float32)
+    )
+    for like in (jax.ShapeDtypeStruct((256, 4, 96), jnp.float32), kernel):
+        got = load(tmp_path / "out", like={"up": like}, mapping=NameMap((leave_others, heads)))["up"]
+        matrix = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape and (256, 384), x.dtype), like)
+        want = load(tmp_path / "out", like={"up": matrix}, mapping=NameMap((leave_others, up)))["up"]
+        assert (value(got) == value(want).reshape(256, 4, 96)).all() and value(got).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("to", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_plain_numbers_of_all_dtypes(tmp_path, dtype, to):
+    """Converted as NumPy does, subnormals and NaN, too."""
+    numbers = np.arange(2**16, dtype=np.uint16)
+    dtype = jnp.dtype(dtype)
+    numbers = (
+        (numbers.astype(np.uint32) * 65521).view(np.float32) if dtype == np.float32 else numbers.view(dtype)
+    )
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"up.weight": numbers.reshape(256, 256)}, tmp_path / "model.safetensors")
+    like = {"params": {"up": {"kernel": jax.ShapeDtypeStruct((256, 256), to)}}}
+    got = load(tmp_path, like=like, mapping=PLAIN)["params"]["up"]["kernel"]
+    assert got.dtype == to
+    with np.errstate(all="ignore"):
+        want = numbers.reshape(256, 256).T.astype(to)
+        assert np.array_equal(np.isnan(want), np.isnan(got)) and ((got == want) | np.isnan(want)).all()
 
 
 class Net(nnx.Module):

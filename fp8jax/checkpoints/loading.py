@@ -6,6 +6,7 @@
 One tensor at a time is read, put into the format of its parameter, and sent to the parameter's devices.
 """
 
+import functools
 import math
 import os
 import pathlib
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -54,12 +54,17 @@ class _Stored(NamedTuple):
             raise ValueError(f"`folder`: expected finite, positive scales for {self.name}; got others.")
         return grid
 
-    def value(self) -> np.ndarray:
-        """The values."""
+    def value(self, place: Place) -> Any:
+        """The values in Flax's order; codes are transposed before they are dequantized, as fewer bytes."""
         if not self.scales:
-            return self.codes.array()
-        whole = 1 / self.scales[OF_TENSOR].array().reshape(()) if OF_TENSOR in self.scales else 1.0
-        return np.asarray(dequantized(self.codes.array(), self.grid(), whole, self.block))
+            return place.arrange(self.codes.array())
+        if OF_TENSOR in self.scales:  # two codes a byte stay side by side
+            whole = 1 / self.scales[OF_TENSOR].array().reshape(())
+            return place.arrange(np.asarray(dequantized(self.codes.array(), self.grid(), whole, self.block)))
+        arrange = place._replace(shape=None).arrange
+        block = tuple(self.block[axis] for axis in place.axes or (0, 1))
+        values = dequantized(arrange(self.codes.array()), arrange(self.grid()), 1.0, block)
+        return values if place.shape is None else values.reshape(place.shape)
 
 
 def _scale_of(scales: Mapping[str, Entry]) -> Entry:
@@ -203,8 +208,8 @@ def _check_shapes(key: Key, found: Mapping[tuple[int, ...], tuple[_Stored, Place
             raise ValueError(f"`folder`: expected layer {list(index)} of {'/'.join(key)}; got none.")
     for index, (tensor, place) in found.items():
         try:
-            shape = jax.eval_shape(place.arrange, jax.ShapeDtypeStruct(tensor.shape, np.uint8)).shape
-        except (TypeError, ValueError):
+            shape = place.arrange(np.broadcast_to(np.uint8(0), tensor.shape)).shape
+        except ValueError:
             shape = None
         is_inside = all(i < n for i, n in zip(index, like.shape, strict=False))
         if shape != tuple(like.shape[depth:]) or not is_inside or len(index) != depth:
@@ -225,17 +230,17 @@ def _leaf(found: Mapping[tuple[int, ...], tuple[_Stored, Place]], like: Any) -> 
 
     if not depth:
         ((tensor, place),) = found.values()
-        new = jax.tree.leaves(_fitted(tensor, place, like))
+        new = _fitted(tensor, place, like)
     elif all(x.shape[:depth] == like.shape[:depth] for x in arrays):
         new = [np.empty(x.shape, x.dtype) for x in arrays]
         for index, (tensor, place) in found.items():
-            for whole, part in zip(new, jax.tree.leaves(_fitted(tensor, place, shapes(depth))), strict=True):
+            for whole, part in zip(new, _fitted(tensor, place, shapes(depth)), strict=True):
                 _copy(part, whole[index])
     else:  # one scale for all layers
         values = np.empty(like.shape, np.float32)
         for index, (tensor, place) in found.items():
-            values[index] = place.arrange(tensor.value())
-        new = jax.tree.leaves(quantize_like(jnp.asarray(values), shapes(0)))
+            _copy(tensor.value(place), values[index])
+        new = _quantized(values, tuple(jax.tree.leaves(shapes(0))), treedef)
     return treedef.unflatten(map(_put, new, arrays))
 
 
@@ -245,23 +250,34 @@ def _copy(x: Any, to: np.ndarray) -> None:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda
         host = None
-    np.copyto(to, jax.device_put(x, host))
+    np.copyto(to, jax.device_put(x, host), casting="unsafe")
 
 
 def _put(x: Any, like: Any) -> jax.Array:
+    """An array on the devices of `like`, converted there to its dtype."""
     sharding = getattr(like, "sharding", None)
+    if sharding is None or sharding.is_fully_addressable:
+        # A queue of conversions would hold all that they read.
+        return jax.block_until_ready(jax.device_put(x, sharding).astype(like.dtype))
     host = np.asarray(x)
-    if sharding is None:
-        return jax.device_put(host)
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__).astype(like.dtype)
 
 
-def _fitted(tensor: _Stored, place: Place, like: Any) -> Any:
-    """A tensor in the format of `like`, an array or a `ScaledArray`."""
-    if is_scaled(like):
-        kept = _kept(tensor, place, like)
-        return quantize_like(jnp.asarray(place.arrange(tensor.value())), like) if kept is None else kept
-    return place.arrange(tensor.value()).astype(like.dtype, copy=False)
+def _fitted(tensor: _Stored, place: Place, like: Any) -> list[Any]:
+    """A tensor as an array, which may have another dtype than `like`, or as leaves of a `ScaledArray`."""
+    if not is_scaled(like):
+        return [tensor.value(place)]
+    if (kept := _kept(tensor, place, like)) is not None:
+        return jax.tree.leaves(kept)
+    shapes, treedef = jax.tree.flatten(like)
+    return _quantized(
+        tensor.value(place), tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes), treedef
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "treedef"))
+def _quantized(x: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], treedef: Any) -> list[Any]:
+    return jax.tree.leaves(quantize_like(x, treedef.unflatten(shapes)))
 
 
 def _kept(tensor: _Stored, place: Place, like: ScaledArray) -> ScaledArray | None:

@@ -225,7 +225,7 @@ def _parts(
 
 @functools.partial(jax.jit, static_argnames="block")
 def dequantized(
-    codes: Any, grid: Float[Array, "rows columns"], whole: Any, block: tuple[int, int]
+    codes: Any, grid: Float[Array, "rows columns"], whole: Any, block: tuple[int, ...]
 ) -> Float32[Array, "rows columns"]:
     """The value of a kernel: E4M3 codes or bytes of packed E2M1, times scales of blocks (with a side 0 for a
     whole side), times the scale `whole` of the tensor."""
