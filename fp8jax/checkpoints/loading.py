@@ -25,8 +25,10 @@ from fp8jax.formats import E4M3, E8M0
 from fp8jax.quantization import ScaledArray, is_scaled, quantize_like
 from fp8jax.variables import FROZEN, PARAMS
 
+_TORCHAO, _OF_TORCHAO = "._weight_qdata", "._weight_scale"  # the parts of its Float8Tensor
+_CODES = (CODES, PACKED, _TORCHAO)
 # Ends of the names of scales beside a weight. Those of inputs are not read: training computes its own.
-_SCALES = (SCALE_INV, SCALE, OF_TENSOR)
+_SCALES = (SCALE_INV, SCALE, OF_TENSOR, _OF_TORCHAO)
 _OF_INPUTS = (INPUT, ".input_scale", ".input_global_scale")
 _SHOWN = 3  # names of one kind in an error
 
@@ -68,7 +70,7 @@ class _Stored(NamedTuple):
 
 
 def _scale_of(scales: Mapping[str, Entry]) -> Entry:
-    return scales[SCALE_INV if SCALE_INV in scales else SCALE]
+    return next(scales[end] for end in (SCALE_INV, SCALE, _OF_TORCHAO) if end in scales)
 
 
 def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> PyTree:
@@ -141,11 +143,16 @@ def _blocks_of(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
             return [(rows, columns)]
         if method == "compressed-tensors":
             return [_block(group["weights"]) for group in quantization["config_groups"].values()]
+        if method == "torchao":
+            kind = quantization["quant_type"]["default"]["_type"]
+            if kind.startswith("Float8"):
+                return [(0, 0), (1, 0)]
+            method = f"torchao {kind}"
     except (AttributeError, KeyError, TypeError, ValueError):
         method = f"a {method} config of another form"
     raise ValueError(
-        "`folder`: expected `quant_method` fp8 (e4m3) or compressed-tensors (float) in config.json; got "
-        f"{str(method)[:100]!r}. Dequantize the model by the library that wrote it."
+        "`folder`: expected `quant_method` fp8 (e4m3), compressed-tensors (float) or torchao (Float8) in "
+        f"config.json; got {str(method)[:100]!r}. Dequantize the model by the library that wrote it."
     )
 
 
@@ -163,12 +170,12 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
 def _tensors(folder: Folder, blocks: list[tuple[int, int]] | None) -> Iterator[_Stored]:
     """The tensors with their scales, checked."""
     entries = folder.entries
-    bases = {name.removesuffix(end) for end in (CODES, PACKED) for name in entries if name.endswith(end)}
+    bases = {name.removesuffix(end) for end in _CODES for name in entries if name.endswith(end)}
     for name, entry in entries.items():
         ends = [end for end in (*_SCALES, *_OF_INPUTS) if name.endswith(end)]
         if ends and name.removesuffix(ends[0]) in bases:
             continue
-        base = next((name.removesuffix(end) for end in (CODES, PACKED) if name.endswith(end)), None)
+        base = next((name.removesuffix(end) for end in _CODES if name.endswith(end)), None)
         scales = {end: entries[f"{base}{end}"] for end in _SCALES if f"{base}{end}" in entries}
         tensor = _Stored(name if base is None else f"{base}{CODES}", entry, scales, (0, 0))
         yield tensor._replace(block=_block_in(tensor, blocks))
@@ -180,7 +187,7 @@ def _block_in(tensor: _Stored, blocks: list[tuple[int, int]] | None) -> tuple[in
     is_low = dtype in (E4M3.dtype, np.uint8)
     if not scales and not is_low:
         return 0, 0
-    is_whole = (OF_TENSOR in scales) == (dtype == np.uint8) and bool({SCALE_INV, SCALE} & {*scales})
+    is_whole = (OF_TENSOR in scales) == (dtype == np.uint8) and any(end != OF_TENSOR for end in scales)
     if blocks is None or not is_low or not is_whole or len(shape) != 2:
         raise ValueError(
             "`folder`: expected plain numbers, or codes of a matrix with scales and a `quantization_config`, "
