@@ -17,10 +17,14 @@ import fp8jax
 from fp8jax import extras
 from fp8jax.checkpoints import NameMap, Rename, load, save
 from fp8jax.formats import E4M3
+from fp8jax.quantization import ScaledArray
 
 MAPPING = NameMap((Rename(r"(.*)\.weight", r"\1/kernel", axes=(1, 0)), Rename(r"(.*)\.bias", r"\1/bias")))
 SIZES = {"up": (256, 384), "down": (384, 128)}
 KERNELS = {name: {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in SIZES.items()}
+E4M3_KERNEL = ScaledArray(
+    jax.ShapeDtypeStruct(SIZES["up"], E4M3.dtype), jax.ShapeDtypeStruct((), jnp.float32)
+)
 INDEX, FIRST = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
 
 
@@ -91,6 +95,21 @@ def tensors(**new):
     return change
 
 
+def packed(of_tensor):
+    """NVFP4 weights with these scales of a tensor."""
+    weights = {"type": "float", "strategy": "tensor_group", "group_size": 16}
+    new = {"weight": None, "weight_scale_inv": None, "weight_packed": np.zeros((384, 128), np.uint8)}
+    new |= {"weight_scale": np.ones((384, 16), E4M3.dtype), "weight_global_scale": np.float32(of_tensor)}
+    return both(
+        config(quant_method="compressed-tensors", config_groups={"g": {"weights": weights}}),
+        tensors(
+            down__weight=np.zeros((128, 384), np.float32),
+            down__weight_scale_inv=None,
+            **{f"up__{end}": x for end, x in new.items()},
+        ),
+    )
+
+
 def header(change_header):
     """Changes the header of the first file, and its length."""
 
@@ -133,10 +152,23 @@ BROKEN = {
     "unknown fmt": (config(fmt="e5m2"), "expected `quant_method` fp8"),
     "odd blocks": (config(weight_block_size=[128]), "got 'a fp8 config of another form'"),
     "zero blocks": (config(weight_block_size=[0, 128]), r"scales of shape \[1, 2\] for"),
+    "infinite blocks": (config(weight_block_size=[np.inf, 128]), "got 'a fp8 config of another form'"),
     "other blocks": (config(weight_block_size=[64, 64]), r"scales of shape .*, as config.json says; got \["),
     "integers": (
         config(quant_method="compressed-tensors", config_groups={"g": {"weights": {"type": "int"}}}),
         "got 'a compressed-tensors config of another form'",
+    ),
+    "rotated weights": (
+        config(quant_method="compressed-tensors", transform_config={"config_groups": {}}),
+        "got 'compressed-tensors with a transform_config'",
+    ),
+    "other torchao": (
+        config(quant_method="torchao", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}}),
+        r"torchao \(Float8\) .*; got 'torchao Int4WeightOnlyConfig'",
+    ),
+    "old torchao": (
+        config(quant_method="torchao", quant_type="int8"),
+        "got 'a torchao config of another form'",
     ),
     "no groups": (
         config(quant_method="compressed-tensors"),
@@ -152,10 +184,11 @@ BROKEN = {
     "empty index": (text(INDEX, "{}"), "expected a `weight_map`"),
     "index of numbers": (
         text(INDEX, '{"weight_map": {"a": 1}}'),
-        "names of safetensors files .*; got 1 for a",
+        "names of safetensors files .*; got 1 for 'a'",
     ),
-    "path traversal": (linked, "of the folder in .*; got '../secret.safetensors' for down.weight"),
-    "absolute path": (indexed("down.weight", "/etc/passwd"), "got '/etc/passwd' for down.weight"),
+    "path traversal": (linked, "of the folder in .*; got '../secret.safetensors' for 'down.weight'"),
+    "absolute path": (indexed("down.weight", "/etc/passwd"), "got '/etc/passwd' for 'down.weight'"),
+    "long file": (indexed("down.weight", "a" * 300 + ".safetensors"), "files of the folder in .*; got 'aaa"),
     "a pickle": (indexed("down.weight", "model.bin"), "names of safetensors files"),
     "name not in its file": (indexed("up.bias", FIRST), f"expected up.bias in {FIRST}, as .* says"),
     "duplicate names": (copied, r"expected down.weight\w* in one file; got it in .* and more.safetensors"),
@@ -191,6 +224,19 @@ BROKEN = {
         tensors(up__weight_scale_inv=np.full((3, 2), np.nan, np.float32)),
         "expected finite, positive scales for up.weight",
     ),
+    "scale too large": (
+        tensors(up__weight_scale_inv=np.full((3, 2), 3e38, np.float32)),
+        "expected finite, positive scales for up.weight, and finite values",
+    ),
+    "two scales": (
+        tensors(up__weight_scale=np.ones((3, 2), np.float32)),
+        "for up.weight; got float8_e4m3fn.*, .weight_scale_inv, .weight_scale. Copy",
+    ),
+    "zero scale of a tensor": (
+        packed([0]),
+        "expected finite, positive scales for up.weight, and finite values",
+    ),
+    "two scales of a tensor": (packed([1, 1]), "for up.weight; got uint8"),
     "scale without codes": (tensors(up__weight=None), "got none for up.weight_scale_inv"),
     "codes of a vector": (
         tensors(up__weight=np.zeros(256, E4M3.dtype)),
@@ -207,6 +253,11 @@ BROKEN = {
         tensors(up__weight=np.zeros((), np.float32), up__weight_scale_inv=None),
         r"got \[\] in up.weight",
     ),
+    "name of two lines": (
+        tensors(**{"a\nb": np.zeros(3, np.float32)}),
+        r"printable characters in .*; got 'a\\nb'",
+    ),
+    "long name": (tensors(**{"9" * 5000: np.zeros(3, np.float32)}), "at most 200 printable characters"),
     "unknown name": (tensors(gate__weight=np.zeros((3, 3), np.float32)), "got none for gate.weight. Check"),
     "name without a rename": (tensors(gate=np.zeros(3, np.float32)), "got none for gate. Check"),
     "missing name": (
@@ -253,6 +304,30 @@ def test_two_tensors_of_one_parameter(whole):
     everything = NameMap((Rename(r".*\.weight", "up/kernel", axes=(1, 0)),))
     with pytest.raises(ValueError, match="one tensor for up/kernel; got down.weight and up.weight"):
         load(whole, like={"params": {"up": KERNELS["up"]}}, mapping=everything)
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_infinity_that_would_be_quantized(whole, tmp_path, number):
+    """An amax that is not finite gives scale 1, which rounds small weights away."""
+    weight = np.full((384, 256), 0.01, np.float32)
+    weight[3, 5] = number
+    shutil.copytree(whole, tmp_path / "model")
+    tensors(up__weight=weight, up__weight_scale_inv=None)(tmp_path / "model")
+    plain = load(tmp_path / "model", like={"params": KERNELS}, mapping=MAPPING)["params"]["up"]["kernel"]
+    assert np.array_equal(plain, weight.T, equal_nan=True)
+    with pytest.raises(ValueError, match=r"finite numbers in up.weight, which is quantized; got an infinity"):
+        load(tmp_path / "model", like={"params": KERNELS | {"up": {"kernel": E4M3_KERNEL}}}, mapping=MAPPING)
+
+
+@pytest.mark.parametrize("scale", [0, 1e-40])
+def test_scales_that_are_no_scales(whole, tmp_path, scale):
+    """A zero or subnormal scale is replaced, since its reciprocal is infinite."""
+    shutil.copytree(whole, tmp_path / "model")
+    new = np.full((3, 2), scale, np.float32)
+    tensors(up__weight=np.ones((384, 256), E4M3.dtype), up__weight_scale_inv=new)(tmp_path / "model")
+    like = {"params": KERNELS | {"up": {"kernel": E4M3_KERNEL}}}
+    kernel = load(tmp_path / "model", like=like, mapping=MAPPING)["params"]["up"]["kernel"]
+    assert kernel.scale == 1 and not kernel.dequantize().any()
 
 
 def test_like_has_states(whole):

@@ -134,5 +134,5 @@ def _operand(parts: Mapping[str, Array], place: Place, format: ServingFormat, re
         return ScaledArray(data, scale.reshape((1,) * data.ndim))
     counts = blocks_of_kernel(recipe, data.shape, codes.shape[is_transposed])
     if counts is None:
-        return place.arrange(dequantized(codes, scale, 1.0, format.method.block))
+        return place.arrange(dequantized(codes, scale, format.method.block))
     return ScaledArray(data, (scale.T if is_transposed else scale).reshape(counts))

@@ -21,6 +21,8 @@ from fp8jax.formats import E4M3, E8M0
 
 CONFIG, ONE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
+_LONGEST = 200  # characters of a name
+
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -114,11 +116,11 @@ def read(folder: pathlib.Path) -> Folder:
         if not isinstance(files, dict) or not files:
             raise ValueError(f"`folder`: expected a `weight_map` of names and files in {INDEX}; got none.")
         for name, file in files.items():
-            is_own = isinstance(file, str) and file == pathlib.Path(file).name
+            is_own = isinstance(file, str) and file == pathlib.Path(file).name and _is_name(name, file)
             if not is_own or not file.endswith(".safetensors"):
                 raise ValueError(
-                    f"`folder`: expected names of safetensors files of the folder in {INDEX}; got {file!r} "
-                    f"for {name}. Do not load a folder from a source that you do not trust."
+                    f"`folder`: expected names of safetensors files of the folder in {INDEX}; got "
+                    f"{file!r:.99} for {name!r:.99}. Do not load a folder from a source that you do not trust."
                 )
     else:
         files = dict.fromkeys([""], ONE)
@@ -175,6 +177,11 @@ def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
     for name, about in header.items():
         if name == "__metadata__":
             continue
+        if not _is_name(name):
+            raise ValueError(
+                f"`folder`: expected names of at most {_LONGEST} printable characters in {file.name}; got "
+                f"{name[:99]!r}."
+            )
         if about["dtype"] not in DTYPES:
             raise ValueError(
                 f"`folder`: expected a dtype of {', '.join(DTYPES)} for {name}; got {about['dtype']}, which "
@@ -184,6 +191,11 @@ def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
             name,
             Entry(file, DTYPES[about["dtype"]], tuple(about["shape"]), 8 + size + about["data_offsets"][0]),
         )
+
+
+def _is_name(*names: str) -> bool:
+    """Whether names are short, and have no line breaks, as files or in errors."""
+    return all(len(name) <= _LONGEST and name.isprintable() for name in names)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -22,7 +23,7 @@ from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.serving import CODES, INPUT, OF_TENSOR, PACKED, SCALE, SCALE_INV, dequantized
 from fp8jax.checkpoints.tree import Key, named
 from fp8jax.formats import E4M3, E8M0
-from fp8jax.quantization import ScaledArray, is_scaled, quantize_like
+from fp8jax.quantization import MAX_SCALE, MIN_SCALE, ScaledArray, amax, is_scaled, quantize_like
 from fp8jax.variables import FROZEN, PARAMS
 
 _TORCHAO, _OF_TORCHAO = "._weight_qdata", "._weight_scale"  # the parts of its Float8Tensor
@@ -48,24 +49,31 @@ class _Stored(NamedTuple):
         return (*shape[:-1], 2 * shape[-1]) if OF_TENSOR in self.scales else shape
 
     def grid(self) -> np.ndarray:
-        """The scales as a matrix, float32; without NVFP4's scale of the tensor."""
+        """The scales as a matrix, float32; NVFP4's times the scale of the tensor."""
         array = _scale_of(self.scales).array()
         array = array.view(E8M0.dtype) if array.dtype == np.uint8 else array
         grid = array.astype(np.float32).reshape(array.shape if array.ndim == 2 else (-1, 1))
-        if not (np.isfinite(grid) & (grid >= 0)).all():
-            raise ValueError(f"`folder`: expected finite, positive scales for {self.name}; got others.")
+        with np.errstate(all="ignore"):
+            if OF_TENSOR in self.scales:
+                grid = grid * (1 / self.scales[OF_TENSOR].array().astype(np.float32).reshape(()))
+            is_finite = np.isfinite(grid * np.float32(E4M3.max))
+        if not (is_finite & (grid >= 0)).all():
+            raise ValueError(
+                f"`folder`: expected finite, positive scales for {self.name}, and finite values; got others."
+            )
         return grid
 
     def value(self, place: Place) -> Any:
         """The values in Flax's order; codes are transposed before they are dequantized, as fewer bytes."""
         if not self.scales:
-            return place.arrange(self.codes.array())
+            array = self.codes.array()
+            with np.errstate(over="ignore"):
+                return place.arrange(array.astype(np.float32) if array.dtype == np.float64 else array)
         if OF_TENSOR in self.scales:  # two codes a byte stay side by side
-            whole = 1 / self.scales[OF_TENSOR].array().reshape(())
-            return place.arrange(np.asarray(dequantized(self.codes.array(), self.grid(), whole, self.block)))
+            return place.arrange(np.asarray(dequantized(self.codes.array(), self.grid(), self.block)))
         arrange = place._replace(shape=None).arrange
         block = tuple(self.block[axis] for axis in place.axes or (0, 1))
-        values = dequantized(arrange(self.codes.array()), arrange(self.grid()), 1.0, block)
+        values = dequantized(arrange(self.codes.array()), arrange(self.grid()), block)
         return values if place.shape is None else values.reshape(place.shape)
 
 
@@ -141,14 +149,16 @@ def _blocks_of(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
         if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
             rows, columns = map(int, quantization.get("weight_block_size") or (0, 0))
             return [(rows, columns)]
-        if method == "compressed-tensors":
+        if method == "compressed-tensors" and quantization.get("transform_config"):
+            method = "compressed-tensors with a transform_config"
+        elif method == "compressed-tensors":
             return [_block(group["weights"]) for group in quantization["config_groups"].values()]
         if method == "torchao":
             kind = quantization["quant_type"]["default"]["_type"]
             if kind.startswith("Float8"):
                 return [(0, 0), (1, 0)]
             method = f"torchao {kind}"
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         method = f"a {method} config of another form"
     raise ValueError(
         "`folder`: expected `quant_method` fp8 (e4m3), compressed-tensors (float) or torchao (Float8) in "
@@ -187,12 +197,15 @@ def _block_in(tensor: _Stored, blocks: list[tuple[int, int]] | None) -> tuple[in
     is_low = dtype in (E4M3.dtype, np.uint8)
     if not scales and not is_low:
         return 0, 0
-    is_whole = (OF_TENSOR in scales) == (dtype == np.uint8) and any(end != OF_TENSOR for end in scales)
+    is_packed = dtype == np.uint8
+    of_tensor = [math.prod(scales[OF_TENSOR].shape)] if OF_TENSOR in scales else []
+    is_whole = len(scales) == 1 + is_packed and of_tensor == [1] * is_packed
     if blocks is None or not is_low or not is_whole or len(shape) != 2:
         raise ValueError(
             "`folder`: expected plain numbers, or codes of a matrix with scales and a `quantization_config`, "
             f"for {tensor.name}; got {dtype}{list(tensor.codes.shape)}, {', '.join(scales) or 'no scale'}. "
-            "Copy the folder again, with its config.json."
+            "Copy the folder again, with its config.json; `X.weight` has one of `X.weight_scale_inv` and "
+            "`X.weight_scale`."
         )
     got = _scale_of(scales).shape
     legal = {
@@ -247,7 +260,7 @@ def _leaf(found: Mapping[tuple[int, ...], tuple[_Stored, Place]], like: Any) -> 
         values = np.empty(like.shape, np.float32)
         for index, (tensor, place) in found.items():
             _copy(tensor.value(place), values[index])
-        new = _quantized(values, tuple(jax.tree.leaves(shapes(0))), treedef)
+        new = _quantized(values, shapes(0), f"the layers of {'/'.join(place.path)}")
     return treedef.unflatten(map(_put, new, arrays))
 
 
@@ -276,15 +289,25 @@ def _fitted(tensor: _Stored, place: Place, like: Any) -> list[Any]:
         return [tensor.value(place)]
     if (kept := _kept(tensor, place, like)) is not None:
         return jax.tree.leaves(kept)
-    shapes, treedef = jax.tree.flatten(like)
-    return _quantized(
-        tensor.value(place), tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes), treedef
-    )
+    return _quantized(tensor.value(place), like, tensor.name)
+
+
+def _quantized(x: Any, like: ScaledArray, name: str) -> list[Any]:
+    """The leaves of `quantize_like`; raises ValueError for an infinity, which a code cannot hold, or NaN."""
+    arrays, treedef = jax.tree.flatten(like)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    new, is_finite = _quantized_by_xla(x, shapes, treedef)
+    if not is_finite:
+        raise ValueError(
+            f"`folder`: expected finite numbers in {name}, which is quantized; got an infinity or NaN."
+        )
+    return new
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "treedef"))
-def _quantized(x: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], treedef: Any) -> list[Any]:
-    return jax.tree.leaves(quantize_like(x, treedef.unflatten(shapes)))
+def _quantized_by_xla(x: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], treedef: Any) -> Any:
+    like = treedef.unflatten(shapes)
+    return jax.tree.leaves(quantize_like(x, like)), jnp.isfinite(amax(x, like.bits.shape)).all()
 
 
 def _kept(tensor: _Stored, place: Place, like: ScaledArray) -> ScaledArray | None:
@@ -303,7 +326,8 @@ def _kept(tensor: _Stored, place: Place, like: ScaledArray) -> ScaledArray | Non
         return None
     scale = grid.reshape(-1)[:1].reshape(counts) if math.prod(counts) == 1 else grid
     new = scale.astype(like.scale.dtype)
-    if (new.astype(np.float32) != scale).any():
+    is_legal = new.dtype == E8M0.dtype or ((scale >= MIN_SCALE) & (scale <= MAX_SCALE)).all()
+    if not is_legal or (new.astype(np.float32) != scale).any():
         return None
     return ScaledArray(place.arrange(tensor.codes.array()), new)
 

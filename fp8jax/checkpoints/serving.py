@@ -225,11 +225,11 @@ def _parts(
 
 @functools.partial(jax.jit, static_argnames="block")
 def dequantized(
-    codes: Any, grid: Float[Array, "rows columns"], whole: Any, block: tuple[int, ...]
+    codes: Any, grid: Float[Array, "rows columns"], block: tuple[int, ...]
 ) -> Float32[Array, "rows columns"]:
     """The value of a kernel: E4M3 codes or bytes of packed E2M1, times scales of blocks (with a side 0 for a
-    whole side), times the scale `whole` of the tensor."""
+    whole side)."""
     data = PackedE2M1(codes) if codes.dtype == jnp.uint8 else codes
     for axis, (dim, size) in enumerate(zip(data.shape, block, strict=True)):
         grid = jnp.take(grid, np.arange(dim) // (size or dim), axis=axis)
-    return data.astype(jnp.float32) * (grid * whole)
+    return data.astype(jnp.float32) * grid
