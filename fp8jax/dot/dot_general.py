@@ -15,9 +15,9 @@ from fp8jax.dot.output import OPERANDS
 from fp8jax.dot.vjp import FPROP, WGRAD, Call, Static, jitted_dot, multiply
 from fp8jax.dot.weight import WHOLE, PlacedKernel, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
-from fp8jax.quantization import ScaledArray, as_codes, is_scaled, value
+from fp8jax.quantization import Computed, Expression, ScaledArray, as_codes, is_scaled, value
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import RHS, State
+from fp8jax.scaling import LHS, RHS, State
 from fp8jax.scaling.base import QuantizedRows
 from fp8jax.scaling.delayed import ONE
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
@@ -28,6 +28,7 @@ class Whole:
     """The matmuls of whole matrices; see `fp8jax.dot.vjp.Matmul` for the methods."""
 
     layout: Layout
+    expression: Expression | None = None  # of lhs as a matrix; its inputs are the call's `others`
 
     def on_each(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """See `Matmul`."""
@@ -44,13 +45,17 @@ class Whole:
 
     def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
         """See `Matmul`."""
-        (first, second), seen = call.static.scaling.quantize(call.state, operand, x, uses)
+        matrix: Any = Computed(x, self.expression, call.others) if self.expression and operand == LHS else x
+        (first, second), seen = call.static.scaling.quantize(call.state, operand, matrix, uses)
         return QuantizedRows(first, second, seen, None)
 
-    def groups(self, sizes: None) -> int:
+    def groups(self, others: Any) -> int:
         """See `Matmul`."""
-        del sizes
+        del others
         return 0
+
+    def saved(self, others: Any) -> None:
+        """See `Matmul`."""
 
     def times_kernel(
         self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: None, to: Any
@@ -132,6 +137,7 @@ def dot_general(
     out_dtype: Any = None,
     backend: str = "auto",
     out_sharding: Any = None,
+    computed: Callable[[Any], Computed] | None = None,
 ) -> jax.Array:
     """`lax.dot_general` with its forward and backward GEMMs in FP8.
 
@@ -147,6 +153,7 @@ def dot_general(
         out_dtype: dtype of the output; by default the promoted dtype of lhs and rhs.
         backend: see `fp8jax.backends`.
         out_sharding: sharding of the output, a `PartitionSpec` or a sharding.
+        computed: how `lhs`, given as a matrix, is computed, for a scaling that `takes_computed`.
 
     Returns:
         Array of `lax.dot_general`'s shape. The gradient of `lhs` has lhs's dtype, of a float `rhs` rhs's
@@ -162,20 +169,24 @@ def dot_general(
     layout = Layout.of(lhs.shape, weight.shape, dimension_numbers)
     granularity = scaling.of_recipe(recipe).granularity
     chosen = backends.choose(backend, granularity, is_batched=layout.is_batched).name
-    static = Static.of(lhs, weight, recipe, chosen, out_dtype, Whole(layout))
+    whole, inputs = Whole(layout), None
+    if computed is not None and layout.is_rows_of_lhs:
+        made = computed(jax.ShapeDtypeStruct(layout.lhs.matrix, lhs.dtype))
+        whole, inputs = Whole(layout, made.expression), made.inputs
+    static = Static.of(lhs, weight, recipe, chosen, out_dtype, whole)
     check_state(recipe, state)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 
-    def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
-        out: Any = jitted_dot(static, lhs, kernel, grad_slot, state, None)
+    def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any, inputs: Any) -> jax.Array:
+        out: Any = jitted_dot(static, lhs, kernel, grad_slot, state, inputs)
         return out.reshape(layout.out_shape)
 
-    def like(lhs: Any, kernel: Any, grad_slot: Any, state: Any) -> jax.Array:
-        del grad_slot, state
+    def like(lhs: Any, kernel: Any, grad_slot: Any, state: Any, inputs: Any) -> jax.Array:
+        del grad_slot, state, inputs
         a, b = (x.astype(jnp.float32) for x in (lhs, kernel.data if is_scaled(kernel) else kernel))
         return lax.dot_general(a, b, dimension_numbers)
 
-    operands = (lhs, kernel, grad_slot, state)
+    operands = (lhs, kernel, grad_slot, state, inputs)
     out = with_auto_axes(multiplied, like if out_sharding is None else out_sharding, *operands)
     if out_sharding is None or explicit_mesh(operands):
         return out

@@ -69,6 +69,12 @@ class Layout(NamedTuple):
     out_shape: tuple[int, ...]
     is_batched: bool
 
+    @property
+    def is_rows_of_lhs(self) -> bool:
+        """Whether lhs's last dim is the contracted one, and all others are the rows of its matrix."""
+        shape, order, matrix = self.lhs
+        return not self.is_batched and order == (*range(len(shape)),) and matrix[-1] == shape[-1]
+
     @classmethod
     def of(
         cls,

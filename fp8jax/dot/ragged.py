@@ -138,11 +138,15 @@ class Grouped:
 
     def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
         """See `Matmul`."""
-        return call.static.scaling.quantize_rows(call.state, operand, x, call.sizes, uses)
+        return call.static.scaling.quantize_rows(call.state, operand, x, call.others, uses)
 
-    def groups(self, sizes: jax.Array) -> int:
+    def groups(self, others: jax.Array) -> int:
         """See `Matmul`."""
-        return sizes.shape[0]
+        return others.shape[0]
+
+    def saved(self, others: jax.Array) -> jax.Array:
+        """See `Matmul`."""
+        return others
 
     def times_kernel(
         self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: jax.Array, to: Any
@@ -155,14 +159,14 @@ class Grouped:
             options = {"aligned": of_rows, "least": multiple}
         elif multiple is None:
             options = {"is_separate": True}
-        return rows_times_matrices(rows, kernel, call.sizes, one, to, **options)
+        return rows_times_matrices(rows, kernel, call.others, one, to, **options)
 
     def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: jax.Array, side: Side) -> jax.Array:
         """See `Matmul`."""
         one = _tile_gemm(call, WGRAD, jnp.float32, side.matrix[1:])
         if is_scaled(lhs) and call.static.scaling.rows_multiple != 1:
             return columns_times_columns(lhs, grad, of_rows, one, side.matrix)
-        return rows_times_rows(lhs, grad, call.sizes, one, side.matrix)
+        return rows_times_rows(lhs, grad, call.others, one, side.matrix)
 
     def for_groups(self, update: Callable[..., State]) -> Callable[..., State]:
         """See `Matmul`."""

@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
     static: "Static"
     state: State  # of the dot, or of each group
-    sizes: Any  # of the groups; None for whole matrices
+    others: Any  # the sizes of groups; of a whole matrix, the inputs of lhs's expression or None
 
 
 class Matmul(Protocol):
@@ -75,8 +75,12 @@ class Matmul(Protocol):
         """An activation or an output gradient, quantized for its GEMMs."""
         ...
 
-    def groups(self, sizes: Any) -> int:
+    def groups(self, others: Any) -> int:
         """The number of groups; 0 for one kernel."""
+        ...
+
+    def saved(self, others: Any) -> Any:
+        """What the backward needs of `Call.others`."""
         ...
 
     def times_kernel(self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: Any, to: Any) -> jax.Array:
@@ -163,8 +167,8 @@ class Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State, sizes: Any) -> jax.Array:
-    return _forward(static, lhs, rhs, grad_slot, state, sizes, has_backward=False)[0]
+def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State, others: Any) -> jax.Array:
+    return _forward(static, lhs, rhs, grad_slot, state, others, has_backward=False)[0]
 
 
 def _forward(
@@ -173,33 +177,34 @@ def _forward(
     rhs: Any,
     grad_slot: Any,
     state: State,
-    sizes: Any,
+    others: Any,
     *,
     has_backward: bool = True,
 ) -> tuple[jax.Array, Any]:
     """The output and the residuals."""
     state = lax.stop_gradient(from_cotangents(state))  # the state has no second derivative
     output = functools.partial(_output, static, has_backward)
-    out, residuals, seen = static.matmul.on_each(output)(lhs, rhs, state, sizes)
+    out, residuals, seen = static.matmul.on_each(output)(lhs, rhs, state, others)
+    others = static.matmul.saved(others)
     # Codes have no tangents, and a `ScaledArray`'s gradient is in its slot. The amaxes carry the tangents, so
     # that a second derivative raises.
     seen = differentiable_once(seen, (lhs, rhs, grad_slot), ONCE)
     if static.scaling.is_residual_quantized:
-        seen, sizes = checkpoint_name((seen, sizes), OPERANDS)
-    return differentiable_once(out, seen, ONCE), (residuals, seen, state, sizes)
+        seen, others = checkpoint_name((seen, others), OPERANDS)
+    return differentiable_once(out, seen, ONCE), (residuals, seen, state, others)
 
 
 def _output(
-    static: Static, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, sizes: Any
+    static: Static, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, others: Any
 ) -> tuple[jax.Array, Any, Any]:
     """The output of this device's groups, the residuals of lhs and of the kernel, and their amaxes."""
-    call, matmul = Call(static, state, sizes), static.matmul
+    call, matmul = Call(static, state, others), static.matmul
     has_wgrad = has_backward and static.has_wgrad
     rows = matmul.rows(lhs)  # before the cast, so that the codes have the GEMM's layout
     uses = (not static.is_high(FPROP), has_wgrad and not static.is_high(WGRAD))
     q = matmul.quantize(call, LHS, rows, uses)
     kernel = PlacedKernel(matmul.side(static.placement, rhs), static.placement)
-    prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(sizes))
+    prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(others))
     # The GEMM reads what is saved, so that remat casts nothing twice.
     is_one = q.first is q.second
     second = checkpoint_name(q.second, OPERANDS)
@@ -229,20 +234,20 @@ def _kernel_operand(
 
 
 def _backward(static: Static, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    kept, seen, state, sizes = residuals
+    kept, seen, state, others = residuals
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
     on_device = static.matmul.on_each(functools.partial(_gradients, static))
-    grads = (*cotangents(static, *on_device(kept, seen, state, sizes, grad)), None)
+    grads = (*cotangents(static, *on_device(kept, seen, state, others, grad)), None)
     return differentiable_once(grads, (grad, seen), ONCE)
 
 
 def _gradients(
-    static: Static, residuals: Any, seen: Any, state: State, sizes: Any, grad: jax.Array
+    static: Static, residuals: Any, seen: Any, state: State, others: Any, grad: jax.Array
 ) -> tuple[Any, Any, State]:
     """The gradients of lhs and of this device's kernels, and the new state."""
     (lhs, rhs), grad = static.placement.after(residuals, grad)
-    call, matmul = Call(static, state, sizes), static.matmul
+    call, matmul = Call(static, state, others), static.matmul
     uses = (not static.is_high(DGRAD), static.has_wgrad and not static.is_high(WGRAD))
     q = matmul.quantize(call, GRAD, grad, uses)
     side = matmul.side(static.placement, rhs)
@@ -258,7 +263,7 @@ def _gradients(
             drhs = matmul.wgrad(call, lhs, second, q.sizes, side)
     update = matmul.for_groups(static.scaling.update)
     state = {**state, **update(state, jnp.stack([*seen, q.seen], axis=-1))}
-    return dlhs, kernel_gradient(static, drhs, matmul.groups(sizes)), state
+    return dlhs, kernel_gradient(static, drhs, matmul.groups(others)), state
 
 
 def multiply(

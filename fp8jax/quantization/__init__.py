@@ -55,6 +55,12 @@ from fp8jax.quantization.gradient import plain as plain
 from fp8jax.quantization.gradient import scale_of_bits as scale_of_bits
 from fp8jax.quantization.kernels import quantize_twice as quantize_twice
 from fp8jax.quantization.kernels import quantize_twice_fp4 as quantize_twice_fp4
+from fp8jax.quantization.kernels.expression import COLUMNS as COLUMNS
+from fp8jax.quantization.kernels.expression import ENTRIES as ENTRIES
+from fp8jax.quantization.kernels.expression import ROWS as ROWS
+from fp8jax.quantization.kernels.expression import Computed as Computed
+from fp8jax.quantization.kernels.expression import Expression as Expression
+from fp8jax.quantization.kernels.expression import Operation as Operation
 from fp8jax.quantization.packed import PackedE2M1 as PackedE2M1
 from fp8jax.quantization.quantize import amax as amax
 from fp8jax.quantization.quantize import amax_of_floats as amax_of_floats

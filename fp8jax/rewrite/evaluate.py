@@ -21,11 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fp8jax import formats
+from fp8jax import formats, scaling
 from fp8jax.dot import OUTPUT, Weight, dot_general, ragged_dot
 from fp8jax.dot.layout import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite.computed import Source, sources
 from fp8jax.rewrite.dots import Site
 from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
 from fp8jax.rewrite.param_view import ParamView, Tracked, bind, move, plain, transpose
@@ -65,30 +66,56 @@ def _run(
     def read(var: Any) -> Any:
         return var.val if isinstance(var, jex.Literal) else env[var]
 
-    for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr), strict=True)):
-        outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number))
+    computed = _sources(plan, jaxpr, site)
+    for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr, computed), strict=True)):
+        source = computed.get(number)
+        made = source and functools.partial(source.of, values=[plain(read(x)) for x in source.inputs])
+        outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number), made)
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in last:
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
 
 
-def last_uses(jaxpr: jex.Jaxpr) -> list[set[Any]]:
-    """For each equation, the variables that no later one needs, so that an eager call frees them."""
+def _sources(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> dict[int, Source]:
+    """How the inputs of a jaxpr's planned dot products are computed, by the numbers of their equations."""
+    operands = {
+        at[-1]: 1 - planned.dot.kernel
+        for at, planned in plan.dots.items()
+        if at[:-1] == site and _takes_computed(planned)
+    }
+    return sources(jaxpr, operands) if operands else {}
+
+
+def _takes_computed(planned: PlannedDot) -> bool:
+    recipe = planned.kernel.recipe
+    chosen = scaling.of_recipe(recipe) if recipe.is_quantized and not planned.dot.groups else None
+    return getattr(chosen, "takes_computed", False)
+
+
+def last_uses(jaxpr: jex.Jaxpr, computed: Mapping[int, Source] | None = None) -> list[set[Any]]:
+    """For each equation, the variables that no later one needs, so that an eager call frees them.
+
+    `computed` equations read the inputs of their sources, too.
+    """
+    computed = computed or {}
     last, needed = [], {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}
-    for eqn in reversed(jaxpr.eqns):
-        last.append({var for var in eqn.invars if not isinstance(var, jex.Literal)} - needed)
+    for number, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        read = (*eqn.invars, *(computed[number].inputs if number in computed else ()))
+        last.append({var for var in read if not isinstance(var, jex.Literal)} - needed)
         needed |= last[-1]
     return last[::-1]
 
 
-def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> Sequence[Any]:
-    """The outputs of an equation."""
+def _outputs(
+    plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site, made: Any
+) -> Sequence[Any]:
+    """The outputs of an equation; `made` is how the input of a dot product is computed."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         if site in plan.dots:
             with scope(plan.dots[site].dot.layer):
-                return [_dot(plan, eqn, plan.dots[site], ins, states)]
+                return [_dot(plan, eqn, plan.dots[site], ins, states, made)]
         if eqn.primitive.name == PROGRAM:
             leaves, own, arrays, consts = eqn.params["treedef"].unflatten(ins)
             own, arrays = jax.tree.map(plain, (own, arrays), is_leaf=lambda x: isinstance(x, Tracked))
@@ -102,7 +129,7 @@ def _outputs(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site
             return bind(eqn, *map(plain, ins))
 
 
-def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States) -> jax.Array:
+def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States, made: Any) -> jax.Array:
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
     which, recipe, out_dtype = planned.dot.kernel, planned.kernel.recipe, eqn.outvars[0].aval.dtype
     state = states.get(planned.key, _NO_STATE)
@@ -128,7 +155,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
         return out + added
     subscripts = _subscripts(eqn, which, kernel.view.perm)
     if recipe.is_quantized:
-        dot = functools.partial(_named_dot, **options)
+        dot = functools.partial(_named_dot, **options, computed=made)
         out = einsum_by(subscripts, other, kernel.kernel, dot, eqn.params.get("out_sharding"))
     else:
         out = _high_precision_dot(eqn, recipe, ins)

@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Float32, PyTree, UInt32
 from fp8jax.formats import Format
 from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import (
+    Computed,
     ScaledArray,
     amax,
     as_bytes,
@@ -85,6 +86,11 @@ class BlockScaling:
         """The scale blocks of wgrad run along rows. NVFP4 also has a scale of the tensor, for all rows."""
         return None if self.recipe.scaling == "nvfp4" else method_of(self.recipe, LHS).block[1]
 
+    @property
+    def takes_computed(self) -> bool:
+        """Whether `quantize` takes a `Computed`, which its kernel computes."""
+        return self.recipe.gemm == "FP8" and not any(self.recipe.override_linear_precision)
+
     def init(self) -> State:
         """See `Scaling`."""
         if self.recipe.gemm == "FP4" and {"stochastic", "eden"} & {*self.recipe.fp4_options}:
@@ -95,11 +101,13 @@ class BlockScaling:
         """See `Scaling`."""
         return method_of(self.recipe, operand).format
 
-    def quantize(self, state: State, operand: int, x: Array, uses: Uses) -> tuple[tuple[Any, Any], Array]:
+    def quantize(
+        self, state: State, operand: int, x: Array | Computed, uses: Uses
+    ) -> tuple[tuple[Any, Any], Array]:
         """See `Scaling`."""
         return self._copies(state, operand, x, uses), jnp.zeros(())
 
-    def _copies(self, state: State, operand: int, x: Array, uses: Uses, whole_amax: Any = None) -> Any:
+    def _copies(self, state: State, operand: int, x: Any, uses: Uses, whole_amax: Any = None) -> Any:
         """The copies behind a barrier: XLA on GPU would store the high-precision tensor."""
         gemms = tuple(gemm for gemm, is_used in enumerate(uses) if is_used)
         if not gemms:
@@ -215,7 +223,7 @@ def _is_key(path: Any) -> bool:
 def quantized(
     recipe: Recipe,
     operand: int,
-    x: Float[Array, "*batch rows columns"],
+    x: Float[Array, "*batch rows columns"] | Computed,
     state: State,
     gemms: tuple[int, ...] = (0, 1),
     whole_amax: Float32[Array, "..."] | None = None,
@@ -225,7 +233,7 @@ def quantized(
     Args:
         recipe: a recipe with block scaling.
         operand: `LHS`, `RHS` or `GRAD`.
-        x: the operand as a matrix: lhs (m, k), rhs (k, n), grad (m, n).
+        x: the operand as a matrix: lhs (m, k), rhs (k, n), grad (m, n); `Computed` only for FP8.
         state: the dot's state.
         gemms: for which GEMMs of the operand: 0 for the first one, 1 for the second one.
         whole_amax: see `quantize_blocks`.
@@ -236,6 +244,7 @@ def quantized(
     transposes = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
     if recipe.gemm == "FP8":
         return quantize_twice(x, method_of(recipe, operand), transposes)
+    assert not isinstance(x, Computed)
     is_eden = [method_of(recipe, operand, gemm).rule == "eden" for gemm in gemms]
     if any(is_eden):
         others = tuple(gemm for gemm, is_its in zip(gemms, is_eden, strict=True) if not is_its)

@@ -19,10 +19,12 @@ from fp8jax.formats import E8M0
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
+from fp8jax.quantization.kernels.expression import COLUMNS, ENTRIES, ROWS, Computed
 from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization.kernels.tiles import (
     PARAMS,
     TILE,
+    ComputedTile,
     amax_of,
     bits_of,
     divide_of,
@@ -39,21 +41,30 @@ INTERPRET = False
 
 
 def quantize_twice(
-    x: Float[Array, "*batch rows columns"], method: BlockMethod, sides: tuple[bool, ...] = (False, True)
+    x: Float[Array, "*batch rows columns"] | Computed,
+    method: BlockMethod,
+    sides: tuple[bool, ...] = (False, True),
 ) -> tuple[ScaledArray, ...]:
     """`quantize_blocks` of `x` and of its transpose, rounded to nearest.
 
     Args:
-        x: float array.
+        x: float array; or a matrix that the kernel computes, if it has whole tiles.
         method: a method of FP8 codes, with blocks of one row or square ones.
         sides: the copies, False for one of `x` and True for one of its transpose.
     """
+    x, expression, inputs = x if isinstance(x, Computed) else (x, None, ())
     if not x.size:
         return _one_by_one(x, method=method, sides=sides)
-    return by_platform(x, cpu=_one_by_one, default=_at_once, is_deferred=False, method=method, sides=sides)
+    if x.shape[-2] % TILE or x.shape[-1] % TILE:
+        expression, inputs = None, ()
+    static = {"method": method, "sides": sides, "expression": expression}
+    return by_platform(x, inputs, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
 
 
-def _one_by_one(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
+def _one_by_one(
+    x: jax.Array, inputs: Any = (), *, method: BlockMethod, sides: tuple[bool, ...], expression: Any = None
+) -> tuple[ScaledArray, ...]:
+    del inputs, expression
     # The barrier: XLA on a CPU folds the transpose of a constant, and then reads it in the wrong order.
     return tuple(
         quantize_blocks(lax.optimization_barrier(jnp.swapaxes(x, -1, -2)) if turn else x, method)
@@ -61,21 +72,39 @@ def _one_by_one(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -
     )
 
 
-def _at_once(x: jax.Array, *, method: BlockMethod, sides: tuple[bool, ...]) -> tuple[ScaledArray, ...]:
+def _at_once(
+    x: jax.Array, inputs: Any = (), *, method: BlockMethod, sides: tuple[bool, ...], expression: Any = None
+) -> tuple[ScaledArray, ...]:
     *batch, rows, columns = x.shape
-    tiles = x.reshape(-1, rows, columns)
-    tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
+    if expression is None:
+        tiles = x.reshape(-1, rows, columns)
+        operands = [jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])]
+    else:
+        operands = [each[None] for each in inputs]
+    places = expression.inputs if expression else (ENTRIES,)
     copies = ", ".join(place for turn in sides for place in ["b k m" if turn else "b m k"] * 2)
-    quantize = functools.partial(_tiles, method, sides)
-    out = split_by_devices(quantize, f"b m k -> {copies}", {"m": TILE, "k": TILE})(tiles)
+    quantize = functools.partial(_tiles, method, sides, expression)
+    rule = f"{', '.join(f'b {place}' for place in places)} -> {copies}"
+    out = split_by_devices(quantize, rule, {"m": TILE, "k": TILE})(*operands)
     shapes = [(*batch, columns, rows) if turn else (*batch, rows, columns) for turn in sides]
     pairs = zip(out[::2], out[1::2], strict=True)
     return tuple(_cut(method, shape, *pair) for shape, pair in zip(shapes, pairs, strict=True))
 
 
-def _tiles(method: BlockMethod, sides: tuple[bool, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+# The part of an input that a program reads, by how it lies in the matrix.
+_IN_SPECS = {
+    ENTRIES: pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j)),
+    ROWS: pl.BlockSpec((None, TILE, 1), lambda b, i, j: (b, i, 0)),
+    COLUMNS: pl.BlockSpec((None, 1, TILE), lambda b, i, j: (b, 0, j)),
+}
+
+
+def _tiles(
+    method: BlockMethod, sides: tuple[bool, ...], expression: Any, *inputs: jax.Array
+) -> tuple[jax.Array, ...]:
     """The kernel: codes and scales of each copy of whole tiles."""
-    count, m, k = x.shape
+    places = expression.inputs if expression else (ENTRIES,)
+    count, m, k = inputs[places.index(ENTRIES)].shape
     grid = (count, m // TILE, k // TILE)
     height, width = (TILE // size for size in method.block)
     scale_dtype = jnp.uint8 if method.scale == "E8M0" else jnp.float32
@@ -93,15 +122,15 @@ def _tiles(method: BlockMethod, sides: tuple[bool, ...], x: jax.Array) -> tuple[
         scales = (count, outer // TILE * height, inner // TILE * width)
         out_shape.append(jax.ShapeDtypeStruct(scales, scale_dtype))
     out = pl.pallas_call(
-        functools.partial(_tile, method, sides),
+        functools.partial(_tile, method, sides, expression),
         grid=grid,
-        in_specs=[pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j))],
+        in_specs=[_IN_SPECS[place] for place in places],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=PARAMS,
         interpret=INTERPRET,
         name="quantize_blocks",
-    )(x)
+    )(*inputs)
     codes = [_bytes_of(each, method) if turn else each for turn, each in zip(sides, out[::2], strict=True)]
     return tuple(each for pair in zip(codes, out[1::2], strict=True) for each in pair)
 
@@ -112,8 +141,14 @@ def _bytes_of(words: jax.Array, method: BlockMethod) -> jax.Array:
     return lax.bitcast_convert_type(codes, method.format.dtype)
 
 
-def _tile(method: BlockMethod, sides: tuple[bool, ...], x: Any, *out: Any) -> None:
+def _tile(method: BlockMethod, sides: tuple[bool, ...], expression: Any, *refs: Any) -> None:
     """One tile of each copy."""
+    inputs, out = refs[: -2 * len(sides)], refs[-2 * len(sides) :]
+    x = inputs[0]
+    if expression:
+        pairs = zip(expression.inputs, inputs, strict=True)
+        parts = tuple(x[...] if place == COLUMNS else x for place, x in pairs)
+        x = ComputedTile(expression, parts, divide_of(INTERPRET))
     for turn, to_codes, to_scale in zip(sides, out[::2], out[1::2], strict=True):
         write = _write_turned if turn else _write
         write(method, x, to_codes, to_scale)

@@ -5,6 +5,7 @@ of rows, which are blocks of the transpose, have scales and codes by operations 
 only packed codes are transposed. A transpose of the tile would pass through shared memory in many steps.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float32, Int32, UInt, UInt32
 
+from fp8jax.quantization.kernels.expression import COLUMNS, Expression
 from fp8jax.quantization.quantize import INFINITY
 
 # Rows and columns of the tile that one program of a kernel reads.
@@ -28,6 +30,23 @@ PARAMS = triton.CompilerParams(num_warps=8, num_stages=1)
 def rows_of(x: Any, size: int) -> list[Float32[Array, "blocks columns"]]:
     """The rows of a tile: for each row of a block of `size` rows an array with this row of all blocks."""
     return [x[pl.ds(row, TILE // size, size), :].astype(jnp.float32) for row in range(size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputedTile:
+    """A tile of a matrix that the kernel computes, read as the reference of a tile is."""
+
+    expression: Expression
+    inputs: tuple[Any, ...]  # references; arrays of `COLUMNS`, which are read once
+    divide: Callable[..., Any]
+
+    def __getitem__(self, at: Any) -> Float32[Array, "rows columns"]:
+        """All rows for `...`, or those of a slice and all columns."""
+        rows = slice(None) if at is ... else at[0]
+        pairs = zip(self.expression.inputs, self.inputs, strict=True)
+        inputs = [x if place == COLUMNS else x[rows, :] for place, x in pairs]
+        count = rows.size if isinstance(rows, pl.Slice) else TILE
+        return jnp.broadcast_to(self.expression.of(inputs, self.divide), (count, TILE))
 
 
 def bits_of(x: Float32[Array, "..."]) -> Int32[Array, "..."]:

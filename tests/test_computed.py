@@ -1,0 +1,192 @@
+"""Inputs of dots that the kernel which quantizes them computes: a gelu, an RMS norm, a gated product."""
+
+import importlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.inspect import program, targets
+from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_twice
+from fp8jax.quantization.kernels import rows_and_columns
+from fp8jax.rewrite.computed import sources
+
+evaluate = importlib.import_module("fp8jax.rewrite.evaluate")  # the package has a function of this name
+
+ROWS, WIDTH = (2, 128), 256
+FULL, ROW, COLUMN = (*ROWS, WIDTH), (*ROWS, 1), (1, 1, WIDTH)
+
+
+def gelu(x, bias):
+    return nn.gelu(x + bias)
+
+
+def rms_norm(x, inverse, scale):
+    return (x.astype(jnp.float32) * inverse * scale).astype(jnp.bfloat16)
+
+
+def gated(gate, up):
+    return nn.silu(gate) * up
+
+
+def squared_relu(x):
+    return nn.relu(x) ** 2
+
+
+def cast(x):
+    return x.astype(jnp.float16)
+
+
+CASES = [
+    (gelu, [FULL, COLUMN]),
+    (rms_norm, [FULL, ROW, COLUMN]),
+    (gated, [FULL, FULL]),
+    (squared_relu, [FULL]),
+    (cast, [FULL]),
+]
+MADE = pytest.mark.parametrize("function, shapes", CASES, ids=[case[0].__name__ for case in CASES])
+
+
+def arrays(shapes, dtype=jnp.float32):
+    made = [np.random.default_rng(n).normal(size=shape) for n, shape in enumerate(shapes)]
+    return [jnp.asarray(x, jnp.float32 if len(shapes) == 3 else dtype) for x in made]
+
+
+def strictly(function, *args):
+    """Computed with all roundings of bfloat16, which XLA on a CPU leaves out within fusions."""
+    compiled = jax.jit(function).lower(*args).compile(compiler_options={"xla_allow_excess_precision": False})
+    return compiled(*args)
+
+
+def source_of(function, *args):
+    """How the input of a dot is computed, and the values of its inputs."""
+    kernel = jnp.ones((WIDTH, 8), function(*args).dtype)
+    jaxpr = jax.make_jaxpr(lambda *args: function(*args) @ kernel)(*args).jaxpr
+    [number] = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    found = sources(jaxpr, {number: 0}).get(number)
+    return found and (found, [dict(zip(jaxpr.invars, args, strict=True))[var] for var in found.inputs])
+
+
+def computed(function, *args):
+    made = source_of(function, *args)
+    assert made is not None
+    found, values = made
+    return found.of(strictly(function, *args).reshape(-1, WIDTH), values)
+
+
+@MADE
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("method", [BLOCK_1X128, MXFP8], ids=lambda method: method.scale)
+def test_kernel_computes_its_input(function, shapes, dtype, method, monkeypatch):
+    """The kernel, interpreted, has the codes and scales of the matrix that XLA computes, to the bit."""
+    monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
+    matrix, expression, inputs = computed(function, *arrays(shapes, dtype))
+    static = {"method": method, "sides": (False, True)}
+    unread = jnp.full_like(matrix, jnp.nan)
+    ours = strictly(lambda x: rows_and_columns._at_once(unread, x, expression=expression, **static), inputs)
+    expected = rows_and_columns._one_by_one(matrix, **static)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one.scale).view(np.uint8), other.scale.view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(one.data).view(np.uint8), other.data.view(np.uint8))
+
+
+@MADE
+def test_cpu_reads_the_matrix(function, shapes):
+    """On a CPU the matrix itself is quantized."""
+    matrix, expression, inputs = computed(function, *arrays(shapes))
+    wrong = Computed(matrix, expression, tuple(x + 1 for x in inputs))
+    for one, other in zip(quantize_twice(wrong, MXFP8), quantize_twice(matrix, MXFP8), strict=True):
+        np.testing.assert_array_equal(one.dequantize(), other.dequantize())
+
+
+def layer_norm(x, mean, inverse):
+    return (x - mean) * inverse
+
+
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (lambda x: x, [FULL]),
+        (lambda x: jnp.swapaxes(x, 0, 1) + 1, [(128, 2, WIDTH)]),
+        (lambda x: x[..., :WIDTH] * x[..., WIDTH:], [(*ROWS, 2 * WIDTH)]),
+        (lambda x: jax.nn.softmax(x), [FULL]),
+        (lambda x: jnp.cos(x) + 1, [FULL]),
+        (lambda x: jax.lax.reduce_precision(x, 8, 7) + 1, [FULL]),
+        (layer_norm, [FULL, ROW, ROW]),
+    ],
+    ids=["argument", "transpose", "slices", "sum", "unknown", "rounded", "two rows"],
+)
+def test_others_are_left(function, shapes):
+    """The kernel reads what it cannot compute, or what would be stored all the same."""
+    assert source_of(function, *arrays(shapes)) is None
+
+
+def test_value_with_other_uses():
+    """A value that others read, too, is computed in the kernel only if that reads no more."""
+    x, y = jnp.ones((128, 128)), jnp.ones((128, 128))
+    for function, is_computed in ((lambda x, y: x * y, False), (lambda x, y: x + 1, True)):
+        jaxpr = jax.make_jaxpr(lambda x, y, f=function: (lambda z: (z @ y, z))(f(x, y)))(x, y).jaxpr
+        assert bool(sources(jaxpr, {1: 0})) == is_computed
+
+
+def test_norm_of_flax():
+    """Flax subtracts a mean of zeros in an RMS norm."""
+    norm: Any = nn.RMSNorm(dtype=jnp.bfloat16)
+    x = jnp.ones(FULL, jnp.bfloat16)
+    variables = norm.init(jax.random.key(0), x)
+    jaxpr = jax.make_jaxpr(lambda x: norm.apply(variables, x) @ jnp.ones((WIDTH, 8), x.dtype))(x).jaxpr
+    [number] = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    assert sources(jaxpr, {number: 0})[number].expression.inputs == ("m k", "m r", "c k")
+
+
+class Block(nn.Module):
+    """An RMS norm and a gated MLP, with a residual, or a gelu MLP."""
+
+    is_gated: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        dense = lambda width, name: nn.Dense(width, dtype=x.dtype, name=name)  # noqa: E731
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        up = dense(256, "up")(y)
+        y = nn.silu(dense(256, "gate")(y)) * up if self.is_gated else nn.gelu(up)
+        return x + dense(128, "down")(y)
+
+
+def loss_of(model, recipe="mxfp8"):
+    made = fp8jax.transform(model, recipe)
+    return made, lambda variables, x: jnp.mean(made.apply(variables, x).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "gelu"])
+def test_nothing_changes_on_a_cpu(is_gated, monkeypatch):
+    """Loss and gradients are those without the kernel's inputs, to the bit."""
+    made, loss = loss_of(Block(is_gated))
+    x = jax.random.normal(jax.random.key(1), (128, 128), jnp.bfloat16)
+    variables = made.init(jax.random.key(0), x)
+    ours = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
+    monkeypatch.setattr(evaluate, "sources", lambda jaxpr, operands: {})
+    _, loss = loss_of(Block(is_gated))
+    jax.tree.map(np.testing.assert_array_equal, ours, jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x))
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+@pytest.mark.parametrize("recipe, target", [("block", "h200"), ("mxfp8", "b200")])
+def test_a_gpu_moves_fewer_bytes(recipe, target, monkeypatch):
+    """The compiled program moves fewer bytes, in no more kernels."""
+    x = jax.ShapeDtypeStruct((2, 512, 128), jnp.bfloat16)
+
+    def compiled():
+        made, loss = loss_of(Block(False), recipe)
+        variables = jax.eval_shape(made.init, jax.random.key(0), x)
+        return program.read(targets.compile_for(jax.value_and_grad(loss), variables, x, target=target))
+
+    ours = compiled()
+    monkeypatch.setattr(evaluate, "sources", lambda jaxpr, operands: {})
+    others = compiled()
+    assert ours.kernels <= others.kernels and ours.moved < others.moved
+    assert ours.count() == others.count()
