@@ -120,7 +120,8 @@ def read(folder: pathlib.Path) -> Folder:
             if not is_own or not file.endswith(".safetensors"):
                 raise ValueError(
                     f"`folder`: expected names of safetensors files of the folder in {INDEX}; got "
-                    f"{file!r:.99} for {name!r:.99}. Do not load a folder from a source that you do not trust."
+                    f"{file!r:.99} for {name!r:.99}. Do not load a folder from a source that you do not "
+                    "trust."
                 )
     else:
         files = dict.fromkeys([""], ONE)

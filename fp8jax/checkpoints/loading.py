@@ -260,7 +260,7 @@ def _leaf(found: Mapping[tuple[int, ...], tuple[_Stored, Place]], like: Any) -> 
         values = np.empty(like.shape, np.float32)
         for index, (tensor, place) in found.items():
             _copy(tensor.value(place), values[index])
-        new = _quantized(values, shapes(0), f"the layers of {'/'.join(place.path)}")
+        new = _quantized(values, shapes(0), f"the layers of {'/'.join(next(iter(found.values()))[1].path)}")
     return treedef.unflatten(map(_put, new, arrays))
 
 
