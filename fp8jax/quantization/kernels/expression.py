@@ -2,8 +2,8 @@
 
     Computed(x, expression, inputs)      # the matrix x, which is expression.of(inputs) too
 
-A layer norm's last operations, a gelu or a gated product are such expressions of arrays that exist anyway. A
-kernel that computes the matrix itself need not read it, and XLA does not store it if nothing else does.
+A gelu, a gated product and the last operations of an RMS norm are such expressions, of arrays that exist
+anyway. A kernel that computes the matrix does not read it, and XLA does not store it if nothing else reads it.
 """
 
 from collections.abc import Callable, Sequence
