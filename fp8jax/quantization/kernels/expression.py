@@ -3,7 +3,7 @@
     Computed(x, expression, inputs)      # the matrix x, which is expression.of(inputs) too
 
 A gelu, a gated product and the last operations of an RMS norm are such expressions, of arrays that exist
-anyway. A kernel that computes the matrix does not read it, and XLA does not store it if nothing else reads it.
+anyway. A kernel that computes the matrix does not read it, and XLA does not store it if nothing else does.
 """
 
 from collections.abc import Callable, Sequence
