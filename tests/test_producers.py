@@ -13,7 +13,7 @@ import fp8jax
 from fp8jax.inspect import program, targets
 from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_twice
 from fp8jax.quantization.kernels import rows_and_columns
-from fp8jax.rewrite.computed import sources
+from fp8jax.rewrite.producers import sources
 
 evaluate = importlib.import_module("fp8jax.rewrite.evaluate")  # the package has a function of this name
 
