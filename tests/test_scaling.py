@@ -428,6 +428,7 @@ class RowScaling:
     granularity = "row"
     scales = "row FP32"
     rows_multiple = None  # the GEMMs of groups quantize their rows
+    takes_computed = False
 
     def init(self):
         return {}

@@ -80,7 +80,7 @@ class Matmul(Protocol):
         ...
 
     def saved(self, others: Any) -> Any:
-        """What the backward needs of `Call.others`."""
+        """The part of `Call.others` that the backward needs."""
         ...
 
     def times_kernel(self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: Any, to: Any) -> jax.Array:

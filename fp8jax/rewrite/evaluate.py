@@ -89,8 +89,7 @@ def _sources(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> dict[int, Source]:
 
 def _takes_computed(planned: PlannedDot) -> bool:
     recipe = planned.kernel.recipe
-    chosen = scaling.of_recipe(recipe) if recipe.is_quantized and not planned.dot.groups else None
-    return getattr(chosen, "takes_computed", False)
+    return recipe.is_quantized and not planned.dot.groups and scaling.of_recipe(recipe).takes_computed
 
 
 def last_uses(jaxpr: jex.Jaxpr, computed: Mapping[int, Source] | None = None) -> list[set[Any]]:

@@ -108,6 +108,11 @@ class Scaling(Protocol):
         """Rows of a group are padded to a multiple of this number; None if each GEMM quantizes its rows."""
         ...
 
+    @property
+    def takes_computed(self) -> bool:
+        """Whether `quantize` takes a `Computed`, which its kernel computes on a GPU."""
+        ...
+
     def init(self) -> State:
         """The first state of a dot."""
         ...

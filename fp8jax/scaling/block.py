@@ -88,7 +88,7 @@ class BlockScaling:
 
     @property
     def takes_computed(self) -> bool:
-        """Whether `quantize` takes a `Computed`, which its kernel computes."""
+        """See `Scaling`."""
         return self.recipe.gemm == "FP8" and not any(self.recipe.override_linear_precision)
 
     def init(self) -> State:

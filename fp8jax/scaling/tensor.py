@@ -57,6 +57,11 @@ class TensorScaling:
         return 1
 
     @property
+    def takes_computed(self) -> bool:
+        """No: XLA fuses the operations that make an operand with its cast."""
+        return False
+
+    @property
     def method(self) -> ScaleMethod:
         """How scales are computed."""
         if self.recipe.scaling not in METHODS:
