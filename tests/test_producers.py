@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
 from fp8jax.inspect import program, targets
@@ -131,6 +132,15 @@ def test_value_with_other_uses():
     for function, is_computed in ((lambda x, y: x * y, False), (lambda x, y: x + 1, True)):
         jaxpr = jax.make_jaxpr(lambda x, y, f=function: (lambda z: (z @ y, z))(f(x, y)))(x, y).jaxpr
         assert bool(sources(jaxpr, {1: 0})) == is_computed
+
+
+def test_named_input():
+    """The kernel reads the value that `checkpoint_name` names, since a remat policy may save it."""
+    x, y = jnp.ones((128, 128)), jnp.ones((128, 128))
+    jaxpr = jax.make_jaxpr(lambda x, y: jnp.square(checkpoint_name(x @ y, "a")) @ y)(x, y).jaxpr
+    product, name, _, _ = jaxpr.eqns
+    assert name.primitive.name == "name" and name.invars == product.outvars
+    assert sources(jaxpr, {3: 0})[3].inputs == tuple(name.outvars)
 
 
 def test_norm_of_flax():

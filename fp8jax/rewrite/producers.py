@@ -27,7 +27,7 @@ _ELEMENTWISE = (
 _MOVES = ("convert_element_type", "broadcast_in_dim", "reshape", "copy")
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 # What stores its outputs. XLA would store an operand of the kernel that is a slice or a transpose.
-_STORED = (*DOTS, "conv_general_dilated", "scan", "while", "cond", "pallas_call", "ffi_call")
+_STORED = (*DOTS, "name", "conv_general_dilated", "scan", "while", "cond", "pallas_call", "ffi_call")
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 # Of an expression. An input of `ROWS` adds 33 loads to the kernel, and 2 to 3 s to its compile time.
