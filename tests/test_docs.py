@@ -212,7 +212,7 @@ def test_every_output_is_of_code_or_of_a_command(page):
 
 def marks_of(block):
     """A GPU's program needs the plugin, and takes long."""
-    is_of_gpu = bool({"--target", "--paper"} & set(command_of(block)))
+    is_of_gpu = "--target" in command_of(block)
     reason = targets.why_not() if is_of_gpu else None
     long = [pytest.mark.long] if is_of_gpu else []
     return [pytest.mark.skipif(reason is not None, reason=str(reason)), *long]
