@@ -152,6 +152,7 @@ def test_export_refuses(trained, tmp_path, monkeypatch, capsys, change, argument
     (tmp_path / "names_of_gpt.py").write_text(NAMES)
     (tmp_path / "config.json").write_text(json.dumps(OF_GPT2))
     before = sorted(os.listdir(tmp_path))
+    capsys.readouterr()  # the run's
     options = {"--mapping": "names_of_gpt:SCANNED", "--config": "config.json", **arguments}
     status = runs.status_of(["export", str(run), "out", *(text for pair in options.items() for text in pair)])
     printed = capsys.readouterr()
