@@ -274,8 +274,7 @@ def test_a_worker_goes_on_where_a_thread_stopped(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("workers, shard", [(2, (0, 1)), (3, (1, 2))])
 def test_workers_change_nothing(tmp_path, workers, shard):
     expected = list(token_loader(tmp_path, shard=shard))
     with token_loader(tmp_path, workers=workers, shard=shard, transform=with_reader) as loader:

@@ -103,8 +103,10 @@ def test_on_one_device_it_is_the_function_without_it(recipe, check_vma, optimize
     assert report.fp8_share == 1
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("split", "devices"), [(batch_split, 8), (tensors_split, 2)])
+@pytest.mark.parametrize(
+    ("split", "devices", "check_vma"),
+    [(batch_split, 8, True), (batch_split, 8, False), (tensors_split, 2, True)],
+)
 @pytest.mark.parametrize("recipe", STATELESS)
 def test_on_many_devices_gradients_are_those_of_the_whole_batch(recipe, split, devices, check_vma):
     def fn(params, x):

@@ -562,7 +562,7 @@ def test_pairs_are_traced(pair, monkeypatch):
         assert (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
-PARTS = 20
+PARTS = 60
 
 
 def part():
