@@ -6,13 +6,18 @@ import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import runs
+from flax import nnx
 
 import fp8jax.train
-from fp8jax.checkpoints import GPT2, save
+from fp8jax.checkpoints import GPT2, NameMap, Rename, save
 from fp8jax.checkpoints.export import CONFIG
-from fp8jax.train import run_folder
+from fp8jax.train import TrainConfig, Trainer, fit, run_folder
+from fp8jax.train.export import export
 
 NAMES = """
 from fp8jax.checkpoints import GPT2
@@ -98,6 +103,63 @@ def test_export_of_a_run(program, trained, tmp_path, recipe, options, names, for
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
     if options:
         assert "transformer.h.0.mlp.c_fc  " in done.stdout and done.stdout.count("high precision") == 5
+
+
+class OfNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.wte = nnx.Embed(48, 128, rngs=rngs)
+        self.h = nnx.List([nnx.Linear(128, 128, rngs=rngs) for _ in range(2)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)  # random states, which are not exported
+
+    def __call__(self, tokens):
+        x = self.wte(tokens)
+        for layer in self.h:
+            x = x + nnx.gelu(layer(x))
+        return self.dropout(x) @ self.wte.embedding.T
+
+
+NAMES_OF_NNX = NameMap(
+    (
+        Rename(r"wte\.weight", "wte/embedding"),
+        Rename(r"h\.(\d+)\.weight", r"h/\1/kernel", axes=(1, 0)),
+        Rename(r"h\.(\d+)\.bias", r"h/\1/bias"),
+    )
+)
+
+
+def run_of_nnx(folder, **settings):
+    """A run of two steps of an NNX module, and the module that it ended with."""
+
+    def loss(model, batch):
+        logits = jax.nn.log_softmax(model(batch["tokens"]).astype(jnp.float32))
+        return -jnp.take_along_axis(logits, batch["tokens"][..., None], axis=-1).mean()
+
+    rows = [{"tokens": row} for row in np.random.default_rng(0).integers(0, 48, (16, 8)).astype(np.int32)]
+    settings = TrainConfig(
+        max_steps=2, per_device_train_batch_size=4, output_dir=str(folder / "run"), **settings
+    )
+    trainer = Trainer(OfNNX(nnx.Rngs(0)), loss, settings, jax.tree.map(lambda x: x[None], rows[0]))
+    run = fit(trainer, rows)
+    return run.folder, trainer.network._module(run.state.variables)
+
+
+@pytest.mark.parametrize("recipe, format", [("O3", "fp8"), ("te", "fp8:static"), ("block", "fp8")])
+def test_export_of_an_nnx_run(tmp_path, recipe, format):
+    """The same bytes and report as those of the module."""
+    run, module = run_of_nnx(tmp_path, recipe=recipe)
+    options = {"mapping": NAMES_OF_NNX, "config": OF_GPT2, "format": format}
+    report = export(run, tmp_path / "out", **options)
+    want = save(tmp_path / "want", module, **options)
+    assert report == want and sum(row.is_unchanged for row in report.rows if row.is_quantized) == 2
+    for name in (CONFIG, "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
+
+
+def test_export_of_adapters_is_refused(tmp_path):
+    run, _ = run_of_nnx(tmp_path, recipe="te", lora_rank=2)
+    with pytest.raises(ValueError, match="expected one of a model without adapters"):
+        export(run, tmp_path / "out", mapping=NAMES_OF_NNX, config=OF_GPT2)
+    assert not (tmp_path / "out").exists()
 
 
 def cut_kernels(run):

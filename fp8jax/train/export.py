@@ -11,12 +11,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from fp8jax.adapters.nnx.gradient import collections_of
 from fp8jax.checkpoints import ExportReport, NameMap
 from fp8jax.checkpoints.export import Source, write
 from fp8jax.checkpoints.tree import named
-from fp8jax.rewrite import Kernel
+from fp8jax.rewrite import Kernel, lora
 from fp8jax.train import checkpoint
-from fp8jax.variables import FROZEN, PARAMS, SCALING
+from fp8jax.variables import PARAMS, SCALING
 
 
 def export(
@@ -31,20 +32,22 @@ def export(
     """Writes the newest undamaged checkpoint of a run as a Hugging Face folder; see `checkpoints.save`.
 
     Args:
-        run: the folder of a run of `fit`, or of its checkpoints. The model is Linen's. Of a run with a twin
-            it is the recipe's.
+        run: the folder of a run of `fit`, or of its checkpoints. Of a run with a twin the model is the
+            recipe's.
         folder, mapping, config, format, max_shard_bytes: see `checkpoints.save`.
 
     Raises:
         ValueError: there is no such checkpoint; it does not say which kernels are quantized, as those of
-            fp8jax 0.1.0; the model is not Linen's, or has adapters; and see `checkpoints.save`.
+            fp8jax 0.1.0; the model has adapters; and see `checkpoints.save`.
     """
     run = pathlib.Path(run)
     found = checkpoint.read_variables(run / "checkpoints" if (run / "checkpoints").is_dir() else run)
     variables, kernels = found.state, found.metadata.get("kernels")
-    if kernels is None or PARAMS not in variables or FROZEN in variables:
+    variables = variables if PARAMS in variables else collections_of(variables)
+    has_adapters = any(path[-1] == lora.A for path in named(variables).leaves)
+    if kernels is None or has_adapters or (variables.get(SCALING) and not kernels):
         raise ValueError(
-            f"`run`: expected one of a Linen model without adapters, by this version of fp8jax; got {run}, "
+            f"`run`: expected one of a model without adapters, by this version of fp8jax; got {run}, "
             "which is another one. Restore it into its model, and call `fp8jax.checkpoints.save`."
         )
     quantized = {tuple(path.split("/")): Kernel.from_json(values) for path, values in kernels.items()}

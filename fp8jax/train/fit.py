@@ -264,7 +264,9 @@ class _Run:
             bad = checks.bad_arrays(model.trainer, model.state)
             checks.check_finite(model.name, model.curves, bad, self.saved)
         curves = [model.curves.to_json() for model in self.models]
-        kernels = {"/".join(path): k.to_json() for path, k in self.models[0].trainer.kernels.items()}
+        kernels = {
+            "/".join(map(str, path)): k.to_json() for path, k in self.models[0].trainer.kernels.items()
+        }
         metadata = {"data": self.batches.state(), "curves": curves, "kernels": kernels}
         run_folder.save(
             self.folder, self.steps, [model.state for model in self.models], metadata, self.digest

@@ -144,7 +144,7 @@ class Trainer:
 
     @functools.cached_property
     def kernels(self) -> dict[tuple[str, ...], Kernel]:
-        """The kernels of a Linen model that the recipe or a rule applies to, by path; {} for NNX."""
+        """The kernels that the recipe or a rule applies to, by path."""
         return self.network.kernels(self._batch(self.per_device))
 
     def loader(self, source: Any, transform: Any = None, *, shuffle: bool = True) -> DevicePrefetch:

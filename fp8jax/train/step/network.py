@@ -23,6 +23,7 @@ from fp8jax import adapters
 from fp8jax.adapters.linen import LinenModel
 from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
+from fp8jax.adapters.nnx.module import placed_kernels
 from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
 from fp8jax.inspect.numerics import Statistics, statistics
@@ -269,7 +270,7 @@ class _NNX(_Network):
 
     def kernels(self, batch: PyTree) -> dict[tuple[str, ...], Kernel]:
         del batch
-        return {}
+        return {path: kernel for path, kernel, _ in placed_kernels(self._module(self.variables))}
 
     def _module(self, variables: PyTree) -> Any:
         return nnx.merge(self.graph, variables)
