@@ -168,6 +168,16 @@ def test_keras_model():
     assert fp8jax.transform(Functional().stateless_call, "te") is not None
 
 
+def test_callables_that_keep_their_weights():
+    """Weights that a function holds are no parameters of the call, so no GEMM would run in FP8."""
+    module = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="got a method of Linear, which keeps .*: transform the module"):
+        fp8jax.transform(module.__call__, "current")
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="got a torch module, Linear, for which there is `fp8jax_torch.prep"):
+        fp8jax.transform(torch.nn.Linear(4, 4), "current")
+
+
 def test_wrapper_of_module():
     """Something that holds a module is told from a function."""
 

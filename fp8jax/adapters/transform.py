@@ -101,6 +101,11 @@ def _not_a_function(model: Any) -> str | None:
         )
     if isinstance(model, type):
         return f"the class {model.__name__}, not an instance"
+    if hasattr(model, "named_parameters"):
+        return f"a torch module, {type(model).__name__}, for which there is `fp8jax_torch.prepare`"
+    owner = getattr(model, "__self__", None)  # of a method
+    if nnx.is_module(owner):
+        return f"a method of {type(owner).__name__}, which keeps its parameters: transform the module"
     return None if callable(model) else type(model).__name__
 
 
