@@ -220,7 +220,9 @@ def test_fp8_puts_a_quarter_of_float32s_bytes_on_the_wire(bench):
         ("O2", 32, 40),
         # The README's.
         pytest.param("te", 100, 208, marks=pytest.mark.long),
+        pytest.param("O1", 100, 47, marks=pytest.mark.long),
         pytest.param("O2", 100, 78, marks=pytest.mark.long),
+        pytest.param("O3", 100, 83, marks=pytest.mark.long),
         ("fp8", 8, 32),
         ("fp8,moments=E5M2+E4M4", 8, 40),
     ],

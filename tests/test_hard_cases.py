@@ -30,8 +30,7 @@ def test_a_case_trains(cases, name):
     for end in (base, other):
         assert end.of_plain == pytest.approx(end.loss, rel=0.2)
     assert other.loss == pytest.approx(base.loss, rel=0.2)
-    if name in ("spike", "experts"):
-        assert "of the updates of" in cases.said(case, "fp8", 0)
+    assert "of the updates of" in cases.said(case, "fp8", 0)
 
 
 def test_data_is_what_its_name_says(cases):

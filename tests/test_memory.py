@@ -127,6 +127,7 @@ def long(*values):
         long("dense", "O3", "h200", 8, 1),
         long("experts", "O3", "b200", 1, 0),
         long("experts", "O2", None, 4, 3),
+        long("lora", "O2", "h200", 2, 2),
     ],
 )
 def test_plan_is_the_compiled_program(kind, recipe, target, devices, stage):

@@ -126,17 +126,17 @@ def test_the_command(tmp_path):
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) for i in range(20_000)))
     small = "--steps 20 --layers 1 --width 32 --heads 2 --context 16 --batch 4 --warmup 5 --eval-interval 10"
     command = [sys.executable, str(ROOT / "examples/paired.py"), "--data", "text.txt", *small.split()]
-    command += ["--ways", "fp8", "bf16 weights and Adam", "--out", "runs"]
+    command += ["--ways", "fp8", "FlashOptim", "bf16 weights and Adam", "--out", "runs"]
     for seeds in ("1", "2"):
         done = subprocess.run(
             [*command, "--seeds", seeds], cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
-    names = ("bf16", "bf16-weights-and-Adam", "fp8")
+    names = ("FlashOptim", "bf16", "bf16-weights-and-Adam", "fp8")
     found = sorted(path.name for path in tmp_path.glob("runs/*-*"))
     assert found == sorted(f"{name}-{seed}" for name in names for seed in (1, 2))
     record = json.loads((tmp_path / "runs/paired.json").read_text())
-    assert [len(run["losses"]) for run in record] == [2] * 6 and (tmp_path / "runs/paired.png").stat().st_size
+    assert [len(run["losses"]) for run in record] == [2] * 8 and (tmp_path / "runs/paired.png").stat().st_size
     losses = {(run["way"], run["seed"]): run["validation loss"] for run in record}
     gap = np.mean([losses["fp8", seed] - losses["bf16", seed] for seed in (1, 2)])
     assert f"{gap:+.4f}" in done.stdout

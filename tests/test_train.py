@@ -304,10 +304,10 @@ def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv,
 def test_levels_are_compared_in_a_table_and_a_picture(load_program, folder, capsys):
     levels = load_program("examples/levels.py")
     options = [*runs.TINY, "--steps", "2", "--out", "runs/levels"]
-    assert levels.main(["--levels", "bf16", "O3", *options]) == 0
+    assert levels.main(["--levels", "bf16", "O3", "nvfp4-mixed", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {row["level"]: row for row in json.loads((folder / "runs/levels/levels.json").read_text())}
-    assert set(rows) == {"bf16", "O3"} and lines[-1] == "runs/levels/levels.png"
+    assert set(rows) == {"bf16", "O3", "nvfp4-mixed"} and lines[-1] == "runs/levels/levels.png"
     assert (
         round(rows["bf16"]["bytes"], 2) == 16 and 7 < rows["O3"]["bytes"] < 10
     )  # embeddings and norms are float32

@@ -145,6 +145,7 @@ RECIPES = [
             ("bf16", 3),
             ("fp16_amp", 2),
             ("O2,scaling=current", 2),
+            ("O2,comm=BF16", 1),
             ("te,comm=FP8", 3),
         ]
     ),
