@@ -105,10 +105,20 @@ def test_export_of_a_run(program, trained, tmp_path, recipe, options, names, for
         assert "transformer.h.0.mlp.c_fc  " in done.stdout and done.stdout.count("high precision") == 5
 
 
+class OwnLinear(nnx.Module):
+    """A layer of a class that fp8jax does not know."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (128, 128)))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
 class OfNNX(nnx.Module):
     def __init__(self, rngs):
         self.wte = nnx.Embed(48, 128, rngs=rngs)
-        self.h = nnx.List([nnx.Linear(128, 128, rngs=rngs) for _ in range(2)])
+        self.h = nnx.List([nnx.Linear(128, 128, rngs=rngs), OwnLinear(rngs)])
         self.dropout = nnx.Dropout(0.1, rngs=rngs)  # random states, which are not exported
 
     def __call__(self, tokens):

@@ -162,8 +162,17 @@ def source_of(model: Any, args: tuple[Any, ...]) -> Source:
             "`model`: expected one without adapters; merge them, and transform the plain module."
         )
     variables, inputs = adapter.split(*args)
-    kernels = {p: k for p, k in adapter.kernels(variables, *inputs).items() if k.recipe.is_quantized}
-    return Source(variables, adapter.freeze(variables, *inputs), kernels)
+    return with_kernels(variables, adapter.kernels(variables, *inputs))
+
+
+def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> Source:
+    """Variables with these kernels, to be written."""
+    tree, frozen = named(variables), {}
+    quantized = {tuple(map(str, p)): k for p, k in kernels.items() if k.recipe.is_quantized}
+    for path, kernel in quantized.items():
+        state = {key[-1]: x for key, x in tree.leaves.items() if key[:-1] == (SCALING, *path)}
+        frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
+    return Source(variables, tree.rebuilt(frozen), quantized)
 
 
 def tensors_of(source: Source, mapping: NameMap, format: ServingFormat) -> Iterator[Tensor]:

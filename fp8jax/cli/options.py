@@ -136,7 +136,7 @@ def _add_advise(parsers: Any) -> None:
 def _add_export(parsers: Any) -> None:
     command = parsers.add_parser("export", help="a run of fp8jax.train as a Hugging Face folder")
     command.description = (
-        "Writes the newest checkpoint of a Linen model's run as a Hugging Face folder for Transformers, vLLM "
+        "Writes the newest checkpoint of a run as a Hugging Face folder for Transformers, vLLM "
         "or SGLang, and prints which kernels are unchanged. It needs no model, only the names and the config."
     )
     command.add_argument("source", metavar="RUN", help="the folder of the run, or of its checkpoints")

@@ -11,9 +11,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.adapters.nnx.gradient import collections_of
+from fp8jax.adapters.nnx.variables import collections_of
 from fp8jax.checkpoints import ExportReport, NameMap
-from fp8jax.checkpoints.export import Source, write
+from fp8jax.checkpoints.export import with_kernels, write
 from fp8jax.checkpoints.tree import named
 from fp8jax.rewrite import Kernel, lora
 from fp8jax.train import checkpoint
@@ -50,11 +50,5 @@ def export(
             f"`run`: expected one of a model without adapters, by this version of fp8jax; got {run}, "
             "which is another one. Restore it into its model, and call `fp8jax.checkpoints.save`."
         )
-    quantized = {tuple(path.split("/")): Kernel.from_json(values) for path, values in kernels.items()}
-    quantized = {path: kernel for path, kernel in quantized.items() if kernel.recipe.is_quantized}
-    tree, frozen = named(variables), {}
-    for path, kernel in quantized.items():
-        state = {key[-1]: x for key, x in tree.leaves.items() if key[:-1] == (SCALING, *path)}
-        frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
-    source = Source(variables, tree.rebuilt(frozen), quantized)
-    return write(folder, source, mapping, config, format, max_shard_bytes)
+    planned = {tuple(path.split("/")): Kernel.from_json(values) for path, values in kernels.items()}
+    return write(folder, with_kernels(variables, planned), mapping, config, format, max_shard_bytes)

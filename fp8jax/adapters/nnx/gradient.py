@@ -13,7 +13,6 @@ from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import fold_in
-from fp8jax.quantization import is_scaled
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # The parts of a module: trained parameters, scaling states, the loss scale, frozen parameters, all others.
@@ -134,20 +133,6 @@ def tree_of(state: Any) -> dict[Any, Any]:
     """A state as nested dicts of values, with the scaling state of a kernel at the kernel's path."""
     values = {state_path(path): value_of(variable) for path, variable in nnx.to_flat_state(state)}
     return unflatten_dict(values)
-
-
-def collections_of(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The parameters and scaling states of a module's state as a checkpoint has it, nested dicts.
-
-    Integers and keys are random states, and left out.
-    """
-    collections: dict[str, dict[Any, Any]] = {PARAMS: {}, SCALING: {}}
-    for path, x in jax.tree.leaves_with_path(arrays, is_leaf=is_scaled):
-        names = tuple(step.key for step in path[:-1])  # the last one is "value", of the variable
-        key = state_path(names)
-        if is_scaled(x) or jnp.issubdtype(x.dtype, jnp.floating):
-            collections[PARAMS if key == names else SCALING][key] = x
-    return {name: unflatten_dict(leaves) for name, leaves in collections.items()}
 
 
 def put_in(state: Any, tree: Any) -> Any:

@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+from fp8jax.quantization import is_scaled
+from fp8jax.variables import PARAMS, SCALING
 
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
 STATE = "__fp8_"
@@ -65,6 +71,20 @@ def state_path(path: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(path)
     param, part = name.split(STATE)
     return (*parents, *param.split("/"), part)
+
+
+def collections_of(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The parameters and scaling states of a module's state as a checkpoint has it, nested dicts.
+
+    Integers and keys are random states, and left out.
+    """
+    collections: dict[str, dict[Any, Any]] = {PARAMS: {}, SCALING: {}}
+    for path, x in jax.tree.leaves_with_path(arrays, is_leaf=is_scaled):
+        names = tuple(step.key for step in path[:-1])  # the last one is "value", of the variable
+        key = state_path(names)
+        if is_scaled(x) or jnp.issubdtype(x.dtype, jnp.floating):
+            collections[PARAMS if key == names else SCALING][key] = x
+    return {name: unflatten_dict(leaves) for name, leaves in collections.items()}
 
 
 def thaw(nodes: Any) -> None:
