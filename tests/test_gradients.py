@@ -76,27 +76,41 @@ def test_with_and_without_jit_and_with_aux_agree(o2):
     np.testing.assert_array_equal(aux["x"], X)
 
 
-def test_an_eager_gradient_compiles_nothing_the_second_time(o2, caplog):
-    model, variables = o2
-    grad_fn = fp8jax.value_and_grad(mse(model))
-    grad_fn(variables, X, Y)
+class Shared(nn.Module):
+    """A layer that is used twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.Dense(64)
+        return nn.Dense(OUT)(layer(layer(x)))
+
+
+def twice(model):
+    return lambda variables, x, y: mse(model)(variables, x, y) + mse(model)(variables, 2 * x, y)
+
+
+EAGER = {
+    "a loss": (MLP, lambda model: fp8jax.value_and_grad(mse(model))),
+    "two calls": (MLP, lambda model: fp8jax.value_and_grad(twice(model))),
+    "a shared layer": (Shared, lambda model: fp8jax.value_and_grad(mse(model))),
+    "microbatches": (MLP, lambda model: fp8jax.accumulate_gradients(mse(model), 2)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2", "fp8", "block", "nvfp4"])
+@pytest.mark.parametrize("kind", EAGER)
+def test_an_eager_gradient_is_the_jitted_one_and_is_compiled_once(kind, recipe, caplog):
+    model, gradient = EAGER[kind]
+    model = fp8jax.transform(model(), recipe)
+    variables, grad_fn = model.init(jax.random.key(0), X), gradient(model)
+    eager = grad_fn(variables, X, Y)
     with jax.log_compiles():
         grad_fn(variables, X, Y)
         assert "Compiling" not in caplog.text
-        jax.jit(grad_fn)(variables, X, Y)  # what would be seen
+        jitted = jax.jit(grad_fn)(variables, X, Y)
         assert "Compiling" in caplog.text
-
-
-@pytest.mark.parametrize("recipe", ["te", "O2", "fp8", "nvfp4"])
-def test_an_eager_gradient_of_two_calls_is_the_jitted_one(recipe):
-    """The states of both calls are merged, which JAX does in compiled code only."""
-    model = fp8jax.transform(MLP(), recipe)
-    variables = model.init(jax.random.key(0), X)
-    loss = lambda variables: mse(model)(variables, X, Y) + mse(model)(variables, 2 * X, Y)  # noqa: E731
-    grad_fn = fp8jax.value_and_grad(loss)
-    pairs = zip(*map(jax.tree.leaves, (grad_fn(variables), jax.jit(grad_fn)(variables))), strict=True)
-    for eager, jitted in pairs:
-        np.testing.assert_allclose(eager, jitted, rtol=1e-5, atol=1e-7)
+    for got, want in zip(*map(jax.tree.leaves, (eager, jitted)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
 def test_state_of_an_unused_layer_stays(o2):

@@ -112,11 +112,8 @@ def gradient(
     # allow_int, because `jax.grad` does not accept the extended dtypes of slots and state as floats.
     grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((slots, state)))
-    paths = [dot.path for dot in found.dots if dot.path is not None]
-    # In compiled code only, JAX adds cotangents of an extended dtype, as of a state that two dots share, and
-    # maps a `custom_vjp` with symbolic zeros over devices.
-    is_shared, is_mapped = len(set(paths)) < len(paths), any(dot.place.is_on_each for dot in found.dots)
-    if (is_shared or is_mapped) and not is_traced:
+    # In compiled code only, JAX maps a `custom_vjp` with symbolic zeros over devices.
+    if any(dot.place.is_on_each for dot in found.dots) and not is_traced:
         grad_fn = jax.jit(grad_fn)
     (grads, new_state), out = grad_fn(slots, state)
     grads = [

@@ -3,6 +3,7 @@
 All other equations are bound unchanged, including calls and loops without an FP8 dot product.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -32,7 +33,7 @@ from fp8jax.rewrite.param_view import ParamView, Tracked, bind, move, plain, tra
 from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
 from fp8jax.rewrite.producers import Source, sources
 from fp8jax.rewrite.report import scope
-from fp8jax.scaling.merge import first_state, state_copies
+from fp8jax.scaling.merge import first_state, fm32, state_copies, states_of_uses
 
 # By the key of the dot product; without an entry it has no state.
 States = Mapping[tuple[str, ...], DotState]
@@ -62,19 +63,45 @@ def _run(
     """The outputs of a jaxpr; parameters that it only moves stay `Tracked`."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    of_uses = {var: iter(states_of_uses(env[var], uses)) for var, uses in _shared_states(jaxpr).items()}
 
     def read(var: Any) -> Any:
-        return var.val if isinstance(var, jex.Literal) else env[var]
+        if isinstance(var, jex.Literal):
+            return var.val
+        return next(of_uses[var]) if var in of_uses else env[var]
 
-    computed = _sources(plan, jaxpr, site)
+    computed, own = _sources(plan, jaxpr, site), _states_of_equations(plan, states, site)
     for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr, computed), strict=True)):
-        source = computed.get(number)
+        source, of_eqn = computed.get(number), {**states, **own.get(number, {})}
         made = source and functools.partial(source.of, values=[plain(read(x)) for x in source.inputs])
-        outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], states, (*site, number), made)
+        outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], of_eqn, (*site, number), made)
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in last:
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
+
+
+def _shared_states(jaxpr: jex.Jaxpr) -> dict[Any, int]:
+    """The number of uses of the inputs that are scaling states and have several."""
+    used = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
+    uses = collections.Counter(var for var in used if not isinstance(var, jex.Literal))
+    dtypes = {var: getattr(var.aval, "dtype", None) for var in jaxpr.invars}
+    return {var: uses[var] for var, dtype in dtypes.items() if dtype == fm32 and uses[var] > 1}
+
+
+def _states_of_equations(plan: Plan, states: States, site: Site) -> dict[int, dict[Any, DotState]]:
+    """The states of equations that share them with others, by the equation's number and the state's key."""
+    users: dict[Any, dict[int, None]] = {}
+    for at, each in plan.dots.items():
+        if at[: len(site)] == site and states.get(each.key, _NO_STATE).scaling:
+            users.setdefault(each.key, {})[at[len(site)]] = None
+    own: dict[int, dict[Any, DotState]] = {}
+    for key, numbers in users.items():
+        if len(numbers) > 1:
+            of_uses = states_of_uses(states[key].scaling, len(numbers))
+            for number, scaling in zip(numbers, of_uses, strict=True):
+                own.setdefault(number, {})[key] = states[key]._replace(scaling=scaling)
+    return own
 
 
 def _sources(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> dict[int, Source]:

@@ -189,6 +189,26 @@ def state_copies(state: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda leaf: _copies(leaf, count), to_fm32(state))
 
 
+def states_of_uses(state: PyTree, uses: int) -> list[PyTree]:
+    """A state for each of several uses; their next states are merged by max.
+
+    JAX itself merges the cotangents of an `fm32` array with several uses in compiled code only.
+    """
+    leaves, treedef = jax.tree.flatten(state)
+    return [treedef.unflatten(each) for each in zip(*(_uses(leaf, uses) for leaf in leaves), strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _uses(leaf: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    return (leaf,) * count
+
+
+_uses.defvjp(
+    lambda leaf, count: (_uses(leaf, count), None),
+    lambda count, _, new: (_as_fm32(functools.reduce(jnp.maximum, map(from_cotangents, new))),),
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _copies(leaf: jax.Array, count: int) -> jax.Array:
     dtype: Any = leaf.dtype
