@@ -118,3 +118,34 @@ def test_arithmetic_with_parameters(habit, recipe, table):
 @pytest.mark.parametrize("habit", ["2 * p", "-p", "a + b", "a + b + a"])
 def test_arithmetic_with_the_parameters_of_a_bfloat16_model(habit):
     assert what_happens(HABITS[habit], "O2", jnp.bfloat16) == NOT_FINITE
+
+
+def dicts(tree):
+    """What a checkpoint gives that is restored without a target."""
+    return jax.tree.map(
+        lambda x: {"data": x.data, "scale": x.bits} if is_scaled(x) else x, tree, is_leaf=is_scaled
+    )
+
+
+USES_OF_A_RESTORED_DICT = {
+    "apply": lambda model, restored, old, tx: model.apply(restored, X),
+    "gradient": lambda model, restored, old, tx: fp8jax.value_and_grad(lambda v: model.apply(v, X).sum())(
+        restored
+    ),
+    "dequantize": lambda model, restored, old, tx: model.dequantize(restored),
+    "init": lambda model, restored, old, tx: tx.init(restored["params"]),
+    "update": lambda model, restored, old, tx: tx.update(old["params"], tx.init(old), restored["params"]),
+    "norm": lambda model, restored, old, tx: fp8jax.optim.global_norm(restored["params"]),
+}
+
+
+@pytest.mark.parametrize("tx", [fp8jax.optim.adamw(1e-3), fp8jax.optim.with_dequantized(optax.lion(1e-3))])
+@pytest.mark.parametrize("use", USES_OF_A_RESTORED_DICT)
+def test_a_checkpoint_restored_without_a_target(use, tx):
+    model = fp8jax.transform(Net(), "O2")
+    variables = model.init(jax.random.key(0), X)
+    restored = dicts(variables)
+    with pytest.raises(TypeError, match=r"(?s)'(params/)?Dense_0/kernel'.*from_state_dict"):
+        USES_OF_A_RESTORED_DICT[use](model, restored, variables, tx)
+    again = serialization.from_state_dict(variables, restored)
+    np.testing.assert_array_equal(model.apply(again, X), model.apply(variables, X))

@@ -61,6 +61,29 @@ def test_small_steps(dtype, rate):
 
 
 @named
+@pytest.mark.parametrize("rate", [1e-4, 1e-5, 1e-6])
+def test_distance_to_float32_over_the_way(dtype, rate):
+    """The setting of examples/bench/rounding.py: weights of 0.02, gradients that keep their signs."""
+    random = np.random.default_rng(2)
+    sign, size = random.choice([-1.0, 1.0], (2, 4096)), random.uniform(0.5, 1.5, (500, 4096))
+    start = jnp.asarray(0.02 * sign[0] * random.uniform(0.5, 1.5, 4096), dtype)
+    grads = jnp.asarray(sign[1] * size, jnp.float32)
+
+    def train(tx, params):
+        def step(carry, grad):
+            updates, state = tx.update(grad.astype(carry[0].dtype), carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.jit(lambda params: jax.lax.scan(step, (params, tx.init(params)), grads)[0])(params)
+
+    params, state = train(adam(rate, "fp8"), start)
+    wide, _ = train(optax.adam(rate), start.astype(jnp.float32))
+    wide = np.asarray(wide, np.float64)
+    way = np.linalg.norm(wide - np.asarray(start, np.float64))
+    assert np.linalg.norm(exact(params, state) - wide) / way < 0.05
+
+
+@named
 def test_a_weight_of_one_half(dtype):
     """200 steps of 1e-4 are 0.02, and the last bit of 0.5 is 0.004."""
     for recipe, moves in (("fp8", True), ("O1,rounding=nearest+kahan+value", True), ("te", False)):

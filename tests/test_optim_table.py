@@ -168,11 +168,16 @@ def test_what_16_bit_weights_need():
         assert error(trained(tx, jnp.bfloat16), name) > 2 * BOUNDS[jnp.bfloat16]
 
 
-def test_hyperparameters_in_bfloat16():
-    """`optax.inject_hyperparams` casts them to the parameters' dtype, in which 0.999 is 1."""
-    tx = optax.inject_hyperparams(adamw, static_args=("recipe",))(RATE, "fp8")
-    with pytest.raises(ValueError, match=r"`b2`: .* below 1; got 1\..*hyperparam_dtype=jnp\.float32"):
-        tx.init(jnp.ones(4, jnp.bfloat16))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_hyperparameters_in_the_dtype_of_parameters(dtype):
+    """`optax.inject_hyperparams` casts them to it: 0.999 is 1 in bfloat16, 1e-8 is 0 in float16."""
+    params = jnp.ones(4, dtype)
+    if dtype == jnp.float8_e4m3fn:
+        params = fp8jax.ScaledArray(params, 1.0)
+    tx = optax.inject_hyperparams(adamw, static_args=("recipe",))(RATE)
+    with pytest.raises(ValueError, match=r"`learning_rate`: .*float32.*hyperparam_dtype=jnp\.float32"):
+        tx.init(params)
+    optax.inject_hyperparams(adamw, static_args=("recipe",), hyperparam_dtype=jnp.float32)(RATE).init(params)
 
 
 def test_skipped_steps_need_no_wrapper():

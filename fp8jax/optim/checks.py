@@ -7,6 +7,7 @@ and raises.
 import math
 import numbers
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from fp8jax import formats
 from fp8jax import recipe as recipes
 from fp8jax.comm import Zero
 from fp8jax.optim.storage import Storage
-from fp8jax.quantization import format_of, is_scaled
+from fp8jax.quantization import format_of, is_scaled, refuse_dicts
 from fp8jax.recipe import Recipe
 
 
@@ -47,7 +48,8 @@ def check_adam(b1: Any, b2: Any, eps: Any, weight_decay: Any, seed: Any) -> None
 
 
 def check_number(name: str, given: Any, *, below: float = math.inf, or_inf: bool = False) -> None:
-    """Raises ValueError unless an argument is a number from 0 on and below a limit. Tracers pass.
+    """Raises ValueError unless an argument is a number from 0 on and below a limit, of Python or of 32 bits
+    or more. The values of tracers pass.
 
     Args:
         name: of the argument.
@@ -55,15 +57,18 @@ def check_number(name: str, given: Any, *, below: float = math.inf, or_inf: bool
         below: the limit.
         or_inf: whether the argument may be infinite.
     """
+    dtype = getattr(given, "dtype", None)
+    if dtype is not None and dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`{name}`: expected a number in float32; got {given!r}. optax.inject_hyperparams casts numbers "
+            "to the dtype of a parameter, in which 0.999 or 1e-8 is another number: say "
+            "inject_hyperparams(..., hyperparam_dtype=jnp.float32)."
+        )
     number = _value_of(name, given)
     if number is not None and not (0 <= number < below or (or_inf and number == math.inf)):
         kind = "number" if or_inf else "finite number"
         limit = "" if below == math.inf else f" and below {below:g}"
-        narrow = getattr(given, "dtype", None) in (formats.BF16.dtype, formats.FP16.dtype)
-        hint = (
-            f" In {given.dtype}: say inject_hyperparams(..., hyperparam_dtype=jnp.float32)." if narrow else ""
-        )
-        raise ValueError(f"`{name}`: expected a {kind} from 0 on{limit}; got {number:g}.{hint}")
+        raise ValueError(f"`{name}`: expected a {kind} from 0 on{limit}; got {number:g}.")
 
 
 def check_seed(seed: Any) -> None:
@@ -94,7 +99,9 @@ def check_state(state: Any, kind: type[Any]) -> None:
 
 
 def check_weights(recipe: Recipe | None, params: Any) -> None:
-    """Raises ValueError if the parameters' format is not the recipe's, see `recipe.check_weights`."""
+    """Raises ValueError if the parameters' format is not the recipe's, see `recipe.check_weights`, and
+    TypeError if they are dicts of codes and scales."""
+    refuse_dicts(params)
     leaves = jax.tree.leaves(params, is_leaf=is_scaled)
     if recipe is not None:
         recipes.check_weights(recipe, {format_of(leaf).name for leaf in leaves if is_scaled(leaf)})
@@ -166,7 +173,7 @@ def warn_of_rounding(recipe: Recipe | None, params: Any, rate: Any, b1: Any, b2:
     Args:
         recipe: its `rounding` says what is rounded to nearest; None for the default moments.
         params: the parameters.
-        rate: the learning rate; None without one.
+        rate: the learning rate or a schedule; None without one.
         b1, b2: decay rates of the moments; None for moments in other formats than the recipe's.
     """
     name, row = str(recipe or "recipe=None"), recipe or Recipe.O3
@@ -196,9 +203,14 @@ def _lost_decay(recipe: Recipe, b1: Any, b2: Any) -> list[str]:
 
 def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
     """The line of a learning rate below the last bit of typical 16-bit weights."""
-    if recipe.rounding[1] != "nearest" or not _are_numbers(rate):
+    if recipe.rounding[1] != "nearest":
         return []
     leaves = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_scaled) if getattr(leaf, "size", 0)]
+    leaves = [leaf for leaf in leaves if {"FP16", "BF16"} & {*_weights_of(leaf, recipe)}]
+    largest = "the largest " if callable(rate) else ""
+    rate = _largest_rate(rate) if leaves and callable(rate) else rate
+    if not _are_numbers(rate):
+        return []
     for name in ("FP16", "BF16"):
         kept = [leaf for leaf in leaves if name in _weights_of(leaf, recipe)]
         if not kept:
@@ -208,10 +220,18 @@ def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
         ulp = 2.0 ** (math.floor(math.log2(typical)) - formats.get(name).mantissa_bits)
         if 0 < rate < ulp:
             return [
-                f"learning_rate={rate:g} is below the last bit ({ulp:.1g}) of {name} weights of "
+                f"{largest}learning_rate={rate:g} is below the last bit ({ulp:.1g}) of {name} weights of "
                 f"{typical:.1g}, which are typical of the largest kernel, so most steps change nothing"
             ]
     return []
+
+
+def _largest_rate(schedule: Callable[[Any], Any]) -> float:
+    """The largest learning rate of a schedule at steps 0, 1, 2, 4 and so on, up to a million; infinity if it
+    is not known while tracing."""
+    with jax.ensure_compile_time_eval():
+        rates = [schedule(jnp.int32(step)) for step in (0, *(2**i for i in range(21)))]
+    return math.inf if any(isinstance(x, jax.core.Tracer) for x in rates) else max(map(float, rates))
 
 
 def _weights_of(leaf: Any, recipe: Recipe) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import optax
 
 from fp8jax.optim.checks import check_number
 from fp8jax.optim.lost_tags import check_tags, is_at_hand, spoilt_updates
-from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, value
+from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, refuse_dicts, value
 from fp8jax.variables import PARAMS, SCALING, has_params, params_of
 
 
@@ -78,6 +78,7 @@ def global_norm(tree: Any) -> jax.Array:
 
     Quantized leaves count with their values.
     """
+    refuse_dicts(tree)
     leaves = jax.tree.leaves(params_of(tree), is_leaf=is_scaled)
     squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

@@ -29,6 +29,7 @@ from fp8jax.quantization.array import format_of as format_of
 from fp8jax.quantization.array import is_scaled as is_scaled
 from fp8jax.quantization.array import on_data as on_data
 from fp8jax.quantization.array import own_value as own_value
+from fp8jax.quantization.array import refuse_dicts as refuse_dicts
 from fp8jax.quantization.array import value as value
 from fp8jax.quantization.array import with_float32_scales as with_float32_scales
 from fp8jax.quantization.blocks import BLOCK_1X128 as BLOCK_1X128

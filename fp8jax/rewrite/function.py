@@ -20,7 +20,7 @@ from jax._src.config import trace_context
 from jaxtyping import PRNGKeyArray, PyTree
 
 from fp8jax import backends, loss_scale, scaling
-from fp8jax.quantization import is_scaled, own_value, quantize_like
+from fp8jax.quantization import is_scaled, own_value, quantize_like, refuse_dicts
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs
 from fp8jax.rewrite.param_view import aval_of, can_be_kernel, is_array, names_of
@@ -191,6 +191,7 @@ class FunctionModel:
     def dequantize(self, variables: Mapping[str, Any]) -> PyTree:
         """The function's parameters: dequantized arrays, with merged adapters."""
         params, adapters = self._split(variables)
+        refuse_dicts(params)
         return self.with_adapters(jax.tree.map(own_value, params, is_leaf=is_scaled), adapters)
 
     def with_adapters(self, params: PyTree, adapters: PyTree, times: float = 1.0) -> PyTree:
@@ -262,6 +263,7 @@ class FunctionModel:
         types = treedef, static.treedef, avals, trace_context(), self.context()
         if (found := self._programs.find(types, constants)) is not None:
             return found
+        refuse_dicts(params)
         num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
         try:
             pair = trace(self.fn, self.settings, self.annotations, params, static, arrays, num_state_arrays)
