@@ -281,9 +281,9 @@ def refuse_dicts(tree: Any) -> None:
         if _is_dict_of_parts(node):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
-                f"expected a `ScaledArray` at {name!r}; got its codes and scale as a dict, as a checkpoint gives them without a target. Put them "
-                "together: flax.serialization.from_state_dict(target, restored), with a target like the tree "
-                "that was saved, such as the variables that `model.init` gives."
+                f"expected a `ScaledArray` at {name!r}; got its codes and scale as a dict, as a checkpoint "
+                "gives them without a target. Put them together: flax.serialization.from_state_dict(target, "
+                "restored), with a target like the tree that was saved, such as the variables of `model.init`."
             )
 
 
