@@ -1,4 +1,4 @@
-"""What loops do with parameters by habit: the table of docs/guides/frameworks.md."""
+"""What loops do with parameters by habit: the table of docs/guides/parameters.md."""
 
 from typing import Any
 
@@ -70,6 +70,24 @@ HABITS = {
 }
 
 
+def noisy(params, other, grads):
+    keys = iter(jax.random.split(jax.random.key(3), len(jax.tree.leaves(params))))
+    return jax.tree.map(lambda p: p + jax.random.normal(next(keys), p.shape).astype(p.dtype), params)
+
+
+NOT_FOUND = {
+    "jnp.linalg.norm(x.astype(jnp.float32)) of leaves": lambda params, other, grads: sum(
+        jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(params)
+    ),
+    "max(jnp.max(abs(x)) for x in leaves)": lambda params, other, grads: max(
+        jnp.max(jnp.abs(x.astype(jnp.float32))) for x in jax.tree.leaves(params)
+    ),
+    "jnp.where(abs(p) > 0.1, p, 0)": each(lambda p: jnp.where(jnp.abs(p) > 0.1, p, 0)),
+    "p + noise.astype(p.dtype)": noisy,
+    "a + (a - b)": both(lambda a, b: a + (a - b)),
+}
+
+
 class Net(nn.Module):
     dtype: Any = jnp.float32
 
@@ -104,7 +122,7 @@ def what_happens(habit, recipe, dtype=jnp.float32):
 @pytest.fixture
 def table(root):
     """The outcome at rungs 1 and 2, and at rung 3, by habit."""
-    lines = (root / "docs/guides/frameworks.md").read_text().splitlines()
+    lines = (root / "docs/guides/parameters.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     return {row[0].strip("`"): row[1:3] for row in rows}
 
@@ -113,6 +131,15 @@ def table(root):
 @pytest.mark.parametrize("habit", HABITS)
 def test_arithmetic_with_parameters(habit, recipe, table):
     assert what_happens(HABITS[habit], recipe) == table[habit][recipe in ("O2", "fp8")]
+
+
+@pytest.mark.parametrize("recipe", ["current", "te", "O2", "fp8"])
+@pytest.mark.parametrize("habit", NOT_FOUND)
+def test_what_no_array_can_refuse(habit, recipe, root):
+    """Tell it in the page as long as it is so."""
+    assert f"| `{habit}` | " in (root / "docs/guides/parameters.md").read_text()
+    got = what_happens(NOT_FOUND[habit], recipe)
+    assert got.partition(":")[0] == ("silently wrong" if recipe in ("O2", "fp8") else RIGHT)
 
 
 @pytest.mark.parametrize("habit", ["2 * p", "-p", "a + b", "a + b + a"])

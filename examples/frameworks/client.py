@@ -6,6 +6,7 @@ prints one line of JSON, and fails if the last losses differ by more than 2% or 
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -25,17 +26,20 @@ class Trained(NamedTuple):
     fp8_share: float
 
 
-def options(text: str) -> argparse.Namespace:
-    """The options of a program; `text` is its docstring."""
+OPTIMIZER, LORA = "--optimizer", "--lora"
+_HELP: dict[str, Any] = {
+    OPTIMIZER: {"metavar": "RECIPE", "help": "fp8jax.optim.adamw of this recipe, in place of optax's"},
+    LORA: {"action": "store_true", "help": "train adapters alone"},
+}
+
+
+def options(text: str, *others: str) -> argparse.Namespace:
+    """The options of a program: `text` is its docstring, `others` are `OPTIMIZER` and `LORA`, or neither."""
     parser = argparse.ArgumentParser(description=text.split("\n")[0])
     parser.add_argument("--recipe", default="te,scaling=current", help="a recipe without scaling state")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument(
-        "--optimizer", metavar="RECIPE", help="fp8jax.optim.adamw of this recipe, in place of optax's"
-    )
-    parser.add_argument(
-        "--lora", action="store_true", help="train adapters alone, where the framework has them"
-    )
+    for name in others:
+        parser.add_argument(name, **_HELP[name])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return parser.parse_args()
 
@@ -53,6 +57,13 @@ def batches(steps: int, seed: int = 0) -> list[np.ndarray]:
     return found
 
 
+def share_of_weights(report: Any) -> float:
+    """The share of the FLOPs of linear layers in FP8, by the report of torch, which has no FLOPs: all linear
+    layers read the same tokens, so FLOPs follow their weights."""
+    sizes = [(math.prod(row.shape), row.fp8) for row in report.rows if row.kind == "Linear"]
+    return sum(size * share for size, share in sizes) / sum(size for size, _ in sizes)
+
+
 def main(
     package: str, train: Callable[..., Trained], given: argparse.Namespace, version: str | None = None
 ) -> None:
@@ -67,10 +78,7 @@ def main(
     trained, beside = train(given.recipe, given), train("bf16", given)
     result: dict[str, Any] = {
         "framework": f"{package} {version or metadata.version(package)}",
-        "recipe": given.recipe,
-        "optimizer": given.optimizer,
-        "lora": given.lora,
-        "steps": given.steps,
+        **vars(given),
         "loss": round(trained.loss, 4),
         "bf16": round(beside.loss, 4),
         "fp8_share": round(trained.fp8_share, 3),

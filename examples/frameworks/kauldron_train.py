@@ -6,7 +6,7 @@ FP8 is a subclass with the `apply` of the transformed module.
 
 import client
 
-given = client.options(__doc__)
+given = client.options(__doc__, client.OPTIMIZER)
 
 import logging  # noqa: E402
 import tempfile  # noqa: E402

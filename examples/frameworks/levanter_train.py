@@ -2,7 +2,7 @@
 
 import client
 
-given = client.options(__doc__)
+given = client.options(__doc__, client.OPTIMIZER)
 
 import haliax as hax  # noqa: E402
 import jax  # noqa: E402

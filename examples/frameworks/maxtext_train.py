@@ -5,7 +5,7 @@ The loop makes its model by `model_creation_utils.from_config`, which here retur
 
 import client
 
-given = client.options(__doc__)
+given = client.options(__doc__, client.OPTIMIZER)
 
 import contextlib  # noqa: E402
 import json  # noqa: E402

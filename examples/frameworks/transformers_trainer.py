@@ -4,7 +4,6 @@ import client
 
 given = client.options(__doc__)
 
-import math  # noqa: E402
 import tempfile  # noqa: E402
 
 import fp8jax_torch  # noqa: E402
@@ -64,10 +63,7 @@ def train(recipe, given):
     report = fp8jax_torch.report(model)
     if recipe != "bf16":
         print(report)
-    # The torch report has no FLOPs. All linear layers read the same tokens, so FLOPs follow their weights.
-    weights = {row.path: row.fp8 * math.prod(row.shape) for row in report.rows if row.kind == "Linear"}
-    total = sum(math.prod(row.shape) for row in report.rows if row.kind == "Linear")
-    return client.Trained(losses[-1], sum(weights.values()) / total)
+    return client.Trained(losses[-1], client.share_of_weights(report))
 
 
 if __name__ == "__main__":

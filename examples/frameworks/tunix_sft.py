@@ -2,7 +2,7 @@
 
 import client
 
-given = client.options(__doc__)
+given = client.options(__doc__, client.OPTIMIZER, client.LORA)
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402

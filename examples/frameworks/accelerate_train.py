@@ -1,0 +1,52 @@
+"""Hugging Face Accelerate: an `Accelerator` with accumulation and clipping trains a small Llama on torch."""
+
+import client
+
+given = client.options(__doc__)
+
+
+import accelerate  # noqa: E402
+import fp8jax_torch  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+
+def loop(model, optimizer, data):
+    """The loop: as Accelerate's pages have it."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for tokens in data:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(recipe, given):
+    """See `client.main`."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = transformers.LlamaConfig(
+        vocab_size=client.VOCABULARY, hidden_size=client.WIDTH, intermediate_size=4 * client.WIDTH,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.tensor([row.tolist() for batch in client.batches(given.steps) for row in batch])
+    data = torch.utils.data.DataLoader(tokens, client.BATCH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = fp8jax_torch.prepare(model, optimizer, recipe)
+    losses = loop(model, optimizer, data)
+    report = fp8jax_torch.report(model)
+    if recipe != "bf16":
+        print(report)
+    return client.Trained(losses[-1], client.share_of_weights(report))
+
+
+if __name__ == "__main__":
+    client.main("accelerate", train, given)
