@@ -8,9 +8,9 @@
 # %% [markdown]
 # # FP8 in fifteen minutes
 #
-# This notebook takes a Linen model and its bf16 training loop to FP8 and 7 bytes per parameter. It changes five
-# lines of the loop and none of the model (FP8 GEMMs alone need [one line](../getting-started/linen.md)). Then it
-# shows what runs in FP8, how the loss compares, and how many bytes are stored.
+# This notebook takes a Linen model and its bf16 training loop to FP8 and 7 bytes per parameter. It changes
+# five lines of the loop and none of the model (FP8 GEMMs alone [need one](../getting-started/linen.md)). Then
+# it shows what runs in FP8, how the loss compares, and how many bytes are stored.
 #
 # It needs `pip install ".[train]"` in a copy of the repository. On a CPU fp8jax rounds as a GPU does, slowly.
 

@@ -282,8 +282,9 @@ def refuse_dicts(tree: Any) -> None:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
                 f"expected a `ScaledArray` at {name!r}; got its codes and scale as a dict, as a checkpoint "
-                "gives them without a target. Put them together: flax.serialization.from_state_dict(target, "
-                "restored), with a target like the tree that was saved, such as the variables of `model.init`."
+                "gives them without a target. Put them together: "
+                "flax.serialization.from_state_dict(target, restored), with a target like the tree that was "
+                "saved, such as the variables of `model.init`."
             )
 
 
