@@ -22,6 +22,7 @@ from fp8jax.optim.step import (
     AdamScalars,
     ParamState,
     Rounding,
+    Written,
     advance_over_devices,
     as_directions,
     as_written,
@@ -57,99 +58,111 @@ class Rule:
     in_8_bits: bool = False
     muon: Muon | None = None
 
+    @property
+    def formats(self) -> Recipe:
+        """The recipe whose formats the state has. O3 has master weights for 8-bit weights only."""
+        return self.recipe or Recipe.O3
+
 
 def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
     """The optimizer with these hyperparameters, for parameters or whole variables."""
     checks.check_rate(rule.learning_rate)
     checks.check_adam(rule.b1, rule.b2, rule.eps, rule.weight_decay, rule.seed)
-    recipe = rule.recipe or Recipe.O3  # O3 has master weights for 8-bit weights only
-    rounding = Rounding(*recipe.rounding[:2])
+    functions = functools.partial(_init, rule), functools.partial(_update, rule)
+    return takes_variables(optax.GradientTransformation(*functions))
 
-    def init(params: Any) -> AdamState:
-        checks.check_weights(rule.recipe, params)
-        if rule.learning_rate is None:
-            checks.refuse_8_bits(params)
-            checks.refuse_rounding(rule.recipe, params)
-        leaves, treedef = jax.tree.flatten(without_variables(params), is_leaf=is_scaled)
-        plain_params = treedef.unflatten(leaves)
-        _decays(rule, treedef, plain_params)
-        matrices = matrices_of(rule.muon, treedef, plain_params)
-        betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
-        checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
-        kept = first_state(params, recipe, rule.in_8_bits, matrices)
-        checks.check_groups(rule.zero, kept[:2])
-        if rule.zero is not None:
-            kept = [rule.zero.place_state(tree, params) for tree in kept]
-        mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
-        adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-        key = first_key(recipe, rule.seed)
-        return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
+def _init(rule: Rule, params: Any) -> AdamState:
+    checks.check_weights(rule.recipe, params)
+    if rule.learning_rate is None:
+        checks.refuse_8_bits(params)
+        checks.refuse_rounding(rule.recipe, params)
+    leaves, treedef = jax.tree.flatten(without_variables(params), is_leaf=is_scaled)
+    plain_params = treedef.unflatten(leaves)
+    _decays(rule, treedef, plain_params)
+    matrices = matrices_of(rule.muon, treedef, plain_params)
+    betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
+    checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
-        if params is None and rule.learning_rate is not None:
-            raise ValueError(
-                "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
-            )
-        checks.check_state(state, AdamState)
-        # An `nnx.State` has an `nnx.Variable` around each leaf, and no key where there is none.
-        boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
-        updates, *kept = map(without_variables, boxes)
-        check_tags(updates)
-        params = without_variables(params)
-        check_finite_scales(params)
-        params = with_float32_scales(params)
-        grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
-        count = jnp.asarray(optax.safe_increment(state.adam.count))
-        rate: Any = (
-            rule.learning_rate(state.adam.count) if callable(rule.learning_rate) else rule.learning_rate
-        )
-        scalars = AdamScalars(
-            (rule.b1, rule.b2),
-            (1 - rule.b1, 1 - rule.b2),
-            (1 - jnp.float32(rule.b1) ** count, jnp.sqrt(1 - jnp.float32(rule.b2) ** count)),
-            rule.eps,
-            None if rate is None else -rate,
-            rule.weight_decay,
-        )
-        if rule.muon is not None:
-            nesterov = nesterov_shares(rule.b1, count)
-            scalars = scalars._replace(nesterov=nesterov, muon=rule.muon.scalars(state.adam.count, count))
-        scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
-        scalars = scalars._replace(limit=largest_update(scalars, rule.eps))
-        nothing = [None] * len(grads)
-        mu, nu, master, remainder = (
-            nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in kept
-        )
-        olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
-        seeds = None if state.key is None else leaf_seeds(state.key, count, len(grads))
-        parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
-        leaves = [ParamState(*part) for part in parts]
-        _check_shapes(leaves)
-        checks.check_weights(rule.recipe, params)
-        matrices = matrices_of(rule.muon, treedef, params)
-        check_formats(leaves, state.key, rule.recipe, rule.in_8_bits, matrices)
-        decays = _decays(rule, treedef, params)
-        if rule.muon is not None:
-            ways = (
-                functools.partial(directions, matrices=matrices, rms=rule.muon.consistent_rms),
-                functools.partial(as_directions, matrices=matrices),
-            )
-            pairs = zip(leaves, with_auto_axes(*ways, leaves, scalars.muon), strict=True)
-            leaves = [leaf._replace(direction=direction) for leaf, direction in pairs]
-        if rule.zero is None:
-            step = functools.partial(fused_adam, decays=decays, rounding=rounding)
-            new, ok = with_auto_axes(step, as_written, leaves, scalars, seeds)
-        else:
-            new, ok = advance_over_devices(rule.zero, leaves, scalars, seeds, decays, rounding)
-        updates, mu, nu, master, remainder = (
-            in_variables(box, treedef.unflatten([leaf[i] for leaf in new])) for i, box in enumerate(boxes)
-        )
-        adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
-        skipped = state.skipped + jnp.where(ok, 0, 1)
-        return updates, AdamState(adam, master, skipped, remainder, state.key)
+    kept = first_state(params, rule.formats, rule.in_8_bits, matrices)
+    checks.check_groups(rule.zero, kept[:2])
+    if rule.zero is not None:
+        kept = [rule.zero.place_state(tree, params) for tree in kept]
+    mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
+    adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
+    key = first_key(rule.formats, rule.seed)
+    return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
 
-    return takes_variables(optax.GradientTransformation(init, update))
+
+def _update(rule: Rule, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
+    if params is None and rule.learning_rate is not None:
+        raise ValueError("`params`: expected the parameters; got None. Call `update(grads, state, params)`.")
+    checks.check_state(state, AdamState)
+    # An `nnx.State` has an `nnx.Variable` around each leaf, and no key where there is none.
+    boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
+    updates, *kept = map(without_variables, boxes)
+    check_tags(updates)
+    params = without_variables(params)
+    check_finite_scales(params)
+    params = with_float32_scales(params)
+    grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
+    count = jnp.asarray(optax.safe_increment(state.adam.count))
+    nothing = [None] * len(grads)
+    mu, nu, master, remainder = (
+        nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in kept
+    )
+    olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
+    parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
+    leaves = [ParamState(*part) for part in parts]
+    _check_shapes(leaves)
+    checks.check_weights(rule.recipe, params)
+    matrices = matrices_of(rule.muon, treedef, params)
+    check_formats(leaves, state.key, rule.recipe, rule.in_8_bits, matrices)
+    new, ok = _stepped(rule, leaves, matrices, _decays(rule, treedef, params), state, count)
+    updates, mu, nu, master, remainder = (
+        in_variables(box, treedef.unflatten([leaf[i] for leaf in new])) for i, box in enumerate(boxes)
+    )
+    adam = optax.ScaleByAdamState(jnp.where(ok, count, state.adam.count), mu, nu)
+    skipped = state.skipped + jnp.where(ok, 0, 1)
+    return updates, AdamState(adam, master, skipped, remainder, state.key)
+
+
+def _stepped(
+    rule: Rule, leaves: list[ParamState], matrices: Any, decays: tuple[str, ...], state: AdamState, count: Any
+) -> tuple[list[Written], jax.Array]:
+    """The parameters' results of step number `count`, and whether the step is not skipped."""
+    scalars = _scalars(rule, state.adam.count, count)
+    seeds = None if state.key is None else leaf_seeds(state.key, count, len(leaves))
+    rounding = Rounding(*rule.formats.rounding[:2])
+    if rule.muon is not None:
+        ways = (
+            functools.partial(directions, matrices=matrices, rms=rule.muon.consistent_rms),
+            functools.partial(as_directions, matrices=matrices),
+        )
+        pairs = zip(leaves, with_auto_axes(*ways, leaves, scalars.muon), strict=True)
+        leaves = [leaf._replace(direction=direction) for leaf, direction in pairs]
+    if rule.zero is not None:
+        return advance_over_devices(rule.zero, leaves, scalars, seeds, decays, rounding)
+    step = functools.partial(fused_adam, decays=decays, rounding=rounding)
+    return with_auto_axes(step, as_written, leaves, scalars, seeds)
+
+
+def _scalars(rule: Rule, old: Any, count: Any) -> AdamScalars:
+    """The scalars of step number `count`, after `old` steps."""
+    rate: Any = rule.learning_rate(old) if callable(rule.learning_rate) else rule.learning_rate
+    scalars = AdamScalars(
+        (rule.b1, rule.b2),
+        (1 - rule.b1, 1 - rule.b2),
+        (1 - jnp.float32(rule.b1) ** count, jnp.sqrt(1 - jnp.float32(rule.b2) ** count)),
+        rule.eps,
+        None if rate is None else -rate,
+        rule.weight_decay,
+    )
+    if rule.muon is not None:
+        nesterov = nesterov_shares(rule.b1, count)
+        scalars = scalars._replace(nesterov=nesterov, muon=rule.muon.scalars(old, count))
+    scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
+    return scalars._replace(limit=largest_update(scalars, rule.eps))
 
 
 def _check_shapes(leaves: list[ParamState]) -> None:
