@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from fp8jax import formats
@@ -106,19 +105,8 @@ def _on_one_device(
     keys = jax.vmap(functools.partial(fold_in, {name: kwargs[name] for name in names}))(numbers)
     rows = jax.tree.map(lambda x: x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:]), args)
     _, shapes, shardings = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys, numbers)))
-    sums, (losses, aux) = _scan(add, _no_sums(shapes, format), (rows, keys, numbers))
+    sums, (losses, aux) = jax.lax.scan(add, _no_sums(shapes, format), (rows, keys, numbers))
     return (jnp.mean(losses), aux), _finished(sums, shapes, shardings), shardings
-
-
-def _scan(step: Callable[..., Any], carry: Any, xs: Any) -> tuple[Any, Any]:
-    """`lax.scan`; a loop in Python for an eager call, which would compile a scan each time."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((carry, xs))):
-        return jax.lax.scan(step, carry, xs)
-    ys = []
-    for i in range(len(jax.tree.leaves(xs)[0])):
-        carry, y = step(carry, jax.tree.map(lambda x, i=i: x[i], xs))
-        ys.append(y)
-    return carry, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 
 
 def _check_number(microbatches: Any) -> None:

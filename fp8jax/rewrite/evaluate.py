@@ -63,7 +63,8 @@ def _run(
     """The outputs of a jaxpr; parameters that it only moves stay `Tracked`."""
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
-    of_uses = {var: iter(states_of_uses(env[var], uses)) for var, uses in _shared_states(jaxpr).items()}
+    shared = _shared_states(jaxpr)
+    of_uses = {var: iter(states_of_uses(env[var], shared[var])) for var in jaxpr.invars if var in shared}
 
     def read(var: Any) -> Any:
         if isinstance(var, jex.Literal):
@@ -72,21 +73,21 @@ def _run(
 
     computed, own = _sources(plan, jaxpr, site), _states_of_equations(plan, states, site)
     for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr, computed), strict=True)):
-        source, of_eqn = computed.get(number), {**states, **own.get(number, {})}
+        source, of_eqn = computed.get(number), {**states, **own[number]} if number in own else states
         made = source and functools.partial(source.of, values=[plain(read(x)) for x in source.inputs])
         outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], of_eqn, (*site, number), made)
         env.update(zip(eqn.outvars, outs, strict=True))
+        of_uses |= {var: iter(states_of_uses(env[var], shared[var])) for var in eqn.outvars if var in shared}
         for var in last:
             env.pop(var, None)
     return [read(var) for var in jaxpr.outvars]
 
 
 def _shared_states(jaxpr: jex.Jaxpr) -> dict[Any, int]:
-    """The number of uses of the inputs that are scaling states and have several."""
+    """The number of uses of the variables that are scaling states and have several."""
     used = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
     uses = collections.Counter(var for var in used if not isinstance(var, jex.Literal))
-    dtypes = {var: getattr(var.aval, "dtype", None) for var in jaxpr.invars}
-    return {var: uses[var] for var, dtype in dtypes.items() if dtype == fm32 and uses[var] > 1}
+    return {var: n for var, n in uses.items() if n > 1 and getattr(var.aval, "dtype", None) == fm32}
 
 
 def _states_of_equations(plan: Plan, states: States, site: Site) -> dict[int, dict[Any, DotState]]:
