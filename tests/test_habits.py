@@ -163,11 +163,16 @@ USES_OF_A_RESTORED_DICT = {
     "init": lambda model, restored, old, tx: tx.init(restored["params"]),
     "update": lambda model, restored, old, tx: tx.update(old["params"], tx.init(old), restored["params"]),
     "norm": lambda model, restored, old, tx: fp8jax.optim.global_norm(restored["params"]),
+    "apply_updates": lambda model, restored, old, tx: fp8jax.apply_updates(
+        restored, jax.tree.map(jnp.zeros_like, restored["params"])
+    ),
 }
+ADAMW, LION = fp8jax.optim.adamw(1e-3), fp8jax.optim.with_dequantized(optax.lion(1e-3))
 
 
-@pytest.mark.parametrize("tx", [fp8jax.optim.adamw(1e-3), fp8jax.optim.with_dequantized(optax.lion(1e-3))])
-@pytest.mark.parametrize("use", USES_OF_A_RESTORED_DICT)
+@pytest.mark.parametrize(
+    "use, tx", [*((use, ADAMW) for use in USES_OF_A_RESTORED_DICT), ("init", LION), ("update", LION)]
+)
 def test_a_checkpoint_restored_without_a_target(use, tx):
     model = fp8jax.transform(Net(), "O2")
     variables = model.init(jax.random.key(0), X)
@@ -176,3 +181,14 @@ def test_a_checkpoint_restored_without_a_target(use, tx):
         USES_OF_A_RESTORED_DICT[use](model, restored, variables, tx)
     again = serialization.from_state_dict(variables, restored)
     np.testing.assert_array_equal(model.apply(again, X), model.apply(variables, X))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_parameters_that_are_called_data_and_scale(dtype):
+    """They are no codes with a scale by their shapes or dtypes."""
+    params = {"memory": {"data": jnp.ones((64, 64), dtype), "scale": jnp.ones(64)}}
+    product = lambda params, x: x @ params["memory"]["data"] * params["memory"]["scale"][None]  # noqa: E731
+    model = fp8jax.transform(product, "te")
+    fp8jax.optim.adamw(1e-3, "fp8").init(params)
+    assert np.isfinite(model.apply(model.init(params, X), X)).all()
+    assert fp8jax.optim.global_norm(params) > 0

@@ -298,9 +298,11 @@ def warnings_of(recipe, rate=1e-3, b1=0.9, b2=0.999, optimizer=fp8jax.optim.adam
         ("O3", {"rate": 1e-6}, "is below the last bit"),
         ("O3,master_weight=FP32", {"rate": 1e-6}, None),
         ("O2,rounding=nearest+kahan+value", {"rate": 1e-6}, None),
-        ("O2", {"rate": lambda step: 1e-6}, "the largest learning_rate=1e-06 is below the last bit"),
-        ("O2", {"rate": optax.cosine_decay_schedule(1e-6, 1000)}, "the largest learning_rate=1e-06 is"),
+        ("O2", {"rate": lambda step: 1e-6}, "learning_rate=1e-06, the largest of a schedule's, is below"),
+        ("O2", {"rate": optax.cosine_decay_schedule(1e-6, 1000)}, "learning_rate=1e-06, the largest of a"),
         ("O2", {"rate": optax.warmup_cosine_decay_schedule(0, 1e-3, 1000, 9000)}, None),
+        ("O2", {"rate": lambda step: jnp.where((step > 1100) & (step < 2000), 1e-2, 1e-6)}, None),
+        ("O2", {"rate": lambda step: [1e-6, 1e-6][int(step)]}, None),  # which ends
         ("fp8", {"rate": lambda step: 1e-6}, None),
         ("O2", {"rate": 0.0}, None),
         ("O2", {"b2": 0.95, "optimizer": fp8jax.optim.adamw_8bit}, None),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fp8jax.gradients.keys import shown
 from fp8jax.optim.replace_update import replaces
-from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, value
+from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, refuse_dicts, value
 from fp8jax.variables import PARAMS, has_params
 
 
@@ -29,8 +29,9 @@ def apply_updates(variables: Any, updates: Any) -> Any:
     Raises:
         ValueError: the tree or a shape of the updates differs from the parameters'.
         TypeError: an update is still a `ScaledArray`, because an optax transformation cannot update codes and
-            scale consistently.
+            scale consistently; or a parameter is a dict of its codes and scale, as a checkpoint has them.
     """
+    refuse_dicts(variables)
     if not has_params(variables):
         return _stepped(variables, updates)
     if has_params(updates) and set(updates) - {PARAMS} and set(updates) <= set(variables):

@@ -288,12 +288,19 @@ def refuse_dicts(tree: Any) -> None:
             )
 
 
+# The dtypes of the codes of stored parameters.
+_STORED = tuple(format.dtype for format in ALL if format.bits <= 16 and format.dtype != jnp.bfloat16)
+
+
 def _is_dict_of_parts(node: Any) -> bool:
     if not isinstance(node, Mapping) or set(node) != {"data", "scale"}:
         return False
-    data, scale = (getattr(node[name], "dtype", None) for name in ("data", "scale"))
-    is_narrow = data is not None and data.itemsize < 4 and jnp.issubdtype(data, jnp.floating)
-    return is_narrow and scale != data
+    data, scale = node["data"], node["scale"]
+    if not isinstance(data, _ARRAYS) or not isinstance(scale, _ARRAYS) or data.dtype not in _STORED:
+        return False
+    dims = zip(data.shape, scale.shape, strict=False)
+    fits = len(scale.shape) == len(data.shape) and all(n and d % n == 0 for d, n in dims)
+    return scale.dtype in (*_BITS, *_FLOATS) and (not scale.shape or fits)
 
 
 def format_of(x: Any) -> Format:
