@@ -29,7 +29,6 @@ from fp8jax.quantization.array import format_of as format_of
 from fp8jax.quantization.array import is_scaled as is_scaled
 from fp8jax.quantization.array import on_data as on_data
 from fp8jax.quantization.array import own_value as own_value
-from fp8jax.quantization.array import refuse_dicts as refuse_dicts
 from fp8jax.quantization.array import value as value
 from fp8jax.quantization.array import with_float32_scales as with_float32_scales
 from fp8jax.quantization.blocks import BLOCK_1X128 as BLOCK_1X128
@@ -72,6 +71,7 @@ from fp8jax.quantization.quantize import without_infinities as without_infinitie
 from fp8jax.quantization.random import leaf_seeds as leaf_seeds
 from fp8jax.quantization.random import other_bits as other_bits
 from fp8jax.quantization.random import random_bits as random_bits
+from fp8jax.quantization.restored import refuse_dicts as refuse_dicts
 from fp8jax.quantization.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.quantization.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.quantization.scales import MIN_SCALE as MIN_SCALE

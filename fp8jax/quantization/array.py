@@ -1,7 +1,7 @@
 """`ScaledArray`: codes and their scale as one pytree node."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -271,36 +271,6 @@ def checked_parameter(x: Any) -> Any:
 def is_scaled(leaf: Any) -> bool:
     """Whether `leaf` is a `ScaledArray`: the `is_leaf` of tree functions."""
     return isinstance(leaf, ScaledArray)
-
-
-def refuse_dicts(tree: Any) -> None:
-    """Raises TypeError if a tree has the codes and scale of a `ScaledArray` as a dict, as a checkpoint gives
-    them that is restored without a target."""
-    found = jax.tree.flatten_with_path(tree, is_leaf=lambda x: is_scaled(x) or _is_dict_of_parts(x))[0]
-    for path, node in found:
-        if _is_dict_of_parts(node):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(
-                f"expected a `ScaledArray` at {name!r}; got its codes and scale as a dict, as a checkpoint "
-                "gives them without a target. Put them together: "
-                "flax.serialization.from_state_dict(target, restored), with a target like the tree that was "
-                "saved, such as the variables of `model.init`."
-            )
-
-
-# The dtypes of the codes of stored parameters.
-_STORED = tuple(format.dtype for format in ALL if format.bits <= 16 and format.dtype != jnp.bfloat16)
-
-
-def _is_dict_of_parts(node: Any) -> bool:
-    if not isinstance(node, Mapping) or set(node) != {"data", "scale"}:
-        return False
-    data, scale = node["data"], node["scale"]
-    if not isinstance(data, _ARRAYS) or not isinstance(scale, _ARRAYS) or data.dtype not in _STORED:
-        return False
-    dims = zip(data.shape, scale.shape, strict=False)
-    fits = len(scale.shape) == len(data.shape) and all(n and d % n == 0 for d, n in dims)
-    return scale.dtype in (*_BITS, *_FLOATS) and (not scale.shape or fits)
 
 
 def format_of(x: Any) -> Format:
