@@ -4,11 +4,10 @@ import client
 
 given = client.options(__doc__)
 
-
 import accelerate  # noqa: E402
 import fp8jax_torch  # noqa: E402
+import llama  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
 
 
 def loop(model, optimizer, data):
@@ -30,14 +29,7 @@ def loop(model, optimizer, data):
 
 def train(recipe, given):
     """See `client.main`."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    config = transformers.LlamaConfig(
-        vocab_size=client.VOCABULARY, hidden_size=client.WIDTH, intermediate_size=4 * client.WIDTH,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    tokens = torch.tensor([row.tolist() for batch in client.batches(given.steps) for row in batch])
+    model, tokens = llama.llama(given.steps)
     data = torch.utils.data.DataLoader(tokens, client.BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = fp8jax_torch.prepare(model, optimizer, recipe)
@@ -45,7 +37,7 @@ def train(recipe, given):
     report = fp8jax_torch.report(model)
     if recipe != "bf16":
         print(report)
-    return client.Trained(losses[-1], client.share_of_weights(report))
+    return client.Trained(losses[-1], llama.fp8_share(report))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ prints one line of JSON, and fails if the last losses differ by more than 2% or 
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -55,13 +54,6 @@ def batches(steps: int, seed: int = 0) -> list[np.ndarray]:
             tokens.append(successors[tokens[-1], rng.integers(0, 4, BATCH)])
         found.append(np.stack(tokens, axis=1).astype(np.int32))
     return found
-
-
-def share_of_weights(report: Any) -> float:
-    """The share of the FLOPs of linear layers in FP8, by the report of torch, which has no FLOPs: all linear
-    layers read the same tokens, so FLOPs follow their weights."""
-    sizes = [(math.prod(row.shape), row.fp8) for row in report.rows if row.kind == "Linear"]
-    return sum(size * share for size, share in sizes) / sum(size for size, _ in sizes)
 
 
 def main(
