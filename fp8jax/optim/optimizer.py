@@ -59,8 +59,8 @@ class Rule:
     muon: Muon | None = None
 
     @property
-    def formats(self) -> Recipe:
-        """The recipe whose formats the state has. O3 has master weights for 8-bit weights only."""
+    def state_recipe(self) -> Recipe:
+        """The recipe of the state's formats and rounding. O3 has master weights for 8-bit weights only."""
         return self.recipe or Recipe.O3
 
 
@@ -84,13 +84,13 @@ def _init(rule: Rule, params: Any) -> AdamState:
     betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
     checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
-    kept = first_state(params, rule.formats, rule.in_8_bits, matrices)
+    kept = first_state(params, rule.state_recipe, rule.in_8_bits, matrices)
     checks.check_groups(rule.zero, kept[:2])
     if rule.zero is not None:
         kept = [rule.zero.place_state(tree, params) for tree in kept]
     mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
     adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-    key = first_key(rule.formats, rule.seed)
+    key = first_key(rule.state_recipe, rule.seed)
     return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
 
 
@@ -133,7 +133,7 @@ def _stepped(
     """The parameters' results of step number `count`, and whether the step is not skipped."""
     scalars = _scalars(rule, state.adam.count, count)
     seeds = None if state.key is None else leaf_seeds(state.key, count, len(leaves))
-    rounding = Rounding(*rule.formats.rounding[:2])
+    rounding = Rounding(*rule.state_recipe.rounding[:2])
     if rule.muon is not None:
         ways = (
             functools.partial(directions, matrices=matrices, rms=rule.muon.consistent_rms),

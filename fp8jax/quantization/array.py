@@ -60,7 +60,8 @@ class ScaledArray:
     both leaves, as in `jax.tree.map(lambda w: 0.5 * w, params)`, would quarter the value. Such arithmetic
     turns the bits into floats, and reading the scale then raises. Operations that keep integers (sums,
     negation, integer factors) make the next loss of a model with such a parameter NaN. Of differences of
-    parameters with different scales only half are detected.
+    parameters with different scales only half are detected, and nothing detects what leaves codes and bits
+    valid: a comparison, small noise, a norm by way of float32.
 
     Invariants (checked by `validate`):
         `data` has a floating dtype and any shape;
