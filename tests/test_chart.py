@@ -19,15 +19,26 @@ NEAREST = "nearest + nearest + value"
 HISTORY = "tensor, history"
 OURS = "value_and_grad"
 CHART = {
-    "fp32": ("FP32", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "nothing"),
-    "bf16": ("BF16", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "nothing"),
-    "fp16_amp": ("FP16", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, OURS),
-    "te": ("FP8", HISTORY, "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "state"),
-    "O1": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP32 + FP32", NEAREST, OURS),
-    "O2": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST, OURS),
-    "O3": ("FP8", HISTORY, "FP8", "FP8", "FP16", "FP8", "FP8 + FP16", NEAREST, OURS),
-    "te+O2": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST, OURS),
-    "fp8": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", "stochastic + kahan + root", OURS),
+    "fp32": ("FP32", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "FP32", "nothing"),
+    "bf16": ("BF16", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "BF16 / FP32", "nothing"),
+    "fp16_amp": ("FP16", "-", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "FP16 / FP32", OURS),
+    "te": ("FP8", HISTORY, "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "FP32 / FP8", "state"),
+    "O1": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP32 + FP32", NEAREST, "FP32 / FP8", OURS),
+    "O2": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST, "FP32 / FP8", OURS),
+    "O3": ("FP8", HISTORY, "FP8", "FP8", "FP16", "FP8", "FP8 + FP16", NEAREST, "FP32 / FP8", OURS),
+    "te+O2": ("FP8", HISTORY, "FP8", "FP16", "-", "FP8", "FP8 + FP16", NEAREST, "FP32 / FP8", OURS),
+    "fp8": (
+        "FP8",
+        HISTORY,
+        "FP8",
+        "FP16",
+        "-",
+        "FP8",
+        "FP8 + FP16",
+        "stochastic + kahan + root",
+        "FP32 / FP8",
+        OURS,
+    ),
     "block": (
         "FP8",
         "128x128 FP32 / 1x128 FP32",
@@ -37,10 +48,33 @@ CHART = {
         "FP32",
         "FP32 + FP32",
         NEAREST,
+        "FP32 / FP8",
         "nothing",
     ),
-    "mxfp8": ("FP8", "1x32 E8M0", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "nothing"),
-    "nvfp4": ("FP4", "16x16 E4M3 / 1x16 E4M3", "FP32", "FP32", "-", "FP32", "FP32 + FP32", NEAREST, "state"),
+    "mxfp8": (
+        "FP8",
+        "1x32 E8M0",
+        "FP32",
+        "FP32",
+        "-",
+        "FP32",
+        "FP32 + FP32",
+        NEAREST,
+        "FP32 / FP8",
+        "nothing",
+    ),
+    "nvfp4": (
+        "FP4",
+        "16x16 E4M3 / 1x16 E4M3",
+        "FP32",
+        "FP32",
+        "-",
+        "FP32",
+        "FP32 + FP32",
+        NEAREST,
+        "FP32 / FP4",
+        "state",
+    ),
 }
 
 
@@ -73,12 +107,14 @@ def test_what_a_gpu_would_run_is_the_chart(name):
     if reason := targets.why_not():
         pytest.skip(reason)
     row = chart.measure(name, target="h200", devices=8)
-    assert formats(row) == CHART[name]
+    *stored, residuals, needs = CHART[name]
+    activations = residuals.replace("FP16 / FP32", "BF16 / FP16").replace("FP32", "BF16")
+    assert formats(row) == (*stored, activations, needs) and not row.differences
     library = "cublaslt_f8" if CHART[name][0] == "FP8" else "cublaslt"
     assert row.cells["gemm"].evidence.endswith(library)
 
 
-# One change to a train step per column, none of which a recipe knows about. The last one changes two columns.
+# One change to a train step per column, none of which a recipe knows about.
 BREAKS = {
     "gemm": ("O2", "transform", {"override_linear_precision": (False, False, True)}),
     "scaling": ("O2", "transform", {"scaling": "current"}),
@@ -88,8 +124,11 @@ BREAKS = {
     "weight_grad": ("O2,comm=FP32", "transform", {"weight_grad": "FP32"}),
     "moments": ("O2", "adamw", {"moments": ("FP32", "FP32")}),
     "rounding": ("fp8", "adamw", {"rounding": ("stochastic", "stochastic", "root")}),
+    "residuals": ("te", "transform", {"gemm": "BF16"}),
     "needs": ("te", "transform", {"scaling": "current"}),
 }
+# The columns that change, too.
+MORE = {"gemm": ["residuals"], "needs": ["scaling"], "residuals": ["gemm", "scaling", "needs"]}
 
 
 @pytest.mark.parametrize("column", BREAKS)
@@ -98,13 +137,13 @@ def test_a_cell_that_is_broken_on_purpose_shows(column, monkeypatch):
     broken = dataclasses.replace(Recipe.parse(name), **changes)
     transform, adamw = adapters.transform, optim.adamw
     replacement = {
-        "transform": (adapters, lambda model, recipe: transform(model, broken)),
+        "transform": (adapters, lambda model, recipe, **options: transform(model, broken, **options)),
         "adamw": (optim, lambda rate, recipe, **options: adamw(rate, broken, **options)),
     }
     room, function = replacement[part]
     monkeypatch.setattr(room, part, function)
     row = chart.measure(name, devices=8)
-    assert row.differences == (["scaling", "needs"] if column == "needs" else [column])
+    assert sorted(row.differences) == sorted([column, *MORE.get(column, [])])
     assert f"(declared {row.cells[column].declared})" in chart.table([row])
 
 
@@ -121,6 +160,33 @@ def test_scaling_is_read_back(recipe, scaling):
     assert chart.measure(recipe, devices=2).cells["scaling"][:2] == (scaling, scaling)
 
 
+@pytest.mark.parametrize(
+    "recipe, what, residuals, saved",
+    [
+        ("te", "none", "FP32 / FP8", "85.0"),
+        ("te", "full", "FP32", "4.0"),
+        ("te", "dots", "FP32", "20.0"),
+        ("te", "fp8", "FP32 / FP8", "9.0"),
+        ("O2", "dots_fp8", "FP32 / FP8", "8.0"),
+        ("nvfp4", "fp8", "FP32 / FP4", "6.5"),
+        ("bf16", "dots_fp8_inputs", "FP8", "5.0"),
+        ("te,override_linear_precision=False+False+True", "none", "FP32", "100.0"),
+    ],
+)
+def test_residuals_are_read_back(recipe, what, residuals, saved):
+    """4 bytes for the input of a layer, 4 times as many for its first product, a quarter of that in FP8."""
+    cell = chart.measure(recipe, devices=1, gradient_checkpointing=what).cells["residuals"]
+    assert cell[:2] == (residuals, residuals)
+    assert cell.evidence.endswith(f"; {saved} bytes for each input")
+
+
+def test_residuals_that_are_not_saved_show(monkeypatch):
+    transform = adapters.transform
+    monkeypatch.setattr(adapters, "transform", lambda model, recipe, **options: transform(model, recipe))
+    row = chart.measure("te", devices=1, gradient_checkpointing="dots_fp8_inputs")
+    assert str(row.cells["residuals"]) == "FP32 / FP8 (declared FP8)" and row.differences == ["residuals"]
+
+
 def test_one_device_sends_nothing():
     row = chart.measure("O2", devices=1)
     assert str(row.cells["comm"]) == "-" and not row.differences
@@ -128,7 +194,8 @@ def test_one_device_sends_nothing():
 
 def test_a_step_of_another_block_shows(monkeypatch):
     transform = adapters.transform
-    monkeypatch.setattr(adapters, "transform", lambda model, recipe: transform(model, "block"))
+    block = lambda model, recipe, **options: transform(model, "block", **options)  # noqa: E731
+    monkeypatch.setattr(adapters, "transform", block)
     row = chart.measure("mxfp8", devices=2)
     assert str(row.cells["scaling"]) == "128x128 FP32 / 1x128 FP32 (declared 1x32 E8M0)"
 
@@ -194,8 +261,8 @@ def test_the_command_prints_a_table_and_on_demand_its_evidence():
     assert done.returncode == 1
     short, lines = command("chart", recipe, "--devices", "2").stdout, done.stdout.splitlines()
     assert short.splitlines() == lines[:4] and lines[3].startswith("read from a train step compiled for 2 x")
-    headings = "recipe GEMM scaling comm weight master weight gradient moments rounding needs backend"
-    assert lines[0].split() == headings.split()
+    headings = "recipe GEMM scaling comm weight master weight gradient moments rounding residuals needs"
+    assert lines[0].split() == [*headings.split(), "backend"]
     assert "FP32 / FP8 (declared FP8)" in lines[1]
     assert any("f8e4m3fn x f8e4m3fn dot" in line for line in lines)
 

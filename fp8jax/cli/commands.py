@@ -33,7 +33,8 @@ def run_chart(args: argparse.Namespace) -> int:
     recipes = [Recipe.parse(recipe) for recipe in names]
     if args.png is not None:
         chart.check_picture(args.png)
-    rows = [chart.measure(recipe, target=args.target, devices=args.devices) for recipe in recipes]
+    options = {name: getattr(args, name) for name in ("target", "devices", "gradient_checkpointing")}
+    rows = [chart.measure(recipe, **options) for recipe in recipes]
     _print(args, chart.as_data(rows), lambda: chart.text(rows, evidence=args.evidence))
     for name, reason in lacking.items():
         print(f"fp8jax chart: {name} is left out: {reason}", file=sys.stderr)

@@ -42,6 +42,12 @@ def _add_chart(parsers: Any) -> None:
         "--evidence", action="store_true", help="the arrays and operations of each cell, too"
     )
     command.add_argument("--png", metavar="FILE", help="draw the chart, too")
+    command.add_argument(
+        "--gradient-checkpointing",
+        default="none",
+        metavar="WHAT",
+        help="of the layer whose residuals are read, as in transform (default none)",
+    )
     _add_target(command, commands.run_chart)
 
 

@@ -7,18 +7,20 @@ A recipe declares a format for each kind of tensor. `measure` compiles a data-pa
 layers and reads the formats of its GEMM operands, collectives and arrays; it takes nothing from the recipe.
 For a GPU that is not here, GEMMs are read from the optimized program. A CPU computes FP8 GEMMs in a wider
 format, so there GEMMs are read from the lowered program. So is what has a scale, for all devices: a tensor or
-blocks of it, and the scales' format. A "history" is an array of amaxes in the scaling state. "needs" is what
-a training loop must have for the recipe: nothing, a state beside the parameters, or `fp8jax.value_and_grad`.
+blocks of it, and the scales' format. A "history" is an array of amaxes in the scaling state. "residuals" are
+the activations that a scanned layer saves for its backward, read from the jaxpr. "needs" is what a training
+loop must have for the recipe: nothing, a state beside the parameters, or `fp8jax.value_and_grad`.
 """
 
 import collections
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from fp8jax import adapters, backends, extras, gradients, optim, scaling
@@ -43,12 +45,14 @@ HEADINGS = {
     "weight_grad": "weight gradient",
     "moments": "moments",
     "rounding": "rounding",
+    "residuals": "residuals",
     "needs": "needs",
 }
 COLUMNS = tuple(HEADINGS)
 
 WIDTH, TOKENS = 256, 128  # of the model, and per device
 SHAPES = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+LAYERS, ROWS = 2, 3 * TOKENS  # of the model whose residuals are read: no kernel is as large as an activation
 
 # Format -> dtypes, by XLA's names and numpy's. FP8 codes cross between devices as bytes.
 _DTYPES = {
@@ -94,9 +98,18 @@ class Row(NamedTuple):
         return [column for column, cell in self.cells.items() if cell.differs]
 
 
-def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
-    """A recipe's row of the chart. Nothing crosses between devices if there is one."""
-    row = {column: getattr(recipe, column) for column in COLUMNS if column != "needs"}
+def declare(
+    recipe: Recipe, devices: int = 2, *, activations: str = "FP32", gradient_checkpointing: str = "none"
+) -> dict[str, str]:
+    """A recipe's row of the chart. Nothing crosses between devices if there is one.
+
+    Args:
+        recipe: the recipe.
+        devices: how many share the batch.
+        activations: the format between GEMMs.
+        gradient_checkpointing: as in `transform`.
+    """
+    row = {column: getattr(recipe, column) for column in COLUMNS if column not in ("residuals", "needs")}
     row["comm"] = row["comm"] if devices > 1 else "-"
     row |= {column: " + ".join(row[column]) for column in ("moments", "rounding")}
     row = {column: re.sub("E4M3|E4M4|E5M2", "FP8", formats) for column, formats in row.items()}
@@ -104,7 +117,12 @@ def declare(recipe: Recipe, devices: int = 2) -> dict[str, str]:
     is_plain = recipe.weight == recipe.weight_grad == "FP32" and recipe.gemm != "FP16"
     has_state = recipe.is_quantized and bool(state_names(recipe))
     needs = _NEEDS[has_state if is_plain else 2]
-    return {**row, "scaling": scales, "needs": needs}
+    is_wide = recipe.is_quantized and recipe.override_linear_precision[2]
+    operands = {activations, activations if is_wide else recipe.gemm}
+    saved = {"none": operands, "fp8": {activations, recipe.gemm}}
+    saved |= {"dots_fp8": {activations, "FP8"}, "dots_fp8_inputs": {"FP8"}}
+    residuals = _mixed(saved.get(gradient_checkpointing, {activations}))
+    return {**row, "scaling": scales, "residuals": residuals, "needs": needs}
 
 
 def lacking(target: str | None, recipes: Mapping[str, Recipe] = PRESETS) -> dict[str, str]:
@@ -123,22 +141,31 @@ def lacking(target: str | None, recipes: Mapping[str, Recipe] = PRESETS) -> dict
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8) -> Row:
+def measure(
+    recipe: Recipe | str,
+    *,
+    target: str | None = None,
+    devices: int = 8,
+    gradient_checkpointing: str = "none",
+) -> Row:
     """Compiles a train step under the recipe and reads its row.
 
     Args:
         recipe: a `Recipe`, or the text of one.
         target: name of a GPU that is not here (`targets.TARGETS`), or None for this machine's devices.
         devices: how many share the batch.
+        gradient_checkpointing: of the layer whose residuals are read; as in `transform`.
 
     Raises:
-        ValueError: the recipe cannot be parsed, no such target, or this machine has fewer devices.
+        ValueError: the recipe cannot be parsed, no such target, this machine has fewer devices, or the
+            recipe cannot save what `gradient_checkpointing` says.
         RuntimeError: the packages that compile for a target are missing.
     """
     recipe = Recipe.parse(recipe)
     model = adapters.transform(_mlp, recipe)
     options: dict[str, Any] = {"target": target, "devices": devices}
-    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32 if target is None else jnp.bfloat16)
+    dtype = jnp.float32 if target is None else jnp.bfloat16
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), dtype)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     variables = jax.eval_shape(model.init, params, x)
 
@@ -162,9 +189,13 @@ def measure(recipe: Recipe | str, *, target: str | None = None, devices: int = 8
         "weight_grad": _of_arrays(grads),
         "moments": tuple(" + ".join(parts) for parts in zip(*moments, strict=True)),
         "rounding": _of_rounding(model, recipe),
+        "residuals": _of_residuals(recipe, dtype, gradient_checkpointing),
         "needs": _of_needs(step.args[0], grads),
     }
-    declared = declare(recipe, devices)
+    activations = _format(jnp.dtype(dtype).name)
+    declared = declare(
+        recipe, devices, activations=activations, gradient_checkpointing=gradient_checkpointing
+    )
     cells = {column: Cell(declared[column], *measured[column]) for column in COLUMNS}
     names = dict.fromkeys(row.backend for row in model.report(params, x).rows if row.fp8)
     return Row(str(recipe), f"{devices} x {target or device.device_kind}", cells, ", ".join(names) or "-")
@@ -235,6 +266,40 @@ def _of_rounding(model: Any, recipe: Recipe) -> tuple[str, str]:
         "root" if is_root else "value",
     )
     return " + ".join(formats), "two steps with different seeds"
+
+
+def _of_residuals(recipe: Recipe, dtype: Any, gradient_checkpointing: str) -> tuple[str, str]:
+    """The activations that the forward's scan returns beside its carry, without scales and kernels."""
+
+    def stack(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, layer: (_mlp(layer, x), None), x, params)[0]
+
+    model = adapters.transform(stack, recipe, gradient_checkpointing=gradient_checkpointing)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
+    params = {name: jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for name, shape in SHAPES.items()}
+    variables = jax.eval_shape(model.init, params, x)
+    loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x).astype(jnp.float32))  # noqa: E731
+    jaxpr = jax.make_jaxpr(gradients.value_and_grad(loss_fn))(variables, x)
+    forward = next(_scans(jaxpr.jaxpr))
+    saved = [variable.aval for variable in forward.outvars[forward.params["num_carry"] :]]
+    entries = {ROWS * WIDTH: "", 4 * ROWS * WIDTH: ""}
+    # Two FP4 codes are a byte.
+    entries |= {numbers // 2: "FP4" for numbers in entries}
+    found = [(entries[size], aval) for aval in saved if (size := aval.size // LAYERS) in entries]
+    shown = _counted(f"{aval.dtype}{list(aval.shape[1:])}" for _, aval in found)
+    bytes_saved = sum(aval.size * aval.dtype.itemsize for _, aval in found)
+    names = (name or _format(str(aval.dtype)) for name, aval in found)
+    return _mixed(names), f"{shown}; {bytes_saved / LAYERS / ROWS / WIDTH:.1f} bytes for each input"
+
+
+def _scans(jaxpr: Any) -> Iterator[Any]:
+    """The scans of a jaxpr, in their order."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        else:
+            for inner in jex.jaxprs_in_params(equation.params):
+                yield from _scans(inner)
 
 
 def _of_needs(variables: Any, grads: Any) -> tuple[str, str]:
