@@ -127,6 +127,8 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
     _check("a tensor for each parameter of `like`", ["/".join(k) for k in targets if k not in parts])
     for key, found in parts.items():
         _check_shapes(key, found, tree.leaves[key])
+    # What a large tensor needs beside its array is gone before the others are there.
+    targets.sort(key=lambda key: -tree.leaves[key].size)
     return tree.rebuilt({key: _leaf(parts[key], tree.leaves[key]) for key in targets})
 
 
