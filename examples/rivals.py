@@ -38,15 +38,8 @@ from fp8jax.train.step.network import State
 from fp8jax.train.step.optimizers import decays, schedule_of
 from fp8jax.train.validation import validator
 
-GROUP = 32
-_LEAST = 1e-12  # of a group's largest magnitude
-
-
-class Coded(NamedTuple):
-    """A moment in a byte, with a float16 scale for each group of 32."""
-
-    codes: jax.Array
-    scale: jax.Array
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
+from codes import decode, encode
 
 
 class Flash(NamedTuple):
@@ -56,31 +49,6 @@ class Flash(NamedTuple):
     correction: Any  # int8: what the bfloat16 weight lacks, in 1/127 of half of its last bit
     first: Any
     second: Any
-
-
-def _groups(x: jax.Array) -> jax.Array:
-    return jnp.pad(x.reshape(-1), (0, -x.size % GROUP)).reshape(-1, GROUP)
-
-
-def encode(x: jax.Array, is_second: bool) -> Coded:
-    """A first moment by a softsign of its share of the largest; a second one by the share of its root."""
-    groups = _groups(jnp.sqrt(x) if is_second else x)
-    largest = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _LEAST)
-    share = groups / largest[:, None]
-    if is_second:
-        return Coded(jnp.floor(share * 255 + 0.5).astype(jnp.uint8), largest.astype(jnp.float16))
-    codes = jnp.floor(2 * share / (1 + jnp.abs(share)) * 127 + 0.5)
-    return Coded(codes.astype(jnp.int8), largest.astype(jnp.float16))
-
-
-def decode(coded: Coded, shape: tuple[int, ...], is_second: bool) -> jax.Array:
-    """The moment, float32."""
-    codes, scale = coded.codes.astype(jnp.float32), coded.scale.astype(jnp.float32)[:, None]
-    if is_second:
-        values = jnp.square(codes / 255 * scale)
-    else:
-        values = codes / 127 / (2 - jnp.abs(codes / 127)) * scale
-    return values.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def _half_of_last_bit(weight: jax.Array) -> jax.Array:

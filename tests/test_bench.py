@@ -10,6 +10,8 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 import fp8jax
@@ -91,16 +93,44 @@ def test_fp4_bias_measures_gradients(bench):
 
 def test_rounding_finds_none_in_float32(bench):
     """Adam in float32 moves as in float64, and O2's idle row does not."""
-    out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", "te", "O2"))
-    idle, zipf, small, plain, spread, _ = out.values()
-    for te, o2 in (idle, small):
+    names = ["te", "O2", "COAT", "FlashOptim"]
+    out = json.loads(bench("rounding", "--tiny", "--json", "--recipes", *names))
+    idle, zipf, small, plain, spread, tuned = out.values()
+    assert [row["recipe"] for row in spread] == names and [row["recipe"] for row in tuned] == names[:2]
+    for te, o2, *others in (idle, small):
+        for row in others:
+            found = [value for name, value in row.items() if name != "recipe"]
+            assert any(value != pytest.approx(round(value), abs=1e-3) for value in found)
+            assert all(value == pytest.approx(round(value), abs=0.05) for value in found)
         exact = 0.0 if "lr 1e-04" in te else 1.0
         assert all(value == pytest.approx(exact, abs=1e-3) for name, value in te.items() if name != "recipe")
         assert any(abs(value - exact) > 0.02 for name, value in o2.items() if name != "recipe")
-    assert [row["way"] for row in zipf] == ["float64", "te", "O2"]
+    assert [row["way"] for row in zipf] == ["float64", *names]
     assert zipf[1]["/ float64"] == pytest.approx(1, abs=1e-3)
     assert spread[0]["update / float64"] == pytest.approx(1, abs=1e-3)
     assert [row["bytes"] for row in plain] == [12, 7, 12, 7]
+
+
+def test_coats_code_against_float64(load_program):
+    """Its power takes the range of a group into E4M3's; a group of zeros, or of one number, stays."""
+    codes = load_program("examples/bench/codes.py")
+    random = np.random.default_rng(0)
+    x = random.normal(size=300) * np.exp2(random.integers(-12, 12, 300))
+    x[:5] = 0
+    got = np.asarray(codes.through_coat(jnp.float32(x)), np.float64)
+    for begin in (0, 128, 256):
+        group, found = x[begin : begin + 128], got[begin : begin + 128]
+        size = np.abs(group[group != 0])
+        middle = np.sqrt(size.min() * size.max())
+        power = np.floor(16 * np.log2(448**2 / 2) / np.log2(size.max() / size.min())) / 16
+        unit = (size.max() / middle) ** power / 448
+        rounded = np.asarray((size / middle) ** power / unit).astype(ml_dtypes.float8_e4m3fn)
+        wanted = np.sign(group[group != 0]) * (rounded.astype(np.float64) * unit) ** (1 / power) * middle
+        # float32 may round what is halfway to the other code.
+        off = np.abs(found[group != 0] / wanted - 1) > 1e-4
+        assert off.mean() < 0.02 and (found[group == 0] == 0).all()
+    for constant in (0.0, 3.0):
+        np.testing.assert_allclose(codes.through_coat(jnp.full(128, constant)), constant, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:O2 rounds to nearest")

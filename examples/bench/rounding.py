@@ -2,6 +2,7 @@
 
     python examples/bench/rounding.py
     python examples/bench/rounding.py --recipes te O2 --json
+    python examples/bench/rounding.py --recipes te fp8,moments=E5M2+E4M4 COAT FlashOptim
 
 - "idle row": a row of a table gets one gradient, and none in the 2000 steps after it (learning rate 1e-3).
   The figure is how far the row moves, as a multiple of its way in float64.
@@ -17,7 +18,9 @@
 - "fine-tuning": an MLP is trained in float32, and then at rate 1e-6 to other targets for 1000 steps. The
   figure is how far its loss falls, as a multiple of the fall with te, which has float32 weights.
 
-Except in fine-tuning, gradients are float32 arrays, so that all differences are the optimizer's.
+Except in fine-tuning, gradients are float32 arrays, so that all differences are the optimizer's. COAT and
+FlashOptim stand for their codes of moments beside float32 weights; they have no rows for "plain weights" and
+"fine-tuning".
 """
 
 from collections.abc import Callable
@@ -28,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import output
+from codes import decode, encode, through_coat
 
 import fp8jax
 from fp8jax import Recipe, formats
@@ -52,10 +56,44 @@ def exact(start: np.ndarray, gradient: Gradient, steps: int, rate: float, betas:
     return weights, update
 
 
+# Code -> what a first moment and a second one are after they were stored.
+OTHERS: dict[str, tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]] = {
+    "COAT": (through_coat, through_coat),
+    "FlashOptim": (
+        lambda m: decode(encode(m, False), m.shape, False),
+        lambda v: decode(encode(v, True), v.shape, True),
+    ),
+}
+
+
+def in_other_code(
+    code: str, start: np.ndarray, gradient: Gradient, steps: int, rate: float, betas: tuple[float, float]
+) -> Any:
+    """The same in float32, with moments stored in one of `OTHERS`."""
+    store_first, store_second = OTHERS[code]
+
+    @jax.jit
+    def step(weights: Any, m: Any, v: Any, grads: jax.Array, number: jax.Array) -> tuple[Any, Any, Any]:
+        m, v = betas[0] * m + (1 - betas[0]) * grads, betas[1] * v + (1 - betas[1]) * jnp.square(grads)
+        root = jnp.sqrt(v / (1 - betas[1] ** number))
+        update = -rate * m / (1 - betas[0] ** number) / (root + 1e-8)
+        return weights + update, store_first(m), store_second(v)
+
+    weights = old = jnp.asarray(start)
+    m = v = jnp.zeros(start.shape)
+    for number in range(steps):
+        old = weights
+        weights, m, v = step(weights, m, v, jnp.asarray(gradient(number)), jnp.float32(number + 1))
+    end, before = np.asarray(weights, np.float64), np.asarray(old, np.float64)
+    return end, end - before
+
+
 def trained(
     recipe: str, start: np.ndarray, gradient: Gradient, steps: int, rate: float, betas: tuple[float, float]
 ) -> Any:
-    """The same by `fp8jax.optim.adam` with the recipe's weights and moments."""
+    """The same by `fp8jax.optim.adam` with the recipe's weights and moments, or in another code."""
+    if recipe in OTHERS:
+        return in_other_code(recipe, start, gradient, steps, rate, betas)
     row = Recipe.parse(recipe)
     weights: Any = jnp.asarray(start)
     if row.weight != "FP32":
@@ -244,10 +282,11 @@ def main() -> None:
         }
         for recipe in args.recipes
     ]
+    recipes = [recipe for recipe in args.recipes if recipe not in OTHERS]
     plain = [
         plain_steps(recipe, dtype, RATES, args.small)
         for dtype in ("bfloat16", "float16")
-        for recipe in args.recipes
+        for recipe in recipes
     ]
     spread = [
         {"recipe": recipe, "update / float64": small_gradients(recipe, args.small)} for recipe in args.recipes
@@ -258,7 +297,7 @@ def main() -> None:
         "small steps: error / way": small,
         "plain weights: error / way": plain,
         "small gradients: the lowest decade": spread,
-        "fine-tuning: the loss": fine_tuning(args.recipes, args.tune),
+        "fine-tuning: the loss": fine_tuning(recipes, args.tune),
     }
     output.finish("rounding", output.cpu_name(), sections, args)
 
