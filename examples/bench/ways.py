@@ -118,7 +118,9 @@ WAYS = _named(
     Way("qwix", transform=_qwix, why_not=lambda: _missing("qwix")),
     *map(_ours, OURS),
 )
-IN_BLOCKS = _named(*map(_ours, ("block", "mxfp8", "nvfp4")), *map(_of_jax, ("mxfp8", "nvfp4")))
+IN_BLOCKS = _named(
+    *map(_ours, ("block", "mxfp8", "nvfp4", "nvfp4,fp4_options=46+eden")), *map(_of_jax, ("mxfp8", "nvfp4"))
+)
 THROUGH_TE = _named(
     *map(_through_te, OURS[:2]),
     _of_te("delayed", "DelayedScaling"),
