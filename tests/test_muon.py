@@ -1,5 +1,8 @@
 """Muon with quantized weights, gradients and momentum."""
 
+import warnings
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -337,3 +340,35 @@ def test_random_rounding_has_no_bias():
     values = np.asarray(zeros.encode(x, zeros.maxima(x), random), np.float64)
     deviation = (values.mean(0) - np.asarray(x[0], np.float64)) / (values.std(0) / 100 + 1e-6)
     assert np.abs(deviation).max() < 4
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x)))), None
+
+
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return layers(name="layers")(x)[0]
+
+
+def test_stacked_biases_and_scales_are_no_matrices():
+    x = jnp.ones((8, 32))
+    variables = fp8jax.transform(Stacked(), "fp8").init(jax.random.key(0), x)
+    with warnings.catch_warnings(action="error"):
+        _, nu = moments(muon(1e-2, "fp8").init(variables["params"]))
+    by_muon = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree.leaves_with_path(nu, is_leaf=lambda leaf: leaf is None)
+        if leaf is None
+    ]
+    assert by_muon == ["layers/Dense_0/kernel", "layers/Dense_1/kernel"]
+
+
+def test_plain_stacks_that_adam_updates_are_named():
+    variables = fp8jax.transform(Stacked(), "te").init(jax.random.key(0), jnp.ones((8, 32)))
+    with pytest.warns(UserWarning, match="muon updates layers/Dense_0/kernel, layers/Dense_1/kernel by Adam"):
+        muon(1e-2, "te").init(variables["params"])

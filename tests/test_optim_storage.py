@@ -55,6 +55,7 @@ def restated(x, random):
     # The upper 19 of the random bits decide: as many as float32 has below a mantissa of 4.
     share = (random >> 13) / 2.0**19
     codes = np.where((scaled - NUMBERS[below]) / gap + share >= 1, above, below)
+    codes = np.maximum(codes, x > 0)
     return codes.astype(np.uint8), (exponents + 127).astype(np.uint8)
 
 

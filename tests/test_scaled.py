@@ -319,6 +319,12 @@ def test_what_is_no_format_is_refused(format):
         quantize(jnp.ones(3), formats.E4M3, blocks=2)
 
 
+@pytest.mark.parametrize("format", [formats.E8M0, formats.E4M4])
+def test_a_format_without_a_sign_is_refused(format):
+    with pytest.raises(ValueError, match=f"expected a format with a sign; got {format.name}, which is for"):
+        quantize(jnp.ones(3), format)
+
+
 @pytest.mark.parametrize("blocks", [(3, 1), (8, 1), (2,), (2, 3, 1), (0, 1)])
 def test_blocks_that_do_not_fit_raise_and_say_so(blocks):
     with pytest.raises(ValueError, match=r"a float32 scale, scalar or of the data's rank"):

@@ -13,8 +13,9 @@
 - "plain weights": the same for bfloat16 and float16 arrays as parameters. "stored" is of the weights with
   their remainders, from which the next step goes on; without a remainder both are the same. Also the bytes
   per parameter of the weight, the optimizer's state, and a gradient in the weight's dtype.
-- "small gradients": one tensor has gradients spread over 1e-6 to 1. The figure is the last update of the
-  lowest decade, as a multiple of the update in float64.
+- "small gradients": one tensor has gradients spread over 1e-6 to 1, from small to large, and in any order,
+  so that a group with one scale has all of them. The figure is the last update of the lowest decade, as a
+  multiple of the update in float64.
 - "fine-tuning": an MLP is trained in float32, and then at rate 1e-6 to other targets for 1000 steps. The
   figure is how far its loss falls, as a multiple of the fall with te, which has float32 weights.
 
@@ -205,15 +206,19 @@ def small_steps(recipe: str, rate: float, steps: int) -> float:
     return rms(trained(recipe, start, gradient, steps, rate, BETAS[0])[0] - theirs) / rms(theirs - begun)
 
 
-def small_gradients(recipe: str, steps: int) -> float:
+def small_gradients(recipe: str, steps: int, *, is_mixed: bool) -> float:
     """The last update of the lowest decade / that in float64."""
     size, start = np.logspace(-6, 0, 6000).astype(np.float32), np.zeros(6000, np.float32)
+    lowest = slice(0, 1000)
+    if is_mixed:
+        order = np.random.default_rng(7).permutation(6000)
+        size, lowest = size[order], np.flatnonzero(order < 1000)
 
     def gradient(step: int) -> np.ndarray:
         return size * np.random.default_rng(step).standard_normal(6000, np.float32)
 
     ours, theirs = (
-        rms(way(start, gradient, steps, 1e-3, BETAS[2])[1][:1000])
+        rms(way(start, gradient, steps, 1e-3, BETAS[2])[1][lowest])
         for way in (lambda *args: trained(recipe, *args), exact)
     )
     return ours / theirs
@@ -288,8 +293,11 @@ def main() -> None:
         for dtype in ("bfloat16", "float16")
         for recipe in recipes
     ]
+    orders = {"update / float64": False, "in any order": True}
     spread = [
-        {"recipe": recipe, "update / float64": small_gradients(recipe, args.small)} for recipe in args.recipes
+        {"recipe": recipe}
+        | {name: small_gradients(recipe, args.small, is_mixed=mixed) for name, mixed in orders.items()}
+        for recipe in args.recipes
     ]
     sections = {
         "idle row: way / way in float64": idle,

@@ -1,6 +1,7 @@
 """The parameters that Muon updates as matrices, and its hyperparameters."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from fp8jax.optim.transforms import plain_mask
 from fp8jax.quantization import is_scaled
 
 Axes = optax.contrib.MuonDimensionNumbers
+_VECTORS = ("bias", "scale")  # names of vectors in Flax, stacked or not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ def matrices_of(muon: Muon | None, treedef: Any, params: Any) -> tuple[Axes | No
         return (None,) * treedef.num_leaves
     leaves = treedef.flatten_up_to(params)
     if muon.dimension_numbers is None:
-        return tuple(map(_default, leaves))
+        return tuple(_default(path, leaf) for path, leaf in _paths(params))
     given = plain_mask(muon.dimension_numbers)
     given = given(params) if callable(given) else given
     try:
@@ -73,12 +75,43 @@ def spread(tree: Any, treedef: Any, params: Any, is_leaf: Any = None) -> list[An
     return treedef.flatten_up_to(each)
 
 
-def _default(leaf: Any) -> Axes | None:
-    """Both axes of an array of two dimensions. The last two of a `ScaledArray` with a scale for each index of
-    the others, as a stack of scanned layers or of experts has it."""
+def _paths(params: Any) -> list[tuple[str, Any]]:
+    """The parameters by path."""
+    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
+
+
+def _default(path: str, leaf: Any) -> Axes | None:
+    """Both axes of an array of two dimensions that is no stack of biases or scales. The last two of a
+    `ScaledArray` with a scale for each index of the others, as a stack of scanned layers or of experts has
+    it."""
     scales = leaf.scale.shape if is_scaled(leaf) else ()
     is_stack = leaf.ndim > 2 and scales == (*leaf.shape[:-2], 1, 1)
-    return Axes((leaf.ndim - 2,), (leaf.ndim - 1,)) if leaf.ndim == 2 or is_stack else None
+    is_matrix = leaf.ndim == 2 and _name(path) not in _VECTORS
+    return Axes((leaf.ndim - 2,), (leaf.ndim - 1,)) if is_matrix or is_stack else None
+
+
+def _name(path: str) -> str:
+    """The last name of a path that is not one of a box around the array."""
+    return next((name for name in reversed(path.split("/")) if name != "value"), "")
+
+
+def warn_of_stacks(muon: Muon | None, params: Any) -> None:
+    """Warns of what looks like stacks of kernels, and is updated by Adam for want of dimension numbers."""
+    if muon is None or muon.dimension_numbers is not None:
+        return
+    stacks = [
+        path
+        for path, leaf in _paths(params)
+        if leaf.ndim > 2 and _name(path) == "kernel" and _default(path, leaf) is None
+    ]
+    if stacks:
+        warnings.warn(
+            f"muon updates {', '.join(stacks[:3])}{' and others' * (len(stacks) > 3)} by Adam: plain arrays "
+            "of more than two dimensions are no matrices by default. Give `weight_dimension_numbers`, e.g. "
+            "MuonDimensionNumbers(1, 2) for stacked layers, and None for what Adam shall update.",
+            stacklevel=3,
+        )
 
 
 def _checked(axes: Any, leaf: Any) -> Axes:

@@ -14,7 +14,7 @@ from fp8jax.optim import checks
 from fp8jax.optim.convert import check_formats
 from fp8jax.optim.first_state import first_key, first_state
 from fp8jax.optim.lost_tags import check_finite_scales, check_tags
-from fp8jax.optim.matrices import Muon, matrices_of, spread
+from fp8jax.optim.matrices import Muon, matrices_of, spread, warn_of_stacks
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState
 from fp8jax.optim.step import (
@@ -81,6 +81,7 @@ def _init(rule: Rule, params: Any) -> AdamState:
     plain_params = treedef.unflatten(leaves)
     _decays(rule, treedef, plain_params)
     matrices = matrices_of(rule.muon, treedef, plain_params)
+    warn_of_stacks(rule.muon, plain_params)
     betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
     checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
-from fp8jax.formats import E4M3, E8M0, Format, get
+from fp8jax.formats import E4M3, E4M4, E8M0, Format, get
 from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.quantization.array import ScaledArray, expand, value
 from fp8jax.quantization.casts import cast, select
@@ -50,7 +50,7 @@ def quantize(
     Raises:
         TypeError: `x` is not a floating array, `format` not a format, or `blocks` not a shape.
         ValueError: the shape of `scale` or `blocks` does not fit, a scale is zero, negative, NaN, infinite or
-            subnormal, `format` is unknown, or it is E8M0, which has neither sign nor zero.
+            subnormal, `format` is unknown, or it has no sign: E8M0 and E4M4.
     """
     format = get(format)
     x = jnp.asarray(value(x))
@@ -58,8 +58,11 @@ def quantize(
         raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
     if not isinstance(blocks, tuple | list):
         raise TypeError(f"`blocks`: expected a shape; got {blocks!r}.")
-    if format == E8M0:
-        raise ValueError("`format`: expected a format of tensors; got E8M0, which is one of scales.")
+    if format in (E8M0, E4M4):
+        of_what = {"E8M0": "scales", "E4M4": "second moments"}[format.name]
+        raise ValueError(
+            f"`format`: expected a format with a sign; got {format.name}, which is for {of_what}."
+        )
     if scale is None:
         ScaledArray(x, jax.ShapeDtypeStruct(blocks, jnp.float32)).validate()
         scale = scale_of(amax(x, blocks), format.max, margin=margin, power_of_two=power_of_two)

@@ -23,7 +23,9 @@ class RootE4M4(Storage):
         value = (E4M4(codes) * 2**(exponents - 127))**2
 
     A second moment has no sign, so that E4M4 has one bit of mantissa more than E4M3. It is rounded
-    stochastically: rounded to nearest, any 8-bit second moment stalls.
+    stochastically: rounded to nearest, any 8-bit second moment stalls. Only 0 is stored as 0: the smallest
+    code stands for roots below it, down to which a group has a factor of 508,000. A second moment of 0 beside
+    a first one that is not would be a step of m / eps.
 
     Invariants:
         `codes` is uint8 and has the array's shape;
@@ -48,10 +50,14 @@ class RootE4M4(Storage):
         return exponents_of(jnp.sqrt(x) / E4M4.max)
 
     def encode(self, x: jax.Array, scale: Any, random: Any) -> "RootE4M4":
-        """The root of x on scales with these exponents. Without random bits halves are rounded up."""
+        """The root of x on scales with these exponents, at least the smallest code for x above 0.
+
+        Without random bits halves are rounded up.
+        """
         root = jnp.sqrt(x) * power_of_two(254 - per_entry(scale, x.shape))
         half = jnp.full_like(x, 1 << 31, jnp.uint32)
         codes = stochastic_codes(root, E4M4, half if random is None else random)
+        codes = jnp.maximum(codes, (x > 0).astype(codes.dtype))
         return RootE4M4(codes.astype(jnp.uint8), scale)
 
     def dequantize(self) -> jax.Array:
