@@ -153,6 +153,12 @@ BROKEN = {
     "odd blocks": (config(weight_block_size=[128]), "got 'a fp8 config of another form'"),
     "zero blocks": (config(weight_block_size=[0, 128]), r"scales of shape \[1, 2\] for"),
     "infinite blocks": (config(weight_block_size=[np.inf, 128]), "got 'a fp8 config of another form'"),
+    "huge blocks": (config(weight_block_size=[2**63, 2**63]), "got 'a fp8 config of another form'"),
+    "blocks of a fraction": (config(weight_block_size=[128.9, 128]), "got 'a fp8 config of another form'"),
+    "config a pipe": (
+        lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")),
+        "expected JSON in config.json; got no file",
+    ),
     "other blocks": (config(weight_block_size=[64, 64]), r"scales of shape .*, as config.json says; got \["),
     "integers": (
         config(quant_method="compressed-tensors", config_groups={"g": {"weights": {"type": "int"}}}),
@@ -173,6 +179,10 @@ BROKEN = {
     "no groups": (
         config(quant_method="compressed-tensors"),
         "got 'a compressed-tensors config of another form'",
+    ),
+    "empty groups": (
+        config(quant_method="compressed-tensors", config_groups={}),
+        "got 'compressed-tensors without config_groups'",
     ),
     "no quantization_config": (
         text("config.json", "{}"),
@@ -228,6 +238,10 @@ BROKEN = {
         tensors(up__weight_scale_inv=np.full((3, 2), 3e38, np.float32)),
         "expected finite, positive scales for up.weight, and finite values",
     ),
+    "scale too large for float32": (
+        tensors(up__weight_scale_inv=np.full((3, 2), 1e300)),
+        "expected finite, positive scales for up.weight",
+    ),
     "two scales": (
         tensors(up__weight_scale=np.ones((3, 2), np.float32)),
         "for up.weight; got float8_e4m3fn.*, .weight_scale_inv, .weight_scale. Copy",
@@ -249,6 +263,7 @@ BROKEN = {
         ),
         r"expected shape \[256, 384\] for params/up/kernel; got \[256, 384\] in up.weight",
     ),
+    "too many dims": (tensors(more=np.zeros((1,) * 64, np.float32)), "at most 32 dims for more; got 64"),
     "scalar": (
         tensors(up__weight=np.zeros((), np.float32), up__weight_scale_inv=None),
         r"got \[\] in up.weight",
@@ -290,6 +305,19 @@ def test_a_folder_that_is_not_broken(whole):
         256,
         384,
     )
+
+
+def test_what_the_mapping_leaves_out_may_have_any_dtype(whole, tmp_path):
+    """As masks of old GPT-2 checkpoints, and tables of positions."""
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    more = {"mask": np.ones((1, 4), bool), "old_mask": np.ones((1, 4), np.uint8), "positions": np.arange(4)}
+    tensors(**more)(folder)
+    with pytest.raises(ValueError, match="a dtype of F64.* for (mask|positions); got (BOOL|I64), which"):
+        load(folder, like={"params": KERNELS}, mapping=MAPPING)
+    mapping = NameMap((*MAPPING.renames, Rename("mask|old_mask|positions", None)))
+    got = load(folder, like={"params": KERNELS}, mapping=mapping)["params"]
+    assert all((got[name]["kernel"] == jnp.zeros(SIZES[name])).all() for name in SIZES)
 
 
 def test_without_safetensors_the_error_names_the_extra(whole, monkeypatch):

@@ -387,3 +387,56 @@ def test_adapters_are_merged_first():
     variables = model.init(jax.random.key(0), TOKENS)
     with pytest.raises(ValueError, match="`model`: expected one without adapters; merge them"):
         weights(model, variables, TOKENS, mapping=LLAMA)
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+@pytest.mark.parametrize(
+    "recipe, format",
+    [
+        ("te", "fp8:tensor"),
+        ("current", "fp8"),
+        ("block", "compressed-tensors:mxfp8"),
+        ("nvfp4", "compressed-tensors:nvfp4"),
+    ],
+)
+def test_kernels_that_are_not_finite_are_refused(tmp_path, recipe, format, number):
+    """And a sampler gets scales that are NaN."""
+    x = jnp.ones((32, 256))
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["kernel"], recipe)
+    kernel = jax.random.normal(jax.random.key(1), (256, 384)) / 16
+    variables = model.init({"up": {"kernel": kernel}}, x)
+    broken = {**variables, "params": {"up": {"kernel": kernel.at[3, 5].set(number)}}}
+    options = {"mapping": PLAIN, "format": format}
+    with pytest.raises(ValueError, match="expected finite numbers in up; got an infinity or NaN"):
+        save(tmp_path / "out", model, broken, x, config={}, **options)
+    assert not list(tmp_path.iterdir())
+    arrays = jax.jit(lambda v: weights(model, v, x, **options))(broken)
+    [scale] = (x for name, x in arrays.items() if name.endswith(("weight_scale", "weight_scale_inv")))
+    is_nan = scale == 255 if scale.dtype == jnp.uint8 else jnp.isnan(scale.astype(jnp.float32))
+    assert is_nan.all()
+
+
+def test_a_kernel_of_zeros_is_exact(tmp_path):
+    x = jnp.ones((32, 256))
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["kernel"], "block")
+    variables = model.init({"up": {"kernel": jnp.zeros((256, 384))}}, x)
+    options = {"mapping": PLAIN, "format": "fp8:tensor", "config": {}}
+    assert str(save(tmp_path / "out", model, variables, x, **options)).endswith("up  quantized, exact")
+
+
+def test_folders_that_are_links_or_here(tmp_path, monkeypatch):
+    x = jnp.ones((32, 256))
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["kernel"], "O3")
+    variables = model.init({"up": {"kernel": jnp.ones((256, 384))}}, x)
+    here, linked = tmp_path / "here", tmp_path / "linked"
+    here.mkdir()
+    linked.mkdir()
+    (tmp_path / "link").symlink_to(linked)
+    monkeypatch.chdir(here)
+    for folder in (".", tmp_path / "link"):
+        save(folder, model, variables, x, mapping=PLAIN, config={})
+    assert sorted(os.listdir(here)) == sorted(os.listdir(linked)) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="`folder`: expected a path below a folder; got .*config.json/out"):
+        save(here / "config.json" / "out", model, variables, x, mapping=PLAIN, config={})
+    with pytest.raises(ValueError, match="`config`: expected a dict that JSON can hold; got: Out of range"):
+        save(tmp_path / "new", model, variables, x, mapping=PLAIN, config={"rope": float("nan")})

@@ -5,6 +5,7 @@ arrays = jax.jit(lambda v: weights(model, v, tokens, mapping=LLAMA, format="fp8"
 """
 
 import json
+import math
 import os
 import pathlib
 import tempfile
@@ -48,7 +49,9 @@ class ExportReport(NamedTuple):
         def answer(row: Row) -> str:
             if not row.is_quantized:
                 return "high precision"
-            return "unchanged" if row.is_unchanged else f"quantized, SQNR {row.sqnr:.1f} dB"
+            if row.is_unchanged:
+                return "unchanged"
+            return "quantized, exact" if row.sqnr == math.inf else f"quantized, SQNR {row.sqnr:.1f} dB"
 
         width = max((len(row.name) for row in self.rows), default=0)
         return "\n".join([self.format, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
@@ -114,12 +117,21 @@ def write(
     max_shard_bytes: int,
 ) -> ExportReport:
     """Writes a model as a Hugging Face folder; see `save`."""
-    folder, chosen = pathlib.Path(folder), format_of(format)
+    given, chosen = folder, format_of(format)
+    folder = pathlib.Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"`folder`: expected a new or empty folder; got {folder}, which has files.")
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which has files.")
+    try:
+        json.dumps(config, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`config`: expected a dict that JSON can hold; got: {error}.") from None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`folder`: expected a path below a folder; got {given}: {error}.") from None
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name}.") as temporary:
+    home = folder if folder.exists() else folder.parent
+    with tempfile.TemporaryDirectory(dir=home, prefix=f".{folder.name}.") as temporary:
         new = pathlib.Path(temporary) / "new"
         new.mkdir()
         writer = Writer(new, max_shard_bytes)
@@ -127,7 +139,10 @@ def write(
             for end, array in parts.items():
                 writer.add(name + end, np.asarray(array))
             if row is not None:
-                _check_finite(name, parts, chosen)
+                if row.sqnr is not None and np.isnan(row.sqnr):
+                    raise ValueError(
+                        f"`variables`: expected finite numbers in {name}; got an infinity or NaN."
+                    )
                 same = bool(row.is_unchanged)
                 rows.append(row._replace(is_unchanged=same, sqnr=None if same else float(row.sqnr)))
         writer.finish()
@@ -136,16 +151,19 @@ def write(
             ignored.append("lm_head")  # tied to the embedding
         whole = {**config, "quantization_config": chosen.quantization_config(ignored)}
         (new / CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
-        if folder.exists():
-            folder.rmdir()
-        new.rename(folder)
+        if home == folder:  # which may be a link, or the current folder
+            for file in sorted(new.iterdir(), key=lambda file: file.name == CONFIG):
+                file.rename(folder / file.name)
+        else:
+            new.rename(folder)
     return ExportReport(format, tuple(rows))
 
 
 def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> dict[str, Shaped[Array, "..."]]:
     """The arrays that `save` writes, by name: codes, scales and tensors in high precision.
 
-    It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step.
+    It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step. A kernel
+    that is not finite has scales that are NaN.
 
     Args:
         model, args, mapping, format: see `save`.
@@ -224,9 +242,3 @@ def _input_scale(name: str, scales: Any, index: tuple[int, ...]) -> Array:
             "another scaling. Choose fp8:tensor."
         )
     return scales[index][LHS]
-
-
-def _check_finite(name: str, parts: Mapping[str, Array], format: ServingFormat) -> None:
-    """Raises ValueError if a kernel's scale is NaN, as that of a block with an infinity or NaN is."""
-    if format.scale in parts and np.isnan(np.asarray(parts[format.scale]).astype(np.float32)).any():
-        raise ValueError(f"`variables`: expected finite numbers in {name}; got an infinity or NaN.")

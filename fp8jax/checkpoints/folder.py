@@ -22,6 +22,7 @@ from fp8jax.formats import E4M3, E8M0
 CONFIG, ONE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 _LONGEST = 200  # characters of a name
+_MOST_DIMS = 32  # of a tensor; NumPy before 2.0 has no more
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -97,10 +98,11 @@ class Entry(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """The config, and the tensors by name."""
+    """The config, the tensors by name, and the dtypes of tensors that no parameter can be, by name."""
 
     config: dict[str, Any]
     entries: dict[str, Entry]
+    others: dict[str, str]
 
 
 def read(folder: pathlib.Path) -> Folder:
@@ -126,26 +128,32 @@ def read(folder: pathlib.Path) -> Folder:
     else:
         files = dict.fromkeys([""], ONE)
     entries: dict[str, Entry] = {}
+    others: dict[str, str] = {}
+    places: dict[str, str] = {}
     for file in sorted(set(files.values())):
-        for name, entry in _header(folder / file):
-            if name in entries:
+        for name, dtype, entry in _header(folder / file):
+            if name in places:
                 raise ValueError(
-                    f"`folder`: expected {name} in one file; got it in {entries[name].file.name} and {file}."
+                    f"`folder`: expected {name} in one file; got it in {places[name]} and {file}."
                 )
-            entries[name] = entry
-    missing = [
-        name for name in files if name and (name not in entries or entries[name].file.name != files[name])
-    ]
+            places[name] = file
+            if entry is None:
+                others[name] = dtype
+            else:
+                entries[name] = entry
+    missing = [name for name in files if name and places.get(name) != files[name]]
     if missing:
         raise ValueError(
             f"`folder`: expected {missing[0]} in {files[missing[0]]}, as {INDEX} says; got none there. "
             "Copy the folder again."
         )
-    return Folder(config, entries)
+    return Folder(config, entries, others)
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
     try:
+        if file.exists() and not file.is_file():  # a named pipe would be waited for
+            raise ValueError("no file")
         found = json.loads(file.read_bytes(), object_pairs_hook=_once)
     except FileNotFoundError:
         raise ValueError(
@@ -159,9 +167,11 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
-    """The tensors of a file. safetensors checks the header: its size, dtypes, shapes, and that tensors fill
-    the file."""
+def _header(file: pathlib.Path) -> Iterator[tuple[str, str, Entry | None]]:
+    """The tensors of a file: name, dtype, and an entry if a parameter can have that dtype.
+
+    safetensors checks the header: its size, dtypes, shapes, and that tensors fill the file.
+    """
     library = _safetensors()
     if not file.is_file():
         raise ValueError(f"`folder`: expected {file.name} in {file.parent}; got no such file. Copy it again.")
@@ -183,15 +193,14 @@ def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
                 f"`folder`: expected names of at most {_LONGEST} printable characters in {file.name}; got "
                 f"{name[:99]!r}."
             )
-        if about["dtype"] not in DTYPES:
+        if len(about["shape"]) > _MOST_DIMS:
             raise ValueError(
-                f"`folder`: expected a dtype of {', '.join(DTYPES)} for {name}; got {about['dtype']}, which "
-                "training cannot start from."
+                f"`folder`: expected at most {_MOST_DIMS} dims for {name}; got {len(about['shape'])}."
             )
-        yield (
-            name,
-            Entry(file, DTYPES[about["dtype"]], tuple(about["shape"]), 8 + size + about["data_offsets"][0]),
-        )
+        dtype, entry = about["dtype"], None
+        if dtype in DTYPES:
+            entry = Entry(file, DTYPES[dtype], tuple(about["shape"]), 8 + size + about["data_offsets"][0])
+        yield name, dtype, entry
 
 
 def _is_name(*names: str) -> bool:

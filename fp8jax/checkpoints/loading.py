@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fp8jax.checkpoints.folder import Entry, Folder, read
+from fp8jax.checkpoints.folder import DTYPES, Entry, read
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.serving import CODES, INPUT, OF_TENSOR, PACKED, SCALE, SCALE_INV, dequantized
 from fp8jax.checkpoints.tree import Key, named
@@ -52,8 +52,8 @@ class _Stored(NamedTuple):
         """The scales as a matrix, float32; NVFP4's times the scale of the tensor."""
         array = _scale_of(self.scales).array()
         array = array.view(E8M0.dtype) if array.dtype == np.uint8 else array
-        grid = array.astype(np.float32).reshape(array.shape if array.ndim == 2 else (-1, 1))
         with np.errstate(all="ignore"):
+            grid = array.astype(np.float32).reshape(array.shape if array.ndim == 2 else (-1, 1))
             if OF_TENSOR in self.scales:
                 grid = grid * (1 / self.scales[OF_TENSOR].array().astype(np.float32).reshape(()))
             is_finite = np.isfinite(grid * np.float32(E4M3.max))
@@ -105,15 +105,22 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
     own: Key = (FROZEN if has_frozen else PARAMS,) if tree.has_collections else ()
     parts: dict[Key, dict[tuple[int, ...], tuple[_Stored, Place]]] = {}
     unknown = []
-    for tensor in _tensors(stored, blocks):
-        place, rename = mapping.place(tensor.name), mapping.rename_of(tensor.name)
+    entries = {name: entry for name, entry in stored.entries.items() if not _is_left_out(name, mapping)}
+    for name, dtype in stored.others.items():
+        if not _is_left_out(name, mapping):
+            raise ValueError(
+                f"`folder`: expected a dtype of {', '.join(DTYPES)} for {name}; got {dtype}, which training "
+                "cannot start from. `Rename` with flax=None leaves a tensor out."
+            )
+    for tensor in _tensors(entries, blocks):
+        place = mapping.place(tensor.name)
         if place is not None and (*own, *place.path) in tree.leaves:
             of_leaf = parts.setdefault((*own, *place.path), {})
             if place.layer in of_leaf:
                 twice = f"{of_leaf[place.layer][0].name} and {tensor.name}"
                 raise ValueError(f"`folder`: expected one tensor for {'/'.join(place.path)}; got {twice}.")
             of_leaf[place.layer] = (tensor, place)
-        elif place is not None or rename is None:
+        else:
             unknown.append(tensor.name)
     targets = [key for key in tree.leaves if key[: len(own)] == own]
     if others := [
@@ -130,6 +137,11 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
     # What a large tensor needs beside its array is gone before the others are there.
     targets.sort(key=lambda key: -tree.leaves[key].size)
     return tree.rebuilt({key: _leaf(parts[key], tree.leaves[key]) for key in targets})
+
+
+def _is_left_out(name: str, mapping: NameMap) -> bool:
+    """Whether the mapping has a rename for the tensor, to nothing."""
+    return mapping.place(name) is None and mapping.rename_of(name) is not None
 
 
 def _check(expected: str, wrong: list[str]) -> None:
@@ -149,10 +161,12 @@ def _blocks_of(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     try:
         if method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
-            rows, columns = map(int, quantization.get("weight_block_size") or (0, 0))
+            rows, columns = map(_side, quantization.get("weight_block_size") or (0, 0))
             return [(rows, columns)]
         if method == "compressed-tensors" and quantization.get("transform_config"):
             method = "compressed-tensors with a transform_config"
+        elif method == "compressed-tensors" and not quantization["config_groups"]:
+            method = "compressed-tensors without config_groups"
         elif method == "compressed-tensors":
             return [_block(group["weights"]) for group in quantization["config_groups"].values()]
         if method == "torchao":
@@ -168,20 +182,26 @@ def _blocks_of(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
     )
 
 
+def _side(number: Any) -> int:
+    """A side of a block as config.json has it; raises ValueError if it is none."""
+    if type(number) is not int or not 0 <= number < 2**31:
+        raise ValueError(number)
+    return number
+
+
 def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
     if weights["type"] != "float":
         raise ValueError(weights["type"])
     if weights["strategy"] == "block":
-        rows, columns = map(int, weights["block_structure"])
+        rows, columns = map(_side, weights["block_structure"])
         return rows, columns
     if weights["strategy"] in ("group", "tensor_group"):
-        return 1, int(weights["group_size"])
+        return 1, _side(weights["group_size"])
     return {"tensor": (0, 0), "channel": (1, 0)}[weights["strategy"]]
 
 
-def _tensors(folder: Folder, blocks: list[tuple[int, int]] | None) -> Iterator[_Stored]:
+def _tensors(entries: Mapping[str, Entry], blocks: list[tuple[int, int]] | None) -> Iterator[_Stored]:
     """The tensors with their scales, checked."""
-    entries = folder.entries
     bases = {name.removesuffix(end) for end in _CODES for name in entries if name.endswith(end)}
     for name, entry in entries.items():
         ends = [end for end in (*_SCALES, *_OF_INPUTS) if name.endswith(end)]

@@ -177,7 +177,8 @@ def encode(
 
     Returns:
         The arrays by the ends of their names; whether the model multiplies with the same codes and scales;
-        and otherwise the SQNR in dB.
+        and the SQNR in dB, of codes that are quantized for the format. If `x` has an infinity or NaN, the
+        scales and the SQNR are NaN.
     """
     kept, is_kept = None, jnp.bool_(True)
     if codes is not None and format.holds(E4M3, _TENSOR):
@@ -190,10 +191,16 @@ def encode(
     q = _quantized(x, format.method)
     new = _parts(q, x.shape, format.method.block, format)
     error = q.dequantize()[: x.shape[0], : x.shape[1]] - x
-    sqnr = 10 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(error)))
+    largest, is_finite = jnp.max(jnp.abs(x)), jnp.isfinite(x).all()
+    ratio = jnp.sum(jnp.square(x / largest)) / jnp.sum(jnp.square(error / largest))
+    sqnr = jnp.where(is_finite, jnp.where(largest == 0, jnp.inf, 10 * jnp.log10(ratio)), jnp.nan)
     if kept is None:
-        return new, jnp.bool_(False), sqnr
-    return jax.tree.map(lambda a, b: jnp.where(is_kept, a, b), kept, new), is_kept, sqnr
+        parts, is_kept = new, jnp.bool_(False)
+    else:
+        parts = jax.tree.map(lambda a, b: jnp.where(is_kept, a, b), kept, new)
+    scale = parts[format.scale]
+    broken = 255 if scale.dtype == jnp.uint8 else jnp.asarray(jnp.nan, scale.dtype)
+    return {**parts, format.scale: jnp.where(is_finite, scale, broken)}, is_kept, sqnr
 
 
 def _quantized(x: Float[Array, "rows columns"], method: BlockMethod) -> ScaledArray:
