@@ -139,12 +139,12 @@ def write(
             for end, array in parts.items():
                 writer.add(name + end, np.asarray(array))
             if row is not None:
-                if row.sqnr is not None and np.isnan(row.sqnr):
+                same, sqnr = bool(row.is_unchanged), float(math.inf if row.sqnr is None else row.sqnr)
+                if math.isnan(sqnr):
                     raise ValueError(
                         f"`variables`: expected finite numbers in {name}; got an infinity or NaN."
                     )
-                same = bool(row.is_unchanged)
-                rows.append(row._replace(is_unchanged=same, sqnr=None if same else float(row.sqnr)))
+                rows.append(row._replace(is_unchanged=same, sqnr=None if same else sqnr))
         writer.finish()
         ignored = [row.name for row in rows if not row.is_quantized]
         if "lm_head" not in [row.name for row in rows]:
@@ -162,8 +162,8 @@ def write(
 def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> dict[str, Shaped[Array, "..."]]:
     """The arrays that `save` writes, by name: codes, scales and tensors in high precision.
 
-    It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step. A kernel
-    that is not finite has scales that are NaN.
+    It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step. Scales
+    of a kernel with an infinity or NaN are NaN.
 
     Args:
         model, args, mapping, format: see `save`.
