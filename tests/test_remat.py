@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import fp8jax
 from fp8jax import comm
@@ -406,10 +406,56 @@ def test_outputs_of_experts_are_saved_in_fp8(recipe):
         losses[keep] = float(loss(variables))
         assert str(model.report(params, X)).endswith(f"={keep}: of the bodies of its scans")
     rows = len(X)
-    floats, bytes_ = 4 * rows * (WIDTH + EXPERTS), rows * (WIDTH + 1 + EXPERTS + 1)
+    floats, bytes_ = 4 * rows * WIDTH, rows * (WIDTH + 1)  # the router's outputs stay float32
     assert sizes["dots"] - sizes["dots_fp8"] == LAYERS * (floats - bytes_)
     assert losses["dots_fp8"] == pytest.approx(losses["dots"], rel=0.03)
     assert losses["dots_fp8"] != losses["dots"]
+
+
+class Routed(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        logits = nn.Dense(MODEL, name="router")(x)
+        self.sow("intermediates", "logits", logits)
+        return x + nn.Dense(MODEL, name="up")(x) * nn.softmax(logits), None
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "te,scaling=current"])
+def test_outputs_of_layers_that_the_recipe_leaves_out_are_not_rounded(recipe):
+    """A router's logits are saved as they are, and its dot does not run twice."""
+    layers = nn.scan(
+        Routed, variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True}, length=2
+    )
+    found, gemms = {}, {}
+    for keep in ("none", "dots_fp8"):
+        model = fp8jax.transform(layers(), recipe, gradient_checkpointing=keep)
+        variables = model.init(jax.random.key(0), X)
+        params = {name: tree for name, tree in variables.items() if name != "intermediates"}
+        (out, _), kept = model.apply(params, X, mutable=["intermediates"])
+        found[keep] = np.asarray(kept["intermediates"]["logits"][0][0]), np.asarray(out)
+        loss = lambda params, model=model: jnp.mean(model.apply(params, X)[0] ** 2)  # noqa: E731
+        jaxpr = jax.make_jaxpr(fp8jax.value_and_grad(loss))(params).jaxpr
+        gemms[keep] = len(jaxprs.equations(jaxpr, "dot_general", "default"))
+    np.testing.assert_array_equal(found["dots_fp8"][0], found["none"][0])
+    assert (found["dots_fp8"][1] != found["none"][1]).any() and gemms["dots_fp8"] == gemms["none"]
+
+
+def test_a_shard_map_in_a_block_is_refused_for_fp8_outputs():
+    mesh, rows = Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec("data")
+
+    def body(x, w):
+        f = jax.shard_map(
+            lambda x, w: x + jnp.tanh(x @ w), mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
+        )
+        return f(x, w), None
+
+    stacked = lambda params, x: jax.lax.scan(body, x, params["w"])[0]  # noqa: E731
+    params = {"w": jnp.ones((2, MODEL, MODEL)) / MODEL}
+    for keep in ("dots_fp8", "dots_fp8_inputs"):
+        model = fp8jax.transform(stacked, "te,scaling=current", gradient_checkpointing=keep)
+        with pytest.raises(ValueError, match=f"expected no jax.shard_map around 'w' with {keep}"):
+            model.init(params, X)
+    fp8jax.transform(stacked, "te,scaling=current", gradient_checkpointing="dots").init(params, X)
 
 
 # Remat of the model's own #########################################################################

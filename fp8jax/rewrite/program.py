@@ -202,14 +202,15 @@ def trace(
         ParamView.of(path, x) if can_be_kernel(x) else None for path, x in zip(paths, leaves, strict=True)
     ]
     views += [None] * num_state_arrays
+    kernels = [path for path, leaf in zip(paths, leaves, strict=True) if can_be_kernel(leaf)]
+    rules, lora, modules = settings.new_rules(kernels), settings.lora, annotations.modules
     found, notes = find_dots(jaxpr, views), []
     if settings.checkpointing is not None and annotations.calls is not None:
         dots = [dot for dot in found.dots if dot.path is not None]
-        jaxpr, note = with_checkpoints(jaxpr, settings.checkpointing, annotations.calls, dots)
+        precise = [dot for dot in dots if rules.leaves_out(layer_of(dot, modules))]
+        jaxpr, note = with_checkpoints(jaxpr, settings.checkpointing, annotations.calls, dots, precise)
         found = find_dots(jaxpr, views)
         notes.append(note)
-    kernels = [path for path, leaf in zip(paths, leaves, strict=True) if can_be_kernel(leaf)]
-    rules, lora, modules = settings.new_rules(kernels), settings.lora, annotations.modules
     planned, choices = choose(found, rules, modules, settings.kernels)
     if settings.kernels is None:
         rules.check([layer_of(dot, modules) for dot, _ in choices])

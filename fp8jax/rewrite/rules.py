@@ -207,10 +207,17 @@ class Rules:
                 return LayerChoice(recipe, None if recipe.is_quantized else f"rule: gemm={recipe.gemm}")
         if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
+        return LayerChoice(self.recipe, self._exclusion(layer))
+
+    def leaves_out(self, layer: Layer) -> bool:
+        """Whether the recipe's patterns leave the layer out, and no rule names it, whatever the GEMMs are."""
+        return not self.names(layer) and self._exclusion(layer) is not None
+
+    def _exclusion(self, layer: Layer) -> str | None:
         if not any(layer_matches(pattern, layer) for pattern in self.recipe.include):
-            return LayerChoice(self.recipe, f"not in include={'+'.join(self.recipe.include)}")
+            return f"not in include={'+'.join(self.recipe.include)}"
         excluding = (pattern for pattern in self.recipe.exclude if layer_matches(pattern, layer))
-        return LayerChoice(self.recipe, next((f"exclude={pattern}" for pattern in excluding), None))
+        return next((f"exclude={pattern}" for pattern in excluding), None)
 
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""

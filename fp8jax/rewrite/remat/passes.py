@@ -1,14 +1,15 @@
 """Passes over a jaxpr: a `jax.checkpoint` around each block, and outputs of dots through FP8."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.dot import through_fp8
+from fp8jax.dot import OUTPUT_CODES, through_fp8
 from fp8jax.rewrite.dots import Dot, Site
 from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, scan_parts
 from fp8jax.rewrite.remat.calls import Calls, calls_in, find_blocks
@@ -19,7 +20,7 @@ _Blocks = Mapping[int | Site, bool]
 
 
 def with_checkpoints(
-    jaxpr: jex.Jaxpr, setting: Checkpointing, calls: Calls, dots: Iterable[Dot]
+    jaxpr: jex.Jaxpr, setting: Checkpointing, calls: Calls, dots: Iterable[Dot], precise: Iterable[Dot] = ()
 ) -> tuple[jex.Jaxpr, str]:
     """A traced function's jaxpr with a `jax.checkpoint` around each block, and a line for the report.
 
@@ -28,9 +29,11 @@ def with_checkpoints(
         setting: the policy and the blocks.
         calls: the calls of modules, recorded while the function was traced.
         dots: the dot products of parameters in the function's jaxpr.
+        precise: those of them whose outputs are not rounded, of layers that the recipe leaves out.
 
     Raises:
-        ValueError: see `find_blocks`; or a function without modules scans no stacked parameters.
+        ValueError: see `find_blocks`; a function without modules scans no stacked parameters; or outputs of
+            dots inside of a `jax.shard_map` would have to be rounded.
     """
     calls.record_dots(dots)
     blocks: dict[int | Site, bool] = {}
@@ -53,7 +56,12 @@ def with_checkpoints(
         jaxpr = _without_remat(jaxpr, sites, ())
         note += ", in place of the model's own remat"
     if setting.policy.startswith("dots_fp8"):
-        jaxpr = _through_fp8(jaxpr, sites, ())
+        if on_each := [dot.layer for dot in dots if dot.place in inside and dot.place.is_on_each]:
+            raise ValueError(
+                f"`gradient_checkpointing`: expected no jax.shard_map around {on_each[0]!r} with "
+                f"{setting.policy}, which does not see inside; got one. Take dots or fp8."
+            )
+        jaxpr = _through_fp8(jaxpr, sites, {dot.place.site for dot in precise}, ())
     return _checkpointed(jaxpr, setting.policy, blocks, ()), note
 
 
@@ -76,16 +84,22 @@ def _without_remat(jaxpr: jex.Jaxpr, dots: frozenset[Site], site: Site) -> jex.J
     return _with_equations(jaxpr, site, changed)
 
 
-def _through_fp8(jaxpr: jex.Jaxpr, dots: frozenset[Site], site: Site) -> jex.Jaxpr:
-    """The jaxpr at a site with the outputs of these dots through FP8. Each dot becomes a call of the dot and
-    the rounding, so that the sites of other equations stay."""
+def _through_fp8(jaxpr: jex.Jaxpr, dots: frozenset[Site], precise: Collection[Site], site: Site) -> jex.Jaxpr:
+    """The jaxpr at a site with the outputs of these dots through FP8, or named as they are. Each becomes a
+    call of the dot and the rounding, so that the sites of other equations stay."""
 
     def rounded(eqn: jex.JaxprEqn, at: Site) -> jex.JaxprEqn:
         if at in dots:
-            return _called_through_fp8(eqn)
-        return _with_inner(eqn, at, lambda inner, below: _through_fp8(inner, dots, below))
+            change = _named if at in precise else through_fp8
+            return _call_of(lambda *args: change(eqn.primitive.bind(*args, **eqn.params)), eqn)
+        return _with_inner(eqn, at, lambda inner, below: _through_fp8(inner, dots, precise, below))
 
     return _with_equations(jaxpr, site, rounded)
+
+
+def _named(x: jax.Array) -> jax.Array:
+    """An output that is saved as it is."""
+    return checkpoint_name(x, OUTPUT_CODES)
 
 
 def _with_equations(
@@ -95,11 +109,6 @@ def _with_equations(
     eqns = [change(eqn, (*site, number)) for number, eqn in enumerate(jaxpr.eqns)]
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
-
-
-def _called_through_fp8(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-    """A call of a dot whose output goes through FP8."""
-    return _call_of(lambda *args: through_fp8(eqn.primitive.bind(*args, **eqn.params)), eqn)
 
 
 def _call_of(function: Callable[..., Any], eqn: jex.JaxprEqn) -> jex.JaxprEqn:
