@@ -9,6 +9,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -591,3 +592,22 @@ def test_bad_input():
         ValueError, match=r"divisible by the 8 devices of axis 'data' and not 0; got shape \(30, 32\)"
     ):
         step(state, X[:30], Y[:30])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_after_orbax(tmp_path, name, kind):
+    """What the optimizer counts is restored on the devices of the parameters."""
+    zero = Zero(mesh(kind=kind), "fp8", stage=1)
+    tx = getattr(fp8jax.optim, name)(1e-3, "fp8", zero=zero)
+    params = zero.place({"k": fp8jax.quantize(jnp.ones((64, 256)), formats.FP16, power_of_two=True)})
+    grads = jax.device_put({"k": jnp.ones((64, 256))}, NamedSharding(zero.mesh, PartitionSpec()))
+    update = jax.jit(tx.update)
+    _, state = update(grads, tx.init(params), params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "kept", {"params": params, "state": state})
+        like = {"params": params, "state": tx.init(params)}
+        restored = checkpointer.restore(tmp_path / "kept", like)
+    got = update(grads, restored["state"], restored["params"])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(update(grads, state, params)), strict=True):
+        np.testing.assert_array_equal(a, b)

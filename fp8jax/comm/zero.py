@@ -144,6 +144,13 @@ class Zero:
 
         return jax.tree.map(put, params, tree, is_leaf=is_scaled)
 
+    def replicated(self, x: Any) -> Any:
+        """Places an array on the mesh, whole on each device.
+
+        `adam` and `adamw` call this for what they count, so that a restored state is on one set of devices.
+        """
+        return self._placed(x, P())
+
     def _put(self, leaf: Any, param: Any, split: bool, memory: str | None = None) -> Any:
         """Places an array or `ScaledArray` of a parameter's shape with the parameter's sharding."""
         axis = self.split_of(param) if split else None

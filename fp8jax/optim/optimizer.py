@@ -87,12 +87,14 @@ def _init(rule: Rule, params: Any) -> AdamState:
 
     kept = first_state(params, rule.state_recipe, rule.in_8_bits, matrices)
     checks.check_groups(rule.zero, kept[:2])
+    none = jnp.zeros([], jnp.int32)
+    numbers: Any = none, none, first_key(rule.state_recipe, rule.seed)
     if rule.zero is not None:
         kept = [rule.zero.place_state(tree, params) for tree in kept]
+        numbers = jax.tree.map(rule.zero.replicated, numbers)
     mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
-    adam = optax.ScaleByAdamState(jnp.zeros([], jnp.int32), mu, nu)
-    key = first_key(rule.state_recipe, rule.seed)
-    return AdamState(adam, master, jnp.zeros([], jnp.int32), remainder, key)
+    count, skipped, key = numbers
+    return AdamState(optax.ScaleByAdamState(count, mu, nu), master, skipped, remainder, key)
 
 
 def _update(rule: Rule, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
