@@ -3,6 +3,7 @@
 import json
 import os
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import llama
@@ -414,6 +415,19 @@ def test_kernels_that_are_not_finite_are_refused(tmp_path, recipe, format, numbe
     [scale] = (x for name, x in arrays.items() if name.endswith(("weight_scale", "weight_scale_inv")))
     is_nan = scale == 255 if scale.dtype == jnp.uint8 else jnp.isnan(scale.astype(jnp.float32))
     assert is_nan.all()
+
+
+def test_statistics_are_refused(tmp_path):
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64, name="up")(nn.BatchNorm(use_running_average=True, name="norm")(x))
+
+    x = jnp.ones((32, 64))
+    model = fp8jax.transform(Normed(), "te")
+    with pytest.raises(ValueError, match="expected one whose parameters are all .*; got batch_stats"):
+        save(tmp_path / "out", model, model.init(jax.random.key(0), x), x, mapping=PLAIN, config={})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kernel_of_zeros_is_exact(tmp_path):

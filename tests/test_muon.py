@@ -372,3 +372,10 @@ def test_plain_stacks_that_adam_updates_are_named():
     variables = fp8jax.transform(Stacked(), "te").init(jax.random.key(0), jnp.ones((8, 32)))
     with pytest.warns(UserWarning, match="muon updates layers/Dense_0/kernel, layers/Dense_1/kernel by Adam"):
         muon(1e-2, "te").init(variables["params"])
+
+
+def test_groups_that_shards_would_cut():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    params = {"k": quantize(jnp.ones((100, 320)), "FP16", power_of_two=True)}
+    with pytest.raises(ValueError, match="INT8 groups has a scale .* Leave the parameter to Adam, by"):
+        muon(1e-2, "fp8", zero=Zero(mesh, "fp8", stage=1)).init(params)

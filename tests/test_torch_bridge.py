@@ -609,6 +609,21 @@ def test_stacked_norms_step_in_jax():
     assert [entries["exp_avg_scale"].item() for entries in back["state"].values()] == [1, 1]
 
 
+@pytest.mark.parametrize("make", ["fp8_6", "muon"])
+def test_moments_that_torch_does_not_have_are_refused(make):
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(32, 64)})
+    params = {"up": {"kernel": jnp.zeros((32, 64)), "bias": jnp.zeros(64)}}
+    tx = fp8jax.optim.muon(0.1, "fp8") if make == "muon" else fp8jax.optim.adamw(0.1, make)
+    state, mapping, like = tx.init(params), mapping_of(model), torch_adam(model, "fp8")
+    name = "INT8 groups" if make == "muon" else "root of E4M4"
+    for change in (
+        lambda: optimizer_to_flax(like, model, mapping, like=state),
+        lambda: optimizer_from_flax(state, model, mapping, like=like),
+    ):
+        with pytest.raises(ValueError, match=f"expected moments that PyTorch has here; got {name}. Take the"):
+            change()
+
+
 def test_torchs_adam_and_optaxs():
     model = Twin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

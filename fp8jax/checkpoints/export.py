@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
@@ -103,7 +104,7 @@ def save(
 
     Raises:
         ValueError: the folder is not empty; no rename leads to a parameter; the format cannot hold a kernel;
-            a kernel has an infinity or NaN; the model has adapters.
+            a kernel has an infinity or NaN; the model has adapters, or Linen's statistics of a BatchNorm.
     """
     return write(folder, source_of(model, args), mapping, config, format, max_shard_bytes)
 
@@ -180,6 +181,11 @@ def source_of(model: Any, args: tuple[Any, ...]) -> Source:
             "`model`: expected one without adapters; merge them, and transform the plain module."
         )
     variables, inputs = adapter.split(*args)
+    if isinstance(variables, Mapping) and jax.tree.leaves(variables.get("batch_stats")):
+        raise ValueError(
+            "`model`: expected one whose parameters are all that it has learned; got batch_stats, which no "
+            "mapping leads to a folder."
+        )
     return with_kernels(variables, adapter.kernels(variables, *inputs))
 
 

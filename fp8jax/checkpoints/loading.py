@@ -1,7 +1,7 @@
 """Hugging Face folders, plain or FP8, as the variables of a transformed model.
 
-    like = jax.eval_shape(model.init, key, tokens)                # shapes, formats and shardings
-    variables = load("Llama-FP8", like=model.init(key, tokens), mapping=LLAMA)
+    like = model.init(key, tokens)      # formats and shardings; shapes in the place of parameters are enough
+    variables = load("Llama-FP8", like=like, mapping=LLAMA)
 
 One tensor at a time is read, put into the format of its parameter, and sent to the parameter's devices.
 """

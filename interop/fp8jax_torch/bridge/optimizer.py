@@ -21,12 +21,14 @@ number and an entry's place are those of the side, see `fp8jax_torch.optim.adam`
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jaxtyping import PyTree
 
 from fp8jax.checkpoints import NameMap
 from fp8jax.checkpoints.tree import ROOT, Key, Tree, codes_and_scale, named
+from fp8jax.optim.storage import LinearInt8, RootE4M4, Storage
 from fp8jax_torch.bridge.pairs import paired
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
 from fp8jax_torch.optim.adam import entries_of, entry_of
@@ -53,6 +55,7 @@ def optimizer_to_flax(
         ValueError: a parameter's state has no partner on the other side, or one of another shape or format;
             parameters took different numbers of steps; or `like` has no Adam, or more than one.
     """
+    _refuse_storages("like", like)
     tree = named(like)
     keys, parameters = _keys_in(tree), _parameters(optimizer, model)
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
@@ -94,6 +97,7 @@ def optimizer_from_flax(
         ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
             Adam, or more than one.
     """
+    _refuse_storages("state", state)
     tree = named(state)
     keys = _keys_in(tree)
     parameters = _parameters(like, model)
@@ -118,6 +122,16 @@ def optimizer_from_flax(
         high, low = map(int, tree.leaves[keys["key"]])
         new["param_groups"] = [{**group, "seed": (high << 32) + low} for group in new["param_groups"]]
     return new
+
+
+def _refuse_storages(argument: str, state: PyTree) -> None:
+    """Raises ValueError if moments are in a format that PyTorch's optimizers do not have here."""
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Storage)):
+        if isinstance(node, RootE4M4 | LinearInt8):
+            raise ValueError(
+                f"`{argument}`: expected moments that PyTorch has here; got {node.name}. Take the recipe fp8 "
+                "instead of fp8_6, and adamw instead of muon, on both sides."
+            )
 
 
 def _keys_in(tree: Tree) -> dict[str, Key]:
