@@ -615,12 +615,13 @@ def test_moments_that_torch_does_not_have_are_refused(make):
     params = {"up": {"kernel": jnp.zeros((32, 64)), "bias": jnp.zeros(64)}}
     tx = fp8jax.optim.muon(0.1, "fp8") if make == "muon" else fp8jax.optim.adamw(0.1, make)
     state, mapping, like = tx.init(params), mapping_of(model), torch_adam(model, "fp8")
-    name = "INT8 groups" if make == "muon" else "root of E4M4"
     for change in (
         lambda: optimizer_to_flax(like, model, mapping, like=state),
         lambda: optimizer_from_flax(state, model, mapping, like=like),
     ):
-        with pytest.raises(ValueError, match=f"expected moments that PyTorch has here; got {name}. Take the"):
+        with pytest.raises(
+            ValueError, match="expected moments that PyTorch has here; got adam/.*/up/.* with scales"
+        ):
             change()
 
 

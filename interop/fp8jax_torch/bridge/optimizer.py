@@ -21,14 +21,12 @@ number and an entry's place are those of the side, see `fp8jax_torch.optim.adam`
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from jaxtyping import PyTree
 
 from fp8jax.checkpoints import NameMap
 from fp8jax.checkpoints.tree import ROOT, Key, Tree, codes_and_scale, named
-from fp8jax.optim.storage import LinearInt8, RootE4M4, Storage
 from fp8jax_torch.bridge.pairs import paired
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
 from fp8jax_torch.optim.adam import entries_of, entry_of
@@ -55,8 +53,8 @@ def optimizer_to_flax(
         ValueError: a parameter's state has no partner on the other side, or one of another shape or format;
             parameters took different numbers of steps; or `like` has no Adam, or more than one.
     """
-    _refuse_storages("like", like)
     tree = named(like)
+    _refuse_groups("like", tree)
     keys, parameters = _keys_in(tree), _parameters(optimizer, model)
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     step, skipped = _steps_of(states), int(getattr(optimizer, "skipped", 0))
@@ -97,8 +95,8 @@ def optimizer_from_flax(
         ValueError: a parameter has no partner on the other side, or one of another shape; or `state` has no
             Adam, or more than one.
     """
-    _refuse_storages("state", state)
     tree = named(state)
+    _refuse_groups("state", tree)
     keys = _keys_in(tree)
     parameters = _parameters(like, model)
     step = torch.tensor(float(tree.leaves[keys["count"]]), dtype=torch.float32)
@@ -124,14 +122,14 @@ def optimizer_from_flax(
     return new
 
 
-def _refuse_storages(argument: str, state: PyTree) -> None:
-    """Raises ValueError if moments are in a format that PyTorch's optimizers do not have here."""
-    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Storage)):
-        if isinstance(node, RootE4M4 | LinearInt8):
-            raise ValueError(
-                f"`{argument}`: expected moments that PyTorch has here; got {node.name}. Take the recipe fp8 "
-                "instead of fp8_6, and adamw instead of muon, on both sides."
-            )
+def _refuse_groups(argument: str, tree: Tree) -> None:
+    """Raises ValueError if moments have a scale for each group of entries, as PyTorch's have not here."""
+    grouped = next((key for key in tree.leaves if key[-1:] == ("exponents",)), None)
+    if grouped is not None:
+        raise ValueError(
+            f"`{argument}`: expected moments that PyTorch has here; got {'/'.join(grouped[:-1])} with scales "
+            "of groups. Take the recipe fp8 instead of fp8_6, and adamw instead of muon, on both sides."
+        )
 
 
 def _keys_in(tree: Tree) -> dict[str, Key]:
