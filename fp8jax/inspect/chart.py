@@ -347,7 +347,8 @@ def text(rows: list[Row], *, evidence: bool = False) -> str:
 
 
 def _title(rows: list[Row]) -> str:
-    return f"read from a train step compiled for {rows[0].devices}"
+    where = f"read from a train step compiled for {rows[0].devices}"
+    return f"{where}; residuals from the jaxpr of scanned layers"
 
 
 def as_data(rows: list[Row]) -> list[dict[str, Any]]:
