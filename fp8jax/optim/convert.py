@@ -171,7 +171,9 @@ def _converted(
     )
     key = first_key(recipe, seed)
     key = state.key if key is not None and state.key is not None else key
-    return AdamState(state.adam._replace(mu=mu, nu=nu), master, state.skipped, remainder, key)
+    numbers: Any = state.adam.count, state.skipped, key
+    count, skipped, key = numbers if zero is None else jax.tree.map(zero.replicated, numbers)
+    return AdamState(optax.ScaleByAdamState(count, mu, nu), master, skipped, remainder, key)
 
 
 def _converted_roundings(
