@@ -33,6 +33,7 @@ from fp8jax.optim.state import is_adam_state
 from fp8jax.optim.step.codecs import name_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import PRESETS, Recipe
+from fp8jax.rewrite.find import scan_parts
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 # Column -> heading.
@@ -281,7 +282,8 @@ def _of_residuals(recipe: Recipe, dtype: Any, gradient_checkpointing: str) -> tu
     loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x).astype(jnp.float32))  # noqa: E731
     jaxpr = jax.make_jaxpr(gradients.value_and_grad(loss_fn))(variables, x)
     forward = next(_scans(jaxpr.jaxpr))
-    saved = [variable.aval for variable in forward.outvars[forward.params["num_carry"] :]]
+    _, carry, _ = scan_parts(forward, forward.invars)
+    saved = [variable.aval for variable in forward.outvars[len(carry) :]]
     entries = {ROWS * WIDTH: "", 4 * ROWS * WIDTH: ""}
     # Two FP4 codes are a byte.
     entries |= {numbers // 2: "FP4" for numbers in entries}
