@@ -87,8 +87,9 @@ def _init(rule: Rule, params: Any) -> AdamState:
 
     kept = first_state(params, rule.state_recipe, rule.in_8_bits, matrices)
     checks.check_groups(rule.zero, kept[:2])
-    none = jnp.zeros([], jnp.int32)
-    numbers: Any = none, none, first_key(rule.state_recipe, rule.seed)
+    # Not one zero twice, which a loop that donates its state would donate twice.
+    zeros = [jnp.zeros([], jnp.int32) for _ in range(2)]
+    numbers: Any = (*zeros, first_key(rule.state_recipe, rule.seed))
     if rule.zero is not None:
         kept = [rule.zero.place_state(tree, params) for tree in kept]
         numbers = jax.tree.map(rule.zero.replicated, numbers)
