@@ -85,9 +85,14 @@ class Entry(NamedTuple):
     """A tensor in a file."""
 
     file: pathlib.Path
-    dtype: np.dtype
+    dtype_name: str  # of safetensors
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """One of `DTYPES`; KeyError for other names."""
+        return DTYPES[self.dtype_name]
 
     def array(self) -> Shaped[np.ndarray, "..."]:
         """The tensor, read from the file."""
@@ -98,11 +103,10 @@ class Entry(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """The config, the tensors by name, and the dtypes of tensors that no parameter can be, by name."""
+    """The config, and the tensors by name, which may have dtypes that no parameter has."""
 
     config: dict[str, Any]
     entries: dict[str, Entry]
-    others: dict[str, str]
 
 
 def read(folder: pathlib.Path) -> Folder:
@@ -128,26 +132,22 @@ def read(folder: pathlib.Path) -> Folder:
     else:
         files = dict.fromkeys([""], ONE)
     entries: dict[str, Entry] = {}
-    others: dict[str, str] = {}
-    places: dict[str, str] = {}
     for file in sorted(set(files.values())):
-        for name, dtype, entry in _header(folder / file):
-            if name in places:
+        for name, entry in _header(folder / file):
+            if name in entries:
                 raise ValueError(
-                    f"`folder`: expected {name} in one file; got it in {places[name]} and {file}."
+                    f"`folder`: expected {name} in one file; got it in {entries[name].file.name} and {file}."
                 )
-            places[name] = file
-            if entry is None:
-                others[name] = dtype
-            else:
-                entries[name] = entry
-    missing = [name for name in files if name and places.get(name) != files[name]]
+            entries[name] = entry
+    missing = [
+        name for name in files if name and (name not in entries or entries[name].file.name != files[name])
+    ]
     if missing:
         raise ValueError(
             f"`folder`: expected {missing[0]} in {files[missing[0]]}, as {INDEX} says; got none there. "
             "Copy the folder again."
         )
-    return Folder(config, entries, others)
+    return Folder(config, entries)
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
@@ -167,11 +167,9 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _header(file: pathlib.Path) -> Iterator[tuple[str, str, Entry | None]]:
-    """The tensors of a file: name, dtype, and an entry if a parameter can have that dtype.
-
-    safetensors checks the header: its size, dtypes, shapes, and that tensors fill the file.
-    """
+def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
+    """The tensors of a file. safetensors checks the header: its size, dtypes, shapes, and that tensors fill
+    the file."""
     library = _safetensors()
     if not file.is_file():
         raise ValueError(f"`folder`: expected {file.name} in {file.parent}; got no such file. Copy it again.")
@@ -197,10 +195,7 @@ def _header(file: pathlib.Path) -> Iterator[tuple[str, str, Entry | None]]:
             raise ValueError(
                 f"`folder`: expected at most {_MOST_DIMS} dims for {name}; got {len(about['shape'])}."
             )
-        dtype, entry = about["dtype"], None
-        if dtype in DTYPES:
-            entry = Entry(file, DTYPES[dtype], tuple(about["shape"]), 8 + size + about["data_offsets"][0])
-        yield name, dtype, entry
+        yield name, Entry(file, about["dtype"], tuple(about["shape"]), 8 + size + about["data_offsets"][0])
 
 
 def _is_name(*names: str) -> bool:

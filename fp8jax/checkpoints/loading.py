@@ -54,11 +54,11 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
     parts: dict[Key, dict[tuple[int, ...], tuple[Stored, Place]]] = {}
     unknown = []
     entries = {name: entry for name, entry in stored.entries.items() if not _is_left_out(name, mapping)}
-    for name, dtype in stored.others.items():
-        if not _is_left_out(name, mapping):
+    for name, entry in entries.items():
+        if entry.dtype_name not in DTYPES:
             raise ValueError(
-                f"`folder`: expected a dtype of {', '.join(DTYPES)} for {name}; got {dtype}, which training "
-                "cannot start from. `Rename` with flax=None leaves a tensor out."
+                f"`folder`: expected a dtype of {', '.join(DTYPES)} for {name}; got {entry.dtype_name}, "
+                "which training cannot start from. `Rename` with flax=None leaves a tensor out."
             )
     for tensor in tensors(entries, blocks):
         place = mapping.place(tensor.name)
