@@ -138,13 +138,6 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
         )
 
 
-# Storage -> what to take where it cannot be sharded.
-_OTHER = {
-    "root of E4M4": "Take moments=E5M2+FP16.",
-    "INT8 groups": "Leave the parameter to Adam, by `weight_dimension_numbers`, or take stage 0.",
-}
-
-
 def check_groups(zero: Zero | None, moments: Any) -> None:
     """Raises ValueError if the shards of a moment would cut groups with a scale each."""
     if zero is None or zero.stage == 0:
@@ -156,7 +149,7 @@ def check_groups(zero: Zero | None, moments: Any) -> None:
             raise ValueError(
                 f"`zero`: expected rows, or {moment.group} times columns, for {zero.devices} devices, "
                 f"as {moment.name} has a scale for each {moment.group} entries of a row; got a parameter "
-                f"{moment.shape}. {_OTHER.get(moment.name, 'Take stage 0, or other dims.')}"
+                f"{moment.shape}. {moment.instead}"
             )
 
 

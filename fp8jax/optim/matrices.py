@@ -46,9 +46,9 @@ def matrices_of(muon: Muon | None, treedef: Any, params: Any) -> tuple[Axes | No
     """
     if muon is None:
         return (None,) * treedef.num_leaves
-    leaves = treedef.flatten_up_to(params)
     if muon.dimension_numbers is None:
         return tuple(_default(path, leaf) for path, leaf in _paths(params))
+    leaves = treedef.flatten_up_to(params)
     given = plain_mask(muon.dimension_numbers)
     given = given(params) if callable(given) else given
     try:

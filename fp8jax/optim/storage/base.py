@@ -25,6 +25,8 @@ class Storage(abc.ABC):
     name: ClassVar[str]
     # Consecutive entries of a row that have a scale together, so that they cannot be on two devices.
     group: ClassVar[int] = 1
+    # What to take where devices would cut such groups, in an error.
+    instead: ClassVar[str] = "Take stage 0, or a parameter of other dims."
     # Whether `encode` rounds stochastically if it gets random bits.
     is_stochastic: ClassVar[bool] = False
 

@@ -37,6 +37,7 @@ class RootE4M4(Storage):
 
     name = "root of E4M4"
     group = GROUP
+    instead = "Take moments=E5M2+FP16."
     is_stochastic = True
 
     @classmethod

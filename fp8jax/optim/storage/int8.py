@@ -35,6 +35,7 @@ class LinearInt8(Storage):
 
     name = "INT8 groups"
     group = GROUP
+    instead = "Leave the parameter to Adam, by `weight_dimension_numbers`, or take stage 0."
 
     @classmethod
     def zeros(cls, param: Any, *, signed: bool) -> "LinearInt8":
