@@ -53,6 +53,10 @@ from fp8jax.quantization import (
 )
 
 
+# Tensors that a GPU updates in one kernel. XLA would take ten, with 255 registers.
+_TOGETHER = 2
+
+
 class Written(NamedTuple):
     """The result of one parameter's step, in storage formats."""
 
@@ -200,7 +204,7 @@ def _all_at_once(
     places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]
     written = []
     for i in range(len(states)):
-        if states[i].remainder is not None:
+        if states[i].remainder is not None or (any(map(is_scaled, quantized(states[i]))) and i % _TOGETHER == 0):
             # With shared scalars XLA fuses outputs of different tensors, and leaves those of one apart.
             scales, shared = gpu_barrier((scales, shared))
         scalars, seeds, new, old, fault = shared
@@ -235,16 +239,17 @@ def _first_pass(
 ) -> tuple[jax.Array, list[Any]]:
     """The concatenated amaxes of each state's `quantized` tensors, and the absmax of 8-bit blocks."""
     partials, maxima = [], []
+    # What amaxes of the moments, of the weight and of 8-bit blocks have in common XLA would store, or not, as
+    # the GPU and the sizes are. With scalars that it cannot tell to be the same it computes them again.
+    of_moments = gpu_barrier(scalars)
+    of_blocks = gpu_barrier(of_moments)
     for state, decay in zip(states, decays, strict=True):
         step = adam_step(state, scalars, decay)
-        for tensor, stored in zip(
-            before_rounding(step, state, scalars, decay), quantized(state), strict=True
-        ):
-            partials.append(partial_amax(tensor, scale_shape(stored)))
-        # XLA would store what the maxima and the amaxes have in common. It computes the step again with
-        # scalars that it cannot tell to be the same.
-        step = adam_step(state, gpu_barrier(scalars), decay)
-        maxima.append(_block_maxima(step, state))
+        moments = adam_step(state, of_moments, decay)
+        step = step._replace(mu=moments.mu, nu=moments.nu)
+        pairs = zip(before_rounding(step, state, scalars, decay), quantized(state), strict=True)
+        partials += [partial_amax(tensor, scale_shape(stored)) for tensor, stored in pairs]
+        maxima.append(_block_maxima(adam_step(state, of_blocks, decay), state))
     return maxima_of(partials), maxima
 
 
