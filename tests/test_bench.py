@@ -266,6 +266,27 @@ def test_update_compiled_for_an_h200(load_program, recipe, leaves, kernels):
     assert row["/ state"] <= 4
 
 
+@needs_plugin
+@pytest.mark.parametrize("target", ["h100", "h200", "b200"])
+@pytest.mark.parametrize("recipe", ["O2", "fp8"])
+def test_large_tensors_have_no_temporaries(load_program, recipe, target):
+    """XLA decides by the GPU and the sizes what to store: on an H200 it stored each second moment's root."""
+    row = load_program("examples/bench/update.py").on_target(recipe, 2, 3840, target)
+    assert row["temporaries %"] <= 0.2
+    assert row["/ state"] <= 3
+
+
+@needs_plugin
+@pytest.mark.parametrize("recipe, outputs", [("O2", 6), ("O3", 8), ("fp8", 4)])
+def test_large_tensors_are_updated_two_in_a_kernel(load_program, recipe, outputs):
+    """XLA takes up to ten, with more registers than a multiprocessor has for many threads."""
+    update = load_program("examples/bench/update.py")
+    tx, *shapes = update.arguments(recipe, 4, 2048)
+    compiled = targets.compile_for(update.step_of(tx), *shapes, target="h200", donate_argnums=(0, 1))
+    results = re.findall(r" = \((.*?)\) fusion\(", compiled.as_text())
+    assert max(result.count("[2048,2048]") for result in results) == outputs
+
+
 def test_update_takes_turns_here(load_program):
     rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2, {})
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]
