@@ -4,7 +4,7 @@
     te.seconds(), te.seconds(BEST), te.seconds(WORST), te.speedup(bf16)
 
 The step is compiled for the GPU, and each kernel of the program gets a time. These are estimates: no GPU ran
-the program. docs/guides/time.md compares them with an H100. A kernel takes the longest of:
+the program. docs/guides/time.md compares them with an H100 and an H200. A kernel takes the longest of:
 
 - a GEMM: its FLOPs at a share of the dense peak of its dtype, which no estimate exceeds. XLA's own costs of
   GEMMs are not used: FP8 GEMMs of an H200 exceed the peak there, and GEMMs with float32 outputs take 90 ms;

@@ -81,7 +81,7 @@ def text(rows: Sequence[Estimate]) -> str:
     """Both tables, under a heading."""
     heading = (
         f"ESTIMATED for {rows[0].devices} x {targets.get(rows[0].target).device}, not measured; "
-        "docs/guides/time.md holds estimates against an H100"
+        "docs/guides/time.md holds estimates against an H100 and an H200"
     )
     return "\n\n".join([heading, records(summary(rows)), *(records(layers(row)) for row in rows)])
 
