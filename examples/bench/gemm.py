@@ -104,10 +104,11 @@ def rows(size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[s
 
     compiled = dict(zip(ways, output.side_by_side(compiled_of, ways.values()), strict=True))
     timers = {
-        name: clock.timer(lambda run=run, name=name: run(ways[name][1])) for name, run in compiled.items()
+        name: clock.timer(lambda run=run, name=name: run(ways[name][1]), least_s=clock.LEAST_S_OF_NEW)
+        for name, run in compiled.items()
     }
     try:
-        timers[TORCH] = clock.timer(*torch_product(narrow))
+        timers[TORCH] = clock.timer(*torch_product(narrow), clock.LEAST_S_OF_NEW)
     except (ImportError, RuntimeError) as error:
         skipped[f"{TORCH} at {size}"] = output.first_line(error)
     times, found = clock.take_turns(timers, rounds), []

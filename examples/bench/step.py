@@ -64,7 +64,7 @@ def rows(args: argparse.Namespace, skipped: dict[str, str], runs: dict[str, Any]
                 skipped[name] = ready
                 continue
             runs[name], *facts[name] = ready
-            turns[name] = clock.timer(runs[name])
+            turns[name] = clock.timer(runs[name], least_s=clock.LEAST_S_OF_NEW)
         except Exception as error:
             skipped[name] = output.first_line(error)
     times = clock.take_turns(turns, args.rounds)
