@@ -246,8 +246,8 @@ def _first_pass(
 ) -> tuple[jax.Array, list[Any]]:
     """The concatenated amaxes of each state's `quantized` tensors, and the absmax of 8-bit blocks."""
     partials, maxima = [], []
-    # XLA may store what the amaxes of the moments, of the weight and of 8-bit blocks have in common: that depends
-    # on the GPU and the sizes. Given scalars that it cannot tell to be the same, it computes it again.
+    # By the GPU and the sizes, XLA stores what these amaxes share, or computes it again. Given scalars that
+    # it cannot tell to be the same, it always computes it again.
     of_moments = gpu_barrier(scalars)
     of_blocks = gpu_barrier(of_moments)
     for state, decay in zip(states, decays, strict=True):
