@@ -287,6 +287,16 @@ def test_large_tensors_are_updated_two_in_a_kernel(load_program, recipe, outputs
     assert max(result.count("[2048,2048]") for result in results) == outputs
 
 
+@needs_plugin
+def test_groups_of_large_tensors_have_a_kernel_for_each(load_program):
+    """A kernel for the groups of several tensors reads them entry by entry, and keeps its sums in memory."""
+    update = load_program("examples/bench/update.py")
+    tx, *shapes = update.arguments("fp8,moments=E5M2+E4M4", 4, 2048)
+    compiled = targets.compile_for(update.step_of(tx), *shapes, target="h200", donate_argnums=(0, 1))
+    results = re.findall(r"%input_reduce\S* = (\S+|\(.*?\)) fusion\(", compiled.as_text())
+    assert [found for result in results if (found := result.count("u8[2048,16]"))] == [1, 1, 1, 1]
+
+
 def test_update_takes_turns_here(load_program):
     rows = load_program("examples/bench/update.py").here(["optax.adamw", "O2"], 2, 64, 2, {})
     assert [row["way"] for row in rows] == ["optax.adamw", "O2"]

@@ -188,7 +188,7 @@ def _all_at_once(
 ) -> tuple[list[Written], jax.Array]:
     """The step on a GPU, and of shards on any platform: one array of scales, one all-reduce of the amaxes."""
     packed, layout = pack(states)
-    amaxes, maxima = _first_pass(unpack(packed, layout), scalars, decays)
+    amaxes, maxima = _first_pass(packed, layout, scalars, decays)
     if shards is not None:
         # Not every all-reduce propagates NaN.
         amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), shards.axis_name)
@@ -242,20 +242,24 @@ def as_written(states: list[ParamState], scalars: AdamScalars, seeds: Any) -> tu
 
 
 def _first_pass(
-    states: list[ParamState], scalars: AdamScalars, decays: tuple[str, ...]
+    packed: Any, layout: Any, scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[jax.Array, list[Any]]:
     """The concatenated amaxes of each state's `quantized` tensors, and the absmax of 8-bit blocks."""
-    partials, maxima = [], []
+    (scales, data), partials, maxima = packed, [], []
     # By the GPU and the sizes, XLA stores what these amaxes share, or computes it again. Given scalars that
     # it cannot tell to be the same, it always computes it again.
     of_moments = gpu_barrier(scalars)
     of_blocks = gpu_barrier(of_moments)
-    for state, decay in zip(states, decays, strict=True):
+    for i, (state, decay) in enumerate(zip(unpack(packed, layout), decays, strict=True)):
         step = adam_step(state, scalars, decay)
         moments = adam_step(state, of_moments, decay)
         step = step._replace(mu=moments.mu, nu=moments.nu)
         pairs = zip(before_rounding(step, state, scalars, decay), quantized(state), strict=True)
         partials += [partial_amax(tensor, scale_shape(stored)) for tensor, stored in pairs]
+        if _is_large(state):
+            # A kernel for the blocks of several tensors reads an entry at a time.
+            scales, of_blocks = gpu_barrier((scales, of_blocks))
+            state = unpack((scales, data), layout)[i]
         maxima.append(_block_maxima(adam_step(state, of_blocks, decay), state))
     return maxima_of(partials), maxima
 
