@@ -20,13 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.optim.lost_tags import spoilt_scale
-from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
-from fp8jax.optim.step.codecs import decode, scaled_part
 from fp8jax.optim.step.scales import (
-    STORED,
     before_rounding,
     maxima_of,
     pack,
@@ -39,6 +35,7 @@ from fp8jax.optim.step.scales import (
     shaped,
     unpack,
 )
+from fp8jax.optim.step.written import Rounding, Written, encode_state
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import (
     ABSURD,
@@ -50,29 +47,11 @@ from fp8jax.quantization import (
     plain,
     random_bits,
     scale_of,
-    value,
 )
 
 # Tensors of so many entries are updated two in a kernel. XLA would take ten, with 255 registers, and an H200
 # then moves 2.3 TB/s instead of 3.4.
 _LARGE, _TOGETHER = 2**22, 2
-
-
-class Written(NamedTuple):
-    """The result of one parameter's step, in storage formats."""
-
-    update: Any
-    mu: Any
-    nu: Any
-    master: Any
-    remainder: Any
-
-
-class Rounding(NamedTuple):
-    """How the step rounds; see `Recipe.rounding`. The moments' storage says how the second one is rounded."""
-
-    first_moment: str = "nearest"
-    weight: str = "nearest"
 
 
 class Shards(NamedTuple):
@@ -175,7 +154,7 @@ def _write(
     scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
     kept = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
     random = _random_bits(state, seed)
-    return _second_pass(state, step, scales, kept, maxima, ok, is_lost, random, rounding)
+    return encode_state(state, step, scales, kept, maxima, ok, is_lost, random, rounding)
 
 
 def _all_at_once(
@@ -220,7 +199,7 @@ def _all_at_once(
             # with scalars that it cannot tell to be the same.
             weight = adam_step(state, gpu_barrier(scalars), decay).weight
         written.append(
-            _second_pass(state, step, fresh, kept, maxima[i], ok, is_lost, random, rounding, weight)
+            encode_state(state, step, fresh, kept, maxima[i], ok, is_lost, random, rounding, weight)
         )
     return written, fault == 0
 
@@ -228,17 +207,6 @@ def _all_at_once(
 def _is_large(state: ParamState) -> bool:
     """Whether a state has many quantized entries."""
     return any(map(is_scaled, quantized(state))) and math.prod(state.grad.shape) >= _LARGE
-
-
-def as_written(states: list[ParamState], scalars: AdamScalars, seeds: Any) -> tuple[list[Written], jax.Array]:
-    """A result with the shapes of `fused_adam`'s and the shardings of the states."""
-    del scalars, seeds
-    new = []
-    for state in states:
-        moves = state.grad if state.param is None else state.param
-        update = ReplaceUpdate.by(moves) if is_scaled(state.param) else value(moves)
-        new.append(Written(update, state.mu, state.nu, state.master, state.remainder))
-    return new, jnp.array(True)
 
 
 def _first_pass(
@@ -267,75 +235,6 @@ def _first_pass(
 def _block_maxima(step: AdamStep, state: ParamState) -> list[Any]:
     """The absmax of the 8-bit blocks of both moments; None for moments in other formats."""
     return [codecs.maxima_of(step.mu, state.mu), codecs.maxima_of(step.nu, state.nu)]
-
-
-def _second_pass(
-    state: ParamState,
-    step: AdamStep,
-    scales: list[jax.Array],
-    kept_scales: list[jax.Array],
-    maxima: list[Any],
-    ok: jax.Array,
-    is_lost: Any,
-    random: Any,
-    rounding: Rounding,
-    weight_again: Any = None,
-) -> Written:
-    """Encodes the new state of one parameter.
-
-    Args:
-        state: the old state.
-        step: the result of `adam_step`.
-        scales: the new scales of the `quantized` tensors.
-        kept_scales: the scales to store: `scales` if `ok`, else the old scales.
-        maxima: the absmax of the moments' 8-bit blocks.
-        ok: whether the step is taken.
-        is_lost: whether to spoil the parameter's scale, or a plain parameter; None for no.
-        random: see `_random_bits`.
-        rounding: how the first moment and the weight are rounded.
-        weight_again: the weight of `step`, computed again for the remainder; None takes that of `step`.
-    """
-    names = [name for name in STORED if scaled_part(getattr(state, name)) is not None]
-    new, kept = (dict(zip(names, all_of, strict=False)) for all_of in (scales, kept_scales))
-    if is_lost is not None and "param" in kept:
-        kept["param"] = jnp.where(is_lost, spoilt_scale(state.param.scale), kept["param"])
-    of_mu = random[0] if rounding.first_moment == "stochastic" else None
-
-    def stored(name: str, encoded: Any) -> Any:
-        chosen = codecs.select(ok, encoded, getattr(state, name))
-        return codecs.with_scale(chosen, kept[name]) if name in names else chosen
-
-    mu = stored("mu", codecs.encode(step.mu, state.mu, new.get("mu", maxima[0]), of_mu))
-    of_nu = random[2] if getattr(state.nu, "is_stochastic", False) else None
-    nu = stored("nu", codecs.encode(step.nu, state.nu, new.get("nu", maxima[1]), of_nu))
-    if not is_scaled(state.param):
-        update, remainder = step.update, None
-        if codecs.is_rounded(state.param, rounding.weight):
-            update, remainder = codecs.encode_plain(
-                step.weight, state.param, rounding=rounding.weight, random=random[1]
-            )
-        # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
-        update = jnp.where(ok, update, -0.0)
-        if is_lost is not None and is_scaled(state.grad):
-            update = jnp.where(is_lost, jnp.nan, update)
-        remainder = None if remainder is None else codecs.select(ok, remainder, state.remainder)
-        return Written(update, mu, nu, None, remainder)
-    name = "param" if state.master is None else "master"
-    weight, remainder = codecs.encode_weight(
-        step.weight,
-        getattr(state, name),
-        new.get(name),
-        state.remainder,
-        rounding=rounding.weight,
-        random=random[1],
-        again=weight_again,
-    )
-    remainder = None if remainder is None else codecs.select(ok, remainder, state.remainder)
-    if state.master is None:
-        return Written(ReplaceUpdate.by(stored("param", weight)), mu, nu, None, remainder)
-    # From the stored master weight, so that a checkpoint of master weights gives the same weight.
-    param = codecs.encode(decode(weight), state.param, new["param"])
-    return Written(ReplaceUpdate.by(stored("param", param)), mu, nu, stored("master", weight), remainder)
 
 
 def _shard(axis: int | None, shards: Shards) -> tuple[int, jax.Array, int] | None:
