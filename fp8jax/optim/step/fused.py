@@ -4,7 +4,8 @@
 
 On a GPU the step is computed twice. The first pass computes the amaxes of all quantized tensors in one array,
 and from them all scales. The second pass recomputes the step and writes the FP8 codes. A barrier between the
-passes stops XLA from storing the float32 results of the first pass.
+passes stops XLA from storing the float32 results of the first pass. Other barriers decide which tensors share
+a kernel, and that nothing is stored within a pass.
 
 On a CPU the step is computed once, and each tensor has its own arrays of amaxes and scales. XLA on CPU
 compiles equal kernels once, and slices of one array make kernels unequal (O2, 72 parameters: 3 s to compile,
@@ -22,6 +23,7 @@ from jax import lax
 
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
+from fp8jax.optim.step.codecs import scaled_part
 from fp8jax.optim.step.scales import (
     before_rounding,
     maxima_of,
@@ -36,6 +38,7 @@ from fp8jax.optim.step.scales import (
     unpack,
 )
 from fp8jax.optim.step.written import Rounding, Written, encode_state
+from fp8jax.optim.storage import Storage
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import (
     ABSURD,
@@ -214,8 +217,8 @@ def _first_pass(
 ) -> tuple[jax.Array, list[Any]]:
     """The concatenated amaxes of each state's `quantized` tensors, and the absmax of 8-bit blocks."""
     (scales, data), partials, maxima = packed, [], []
-    # By the GPU and the sizes, XLA stores what these amaxes share, or computes it again. Given scalars that
-    # it cannot tell to be the same, it always computes it again.
+    # Depending on the GPU and the sizes, XLA stores what these amaxes share. Given scalars that it cannot
+    # tell to be the same, it computes that again.
     of_moments = gpu_barrier(scalars)
     of_blocks = gpu_barrier(of_moments)
     for i, (state, decay) in enumerate(zip(unpack(packed, layout), decays, strict=True)):
@@ -224,6 +227,9 @@ def _first_pass(
         step = step._replace(mu=moments.mu, nu=moments.nu)
         pairs = zip(before_rounding(step, state, scalars, decay), quantized(state), strict=True)
         partials += [partial_amax(tensor, scale_shape(stored)) for tensor, stored in pairs]
+        if not any(isinstance(x, Storage) and scaled_part(x) is None for x in (state.mu, state.nu)):
+            maxima.append([None, None])
+            continue
         if _is_large(state):
             # A kernel for the blocks of several tensors reads an entry at a time.
             scales, of_blocks = gpu_barrier((scales, of_blocks))
