@@ -6,8 +6,8 @@ import json
 import pytest
 
 from fp8jax import cli
-from fp8jax.inspect import estimate, estimate_report, subject, targets
-from fp8jax.inspect.estimate import BEST, LIKELY, WORST, Cost, Efficiency, Estimate
+from fp8jax.inspect import estimate, subject, targets
+from fp8jax.inspect.estimate import BEST, LIKELY, WORST, Cost, Efficiency, Estimate, report
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 H200 = targets.get("h200")
@@ -64,7 +64,7 @@ def test_a_planted_program():
     assert gather.part == "collectives"
     assert gather.seconds(IDEAL) == pytest.approx(7 / 8 * 4 * 45e6 / 450e9)
     assert found.seconds(IDEAL, ["GEMMs"]) == pytest.approx(2 * gemm.seconds(IDEAL))
-    [up, *_] = estimate_report.layers(found)
+    [up, *_] = report.layers(found)
     assert up["limited by"] == "FLOPs 100%"
 
 
@@ -95,10 +95,10 @@ def test_the_width_at_which_a_recipe_pays():
     speedups = {width: te.speedup(bf16) for width, (bf16, te) in by_width.items()}
     assert speedups[1024][0] < 1 < speedups[2048][0]
     assert speedups[2048][1] < 1 < speedups[4096][1]
-    *_, last = estimate_report.widths_text(by_width).splitlines()
+    *_, last = report.widths_text(by_width).splitlines()
     assert last == "te: estimated to pay from width 2048, by the lower bound from 4096"
     del by_width[4096]
-    assert estimate_report.widths_text(by_width).endswith("by the lower bound from none of these")
+    assert report.widths_text(by_width).endswith("by the lower bound from none of these")
 
 
 @needs_plugin
@@ -126,7 +126,7 @@ def test_the_command(capsys, tmp_path):
         assert sum(cost.flops for cost in gemms) * peak == pytest.approx(6 * 2 * 1024 * 512 * 2048)
     assert any(cost.part == "casts" and cost.xla for cost in te.costs)
     assert any(cost.part == "optimizer" for cost in te.costs)
-    [first, second] = json.loads(json.dumps(estimate_report.as_data(estimates)))
+    [first, second] = json.loads(json.dumps(report.as_data(estimates)))
     assert first["speedup"] == [1, 1, 1]
     assert second["seconds"][1] < second["seconds"][0] < second["seconds"][2]
 

@@ -13,7 +13,8 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import adam, adamw, adamw_8bit, convert, scale_by_adam, with_dequantized
-from fp8jax.optim.step import codecs
+from fp8jax.optim.step.weight_remainder import decode_weight, encode_plain
+from fp8jax.quantization import nearest
 
 DTYPES = [jnp.bfloat16, jnp.float16]
 named = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
@@ -37,7 +38,7 @@ def trained(tx, params, steps, grads=None, apply=optax.apply_updates):
 
 def exact(params, state):
     """The weights that the next step goes on from, float64."""
-    return np.asarray(codecs.decode(params, state.remainder), np.float64)
+    return np.asarray(decode_weight(params, state.remainder), np.float64)
 
 
 # Small steps ######################################################################################
@@ -153,7 +154,7 @@ def test_rounding_to_16_bits():
         middle = (codes.view(np.uint32) + (1 << (22 - format.mantissa_bits))).view(np.float32)
         x = np.concatenate([codes, *near, middle, np.nextafter(middle, 0), np.float32(0.7) * codes])
         x = x[np.isfinite(x) & (abs(x) <= format.max) & (abs(x) >= np.finfo(np.float32).tiny)]
-        got = np.asarray(jax.jit(codecs.nearest, static_argnums=1)(x, format))
+        got = np.asarray(jax.jit(nearest, static_argnums=1)(x, format))
         want = x.astype(format.dtype).astype(np.float32)
         keep = abs(want) >= np.finfo(np.float32).tiny
         np.testing.assert_array_equal(got[keep], want[keep])
@@ -176,7 +177,7 @@ def test_updates_give_the_weight(dtype, far):
     random = jnp.zeros(old.shape, jnp.uint32)
 
     def encoded(new, old):
-        return codecs.encode_plain(new, old, rounding="kahan", random=random)
+        return encode_plain(new, old, rounding="kahan", random=random)
 
     def both(new, old):
         update, remainder = encoded(new, old)
@@ -199,7 +200,7 @@ def test_updates_give_the_weight(dtype, far):
     np.testing.assert_array_equal(np.asarray(got, np.float64)[fine], want[fine])
     # With the remainder: the weight in float32, but for 1/256 of the last bit, and a float32's of the step.
     last_bit = np.maximum(abs(want), format.smallest_normal) * float(jnp.finfo(dtype).eps)
-    value = np.asarray(codecs.decode(got, remainder), np.float64)
+    value = np.asarray(decode_weight(got, remainder), np.float64)
     step = abs(wide - np.asarray(old, np.float64))
     assert (abs(value - wide) <= last_bit / 256 * 1.01 + step * 2.0**-23 + 2.0**-100)[abs(wide) > tiny].all()
 

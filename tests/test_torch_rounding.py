@@ -19,6 +19,7 @@ from torch import nn
 
 import fp8jax
 from fp8jax import Recipe, formats
+from fp8jax.optim.step.weight_remainder import decode_weight
 from fp8jax.quantization import cast_stochastically
 from fp8jax.quantization.random import leaf_seeds, other_bits, random_bits
 
@@ -188,7 +189,7 @@ def test_steps_of_16_bit_parameters_equal_jaxs(dtype, recipe):
             remainder = own.state[parameter]["remainder"]
             assert (remainder.numpy() != np.asarray(state.remainder)).mean() <= 0.05
             ours = step._dequantized(parameter.detach(), 1.0, remainder)
-            theirs = fp8jax.optim.step.codecs.decode(weights, state.remainder)
+            theirs = decode_weight(weights, state.remainder)
             code = step._fraction(parameter.detach().float(), dtype).numpy()
             error = np.abs(ours.numpy() - np.asarray(theirs))
             assert (error > 1.01 * code).mean() <= 0.02 and error.max() <= 1e-3 * 1e-3  # of the rate

@@ -36,7 +36,7 @@ from codes import decode, encode, through_coat
 
 import fp8jax
 from fp8jax import Recipe, formats
-from fp8jax.optim.step import codecs
+from fp8jax.optim.step.weight_remainder import decode_weight
 
 BETAS = ((0.9, 0.95), (0.95, 0.999), (0.9, 0.999))
 RATES = (1e-4, 1e-5, 1e-6)
@@ -188,7 +188,7 @@ def plain_steps(recipe: str, dtype: str, rates: tuple[float, ...], steps: int) -
     for rate in rates:
         theirs = exact(begun, gradient, steps, rate, BETAS[0])[0]
         new, _, state = after(Recipe.parse(recipe), weights, gradient, steps, rate, BETAS[0])
-        stored = codecs.decode(new, state.remainder)
+        stored = decode_weight(new, state.remainder)
         for name, found in (("", new), (" stored", stored)):
             distance = rms(np.asarray(found, np.float64) - theirs)
             row[f"lr {rate:.0e}{name}"] = distance / rms(theirs - begun)

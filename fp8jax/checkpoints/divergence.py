@@ -28,7 +28,7 @@ from fp8jax.formats import E8M0
 from fp8jax.quantization import ScaledArray, is_scaled, own_value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, Rule
-from fp8jax.scaling.stored import blocks_of_kernel
+from fp8jax.scaling.frozen_kernel import blocks_of_kernel
 from fp8jax.variables import OURS, PARAMS, SCALING
 
 # The recipes that quantize inputs as engines do for a format.

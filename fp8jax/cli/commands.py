@@ -102,7 +102,8 @@ def run_plan(args: argparse.Namespace) -> int:
 def run_estimate(args: argparse.Namespace) -> int:
     """Prints the estimates."""
     configure(is_cpu=True)
-    from fp8jax.inspect import chart, estimate, estimate_report
+    from fp8jax.inspect import chart, estimate
+    from fp8jax.inspect.estimate import report
 
     if args.picture is not None:
         chart.check_picture(args.picture, "--picture")
@@ -125,12 +126,12 @@ def run_estimate(args: argparse.Namespace) -> int:
         found[width].append(estimate.estimate(subjects[width], recipes[name], **options))
     rows = found.pop(None)
     if args.picture is not None:
-        estimate_report.picture(rows, args.picture)
+        report.picture(rows, args.picture)
     data = {
-        "estimates": estimate_report.as_data(rows),
-        "widths": {w: estimate_report.as_data(of) for w, of in found.items()},
+        "estimates": report.as_data(rows),
+        "widths": {w: report.as_data(of) for w, of in found.items()},
     }
-    texts = [estimate_report.text(rows), *([estimate_report.widths_text(found)] if found else [])]
+    texts = [report.text(rows), *([report.widths_text(found)] if found else [])]
     _print(args, data, lambda: "\n\n".join(texts))
     return 0
 

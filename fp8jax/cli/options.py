@@ -91,7 +91,7 @@ def _add_estimate(parsers: Any) -> None:
     command = parsers.add_parser("estimate", help="time of a training step on a GPU that is not here")
     command.description = (
         "An estimate, from the compiled step: where its time goes by layer, and the speed-up of each recipe "
-        "over bf16, with bounds. No GPU runs it. How kernels are timed: fp8jax.inspect.estimate."
+        "over bf16, with bounds. No GPU runs it. How kernels are timed: fp8jax.inspect.estimate.time."
     )
     add_model(command, "layer")
     command.add_argument(

@@ -5,7 +5,7 @@
 | `targets` | GPUs that are not here, to compile for |
 | `program/` | GEMMs, collectives, kernels and memory of a compiled program |
 | `chart` | the precision chart, read back from compiled train steps |
-| `estimate`, `estimate_report` | the time of a training step, estimated; its tables and picture |
+| `estimate/` | the time of a training step, estimated; its tables and picture |
 | `gemms` | the GEMMs of a model, layer by layer, next to its report |
 | `memory/` | the bytes of a training step |
 | `numerics/` | statistics of tensors under recipes, and advice from them |
@@ -17,7 +17,6 @@
 from fp8jax.inspect import chart as chart
 from fp8jax.inspect import device as device
 from fp8jax.inspect import estimate as estimate
-from fp8jax.inspect import estimate_report as estimate_report
 from fp8jax.inspect import gemms as gemms
 from fp8jax.inspect import memory as memory
 from fp8jax.inspect import models as models

@@ -13,14 +13,14 @@ from fp8jax.optim.adam import adam as adam
 from fp8jax.optim.adam import adamw as adamw
 from fp8jax.optim.adam import adamw_8bit as adamw_8bit
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam
-from fp8jax.optim.convert import convert as convert
 from fp8jax.optim.dequantized import adafactor as adafactor
 from fp8jax.optim.dequantized import with_dequantized as with_dequantized
-from fp8jax.optim.first_state import with_masters as with_masters
 from fp8jax.optim.lost_tags import restore_weights as restore_weights
 from fp8jax.optim.muon import muon as muon
 from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
+from fp8jax.optim.state.convert import convert as convert
+from fp8jax.optim.state.stored_formats import with_masters as with_masters
 from fp8jax.optim.storage import Blockwise as Blockwise
 from fp8jax.optim.transforms import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.transforms import dequantize as dequantize

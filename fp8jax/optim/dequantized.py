@@ -25,13 +25,14 @@ from fp8jax.optim.checks import (
     refuse_masters,
     refuse_zero,
 )
-from fp8jax.optim.convert import check_roundings
-from fp8jax.optim.first_state import first_roundings
 from fp8jax.optim.lost_tags import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.state import DequantizedState
-from fp8jax.optim.step.codecs import decode, encode_plain, encode_weight, is_rounded, select
+from fp8jax.optim.state.convert import check_roundings
+from fp8jax.optim.state.stored_formats import first_roundings
+from fp8jax.optim.step.codecs import decode, select
+from fp8jax.optim.step.weight_remainder import decode_weight, encode_plain, encode_weight, is_rounded
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import (
@@ -139,7 +140,7 @@ def with_dequantized(
             remainders = treedef.flatten_up_to(filled(state.remainder, params))
         check_roundings(leaves, remainders, state.key, row)
         values = [
-            decode(*pair) if _is_decoded(pair[0], row) else pair[0]
+            decode_weight(*pair) if _is_decoded(pair[0], row) else pair[0]
             for pair in zip(leaves, remainders, strict=True)
         ]
         new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)

@@ -15,7 +15,7 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.matrices import Muon
+from fp8jax.optim.muon_matrices import Muon
 from fp8jax.optim.optimizer import Rule, optimizer
 from fp8jax.optim.step import DECOUPLED
 from fp8jax.recipe import Recipe

@@ -11,12 +11,12 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.convert import check_formats
-from fp8jax.optim.first_state import first_key, first_state
 from fp8jax.optim.lost_tags import check_finite_scales, check_tags
-from fp8jax.optim.matrices import Muon, matrices_of, spread, warn_of_stacks
+from fp8jax.optim.muon_matrices import Muon, matrices_of, spread, warn_of_stacks
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState
+from fp8jax.optim.state.convert import check_formats
+from fp8jax.optim.state.stored_formats import first_key, first_state
 from fp8jax.optim.step import (
     NO_DECAY,
     AdamScalars,

@@ -71,7 +71,7 @@ from fp8jax.quantization.quantize import without_infinities as without_infinitie
 from fp8jax.quantization.random import leaf_seeds as leaf_seeds
 from fp8jax.quantization.random import other_bits as other_bits
 from fp8jax.quantization.random import random_bits as random_bits
-from fp8jax.quantization.restored import refuse_dicts as refuse_dicts
+from fp8jax.quantization.restored_dicts import refuse_dicts as refuse_dicts
 from fp8jax.quantization.scales import FIRST_SCALES as FIRST_SCALES
 from fp8jax.quantization.scales import MAX_SCALE as MAX_SCALE
 from fp8jax.quantization.scales import MIN_SCALE as MIN_SCALE

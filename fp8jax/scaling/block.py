@@ -48,8 +48,8 @@ from fp8jax.recipe import Recipe
 from fp8jax.scaling import eden
 from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, State, Uses
 from fp8jax.scaling.block_method import method_of
-from fp8jax.scaling.groups import in_aligned_groups
-from fp8jax.scaling.stored import operand_of_stored, stored_kernel
+from fp8jax.scaling.frozen_kernel import operand_of_stored, stored_kernel
+from fp8jax.scaling.row_groups import in_aligned_groups
 
 # `BlockMethod.scale` -> the format of stored scales, where the names differ.
 _SCALE_FORMATS = {"power_of_two": "FP32", "float32": "FP32"}

@@ -28,7 +28,7 @@ from fp8jax.scaling.base import (
     State,
     Uses,
 )
-from fp8jax.scaling.groups import groups_of_rows
+from fp8jax.scaling.row_groups import groups_of_rows
 
 METHODS = {"delayed": delayed.build, "current": current.build}
 

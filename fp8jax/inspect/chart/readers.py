@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fp8jax import adapters, gradients, optim
 from fp8jax.inspect import program
-from fp8jax.optim.first_state import ROOT
+from fp8jax.optim.state.stored_formats import ROOT
 from fp8jax.optim.step.codecs import name_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, PyTree
 
 from fp8jax.optim.state import is_adam_state
-from fp8jax.optim.step.codecs import decode
+from fp8jax.optim.step.weight_remainder import decode_weight
 from fp8jax.optim.storage import Storage
 from fp8jax.quantization import is_scaled, plain, value
 from fp8jax.rewrite import names_of
@@ -76,7 +76,7 @@ def _leaves(treedef: Any, params: PyTree, state: PyTree) -> list[_Leaf]:
             nones if tree is None else treedef.flatten_up_to(tree) for tree in trees
         )
     kept = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
-    values = map(decode, kept, remainders)
+    values = map(decode_weight, kept, remainders)
     return list(map(_Leaf, values, firsts, seconds))
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.optim.step.codecs import decode
+from fp8jax.optim.step.weight_remainder import decode_weight
 
 
 class ParamState(NamedTuple):
@@ -72,7 +73,7 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
     """
     weight = None
     if state.param is not None:
-        weight = decode(state.param if state.master is None else state.master, state.remainder)
+        weight = decode_weight(state.param if state.master is None else state.master, state.remainder)
     if state.direction is not None:
         return _muon_step(state, weight, scalars.muon, decay)
     g = decode(state.grad)

@@ -10,8 +10,8 @@ from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.zero import own_part
 from fp8jax.optim.replace_update import ReplaceUpdate, replaces
 from fp8jax.optim.step.arithmetic import AdamScalars, ParamState
+from fp8jax.optim.step.encode_state import Rounding, Written
 from fp8jax.optim.step.fused import Shards, fused_adam
-from fp8jax.optim.step.written import Rounding, Written
 from fp8jax.quantization import ScaledArray, is_scaled, plain
 
 

@@ -24,6 +24,7 @@ from jax import lax
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam_step
 from fp8jax.optim.step.codecs import scaled_part
+from fp8jax.optim.step.encode_state import Rounding, Written, encode_state
 from fp8jax.optim.step.scales import (
     before_rounding,
     maxima_of,
@@ -37,7 +38,6 @@ from fp8jax.optim.step.scales import (
     shaped,
     unpack,
 )
-from fp8jax.optim.step.written import Rounding, Written, encode_state
 from fp8jax.optim.storage import Storage
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import (

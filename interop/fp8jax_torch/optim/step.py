@@ -157,7 +157,7 @@ def is_16_bits(x: torch.Tensor) -> bool:
 def _write_16_bits(
     stored: torch.Tensor, remainder: Any, new: torch.Tensor, random: Any, rounding: str
 ) -> None:
-    """Writes a plain weight, and what rounding took from it; see `fp8jax.optim.step.codecs.encode_plain`."""
+    """Writes a plain weight, and what rounding took from it; see `encode_plain` in fp8jax."""
     format, old = casts.format_of(stored.dtype), stored.float()
     if rounding == "stochastic":
         rounded = casts.cast_stochastically(new, format, random).float()

@@ -7,7 +7,9 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.first_state import (
+from fp8jax.optim.nnx_variables import filled, with_variables_inside, without_variables
+from fp8jax.optim.state import AdamState, DequantizedState, is_ours
+from fp8jax.optim.state.stored_formats import (
     NONE,
     TO_NEAREST,
     StoredFormats,
@@ -17,10 +19,9 @@ from fp8jax.optim.first_state import (
     is_rounded_at_random,
     stored_formats,
 )
-from fp8jax.optim.nnx_variables import filled, with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState, DequantizedState, is_ours
 from fp8jax.optim.step import ParamState
 from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
+from fp8jax.optim.step.weight_remainder import decode_weight
 from fp8jax.optim.storage import Storage
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
@@ -196,7 +197,7 @@ def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
     old = jax.tree.map(_fetched, old)
     master = old.master
     if _name_of(master) != wanted.master:
-        weight = decode(old.param if master is None else master, old.remainder)
+        weight = decode_weight(old.param if master is None else master, old.remainder)
         master = None if wanted.master == NONE else _stored_as(weight, wanted.master, old.param)
     remainder = None
     if wanted.remainder != NONE:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8jax.inspect import targets
 from fp8jax.inspect.chart import new_figure
-from fp8jax.inspect.estimate import BEST, GRADIENTS, LIKELY, PARTS, WORST, Cost, Estimate
+from fp8jax.inspect.estimate.time import BEST, GRADIENTS, LIKELY, PARTS, WORST, Cost, Estimate
 from fp8jax.inspect.tables import records
 
 

@@ -11,6 +11,7 @@ from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState
 from fp8jax.optim.step.codecs import decode, scaled_part
 from fp8jax.optim.step.scales import STORED
+from fp8jax.optim.step.weight_remainder import encode_plain, encode_weight, is_rounded
 from fp8jax.quantization import is_scaled, value
 
 
@@ -82,19 +83,10 @@ def encode_state(
     of_nu = random[2] if getattr(state.nu, "is_stochastic", False) else None
     nu = stored("nu", codecs.encode(step.nu, state.nu, new.get("nu", maxima[1]), of_nu))
     if not is_scaled(state.param):
-        update, remainder = step.update, None
-        if codecs.is_rounded(state.param, rounding.weight):
-            update, remainder = codecs.encode_plain(
-                step.weight, state.param, rounding=rounding.weight, random=random[1]
-            )
-        # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
-        update = jnp.where(ok, update, -0.0)
-        if is_lost is not None and is_scaled(state.grad):
-            update = jnp.where(is_lost, jnp.nan, update)
-        remainder = None if remainder is None else codecs.select(ok, remainder, state.remainder)
+        update, remainder = _of_plain(state, step, ok, is_lost, random[1], rounding.weight)
         return Written(update, mu, nu, None, remainder)
     name = "param" if state.master is None else "master"
-    weight, remainder = codecs.encode_weight(
+    weight, remainder = encode_weight(
         step.weight,
         getattr(state, name),
         new.get(name),
@@ -109,3 +101,17 @@ def encode_state(
     # From the stored master weight, so that a checkpoint of master weights gives the same weight.
     param = codecs.encode(decode(weight), state.param, new["param"])
     return Written(ReplaceUpdate.by(stored("param", param)), mu, nu, stored("master", weight), remainder)
+
+
+def _of_plain(
+    state: ParamState, step: AdamStep, ok: jax.Array, is_lost: Any, random: Any, rounding: str
+) -> tuple[jax.Array, Any]:
+    """The update to add to a plain parameter, and its new remainder."""
+    update, remainder = step.update, None
+    if is_rounded(state.param, rounding):
+        update, remainder = encode_plain(step.weight, state.param, rounding=rounding, random=random)
+    # -0, because XLA would merge 0 with the zeros that a scan's gradients start from, and store them.
+    update = jnp.where(ok, update, -0.0)
+    if is_lost is not None and is_scaled(state.grad):
+        update = jnp.where(is_lost, jnp.nan, update)
+    return update, None if remainder is None else codecs.select(ok, remainder, state.remainder)
