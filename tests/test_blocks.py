@@ -535,7 +535,7 @@ def test_kernel_of_both_copies(method, shape, monkeypatch):
     x[..., 5, 3], x[..., 50, 100], x[..., 60, 20] = np.nan, np.inf, -np.inf
     monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     ours, expected = (
-        way(jnp.asarray(x), method=method, sides=(False, True))
+        way(jnp.asarray(x), method=method, transposes=(False, True))
         for way in (rows_and_columns._at_once, rows_and_columns._one_by_one)
     )
     for one, other in zip(ours, expected, strict=True):

@@ -321,7 +321,7 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match=r"expected gemm=FP8.*gemm=BF16"):
         dot_general(lhs, rhs, MATRICES, recipe=Recipe.BF16, state={})
     with pytest.raises(
-        ValueError, match=r"`backend`: expected auto or one of xla, te, pallas, cudnn, reference; got 'tpu'"
+        ValueError, match=r"`backend`: expected auto or one of te, xla, pallas, cudnn, reference; got 'tpu'"
     ):
         dot_general(lhs, rhs, MATRICES, recipe=CURRENT, state={}, backend="tpu")
     with pytest.raises(ValueError, match="float32 scale"):

@@ -35,7 +35,9 @@ def test_quantizer_is_split(spec, monkeypatch):
     """Each device quantizes its shard, and the codes and scales are those of the whole matrix."""
     monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     x = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float32)
-    quantize = jax.jit(functools.partial(rows_and_columns._at_once, method=BLOCK_1X128, sides=(False, True)))
+    quantize = jax.jit(
+        functools.partial(rows_and_columns._at_once, method=BLOCK_1X128, transposes=(False, True))
+    )
     compiled = quantize.lower(on_devices(x, *spec)).compile()
     assert not gathered(compiled)
     for one, other in zip(compiled(on_devices(x, *spec)), quantize(x), strict=True):
@@ -53,7 +55,7 @@ def test_fp4_quantizer_is_split(spec, monkeypatch):
     @jax.jit
     def quantize(x):
         seeds = lambda key, amax: key.astype(jnp.uint32)  # noqa: E731
-        static = {"method": NVFP4_1X16, "sides": (False, True), "transform": True, "seeds": seeds}
+        static = {"method": NVFP4_1X16, "transposes": (False, True), "transform": True, "seeds": seeds}
         return rows_and_columns_fp4._at_once(x, jnp.array([3.0, 5.0]), **static)
 
     compiled = quantize.lower(on_devices(x, *spec)).compile()
@@ -94,7 +96,7 @@ def test_shards_of_parts_of_blocks(monkeypatch):
     """A dim whose shards are no whole blocks is gathered, and the result is the same."""
     monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
-    quantize = jax.jit(functools.partial(rows_and_columns._at_once, method=BLOCK_1X128, sides=(True,)))
+    quantize = jax.jit(functools.partial(rows_and_columns._at_once, method=BLOCK_1X128, transposes=(True,)))
     compiled = quantize.lower(on_devices(x, "devices")).compile()
     assert gathered(compiled)
     np.testing.assert_array_equal(compiled(on_devices(x, "devices"))[0].scale, quantize(x)[0].scale)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
 from fp8jax.inspect import program, targets
-from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_twice
+from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_rows_and_columns
 from fp8jax.quantization.kernels import rows_and_columns
 from fp8jax.rewrite.producers import sources
 
@@ -86,7 +86,7 @@ def test_kernel_computes_its_input(function, shapes, dtype, method, monkeypatch)
     """The kernel, interpreted, has the codes and scales of the matrix that XLA computes, to the bit."""
     monkeypatch.setattr(rows_and_columns, "INTERPRET", True)
     matrix, expression, inputs = computed(function, *arrays(shapes, dtype))
-    static = {"method": method, "sides": (False, True)}
+    static = {"method": method, "transposes": (False, True)}
     unread = jnp.full_like(matrix, jnp.nan)
     ours = strictly(lambda x: rows_and_columns._at_once(unread, x, expression=expression, **static), inputs)
     expected = rows_and_columns._one_by_one(matrix, **static)
@@ -100,7 +100,9 @@ def test_cpu_reads_the_matrix(function, shapes):
     """On a CPU the matrix itself is quantized."""
     matrix, expression, inputs = computed(function, *arrays(shapes))
     wrong = Computed(matrix, expression, tuple(x + 1 for x in inputs))
-    for one, other in zip(quantize_twice(wrong, MXFP8), quantize_twice(matrix, MXFP8), strict=True):
+    for one, other in zip(
+        quantize_rows_and_columns(wrong, MXFP8), quantize_rows_and_columns(matrix, MXFP8), strict=True
+    ):
         np.testing.assert_array_equal(one.dequantize(), other.dequantize())
 
 

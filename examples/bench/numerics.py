@@ -20,6 +20,7 @@ import output
 import fp8jax
 from fp8jax.inspect.step import training_step
 from fp8jax.inspect.subject import loss_of, subject, transformed
+from fp8jax.scaling import with_fresh_scales
 
 EVERY = 50
 
@@ -37,7 +38,7 @@ def rows(args: Any) -> output.Rows:
     compiled = jax.jit(step.function)
     turns = {"step": clock.timer(lambda: compiled(variables, state, tokens))}
     quarter = tokens[: max(args.batch // 4, 1)]
-    current = fp8jax.inspect.numerics.with_fresh_scales(fp8jax.Recipe.parse(args.recipe))
+    current = with_fresh_scales(fp8jax.Recipe.parse(args.recipe))
     ways = {
         "all recipes": fp8jax.inspect.numerics.RECIPES,
         args.recipe: (args.recipe,),

@@ -21,16 +21,14 @@ from fp8jax.backends.base import FIRST_WITH_FP8 as FIRST_WITH_FP8
 from fp8jax.backends.base import Backend as Backend
 from fp8jax.backends.base import Device as Device
 
+# "auto" is the first of these that can compute a dot, and is not the reference.
 BACKENDS = {
-    "xla": xla.BACKEND,
     "te": te.BACKEND,
+    "xla": xla.BACKEND,
     "pallas": pallas.BACKEND,
     "cudnn": cudnn.BACKEND,
     "reference": reference.BACKEND,
 }
-
-# "auto" is the first of these that can compute a dot.
-AUTO = ("te", "xla", "pallas", "cudnn")
 
 
 class Choice(NamedTuple):
@@ -46,7 +44,7 @@ class Choice(NamedTuple):
 def choose(
     name: str, granularity: str = "tensor", *, is_batched: bool = False, device: Device | None = None
 ) -> Choice:
-    """The backend `name`, or for "auto" the first of `AUTO` that can compute the dot.
+    """The backend `name`, or for "auto" the first that can compute the dot and is not the reference.
 
     Args:
         name: "auto", or a key of `BACKENDS`.
@@ -84,8 +82,9 @@ def _first(name: str, granularity: str, is_batched: bool, device: Device | None)
         reason = BACKENDS[name].supports(device, is_batched) if granularity in known else reason
         return (None, reason) if reason else (name, "as asked for")
     reasons = []
-    for each in (each for each in AUTO if granularity in BACKENDS[each].granularities):
-        backend = BACKENDS[each]
+    for each, backend in BACKENDS.items():
+        if backend.is_reference or granularity not in backend.granularities:
+            continue
         reason = backend.supports(device, is_batched)
         if reason is None and not backend.is_for_meshes and jax.device_count() > 1:
             reason = f"{each} is chosen for one device, and there are several"

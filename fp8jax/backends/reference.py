@@ -61,4 +61,5 @@ BACKEND = Backend(
     norms="norms and activations are stored, and then cast to FP8",
     granularities=("tensor", "1x128", "1x32", "1x16"),
     dot=dot,
+    is_reference=True,
 )

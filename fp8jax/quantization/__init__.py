@@ -53,8 +53,8 @@ from fp8jax.quantization.gradient import as_gradients as as_gradients
 from fp8jax.quantization.gradient import like_gradient as like_gradient
 from fp8jax.quantization.gradient import plain as plain
 from fp8jax.quantization.gradient import scale_of_bits as scale_of_bits
-from fp8jax.quantization.kernels import quantize_twice as quantize_twice
-from fp8jax.quantization.kernels import quantize_twice_fp4 as quantize_twice_fp4
+from fp8jax.quantization.kernels import quantize_rows_and_columns as quantize_rows_and_columns
+from fp8jax.quantization.kernels import quantize_rows_and_columns_fp4 as quantize_rows_and_columns_fp4
 from fp8jax.quantization.kernels.expression import COLUMNS as COLUMNS
 from fp8jax.quantization.kernels.expression import ENTRIES as ENTRIES
 from fp8jax.quantization.kernels.expression import ROWS as ROWS

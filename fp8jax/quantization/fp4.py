@@ -157,15 +157,15 @@ def rotated(x: Float[Array, "... columns"], signs: Float32[Array, "128"]) -> Flo
 
     A GEMM of two operands that are rotated along the contracted axis by the same signs is unchanged.
     """
-    return _turned(x.astype(jnp.float32) * _repeated(signs, x))
+    return _hadamard(x.astype(jnp.float32) * _repeated(signs, x))
 
 
 def rotated_back(x: Float32[Array, "... columns"], signs: Float32[Array, "128"]) -> Float32[Array, "..."]:
     """The inverse of `rotated`."""
-    return _turned(x) * _repeated(signs, x)
+    return _hadamard(x) * _repeated(signs, x)
 
 
-def _turned(x: Any) -> Any:
+def _hadamard(x: Any) -> Any:
     return butterflies(x, ROTATION) * np.float32(ROTATION**-0.5)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax import backends, scaling
+from fp8jax.recipe import Recipe
 from fp8jax.rewrite.dots import OF_CONSTANTS, Dot
 from fp8jax.rewrite.find import FoundDots
 from fp8jax.rewrite.rules import LayerChoice, layer_path
@@ -34,6 +35,7 @@ class Row(NamedTuple):
     gemm: tuple[int, int, int] | None = None
     scaling: str = ""  # of a layer in FP8
     backend: str = ""  # of the GEMMs of a layer in FP8
+    operands: str = ""  # of the GEMMs of a layer in FP8: "FP8" or "FP4"
     plain: str = ""  # why the weight and gradient of a layer in FP8 are not in the recipe's formats
 
 
@@ -62,7 +64,7 @@ class Report(NamedTuple):
         cells = [("layer", "kind", "kernel", "FLOPs", "FP8")]
         for row in self.rows:
             shape = "x".join(map(str, row.kernel_shape))
-            answer = row.reason or ("yes" if row.scaling in ("", "delayed") else f"yes, {row.scaling}")
+            answer = row.reason or ("yes" if row.scaling in ("", Recipe.scaling) else f"yes, {row.scaling}")
             answer += f", but {row.plain}" if row.plain else ""
             answer += f", adapters of rank {row.lora}" if row.lora else ""
             cells.append((row.path or "(root)", row.kind, shape, share(row.flops), answer))
@@ -74,7 +76,7 @@ class Report(NamedTuple):
             "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in cells
         ]
         count = sum(row.fp8 for row in self.rows)
-        formats = sorted({"FP4" if row.scaling == "nvfp4" else "FP8" for row in self.rows if row.fp8})
+        formats = sorted({row.operands for row in self.rows if row.fp8})
         summary = f"{self.recipe}: {count} of {len(self.rows)} layers in {' and '.join(formats) or 'FP8'}, "
         summary += f"{100 * self.fp8_share:.0f}% of the FLOPs of matmuls"
         return "\n".join([summary, *lines, *([self.note] if self.note else [])])
@@ -119,7 +121,12 @@ def make_report(
         if choice.reason is None:
             granularity = scaling.of_recipe(choice.recipe).granularity
             chosen.append(backends.choose(backend, granularity, is_batched=dot.is_batched))
-            row = row._replace(scaling=choice.recipe.scaling, backend=chosen[-1].name, plain=choice.plain)
+            row = row._replace(
+                scaling=choice.recipe.scaling,
+                backend=chosen[-1].name,
+                operands=choice.recipe.gemm,
+                plain=choice.plain,
+            )
         row = rows.get(key, row)
         rows[key] = row._replace(flops=row.flops + dot.flops)
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())

@@ -5,9 +5,12 @@ tensor, from the amaxes of previous steps (`delayed`) or from the tensor itself 
 scale for each block of a tensor. `merge` combines the scaling states of several uses of a layer.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 from fp8jax.recipe import Recipe
+from fp8jax.scaling import current, delayed
 from fp8jax.scaling.base import CASTS as CASTS
 from fp8jax.scaling.base import GRAD as GRAD
 from fp8jax.scaling.base import LHS as LHS
@@ -19,8 +22,8 @@ from fp8jax.scaling.block import BlockScaling
 from fp8jax.scaling.tensor import TensorScaling
 
 SCALINGS: dict[str, Callable[[Recipe], Scaling]] = {
-    "delayed": TensorScaling,
-    "current": TensorScaling,
+    "delayed": functools.partial(TensorScaling, delayed.build),
+    "current": functools.partial(TensorScaling, current.build),
     "block": BlockScaling,
     "block_float32": BlockScaling,
     "mxfp8": BlockScaling,
@@ -40,3 +43,8 @@ def of_recipe(recipe: Recipe) -> Scaling:
             f"{', '.join(SCALINGS)}."
         )
     return SCALINGS[recipe.scaling](recipe)
+
+
+def with_fresh_scales(recipe: Recipe) -> Recipe:
+    """The recipe with scales of the tensor itself, in the place of delayed ones."""
+    return dataclasses.replace(recipe, scaling="current") if recipe.scaling == "delayed" else recipe

@@ -9,6 +9,7 @@ A dot has three operands, and each takes part in two of its three GEMMs:
 | 2, grad (m, n) | dgrad, along n | wgrad, along m |
 """
 
+import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -76,7 +77,7 @@ class QuantizedRows(NamedTuple):
     sizes: Any  # of the groups in the quantized rows, shape=(groups,); None for one matrix
 
 
-class Scaling(Protocol):
+class Scaling(abc.ABC):
     """A scaling method with the options of a recipe, a frozen value.
 
         state = scaling.init()
@@ -85,7 +86,8 @@ class Scaling(Protocol):
         for_fprop = scaling.kernel(state, residual, kernel, 0)
         state = scaling.update(state, jnp.stack([seen_lhs, seen_rhs, seen_grad]))
 
-    Codes are bytes in all results, see `quantization.as_bytes`.
+    Codes are bytes in all results, see `quantization.as_bytes`. A class without one of the abstract methods
+    cannot be instantiated.
     """
 
     # The letters of an operand's axes in its two GEMMs, for each operand.
@@ -93,45 +95,52 @@ class Scaling(Protocol):
     # Whether the residual of a kernel is its codes; otherwise it is the kernel as it is stored.
     is_residual_quantized: ClassVar[bool]
 
+    def __init_subclass__(cls) -> None:
+        """Raises TypeError for a class without the attributes."""
+        for name in ("axes", "is_residual_quantized"):
+            if not hasattr(cls, name):
+                raise TypeError(f"{cls.__name__}: expected the attribute `{name}` of `Scaling`; got none.")
+
     @property
+    @abc.abstractmethod
     def granularity(self) -> str:
         """The part of an operand that has a scale: "tensor", or a block of rows and columns as "1x128"."""
-        ...
 
     @property
     def scales(self) -> str:
         """The parts of all operands that have a scale, and the scale's format, as the chart says them."""
-        ...
+        return self.granularity
 
     @property
+    @abc.abstractmethod
     def rows_multiple(self) -> int | None:
         """Rows of a group are padded to a multiple of this number; None if each GEMM quantizes its rows."""
-        ...
 
     @property
     def takes_computed(self) -> bool:
         """Whether `quantize` takes a `Computed`, which its kernel computes on a GPU."""
-        ...
+        return False
 
+    @abc.abstractmethod
     def init(self) -> State:
         """The first state of a dot."""
-        ...
 
+    @abc.abstractmethod
     def format(self, operand: int) -> Format:
         """The format of an operand's codes."""
-        ...
 
+    @abc.abstractmethod
     def quantize(self, state: State, operand: int, x: Array, uses: Uses) -> tuple[tuple[Any, Any], Array]:
         """An activation or an output gradient, as a matrix, for its two GEMMs; and what `update` needs of it.
 
         An operand that is not used is None.
         """
-        ...
 
+    @abc.abstractmethod
     def quantize_rows(self, state: State, operand: int, x: Array, sizes: Array, uses: Uses) -> QuantizedRows:
-        """The same of rows sorted by group, with a state for each group."""
-        ...
+        """`quantize` for rows sorted by group, with a state for each group."""
 
+    @abc.abstractmethod
     def prepare(self, state: State, rhs: Any, kernel: KernelMatrix, groups: int) -> tuple[Any, Array]:
         """The residual of a kernel, and what `update` needs of it.
 
@@ -141,11 +150,10 @@ class Scaling(Protocol):
             kernel: its matrix.
             groups: number of stacked kernels; 0 for one kernel.
         """
-        ...
 
+    @abc.abstractmethod
     def kernel(self, state: State, residual: Any, kernel: KernelMatrix, use: int) -> ScaledArray:
         """The whole kernel for its first GEMM (0) or its second one (1)."""
-        ...
 
     def stored(self, x: Array, layers: tuple[int, ...], inputs: int) -> ScaledArray | None:
         """A frozen kernel, to be stored as the operand of its first GEMM; None if another format serves.
@@ -155,11 +163,12 @@ class Scaling(Protocol):
             layers: leading axes of stacked layers.
             inputs: the product of the contracted axes.
         """
-        ...
+        del x, layers, inputs
+        return None
 
+    @abc.abstractmethod
     def update(self, state: State, seen: Float[Array, "operands ..."]) -> State:
         """The arrays of the next state that change."""
-        ...
 
 
 class ScaleMethod(NamedTuple):

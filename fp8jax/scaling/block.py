@@ -40,13 +40,13 @@ from fp8jax.quantization import (
     amax,
     as_bytes,
     leaf_seeds,
-    quantize_twice,
-    quantize_twice_fp4,
+    quantize_rows_and_columns,
+    quantize_rows_and_columns_fp4,
     value,
 )
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import eden
-from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, State, Uses
+from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, Scaling, State, Uses
 from fp8jax.scaling.block_method import method_of
 from fp8jax.scaling.frozen_kernel import operand_of_stored, stored_kernel
 from fp8jax.scaling.row_groups import in_aligned_groups
@@ -57,7 +57,7 @@ _SPREAD = np.uint32(0x9E3779B1)  # odd: seeds of consecutive numbers are far apa
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockScaling:
+class BlockScaling(Scaling):
     """Block scaling; see `fp8jax.scaling.base.Scaling` for the methods.
 
     The residuals are lhs quantized for wgrad, and the kernel as it is stored: the backward quantizes it for
@@ -84,7 +84,7 @@ class BlockScaling:
     @property
     def rows_multiple(self) -> int | None:
         """The scale blocks of wgrad run along rows. NVFP4 also has a scale of the tensor, for all rows."""
-        return None if self.recipe.scaling == "nvfp4" else method_of(self.recipe, LHS).block[1]
+        return None if self.recipe.gemm == "FP4" else method_of(self.recipe, LHS).block[1]
 
     @property
     def takes_computed(self) -> bool:
@@ -243,7 +243,7 @@ def quantized(
     """
     transposes = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
     if recipe.gemm == "FP8":
-        return quantize_twice(x, method_of(recipe, operand), transposes)
+        return quantize_rows_and_columns(x, method_of(recipe, operand), transposes)
     assert not isinstance(x, Computed)
     is_eden = [method_of(recipe, operand, gemm).rule == "eden" for gemm in gemms]
     if any(is_eden):
@@ -253,7 +253,7 @@ def quantized(
             eden.quantized(operand, x, gemm, state) if is_its else next(plain)
             for gemm, is_its in zip(gemms, is_eden, strict=True)
         )
-    return quantize_twice_fp4(
+    return quantize_rows_and_columns_fp4(
         x,
         state["key"] if operand == GRAD and "key" in state else None,
         method_of(recipe, operand),

@@ -15,17 +15,22 @@ from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import GRAD, RHS
 from fp8jax.scaling.eden import EDEN
 
+_BLOCK = BLOCK_128X128, BLOCK_1X128
+# The methods of rhs and of other operands in FP8.
+_METHODS = {
+    "block": _BLOCK,
+    "block_float32": tuple(dataclasses.replace(method, scale="float32") for method in _BLOCK),
+    "mxfp8": (MXFP8, MXFP8),
+}
+
 
 def method_of(recipe: Recipe, operand: int, use: int = 0) -> BlockMethod:
     """How an operand is quantized for its first GEMM (0) or its second one (1)."""
-    if recipe.scaling == "nvfp4":
+    if recipe.gemm == "FP4":
         return _nvfp4(recipe.fp4_options, operand, use)
     format = formats.get(recipe.gemm_formats[operand == GRAD])
-    if recipe.scaling == "mxfp8":
-        return dataclasses.replace(MXFP8, format=format)
-    method = BLOCK_128X128 if operand == RHS else BLOCK_1X128
-    scale = "float32" if recipe.scaling == "block_float32" else "power_of_two"
-    return dataclasses.replace(method, format=format, scale=scale)
+    of_rhs, of_others = _METHODS[recipe.scaling]
+    return dataclasses.replace(of_rhs if operand == RHS else of_others, format=format)
 
 
 def _nvfp4(options: tuple[str, ...], operand: int, use: int) -> BlockMethod:

@@ -61,9 +61,9 @@ def stored_kernel(recipe: Recipe, x: jax.Array, layers: tuple[int, ...], inputs:
         None if `blocks_of_kernel` is None, or for "block_float32", whose scales are no powers of two. A
         bfloat16 `x` is marked by bfloat16 scales.
     """
-    if recipe.scaling == "block_float32":
-        return None
     shape, method = x.shape[len(layers) :], method_of(recipe, RHS)
+    if method.scale == "float32":
+        return None
     blocks = blocks_of_kernel(recipe, shape, inputs)
     if blocks is None:
         return None

@@ -5,6 +5,7 @@ sorted by group have a scale for each group.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +16,6 @@ from fp8jax import formats
 from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import ScaledArray, amax, as_bytes, on_data, quantize_by, value
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import current, delayed
 from fp8jax.scaling.base import (
     CASTS,
     GRAD,
@@ -25,18 +25,18 @@ from fp8jax.scaling.base import (
     KernelMatrix,
     QuantizedRows,
     ScaleMethod,
+    Scaling,
     State,
     Uses,
 )
 from fp8jax.scaling.row_groups import groups_of_rows
 
-METHODS = {"delayed": delayed.build, "current": current.build}
-
 
 @dataclasses.dataclass(frozen=True)
-class TensorScaling:
+class TensorScaling(Scaling):
     """Scaling by tensor; see `fp8jax.scaling.base.Scaling` for the methods."""
 
+    build: Callable[[Recipe], ScaleMethod]  # `delayed.build` or `current.build`
     recipe: Recipe
     axes: ClassVar[tuple[tuple[str, str], ...]] = (("mk", "mk"), ("kn", "kn"), ("mn", "mn"))
     is_residual_quantized: ClassVar[bool] = True
@@ -57,19 +57,9 @@ class TensorScaling:
         return 1
 
     @property
-    def takes_computed(self) -> bool:
-        """No: XLA fuses the operations that make an operand with its cast."""
-        return False
-
-    @property
     def method(self) -> ScaleMethod:
         """How scales are computed."""
-        if self.recipe.scaling not in METHODS:
-            raise NotImplementedError(
-                f"scaling={self.recipe.scaling}: expected an entry in `fp8jax.scaling.tensor.METHODS`; got "
-                f"entries for {', '.join(METHODS)}."
-            )
-        return METHODS[self.recipe.scaling](self.recipe)
+        return self.build(self.recipe)
 
     def init(self) -> State:
         """See `Scaling`."""
@@ -126,9 +116,6 @@ class TensorScaling:
         """See `Scaling`."""
         del state, use
         return kernel.to_matrix(on_data(kernel.gathered, residual))
-
-    def stored(self, x: Array, layers: tuple[int, ...], inputs: int) -> None:
-        """None: a kernel in E4M3 with a power of two as its scale is the operand of both GEMMs."""
 
     def update(self, state: State, seen: Array) -> State:
         """See `Scaling`."""

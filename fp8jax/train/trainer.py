@@ -27,8 +27,9 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from fp8jax import adapters, optim
 from fp8jax.inspect import memory, targets
 from fp8jax.inspect import program as compiled_program
-from fp8jax.inspect.numerics import Statistics, with_fresh_scales
+from fp8jax.inspect.numerics import Statistics
 from fp8jax.rewrite import Kernel, LoRA
+from fp8jax.scaling import with_fresh_scales
 from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device

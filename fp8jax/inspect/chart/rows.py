@@ -82,8 +82,8 @@ def declare(
     is_plain = recipe.weight == recipe.weight_grad == "FP32" and recipe.gemm != "FP16"
     has_state = recipe.is_quantized and bool(state_names(recipe))
     needs = NEEDS[has_state if is_plain else 2]
-    is_wide = recipe.is_quantized and recipe.override_linear_precision[2]
-    operands = {activations, activations if is_wide else recipe.gemm}
+    is_high_precision = recipe.is_quantized and recipe.override_linear_precision[2]
+    operands = {activations, activations if is_high_precision else recipe.gemm}
     saved = {"none": operands, "fp8": {activations, recipe.gemm}}
     saved |= {"dots_fp8": {activations, "FP8"}, "dots_fp8_inputs": {"FP8"}}
     residuals = mixed(saved.get(gradient_checkpointing, {activations}))

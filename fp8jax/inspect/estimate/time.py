@@ -45,7 +45,7 @@ from fp8jax.rewrite.report import layer_of
 GEMMS, CASTS, OTHER, UPDATE, WIRE = PARTS = ("GEMMs", "casts", "other", OPTIMIZER, "collectives")
 GRADIENTS = tuple(part for part in PARTS if part != UPDATE)  # of loss and gradients
 _COSTS = {"xla_gpu_collect_cost_model_stats": True, "xla_gpu_enable_latency_hiding_scheduler": True}
-_NARROW = ("f8", "f4")
+_LOW_PRECISION = ("f8", "f4")
 
 
 class Efficiency(NamedTuple):
@@ -122,8 +122,8 @@ class Estimate(NamedTuple):
             return of.seconds(at, parts) / self.seconds(at, parts)
 
         corners = [
-            others._replace(gemm=gemm.gemm, **{name: getattr(narrow, name) for name in _OF_BF16})
-            for gemm, narrow, others in itertools.product((BEST, WORST), repeat=3)
+            others._replace(gemm=gemm.gemm, **{name: getattr(quantized, name) for name in _OF_BF16})
+            for gemm, quantized, others in itertools.product((BEST, WORST), repeat=3)
         ]
         found = [ratio(LIKELY), *map(ratio, corners)]
         return found[0], min(found), max(found)
@@ -194,6 +194,6 @@ def _part(kernel: Kernel, is_sent: bool) -> str:
     if f"/{OPTIMIZER}/" in kernel.name:
         return UPDATE
     is_cast = re.search(r"/cast_|jit\(_dot\)", kernel.name) or any(
-        a.dtype.startswith(_NARROW) for a in arrays
+        a.dtype.startswith(_LOW_PRECISION) for a in arrays
     )
     return CASTS if is_cast else OTHER

@@ -12,7 +12,6 @@
 from fp8jax.inspect.numerics.advice import Advice as Advice
 from fp8jax.inspect.numerics.advice import advise as advise
 from fp8jax.inspect.numerics.advice import recipe_for as recipe_for
-from fp8jax.inspect.numerics.advice import with_fresh_scales as with_fresh_scales
 from fp8jax.inspect.numerics.measures import OPERANDS as OPERANDS
 from fp8jax.inspect.numerics.of_loss import RECIPES as RECIPES
 from fp8jax.inspect.numerics.of_loss import statistics as statistics

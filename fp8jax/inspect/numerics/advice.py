@@ -8,7 +8,6 @@ alone is no reason: numbers far below all others of their channel add nothing to
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from fp8jax.inspect.numerics.measures import OPERANDS, key_of
 from fp8jax.inspect.numerics.rows import WEAK, Row, Statistics
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
-from fp8jax.scaling import LHS
+from fp8jax.scaling import LHS, with_fresh_scales
 
 # Shares of the channels, and of the entries, of an operand.
 WEAK_SHARE, SATURATED_SHARE = 0.1, 1e-3
@@ -41,7 +40,9 @@ class Advice(NamedTuple):
     def planned(self, devices: int, stage: int, checkpointing: str, figure: str) -> "Advice":
         """The same advice with ZeRO's stage and `gradient_checkpointing`, for this figure."""
         recipe = Recipe.parse(self.recipe)
-        window = f", amax_history_len={recipe.amax_history_len}" if recipe.scaling == "delayed" else ""
+        window = (
+            f", amax_history_len={recipe.amax_history_len}" if with_fresh_scales(recipe) != recipe else ""
+        )
         scale = f"scaling={recipe.scaling}{window}" if recipe.is_quantized else f"gemm={recipe.gemm}"
         loop = (
             f'fp8jax.optim.adamw(3e-4, "{self.recipe}", zero=zero), fp8jax.value_and_grad(loss_fn, zero=zero)'
@@ -120,7 +121,7 @@ def advise(
         layer, why = next(iter(stale.items()))
         share = f"{len(stale)} of {len({row.layer for row in rows})}"
         reasons.append(f"scaling=current: delayed scales alone make {share} layers bad, as {layer}: {why}")
-    elif chosen.scaling in ("delayed", "current"):
+    elif scaling.of_recipe(chosen).granularity == "tensor":
         reasons += _jumps([_under(each, chosen) for each in series], set(bad))
     rules = dict.fromkeys(Rule(layer.partition("#")[0]) for layer in bad)
     return Advice(name, tuple(rules), tuple(reasons))
@@ -184,15 +185,6 @@ def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
                 place = "".join(f"[{number}]" for number in row.at)
                 worst[row.layer] = (badness, f"{row.operand}{place}: {why}")
     return {layer: why for layer, (_, why) in worst.items()}
-
-
-def with_fresh_scales(recipe: Recipe) -> Recipe:
-    """The recipe with scales of the same batch, in the place of delayed ones.
-
-    Measured beside a recipe with delayed scaling, it tells whether a layer is bad only because its scales are
-    of earlier steps.
-    """
-    return dataclasses.replace(recipe, scaling="current") if recipe.scaling == "delayed" else recipe
 
 
 def _bad_for_stale_scales(rows: list[Row], recipe: Recipe, bad: dict[str, str]) -> dict[str, str]:

@@ -60,14 +60,12 @@ def key_of(recipe: Recipe, operand: int) -> Recipe:
     if not recipe.is_quantized:
         return dataclasses.replace(Recipe(), gemm=recipe.gemm)
     names = {"gemm", "override_linear_precision", "scaling", "fp8_format", "fp4_options", "margin"}
-    if operand != GRAD and recipe.scaling in ("delayed", "current"):
+    if operand != GRAD and scaling.of_recipe(recipe).granularity == "tensor":
         names -= {"fp8_format"}
     if operand == RHS:
         names |= {"weight", "master_weight"}
     changes = {name: getattr(recipe, name) for name in names}
-    if recipe.scaling == "delayed":
-        changes["scaling"] = "current"
-    return dataclasses.replace(Recipe(), **changes)
+    return scaling.with_fresh_scales(dataclasses.replace(Recipe(), **changes))
 
 
 def quantized(
@@ -92,9 +90,7 @@ def quantized(
         dtype = formats.get(recipe.gemm).dtype
         values = jnp.asarray(x).astype(dtype).astype(jnp.float32)
         return Codes(side.to_matrix(values) if operand == RHS else values, jnp.zeros((), bool))
-    if recipe.scaling == "delayed" and state is None:
-        recipe = dataclasses.replace(recipe, scaling="current")
-    chosen = scaling.of_recipe(recipe)
+    chosen = scaling.of_recipe(scaling.with_fresh_scales(recipe) if state is None else recipe)
     state = _with_amax(recipe, operand, x, state or {})
     if operand == RHS:
         kernel = PlacedKernel(side, WHOLE)

@@ -1,4 +1,8 @@
 """Pallas kernels that quantize a matrix for both of its GEMMs at once."""
 
-from fp8jax.quantization.kernels.rows_and_columns import quantize_twice as quantize_twice
-from fp8jax.quantization.kernels.rows_and_columns_fp4 import quantize_twice_fp4 as quantize_twice_fp4
+from fp8jax.quantization.kernels.rows_and_columns import (
+    quantize_rows_and_columns as quantize_rows_and_columns,
+)
+from fp8jax.quantization.kernels.rows_and_columns_fp4 import (
+    quantize_rows_and_columns_fp4 as quantize_rows_and_columns_fp4,
+)

@@ -1,6 +1,7 @@
 """A matrix quantized in blocks for two GEMMs: as it is, and transposed.
 
-    first, second = quantize_twice(x, BLOCK_1X128)     # of x and of x.T, each with blocks along its last axis
+    # Of x and of x.T, each with blocks along its last axis.
+    first, second = quantize_rows_and_columns(x, BLOCK_1X128)
 
 On a GPU one Pallas kernel reads each tile of the matrix once and writes both copies. XLA would compute the
 scales and the codes of each copy in kernels of their own, and read the matrix four times.
@@ -33,47 +34,57 @@ from fp8jax.quantization.kernels.tiles import (
     rows_of,
 )
 
-# Rows of a tile that are an array each in `_write_turned`.
+# Rows of a tile that are an array each in `_write_transposed`.
 PART = 32
 
 # Whether the kernel is interpreted, to test it on a CPU.
 INTERPRET = False
 
 
-def quantize_twice(
+def quantize_rows_and_columns(
     x: Float[Array, "*batch rows columns"] | Computed,
     method: BlockMethod,
-    sides: tuple[bool, ...] = (False, True),
+    transposes: tuple[bool, ...] = (False, True),
 ) -> tuple[ScaledArray, ...]:
     """`quantize_blocks` of `x` and of its transpose, rounded to nearest.
 
     Args:
         x: float array; or a matrix that the kernel computes, if it has whole tiles.
         method: a method of FP8 codes, with blocks of one row or square ones.
-        sides: the copies, False for one of `x` and True for one of its transpose.
+        transposes: the copies, False for one of `x` and True for one of its transpose.
     """
     x, expression, inputs = x if isinstance(x, Computed) else (x, None, ())
     if not x.size:
-        return _one_by_one(x, method=method, sides=sides)
+        return _one_by_one(x, method=method, transposes=transposes)
     if x.shape[-2] % TILE or x.shape[-1] % TILE:
         expression, inputs = None, ()
-    static = {"method": method, "sides": sides, "expression": expression}
+    static = {"method": method, "transposes": transposes, "expression": expression}
     return by_platform(x, inputs, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
 
 
 def _one_by_one(
-    x: jax.Array, inputs: Any = (), *, method: BlockMethod, sides: tuple[bool, ...], expression: Any = None
+    x: jax.Array,
+    inputs: Any = (),
+    *,
+    method: BlockMethod,
+    transposes: tuple[bool, ...],
+    expression: Any = None,
 ) -> tuple[ScaledArray, ...]:
     del inputs, expression
     # The barrier: XLA on a CPU folds the transpose of a constant, and then reads it in the wrong order.
     return tuple(
-        quantize_blocks(lax.optimization_barrier(jnp.swapaxes(x, -1, -2)) if turn else x, method)
-        for turn in sides
+        quantize_blocks(lax.optimization_barrier(jnp.swapaxes(x, -1, -2)) if transpose else x, method)
+        for transpose in transposes
     )
 
 
 def _at_once(
-    x: jax.Array, inputs: Any = (), *, method: BlockMethod, sides: tuple[bool, ...], expression: Any = None
+    x: jax.Array,
+    inputs: Any = (),
+    *,
+    method: BlockMethod,
+    transposes: tuple[bool, ...],
+    expression: Any = None,
 ) -> tuple[ScaledArray, ...]:
     *batch, rows, columns = x.shape
     if expression is None:
@@ -82,11 +93,11 @@ def _at_once(
     else:
         operands = [each[None] for each in inputs]
     places = expression.inputs if expression else (ENTRIES,)
-    copies = ", ".join(place for turn in sides for place in ["b k m" if turn else "b m k"] * 2)
-    quantize = functools.partial(_tiles, method, sides, expression)
+    copies = ", ".join(place for transpose in transposes for place in ["b k m" if transpose else "b m k"] * 2)
+    quantize = functools.partial(_tiles, method, transposes, expression)
     rule = f"{', '.join(f'b {place}' for place in places)} -> {copies}"
     out = split_by_devices(quantize, rule, {"m": TILE, "k": TILE})(*operands)
-    shapes = [(*batch, columns, rows) if turn else (*batch, rows, columns) for turn in sides]
+    shapes = [(*batch, columns, rows) if transpose else (*batch, rows, columns) for transpose in transposes]
     pairs = zip(out[::2], out[1::2], strict=True)
     return tuple(_cut(method, shape, *pair) for shape, pair in zip(shapes, pairs, strict=True))
 
@@ -100,7 +111,7 @@ _IN_SPECS = {
 
 
 def _tiles(
-    method: BlockMethod, sides: tuple[bool, ...], expression: Any, *inputs: jax.Array
+    method: BlockMethod, transposes: tuple[bool, ...], expression: Any, *inputs: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The kernel: codes and scales of each copy of whole tiles."""
     places = expression.inputs if expression else (ENTRIES,)
@@ -109,20 +120,20 @@ def _tiles(
     height, width = (TILE // size for size in method.block)
     scale_dtype = jnp.uint8 if method.scale == "E8M0" else jnp.float32
     out_specs, out_shape = [], []
-    for turn in sides:
-        place = (lambda b, i, j: (b, j, i)) if turn else (lambda b, i, j: (b, i, j))
-        if turn:  # four codes in each number
+    for transpose in transposes:
+        place = (lambda b, i, j: (b, j, i)) if transpose else (lambda b, i, j: (b, i, j))
+        if transpose:  # four codes in each number
             of_codes = pl.BlockSpec((None, TILE, TILE // PART, PART // 4), lambda b, i, j: (b, j, i, 0))
             out_shape.append(jax.ShapeDtypeStruct((count, k, m // PART, PART // 4), jnp.uint32))
         else:
             of_codes = pl.BlockSpec((None, TILE, TILE), place)
             out_shape.append(jax.ShapeDtypeStruct((count, m, k), method.format.dtype))
         out_specs += [of_codes, pl.BlockSpec((None, height, width), place)]
-        outer, inner = (k, m) if turn else (m, k)
+        outer, inner = (k, m) if transpose else (m, k)
         scales = (count, outer // TILE * height, inner // TILE * width)
         out_shape.append(jax.ShapeDtypeStruct(scales, scale_dtype))
     out = pl.pallas_call(
-        functools.partial(_tile, method, sides, expression),
+        functools.partial(_tile, method, transposes, expression),
         grid=grid,
         in_specs=[_IN_SPECS[place] for place in places],
         out_specs=out_specs,
@@ -131,7 +142,10 @@ def _tiles(
         interpret=INTERPRET,
         name="quantize_blocks",
     )(*inputs)
-    codes = [_bytes_of(each, method) if turn else each for turn, each in zip(sides, out[::2], strict=True)]
+    codes = [
+        _bytes_of(each, method) if transpose else each
+        for transpose, each in zip(transposes, out[::2], strict=True)
+    ]
     return tuple(each for pair in zip(codes, out[1::2], strict=True) for each in pair)
 
 
@@ -141,16 +155,16 @@ def _bytes_of(words: jax.Array, method: BlockMethod) -> jax.Array:
     return lax.bitcast_convert_type(codes, method.format.dtype)
 
 
-def _tile(method: BlockMethod, sides: tuple[bool, ...], expression: Any, *refs: Any) -> None:
+def _tile(method: BlockMethod, transposes: tuple[bool, ...], expression: Any, *refs: Any) -> None:
     """One tile of each copy."""
-    inputs, out = refs[: -2 * len(sides)], refs[-2 * len(sides) :]
+    inputs, out = refs[: -2 * len(transposes)], refs[-2 * len(transposes) :]
     x = inputs[0]
     if expression:
         pairs = zip(expression.inputs, inputs, strict=True)
         parts = tuple(x[...] if place == COLUMNS else x for place, x in pairs)
         x = ComputedTile(expression, parts, divide_of(INTERPRET))
-    for turn, to_codes, to_scale in zip(sides, out[::2], out[1::2], strict=True):
-        write = _write_turned if turn else _write
+    for transpose, to_codes, to_scale in zip(transposes, out[::2], out[1::2], strict=True):
+        write = _write_transposed if transpose else _write
         write(method, x, to_codes, to_scale)
 
 
@@ -163,7 +177,7 @@ def _write(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
     to_scale[...] = stored.reshape(to_scale.shape)
 
 
-def _write_turned(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
+def _write_transposed(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
     """The codes and scales of a tile's transpose."""
     rows = rows_of(x, PART)
     bits = largest_bits(rows)

@@ -1,6 +1,6 @@
 """A matrix in NVFP4 for two GEMMs: as it is, and transposed, with the methods of NVIDIA's recipe.
 
-    first, second = quantize_twice_fp4(x, key, NVFP4_1X16, (False, True), seeds, transform=True)
+    first, second = quantize_rows_and_columns_fp4(x, key, NVFP4_1X16, (False, True), seeds, transform=True)
 
 On a GPU two Pallas kernels read the matrix once each: the first one for the scales of the tensors, the second
 one for all codes. Each has the 16 rows of a block as 16 arrays, so that the Hadamard transform of columns
@@ -53,11 +53,11 @@ INTERPRET = False
 Seeds = Callable[[Float32[Array, "2"], Float32[Array, ""]], UInt32[Array, "2"]]
 
 
-def quantize_twice_fp4(
+def quantize_rows_and_columns_fp4(
     x: Float[Array, "*batch rows columns"],
     key: Float32[Array, "2"] | None,
     method: BlockMethod,
-    sides: tuple[bool, ...] = (False, True),
+    transposes: tuple[bool, ...] = (False, True),
     *,
     transform: bool = False,
     seeds: Seeds,
@@ -70,12 +70,12 @@ def quantize_twice_fp4(
         key: for stochastic rounding; None rounds to nearest even.
         method: `NVFP4_1X16` or `NVFP4_16X16`; with the rule "four_or_six" by XLA on every platform, since the
             kernels compute a scale from the amax of its block alone.
-        sides: the copies, False for one of `x` and True for one of its transpose.
+        transposes: the copies, False for one of `x` and True for one of its transpose.
         transform: whether the transpose goes through `hadamard` first. Its padding does, too.
         seeds: gives the seeds of the random bits of `x` and its transpose, from the key and the amax of `x`.
         whole_amax: see `quantize_blocks`; only without `transform`.
     """
-    static = {"method": method, "sides": sides, "transform": transform, "seeds": seeds}
+    static = {"method": method, "transposes": transposes, "transform": transform, "seeds": seeds}
     if not x.size or method.rule != "six":
         return _one_by_one(x, key, whole_amax, **static)
     return by_platform(x, key, whole_amax, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
@@ -87,18 +87,18 @@ def _one_by_one(
     whole_amax: Any = None,
     *,
     method: BlockMethod,
-    sides: tuple[bool, ...],
+    transposes: tuple[bool, ...],
     transform: bool,
     seeds: Any,
 ) -> tuple[ScaledArray, ...]:
     made = None if key is None else seeds(key, amax(x))
     copies = []
-    for turn in sides:
-        copy = jnp.swapaxes(x, -1, -2) if turn else x
+    for transpose in transposes:
+        copy = jnp.swapaxes(x, -1, -2) if transpose else x
         pairs = zip(method.padded(copy.shape), copy.shape, strict=True)
         copy = jnp.pad(copy, [(0, padded - dim) for padded, dim in pairs])
-        copy = hadamard(copy) if turn and transform else copy
-        random = None if made is None else random_bits(made[int(turn)], copy.shape)
+        copy = hadamard(copy) if transpose and transform else copy
+        random = None if made is None else random_bits(made[int(transpose)], copy.shape)
         copies.append(quantize_blocks(copy, method, random, whole_amax))
     return tuple(copies)
 
@@ -109,24 +109,28 @@ def _at_once(
     whole_amax: Any = None,
     *,
     method: BlockMethod,
-    sides: tuple[bool, ...],
+    transposes: tuple[bool, ...],
     transform: bool,
     seeds: Any,
 ) -> tuple[ScaledArray, ...]:
     *batch, rows, columns = x.shape
     tiles = x.reshape(-1, rows, columns)
     tiles = jnp.pad(tiles, [(0, 0), (0, -rows % TILE), (0, -columns % TILE)])
-    shapes = tuple(method.padded((columns, rows) if turn else (rows, columns)) for turn in sides)
-    of_x, of_transpose = _amaxes(tiles, transform and any(sides), whole_amax)
-    scales = [of_tensor(of_transpose if turn else of_x) for turn in sides]
+    shapes = tuple(
+        method.padded((columns, rows) if transpose else (rows, columns)) for transpose in transposes
+    )
+    of_x, of_transpose = _amaxes(tiles, transform and any(transposes), whole_amax)
+    scales = [of_tensor(of_transpose if transpose else of_x) for transpose in transposes]
     operands = [tiles, jnp.stack([part for pair in scales for part in pair], axis=1)]
     if key is not None:
         operands += _places(tiles.shape, seeds(key, jnp.max(of_x)))
     copies = ", ".join(
-        place for turn in sides for place in (["b k m w", "b k m"] if turn else ["b m k w", "b m k"])
+        place
+        for transpose in transposes
+        for place in (["b k m w", "b k m"] if transpose else ["b m k w", "b m k"])
     )
     rule = f"{', '.join(['b m k', 'b s', 'b r', 'b m', 'b k'][: len(operands)])} -> {copies}"
-    quantize = functools.partial(_codes, method, sides, transform, shapes)
+    quantize = functools.partial(_codes, method, transposes, transform, shapes)
     out = split_by_devices(quantize, rule, {"m": TILE, "k": TILE})(*operands)
     copies = []
     for (outer, inner), (_, decode), words, of_block in zip(shapes, scales, out[::2], out[1::2], strict=True):
@@ -175,7 +179,7 @@ def _bits_of_tiles(x: jax.Array) -> tuple[jax.Array, ...]:
 
 def _codes(
     method: BlockMethod,
-    sides: tuple[bool, ...],
+    transposes: tuple[bool, ...],
     transform: bool,
     shapes: tuple[Any, ...],
     *operands: jax.Array,
@@ -184,18 +188,20 @@ def _codes(
     (count, m, k), height = operands[0].shape, method.block[0]
     in_specs = [
         pl.BlockSpec((None, TILE, TILE), lambda b, i, j: (b, i, j)),
-        pl.BlockSpec((None, 2 * len(sides)), lambda b, i, j: (b, 0)),
+        pl.BlockSpec((None, 2 * len(transposes)), lambda b, i, j: (b, 0)),
         pl.BlockSpec((None, 4), lambda b, i, j: (b, 0)),
         pl.BlockSpec((None, TILE), lambda b, i, j: (b, i)),
         pl.BlockSpec((None, TILE), lambda b, i, j: (b, j)),
     ]
     out_specs, out_shape = [], []
-    for turn in sides:
-        outer, inner = (k, m) if turn else (m, k)
+    for transpose in transposes:
+        outer, inner = (k, m) if transpose else (m, k)
         out_specs += [
-            pl.BlockSpec((None, TILE, COUNT, 2), lambda b, i, j, t=turn: (b, j, i, 0) if t else (b, i, j, 0)),
             pl.BlockSpec(
-                (None, TILE // height, COUNT), lambda b, i, j, t=turn: (b, j, i) if t else (b, i, j)
+                (None, TILE, COUNT, 2), lambda b, i, j, t=transpose: (b, j, i, 0) if t else (b, i, j, 0)
+            ),
+            pl.BlockSpec(
+                (None, TILE // height, COUNT), lambda b, i, j, t=transpose: (b, j, i) if t else (b, i, j)
             ),
         ]
         out_shape += [
@@ -203,7 +209,7 @@ def _codes(
             jax.ShapeDtypeStruct((count, outer // height, inner // BLOCK), E4M3.dtype),
         ]
     call = pl.pallas_call(
-        functools.partial(_tile, method, sides, transform, shapes, len(operands) > 2),
+        functools.partial(_tile, method, transposes, transform, shapes, len(operands) > 2),
         grid=(count, m // TILE, k // TILE),
         in_specs=in_specs[: len(operands)],
         out_specs=out_specs,
@@ -224,7 +230,7 @@ def _largest(x: Any, of_x: Any, of_transpose: Any) -> None:
 
 def _tile(
     method: BlockMethod,
-    sides: tuple[bool, ...],
+    transposes: tuple[bool, ...],
     transform: bool,
     shapes: tuple[Any, ...],
     is_random: bool,
@@ -233,12 +239,12 @@ def _tile(
 ) -> None:
     """One tile of each copy."""
     scales, places, out = refs[0], refs[1:4] if is_random else None, refs[4 if is_random else 1 :]
-    for n, (turn, shape) in enumerate(zip(sides, shapes, strict=True)):
+    for n, (transpose, shape) in enumerate(zip(transposes, shapes, strict=True)):
         blocks = functools.partial(_blocks, method, scales[2 * n], scales[2 * n + 1])
-        random = functools.partial(_random, places, turn, shape) if is_random else lambda _: None
-        if turn:
+        random = functools.partial(_random, places, transpose, shape) if is_random else lambda _: None
+        if transpose:
             rows = _transformed(rows_of(x, BLOCK), x.dtype) if transform else rows_of(x, BLOCK)
-            _write_turned(rows, blocks, random, out[2 * n], out[2 * n + 1])
+            _write_transposed(rows, blocks, random, out[2 * n], out[2 * n + 1])
         else:
             _write(x[...].astype(jnp.float32), blocks, random, out[2 * n], out[2 * n + 1])
 
@@ -252,7 +258,7 @@ def _write(tile: jax.Array, blocks: Any, random: Any, words: Any, scales: Any) -
     words[...] = jnp.sum(codes << shifts, axis=3, dtype=jnp.uint32)
 
 
-def _write_turned(rows: list[jax.Array], blocks: Any, random: Any, words: Any, scales: Any) -> None:
+def _write_transposed(rows: list[jax.Array], blocks: Any, random: Any, words: Any, scales: Any) -> None:
     """The codes and scales of a tile's transpose, from its rows."""
     factor, scale = blocks(largest_bits(rows), 1)
     scales[...] = scale.T
@@ -272,12 +278,12 @@ def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis
     return factor, scale
 
 
-def _random(places: Any, turn: bool, shape: tuple[int, int], r: int | None) -> jax.Array:
+def _random(places: Any, transpose: bool, shape: tuple[int, int], r: int | None) -> jax.Array:
     """The bits of `random_bits` for a tile in blocks, or for every 16th row from row `r` on.
 
     Args:
         places: what `_places` returns, for this tile.
-        turn: whether the copy, of shape `shape`, is the transpose.
+        transpose: whether the copy, of shape `shape`, is the transpose.
         shape: of the copy.
         r: the first row.
     """
@@ -286,9 +292,9 @@ def _random(places: Any, turn: bool, shape: tuple[int, int], r: int | None) -> j
         row, column = rows[...][:, None, None], columns[...].reshape(1, COUNT, BLOCK)
     else:
         row, column = rows[pl.ds(r, COUNT, BLOCK)][:, None], columns[...][None]
-    outer, inner = (column, row) if turn else (row, column)
+    outer, inner = (column, row) if transpose else (row, column)
     outer += of_matrix[2] * np.uint32(shape[0])
-    return bits_at(outer * np.uint32(shape[1]) + inner, of_matrix[int(turn)])
+    return bits_at(outer * np.uint32(shape[1]) + inner, of_matrix[int(transpose)])
 
 
 def _transformed(rows: list[jax.Array], dtype: Any) -> list[jax.Array]:

@@ -124,12 +124,12 @@ def _dequantized(x: torch.Tensor, factor: Any = 1.0, remainder: Any = None) -> t
     """The value, of a weight with its remainder, times a factor, float32, in new memory."""
     # A scale that is a power of two does not round the factor.
     codes, factor = (x.codes, x.scale * factor) if is_scaled(x) else (x, factor)
-    wide = casts.to_float(codes)
+    values = casts.to_float(codes)
     if remainder is not None and not is_scaled(x):
-        wide = wide + remainder * _fraction(wide, x.dtype)
+        values = values + remainder * _fraction(values, x.dtype)
     elif remainder is not None:
-        wide.add_(casts.to_float(remainder), alpha=REMAINDER_STEP)
-    return wide * factor if wide is codes else wide.mul_(factor)
+        values.add_(casts.to_float(remainder), alpha=REMAINDER_STEP)
+    return values * factor if values is codes else values.mul_(factor)
 
 
 def _write(state: ParamState, new: Tensors, random: tuple[Any, ...], rounding: tuple[str, str, str]) -> None:
