@@ -8,11 +8,11 @@
 # %% [markdown]
 # # FP8 in fifteen minutes
 #
-# This notebook takes a Linen model and its bf16 training loop to FP8 and 7 bytes per parameter. It changes
-# five lines of the loop and none of the model (FP8 GEMMs alone [need one](../getting-started/linen.md)). Then
-# it shows what runs in FP8, how the loss compares, and how many bytes are stored.
+# This notebook converts a Linen model and its bf16 training loop to FP8, with 7 bytes per parameter. It
+# changes five lines of the loop, none of the model (FP8 GEMMs alone [need one](../getting-started/linen.md)).
+# It shows which layers run in FP8, how the loss compares, and how many bytes are stored.
 #
-# It needs `pip install ".[train]"` in a copy of the repository. On a CPU fp8jax rounds as a GPU does, slowly.
+# It needs `pip install ".[train]"` in a copy of the repository. A CPU emulates the rounding of a GPU, slowly.
 
 # %%
 import argparse
@@ -71,8 +71,8 @@ class GPT(nn.Module):
 
 
 # %% [markdown]
-# The text is the source code of one of Python's modules. A batch is 16 windows of 64 characters.
-# The loop is as optax's users write it.
+# The text is the source code of one of Python's modules. A batch has 16 windows of 64 characters.
+# The loop is the usual one for optax.
 
 # %%
 text = np.frombuffer(source.getsource(argparse).encode("ascii", "replace"), np.uint8).astype(np.int32)
@@ -117,8 +117,8 @@ print(f"bf16: loss {losses['bf16'][0]:.2f} at the first step, {np.mean(losses['b
 # 1. `fp8jax.transform(module, recipe)` gives a model that computes its linear layers in FP8;
 # 2. `fp8jax.optim.clip_by_global_norm` replaces optax's, because FP8 gradients have scales;
 # 3. `fp8jax.optim.adamw` stores the moments in the recipe's formats;
-# 4. `fp8jax.value_and_grad` replaces JAX's: it returns FP8 gradients, and the variables with the next scales;
-# 5. `fp8jax.apply_updates` replaces optax's, and takes these variables.
+# 4. `fp8jax.value_and_grad` replaces JAX's: it returns FP8 gradients, and variables with the new scales;
+# 5. `fp8jax.apply_updates` replaces optax's, and updates these variables.
 
 
 # %%
@@ -146,7 +146,7 @@ model, variables, fp8_state, losses["fp8"] = train("fp8")
 # %% [markdown]
 # ## The report: which layers run in FP8?
 #
-# Every layer has a line, and a layer that is not in FP8 has a reason. The head stays in bf16 by default.
+# The report has a line for each layer, with a reason if it is not in FP8. By default the head stays in bf16.
 
 # %%
 print(model.report(batch_of(0)[:, :-1]))
@@ -155,7 +155,7 @@ print(model.report(batch_of(0)[:, :-1]))
 # ## The chart: is each tensor stored as the recipe says?
 #
 # The chart is read back from compiled training steps, not from the recipe. `fp8jax chart` prints it for all
-# recipes, and `fp8jax chart --target h200` reads the programs of a GPU that is not there.
+# recipes, and `fp8jax chart --target h200` reads programs compiled for an H200, without having one.
 
 # %%
 print(chart.table([chart.measure(recipe, devices=2) for recipe in ("bf16", "fp8")]))
@@ -176,8 +176,8 @@ for name, curve in losses.items():
 # %% [markdown]
 # ## What it saves
 #
-# These are the bytes of the arrays that are stored between steps, for each parameter of the model. The
-# embedding, norms and head stay in float32, so a small model saves less than a large one.
+# The bytes per parameter count all arrays that are stored between two steps. The embedding, norms and head
+# stay in float32, so a small model saves less than a large one.
 
 
 # %%
@@ -198,8 +198,8 @@ for name, trees in {"bf16": (params["params"], opt_state), "fp8": (variables["pa
 # %% [markdown]
 # ## The way back
 #
-# `model.dequantize` gives the parameters of the plain model under their old names. Save them, or go on with
-# them.
+# `model.dequantize` returns the parameters of the plain model, under their original names. Save them, or
+# continue to train them.
 
 # %%
 plain = model.dequantize(variables)

@@ -9,8 +9,8 @@
 # # The same model in NNX and PyTorch
 #
 # A recipe means the same in Flax NNX and in PyTorch: the same layers, scales, casts and moments. This
-# notebook trains one model on both sides under one recipe, from the same weights, and compares the losses.
-# Then it carries the trained PyTorch model to NNX.
+# notebook trains the same model in both, with the same recipe and initial weights, and compares the losses.
+# Then it converts the trained PyTorch model to NNX.
 #
 # It needs `pip install ".[train,torch]"` in a copy of the repository and no GPU.
 
@@ -42,7 +42,7 @@ def batch_of(step):
 # %% [markdown]
 # ## The model in NNX
 #
-# Each block has an MLP. A position sees those before it through a causal mean, in place of attention.
+# Each block has an MLP. A causal mean over the earlier positions takes the place of attention.
 
 
 # %%
@@ -75,8 +75,8 @@ class Net(nnx.Module):
 
 
 # %% [markdown]
-# `fp8jax.transform` returns another module and leaves yours as it is. The loop is NNX's own, but for
-# `fp8jax.value_and_grad` and the optimizer.
+# `fp8jax.transform` returns a new module and does not change yours. The loop is the usual one of NNX, except
+# for `fp8jax.value_and_grad` and the optimizer.
 
 # %%
 model = fp8jax.transform(Net(nnx.Rngs(0)), RECIPE)
@@ -99,7 +99,7 @@ print(fp8jax.report(model, batch_of(0)[:, :-1]))
 # %% [markdown]
 # ## The model in PyTorch
 #
-# Modules have the same names, so `mapping_of` knows which tensor is which.
+# The modules have the same names, so `mapping_of` can match their tensors.
 
 
 # %%
@@ -130,7 +130,7 @@ class TorchNet(torch.nn.Module):
 
 
 # %% [markdown]
-# `fp8jax_torch.prepare` takes the model and the optimizer. The loop stays as it is.
+# `fp8jax_torch.prepare` takes the model and the optimizer. The training loop does not change.
 
 # %%
 net = TorchNet()
@@ -153,8 +153,8 @@ print(fp8jax_torch.report(net))
 # %% [markdown]
 # ## One run on each side
 #
-# The bridge copies the weights of the NNX model, codes and scales, bit for bit. From here on both sides see
-# the same batches.
+# The bridge copies the codes and scales of the NNX model's weights to PyTorch, bit for bit. From here on both
+# models see the same batches.
 
 # %%
 mapping = mapping_of(net)
@@ -169,8 +169,8 @@ for step in (0, 1, STEPS // 2, STEPS - 1):
     print(f"step {step + 1:3}  NNX {losses['NNX'][step]:.5f}  PyTorch {losses['PyTorch'][step]:.5f}")
 
 # %% [markdown]
-# The losses agree until rounding tells the runs apart: the two libraries add in other orders, and a sum that
-# differs in its last bit may be rounded to another FP8 number.
+# The losses agree until rounding separates the runs: the two libraries add in different orders, and a sum
+# that differs in its last bit may be rounded to a different FP8 number.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
@@ -185,8 +185,8 @@ plt.show()
 # %% [markdown]
 # ## From PyTorch to NNX
 #
-# The bridge also takes a trained model to the other side. `optimizer_to_flax` does the same for the moments,
-# so a run can go on where it stopped.
+# The bridge also converts a trained model back to NNX. `optimizer_to_flax` does the same for the moments, so
+# a run can continue where it stopped.
 
 # %%
 nnx.update(model, to_flax(net.state_dict(), mapping, like=nnx.state(model)))
@@ -199,7 +199,7 @@ print("the same codes:  ", np.array_equal(np.asarray(kernel.data), weight.codes.
 # %% [markdown]
 # ## The plain models
 #
-# Both sides give the parameters back in high precision, for export or evaluation.
+# Both libraries can return the parameters in high precision, for export or evaluation.
 
 # %%
 plain = fp8jax.adapters.nnx.dequantize(model)
