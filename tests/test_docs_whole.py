@@ -5,7 +5,9 @@
 
 import ast
 import dataclasses
+import io
 import re
+import tokenize
 
 import pytest
 from test_docs import PAGES, ROOT
@@ -129,7 +131,43 @@ def test_the_pages_of_recipes_have_one_order(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short(page):
-    assert len(PAGES[page].splitlines()) <= 250
+    assert len(PAGES[page].splitlines()) <= (120 if page == "README.md" else 250)
+
+
+def code_lines(path):
+    """The lines of a program without comments, docstrings and blank lines."""
+    source, lines, documented = path.read_text(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        first = getattr(node, "body", [None])[0] if isinstance(getattr(node, "body", None), list) else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            documented |= {*range(first.lineno, first.end_lineno + 1)}
+    empty = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in empty:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    return len(lines - documented)
+
+
+def test_the_sizes_of_the_parts_are_within_a_tenth():
+    rows = re.findall(r"^\| (`.*`) \| ([\d,]+) \|", PAGES["docs/from-scratch.md"], re.MULTILINE)
+    said = {parts: int(lines.replace(",", "")) for parts, lines in rows}
+    folders = {
+        parts: [ROOT / (f if f == "interop/" else f"fp8jax/{f}") for f in re.findall("`(.*?)`", parts)]
+        for parts in said
+    }
+    for parts, found in folders.items():
+        files = [file for part in found for file in ([part] if part.is_file() else part.rglob("*.py"))]
+        assert sum(map(code_lines, files)) == pytest.approx(said[parts], rel=0.1), parts
+    assert len(rows) > 9
+
+
+def test_paths_in_contributing_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:fp8jax|tests|interop|docs|examples)/[\w/.]*)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+    names = {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py"))}
+    assert [name for name in re.findall(r"`(\w+\.py)`", text) if name not in names] == []
 
 
 def options_table():
