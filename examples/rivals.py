@@ -31,12 +31,12 @@ import train_gpt
 
 from fp8jax.inspect import program
 from fp8jax.train import blame_input, distributed
-from fp8jax.train.fit import spans
 from fp8jax.train.metrics import bytes_per_parameter
 from fp8jax.train.report.report import facts
+from fp8jax.train.run.run import spans
+from fp8jax.train.run.validation import validator
 from fp8jax.train.step.network import State
 from fp8jax.train.step.optimizers import decays, schedule_of
-from fp8jax.train.validation import validator
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 from codes import decode, encode

@@ -22,9 +22,10 @@ import fp8jax
 from fp8jax import signals
 from fp8jax.inspect import numerics
 from fp8jax.inspect.numerics.rows import files_of_run
-from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, checks, fit
+from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
+from fp8jax.train.run import checks
 from fp8jax.train.run_folder import RunMetadata
 
 FEATURES, WIDTH, STEPS = 32, 64, 12

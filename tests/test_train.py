@@ -15,7 +15,7 @@ import fp8jax
 from fp8jax import Recipe, train
 from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import PRESETS
-from fp8jax.train.fit import spans
+from fp8jax.train.run.run import spans
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.optimizers import decays, schedule_of
 

@@ -5,7 +5,7 @@ of it.
 |---|---|
 | `config` | `TrainConfig`; reading a configuration from YAML files and the command line |
 | `trainer`, `step/` | the compiled step: Linen and NNX, optimizer, placement, batch size |
-| `fit`, `validation`, `checks` | the training loop |
+| `fit`, `run/` | the training loop |
 | `data/` | token files, batches, batches on the devices |
 | `checkpoint`, `run_folder` | checkpoints, and the folder of a run |
 | `metrics`, `report/` | metrics, the live display, the report |

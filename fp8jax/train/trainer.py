@@ -35,7 +35,7 @@ from fp8jax.train.config import TrainConfig
 from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
-from fp8jax.train.step.batch_check import check_batch
+from fp8jax.train.step.batch_check import check_batch, shapes_of
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
 from fp8jax.train.step.network import Loss, State, network_of
 from fp8jax.train.step.optimizers import optimizer_of
@@ -81,7 +81,7 @@ class Trainer:
         if config.lora_rank:
             options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
         self.model = adapters.transform(model, config.precision, **options)
-        self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _shapes(example))
+        self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), shapes_of(example))
         self.placement = place(distributed.devices(config.devices))
         zero = self.placement.zero(config)
         # Adapters have no master weights.
@@ -256,8 +256,7 @@ class Trainer:
 
     @functools.cached_property
     def _statistics(self) -> Callable[[PyTree, PyTree], Statistics]:
-        recipe = self.config.precision
-        recipes = dict.fromkeys([recipe, with_fresh_scales(recipe)])
+        recipes = dict.fromkeys([self.config.precision, with_fresh_scales(self.config.precision)])
         measure = functools.partial(self.network.statistics, recipes=recipes)
         return self.placement.one_at_a_time(jax.jit(measure, out_shardings=self.placement.replicated))
 
@@ -348,13 +347,4 @@ class Trainer:
 
     def precision(self) -> AbstractContextManager[Any]:
         """The precision of float32 GEMMs."""
-        if not self.config.tf32:
-            return contextlib.nullcontext()
-        return jax.default_matmul_precision("tensorfloat32")
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    """With the dtypes that arrays have on a device: float32 for NumPy's float64."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree
-    )
+        return jax.default_matmul_precision("tensorfloat32") if self.config.tf32 else contextlib.nullcontext()

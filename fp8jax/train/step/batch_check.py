@@ -45,3 +45,10 @@ def _described(tree: PyTree) -> dict[str, str]:
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(path): text(leaf) for path, leaf in leaves}
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Shapes and dtypes, as arrays have them on a device: float32 for NumPy's float64."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree
+    )
