@@ -496,7 +496,7 @@ def test_defect_5_the_documented_override_is_read(tmp_path):
         Recipe.from_accelerate(environ=LAUNCHED | letters)
 
 
-def test_the_questionnaires_false_is_none_of_the_three(tmp_path):
+def test_override_linear_precision_false(tmp_path):
     """So it wrote the answer "no" before it wrote three of them."""
     for word in ("false", "'False'", "no"):
         text = f"mixed_precision: fp8\nfp8_config: {{margin: 1, override_linear_precision: {word}}}"

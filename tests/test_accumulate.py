@@ -97,7 +97,7 @@ def test_the_mean_of_the_parts_in_the_formats_of_one(recipe, format):
     np.testing.assert_array_equal(state["scale"], expected["scale"])
 
 
-def test_what_is_summed_never_has_the_width_of_float32():
+def test_accumulator_is_fp16():
     """The scan carries the kernels' sums in FP16: 2 bytes a number and a few scales."""
     model, variables = model_of("O2")
     grad = fp8jax.accumulate_gradients(loss_of(model), PARTS)

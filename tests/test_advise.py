@@ -133,7 +133,7 @@ def test_text_runs():
     assert [row.path for row in report.rows if not row.fp8] == ["head2"]
 
 
-def test_own_rows_are_of_the_same_recipe_alone():
+def test_advise_ignores_own_rows_of_other_recipe():
     """They have the model's scaling state, as no other recipe."""
     rows = [row(recipe="te", is_own=True, saturation=0.5), row(recipe="mxfp8")]
     assert not fp8jax.advise(rows, target="b200", recipe="mxfp8").rules

@@ -160,7 +160,7 @@ def test_auto_chooses_by_device_and_says_why(monkeypatch, one_device):
     assert backends.choose("auto").name == "xla"
 
 
-def test_the_last_line_of_a_report_says_who_multiplies(monkeypatch, one_device):
+def test_report_names_te_backend(monkeypatch, one_device):
     x = jnp.ones((16, 32))
     monkeypatch.setattr(te_gemm, "_why_not_importable", lambda: "transformer_engine is not installed")
     for backend, line in (
@@ -236,7 +236,8 @@ def test_state_in_modules_and_of_stacked_layers():
     assert te.to_te({}) == te.from_te({}, "te,scaling=current") == {}
 
 
-def test_a_number_that_is_bad_there_is_forgotten_here():
+def test_from_te_drops_non_finite():
+    """A scale or amax that is not finite in TransformerEngine's state is dropped."""
     theirs = te.to_te({"scale": jnp.ones(3), "amax_history": jnp.ones((3, 4))})
     theirs["x_scale"] = jnp.array([jnp.inf])
     theirs["grad_amax_history"] = jnp.array([0.0, jnp.nan, jnp.inf, 2.0])

@@ -205,7 +205,8 @@ def test_metadata_of_another_step(alone, tmp_path, monkeypatch, name, value):
         fit(trainer, ROWS, resume=True, **options)
 
 
-def test_what_was_just_saved_or_restored_is_not_saved_again(alone, tmp_path, monkeypatch):
+def test_no_duplicate_checkpoint(alone, tmp_path, monkeypatch):
+    """A step that has a checkpoint is not saved again."""
     trainer, options, _ = alone
     trainer, saved = at(trainer, tmp_path / "run"), []
 

@@ -240,7 +240,9 @@ def test_a_loss_function_is_planned_as_its_model():
     )
 
 
-def test_a_step_of_ones_own():
+def test_plan_of_user_step():
+    """A plan of a training step that the user wrote."""
+
     def step(variables, opt_state, x):
         return variables @ x, opt_state + 1, jnp.sum(x)
 

@@ -459,7 +459,8 @@ def test_over_devices_a_plain_forward_needs_no_placed_arguments():
     )
 
 
-def test_choices_without_a_row_here_get_and_give_nothing():
+def test_combine_with_dropped_choices():
+    """Choices without a row get zeros, and no row gets a gradient from them."""
     # Tokens 0 and 1 with two choices each, of which three have one of the four rows.
     way = Way(jnp.array([2, 0, 3, 1]), jnp.array([[1, 4], [0, 2]]))
     y, grad = normal(0, 4, 8), normal(1, 2, 2, 8)

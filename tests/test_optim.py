@@ -318,7 +318,7 @@ def kernel(format):
 
 
 @pytest.mark.parametrize("make", [adam, adamw, adamw_8bit])
-def test_without_a_recipe_the_weights_say_what_is_kept(make):
+def test_masters_follow_weight_format(make):
     """FP8 weights need masters, whoever forgot to say so: small steps would be lost in them."""
     states = {format: make(1e-3).init(kernel(format)) for format in (formats.E4M3, formats.FP16)}
     assert states[formats.E4M3].master["w"].data.dtype == jnp.float16

@@ -151,7 +151,8 @@ RAW_ON_FP8 = {name: tx for name, tx in RAW.items() if name != "clip_by_global_no
 
 
 @pytest.mark.parametrize("name", RAW_ON_FP8)
-def test_a_raw_link_on_an_fp8_gradient_is_told_what_to_do(name):
+def test_optax_transform_on_fp8_gradient_raises(name):
+    """The error names the transformation to put in front."""
     grads = as_gradients(GRADIENTS)
     for tx in (RAW[name], optax.chain(RAW[name], adamw(0.1))):
         with pytest.raises((TypeError, ValueError), match=r"fp8jax\.optim"):
@@ -270,6 +271,7 @@ def test_moments_are_found_however_deep():
 @pytest.mark.parametrize(
     "tx, count", [(optax.sgd(0.1), 0), (optax.chain(adamw(0.1), scale_by_adam("O1")), 2)], ids=["none", "two"]
 )
-def test_moments_raise_where_there_is_not_one_pair(tx, count):
+def test_moments_of_two_adams_raise(tx, count):
+    """`moments` needs exactly one Adam in the state."""
     with pytest.raises(ValueError, match=f"`state`: expected .* one pair of Adam moments; got {count}"):
         moments(tx.init(PARAMETERS))

@@ -376,7 +376,7 @@ def test_two_processes_fit_a_trainer_as_one_does(start):
         np.testing.assert_allclose(ours, theirs, rtol=EARLY)
 
 
-def test_when_one_process_is_killed_the_other_stops_with_a_word(killed):
+def test_killed_process_stops_the_others(killed):
     group, status, seconds, found = killed
     assert seconds < 60 and found  # 4 s are the heartbeat; the machine may be slow
     assert_lost(group, 0, status)

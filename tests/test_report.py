@@ -197,7 +197,8 @@ def test_report_without_scales_says_so(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.png", "report.html", "result.json"]
 
 
-def test_skipped_steps_are_told_and_their_losses_are_no_numbers(tmp_path):
+def test_report_of_skipped_steps(tmp_path):
+    """The report counts them, and their losses are not drawn."""
     skipping = make_outcome(tensors=[])
     skipping.curves.skipped += [3, 20]
     skipping.curves.loss[2], skipping.curves.loss[19] = float("nan"), float("inf")

@@ -329,7 +329,7 @@ def test_both_losses_are_one_warning():
         ("O2,moments=E5M2+FP16", 0.899, False),
     ],
 )
-def test_a_first_moment_sticks_above_the_b1_that_is_warned_of(recipe, b1, sticks):
+def test_first_moment_stalls_by_b1(recipe, b1, sticks):
     """200 steps without a gradient leave it in the binade where it was, or next to zero."""
     tx = fp8jax.optim.scale_by_adam(recipe, b1=b1)
     grads, state = jnp.array([1.0, 0.1]), tx.init(jnp.ones(2))

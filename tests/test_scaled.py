@@ -170,7 +170,8 @@ def test_scales_and_their_reciprocals(amaxes, margin, power_of_two, format):
         assert (np.frexp(got)[0] == 0.5).all()
 
 
-def test_what_stands_in_for_a_silent_amax_is_the_callers_choice():
+def test_scale_of_otherwise():
+    """The scale of an amax of zero, inf or NaN is the argument `otherwise`."""
     silent = jnp.float32([0, 1e-40, INF, NAN, 448])
     np.testing.assert_array_equal(scale_of(silent, 448.0, otherwise=0.25), [0.25] * 4 + [1])
     np.testing.assert_array_equal(scale_of(silent, 448.0, otherwise=jnp.arange(5.0) + 7), [7, 8, 9, 10, 1])

@@ -190,7 +190,8 @@ def test_the_state_before_the_first_step(name, first, keys):
         np.testing.assert_array_equal(leaf, {"scale": first, "one": 1}.get(key, 0))
 
 
-def test_unset_is_a_number_that_no_scale_is():
+def test_unset_sentinel():
+    """No scale can have the value `UNSET`."""
     assert np.isfinite(np.float32(UNSET)) and UNSET > MAX_SCALE and np.float32(UNSET) == UNSET
 
 
@@ -301,7 +302,8 @@ def test_state_of_scanned_layers_under_checkpoint():
     np.testing.assert_array_equal(new_state(loss, states), seen)
 
 
-def test_to_max_and_from_max_keep_values_and_other_leaves():
+def test_fm32_round_trip():
+    """Scales as fm32 and back; other leaves stay as they are."""
     tree = {"a": STATE, "b": to_fm32(STATE)}
     wide = to_fm32(tree)
     assert {leaf.dtype for leaf in jax.tree.leaves(wide)} == {fm32}

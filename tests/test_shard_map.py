@@ -92,7 +92,9 @@ def distances(got, want):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("recipe", STATELESS)
-def test_on_one_device_it_is_the_function_without_it(recipe, check_vma, optimized):
+def test_shard_map_on_one_device(recipe, check_vma, optimized):
+    """The results are those without shard_map."""
+
     def fn(params, x):
         return routed(params, scanned(params, product(params, x)))
 

@@ -44,7 +44,7 @@ ENTRY %main (a: f8e5m2[64,48], sa: f32[1], b: f8e4m3fn[32,48], sb: f32[1]) -> bf
     "text, lhs, is_fp8, size",
     [(TE, "f8e5m2", True, 1), (TE.replace("f8e5m2", "bf16").replace("f8e4m3fn", "bf16"), "bf16", False, 2)],
 )
-def test_a_gemm_of_transformer_engine_is_what_its_operands_are(read, text, lhs, is_fp8, size):
+def test_te_gemm_formats(read, text, lhs, is_fp8, size):
     traffic = read(planted(text))
     [kernel] = traffic.kernels
     assert (kernel.gemm.kind, kernel.gemm.lhs, kernel.gemm.out_shape) == ("te", lhs, (64, 32))

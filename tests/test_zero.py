@@ -378,7 +378,7 @@ def test_with_kernels_sharded_along_another_axis(stage):
 
 
 @pytest.mark.long
-def test_one_device_is_none():
+def test_zero_on_one_device():
     run = trained("O2", Zero(mesh(1), "O2", 3))
     np.testing.assert_array_equal(run.losses, of_one("O2").losses)
     assert max(collective.numbers for collective in run.program.collectives) < 32 * 64

@@ -144,7 +144,7 @@ def fit(
 def _train(
     run: Run, source: Source, facts: Callable[[], dict[str, Any]], requests: signals.StopRequests
 ) -> int:
-    """Trains, and writes the report of a run that was not stopped. Returns the signal that stopped it, else 0."""
+    """Trains, and writes the report unless the run was stopped. Returns the signal that stopped it, or 0."""
     trainer, context = run.models[0].trainer, getattr(source, "context", None)  # of windows of a text
     is_text = isinstance(context, int)
     per_step = (trainer.rows * context, "tokens") if is_text else (trainer.rows, "rows")
