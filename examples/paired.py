@@ -12,8 +12,8 @@ the loss of every tenth step of each run, and paired.png.
 
 "bytes" are those of weight, gradient and moments per parameter, "peak MB" the memory of the compiled step on
 this device, with activations. "gap" is the mean difference of the last validation losses from those of bf16
-with the same seed, with a 95% interval and the p-value of a paired t-test. "could tell" is the gap that such
-a test would have found in 80% of cases.
+with the same seed on the same device, with a 95% interval and the p-value of a paired t-test. "could tell" is
+the gap that such a test would have found in 80% of cases.
 """
 
 import argparse
@@ -78,22 +78,28 @@ def train(way: str, seed: int, folder: pathlib.Path, options: Sequence[str]) -> 
 
 
 def compare(runs: list[dict[str, Any]]) -> output.Rows:
-    """A row for each way: its loss, and its gap to the baseline with the same seeds."""
-    base = {run["seed"]: run["validation loss"] for run in runs if run["way"] == BASELINE}
+    """A row for each way: its loss, and its gap to the baseline with the same seeds on the same device."""
+    base = {pair_of(run): run["validation loss"] for run in runs if run["way"] == BASELINE}
     rows = []
     for way in dict.fromkeys(run["way"] for run in runs):
-        own = [run for run in runs if run["way"] == way and run["seed"] in base]
+        first, *_ = each = [run for run in runs if run["way"] == way]
+        own = [run for run in each if pair_of(run) in base]
         row = {
             "way": way,
             "seeds": len(own),
-            "bytes": f"{sum(own[0]['bytes'].values()):.2f}",
-            "peak MB": f"{own[0]['peak'] / 1e6:.1f}",
-            "loss": f"{np.mean([run['validation loss'] for run in own]):.4f}",
+            "bytes": f"{sum(first['bytes'].values()):.2f}",
+            "peak MB": f"{first['peak'] / 1e6:.1f}",
+            "loss": f"{np.mean([run['validation loss'] for run in own]):.4f}" if own else "no pair",
         } | dict.fromkeys(GAP)
         if way != BASELINE and len(own) > 1:
-            row |= gap([run["validation loss"] - base[run["seed"]] for run in own])
+            row |= gap([run["validation loss"] - base[pair_of(run)] for run in own])
         rows.append(row)
     return rows
+
+
+def pair_of(run: dict[str, Any]) -> tuple[Any, int]:
+    """The device and the seed: another CPU gives the baseline another loss."""
+    return run.get("device"), run["seed"]
 
 
 def gap(differences: Sequence[float]) -> dict[str, Any]:

@@ -59,6 +59,15 @@ def test_seeds_without_a_baseline_are_left_out(paired):
     assert rows[1]["seeds"] == 2 and rows[1]["gap"] == "+0.5000"
 
 
+def test_runs_of_another_device_are_no_pairs(paired):
+    """The same seed has another loss on another CPU."""
+    here, there = ([run | {"device": name} for run in runs_of("bf16", [1.0, 2.0])] for name in ("a", "b"))
+    other = [run | {"device": "b"} for run in runs_of("fp8", [1.5, 2.5])]
+    there = [run | {"validation loss": run["validation loss"] + 1} for run in there]
+    assert paired.compare(here + other)[1]["seeds"] == 0
+    assert paired.compare(here + there + other)[1]["gap"] == "-0.5000"
+
+
 def test_flashoptims_formats_against_float64(load_program):
     """The formulas of its package, 0.1.4; 1000 is no multiple of 32."""
     rivals = load_program("examples/rivals.py")

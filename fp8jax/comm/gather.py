@@ -33,14 +33,14 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
-    as_codes = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
-    shared = [i for i in as_codes if not is_scaled(leaves[i]) or not has_blocks_along(leaves[i].scale, axis)]
+    in_fp8 = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
+    shared = [i for i in in_fp8 if not is_scaled(leaves[i]) or not has_blocks_along(leaves[i].scale, axis)]
     new = {
         i: lax.all_gather(x, axis_name, axis=axis, tiled=True)
         for i, x in enumerate(leaves)
-        if i not in as_codes
+        if i not in in_fp8
     }
-    codes = {i: leaves[i] for i in as_codes}
+    codes = {i: leaves[i] for i in in_fp8}
     if shared:
         codes |= zip(shared, wire.on_common_scales([leaves[i] for i in shared], axis_name), strict=True)
     whole = whole_from_parts(list(codes.values()), [axis] * len(codes), axis_name)

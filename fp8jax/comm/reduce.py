@@ -26,7 +26,15 @@ from fp8jax import formats
 from fp8jax.comm import wire
 from fp8jax.comm.auto_scaling import next_factors
 from fp8jax.comm.zero import own_part
-from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, quantize_gradient, to_bytes, value
+from fp8jax.quantization import (
+    ScaledArray,
+    from_bytes,
+    is_scaled,
+    like_gradient,
+    quantize_gradient,
+    to_bytes,
+    value,
+)
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import marked, unmarked
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
@@ -209,7 +217,7 @@ def reduced_codes(
         else:
             mean = _shard_of_row(mean, q.shape, axis, devices)
         scale = _own_scale(q.scale, axis, axis_name)
-        new.append(ScaledArray(wire.from_bytes(mean), scale * devices if op == "sum" else scale))
+        new.append(ScaledArray(from_bytes(mean, formats.E4M3), scale * devices if op == "sum" else scale))
     return new
 
 

@@ -57,18 +57,18 @@ class ShardSpec:
         `grad` is computed, to save memory."""
         return lax.optimization_barrier((operands, grad)) if self.is_part else (operands, grad)
 
-    def scattered(self, grad: jax.Array, *, as_codes: bool) -> Any:
+    def scattered(self, grad: jax.Array, *, in_fp8: bool) -> Any:
         """Reduce-scatters (sums) the gradient of a kernel, inside the backward.
 
         Args:
             grad: this device's gradient of the whole kernel, a float array.
-            as_codes: whether to return an E4M3 `ScaledArray`, with one scale for the whole kernel, or a
+            in_fp8: whether to return an E4M3 `ScaledArray`, with one scale for the whole kernel, or a
                 float32 array.
         """
         if self.comm == "FP8":
             codes = wire.on_common_scales([grad], self.axis_name)
             [part] = reduced_codes(codes, [self.axis], self.axis_name, "sum")
-            return part if as_codes else part.dequantize()
+            return part if in_fp8 else part.dequantize()
         dtype = formats.get(self.comm).dtype
         [part] = reduced_floats([grad.astype(jnp.float32)], [self.axis], self.axis_name, dtype, "sum")
-        return wire.on_common_scales([part], self.axis_name)[0] if as_codes else part
+        return wire.on_common_scales([part], self.axis_name)[0] if in_fp8 else part

@@ -17,6 +17,7 @@ from fp8jax.quantization import (
     ScaledArray,
     amax,
     format_of,
+    from_bytes,
     is_scaled,
     quantize_by,
     scale_of,
@@ -108,7 +109,7 @@ def means_of_rows(tensors: list[jax.Array], axis_name: str) -> list[jax.Array]:
 
     def mean(rows: jax.Array) -> jax.Array:
         parts = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
-        mean = jnp.mean(from_bytes(parts).astype(jnp.float32), axis=0)
+        mean = jnp.mean(from_bytes(parts, formats.E4M3).astype(jnp.float32), axis=0)
         return to_bytes(quantize_by(mean, formats.E4M3, 1.0).data)
 
     return list(in_buckets(mean, tensors))
@@ -122,8 +123,3 @@ def gathered(parts: list[jax.Array], axis_name: str) -> list[jax.Array]:
         whole = in_buckets(lambda flat: lax.all_gather(flat, axis_name), list(alike.values()))
         rows |= zip(alike, whole, strict=True)
     return [rows[i] for i in range(len(parts))]
-
-
-def from_bytes(codes: jax.Array) -> jax.Array:
-    """Bitcasts uint8 to E4M3 codes."""
-    return lax.bitcast_convert_type(codes, formats.E4M3.dtype)

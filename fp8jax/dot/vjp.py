@@ -292,7 +292,7 @@ def kernel_gradient(static: Static, drhs: Any, groups: int = 0) -> Any:
     if static.grad_slot_dtype is None:
         return None if static.rhs_dtype is None else drhs.astype(static.rhs_dtype)
     is_fp8 = static.grad_blocks is not None
-    scattered = functools.partial(static.placement.scattered, as_codes=is_fp8)
+    scattered = functools.partial(static.placement.scattered, in_fp8=is_fp8)
     drhs = (jax.vmap(scattered) if groups else scattered)(drhs)
     if not is_fp8:
         return drhs.astype(static.grad_slot_dtype)

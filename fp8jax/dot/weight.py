@@ -45,9 +45,9 @@ class KernelPlacement(Protocol):
         `grad` is computed."""
         return operands, grad
 
-    def scattered(self, grad: jax.Array, *, as_codes: bool) -> Any:
-        """Reduce-scatters the gradient: float32, or with `as_codes` an E4M3 `ScaledArray`."""
-        del as_codes
+    def scattered(self, grad: jax.Array, *, in_fp8: bool) -> Any:
+        """Reduce-scatters the gradient: float32, or with `in_fp8` an E4M3 `ScaledArray`."""
+        del in_fp8
         return grad
 
 
@@ -171,5 +171,5 @@ _shard_value.defvjp(
         _shard_value(shard, kernel, grad_slot),
         jnp.zeros_like(kernel, kernel.dtype),
     ),
-    lambda shard, zeros, grad: (zeros, shard.scattered(grad, as_codes=False)),
+    lambda shard, zeros, grad: (zeros, shard.scattered(grad, in_fp8=False)),
 )

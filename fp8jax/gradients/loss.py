@@ -81,7 +81,7 @@ def check_arguments(loss_fn: Any, zero: Any) -> None:
     if not isinstance(zero, Zero | None):
         raise TypeError(
             f"`zero`: expected a fp8jax.comm.Zero or None; got {zero!r}. Make one, as in "
-            "fp8jax.comm.Zero(mesh, recipe, stage=2)."
+            "fp8jax.comm.Zero(mesh, stage=2)."
         )
 
 

@@ -43,6 +43,7 @@ from fp8jax.quantization.blocks import quantize_in as quantize_in
 from fp8jax.quantization.blocks import quantize_like as quantize_like
 from fp8jax.quantization.casts import bits_of as bits_of
 from fp8jax.quantization.casts import cast as cast
+from fp8jax.quantization.casts import from_bytes as from_bytes
 from fp8jax.quantization.casts import select as select
 from fp8jax.quantization.casts import to_bits as to_bits
 from fp8jax.quantization.casts import to_bytes as to_bytes

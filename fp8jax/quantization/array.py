@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.formats import ALL, E4M3, E8M0, Format
-from fp8jax.quantization.casts import to_bytes
+from fp8jax.quantization.casts import from_bytes, to_bytes
 from fp8jax.quantization.packed import PackedE2M1
 
 _BITS = {
@@ -329,4 +329,4 @@ def as_codes(q: Any, format: Format) -> Any:
     """The inverse of `as_bytes`."""
     if not is_scaled(q) or isinstance(q.data, PackedE2M1):
         return q
-    return ScaledArray(lax.bitcast_convert_type(q.data, format.dtype), q.scale)
+    return ScaledArray(from_bytes(q.data, format), q.scale)

@@ -63,6 +63,11 @@ def to_bytes(codes: Float[Array, "..."]) -> UInt8[Array, "..."]:
     return lax.bitcast_convert_type(codes, jnp.uint8)
 
 
+def from_bytes(codes: UInt8[Array, "..."], format: Format) -> Float[Array, "..."]:
+    """The inverse of `to_bytes`, for codes of a format of 8 bits."""
+    return lax.bitcast_convert_type(codes, format.dtype)
+
+
 def to_bits(codes: Float[Array, "..."]) -> UInt[Array, "..."]:
     """The bits of an array as unsigned integers of the same width."""
     return lax.bitcast_convert_type(codes, bits_of(codes.dtype))

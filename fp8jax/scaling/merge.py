@@ -32,7 +32,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float8e4m3fn, PyTree, Shaped
 
 from fp8jax.formats import E4M3
-from fp8jax.quantization import select, to_bytes
+from fp8jax.quantization import from_bytes, select, to_bytes
 
 
 class _CodesRules(Fp8MetaTyRules):
@@ -134,7 +134,7 @@ def to_fp8_grad(data: Float8e4m3fn[Array, "..."]) -> Shaped[Array, "..."]:
 
 def from_fp8_grad(codes: Shaped[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
     """Converts `FP8_GRAD` to E4M3 codes."""
-    return lax.bitcast_convert_type(lax.convert_element_type(codes, jnp.uint8), E4M3.dtype)
+    return from_bytes(lax.convert_element_type(codes, jnp.uint8), E4M3)
 
 
 def first_state(states: Shaped[Array, "layers ..."]) -> Shaped[Array, "..."]:

@@ -7,6 +7,7 @@
 `report.html` contains its pictures, so it can be sent to someone as one file.
 """
 
+import contextlib
 import datetime
 import json
 import math
@@ -169,9 +170,17 @@ def verdict(outcomes: Outcomes) -> str:
 def machine() -> dict[str, Any]:
     """The device and the versions of a run, for `about`."""
     return {
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}{_of_cpu()}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
     }
+
+
+def _of_cpu() -> str:
+    """What changes the numbers of bfloat16 on a CPU; "" without it, or where Linux does not say."""
+    with contextlib.suppress(OSError):
+        if jax.default_backend() == "cpu" and "avx512_bf16" in pathlib.Path("/proc/cpuinfo").read_text():
+            return " with AVX512-BF16"
+    return ""
 
 
 def facts(trainer: Trainer, settings: Mapping[str, Any], begun: float, resumed: int) -> dict[str, Any]:
