@@ -22,8 +22,7 @@ from fp8jax.inspect import gemms, targets
 from fp8jax.inspect.program import Gemm
 from fp8jax.inspect.subject import subject
 from fp8jax.recipe import PRESETS
-from fp8jax.rewrite.report import Report
-from fp8jax.rewrite.report import Row as Told
+from fp8jax.rewrite.report import LayerRow, Report
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 
@@ -255,13 +254,13 @@ FELL = gemm("wgrad", kind="cublaslt", formats=WIDE)
     ],
 )
 def test_what_became_of_a_layer_is_judged(given, ran, capability, says):
-    report = Report("te", (Told("up", "Dense", (64, 32), True, "", 1),), 1)
+    report = Report("te", (LayerRow("up", "Dense", (64, 32), True, "", 1),), 1)
     [row] = gemms._compared(report, set(), given, ran, capability)
     assert says in row.complaint and bool(says) == bool(row.complaint)
 
 
 def test_layers_that_are_not_reported_may_have_no_fp8():
-    report = Report("te", (Told("up", "Dense", (64, 32), False, "exclude=up", 1),), 1)
+    report = Report("te", (LayerRow("up", "Dense", (64, 32), False, "exclude=up", 1),), 1)
     [row] = gemms._compared(report, set(), GIVEN, RAN, (9, 0))
     assert row.complaint == "3 GEMMs are FP8, and the report says no"
     raw = [g._replace(name=g.name.replace("fp8jax:up", "nothing")) for g in GIVEN]
@@ -411,7 +410,7 @@ def test_the_command_prints_json(capsys, monkeypatch):
     assert cli.main(["doctor", "--compile", "--json", "--recipe", "O2", "bf16"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"O2", "bf16"}
-    assert printed["O2"][0] == gemms.Row("up", "FP8", 2, 0, 1, "")._asdict()
+    assert printed["O2"][0] == gemms.GemmRow("up", "FP8", 2, 0, 1, "")._asdict()
 
 
 def test_importing_the_doctor_touches_no_device():
@@ -425,6 +424,6 @@ def test_importing_the_doctor_touches_no_device():
 
 
 def test_runs_are_shown_where_there_is_a_loop():
-    row = gemms.Row("up", "FP8", 3, 0, 12, "")
+    row = gemms.GemmRow("up", "FP8", 3, 0, 12, "")
     assert gemms.table([row]).splitlines()[1].split() == ["up", "FP8", "3", "0", "12"]
     assert "runs" not in gemms.table([row._replace(runs=1)])

@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax import cli
 from fp8jax.inspect import memory, models, subject, targets
 from fp8jax.inspect.memory import advice
-from fp8jax.rewrite.report import Report, Row
+from fp8jax.rewrite.report import LayerRow, Report
 
 ARGUMENTS = ["--layers=2", "--heads=2", "--width=32", "--context=16", "--vocabulary=65", "--batch=2"]
 
@@ -86,7 +86,7 @@ def test_adapters_and_experts_are_planned(options, less, more, capsys):
 
 def product_of(*sizes):
     """The report of one layer in FP8 whose product has these sizes."""
-    return Report("te", (Row("up", "Dense", sizes[1:], True, "", gemm=sizes),), 1)
+    return Report("te", (LayerRow("up", "Dense", sizes[1:], True, "", gemm=sizes),), 1)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fp8jax.scaling.block_method import method_of
 from fp8jax.variables import PARAMS, SCALING
 
 
-class Row(NamedTuple):
+class ExportRow(NamedTuple):
     """A kernel or a table that was written."""
 
     name: str  # the layer's in the folder
@@ -44,10 +44,10 @@ class ExportReport(NamedTuple):
     """The kernels that `save` wrote; `str` gives a table."""
 
     format: str
-    rows: tuple[Row, ...]
+    rows: tuple[ExportRow, ...]
 
     def __str__(self) -> str:
-        def answer(row: Row) -> str:
+        def answer(row: ExportRow) -> str:
             if not row.is_quantized:
                 return "high precision"
             if row.is_unchanged:
@@ -71,7 +71,7 @@ class Tensor(NamedTuple):
 
     name: str  # without "weight" at its end
     parts: dict[str, Array]
-    row: Row | None
+    row: ExportRow | None
 
 
 def save(
@@ -130,7 +130,7 @@ def write(
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`folder`: expected a path below a folder; got {given}: {error}.") from None
-    rows: list[Row] = []
+    rows: list[ExportRow] = []
     home = folder if folder.exists() else folder.parent
     with tempfile.TemporaryDirectory(dir=home, prefix=f".{folder.name}.") as temporary:
         new = pathlib.Path(temporary) / "new"
@@ -214,7 +214,7 @@ def tensors_of(source: Source, mapping: NameMap, format: ServingFormat) -> Itera
             if kernel is None:
                 base, end = name, ""
                 is_linear = len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding"
-                row = Row(name.removesuffix(".weight"), False) if is_linear else None
+                row = ExportRow(name.removesuffix(".weight"), False) if is_linear else None
                 yield Tensor(base, {end: place.restore(own_value(part), shape)}, row)
                 continue
             base = name.removesuffix(".weight")
@@ -230,7 +230,7 @@ def tensors_of(source: Source, mapping: NameMap, format: ServingFormat) -> Itera
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, scales, index)
-            yield Tensor(base, parts, Row(base, True, is_unchanged, sqnr))
+            yield Tensor(base, parts, ExportRow(base, True, is_unchanged, sqnr))
 
 
 def _part(leaf: Any, index: tuple[int, ...]) -> Any:

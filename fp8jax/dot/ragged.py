@@ -59,7 +59,7 @@ def init_ragged_state(recipe: Recipe | str, groups: int) -> State:
         groups: the number of kernels.
     """
     state = init_state(recipe)
-    return {name: jnp.broadcast_to(kept, (groups, *kept.shape)) for name, kept in state.items()}
+    return {name: jnp.broadcast_to(x, (groups, *x.shape)) for name, x in state.items()}
 
 
 def ragged_dot(
@@ -248,8 +248,8 @@ def _high_on_device(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> j
     return rows_times_matrices(lhs, rhs, group_sizes, _gemm("mk,kn"), shape)
 
 
-def _high_backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    lhs, rhs, sizes = kept
+def _high_backward(residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, sizes = residuals
     like = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
     dlhs = rows_times_matrices(grad, rhs, sizes, _gemm("mn,kn"), like)
     drhs = rows_times_rows(lhs, grad, sizes, _gemm("mk,mn"), rhs.shape)

@@ -234,11 +234,11 @@ def _kernel_operand(
 
 
 def _backward(static: Static, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    kept, seen, state, others = residuals
+    operands, seen, state, others = residuals
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
     on_device = static.matmul.on_each(functools.partial(_gradients, static))
-    grads = (*cotangents(static, *on_device(kept, seen, state, others, grad)), None)
+    grads = (*cotangents(static, *on_device(operands, seen, state, others, grad)), None)
     return differentiable_once(grads, (grad, seen), ONCE)
 
 

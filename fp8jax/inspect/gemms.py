@@ -29,13 +29,12 @@ from fp8jax.inspect.subject import Subject, loss_of, report_of, transformed
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.report import Report, layer_of
-from fp8jax.rewrite.report import Row as ReportRow
+from fp8jax.rewrite.report import LayerRow, Report, layer_of
 
 NO_LAYER = "(no layer's)"
 
 
-class Row(NamedTuple):
+class GemmRow(NamedTuple):
     """One layer and its GEMMs in the program."""
 
     layer: str  # its path, or `NO_LAYER`
@@ -48,7 +47,7 @@ class Row(NamedTuple):
 
 def check(
     subject: Subject | tuple[Any, ...], recipe: Recipe | str, *, target: str | targets.Target | None = None
-) -> list[Row]:
+) -> list[GemmRow]:
     """Compares the program of a gradient step with the model's report.
 
     Args:
@@ -96,10 +95,10 @@ def _compared(
     lowered: Sequence[Gemm],
     compiled: Sequence[Gemm],  # on a CPU the lowered ones
     capability: tuple[int, int] | None,  # of the GPU; None on a CPU
-) -> list[Row]:
+) -> list[GemmRow]:
     """The rows, from a model's report and the GEMMs of its program."""
-    reported: dict[str | None, ReportRow] = {row.path.replace("/", "."): row for row in report.rows}
-    reported[None] = ReportRow(NO_LAYER, "", (), False, "")
+    reported: dict[str | None, LayerRow] = {row.path.replace("/", "."): row for row in report.rows}
+    reported[None] = LayerRow(NO_LAYER, "", (), False, "")
 
     def by_layer(gemms: Sequence[Gemm]) -> dict[str | None, list[Gemm]]:
         groups = collections.defaultdict(list)
@@ -120,7 +119,9 @@ def _compared(
             complaint = f"{len(fp8)} GEMMs are FP8, and the report says no" if fp8 else ""
         reason = "FP8" if row.fp8 else row.reason
         runs = max((gemm.runs for gemm in fp8 or after[key]), default=1)
-        rows.append(Row(row.path or "(root)", reason, len(fp8), len(after[key]) - len(fp8), runs, complaint))
+        rows.append(
+            GemmRow(row.path or "(root)", reason, len(fp8), len(after[key]) - len(fp8), runs, complaint)
+        )
     return rows
 
 
@@ -182,7 +183,7 @@ def _cause(lost: list[Gemm], replaced: list[Gemm], capability: tuple[int, int] |
     return "XLA did not match its pattern of an FP8 GEMM, FP8 numbers times a scalar: is a scale no scalar?"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[GemmRow]) -> str:
     """The rows as text, with the column `runs` if there is a loop."""
     lines = [("layer", "report", "FP8 GEMMs", "other GEMMs", "runs")]
     lines += [(row.layer, row.report, str(row.fp8), str(row.others), str(row.runs)) for row in rows]
@@ -190,7 +191,7 @@ def table(rows: Sequence[Row]) -> str:
     return align(line if has_loop else line[:-1] for line in lines)
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[GemmRow]) -> str:
     """Whether the program is as reported, with a line for each layer that is not."""
     if lines := [f"{row.layer}: {row.complaint}" for row in rows if row.complaint]:
         return "\n".join(["NOT as reported:", *lines])
@@ -200,7 +201,7 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"as reported: {sum(counts)} FP8 GEMMs in the {len(counts)} layers that are to be in FP8"
 
 
-def text(rows: Sequence[Row], recipe: Recipe | str, target: str | None = None) -> str:
+def text(rows: Sequence[GemmRow], recipe: Recipe | str, target: str | None = None) -> str:
     """The rows under a heading, and the verdict."""
     device = jax.devices()[0]
     where = f"compiled for {targets.get(target).device if target else device.device_kind}"

@@ -62,7 +62,7 @@ def derived_from(parameters: list[Any], reason: str) -> Derived:
     return max(new, key=lambda x: x.size)._replace(paths=frozenset().union(*(x.paths for x in new)))
 
 
-class Place(NamedTuple):
+class EquationPlace(NamedTuple):
     """Where an equation is."""
 
     site: Site = ()
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 class Dot(NamedTuple):
     """One dot product of a jaxpr."""
 
-    place: Place
+    place: EquationPlace
     path: tuple[str, ...] | None  # path of its parameter; None if both operands are activations
     kernel: int  # which operand the parameter is, 0 or 1
     shape: tuple[int, ...]  # shape of the parameter in the dot product
@@ -98,7 +98,7 @@ class Dot(NamedTuple):
         return self.computed is not None
 
 
-def dot_of(eqn: Any, ins: list[Any], place: Place) -> Dot:
+def dot_of(eqn: Any, ins: list[Any], place: EquationPlace) -> Dot:
     """The dot product of an equation.
 
     Args:
@@ -173,7 +173,7 @@ def _why_not(
     contracted: Any,
     ragged: Any,
     is_complex: bool,
-    place: Place,
+    place: EquationPlace,
 ) -> str | None:
     """Why a dot product cannot run in FP8; `rank` is the other operand's."""
     if not kernels:

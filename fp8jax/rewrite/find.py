@@ -17,7 +17,7 @@ from fp8jax.rewrite.dots import (
     Activation,
     Derived,
     Dot,
-    Place,
+    EquationPlace,
     Site,
     derived,
     derived_from,
@@ -92,7 +92,7 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
     """
     walk = _Walk(FoundDots([], {}, {}, {}, [], [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
-    for out in walk.through(jaxpr, [*views, *[_STATE] * states, *others], Place()):
+    for out in walk.through(jaxpr, [*views, *[_STATE] * states, *others], EquationPlace()):
         walk.note_value(out)
     layers = layer_paths(dot.path for dot in walk.found.dots if dot.path is not None)
     dots = [dot if dot.path is None else dot._replace(layer=layers[dot.path]) for dot in walk.found.dots]
@@ -111,7 +111,7 @@ class _Walk:
     plan: Plan | None = None  # plan of the enclosing transformed function
     outside: int = 0  # length of the site of the enclosing transformed function's call
 
-    def through(self, jaxpr: Any, ins: Sequence[Any], place: Place) -> list[Any]:
+    def through(self, jaxpr: Any, ins: Sequence[Any], place: EquationPlace) -> list[Any]:
         """The outputs of a jaxpr."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         env.update((var, CONSTANT) for var in jaxpr.constvars if len(var.aval.shape) > 1)
@@ -131,7 +131,7 @@ class _Walk:
         if isinstance(x, ParamView) and not x.is_frozen:
             self.found.uses.setdefault(x.path, Uses()).others += 1
 
-    def outputs(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> list[Any]:
+    def outputs(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> list[Any]:
         """The outputs of an equation."""
         name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
         if name == "scan":
@@ -189,7 +189,7 @@ class _Walk:
             return CONSTANT if CONSTANT in ins else None
         return derived_from(parameters, f"its kernel is computed ({name})")
 
-    def scan(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> list[Any]:
+    def scan(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> list[Any]:
         """The outputs of a scan."""
         closed, length = eqn.params["jaxpr"], eqn.params["length"]
         consts, carry, xs = scan_parts(eqn, ins)
@@ -215,7 +215,7 @@ class _Walk:
             self.note_value(x)
         return [derived(x, "a scan computes its kernel", True) if is_parameter(x) else x for x in outs]
 
-    def shard_map(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
+    def shard_map(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> None:
         """Finds the dot products inside a `jax.shard_map`, which see the devices' parts of parameters."""
         mesh, axes = eqn.params["mesh"], eqn.params["newly_manual_axes"]
         devices = math.prod(mesh.shape[axis] for axis in axes)
@@ -223,7 +223,7 @@ class _Walk:
         ins = [derived(x, f"it is inside of a {SHARD_MAP}") if is_parameter(x) else x for x in ins]
         self.through(inner_jaxpr(eqn)[0], ins, place)
 
-    def opaque(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
+    def opaque(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> None:
         """Finds the dot products inside a call that `evaluate` does not look into."""
         name, params = eqn.primitive.name, eqn.params
         reason = f"it is inside of a {name}{_WAYS_OUT.get(name, '')}"
@@ -235,7 +235,7 @@ class _Walk:
             given = [*given, *[parameter] * (len(inner.invars) - len(given))]
             self.through(inner, given, place._replace(site=(*place.site, number)))
 
-    def dot(self, eqn: jex.JaxprEqn, ins: list[Any], place: Place) -> None:
+    def dot(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> None:
         """Notes a dot product."""
         dot = dot_of(eqn, ins, place)
         self.found.dots.append(dot)

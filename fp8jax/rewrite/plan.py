@@ -73,8 +73,8 @@ class Kernel(NamedTuple):
 
     def blocks(self, x: Any) -> tuple[int, ...]:
         """The shape of the scales of the parameter `x`: one for each layer and expert."""
-        kept = self._order(x)[: x.ndim - self.rank(x)]
-        return tuple(dim if axis in kept else 1 for axis, dim in enumerate(x.shape))
+        layers = self._order(x)[: x.ndim - self.rank(x)]
+        return tuple(dim if axis in layers else 1 for axis, dim in enumerate(x.shape))
 
     def _order(self, x: Any) -> tuple[int, ...]:
         """The axes of the parameter `x`, the stacked ones first."""

@@ -21,7 +21,7 @@ LOW_SHARE = 0.5
 _SCOPE = "fp8jax:"
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     """One layer."""
 
     path: str  # as in "params", joined by "/"
@@ -43,7 +43,7 @@ class Report(NamedTuple):
     """The layers of a model, in the order of their first call; `str` gives a table."""
 
     recipe: str
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     flops: int  # of all matmuls in one forward pass, including those of activations
     note: str = ""
 
@@ -52,7 +52,7 @@ class Report(NamedTuple):
         """The share of matmul FLOPs in FP8."""
         return sum(row.flops for row in self.rows if row.fp8) / max(self.flops, 1)
 
-    def largest(self, count: int) -> list[Row]:
+    def largest(self, count: int) -> list[LayerRow]:
         """The `count` layers with the most FLOPs that do not run in FP8."""
         rows = [row for row in self.rows if not row.fp8]
         return sorted(rows, key=lambda row: -row.flops)[:count]
@@ -108,16 +108,16 @@ def make_report(
         module = modules.get("/".join(path[:-1])) if path is not None else None
         return default if module is None else type(module).__name__
 
-    rows: dict[tuple[str, bool, str], Row] = {}
+    rows: dict[tuple[str, bool, str], LayerRow] = {}
     chosen: list[backends.Choice] = []
     for path in sorted({*found.tables} - {dot.path for dot, _ in choices}):
-        row = Row(layer_path(path), kind(path, "gather"), (), False, "embeddings stay as they are")
+        row = LayerRow(layer_path(path), kind(path, "gather"), (), False, "embeddings stay as they are")
         rows["/".join(path), False, ""] = row
     for dot, choice in choices:
         assert dot.path is not None
         key = ("/".join(dot.path), choice.reason is None, choice.reason or "")
         name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
-        row = Row(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm)
+        row = LayerRow(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm)
         if choice.reason is None:
             granularity = scaling.of_recipe(choice.recipe).granularity
             chosen.append(backends.choose(backend, granularity, is_batched=dot.is_batched))
@@ -132,10 +132,10 @@ def make_report(
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())
     for (scope, path), flops in found.convolutions.items():
         name = scope if path is None else layer_path(path)
-        row = Row(name, kind(path, "conv"), (), False, "convolutions stay as they are", flops)
+        row = LayerRow(name, kind(path, "conv"), (), False, "convolutions stay as they are", flops)
         rows[f"{scope} {name}", False, ""] = row
     if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
-        rows["", False, ""] = Row("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
+        rows["", False, ""] = LayerRow("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
     of_recipes = dict.fromkeys(block.note_on_gpu(choice.recipe) for _, choice in choices if not choice.reason)
     notes = [*backends.notes(chosen), *filter(None, [*of_recipes, *notes]), *_heads(found, choices)]
     return Report(recipe, tuple(rows.values()), total, "\n".join(notes))

@@ -21,7 +21,15 @@ from flax.nnx import bridge
 from fp8jax import loss_scale
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_of, run_call
-from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, LossScale, Place, modules_of, places_of
+from fp8jax.adapters.nnx.variables import (
+    STATE,
+    FP8State,
+    Frozen,
+    LossScale,
+    VariablePlace,
+    modules_of,
+    places_of,
+)
 from fp8jax.dot.layout import is_single_dot
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import SMALLEST, FunctionModel, Kernel, Layer, Report, Settings, can_be_kernel, layer_path
@@ -187,7 +195,7 @@ def recipes(model: nnx.Module) -> list[Recipe]:
     return [kernel.recipe for _, kernel, _ in placed_kernels(model)]
 
 
-def placed_kernels(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel, Place]]:
+def placed_kernels(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel, VariablePlace]]:
     """The kernels of a transformed module, with their paths and places; none for a plain module."""
     rewritten, places = rewritten_of(model), places_of(model)
     kernels = {} if rewritten is None else rewritten.function.settings.kernels or {}

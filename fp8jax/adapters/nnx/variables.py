@@ -40,7 +40,7 @@ def modules_of(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
     return list(nnx.iter_modules(model))
 
 
-class Place(NamedTuple):
+class VariablePlace(NamedTuple):
     """The place of a parameter."""
 
     owner: Any  # its module
@@ -48,13 +48,13 @@ class Place(NamedTuple):
     param: Any
 
 
-def places_of(model: nnx.Module) -> dict[tuple[str, ...], Place]:
+def places_of(model: nnx.Module) -> dict[tuple[str, ...], VariablePlace]:
     """The parameters of a module by path; a shared parameter at its first path."""
     modules, places = dict(modules_of(model)), {}
     for path, param in nnx.iter_graph(model):
         if isinstance(param, nnx.Param | Frozen):
             at = next(n for n in range(len(path) - 1, -1, -1) if path[:n] in modules)
-            place = Place(modules[path[:at]], "/".join(map(str, path[at:])), param)
+            place = VariablePlace(modules[path[:at]], "/".join(map(str, path[at:])), param)
             places[tuple(map(str, path))] = place
     return places
 

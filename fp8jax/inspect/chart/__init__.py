@@ -20,7 +20,7 @@ loop must have for the recipe: nothing, a state beside the parameters, or `fp8ja
 
 from fp8jax.inspect.chart.rows import COLUMNS as COLUMNS
 from fp8jax.inspect.chart.rows import Cell as Cell
-from fp8jax.inspect.chart.rows import Row as Row
+from fp8jax.inspect.chart.rows import ChartRow as ChartRow
 from fp8jax.inspect.chart.rows import declare as declare
 from fp8jax.inspect.chart.rows import lacking as lacking
 from fp8jax.inspect.chart.rows import measure as measure

@@ -49,7 +49,7 @@ class Cell(NamedTuple):
         return f"{self.formats} (declared {self.declared})" if self.differs else self.formats
 
 
-class Row(NamedTuple):
+class ChartRow(NamedTuple):
     """One level of the chart."""
 
     recipe: str
@@ -112,7 +112,7 @@ def measure(
     target: str | None = None,
     devices: int = 8,
     gradient_checkpointing: str = "none",
-) -> Row:
+) -> ChartRow:
     """Compiles a train step under the recipe and reads its row.
 
     Args:
@@ -163,4 +163,6 @@ def measure(
     )
     cells = {column: Cell(declared[column], *measured[column]) for column in COLUMNS}
     names = dict.fromkeys(row.backend for row in model.report(params, x).rows if row.fp8)
-    return Row(str(recipe), f"{devices} x {target or device.device_kind}", cells, ", ".join(names) or "-")
+    return ChartRow(
+        str(recipe), f"{devices} x {target or device.device_kind}", cells, ", ".join(names) or "-"
+    )

@@ -6,17 +6,17 @@ from typing import Any
 
 from fp8jax import extras
 from fp8jax.inspect.chart.readers import bits_of
-from fp8jax.inspect.chart.rows import HEADINGS, Cell, Row
+from fp8jax.inspect.chart.rows import HEADINGS, Cell, ChartRow
 from fp8jax.inspect.tables import align
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[ChartRow]) -> str:
     """The measured chart as text; a cell that differs from its declaration shows both."""
     lines = [[row.recipe, *map(str, row.cells.values()), row.backend] for row in rows]
     return align([["recipe", *HEADINGS.values(), "backend"], *lines])
 
 
-def text(rows: list[Row], *, evidence: bool = False) -> str:
+def text(rows: list[ChartRow], *, evidence: bool = False) -> str:
     """The chart, and on demand the arrays and operations behind each cell."""
     lines = [table(rows), "", _title(rows)]
     for row in rows if evidence else ():
@@ -26,12 +26,12 @@ def text(rows: list[Row], *, evidence: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _title(rows: list[Row]) -> str:
+def _title(rows: list[ChartRow]) -> str:
     where = f"read from a train step compiled for {rows[0].devices}"
     return f"{where}; residuals from the jaxpr of scanned layers"
 
 
-def as_data(rows: list[Row]) -> list[dict[str, Any]]:
+def as_data(rows: list[ChartRow]) -> list[dict[str, Any]]:
     """The chart for JSON."""
     return [
         {"recipe": row.recipe, "backend": row.backend}
@@ -62,7 +62,7 @@ def new_figure(**size: Any) -> Any:
     return Figure(**size)
 
 
-def picture(rows: list[Row], path: str | os.PathLike[str]) -> None:
+def picture(rows: list[ChartRow], path: str | os.PathLike[str]) -> None:
     """Draws the chart; a cell that differs from its declaration is red. Needs the `train` extra."""
     figure = new_figure(figsize=(9, 0.4 * len(rows) + 1), dpi=150)
     axes = figure.subplots()

@@ -58,8 +58,8 @@ def advance_over_devices(
     new, ok = zero.on_each(on_device, (in_specs, P(), P()), (out_specs, P()), leaves, scalars, seeds)
     if zero.offload:
         new = [
-            Written(update, *zero.place_state(list(kept), [_param(leaf)] * 4))
-            for (update, *kept), leaf in zip(new, leaves, strict=True)
+            Written(update, *zero.place_state(list(stored), [_param(leaf)] * 4))
+            for (update, *stored), leaf in zip(new, leaves, strict=True)
         ]
     return new, ok
 
@@ -72,8 +72,8 @@ def _fetched(leaf: ParamState, zero: Zero) -> ParamState:
     """The leaf with offloaded state copied from host memory to the device."""
     if not zero.offload:
         return leaf
-    kept = [leaf.mu, leaf.nu, leaf.master, leaf.remainder]
-    mu, nu, master, remainder = zero.place_state(kept, [_param(leaf)] * 4, "device")
+    stored = [leaf.mu, leaf.nu, leaf.master, leaf.remainder]
+    mu, nu, master, remainder = zero.place_state(stored, [_param(leaf)] * 4, "device")
     return leaf._replace(mu=mu, nu=nu, master=master, remainder=remainder)
 
 

@@ -47,7 +47,7 @@ def encode_state(
     state: ParamState,
     step: AdamStep,
     scales: list[jax.Array],
-    kept_scales: list[jax.Array],
+    stored_scales: list[jax.Array],
     maxima: list[Any],
     ok: jax.Array,
     is_lost: Any,
@@ -61,7 +61,7 @@ def encode_state(
         state: the old state.
         step: the result of `adam_step`.
         scales: the new scales of the `quantized` tensors.
-        kept_scales: the scales to store: `scales` if `ok`, else the old scales.
+        stored_scales: the scales to store: `scales` if `ok`, else the old scales.
         maxima: the absmax of the moments' 8-bit blocks.
         ok: whether the step is taken.
         is_lost: whether to spoil the parameter's scale, or a plain parameter; None for no.
@@ -70,14 +70,14 @@ def encode_state(
         weight_again: the weight of `step`, computed again for the remainder; None takes that of `step`.
     """
     names = [name for name in STORED if scaled_part(getattr(state, name)) is not None]
-    new, kept = (dict(zip(names, all_of, strict=False)) for all_of in (scales, kept_scales))
-    if is_lost is not None and "param" in kept:
-        kept["param"] = jnp.where(is_lost, spoilt_scale(state.param.scale), kept["param"])
+    new, to_store = (dict(zip(names, all_of, strict=False)) for all_of in (scales, stored_scales))
+    if is_lost is not None and "param" in to_store:
+        to_store["param"] = jnp.where(is_lost, spoilt_scale(state.param.scale), to_store["param"])
     of_mu = random[0] if rounding.first_moment == "stochastic" else None
 
     def stored(name: str, encoded: Any) -> Any:
         chosen = codecs.select(ok, encoded, getattr(state, name))
-        return codecs.with_scale(chosen, kept[name]) if name in names else chosen
+        return codecs.with_scale(chosen, to_store[name]) if name in names else chosen
 
     mu = stored("mu", codecs.encode(step.mu, state.mu, new.get("mu", maxima[0]), of_mu))
     of_nu = random[2] if getattr(state.nu, "is_stochastic", False) else None

@@ -155,9 +155,9 @@ def _write(
 ) -> Written:
     pairs = [(stored, x) for stored, x in zip(quantized(state), amaxes, strict=True) if is_scaled(stored)]
     scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
-    kept = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
+    to_store = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
     random = _random_bits(state, seed)
-    return encode_state(state, step, scales, kept, maxima, ok, is_lost, random, rounding)
+    return encode_state(state, step, scales, to_store, maxima, ok, is_lost, random, rounding)
 
 
 def _all_at_once(
@@ -195,14 +195,14 @@ def _all_at_once(
         ok, is_lost = fault == 0, fault == 2 if len(of_grads) else None
         state, decay = unpack((scales, data), layout)[i], decays[i]
         random = _random_bits(state, None if seeds is None else seeds[i], places[i])
-        fresh, kept = (shaped(state, parts_of(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
+        fresh, to_store = (shaped(state, parts_of(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
         step, weight = adam_step(state, scalars, decay), None
         if state.remainder is not None and is_scaled(state.param):
             # XLA would store what the weight and its remainder have in common. It computes the step again
             # with scalars that it cannot tell to be the same.
             weight = adam_step(state, gpu_barrier(scalars), decay).weight
         written.append(
-            encode_state(state, step, fresh, kept, maxima[i], ok, is_lost, random, rounding, weight)
+            encode_state(state, step, fresh, to_store, maxima[i], ok, is_lost, random, rounding, weight)
         )
     return written, fault == 0
 

@@ -45,7 +45,7 @@ def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, dec
     """The new float32 values of the `quantized` tensors."""
     tensors = (step.mu, step.nu, step.weight, step.weight)
     stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
-    found = [codecs.before_rounding(x, kept) for x, kept in stored if scaled_part(kept) is not None]
+    found = [codecs.before_rounding(x, old) for x, old in stored if scaled_part(old) is not None]
     if len(found) == len(quantized(state)):
         return found
     # The amax of a quantized weight finds an update that is not finite.
@@ -172,14 +172,16 @@ def partial_amax(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
     kernel, which all tensors share in `maxima_of`."""
     blocks = blocks or (1,) * x.ndim
     inner = [dim // count for dim, count in zip(x.shape, blocks, strict=True)]
-    kept = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
-    if kept is None or math.prod(inner) < _FEW * inner[kept]:
+    split_axis = next((axis for axis, dim in enumerate(inner) if 1 < dim <= _MOST_PARTS), None)
+    if split_axis is None or math.prod(inner) < _FEW * inner[split_axis]:
         return amax_of_floats(x, blocks).reshape(-1, 1)
     parts = tuple(
-        dim if axis == kept else b for axis, (dim, b) in enumerate(zip(x.shape, blocks, strict=True))
+        dim if axis == split_axis else b for axis, (dim, b) in enumerate(zip(x.shape, blocks, strict=True))
     )
-    split = (*blocks[: kept + 1], inner[kept], *blocks[kept + 1 :])
-    return jnp.moveaxis(amax_of_floats(x, parts).reshape(split), kept + 1, -1).reshape(-1, inner[kept])
+    split = (*blocks[: split_axis + 1], inner[split_axis], *blocks[split_axis + 1 :])
+    return jnp.moveaxis(amax_of_floats(x, parts).reshape(split), split_axis + 1, -1).reshape(
+        -1, inner[split_axis]
+    )
 
 
 def maxima_of(partials: list[jax.Array]) -> jax.Array:
