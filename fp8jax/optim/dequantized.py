@@ -31,7 +31,7 @@ from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings
-from fp8jax.optim.step.codecs import decode, select
+from fp8jax.optim.step.codecs import select
 from fp8jax.optim.step.weight_remainder import decode_weight, encode_plain, encode_weight, is_rounded
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import with_auto_axes
@@ -139,14 +139,11 @@ def with_dequantized(
         if state.remainder is not None:
             remainders = treedef.flatten_up_to(filled(state.remainder, params))
         check_roundings(leaves, remainders, state.key, row)
-        values = [
-            decode_weight(*pair) if _is_decoded(pair[0], row) else pair[0]
-            for pair in zip(leaves, remainders, strict=True)
-        ]
+        values = [_value_of(*pair, row) for pair in zip(leaves, remainders, strict=True)]
         new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)
         new = treedef.flatten_up_to(new)
         weights = [old.astype(jnp.float32) + update for old, update in zip(values, new, strict=True)]
-        ok = jnp.all(jnp.stack([amax(x) < jnp.inf for x in _floats([weights, inner])]))
+        ok = _are_finite([weights, inner])
         seeds = [None] * len(leaves)
         if state.key is not None:
             seeds = list(leaf_seeds(state.key, state.count + 1, len(leaves)))
@@ -165,20 +162,19 @@ def with_dequantized(
 
 
 def _values(tree: Any, row: Any) -> Any:
-    def as_value(leaf: Any) -> Any:
-        return decode(leaf) if _is_decoded(leaf, row) else leaf
-
-    return jax.tree.map(as_value, tree, is_leaf=is_scaled)
+    return jax.tree.map(lambda leaf: _value_of(leaf, None, row), tree, is_leaf=is_scaled)
 
 
-def _is_decoded(leaf: Any, row: Any) -> bool:
-    """Whether the optimizer gets the float32 value of a parameter or gradient, not the leaf as it is."""
-    return is_scaled(leaf) or is_rounded(leaf, (row or Recipe.FP8).rounding[1])
+def _value_of(leaf: Any, remainder: Any, row: Any) -> Any:
+    """What `tx` gets: the float32 value of a scaled or rounded parameter or gradient, else the leaf."""
+    is_decoded = is_scaled(leaf) or is_rounded(leaf, (row or Recipe.FP8).rounding[1])
+    return decode_weight(leaf, remainder) if is_decoded else leaf
 
 
-def _floats(tree: Any) -> list[jax.Array]:
+def _are_finite(tree: Any) -> jax.Array:
+    """Whether all floats of a tree are finite."""
     arrays = map(jnp.asarray, jax.tree.leaves(tree))
-    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([amax(x) < jnp.inf for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]))
 
 
 def _written(
