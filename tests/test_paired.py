@@ -129,6 +129,32 @@ def test_flashoptim_is_adam(load_program):
         assert np.abs(np.asarray(x) - plain[name]).mean() < 0.03 * moved, name
 
 
+@jax.numpy_rank_promotion("allow")  # the port has it
+def test_flashoptim_is_its_port_to_jax(load_program):
+    """100 steps beside the package flashoptim-jax, if it is installed. The torch package has Triton kernels
+    alone, which no CPU runs."""
+    port = pytest.importorskip("flashoptim_jax")
+    rivals = load_program("examples/rivals.py")
+    config = TrainConfig(learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.99, lr_scheduler_type="constant")
+    draw = lambda seed: jax.random.normal(jax.random.key(seed), (64, 96))  # noqa: E731
+    params, widths = {"kernel": draw(0) * 0.02}, jnp.exp(2 * draw(1)[0])
+    weights, state = rivals.flash_init(params)
+    options = {"weight_decay": 0.1, "master_weight_bits": 24, "fused": False}
+    tx = port.flash_adamw(1e-3, b1=0.9, b2=0.99, eps=config.adam_epsilon, **options)
+    start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    theirs, corrections = port.compression.set_fp32_params(
+        params, param_template=start, master_weight_bits=24
+    )
+    of_theirs = tx.init(start)._replace(ecc=corrections)
+    for seed in range(100):
+        grads = {"kernel": (draw(seed + 2) * widths).astype(jnp.bfloat16)}
+        weights, state = rivals.flash_step(grads, state, weights, config)
+        theirs, of_theirs = tx.step(theirs, of_theirs, grads)
+    ours = rivals.joined(weights["kernel"], state.correction["kernel"])
+    gap = jnp.abs(ours - port.compression.reconstruct_weights(theirs, of_theirs.ecc)["kernel"]).mean()
+    assert gap < 1e-3 * jnp.abs(ours - params["kernel"]).mean()
+
+
 @pytest.mark.long
 def test_the_command(tmp_path):
     """Trains, goes on where a run is missing, and leaves a record that another script can recompute."""
