@@ -8,12 +8,13 @@ Model and validation are those of train_gpt.py, and its options work here. Rival
 with bf16 Adam, an Adam with moments of 8 bits in blocks, and FlashOptim, see rivals.py. Each run is a process
 of its own, in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped
 go on: give the command again, also with more ways and seeds. It prints a table and leaves paired.json, with
-the loss of every tenth step of each run, and paired.png.
+the loss of every tenth step of each run, paired.png and gaps.png.
 
 "bytes" are those of weight, gradient and moments per parameter, "peak MB" the memory of the compiled step on
 this device, with activations. "gap" is the mean difference of the last validation losses from those of bf16
 with the same seed on the same device, with a 95% interval and the p-value of a paired t-test. "could tell" is
-the gap that such a test would have found in 80% of cases.
+the gap that such a test would have found in 80% of cases. "training gap" is the mean difference of the
+training losses, averaged over the last tenth of the steps.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import output
 
 BASELINE = "bf16"
 GAP = ("gap", "95%", "p", "could tell")
+IN_TRAINING = "training gap, 95%"
 PARTS = ("weights", "gradients", "optimizer")  # of the bytes per parameter
 RESIDUALS = ("--gradient-checkpointing", "dots_fp8")
 OURS, RIVALS = "train_gpt.py", "rivals.py"
@@ -79,7 +81,8 @@ def train(way: str, seed: int, folder: pathlib.Path, options: Sequence[str]) -> 
 
 def compare(runs: list[dict[str, Any]]) -> output.Rows:
     """A row for each way: its loss, and its gap to the baseline with the same seeds on the same device."""
-    base = {pair_of(run): run["validation loss"] for run in runs if run["way"] == BASELINE}
+    alike = {pair_of(run): run for run in runs if run["way"] == BASELINE}
+    base = {pair: run["validation loss"] for pair, run in alike.items()}
     rows = []
     for way in dict.fromkeys(run["way"] for run in runs):
         first, *_ = each = [run for run in runs if run["way"] == way]
@@ -90,9 +93,11 @@ def compare(runs: list[dict[str, Any]]) -> output.Rows:
             "bytes": f"{sum(first['bytes'].values()):.2f}",
             "peak MB": f"{first['peak'] / 1e6:.1f}",
             "loss": f"{np.mean([run['validation loss'] for run in own]):.4f}" if own else "no pair",
-        } | dict.fromkeys(GAP)
+        } | dict.fromkeys([*GAP, IN_TRAINING])
         if way != BASELINE and len(own) > 1:
             row |= gap([run["validation loss"] - base[pair_of(run)] for run in own])
+            in_training = gap([trained(run) - trained(alike[pair_of(run)]) for run in own])
+            row |= {IN_TRAINING: f"{in_training['gap']}, {in_training['95%']}"}
         rows.append(row)
     return rows
 
@@ -100,6 +105,12 @@ def compare(runs: list[dict[str, Any]]) -> output.Rows:
 def pair_of(run: dict[str, Any]) -> tuple[Any, int]:
     """The device and the seed: another CPU gives the baseline another loss."""
     return run.get("device"), run["seed"]
+
+
+def trained(run: dict[str, Any]) -> float:
+    """The mean training loss of the last tenth of the steps."""
+    last = 0.9 * max(map(int, run["losses"]))
+    return float(np.mean([loss for step, loss in run["losses"].items() if int(step) > last]))
 
 
 def gap(differences: Sequence[float]) -> dict[str, Any]:
@@ -127,7 +138,7 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         steps = [int(step) for step in own[0]["losses"]][count - 1 :]
         curves.plot(steps, np.convolve(mean, np.ones(count) / count, "valid"), label=row["way"], linewidth=1)
     curves.set(xlabel="step", ylabel="training loss, nats per character")
-    curves.legend()
+    curves.legend(fontsize=7)
     names = [row["way"] for row in rows][::-1]
     sizes = {run["way"]: run["bytes"] for run in runs}
     left = np.zeros(len(rows))
@@ -139,7 +150,30 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         text = row["gap"] or f"loss {row['loss']}"  # losses of other numbers of seeds say nothing
         bars.text(left[number] + 0.2, number, text, va="center", fontsize=9)
     bars.set(xlabel="bytes per parameter", xlim=(0, 1.6 * max(left)))
-    bars.legend()
+    bars.legend(loc="center right", fontsize=7)
+    figure.savefig(path)
+
+
+def draw_gaps(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """The gap of each way, with its 95% interval, over its bytes per parameter."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4), dpi=150, layout="constrained")).subplots()
+    rows = [row for row in compare(runs) if row["gap"]]
+    for number, row in enumerate(rows):
+        low, high = map(float, row["95%"].split(" to "))
+        alike = sum(round(float(other["bytes"])) == round(float(row["bytes"])) for other in rows[:number])
+        x, mean = float(row["bytes"]) + 0.3 * alike, float(row["gap"])
+        label = f"{row['way']}, {row['seeds']} pairs"
+        axes.errorbar(
+            [x], [mean], [[mean - low], [high - mean]], fmt="os^D"[number // 10], capsize=3, label=label
+        )
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(
+        xlabel="bytes per parameter; ways of the same size side by side",
+        ylabel=f"validation loss above {BASELINE}, with 95% intervals",
+    )
+    axes.legend(fontsize=7)
     figure.savefig(path)
 
 
@@ -169,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
     (folder / "paired.json").write_text(json.dumps(runs))
     draw(runs, folder / "paired.png")
+    draw_gaps(runs, folder / "gaps.png")
     print(f"\n{output.table(compare(runs))}\n\n{folder / 'paired.png'}")
 
 

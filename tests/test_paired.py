@@ -28,7 +28,14 @@ def paired(load_program):
 
 def runs_of(way, losses, size=16.0):
     return [
-        {"way": way, "seed": seed, "validation loss": loss, "bytes": {"weights": size}, "peak": 10**6}
+        {
+            "way": way,
+            "seed": seed,
+            "validation loss": loss,
+            "bytes": {"weights": size},
+            "peak": 10**6,
+            "losses": {"10": 9.0, "90": 5.0, "100": loss - 0.1},
+        }
         for seed, loss in enumerate(losses, 1)
     ]
 
@@ -41,6 +48,7 @@ def test_gaps_are_those_of_a_paired_t_test(paired):
     interval = wanted.confidence_interval()
     assert second["gap"] == f"{np.mean(other) - np.mean(base):+.4f}" and second["p"] == f"{wanted.pvalue:.3f}"
     assert second["95%"] == f"{interval.low:+.4f} to {interval.high:+.4f}"
+    assert second["training gap, 95%"] == f"{second['gap']}, {second['95%']}"  # of the last tenth alone
 
 
 def test_the_gap_that_could_be_told_is_found_in_most_cases(paired):
