@@ -13,7 +13,7 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.optim import adamw, clip_by_global_norm, multi_steps, skipped
 from fp8jax.quantization import is_scaled, value
-from fp8jax.rewrite.find import scan_parts
+from fp8jax.rewrite.interpreter.find import scan_parts
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 pytestmark = pytest.mark.usefixtures("optimized")

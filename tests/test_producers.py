@@ -16,7 +16,9 @@ from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_rows_and_
 from fp8jax.quantization.kernels import rows_and_columns
 from fp8jax.rewrite.producers import sources
 
-evaluate = importlib.import_module("fp8jax.rewrite.evaluate")  # the package has a function of this name
+evaluate = importlib.import_module(
+    "fp8jax.rewrite.interpreter.evaluate"
+)  # the package has a function of this name
 
 ROWS, WIDTH = (2, 128), 256
 FULL, ROW, COLUMN = (*ROWS, WIDTH), (*ROWS, 1), (1, 1, WIDTH)

@@ -166,7 +166,7 @@ def _values(tree: Any, row: Any) -> Any:
 
 
 def _value_of(leaf: Any, remainder: Any, row: Any) -> Any:
-    """What `tx` gets: the float32 value of a scaled or rounded parameter or gradient, else the leaf."""
+    """The float32 value of a scaled or rounded parameter or gradient; another leaf as it is."""
     is_decoded = is_scaled(leaf) or is_rounded(leaf, (row or Recipe.FP8).rounding[1])
     return decode_weight(leaf, remainder) if is_decoded else leaf
 

@@ -10,18 +10,18 @@ arrays.
 """
 
 from fp8jax.rewrite.choose import SMALLEST as SMALLEST
-from fp8jax.rewrite.evaluate import evaluate as evaluate
-from fp8jax.rewrite.find import FoundDots as FoundDots
-from fp8jax.rewrite.find import Uses as Uses
-from fp8jax.rewrite.find import find_dots as find_dots
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
 from fp8jax.rewrite.function import check_like as check_like
+from fp8jax.rewrite.interpreter.evaluate import evaluate as evaluate
+from fp8jax.rewrite.interpreter.find import FoundDots as FoundDots
+from fp8jax.rewrite.interpreter.find import Uses as Uses
+from fp8jax.rewrite.interpreter.find import find_dots as find_dots
+from fp8jax.rewrite.interpreter.param_view import ParamView as ParamView
+from fp8jax.rewrite.interpreter.param_view import Tracked as Tracked
+from fp8jax.rewrite.interpreter.param_view import aval_of as aval_of
+from fp8jax.rewrite.interpreter.param_view import can_be_kernel as can_be_kernel
+from fp8jax.rewrite.interpreter.param_view import names_of as names_of
 from fp8jax.rewrite.lora import LoRA as LoRA
-from fp8jax.rewrite.param_view import ParamView as ParamView
-from fp8jax.rewrite.param_view import Tracked as Tracked
-from fp8jax.rewrite.param_view import aval_of as aval_of
-from fp8jax.rewrite.param_view import can_be_kernel as can_be_kernel
-from fp8jax.rewrite.param_view import names_of as names_of
 from fp8jax.rewrite.plan import Kernel as Kernel
 from fp8jax.rewrite.plan import Plan as Plan
 from fp8jax.rewrite.program import Annotations as Annotations

@@ -6,8 +6,8 @@ from typing import Any
 
 from fp8jax.dot import state_names
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Dot
-from fp8jax.rewrite.find import FoundDots
+from fp8jax.rewrite.interpreter.dots import Dot
+from fp8jax.rewrite.interpreter.find import FoundDots
 from fp8jax.rewrite.plan import Kernel, PlannedDot, kernels_of
 from fp8jax.rewrite.rules import Layer, LayerChoice, Rules
 

@@ -23,7 +23,7 @@ from fp8jax import backends, loss_scale, scaling
 from fp8jax.quantization import is_scaled, own_value, quantize_like, refuse_dicts
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs
-from fp8jax.rewrite.param_view import aval_of, can_be_kernel, is_array, names_of
+from fp8jax.rewrite.interpreter.param_view import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
 from fp8jax.rewrite.report import Report, check_share

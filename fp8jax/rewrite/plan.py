@@ -12,8 +12,8 @@ from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_na
 from fp8jax.dot.dot_general import history_of_another_length
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Dot, Site
-from fp8jax.rewrite.param_view import transpose
+from fp8jax.rewrite.interpreter.dots import Dot, Site
+from fp8jax.rewrite.interpreter.param_view import transpose
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.block import with_seeds
 from fp8jax.variables import SCALING

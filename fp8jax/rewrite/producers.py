@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.quantization import COLUMNS, ENTRIES, ROWS, Computed, Expression, Operation
-from fp8jax.rewrite.dots import DOTS
+from fp8jax.rewrite.interpreter.dots import DOTS
 
 # Operations that the kernel has, in Triton, too.
 _ELEMENTWISE = (

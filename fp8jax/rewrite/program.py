@@ -25,10 +25,17 @@ from fp8jax.platforms import jvp_of
 from fp8jax.quantization import checked_parameter, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.choose import choose, layer_of
-from fp8jax.rewrite.evaluate import evaluate
-from fp8jax.rewrite.find import PROGRAM, find_dots
+from fp8jax.rewrite.interpreter.evaluate import evaluate
+from fp8jax.rewrite.interpreter.find import PROGRAM, find_dots
+from fp8jax.rewrite.interpreter.param_view import (
+    ParamView,
+    Tracked,
+    aval_of,
+    can_be_kernel,
+    is_array,
+    names_of,
+)
 from fp8jax.rewrite.lora import LoRA
-from fp8jax.rewrite.param_view import ParamView, Tracked, aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot
 from fp8jax.rewrite.remat import Calls, Checkpointing, with_checkpoints
 from fp8jax.rewrite.report import Report, make_report

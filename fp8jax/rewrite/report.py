@@ -9,8 +9,8 @@ import jax
 
 from fp8jax import backends, scaling
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import OF_CONSTANTS, Dot
-from fp8jax.rewrite.find import FoundDots
+from fp8jax.rewrite.interpreter.dots import OF_CONSTANTS, Dot
+from fp8jax.rewrite.interpreter.find import FoundDots
 from fp8jax.rewrite.rules import LayerChoice, layer_path
 from fp8jax.scaling import block
 

@@ -15,7 +15,7 @@ from fp8jax.optim.state.stored_formats import ROOT
 from fp8jax.optim.step.codecs import name_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.find import scan_parts
+from fp8jax.rewrite.interpreter.find import scan_parts
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 WIDTH, TOKENS = 256, 128  # of the model, and per device

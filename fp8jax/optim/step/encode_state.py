@@ -1,4 +1,4 @@
-"""What a step writes for one parameter: codes on new scales, a remainder, or the update of a plain one."""
+"""Encodes the new state of one parameter: codes on new scales, a remainder, or the update of a plain one."""
 
 from typing import Any, NamedTuple
 

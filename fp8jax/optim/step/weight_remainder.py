@@ -1,4 +1,4 @@
-"""What rounding takes from a weight, stored in one byte, so that small updates are not lost ("kahan").
+"""The rounding error of a weight, stored in one byte, so that small updates are not lost ("kahan").
 
 | weight | remainder | unit |
 |---|---|---|

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import jax
 
-from fp8jax.rewrite.dots import Dot
-from fp8jax.rewrite.find import SCAN
+from fp8jax.rewrite.interpreter.dots import Dot
+from fp8jax.rewrite.interpreter.find import SCAN
 from fp8jax.rewrite.rules import matches
 
 # Named scope of a call, followed by the call's number and trace count.

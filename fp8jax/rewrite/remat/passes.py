@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.dot import OUTPUT_CODES, through_fp8
-from fp8jax.rewrite.dots import Dot, Site
-from fp8jax.rewrite.find import CALLS, CHECKPOINT, REMATS, scan_parts
+from fp8jax.rewrite.interpreter.dots import Dot, Site
+from fp8jax.rewrite.interpreter.find import CALLS, CHECKPOINT, REMATS, scan_parts
 from fp8jax.rewrite.remat.calls import Calls, calls_in, find_blocks
 from fp8jax.rewrite.remat.setting import POLICIES, Checkpointing
 

@@ -176,7 +176,7 @@ def machine() -> dict[str, Any]:
 
 
 def _of_cpu() -> str:
-    """What changes the numbers of bfloat16 on a CPU; "" without it, or where Linux does not say."""
+    """ " with AVX512-BF16" for a CPU that has it: its bfloat16 numbers differ. Linux alone says so."""
     with contextlib.suppress(OSError):
         if jax.default_backend() == "cpu" and "avx512_bf16" in pathlib.Path("/proc/cpuinfo").read_text():
             return " with AVX512-BF16"

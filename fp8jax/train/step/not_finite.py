@@ -17,9 +17,9 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from fp8jax.quantization import is_scaled
-from fp8jax.rewrite.evaluate import last_uses
-from fp8jax.rewrite.find import CALLS, REMATS, inner_jaxpr, scan_parts
-from fp8jax.rewrite.param_view import bind
+from fp8jax.rewrite.interpreter.evaluate import last_uses
+from fp8jax.rewrite.interpreter.find import CALLS, REMATS, inner_jaxpr, scan_parts
+from fp8jax.rewrite.interpreter.param_view import bind
 from fp8jax.rewrite.report import layer_of
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.dot.ragged import RAGGED
-from fp8jax.rewrite.param_view import ParamView
+from fp8jax.rewrite.interpreter.param_view import ParamView
 
 # Index of an equation, after the indices of the enclosing equations.
 Site = tuple[int, ...]

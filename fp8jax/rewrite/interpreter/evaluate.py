@@ -27,9 +27,9 @@ from fp8jax.dot import OUTPUT, Weight, dot_general, ragged_dot
 from fp8jax.dot.layout import einsum_by
 from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import Site
-from fp8jax.rewrite.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
-from fp8jax.rewrite.param_view import ParamView, Tracked, bind, move, plain, transpose
+from fp8jax.rewrite.interpreter.dots import Site
+from fp8jax.rewrite.interpreter.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
+from fp8jax.rewrite.interpreter.param_view import ParamView, Tracked, bind, move, plain, transpose
 from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
 from fp8jax.rewrite.producers import Source, sources
 from fp8jax.rewrite.report import scope

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jex
 
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.dots import (
+from fp8jax.rewrite.interpreter.dots import (
     ACTIVATION,
     CONSTANT,
     DOTS,
@@ -25,7 +25,7 @@ from fp8jax.rewrite.dots import (
     flops_of_convolution,
     is_parameter,
 )
-from fp8jax.rewrite.param_view import ParamView, follow
+from fp8jax.rewrite.interpreter.param_view import ParamView, follow
 from fp8jax.rewrite.plan import Kernel, Plan, PlannedDot
 from fp8jax.rewrite.rules import layer_paths
 
