@@ -1,4 +1,4 @@
-"""The first moments, master weights and remainders of Adam, in a recipe's formats."""
+"""The formats that a recipe stores moments, master weights and remainders in, and their initial values."""
 
 from typing import Any, NamedTuple
 

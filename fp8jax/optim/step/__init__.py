@@ -8,10 +8,10 @@ from fp8jax.optim.step.arithmetic import MuonScalars as MuonScalars
 from fp8jax.optim.step.arithmetic import ParamState as ParamState
 from fp8jax.optim.step.arithmetic import largest_update as largest_update
 from fp8jax.optim.step.arithmetic import nesterov_shares as nesterov_shares
-from fp8jax.optim.step.devices import advance_over_devices as advance_over_devices
 from fp8jax.optim.step.encode_state import Rounding as Rounding
 from fp8jax.optim.step.encode_state import Written as Written
 from fp8jax.optim.step.encode_state import as_written as as_written
 from fp8jax.optim.step.fused import fused_adam as fused_adam
 from fp8jax.optim.step.orthogonal import as_directions as as_directions
 from fp8jax.optim.step.orthogonal import directions as directions
+from fp8jax.optim.step.zero import advance_over_devices as advance_over_devices
