@@ -132,11 +132,12 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     rows, count = compare(runs), min(10, len(runs[0]["losses"]))
     seeds = set.intersection(*({run["seed"] for run in runs if run["way"] == row["way"]} for row in rows))
     curves, bars = (figure := Figure(figsize=(10, 3.6), dpi=150, layout="constrained")).subplots(1, 2)
-    for row in rows:
+    for number, row in enumerate(rows):
         own = [run for run in runs if run["way"] == row["way"] and run["seed"] in seeds]
         mean = np.mean([list(run["losses"].values()) for run in own], axis=0)
         steps = [int(step) for step in own[0]["losses"]][count - 1 :]
-        curves.plot(steps, np.convolve(mean, np.ones(count) / count, "valid"), label=row["way"], linewidth=1)
+        smooth = np.convolve(mean, np.ones(count) / count, "valid")
+        curves.plot(steps, smooth, "--" if number >= 10 else "-", label=row["way"], linewidth=1)
     curves.set(xlabel="step", ylabel="training loss, nats per character")
     curves.legend(fontsize=7)
     names = [row["way"] for row in rows][::-1]
@@ -150,7 +151,7 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         text = row["gap"] or f"loss {row['loss']}"  # losses of other numbers of seeds say nothing
         bars.text(left[number] + 0.2, number, text, va="center", fontsize=9)
     bars.set(xlabel="bytes per parameter", xlim=(0, 1.6 * max(left)))
-    bars.legend(loc="center right", fontsize=7)
+    bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PARTS), fontsize=7, frameon=False)
     figure.savefig(path)
 
 
