@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -235,9 +236,27 @@ def test_stage_and_batch_that_fit(base, each, devices, stage, batch, monkeypatch
     assert cli.main(["advise", "--model=gpt", *sizes, f"--devices={devices}", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert f"batch {batch} on each of {devices}, ZeRO stage {stage}" in printed["reasons"][0]
-    line = printed["text"].splitlines()[0]
-    assert 'transform(model, "fp8", gradient_checkpointing="dots_fp8")' in line
-    assert (f"stage={stage})" in line) == (devices > 1)
+    assert 'transform(model, "fp8", gradient_checkpointing="dots_fp8")' in printed["text"]
+    assert (f"stage={stage})" in printed["text"]) == (devices > 1)
+
+
+def test_the_advice_on_the_page_runs(root):
+    """The page shows what the command prints, but for the figure, and the lines train on 8 devices."""
+    [shown] = re.findall("```py\n(.*?)```", (root / "docs/guides/numerics.md").read_text(), re.DOTALL)
+    [figure] = re.findall("# (.* GB on each GPU.*)", shown)
+    assert f"{numerics.Advice('fp8', (), ()).planned(8, 2, 'dots_fp8', figure)}\n" == shown
+    block = lambda: nn.Sequential([nn.Dense(32), nn.gelu])  # noqa: E731
+    names = {"fp8jax": fp8jax, "jax": jax, "model": nn.Sequential([block(), block()])}
+    exec(shown, names)
+    tx, value_and_grad = eval(
+        re.findall("in the loop: (.*)", shown)[0],
+        names | {"loss_fn": lambda variables, x: jnp.mean(names["model"].apply(variables, x) ** 2)},
+    )
+    variables = names["zero"].place(names["model"].init(jax.random.key(0), jnp.ones((32, 32))))
+    opt_state = tx.init(variables["params"])
+    _, grads, after = jax.jit(value_and_grad)(variables, jnp.ones((32, 32)))
+    updates, _ = tx.update(grads, opt_state, after["params"])
+    fp8jax.apply_updates(after, updates)
 
 
 def test_nothing_fits(monkeypatch, capsys):

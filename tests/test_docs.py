@@ -5,7 +5,8 @@
 - ```python title="before each answer" is run before every section of its page.
 - ```text title="fp8jax ..." blocks are what this command prints, or a part of it.
 - each line of a ```sh block names a program, and flags that the program's own --help lists.
-- ```pycon and unmarked blocks are left alone. ```py blocks are lines of a program: test_frameworks.py.
+- ```pycon and unmarked blocks are left alone. ```py blocks are lines of a program (test_frameworks.py) or of
+  a command's advice (test_advise.py).
 """
 
 import functools

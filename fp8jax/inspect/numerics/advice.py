@@ -29,7 +29,7 @@ JUMP = 2.0
 
 
 class Advice(NamedTuple):
-    """A recipe, rules and options; `str` gives a line to paste, with each reason as a comment below it."""
+    """A recipe, rules and options; `str` gives lines to paste, with each reason as a comment below them."""
 
     recipe: str
     rules: tuple[Rule, ...]
@@ -58,12 +58,11 @@ class Advice(NamedTuple):
             options.append(f"rules=[{', '.join(f'fp8jax.Rule({rule.path!r})' for rule in self.rules)}]")
         if self.checkpointing != "none":
             options.append(f'gradient_checkpointing="{self.checkpointing}"')
-        names, line = "model", f"fp8jax.transform(model, {', '.join(options)})"
+        lines = [f"model = fp8jax.transform(model, {', '.join(options)})"]
         if self.zero is not None and self.zero[0] > 1:
             _, stage = self.zero
-            names += ", zero"
-            line += f', fp8jax.comm.Zero(jax.sharding.Mesh(jax.devices(), "data"), stage={stage})'
-        return "\n".join([f"{names} = {line}", *(f"# {reason}" for reason in self.reasons)])
+            lines.append(f'zero = fp8jax.comm.Zero(jax.sharding.Mesh(jax.devices(), "data"), stage={stage})')
+        return "\n".join([*lines, *(f"# {reason}" for reason in self.reasons)])
 
 
 def recipe_for(target: str | targets.Target) -> str:
