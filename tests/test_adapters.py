@@ -16,7 +16,7 @@ import fp8jax
 from fp8jax.adapters.adapter import FRAMEWORKS, Framework, adapter_of
 from fp8jax.quantization import is_scaled, value
 from fp8jax.rewrite import FunctionModel
-from fp8jax.train import metrics
+from fp8jax.train import TrainConfig, Trainer, metrics
 from fp8jax.variables import SCALING
 
 WIDTH = 32
@@ -439,6 +439,9 @@ class EquinoxModel:
     module: Any
     settings: Any
 
+    def plain(self):
+        return self.module
+
     def _of(self, method):
         eqx, _ = equinox_net()
         _, static = eqx.partition(self.module, eqx.is_array)
@@ -512,6 +515,14 @@ def test_half_a_framework_raises(equinox_adapter, monkeypatch):
     model = fp8jax.transform(equinox_adapter, "te")
     with pytest.raises(TypeError, match=r"FRAMEWORKS\['equinox'\]: expected an adapter with .*report"):
         fp8jax.report(model, model.init(jnp.ones((32, WIDTH))), jnp.ones((32, WIDTH)))
+
+
+def test_models_that_the_trainer_does_not_know(equinox_adapter):
+    """A framework without an entry among the trainer's, and a function of parameters."""
+    loss, config = lambda model, x: jnp.mean(model(x) ** 2), TrainConfig(recipe="te")
+    for model, got in ((equinox_adapter, "a model of equinox"), (lambda params, x: x, "a function of param")):
+        with pytest.raises(TypeError, match=f"`model`: expected a module of linen or nnx .*; got {got}"):
+            Trainer(model, loss, config, X)
 
 
 def test_a_module_that_is_a_tree_is_no_function():

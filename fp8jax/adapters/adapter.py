@@ -25,6 +25,10 @@ class Adapter(Protocol):
         """The recipe, rules, GEMM backend and adapters."""
         ...
 
+    def plain(self) -> Any:
+        """The model without its recipe, for `transform`."""
+        ...
+
     def split(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
         """The variables, and the inputs among the arguments of a call."""
         ...
@@ -72,21 +76,25 @@ FRAMEWORKS: dict[str, Framework] = {
 }
 
 
+def framework_of(model: Any) -> str | None:
+    """The name of a transformed model's framework; None for a plain model or a function of parameters."""
+    return next((name for name, each in FRAMEWORKS.items() if each.is_transformed(model)), None)
+
+
 def adapter_of(model: Any) -> Adapter:
     """The adapter of a transformed model.
 
     Raises:
         TypeError: `model` is not transformed, or the adapter of its framework is not complete.
     """
-    for name, framework in FRAMEWORKS.items():
-        if framework.is_transformed(model):
-            adapter = framework.adapter(model)
-            if not isinstance(adapter, Adapter):
-                raise TypeError(
-                    f"FRAMEWORKS[{name!r}]: expected an adapter with settings, split, apply, kernels, freeze "
-                    f"and report; got {type(adapter).__name__}."
-                )
-            return adapter
+    if (name := framework_of(model)) is not None:
+        adapter = FRAMEWORKS[name].adapter(model)
+        if not isinstance(adapter, Adapter):
+            raise TypeError(
+                f"FRAMEWORKS[{name!r}]: expected an adapter with settings, plain, split, apply, kernels, "
+                f"freeze and report; got {type(adapter).__name__}."
+            )
+        return adapter
     if isinstance(model, FunctionModel):
         return model
     raise TypeError(f"`model`: expected a model from fp8jax.transform; got {type(model).__name__}.")

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from fp8jax.adapters import nnx
 from fp8jax.adapters.adapter import Adapter, adapter_of
-from fp8jax.adapters.nnx.model import NNXModel
 from fp8jax.adapters.transform import transform
 from fp8jax.checkpoints.export import Source, source_of, tensors_of
 from fp8jax.checkpoints.names import NameMap, Place
@@ -27,7 +25,7 @@ from fp8jax.checkpoints.tree import Key, named
 from fp8jax.formats import E8M0
 from fp8jax.quantization import ScaledArray, is_scaled, own_value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Rule
+from fp8jax.rewrite import Rule
 from fp8jax.scaling.frozen_kernel import blocks_of_kernel
 from fp8jax.variables import OURS, PARAMS, SCALING
 
@@ -85,17 +83,10 @@ def divergence(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") ->
         )
         for path, kernel in adapter.kernels(variables, *inputs).items()
     ]
-    engine = adapter_of(transform(_plain(adapter), recipe, rules=rules))
+    engine = adapter_of(transform(adapter.plain(), recipe, rules=rules))
     served = _served(source_of(model, args), mapping, chosen, recipe)
     p, q = (_log_probabilities(*call, inputs) for call in ((engine, served), (adapter, variables)))
     return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), -1))
-
-
-def _plain(adapter: Any) -> Any:
-    """The model before `transform`."""
-    if isinstance(adapter, NNXModel):
-        return nnx.dequantize(adapter.module)
-    return adapter.fn if isinstance(adapter, FunctionModel) else adapter.module
 
 
 def _log_probabilities(model: Adapter, variables: Any, inputs: tuple[Any, ...]) -> Float32[Array, "..."]:

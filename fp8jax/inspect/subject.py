@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from fp8jax import adapters
 from fp8jax.adapters import linen
 from fp8jax.adapters import nnx as nnx_adapter
-from fp8jax.adapters.adapter import adapter_of
+from fp8jax.adapters.adapter import adapter_of, framework_of
 from fp8jax.inspect.models import GPT, GPTS, LAYER_SIZES, LAYERS
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.lora import LoRA
@@ -129,12 +129,11 @@ def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) 
         TypeError: the model is no Flax module, or gets adapters and is transformed already.
     """
     lora = None if lora_rank is None else LoRA(rank=lora_rank)
-    is_nnx = nnx_adapter.is_module(model)
-    if lora is None and (isinstance(model, linen.LinenModel) or (is_nnx and nnx_adapter.recipes(model))):
+    if lora is None and framework_of(model) is not None:
         return model
     if linen.is_module(model):
         return adapters.transform(model, recipe, lora=lora)
-    if not is_nnx:
+    if not nnx_adapter.is_module(model):
         raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
     return nnx.eval_shape(lambda model: adapters.transform(model, recipe, lora=lora), model)
 

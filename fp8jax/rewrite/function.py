@@ -68,6 +68,10 @@ class FunctionModel:
         """The model's recipe."""
         return self.settings.recipe
 
+    def plain(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self.fn
+
     def init(self, params: PyTree, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables: the parameters, with kernels in the recipe's weight format, and the scaling states.
 

@@ -16,7 +16,6 @@ The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumula
 import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -68,6 +67,7 @@ class Trainer:
             example: a batch of any number of rows.
 
         Raises:
+            TypeError: the model is no Flax module.
             ValueError: the options contradict each other, or one row does not fit into the memory.
         """
         if config.compile_cache:
@@ -345,6 +345,6 @@ class Trainer:
         """The shapes of a batch of so many rows."""
         return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape), sharding=sharding), self._row)
 
-    def precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of float32 GEMMs."""
         return jax.default_matmul_precision("tensorfloat32") if self.config.tf32 else contextlib.nullcontext()

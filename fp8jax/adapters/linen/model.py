@@ -56,6 +56,10 @@ class LinenModel:
         """The model's recipe."""
         return self.settings.recipe
 
+    def plain(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`module.init`, with kernels in the recipe's weight format.
 

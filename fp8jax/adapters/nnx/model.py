@@ -10,6 +10,7 @@ from flax import nnx
 from fp8jax.adapters.nnx.calls import rewritten_of
 from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
 from fp8jax.adapters.nnx.module import freeze, placed_kernels, report
+from fp8jax.adapters.nnx.transforms import dequantize
 from fp8jax.rewrite import Kernel, Report, Settings
 from fp8jax.variables import PARAMS, SCALING
 
@@ -26,6 +27,10 @@ class NNXModel:
         rewritten = rewritten_of(self.module)
         assert rewritten is not None
         return rewritten.function.settings
+
+    def plain(self) -> nnx.Module:
+        """A copy of the module in high precision."""
+        return dequantize(self.module)
 
     def init(self, rngs: Any, *args: Any) -> dict[str, Any]:
         """The module's variables, with zeros for shapes; `LinenModel.init` has the same arguments."""

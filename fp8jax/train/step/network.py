@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 from jaxtyping import Array, Float, Int32, PRNGKeyArray, PyTree
 
 from fp8jax import adapters
+from fp8jax.adapters.adapter import framework_of
 from fp8jax.adapters.linen import LinenModel
 from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
@@ -52,11 +54,19 @@ def network_of(
         loss: see this module.
         microbatches: parts of a batch, see `accumulate_gradients`.
         zero: as in `value_and_grad`.
-        plain: the untransformed NNX module, for `plain_params`.
+        plain: the untransformed module, for `plain_params`; None without master weights.
+
+    Raises:
+        TypeError: the model is of another framework, or a function of parameters.
     """
-    if isinstance(model, LinenModel):
-        return _Linen(model, loss, microbatches, zero)
-    return _NNX(model, loss, microbatches, zero, plain)
+    name = framework_of(model)
+    if name not in NETWORKS:
+        got = "a function of parameters" if name is None else f"a model of {name}"
+        raise TypeError(
+            f"`model`: expected a module of {' or '.join(NETWORKS)} for fp8jax.train; got {got}. Train it in "
+            "a loop of your own, with fp8jax.value_and_grad."
+        )
+    return NETWORKS[name](model, loss, microbatches, zero, plain)
 
 
 class _Network:
@@ -92,8 +102,11 @@ def _mean(x: jax.Array) -> jax.Array:
 class _Linen(_Network):
     """A Linen model: collections of variables, and random streams from the key of the step."""
 
-    def __init__(self, model: LinenModel, loss: Loss, microbatches: int, zero: Zero | None) -> None:
+    def __init__(
+        self, model: LinenModel, loss: Loss, microbatches: int, zero: Zero | None, plain: nn.Module | None
+    ) -> None:
         super().__init__(loss, microbatches, zero)
+        del plain  # `model` has it
         self.model = model
 
     def init(self, key: PRNGKeyArray, batch: PyTree) -> dict[str, Any]:
@@ -110,7 +123,7 @@ class _Linen(_Network):
 
     def plain_params(self, key: PRNGKeyArray, batch: PyTree) -> Any:
         """The parameters of the untransformed model that `init` rounds to the recipe's formats."""
-        return self._initialized(key, batch, [], self.model.module)[PARAMS]
+        return self._initialized(key, batch, [], self.model.plain())[PARAMS]
 
     def placed(self, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables as ZeRO shards them."""
@@ -212,7 +225,7 @@ class _NNX(_Network):
     """An NNX model: its state, with its own random streams. The methods are those of `_Linen`."""
 
     def __init__(
-        self, model: nnx.Module, loss: Loss, microbatches: int, zero: Zero | None, plain: Any
+        self, model: nnx.Module, loss: Loss, microbatches: int, zero: Zero | None, plain: nnx.Module | None
     ) -> None:
         super().__init__(loss, microbatches, zero)
         self.graph, self.variables = nnx.split(model)
@@ -274,6 +287,10 @@ class _NNX(_Network):
 
     def _module(self, variables: PyTree) -> Any:
         return nnx.merge(self.graph, variables)
+
+
+# By the names of `adapters.adapter.FRAMEWORKS`.
+NETWORKS: dict[str, type[_Linen] | type[_NNX]] = {"linen": _Linen, "nnx": _NNX}
 
 
 class _Recording:
