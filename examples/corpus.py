@@ -5,6 +5,8 @@
     rows[7]                                        # shape=(65,), int32: inputs and, shifted by one, targets
     rows.step(0)                                   # shape=(12, 65): rows 0 to 11
 
+    python examples/corpus.py library.txt          # writes all of the library, 30 MB, for a larger model
+
 The vocabulary is the sorted set of the characters. The first 90% of the text are for training, the rest for
 validation.
 """
@@ -13,6 +15,7 @@ import functools
 import hashlib
 import pathlib
 import stat
+import sys
 import sysconfig
 import zlib
 from typing import NamedTuple
@@ -79,18 +82,21 @@ def _read(path: str) -> str:
         return content.decode("latin-1")
 
 
-def standard_library(limit: int = LIBRARY_CHARACTERS) -> str:
+def standard_library(limit: int | None = LIBRARY_CHARACTERS, modules: str = "*.py") -> str:
     """The first `limit` characters of the top-level modules of the standard library, in alphabetical order.
 
     A character that is neither printable ASCII nor a line break becomes one replacement character. So the
-    vocabulary is small and the same on every machine.
+    vocabulary is small and the same on every machine. `modules="**/*.py"` takes the modules of packages, too,
+    but not those that pip installed.
     """
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     pieces, length = [], 0
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.glob(modules)):
+        if {"site-packages", "dist-packages"} & {*path.relative_to(folder).parts}:
+            continue
         pieces.append(path.read_text(encoding="utf-8", errors="replace"))
         length += len(pieces[-1])
-        if length >= limit:
+        if limit is not None and length >= limit:
             break
     if not pieces:
         raise ValueError(f"this Python has no source of its standard library in {folder}; give --data FILE")
@@ -171,3 +177,9 @@ def windows(
     count = batch * min(most, max(available // batch, 1))
     starts = np.arange(count) * available // count * context
     return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/corpus.py FILE")
+    pathlib.Path(sys.argv[1]).write_text(standard_library(None, "**/*.py"), encoding="utf-8")

@@ -1,6 +1,8 @@
 """Text as characters, and its windows."""
 
 import os
+import subprocess
+import sys
 
 import corpus
 import numpy as np
@@ -39,6 +41,15 @@ def test_standard_library_is_the_same_text_every_time():
     assert set(first.vocabulary) <= {chr(c) for c in range(32, 127)} | {"\n", "\N{REPLACEMENT CHARACTER}"}
     assert len(first.vocabulary) >= 90
     assert "import " in decode(first, first.validation)
+
+
+def test_the_program_writes_the_modules_of_packages_too(tmp_path, root):
+    """But not those that are installed beside the library, such as pip."""
+    path = tmp_path / "library.txt"
+    subprocess.run([sys.executable, root / "examples/corpus.py", path], check=True)
+    text = path.read_text(encoding="utf-8")
+    assert len(text) > 5 * corpus.LIBRARY_CHARACTERS and "class JSONEncoder" in text
+    assert "class PipSession" not in text
 
 
 @pytest.mark.parametrize(
