@@ -182,4 +182,6 @@ def windows(
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python examples/corpus.py FILE")
+    if pathlib.Path(sys.argv[1]).exists() or sys.argv[1].startswith("-"):
+        raise SystemExit(f"corpus: expected a new file; got {sys.argv[1]}")
     pathlib.Path(sys.argv[1]).write_text(standard_library(None, "**/*.py"), encoding="utf-8")
