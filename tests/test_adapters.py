@@ -14,9 +14,11 @@ from flax.nnx import bridge
 
 import fp8jax
 from fp8jax.adapters.adapter import FRAMEWORKS, Framework, adapter_of
+from fp8jax.inspect import subject
 from fp8jax.quantization import is_scaled, value
 from fp8jax.rewrite import FunctionModel
 from fp8jax.train import TrainConfig, Trainer, metrics
+from fp8jax.train.step.network import network_of
 from fp8jax.variables import SCALING
 
 WIDTH = 32
@@ -503,17 +505,19 @@ def test_a_new_framework(equinox_adapter, recipe):
         losses.append(float(loss))
     assert losses[-1] < 0.3 * losses[0]
     assert [row.path for row in fp8jax.report(model, variables, x).rows if row.fp8] == ["up", "down"]
+    assert adapter_of(model).plain() is equinox_adapter
     assert (
         metrics.clipped(model, variables, 0.1 * x).keys() <= metrics.clipped(model, variables, 1e3 * x).keys()
     )
 
 
-def test_half_a_framework_raises(equinox_adapter, monkeypatch):
+@pytest.mark.parametrize("method", ["plain", "split", "apply", "kernels", "freeze", "report"])
+def test_half_a_framework_raises(equinox_adapter, monkeypatch, method):
     with pytest.raises(TypeError, match="is_transformed"):
         Framework(is_plain=callable, transform=EquinoxModel, adapter=lambda model: model)
-    monkeypatch.delattr(EquinoxModel, "report")
+    monkeypatch.delattr(EquinoxModel, method)
     model = fp8jax.transform(equinox_adapter, "te")
-    with pytest.raises(TypeError, match=r"FRAMEWORKS\['equinox'\]: expected an adapter with .*report"):
+    with pytest.raises(TypeError, match=rf"FRAMEWORKS\['equinox'\]: expected an adapter with .*{method}"):
         fp8jax.report(model, model.init(jnp.ones((32, WIDTH))), jnp.ones((32, WIDTH)))
 
 
@@ -521,8 +525,32 @@ def test_models_that_the_trainer_does_not_know(equinox_adapter):
     """A framework without an entry among the trainer's, and a function of parameters."""
     loss, config = lambda model, x: jnp.mean(model(x) ** 2), TrainConfig(recipe="te")
     for model, got in ((equinox_adapter, "a model of equinox"), (lambda params, x: x, "a function of param")):
-        with pytest.raises(TypeError, match=f"`model`: expected a module of linen or nnx .*; got {got}"):
+        with pytest.raises(TypeError, match=f"`model`: fp8jax.train expects a Flax module, .*; got {got}"):
             Trainer(model, loss, config, X)
+    with pytest.raises(TypeError, match="`model`: expected a model from fp8jax.transform; got Linear"):
+        network_of(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), loss)
+
+
+def test_transformed_models_of_the_commands(equinox_adapter):
+    for plain in (nn.Dense(WIDTH), nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))):
+        model = fp8jax.transform(plain, "te")
+        assert subject.transformed(model, "te") is model
+    with pytest.raises(TypeError, match="`model`: expected a Flax module, Linen or NNX; got EquinoxModel"):
+        subject.transformed(fp8jax.transform(equinox_adapter, "te"), "te")
+
+
+def test_the_plain_model_has_no_adapters():
+    lora, plain = fp8jax.LoRA(rank=4), nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    model = fp8jax.transform(plain, "te", lora=lora)
+    model.lora_b.set_value(jnp.ones_like(model.lora_b.get_value()))
+    # The frozen kernel is in FP8, which rounds by a sixteenth at most.
+    np.testing.assert_allclose(
+        adapter_of(model).plain().kernel.get_value(), plain.kernel.get_value(), rtol=1 / 16, atol=1e-3
+    )
+    dense = nn.Dense(WIDTH)
+    assert adapter_of(fp8jax.transform(dense, "te", lora=lora)).plain() is dense
+    fn = lambda params, x: x @ params["w"]  # noqa: E731
+    assert adapter_of(fp8jax.transform(fn, "te")).plain() is fn
 
 
 def test_a_module_that_is_a_tree_is_no_function():

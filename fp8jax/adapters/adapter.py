@@ -26,7 +26,7 @@ class Adapter(Protocol):
         ...
 
     def plain(self) -> Any:
-        """The model without its recipe, for `transform`."""
+        """The model without its recipe and its adapters, for `transform`."""
         ...
 
     def split(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -120,7 +120,7 @@ def _add_estimate(parsers: Any) -> None:
 def _add_advise(parsers: Any) -> None:
     command = parsers.add_parser("advise", help="what to type: recipe, ZeRO stage, layers to keep out of FP8")
     command.description = (
-        "A line to paste. With --model: the recipe, stage and batch that fit the GPUs, by steps that are "
+        "Lines to paste. With --model: the recipe, stage and batch that fit the GPUs, by steps that are "
         "compiled and do not run, with twice the batch each time. With --statistics: the layers to keep out "
         "of FP8. The target is by default an h100."
     )

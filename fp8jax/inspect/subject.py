@@ -129,7 +129,7 @@ def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) 
         TypeError: the model is no Flax module, or gets adapters and is transformed already.
     """
     lora = None if lora_rank is None else LoRA(rank=lora_rank)
-    if lora is None and framework_of(model) is not None:
+    if lora is None and framework_of(model) in ("linen", "nnx"):  # of which `loss_of` makes variables
         return model
     if linen.is_module(model):
         return adapters.transform(model, recipe, lora=lora)

@@ -9,8 +9,8 @@ from flax import nnx
 
 from fp8jax.adapters.nnx.calls import rewritten_of
 from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
+from fp8jax.adapters.nnx.lora import plain_module
 from fp8jax.adapters.nnx.module import freeze, placed_kernels, report
-from fp8jax.adapters.nnx.transforms import dequantize
 from fp8jax.rewrite import Kernel, Report, Settings
 from fp8jax.variables import PARAMS, SCALING
 
@@ -29,8 +29,8 @@ class NNXModel:
         return rewritten.function.settings
 
     def plain(self) -> nnx.Module:
-        """A copy of the module in high precision."""
-        return dequantize(self.module)
+        """A copy of the module in high precision, without adapters."""
+        return plain_module(self.module)
 
     def init(self, rngs: Any, *args: Any) -> dict[str, Any]:
         """The module's variables, with zeros for shapes; `LinenModel.init` has the same arguments."""

@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32, PRNGKeyArray, PyTree
 
 from fp8jax import adapters
-from fp8jax.adapters.adapter import framework_of
+from fp8jax.adapters.adapter import adapter_of, framework_of
 from fp8jax.adapters.linen import LinenModel
 from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
@@ -57,14 +57,15 @@ def network_of(
         plain: the untransformed module, for `plain_params`; None without master weights.
 
     Raises:
-        TypeError: the model is of another framework, or a function of parameters.
+        TypeError: the model is not transformed, of another framework, or a function of parameters.
     """
+    adapter_of(model)  # raises for a model that is not transformed
     name = framework_of(model)
     if name not in NETWORKS:
         got = "a function of parameters" if name is None else f"a model of {name}"
         raise TypeError(
-            f"`model`: expected a module of {' or '.join(NETWORKS)} for fp8jax.train; got {got}. Train it in "
-            "a loop of your own, with fp8jax.value_and_grad."
+            f"`model`: fp8jax.train expects a Flax module, Linen or NNX; got {got}. Write your own training "
+            "loop with fp8jax.value_and_grad."
         )
     return NETWORKS[name](model, loss, microbatches, zero, plain)
 
