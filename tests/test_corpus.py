@@ -1,8 +1,6 @@
 """Text as characters, and its windows."""
 
 import os
-import subprocess
-import sys
 
 import corpus
 import numpy as np
@@ -43,13 +41,18 @@ def test_standard_library_is_the_same_text_every_time():
     assert "import " in decode(first, first.validation)
 
 
-def test_the_program_writes_the_modules_of_packages_too(tmp_path, root):
-    """But not those that are installed beside the library, such as pip."""
+def test_the_program_writes_the_modules_of_packages_too(tmp_path, monkeypatch, capsys):
+    """But not those that pip installed, and over no file."""
+    for name, code in (("a.py", "a\n"), ("package/b.py", "\xe9b"), ("site-packages/c.py", "c")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
     path = tmp_path / "library.txt"
-    subprocess.run([sys.executable, root / "examples/corpus.py", path], check=True)
-    text = path.read_text(encoding="utf-8")
-    assert len(text) > 5 * corpus.LIBRARY_CHARACTERS and "class JSONEncoder" in text
-    assert "class PipSession" not in text
+    corpus.main([str(path)])
+    assert path.read_text(encoding="utf-8") == "a\n\N{REPLACEMENT CHARACTER}b"
+    with pytest.raises(SystemExit):
+        corpus.main([str(tmp_path / "a.py")])
+    assert "expected a new file" in capsys.readouterr().err and (tmp_path / "a.py").read_text() == "a\n"
 
 
 @pytest.mark.parametrize(
