@@ -8,7 +8,7 @@ Model and validation are those of train_gpt.py, and its options work here. Rival
 with bf16 Adam, an Adam with moments of 8 bits in blocks, and FlashOptim, see rivals.py. Each run is a process
 of its own, in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped
 go on: give the command again, also with more ways and seeds. It prints a table and leaves paired.json, with
-the loss of every tenth step of each run, paired.png and gaps.png.
+the mean loss of every ten steps of each run, paired.png and gaps.png.
 
 "bytes" are those of weight, gradient and moments per parameter, "peak MB" the memory of the compiled step on
 this device, with activations. "gap" is the mean difference of the last validation losses from those of bf16
