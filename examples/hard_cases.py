@@ -1,7 +1,7 @@
 """Train small models where low precision has a hard time, in each recipe, and compare the losses with bf16's.
 
     python examples/hard_cases.py
-    python examples/hard_cases.py --cases outliers spike --recipes te fp8 --seeds 5
+    python examples/hard_cases.py --cases outliers spike --recipes te fp8 --seeds 5 --picture hard_cases.png
 
 - "outliers": one of 128 input channels is 100 times the others, which matter as much for the target.
 - "cosine tail": betas (0.9, 0.95), and a cosine to 1% of the rate over 5000 steps.
@@ -14,9 +14,10 @@
 
 Weights before they are rounded and batches are the same for each recipe. A figure is the final loss on new
 data as a multiple of bf16's, the geometric mean over seeds. Behind it is the same for the plain model with
-the trained weights, in float32: without the noise of FP8 in the forward. "skipped" counts steps with
-gradients that were not finite. Below is what `fp8jax.statistics` and `step_statistics` say of the last step
-of the recipe with the largest loss.
+the trained weights, in float32: without the noise of FP8 in the forward. The picture has both with their 95%
+intervals, of Student's t over the logarithms. "skipped" counts steps with gradients that were not finite.
+Below is what `fp8jax.statistics` and `step_statistics` say of the last step of the recipe with the largest
+loss.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from scipy import stats
 
 import fp8jax
 from fp8jax.adapters import moe
@@ -243,39 +245,113 @@ def said(case: Case, recipe: str, seed: int) -> str:
     return "; ".join(parts)
 
 
-def ratios_of(ends: Sequence[Trained], base: Sequence[Trained]) -> tuple[float, float]:
-    """The ratios of both losses to those of bf16 with the same seed, as geometric means."""
-    pairs = list(zip(ends, base, strict=True))
-    of_loss = [math.log(end.loss / of.loss) for end, of in pairs]
-    of_plain = [math.log(end.of_plain / of.of_plain) for end, of in pairs]
-    return math.exp(sum(of_loss) / len(pairs)), math.exp(sum(of_plain) / len(pairs))
+class Ratio(NamedTuple):
+    """A loss as a multiple of bf16's: the geometric mean over seeds, and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def ratio_of(losses: Sequence[float], base: Sequence[float]) -> Ratio:
+    """The ratio of these losses to bf16's of the same seeds; the interval of one seed is not a number."""
+    logs = np.log(losses) - np.log(base)
+    error = np.std(logs, ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else math.nan
+    half = stats.t.ppf(0.975, max(len(logs) - 1, 1)) * error
+    return Ratio(*np.exp(np.mean(logs) + np.array([0.0, -half, half])).tolist())
+
+
+def ratios_of(runs: output.Rows, case: str, recipe: str) -> tuple[Ratio, Ratio]:
+    """The ratios of both losses of a recipe in a case."""
+    own, base = (
+        [run for run in runs if (run["case"], run["recipe"]) == (case, name)] for name in (recipe, BASELINE)
+    )
+    first, second = (
+        ratio_of([run[which] for run in own], [run[which] for run in base]) for which in ("loss", "of plain")
+    )
+    return first, second
+
+
+def draw(runs: output.Rows, path: pathlib.Path) -> None:
+    """Each case's losses as multiples of bf16's, as trained and, with a hollow mark, of the plain model."""
+    from matplotlib.figure import Figure
+
+    cases, recipes = (list(dict.fromkeys(run[key] for run in runs)) for key in ("case", "recipe"))
+    recipes.remove(BASELINE)
+    figure = Figure(figsize=(7, 0.7 + 0.62 * len(cases)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for place, recipe in enumerate(recipes):
+        heights = np.arange(len(cases)) + 0.7 * ((place + 0.5) / len(recipes) - 0.5)
+        for which, face in enumerate((f"C{place}", "none")):
+            found = np.array([ratios_of(runs, case, recipe)[which] for case in cases])
+            axes.errorbar(
+                found[:, 0],
+                heights,
+                xerr=np.nan_to_num(np.abs(found[:, 1:] - found[:, :1]).T),
+                fmt="o" if which == 0 else "s",
+                color=f"C{place}",
+                markerfacecolor=face,
+                markersize=4,
+                linewidth=1,
+                label=recipe if which == 0 else None,
+            )
+    axes.axvline(1.0, color="gray", linewidth=1)
+    axes.set_xscale("log")
+    ticks = [tick for tick in (0.7, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0) if tick <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(cases)), cases)
+    axes.invert_yaxis()
+    axes.set_xlabel("loss / bf16's; squares: the plain model with the trained weights")
+    axes.legend(loc="best", fontsize="small")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path)
 
 
 def main() -> None:
-    """Trains, compares and prints."""
+    """Trains, compares, prints and draws."""
     recipes = ["te", "current", "block", "mxfp8", "O2", "fp8", "fp8_6"]
     args = output.parse(
-        __doc__, tiny={"seeds": 1, "steps": 4}, cases=list(CASES), recipes=recipes, seeds=3, steps=0
+        __doc__,
+        tiny={"seeds": 1, "steps": 4},
+        cases=list(CASES),
+        recipes=recipes,
+        seeds=3,
+        steps=0,
+        picture="",
     )
+    runs: output.Rows = []
     rows, notes = [], []
     for name in args.cases:
         case = CASES[name]
         if args.steps:
             case = dataclasses.replace(case, steps=args.steps, warm=min(case.warm, args.steps))
-        ends = {
-            recipe: [train(case, recipe, seed)[0] for seed in range(args.seeds)]
-            for recipe in (BASELINE, *args.recipes)
-        }
-        base = ends.pop(BASELINE)
-        ratios = {recipe: ratios_of(found, base) for recipe, found in ends.items()}
-        worst = max(ratios, key=lambda recipe: np.nan_to_num(ratios[recipe][0], nan=np.inf))
-        cells = {recipe: f"{own:.3f} ({plain:.3f})" for recipe, (own, plain) in ratios.items()}
-        skipped = sum(end.skipped for found in ends.values() for end in found)
-        loss = f"{np.mean([end.loss for end in base]):.3g}"
-        rows.append({"case": name, "bf16's loss": loss, **cells, "skipped": skipped})
+        for recipe in (BASELINE, *args.recipes):
+            for seed in range(args.seeds):
+                end = train(case, recipe, seed)[0]
+                runs.append(
+                    {
+                        "case": name,
+                        "recipe": recipe,
+                        "seed": seed,
+                        "loss": end.loss,
+                        "of plain": end.of_plain,
+                        "skipped": end.skipped,
+                    }
+                )
+        ratios = {recipe: ratios_of(runs, name, recipe) for recipe in args.recipes}
+        worst = max(ratios, key=lambda recipe: np.nan_to_num(ratios[recipe][0].mean, nan=np.inf))
+        cells = {recipe: f"{own.mean:.3f} ({plain.mean:.3f})" for recipe, (own, plain) in ratios.items()}
+        found = [run for run in runs if run["case"] == name]
+        loss = np.mean([run["loss"] for run in found if run["recipe"] == BASELINE])
+        skipped = sum(run["skipped"] for run in found)
+        rows.append({"case": name, "bf16's loss": f"{loss:.3g}", **cells, "skipped": skipped})
         notes.append(f"{name}, {worst}: {said(case, worst, 0)}")
         train.cache_clear()
-    output.finish("hard_cases", output.device(), {"final loss / bf16's": rows}, args)
+    sections = {"final loss / bf16's": rows, **({"runs": runs} if args.json or args.record else {})}
+    output.finish("hard_cases", output.device(), sections, args)
+    if args.picture:
+        draw(runs, pathlib.Path(args.picture))
     if not args.json:
         print("\n".join(["", *notes]))
 

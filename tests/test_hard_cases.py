@@ -1,10 +1,13 @@
 """The example of hard cases: each trains, the same for each recipe but for its formats."""
 
 import dataclasses
+import math
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 NAMES = ("outliers", "cosine tail", "Zipf", "experts", "fine-tuning", "LoRA", "spike", "long")
 
@@ -47,6 +50,29 @@ def test_data_is_what_its_name_says(cases):
     assert np.abs(garbage["x"]).max() == pytest.approx(1000 * np.abs(calm["x"]).max())
     counts = np.bincount(np.concatenate([cases.words(cases.jax.random.key(i), 0)["x"] for i in range(50)]))
     assert counts[0] > 500 and np.median(counts) < 10
+
+
+def test_ratios_have_the_interval_of_a_paired_t_test(cases):
+    base, other = [0.02, 0.03, 0.025, 0.021], [0.022, 0.029, 0.03, 0.024]
+    ratio, wanted = cases.ratio_of(other, base), stats.ttest_rel(np.log(other), np.log(base))
+    interval: Any = wanted.confidence_interval()
+    assert ratio.low == pytest.approx(math.exp(interval.low)) and ratio.low < ratio.mean < ratio.high
+    assert ratio.high == pytest.approx(math.exp(interval.high))
+    one = cases.ratio_of([0.5], [0.25])
+    assert one.mean == pytest.approx(2) and math.isnan(one.low) and math.isnan(one.high)
+
+
+def test_seeds_are_paired_in_the_picture(cases, tmp_path):
+    losses = {"bf16": (0.02, 0.03), "te": (0.04, 0.03)}
+    runs = [
+        {"case": "spike", "recipe": recipe, "seed": seed, "loss": loss, "of plain": loss / 2, "skipped": 0}
+        for recipe, found in losses.items()
+        for seed, loss in enumerate(found)
+    ]
+    own, plain = cases.ratios_of(runs, "spike", "te")
+    assert own.mean == pytest.approx(2**0.5) and plain == pytest.approx(own)
+    cases.draw(runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
 def test_the_command(cases, monkeypatch, capsys):
