@@ -3,18 +3,20 @@
     python examples/paired.py --data tinyshakespeare.txt
     python examples/paired.py --data tinyshakespeare.txt --ways te O2 fp8 --seeds 10 --out runs/paired
     python examples/paired.py --data text.txt --steps 200 --seeds 3
+    python examples/paired.py --record examples/records/2026-11-28_cpu2_paired/paired.json --out compared
 
 Model and validation are those of train_gpt.py, and its options work here. Rivals of fp8jax are bf16 weights
 with bf16 Adam, an Adam with moments of 8 bits in blocks, and FlashOptim, see rivals.py. Each run is a process
 of its own, in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped
 go on: give the command again, also with more ways and seeds. It prints a table and leaves paired.json, with
-the mean loss of every ten steps of each run, paired.png and gaps.png.
+the mean loss of every ten steps of each run, paired.png and gaps.png. With --record it trains nothing, and
+compares the runs of a paired.json.
 
 "bytes" are those of weight, gradient and moments per parameter, "peak MB" the memory of the compiled step on
-this device, with activations. "gap" is the mean difference of the last validation losses from those of bf16
-with the same seed on the same device, with a 95% interval and the p-value of a paired t-test. "could tell" is
-the gap that such a test would have found in 80% of cases. "training gap" is the mean difference of the
-training losses, averaged over the last tenth of the steps.
+this device, with activations. "base" is bf16's loss with the same seeds on the same devices. "gap" is the
+mean difference of the last validation losses from those, with a 95% interval and the p-value of a paired
+t-test. "could tell" is the gap that such a test would have found in 80% of cases. "training gap" is the mean
+difference of the training losses, averaged over the last tenth of the steps.
 """
 
 import argparse
@@ -35,11 +37,12 @@ BASELINE = "bf16"
 GAP = ("gap", "95%", "p", "could tell")
 IN_TRAINING = "training gap, 95%"
 PARTS = ("weights", "gradients", "optimizer")  # of the bytes per parameter
+RECIPES = ("te", "current", "O2", "fp8", "fp8_6", "block", "mxfp8")
 RESIDUALS = ("--gradient-checkpointing", "dots_fp8")
 OURS, RIVALS = "train_gpt.py", "rivals.py"
 # Name -> program and options.
 WAYS = {
-    **{name: (OURS, "--recipe", name) for name in ("bf16", "te", "O2", "fp8", "fp8_6", "block", "mxfp8")},
+    **{name: (OURS, "--recipe", name) for name in (BASELINE, *RECIPES)},
     "bf16, FP8 residuals": (OURS, "--recipe", "bf16", *RESIDUALS),
     "fp8_6, FP8 residuals": (OURS, "--recipe", "fp8_6", *RESIDUALS),
     "8-bit Adam": (OURS, "--recipe", "bf16", "--optim", "adamw_8bit"),
@@ -93,6 +96,7 @@ def compare(runs: list[dict[str, Any]]) -> output.Rows:
             "bytes": f"{sum(first['bytes'].values()):.2f}",
             "peak MB": f"{first['peak'] / 1e6:.1f}",
             "loss": f"{np.mean([run['validation loss'] for run in own]):.4f}" if own else "no pair",
+            "base": f"{np.mean([base[pair_of(run)] for run in own]):.4f}" if own else "no pair",
         } | dict.fromkeys([*GAP, IN_TRAINING])
         if way != BASELINE and len(own) > 1:
             row |= gap([run["validation loss"] - base[pair_of(run)] for run in own])
@@ -166,9 +170,9 @@ def draw_gaps(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         alike = sum(round(float(other["bytes"])) == round(float(row["bytes"])) for other in rows[:number])
         x, mean = float(row["bytes"]) + 0.3 * alike, float(row["gap"])
         label = f"{row['way']}, {row['seeds']} pairs"
-        axes.errorbar(
-            [x], [mean], [[mean - low], [high - mean]], fmt="os^D"[number // 10], capsize=3, label=label
-        )
+        shape, color = "os^D"[number // 6], f"C{number % 6}"
+        half = [[mean - low], [high - mean]]
+        axes.errorbar([x], [mean], half, fmt=shape, color=color, capsize=3, label=label)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(
         xlabel="bytes per parameter; ways of the same size side by side",
@@ -185,13 +189,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     parser.add_argument("--seeds", type=int, default=10, help="of each way: 1 to this number")
-    parser.add_argument("--out", default="runs/paired", help="the folder of the runs")
+    parser.add_argument("--out", default="runs/paired", help="the folder of the runs, and of the pictures")
+    parser.add_argument("--record", metavar="FILE", help="compare the runs of this paired.json")
     args, options = parser.parse_known_args(argv)
     folder = pathlib.Path(args.out)
     options = ["--steps", "2000", *options]  # the last one counts
     if args.seeds < 1:
         parser.error(f"--seeds: expected 1 or more; got {args.seeds}")
     folder.mkdir(parents=True, exist_ok=True)
+    if args.record:
+        show(json.loads(pathlib.Path(args.record).read_text()), folder)
+        return
     path = folder / "options.json"
     if path.exists() and json.loads(path.read_text()) != options:
         parser.error(f"--out {folder} has runs with other options, see {path}; name another folder")
@@ -203,6 +211,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     (folder / "paired.json").write_text(json.dumps(runs))
+    show(runs, folder)
+
+
+def show(runs: list[dict[str, Any]], folder: pathlib.Path) -> None:
+    """Prints the table, and draws both pictures."""
     draw(runs, folder / "paired.png")
     draw_gaps(runs, folder / "gaps.png")
     print(f"\n{output.table(compare(runs))}\n\n{folder / 'paired.png'}")

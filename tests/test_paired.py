@@ -190,3 +190,29 @@ def test_the_command(tmp_path):
     ):
         failed = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_the_page_has_the_table_of_the_record(paired):
+    """The rows of docs/figures.md, computed from the runs that are kept."""
+    [record] = (ROOT / "examples/records").glob("*_paired/paired.json")
+    rows = paired.compare(json.loads(record.read_text()))
+    page = (ROOT / "docs/figures.md").read_text()
+
+    def interval(text):
+        return text.replace("+", "").replace(" to ", ", ")
+
+    def cells(row):
+        in_training, training_interval = row["training gap, 95%"].split(", ")
+        return [
+            f"{float(row['bytes']):.1f}",
+            row["peak MB"],
+            str(row["seeds"]),
+            f"{row['loss']} ({row['base']})",
+            f"{interval(row['gap'])} ({interval(row['95%'])})",
+            row["p"],
+            row["could tell"],
+            f"{interval(in_training)} ({interval(training_interval)})",
+        ]
+
+    missing = [row["way"] for row in rows if row["gap"] and f"| {' | '.join(cells(row))} |" not in page]
+    assert len(rows) >= 12 and missing == []
