@@ -83,7 +83,7 @@ def root():
 
 @pytest.fixture
 def optimized():
-    """LLVM's passes, for what is compared to the bit: without them rounding depends on what is fused."""
+    """LLVM's passes: for bits, since without them rounding depends on what is fused, and for long loops."""
     quick = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
