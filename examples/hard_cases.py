@@ -286,7 +286,7 @@ def draw(runs: output.Rows, path: pathlib.Path) -> None:
             found = np.array([ratios_of(runs, case, recipe)[which] for case in cases])
             axes.errorbar(
                 found[:, 0],
-                heights,
+                heights + 0.25 * which / len(recipes),
                 xerr=np.nan_to_num(np.abs(found[:, 1:] - found[:, :1]).T),
                 fmt="o" if which == 0 else "s",
                 color=f"C{place}",
