@@ -7,8 +7,12 @@ from typing import Any
 import jax
 
 from fp8jax import gradients
-from fp8jax.adapters import nnx
-from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, is_split, mean_of_devices
+from fp8jax.adapters.nnx.gradient import (
+    for_any_model,
+    gradient_of_module,
+    gradient_of_states,
+    mean_of_devices,
+)
 from fp8jax.comm import Zero
 from fp8jax.gradients.loss import AxisNames
 
@@ -87,10 +91,5 @@ def _of_any(
     parts = (microbatches or 1) * (1 if zero is None else zero.devices)
     of_module = gradient_of_module(loss_fn, has_aux, functools.partial(grad_of, has_aux=True), merged, parts)
 
-    @functools.wraps(loss_fn)
-    def of_any(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if nnx.is_module(model):
-            return of_module(model, *args, **kwargs)
-        return (of_states if is_split(model) else of_variables)(model, *args, **kwargs)
-
-    return of_any
+    of_any = for_any_model(module=of_module, states=of_states, variables=of_variables)
+    return functools.wraps(loss_fn)(of_any)

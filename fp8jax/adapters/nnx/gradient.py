@@ -70,15 +70,25 @@ def gradient_of_module(
     return wrapped
 
 
-def is_split(variables: Any) -> bool:
-    """Whether variables are `nnx.State`s: parameters alone, or collections with a state of parameters."""
-    return isinstance(variables[PARAMS] if has_params(variables) else variables, nnx.State)
+def for_any_model(
+    *, module: Callable[..., Any], states: Callable[..., Any], variables: Callable[..., Any]
+) -> Callable[..., Any]:
+    """One function of a model and other arguments: for an NNX module; for `nnx.State`s, which are parameters
+    alone, or collections with a state of parameters; and for other variables."""
+
+    def of_any(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, nnx.Module):
+            return module(model, *args, **kwargs)
+        is_split = isinstance(model[PARAMS] if has_params(model) else model, nnx.State)
+        return (states if is_split else variables)(model, *args, **kwargs)
+
+    return of_any
 
 
 def gradient_of_states(
     loss_fn: Callable[..., Any], grad_of: Callable[[Callable[..., Any]], Any]
 ) -> Callable[..., Any]:
-    """A function that returns the gradient of a loss of a module's states, see `is_split`.
+    """A function that returns the gradient of a loss of a module's states, see `for_any_model`.
 
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)`.

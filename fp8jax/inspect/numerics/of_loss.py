@@ -15,8 +15,7 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from fp8jax.adapters import nnx
-from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, is_split
+from fp8jax.adapters.nnx.gradient import for_any_model, gradient_of_module, gradient_of_states
 from fp8jax.dot import Weight
 from fp8jax.inspect.numerics.recorder import Recorder, Records
 from fp8jax.inspect.numerics.rows import MeasuredLayer, Statistics
@@ -95,18 +94,21 @@ def statistics(
         out = loss_fn(*args, **kwargs)
         return out if has_aux else (out, None)
 
-    @functools.wraps(loss_fn)
-    def of_any(model: Any, *args: Any, **kwargs: Any) -> Statistics:
-        if nnx.is_module(model):
-            of_module = gradient_of_module(loss_fn, has_aux, grad_of, lambda state: state, 1)
-            out, _ = of_module(flax_nnx.clone(model), *args, **kwargs)
-            return out[0] if has_aux else out
-        of_variables = (gradient_of_states if is_split(model) else lambda loss, of: of(loss))(
-            with_aux, grad_of
-        )
-        return of_variables(model, *args, **kwargs)[0][0]
+    grad_of_module = gradient_of_module(loss_fn, has_aux, grad_of, lambda state: state, 1)
 
-    return of_any
+    def of_module(model: Any, *args: Any, **kwargs: Any) -> Statistics:
+        out, _ = grad_of_module(flax_nnx.clone(model), *args, **kwargs)
+        return out[0] if has_aux else out
+
+    def first(gradient: Callable[..., Any]) -> Callable[..., Statistics]:
+        return lambda *args, **kwargs: gradient(*args, **kwargs)[0][0]
+
+    of_any = for_any_model(
+        module=of_module,
+        states=first(gradient_of_states(with_aux, grad_of)),
+        variables=first(grad_of(with_aux)),
+    )
+    return functools.wraps(loss_fn)(of_any)
 
 
 def _statistics(
