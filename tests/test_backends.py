@@ -19,7 +19,6 @@ from fp8jax.inspect import targets
 from fp8jax.quantization import quantize_blocks
 from fp8jax.recipe import PRESETS
 from fp8jax.scaling import GRAD, LHS, RHS
-from fp8jax.scaling.block_method import method_of
 
 RECIPES = ["te,scaling=current", "block", "block,scaling=block_float32", "mxfp8", "nvfp4,fp4_options="]
 MATRICES = (((1,), (0,)), ((), ()))
@@ -42,7 +41,7 @@ def quantized(recipe, operand, x):
     recipe = Recipe.parse(recipe)
     if granularity_of(recipe) == "tensor":
         return quantize(x, scaling.of_recipe(recipe).format(operand))
-    return quantize_blocks(x, method_of(recipe, operand))
+    return quantize_blocks(x, scaling.of_recipe(recipe).method(operand))
 
 
 def skip_without(name, recipe, *, is_batched=False):

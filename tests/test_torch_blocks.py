@@ -22,7 +22,7 @@ from test_torch_native import MODELS, Net, batch, fit, hugging_face, jax_product
 from torch import nn
 
 import fp8jax
-from fp8jax import Recipe, formats
+from fp8jax import Recipe, formats, scaling
 from fp8jax.dot import init_state
 from fp8jax.quantization import (
     BLOCK_1X128,
@@ -181,7 +181,7 @@ def test_operands_equal_jaxs(recipe, shape):
         if state:
             on_torch.key.copy_(torch.tensor(np.asarray(state["key"])))
         for operand in (block.LHS, block.RHS, block.GRAD):
-            jaxs = block.quantized(recipe, operand, jnp.asarray(x), state)
+            jaxs = block.quantized(scaling.of_recipe(recipe), operand, jnp.asarray(x), state)
             matrix = Operand(torch.from_numpy(x))
             copies = on_torch.scaling.quantize(on_torch, operand, matrix, None, (True, True))
             for got, want in zip(copies, jaxs, strict=True):

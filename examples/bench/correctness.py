@@ -146,8 +146,8 @@ def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
 
 def quantized(name: str, *given: jax.Array) -> Any:
     """Both copies of the three operands."""
-    recipe, state = fp8jax.Recipe.parse(name), fp8jax.dot.init_state(name)
-    return [block.quantized(recipe, number, x, state) for number, x in enumerate(given)]
+    its: Any = scaling.of_recipe(Recipe.parse(name))
+    return [block.quantized(its, number, x, its.init()) for number, x in enumerate(given)]
 
 
 def cut(a: Any, b: Any, every: int) -> Any:

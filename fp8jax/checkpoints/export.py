@@ -25,9 +25,7 @@ from fp8jax.checkpoints.tree import named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
 from fp8jax.rewrite import Kernel
-from fp8jax.scaling import LHS, RHS, of_recipe
-from fp8jax.scaling.block import BlockScaling
-from fp8jax.scaling.block_method import method_of
+from fp8jax.scaling import LHS, RHS, BlockScaling, of_recipe
 from fp8jax.variables import PARAMS, SCALING
 
 
@@ -225,8 +223,9 @@ def tensors_of(source: Source, mapping: NameMap, format: ServingFormat) -> Itera
                 q = ScaledArray(place.restore(q.data, shape), q.scale.astype(jnp.float32))
             else:
                 q = None
-                if isinstance(of_recipe(kernel.recipe), BlockScaling):
-                    method = method_of(kernel.recipe, RHS)
+                scaling = of_recipe(kernel.recipe)
+                if isinstance(scaling, BlockScaling):
+                    method = scaling.method(RHS)
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, scales, index)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import current, delayed
+from fp8jax.scaling import block_method, current, delayed
 from fp8jax.scaling.base import CASTS as CASTS
 from fp8jax.scaling.base import GRAD as GRAD
 from fp8jax.scaling.base import LHS as LHS
@@ -18,16 +18,16 @@ from fp8jax.scaling.base import OPERANDS as OPERANDS
 from fp8jax.scaling.base import RHS as RHS
 from fp8jax.scaling.base import Scaling as Scaling
 from fp8jax.scaling.base import State as State
-from fp8jax.scaling.block import BlockScaling
+from fp8jax.scaling.block import BlockScaling as BlockScaling
 from fp8jax.scaling.tensor import TensorScaling
 
 SCALINGS: dict[str, Callable[[Recipe], Scaling]] = {
     "delayed": functools.partial(TensorScaling, delayed.build),
     "current": functools.partial(TensorScaling, current.build),
-    "block": BlockScaling,
-    "block_float32": BlockScaling,
-    "mxfp8": BlockScaling,
-    "nvfp4": BlockScaling,
+    "block": functools.partial(BlockScaling, block_method.BLOCK),
+    "block_float32": functools.partial(BlockScaling, block_method.BLOCK_FLOAT32),
+    "mxfp8": functools.partial(BlockScaling, block_method.BLOCK_OF_32),
+    "nvfp4": functools.partial(BlockScaling, block_method.nvfp4),
 }
 
 

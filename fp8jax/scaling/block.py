@@ -1,6 +1,6 @@
 """Block scaling: scales are computed from the blocks of the tensor to cast.
 
-    for_fprop, for_wgrad = quantized(recipe, LHS, lhs, state)
+    for_fprop, for_wgrad = quantized(of_recipe(recipe), LHS, lhs, state)
 
 A GEMM contracts the last axis of both operands, and blocks run along it. Each operand takes part in two GEMMs
 that contract different axes, see `fp8jax.scaling.base`.
@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Float32, PyTree, UInt32
 from fp8jax.formats import Format
 from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import (
+    BlockMethod,
     Computed,
     ScaledArray,
     amax,
@@ -47,7 +48,7 @@ from fp8jax.quantization import (
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import eden
 from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, Scaling, State, Uses
-from fp8jax.scaling.block_method import method_of
+from fp8jax.scaling.block_method import MethodOf
 from fp8jax.scaling.frozen_kernel import operand_of_stored, stored_kernel
 from fp8jax.scaling.row_groups import in_aligned_groups
 
@@ -65,26 +66,31 @@ class BlockScaling(Scaling):
     gathered again, as the codes and scales of dgrad.
     """
 
+    method_of: MethodOf
     recipe: Recipe
     axes: ClassVar[tuple[tuple[str, str], ...]] = (("mk", "km"), ("nk", "kn"), ("mn", "nm"))
     is_residual_quantized: ClassVar[bool] = False
 
+    def method(self, operand: int, use: int = 0) -> BlockMethod:
+        """How an operand is quantized for its first GEMM (0) or its second one (1)."""
+        return self.method_of(self.recipe, operand, use)
+
     @property
     def granularity(self) -> str:
         """The block of lhs; a kernel may have square blocks."""
-        return "x".join(map(str, method_of(self.recipe, LHS).block))
+        return "x".join(map(str, self.method(LHS).block))
 
     @property
     def scales(self) -> str:
         """See `Scaling`."""
-        methods = [method_of(self.recipe, operand) for operand in (RHS, LHS, GRAD)]
+        methods = [self.method(operand) for operand in (RHS, LHS, GRAD)]
         names = ["{}x{} ".format(*x.block) + _SCALE_FORMATS.get(x.scale, x.scale) for x in methods]
         return " / ".join(dict.fromkeys(names))
 
     @property
     def rows_multiple(self) -> int | None:
         """The scale blocks of wgrad run along rows. NVFP4 also has a scale of the tensor, for all rows."""
-        return None if self.recipe.gemm == "FP4" else method_of(self.recipe, LHS).block[1]
+        return None if self.recipe.gemm == "FP4" else self.method(LHS).block[1]
 
     @property
     def takes_computed(self) -> bool:
@@ -99,7 +105,7 @@ class BlockScaling(Scaling):
 
     def format(self, operand: int) -> Format:
         """See `Scaling`."""
-        return method_of(self.recipe, operand).format
+        return self.method(operand).format
 
     def quantize(
         self, state: State, operand: int, x: Array | Computed, uses: Uses
@@ -113,7 +119,7 @@ class BlockScaling(Scaling):
         if not gemms:
             return None, None
         with jax.named_scope(CASTS[operand]):
-            copies = quantized(self.recipe, operand, x, state, gemms, whole_amax)
+            copies = quantized(self, operand, x, state, gemms, whole_amax)
         made = dict(zip(gemms, gpu_barrier(tuple(map(as_bytes, copies))), strict=True))
         return made.get(0), made.get(1)
 
@@ -136,7 +142,7 @@ class BlockScaling(Scaling):
         whole blocks and it is stored in more bytes. Then the result is the same to the bit."""
         rhs, uses = residual, (use == 0, use == 1)
         if isinstance(rhs, ScaledArray) and kernel.is_as_stored:
-            stored = operand_of_stored(self.recipe, rhs, kernel.matrix[0], use)
+            stored = operand_of_stored(self.method(RHS), rhs, kernel.matrix[0], use)
             if stored is not None:
                 return as_bytes(stored)
         shard = self._shard_of_blocks(rhs, kernel, use)
@@ -155,18 +161,16 @@ class BlockScaling(Scaling):
     def _shard_of_blocks(self, rhs: Any, kernel: KernelMatrix, use: int) -> Any:
         """This device's shard of a kernel; None if not blocks of it are to be sent."""
         shard = kernel.shard()
-        if shard is None or method_of(self.recipe, RHS, use).rule == "eden":  # the rotation needs all entries
+        if shard is None or self.method(RHS, use).rule == "eden":  # the rotation needs all entries
             return None
         stored = rhs.data if isinstance(rhs, ScaledArray) else rhs
         is_smaller = stored.dtype.itemsize > 1 or self.recipe.gemm == "FP4"
-        is_whole = (
-            shard.axis > -3 and shard.length % method_of(self.recipe, RHS).block[_axis(shard, use)] == 0
-        )
+        is_whole = shard.axis > -3 and shard.length % self.method(RHS).block[_axis(shard, use)] == 0
         return shard if is_smaller and is_whole else None
 
     def stored(self, x: Array, layers: tuple[int, ...], inputs: int) -> ScaledArray | None:
-        """See `stored.stored_kernel`."""
-        return stored_kernel(self.recipe, x, layers, inputs)
+        """See `frozen_kernel.stored_kernel`."""
+        return stored_kernel(self.method(RHS), x, layers, inputs)
 
     def update(self, state: State, seen: Array) -> State:
         """See `Scaling`."""
@@ -221,7 +225,7 @@ def _is_key(path: Any) -> bool:
 
 
 def quantized(
-    recipe: Recipe,
+    scaling: BlockScaling,
     operand: int,
     x: Float[Array, "*batch rows columns"] | Computed,
     state: State,
@@ -231,7 +235,7 @@ def quantized(
     """Operand number `operand` of a dot, quantized for its GEMMs.
 
     Args:
-        recipe: a recipe with block scaling.
+        scaling: the scaling of a recipe.
         operand: `LHS`, `RHS` or `GRAD`.
         x: the operand as a matrix: lhs (m, k), rhs (k, n), grad (m, n); `Computed` only for FP8.
         state: the dot's state.
@@ -242,13 +246,13 @@ def quantized(
         For each GEMM a copy with the contracted axis last, padded to whole blocks.
     """
     transposes = tuple((gemm == 1) != (operand == RHS) for gemm in gemms)
-    if recipe.gemm == "FP8":
-        return quantize_rows_and_columns(x, method_of(recipe, operand), transposes)
+    if scaling.recipe.gemm == "FP8":
+        return quantize_rows_and_columns(x, scaling.method(operand), transposes)
     assert not isinstance(x, Computed)
-    is_eden = [method_of(recipe, operand, gemm).rule == "eden" for gemm in gemms]
+    is_eden = [scaling.method(operand, gemm).rule == "eden" for gemm in gemms]
     if any(is_eden):
         others = tuple(gemm for gemm, is_its in zip(gemms, is_eden, strict=True) if not is_its)
-        plain = iter(quantized(recipe, operand, x, state, others, whole_amax) if others else ())
+        plain = iter(quantized(scaling, operand, x, state, others, whole_amax) if others else ())
         return tuple(
             eden.quantized(operand, x, gemm, state) if is_its else next(plain)
             for gemm, is_its in zip(gemms, is_eden, strict=True)
@@ -256,9 +260,9 @@ def quantized(
     return quantize_rows_and_columns_fp4(
         x,
         state["key"] if operand == GRAD and "key" in state else None,
-        method_of(recipe, operand),
+        scaling.method(operand),
         transposes,
-        transform=operand != RHS and "hadamard" in recipe.fp4_options,
+        transform=operand != RHS and "hadamard" in scaling.recipe.fp4_options,
         seeds=_seeds,
         whole_amax=whole_amax,
     )

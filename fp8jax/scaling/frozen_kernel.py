@@ -13,26 +13,28 @@ import numpy as np
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.quantization import PackedE2M1, ScaledArray, amax, quantize_in
-from fp8jax.recipe import Recipe
-from fp8jax.scaling.base import RHS
-from fp8jax.scaling.block_method import method_of
+from fp8jax.quantization import BlockMethod, PackedE2M1, ScaledArray, amax, quantize_in
 
 
-def blocks_of_kernel(recipe: Recipe, shape: tuple[int, ...], inputs: int) -> tuple[int, ...] | None:
+def _is_packed(method: BlockMethod) -> bool:
+    """Whether a byte has two codes."""
+    return method.format == formats.E2M1
+
+
+def blocks_of_kernel(method: BlockMethod, shape: tuple[int, ...], inputs: int) -> tuple[int, ...] | None:
     """The number of blocks along each axis of a stored kernel.
 
     Args:
-        recipe: a recipe with block scaling.
+        method: how the kernel is quantized for its first GEMM.
         shape: the kernel's, with the contracted axes first.
         inputs: the product of the contracted axes.
 
     Returns:
         None if the axes are not whole blocks. Then the kernel cannot be stored in blocks.
     """
-    if recipe.gemm == "FP4" and shape[-1] % 2:
+    if _is_packed(method) and shape[-1] % 2:
         return None
-    rows, columns = method_of(recipe, RHS).block
+    rows, columns = method.block
     split = next(i for i in range(len(shape) + 1) if math.prod(shape[:i]) == inputs)
     counts = []
     for dims, size in ((shape[:split], columns), (shape[split:], rows)):
@@ -48,11 +50,13 @@ def blocks_of_kernel(recipe: Recipe, shape: tuple[int, ...], inputs: int) -> tup
     return tuple(counts)
 
 
-def stored_kernel(recipe: Recipe, x: jax.Array, layers: tuple[int, ...], inputs: int) -> ScaledArray | None:
+def stored_kernel(
+    method: BlockMethod, x: jax.Array, layers: tuple[int, ...], inputs: int
+) -> ScaledArray | None:
     """A kernel, or a stack of them, to be stored as the operand of its first GEMM: codes and scales.
 
     Args:
-        recipe: a recipe with block scaling.
+        method: see `blocks_of_kernel`.
         x: float array, shape=(*layers, *shape).
         layers: leading axes of stacked layers.
         inputs: see `blocks_of_kernel`.
@@ -61,24 +65,23 @@ def stored_kernel(recipe: Recipe, x: jax.Array, layers: tuple[int, ...], inputs:
         None if `blocks_of_kernel` is None, or for "block_float32", whose scales are no powers of two. A
         bfloat16 `x` is marked by bfloat16 scales.
     """
-    shape, method = x.shape[len(layers) :], method_of(recipe, RHS)
+    shape = x.shape[len(layers) :]
     if method.scale == "float32":
         return None
-    blocks = blocks_of_kernel(recipe, shape, inputs)
+    blocks = blocks_of_kernel(method, shape, inputs)
     if blocks is None:
         return None
-    whole_amax = amax(x, (*layers, *(1,) * len(shape))) if recipe.gemm == "FP4" else None
+    whole_amax = amax(x, (*layers, *(1,) * len(shape))) if _is_packed(method) else None
     return quantize_in(x, (*layers, *blocks), method, whole_amax=whole_amax).with_own_dtype(x.dtype)
 
 
-def operand_of_stored(recipe: Recipe, q: ScaledArray, inputs: int, gemm: int) -> ScaledArray | None:
+def operand_of_stored(method: BlockMethod, q: ScaledArray, inputs: int, gemm: int) -> ScaledArray | None:
     """A kernel from `stored_kernel` as the operand of its GEMM number `gemm`.
 
     Returns:
         None if `q` is stored in another way, or if its blocks are those of the other GEMM.
     """
-    method = method_of(recipe, RHS)
-    if q.data.dtype != method.format.dtype or q.bits.shape != blocks_of_kernel(recipe, q.shape, inputs):
+    if q.data.dtype != method.format.dtype or q.bits.shape != blocks_of_kernel(method, q.shape, inputs):
         return None
     if gemm == 1 and method.block[0] != method.block[1]:
         return None

@@ -42,7 +42,8 @@ class BlockScaling(Scaling):
         return [self._copy(state, operand, x, use) if uses[use] else None for use in (0, 1)]
 
     def _copy(self, state: Any, operand: int, x: Operand, use: int) -> Operand:
-        method, options = block.method_of(self.recipe, operand, use), self.recipe.fp4_options
+        its: Any = scaling.of_recipe(self.recipe)
+        method, options = its.method(operand, use), self.recipe.fp4_options
         if method.rule == "eden":
             return _eden(state, operand, x, use, method)
         copy, random = blocks.padded(x.contracted_last(operand, use).data, method), None
