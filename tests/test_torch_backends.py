@@ -479,7 +479,7 @@ def test_msamp_level(monkeypatch, recipe, level):
     assert (given["opt_level"], given["use_te"], given["model"]) == (level, False, model)
     reasons = {row.path: row.reason for row in prepared.rows}
     assert [row.path for row in prepared.rows if row.fp8] == ["up", "down"]
-    assert reasons["lm_head"] == "its weight is also that of embed, and MS-AMP would separate the two"
+    assert reasons["lm_head"] == "its weight is also the weight of embed, and MS-AMP would separate the two"
     assert (
         model.odd.use_fp32_linear
         and model.lm_head.use_fp32_linear

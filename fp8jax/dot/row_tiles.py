@@ -50,7 +50,7 @@ class ExpertSharding(NamedTuple):
 
 
 # Rows, shape=(rows, n), or a matrix per group, shape=(groups, k, n): floats, or codes as bytes with a float32
-# scale of each group, shape=(groups,), or with scales of blocks, whose first axis is that of the codes.
+# scale of each group, shape=(groups,), or with scales of blocks, whose first axis is the codes'.
 Operand = jax.Array | ScaledArray
 
 # A GEMM of two matrices: floats, or codes as bytes with a scalar scale.

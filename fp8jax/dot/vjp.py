@@ -1,6 +1,6 @@
 """The custom VJP of FP8 dots: the operands are quantized for three GEMMs, fprop, dgrad and wgrad.
 
-The rule is that of `dot_general` and of `ragged_dot`, for all scalings and backends. The scaling quantizes
+This is the rule of `dot_general` and `ragged_dot`, for all scalings and backends. The scaling quantizes
 (`fp8jax.scaling.base`), a `Matmul` multiplies matrices, of one dot or by groups of rows, and the placement of
 the kernel has the collectives.
 """

@@ -33,7 +33,7 @@ def names_of(keys: Any) -> tuple[str, ...] | None:
 
 
 def check_named(names: tuple[str, ...] | None, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError if a name is not that of a random key, or if `names` is None and there are keys."""
+    """Raises ValueError if a name is not a random key's, or if `names` is None and there are keys."""
     if names is None:
         for name, value in kwargs.items():
             if any(_is_typed(x) or _is_raw(x) for x in jax.tree.leaves(value)):

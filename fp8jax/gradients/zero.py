@@ -74,7 +74,7 @@ class ShardContext:
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
     def comm(self, recipes: Sequence[Recipe]) -> str:
-        """The format in which gradients are sent: that of the transformed models in the loss.
+        """The format in which gradients are sent: the format of the transformed models in the loss.
 
         Raises:
             ValueError: the recipe of `zero` has another `comm` column.

@@ -84,7 +84,7 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
     is_gpu = target is None and any(device["platform"] == "gpu" for device in devices)
     names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
     versions = {"Python": platform.python_version()} | {name: _version(name) or "not found" for name in names}
-    versions["XLA"] = f"that of jaxlib {versions['jaxlib']}" + (f": {client}" if client else "")
+    versions["XLA"] = f"of jaxlib {versions['jaxlib']}" + (f": {client}" if client else "")
     if target is None and any(device["capability"] for device in devices):
         versions |= cuda_versions()
     packages, first = _packages(is_gpu), devices[:1]

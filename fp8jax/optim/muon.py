@@ -40,7 +40,7 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.muon` with the recipe's weights and momentum.
 
-    Momentum is Nesterov's, also that of Adam for the other parameters, with optax's corrections for the first
+    Momentum is Nesterov's, also Adam's for the other parameters, with optax's corrections for the first
     steps. It is orthogonalized by optax's five Newton-Schulz steps in bfloat16, as in Muon's reference.
 
     Args:

@@ -52,7 +52,7 @@ def _check_moved(scaling: Any, state: Any) -> None:
         is_first = steps > 1 and not any(jnp.any(history) for history in histories)
     if is_first:
         raise ValueError(
-            f"`params`: expected the scaling state of {int(steps)} steps; got that of `init`. Pass on the "
+            f"`params`: expected the scaling state of {int(steps)} steps; got `init`'s. Pass on the "
             "variables that `value_and_grad` returns, as in `loss, grads, variables = grad_fn(variables)`."
         )
 

@@ -76,7 +76,7 @@ class Recipe:
         amax_compute_algo: delayed scaling uses the "max" of the history, or its "most_recent" amax.
         override_linear_precision: (fprop, dgrad, wgrad), True for each GEMM that runs in high precision
             instead of FP8.
-        first_scale: delayed scaling's scale before the first amax: that of a "typical" tensor; the scale of
+        first_scale: delayed scaling's scale before the first amax: a "typical" tensor's; the scale of
             the first "tensor", which makes every cast wait for an amax; or "one", as in TransformerEngine.
         include: shell-style patterns of layers. A pattern with "/" is compared with a layer's path, a pattern
             without "/" with the last name of the path. "re:" starts a regular expression of the path.

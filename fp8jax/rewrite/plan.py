@@ -100,7 +100,7 @@ class DotState(NamedTuple):
     plugin: Any = None
 
     def depth(self, groups: int) -> int:
-        """The number of leading axes of stacked layers; `groups` is that of a ragged dot."""
+        """The number of leading axes of stacked layers; `groups` are a ragged dot's."""
         vectors = (self.scaling[name] for name in ("scale", "key") if name in self.scaling)
         found = (vector.ndim - 1 - (groups > 0) for vector in vectors)
         return next(found, self.plugin.depth if self.plugin else 0)

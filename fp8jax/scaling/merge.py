@@ -56,7 +56,7 @@ def to_fm32(tree: PyTree) -> PyTree:
     The gradient with respect to a float32 leaf is its next value.
 
     Raises:
-        ValueError: a leaf has another dtype, such as that of weights that were cast together with it.
+        ValueError: a leaf has another dtype, as after a cast of the weights that included it.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = [leaf for leaf in leaves if leaf.dtype != fm32]
@@ -138,7 +138,7 @@ def from_fp8_grad(codes: Shaped[Array, "..."]) -> Float8e4m3fn[Array, "..."]:
 
 
 def first_state(states: Shaped[Array, "layers ..."]) -> Shaped[Array, "..."]:
-    """The first of the stacked states of layers; the next state of `fm32` states is that of all layers."""
+    """The first of the stacked states of layers; the next state of `fm32` states is one for all layers."""
     if states.dtype != fm32:
         return lax.index_in_dim(states, 0, keepdims=False)
     return _first_state(states.shape[0], states)

@@ -4,7 +4,7 @@
     metrics = scale_metrics(before, after, recipe)  # inside of the jitted step
     metrics.saturation                              # above 1: the cast of this step clipped
 
-The scaling state after a step says how well its FP8 casts fitted: the newest amax is that of the step, and
+The scaling state after a step says how well its FP8 casts fitted: the newest amax is the step's, and
 the scale before the step, times the largest value of the format, is the range that the cast had.
 """
 

@@ -96,7 +96,7 @@ def read(cls: type, argv: Sequence[str] | None = None, description: str = "") ->
 
     Args:
         cls: a dataclass with fields made by `option`.
-        argv: the command line without the program's name; None for that of this process.
+        argv: the command line without the program's name; None for this process's.
         description: the first lines of `--help`.
 
     Returns:

@@ -51,7 +51,7 @@ class ScaledTensor(torch.Tensor):
         scale: Float[torch.Tensor, ""],
         dtype: torch.dtype = torch.float32,
     ) -> "ScaledTensor":
-        """See the class; `dtype` is that of the value."""
+        """See the class; `dtype` is the value's."""
         if scale.shape != () or scale.dtype != torch.float32:
             raise ValueError(
                 "`scale`: expected float32 of shape (); got "

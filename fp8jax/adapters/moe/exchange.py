@@ -32,7 +32,7 @@ Dense = Callable[[jax.Array, jax.Array], jax.Array]  # (rows, sizes of the exper
 
 
 class Way(NamedTuple):
-    """The origin of the rows; over a mesh axis that of each device, concatenated."""
+    """The origin of the rows; over a mesh axis each device's, concatenated."""
 
     order: Int[Array, " rows"]  # int32, the choice, token * top_k + i, of each row
     place: Int[Array, "tokens top_k"]  # int32, the row of each choice; `rows` if the row is elsewhere

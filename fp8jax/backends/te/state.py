@@ -32,8 +32,9 @@ def to_te(state: Mapping[str, Any], *, name: str = _WRAPPER) -> dict[str, Any]:
     Args:
         state: the state of one dot, or a tree of states: a collection "_overwrite_with_gradient". Arrays may
             have leading axes, as under `nn.scan`.
-        name: the submodule of a layer that has the dot's state: by default that of `make_dot_general_cls`; ""
-            if the layer itself has the state, as TransformerEngine's `DenseGeneral` in "fp8_metas".
+        name: the submodule of a layer that has the dot's state: by default the one that
+            `make_dot_general_cls` creates; "" if the layer itself has the state, as TransformerEngine's
+            `DenseGeneral` in "fp8_metas".
 
     Returns:
         For each dot `{x,kernel,grad}_scale`, shape=(..., 1), and `{x,kernel,grad}_amax_history`,

@@ -210,7 +210,7 @@ def _faults(row: Row) -> Iterable[tuple[float, str]]:
 
 
 def _no_bad(rows: list[Row], recipe: Recipe, stale: Iterable[str]) -> str:
-    """The figure of the worst layer, where none is bad; of `stale` ones that of current scaling."""
+    """The figure of the worst layer, where none is bad; for `stale` ones current scaling's."""
     rows = _under(rows, with_fresh_scales(recipe) if stale else recipe)
     worst = max(rows, key=lambda row: row.weak / max(row.channels, 1))
     return (

@@ -112,7 +112,7 @@ def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any,
 
     Args:
         params: the parameters, arrays and `ScaledArray`s.
-        recipe: its `rounding` says how weights are rounded; None for that of `fp8`.
+        recipe: its `rounding` says how weights are rounded; None for `fp8`'s.
         seed: of the random bits.
     """
     row = recipe or Recipe.FP8

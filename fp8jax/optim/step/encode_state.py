@@ -67,7 +67,7 @@ def encode_state(
         is_lost: whether to spoil the parameter's scale, or a plain parameter; None for no.
         random: bits for the first moment, the weight and the second moment; Nones round to nearest.
         rounding: how the first moment and the weight are rounded.
-        weight_again: the weight of `step`, computed again for the remainder; None takes that of `step`.
+        weight_again: the weight of `step`, computed again for the remainder; None takes the weight of `step`.
     """
     names = [name for name in STORED if scaled_part(getattr(state, name)) is not None]
     new, to_store = (dict(zip(names, all_of, strict=False)) for all_of in (scales, stored_scales))

@@ -73,7 +73,7 @@ def advice(outcomes: Outcomes) -> list[str]:
 
 
 def gap(outcomes: Outcomes) -> float:
-    """Final loss of the first model minus that of the second."""
+    """Final loss of the first model minus the second's."""
     first, second = outcomes.values()
     return first.final_loss - second.final_loss
 

@@ -121,7 +121,7 @@ def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
 
     def why_not(module: nn.Module) -> str | None:
         if module in shared:
-            return f"its weight is also that of {shared[module]}, and MS-AMP would separate the two"
+            return f"its weight is also the weight of {shared[module]}, and MS-AMP would separate the two"
         if use_te:
             return te.why_not(module)
         if sum(place is module for place in places) > 1:

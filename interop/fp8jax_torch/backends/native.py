@@ -51,7 +51,7 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
 
     Block scaling raises RuntimeError for a model on a GPU.
 
-    An Adam or AdamW of torch becomes that of `fp8jax_torch.optim` where the recipe has low-precision weights,
+    An Adam or AdamW of torch becomes `fp8jax_torch.optim`'s where the recipe has low-precision weights,
     moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32, and
     rounds to nearest.
     """

@@ -1,11 +1,11 @@
 """Adam and AdamW with moments and master weights in a recipe's formats.
 
-The step is that of `fp8jax.optim.adam`: float32 arithmetic, then moments are rounded, each tensor on a new
+The step is `fp8jax.optim.adam`'s: float32 arithmetic, then moments are rounded, each tensor on a new
 power-of-two scale. A step that would make a weight or a moment infinite or NaN is skipped and counted. The
 state consists of plain tensors: `torch.load` reads it with `weights_only=True`.
 
 Stochastic rounding takes its random bits from a counter, as `fp8jax.optim` does: they depend on the seed, the
-step, the parameter's number and the entry's place in it. The number is that of `state_dict`: the parameter's
+step, the parameter's number and the entry's place in it. The number is `state_dict`'s: the parameter's
 place among those of all groups, with or without a gradient. It is JAX's where the tree of parameters has the
 same leaves in the same order, as a list has; a Flax model has names in alphabetical order and transposed
 kernels, so the same seed gives it other bits.

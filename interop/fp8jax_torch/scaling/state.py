@@ -42,7 +42,7 @@ class ScalingState(torch.nn.Module):
     Attributes:
         path: the layer's path.
         recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; None without a backward
-            since. Not a buffer: DistributedDataParallel would replace it by that of process 0.
+            since. Not a buffer: DistributedDataParallel would replace it by process 0's.
         version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
             None.
