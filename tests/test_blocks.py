@@ -629,7 +629,9 @@ def assembly(function, *args, target, at):
 def test_kernel_of_both_copies_exchanges_little(recipe, target, tmp_path):
     """Only packed codes pass between threads. A transpose of a tile of float32 waits for others 133 times.
     Divisions are rounded to nearest, as on a CPU; not XLA's, of the scales of tensors."""
-    quantize = functools.partial(block.quantized, Recipe.parse(recipe), block.LHS, state={})
+    quantize = functools.partial(
+        block.quantized, scaling.of_recipe(Recipe.parse(recipe)), block.LHS, state={}
+    )
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     code = assembly(quantize, x, target=target, at=tmp_path)
     assert 0 < code.count("bar.sync") < 16
