@@ -264,7 +264,10 @@ def ratio_of(losses: Sequence[float], base: Sequence[float]) -> Ratio:
 def ratios_of(runs: output.Rows, case: str, recipe: str) -> tuple[Ratio, Ratio]:
     """The ratios of both losses of a recipe in a case."""
     own, base = (
-        [run for run in runs if (run["case"], run["recipe"]) == (case, name)] for name in (recipe, BASELINE)
+        sorted(
+            (run for run in runs if (run["case"], run["recipe"]) == (case, name)), key=lambda run: run["seed"]
+        )
+        for name in (recipe, BASELINE)
     )
     first, second = (
         ratio_of([run[which] for run in own], [run[which] for run in base]) for which in ("loss", "of plain")
@@ -320,6 +323,9 @@ def main() -> None:
         steps=0,
         picture="",
     )
+    args.recipes = [name for name in dict.fromkeys(args.recipes) if name != BASELINE]
+    if not args.recipes:
+        sys.exit(f"--recipes: expected a recipe beside {BASELINE}; got none")
     runs: output.Rows = []
     rows, notes = [], []
     for name in args.cases:
@@ -346,14 +352,18 @@ def main() -> None:
         loss = np.mean([run["loss"] for run in found if run["recipe"] == BASELINE])
         skipped = sum(run["skipped"] for run in found)
         rows.append({"case": name, "bf16's loss": f"{loss:.3g}", **cells, "skipped": skipped})
-        notes.append(f"{name}, {worst}: {said(case, worst, 0)}")
+        notes.append({"case": name, "recipe": worst, "last step of seed 0": said(case, worst, 0)})
         train.cache_clear()
-    sections = {"final loss / bf16's": rows, **({"runs": runs} if args.json or args.record else {})}
+    sections = {
+        "final loss / bf16's": rows,
+        **({"runs": runs, "statistics": notes} if args.json or args.record else {}),
+    }
     output.finish("hard_cases", output.device(), sections, args)
     if args.picture:
         draw(runs, pathlib.Path(args.picture))
     if not args.json:
-        print("\n".join(["", *notes]))
+        lines = (f"{note['case']}, {note['recipe']}: {note['last step of seed 0']}" for note in notes)
+        print("\n".join(["", *lines]))
 
 
 if __name__ == "__main__":

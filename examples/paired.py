@@ -193,13 +193,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", metavar="FILE", help="compare the runs of this paired.json")
     args, options = parser.parse_known_args(argv)
     folder = pathlib.Path(args.out)
-    options = ["--steps", "2000", *options]  # the last one counts
     if args.seeds < 1:
         parser.error(f"--seeds: expected 1 or more; got {args.seeds}")
     folder.mkdir(parents=True, exist_ok=True)
     if args.record:
-        show(json.loads(pathlib.Path(args.record).read_text()), folder)
+        if options:
+            parser.error(f"--record trains nothing, so it takes no other options; got {' '.join(options)}")
+        ways, runs = {BASELINE, *args.ways}, json.loads(pathlib.Path(args.record).read_text())
+        show([run for run in runs if run["way"] in ways and run["seed"] <= args.seeds], folder)
         return
+    options = ["--steps", "2000", *options]  # the last one counts
     path = folder / "options.json"
     if path.exists() and json.loads(path.read_text()) != options:
         parser.error(f"--out {folder} has runs with other options, see {path}; name another folder")

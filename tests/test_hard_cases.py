@@ -1,6 +1,7 @@
 """The example of hard cases: each trains, the same for each recipe but for its formats."""
 
 import dataclasses
+import itertools
 import math
 import sys
 from typing import Any
@@ -63,14 +64,15 @@ def test_ratios_have_the_interval_of_a_paired_t_test(cases):
 
 
 def test_seeds_are_paired_in_the_picture(cases, tmp_path):
-    losses = {"bf16": (0.02, 0.03), "te": (0.04, 0.03)}
+    losses = {"bf16": ((0.02, 0.01), (0.03, 0.02)), "te": ((0.04, 0.01), (0.06, 0.06))}
     runs = [
-        {"case": "spike", "recipe": recipe, "seed": seed, "loss": loss, "of plain": loss / 2, "skipped": 0}
+        {"case": "spike", "recipe": recipe, "seed": seed, "loss": loss, "of plain": plain, "skipped": 0}
         for recipe, found in losses.items()
-        for seed, loss in enumerate(found)
+        for seed, (loss, plain) in enumerate(found)
     ]
-    own, plain = cases.ratios_of(runs, "spike", "te")
-    assert own.mean == pytest.approx(2**0.5) and plain == pytest.approx(own)
+    for order in itertools.permutations(runs):
+        own, of_plain = cases.ratios_of(list(order), "spike", "te")
+        assert own == pytest.approx((2, 2, 2)) and of_plain.mean == pytest.approx(3**0.5)
     cases.draw(runs, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
