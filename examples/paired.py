@@ -178,7 +178,7 @@ def draw_gaps(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
         xlabel="bytes per parameter; ways of the same size side by side",
         ylabel=f"validation loss above {BASELINE}, with 95% intervals",
     )
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.63, 1))
     figure.savefig(path)
 
 
