@@ -203,7 +203,9 @@ def test_the_page_has_the_table_of_the_record(paired):
 
     def cells(row):
         in_training, training_interval = row["training gap, 95%"].split(", ")
+        name, comma, rest = row["way"].partition(", ")
         return [
+            (f"`{name}`" if name in paired.RECIPES else name) + comma + rest,
             f"{float(row['bytes']):.1f}",
             row["peak MB"],
             str(row["seeds"]),
