@@ -43,7 +43,8 @@ def test_a_case_trains(cases, name):
     assert "of the updates of" in cases.said(case, "fp8", 0)
 
 
-def test_data_is_what_its_name_says(cases):
+def test_data_is_what_its_name_says(load_program):
+    cases = load_program("examples/hard_models.py")
     key = cases.jax.random.key(0)
     channels = np.abs(np.asarray(cases.outliers(key, 0)["x"])).max(axis=0)
     assert (channels > 50).sum() == 1 and len(channels) == 128
