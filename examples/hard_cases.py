@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import paired
 from hard_models import CASES, Batch, Case, mean_square, plain
-from scipy import stats
 
 import fp8jax
 from fp8jax.inspect.numerics import step_statistics
@@ -41,7 +41,7 @@ from fp8jax.inspect.numerics import step_statistics
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 import output
 
-BASELINE = "bf16"
+BASELINE = paired.BASELINE
 
 
 def variables_of(case: Case, model: Any, seed: int) -> Any:
@@ -135,10 +135,7 @@ class Ratio(NamedTuple):
 
 def ratio_of(losses: Sequence[float], base: Sequence[float]) -> Ratio:
     """The ratio of these losses to bf16's of the same seeds; the interval of one seed is not a number."""
-    logs = np.log(losses) - np.log(base)
-    error = np.std(logs, ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else math.nan
-    half = stats.t.ppf(0.975, max(len(logs) - 1, 1)) * error
-    return Ratio(*np.exp(np.mean(logs) + np.array([0.0, -half, half])).tolist())
+    return Ratio(*map(math.exp, paired.interval(list(np.log(losses) - np.log(base)))))
 
 
 def ratios_of(runs: output.Rows, case: str, recipe: str) -> tuple[Ratio, Ratio]:

@@ -117,11 +117,19 @@ def trained(run: dict[str, Any]) -> float:
     return float(np.mean([loss for step, loss in run["losses"].items() if int(step) > last]))
 
 
+def interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of paired differences, and its 95% interval by Student's t; not a number for one pair."""
+    n, mean = len(differences), float(np.mean(differences))
+    if n < 2:
+        return mean, float("nan"), float("nan")
+    half = float(stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / n**0.5)
+    return mean, mean - half, mean + half
+
+
 def gap(differences: Sequence[float]) -> dict[str, Any]:
     """The mean of paired differences, its 95% interval, the p-value, and the gap that they could tell."""
-    n, mean = len(differences), np.mean(differences)
+    n, (mean, low, high) = len(differences), interval(differences)
     error = np.std(differences, ddof=1) / n**0.5
-    low, high = stats.t.interval(0.95, n - 1, mean, error)
     test: Any = stats.ttest_1samp(differences, 0)
     least = (stats.t.ppf(0.975, n - 1) + stats.t.ppf(0.8, n - 1)) * error
     cells = f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.3f}", f"{least:.4f}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import sys
 from typing import Any
@@ -78,12 +79,18 @@ def test_seeds_are_paired_in_the_picture(cases, tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
-def test_the_command(cases, monkeypatch, capsys):
+def test_the_command(cases, tmp_path, monkeypatch, capsys):
     """A figure is the ratio of two losses of `train`."""
-    arguments = "--tiny --recipes te --cases spike".split()
-    monkeypatch.setattr(sys, "argv", ["hard_cases.py", *arguments])
+    arguments = "--tiny --recipes bf16 te te --cases spike".split()
+    options = ["--picture", str(tmp_path / "cases.png"), "--record", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["hard_cases.py", *arguments, *options])
     cases.main()
     printed = capsys.readouterr().out
+    [record] = tmp_path.glob("*/result.json")
+    kept = json.loads(record.read_text())["results"]
+    assert [run["recipe"] for run in kept["runs"]] == ["bf16", "te"]
+    assert "of the updates of" in kept["statistics"][0]["last step of seed 0"]
+    assert (tmp_path / "cases.png").stat().st_size > 5000
     case = dataclasses.replace(cases.CASES["spike"], steps=4)
     base, te = (cases.train(case, recipe, 0)[0] for recipe in ("bf16", "te"))
     assert f"{te.loss / base.loss:.3f} ({te.of_plain / base.of_plain:.3f})" in printed

@@ -192,6 +192,27 @@ def test_the_command(tmp_path):
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
+def test_a_record_is_compared_again(paired, tmp_path, capsys):
+    """The ways and seeds that are named; options of a training are refused."""
+    runs = runs_of("bf16", [1.0, 2.0, 3.0]) + runs_of("fp8", [1.5, 2.6, 9.0]) + runs_of("te", [1.0])
+    runs = [run | {"bytes": dict.fromkeys(paired.PARTS, 4.0)} for run in runs]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    command = [
+        "--record",
+        str(tmp_path / "runs.json"),
+        "--out",
+        str(tmp_path),
+        *"--ways fp8 --seeds 2".split(),
+    ]
+    paired.main(command)
+    printed = capsys.readouterr().out
+    assert "+0.5500" in printed and "\nte" not in printed
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("paired.png", "gaps.png"))
+    with pytest.raises(SystemExit):
+        paired.main([*command, "--steps", "5"])
+    assert "--record trains nothing" in capsys.readouterr().err
+
+
 def test_the_page_has_the_table_of_the_record(paired):
     """The rows of docs/figures.md, computed from the runs that are kept."""
     [record] = (ROOT / "examples/records").glob("*_paired/paired.json")
