@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
+from fp8jax.adapters.nnx.module import is_module
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
@@ -77,7 +78,7 @@ def for_any_model(
     alone, or collections with a state of parameters; and for other variables."""
 
     def of_any(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, nnx.Module):
+        if is_module(model):
             return module(model, *args, **kwargs)
         is_split = isinstance(model[PARAMS] if has_params(model) else model, nnx.State)
         return (states if is_split else variables)(model, *args, **kwargs)
