@@ -220,7 +220,7 @@ def planned_of(base, each):
 
     def plan(model, recipe, tokens, *, devices, stage, **_):
         total = base // stage if stage else base
-        return memory.Plan(str(recipe), stage, devices, total, 0, 0, 0, each * tokens.shape[0], 0)
+        return memory.MemoryPlan(str(recipe), stage, devices, total, 0, 0, 0, each * tokens.shape[0], 0)
 
     return plan
 

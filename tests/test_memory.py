@@ -138,8 +138,8 @@ def test_plan_is_the_compiled_program(kind, recipe, target, devices, stage):
     found = compiled(of, recipe, target, devices, stage)
     bytes_of = found.memory_analysis()
     results = bytes_of.output_size_in_bytes - bytes_of.alias_size_in_bytes
-    assert plan.kept == bytes_of.argument_size_in_bytes
-    assert plan.total == plan.kept + results + bytes_of.temp_size_in_bytes
+    assert plan.stored == bytes_of.argument_size_in_bytes
+    assert plan.total == plan.stored + results + bytes_of.temp_size_in_bytes
     assert (plan.recipe, plan.devices, plan.stage) == (recipe, devices, stage)
     assert plan.sent == program.read(found).sent(devices) and (plan.sent > 0) == (devices > 1)
 
@@ -184,7 +184,7 @@ def test_kept_bytes_are_those_of_live_arrays(recipe, stage):
     assert plan.moments == here((adam.adam.mu, adam.adam.nu))
     assert plan.master == here(adam.master)
     [tokens] = of.inputs
-    assert plan.kept == here((variables, opt_state)) + tokens.size * tokens.dtype.itemsize
+    assert plan.stored == here((variables, opt_state)) + tokens.size * tokens.dtype.itemsize
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", long("adafactor")])
@@ -198,7 +198,7 @@ def test_other_optimizers_are_replicated(name):
         memory.plan_step(step.function, *step.args, target=None, devices=n)
         for step, n in zip(steps, (1, 2), strict=True)
     )
-    assert two.moments == one.moments > 0 and two.kept == one.kept
+    assert two.moments == one.moments > 0 and two.stored == one.stored
 
 
 # Models ##########################################################################################

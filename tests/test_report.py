@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import runs
 
-from fp8jax.inspect.memory import Plan
+from fp8jax.inspect.memory import MemoryPlan
 from fp8jax.quantization import UNSET
 from fp8jax.train import metrics
 from fp8jax.train.metrics import Bytes, ScaledTensor, ScaleMetrics, StepMetrics
@@ -234,7 +234,7 @@ def test_without_validation_the_end_of_training_is_told(tmp_path):
 
 
 def test_memory_of_arrays_and_of_the_program():
-    plan = Plan("O2", 0, 1, weights=24, moments=4, master=0, inputs=8, temporaries=54, sent=0)
+    plan = MemoryPlan("O2", 0, 1, weights=24, moments=4, master=0, inputs=8, temporaries=54, sent=0)
     found = memory_of(plan, arguments=36)
     rows = {part.part.split(":")[0]: part[1:] for part in found}
     assert rows["weights, with scales and statistics"] == (24, None)

@@ -375,7 +375,7 @@ def test_a_plan_is_the_trainers_program():
     plan, state = trainer.plan(), trainer.init()
     here = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
     assert plan.weights == here(state.variables)
-    assert plan.moments + plan.master < here(state.opt_state) <= plan.kept - plan.weights
+    assert plan.moments + plan.master < here(state.opt_state) <= plan.stored - plan.weights
     assert (plan.recipe, plan.stage, plan.devices) == ("O2", 1, 2)
     assert plan.total == trainer.program.total and plan.sent == trainer.program.sent(2) > 0
     with pytest.raises(ValueError, match="`target`: h200 is one device"):
@@ -387,7 +387,7 @@ def test_a_plan_for_another_gpu():
     trainer = Trainer(Plain(), loss, TrainConfig(recipe="te", per_device_train_batch_size=4), rows(1))
     plan, found = trainer.plan("h200"), trainer.compile(target="h200").memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
-    assert plan.kept == found.argument_size_in_bytes
+    assert plan.stored == found.argument_size_in_bytes
     assert plan.temporaries == found.temp_size_in_bytes + results
     assert plan[3:7] == trainer.plan()[3:7] and plan.total != trainer.plan().total
 

@@ -177,6 +177,6 @@ def side_by_side(function: Callable[[Any], Any], items: Iterable[Any]) -> list[A
 
 
 def gemms(read: Any) -> dict[str, int]:
-    """FP8 GEMMs of a `fp8jax.inspect.program.Program`, and the others."""
+    """FP8 GEMMs of a `fp8jax.inspect.program.CompiledProgram`, and the others."""
     fp8 = sum(gemm.is_fp8 for gemm in read.gemms)
     return {"FP8 GEMMs": fp8, "other GEMMs": read.count() - fp8}

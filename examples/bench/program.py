@@ -68,7 +68,9 @@ def compile_way(way: ways.Way, model: nn.Module, shape: tuple[int, ...], target:
     return targets.compile_for(step, *ways.shapes(way, made, shape), target=target)
 
 
-def compile_blocks(way: ways.Way, count: int, tokens: int, width: int, target: str) -> program.Program:
+def compile_blocks(
+    way: ways.Way, count: int, tokens: int, width: int, target: str
+) -> program.CompiledProgram:
     """The program of the MLP blocks."""
     return program.read(compile_way(way, Blocks(way.dense, way.dtype, count), (tokens, width), target))
 

@@ -32,7 +32,7 @@ FLAX = "flax Fp8DotGeneral"
 STATE = "_overwrite_with_gradient"
 
 
-def prepare(name: str, args: argparse.Namespace) -> tuple[Callable[[], Any], float, program.Program]:
+def prepare(name: str, args: argparse.Namespace) -> tuple[Callable[[], Any], float, program.CompiledProgram]:
     """A step after the first, when scales are known; the seconds to compile it; and the program."""
     way = WAYS[name]
     model = stack(way, args.layers, args.heads, attention())

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import jax
 
-from fp8jax.inspect.program.compiled import Kernel, kernels_of
+from fp8jax.inspect.program.compiled import Launch, kernels_of
 from fp8jax.inspect.program.hlo import Instruction, parse
 
 
 class Traffic(NamedTuple):
     """The bytes that a program's kernels move; a kernel in a loop counts as often as it runs."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Launch, ...]
     casts: dict[str, int]  # FP8 tensor -> places in the program that cast it from a wider format
     transposes: dict[str, int]  # FP8 tensor -> kernels that transpose it
 

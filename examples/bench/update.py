@@ -72,7 +72,7 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def row(way: str, read: program.Program, leaves: int, size: int, state: int) -> dict[str, Any]:
+def row(way: str, read: program.CompiledProgram, leaves: int, size: int, state: int) -> dict[str, Any]:
     """A program in one row."""
     return {
         "way": way,

@@ -27,7 +27,7 @@ def rows(args: argparse.Namespace, target: str | None) -> output.Rows:
     for recipe, devices, stage in itertools.product(args.recipes, args.devices, args.stages):
         options = {"loss": of.loss, "devices": devices, "stage": stage, "target": target}
         plan = memory.plan(of.model, recipe, *of.inputs, **options)
-        bytes_of = {"kept MB": plan.kept, "peak MB": plan.total, "MB sent": plan.sent}
+        bytes_of = {"stored MB": plan.stored, "peak MB": plan.total, "MB sent": plan.sent}
         row = {"recipe": recipe, "devices": devices, "ZeRO": stage}
         found.append(row | {name: value / 1e6 for name, value in bytes_of.items()})
     return found

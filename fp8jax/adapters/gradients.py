@@ -66,7 +66,7 @@ def accumulate_gradients(
 
     For the arguments see `fp8jax.gradients.accumulate_gradients`. Pass random keys as keyword arguments and
     name them in `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of
-    an NNX module need no name. All microbatches see the incoming statistics; those of the last one are kept.
+    an NNX module need no name. All microbatches see the incoming statistics; the last one's are returned.
     """
     options = {"format": format, "zero": zero, "axis_name": axis_name, "keys": keys}
     grad_of = functools.partial(gradients.accumulate_gradients, microbatches=microbatches, **options)

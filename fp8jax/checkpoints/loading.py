@@ -168,8 +168,8 @@ def _fitted(tensor: Stored, place: Place, like: Any) -> list[Any]:
     """A tensor as an array, which may have another dtype than `like`, or as leaves of a `ScaledArray`."""
     if not is_scaled(like):
         return [tensor.value(place)]
-    if (kept := _kept(tensor, place, like)) is not None:
-        return jax.tree.leaves(kept)
+    if (codes := _as_stored(tensor, place, like)) is not None:
+        return jax.tree.leaves(codes)
     return _quantized(tensor.value(place), like, tensor.name)
 
 
@@ -191,7 +191,7 @@ def _quantized_by_xla(x: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], treedef:
     return jax.tree.leaves(quantize_like(x, like)), jnp.isfinite(amax(x, like.bits.shape)).all()
 
 
-def _kept(tensor: Stored, place: Place, like: ScaledArray) -> ScaledArray | None:
+def _as_stored(tensor: Stored, place: Place, like: ScaledArray) -> ScaledArray | None:
     """A tensor's codes and scales as they are; None if `like` has another format or blocks."""
     if not tensor.scales or tensor.codes.dtype != like.data.dtype or is_scaled(like.scale):
         return None

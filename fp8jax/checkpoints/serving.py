@@ -180,27 +180,27 @@ def encode(
         and the SQNR in dB, of codes that are quantized for the format. If `x` has an infinity or NaN, the
         scales and the SQNR are NaN.
     """
-    kept, is_kept = None, jnp.bool_(True)
+    unchanged, is_unchanged = None, jnp.bool_(True)
     if codes is not None and format.holds(E4M3, _TENSOR):
-        kept = _parts(codes, x.shape, _TENSOR, format)
+        unchanged = _parts(codes, x.shape, _TENSOR, format)
         if format.stored != jnp.float32:
-            is_kept = lax.bitcast_convert_type(codes.scale, jnp.uint32) % np.uint32(2**23) == 0
+            is_unchanged = lax.bitcast_convert_type(codes.scale, jnp.uint32) % np.uint32(2**23) == 0
     elif codes is None and method is not None and format.holds(method.format, method.block):
         if format.stored == jnp.float32 or method.scale in ("power_of_two", "E8M0", format.method.scale):
-            kept = _parts(_quantized(x, method), x.shape, method.block, format)
+            unchanged = _parts(_quantized(x, method), x.shape, method.block, format)
     q = _quantized(x, format.method)
     new = _parts(q, x.shape, format.method.block, format)
     error = q.dequantize()[: x.shape[0], : x.shape[1]] - x
     largest, is_finite = jnp.max(jnp.abs(x)), jnp.isfinite(x).all()
     ratio = jnp.sum(jnp.square(x / largest)) / jnp.sum(jnp.square(error / largest))
     sqnr = jnp.where(is_finite, jnp.where(largest == 0, jnp.inf, 10 * jnp.log10(ratio)), jnp.nan)
-    if kept is None:
-        parts, is_kept = new, jnp.bool_(False)
+    if unchanged is None:
+        parts, is_unchanged = new, jnp.bool_(False)
     else:
-        parts = jax.tree.map(lambda a, b: jnp.where(is_kept, a, b), kept, new)
+        parts = jax.tree.map(lambda a, b: jnp.where(is_unchanged, a, b), unchanged, new)
     scale = parts[format.scale]
     broken = 255 if scale.dtype == jnp.uint8 else jnp.asarray(jnp.nan, scale.dtype)
-    return {**parts, format.scale: jnp.where(is_finite, scale, broken)}, is_kept, sqnr
+    return {**parts, format.scale: jnp.where(is_finite, scale, broken)}, is_unchanged, sqnr
 
 
 def _quantized(x: Float[Array, "rows columns"], method: BlockMethod) -> ScaledArray:

@@ -25,7 +25,7 @@ SCALING = "_overwrite_with_gradient"
 NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
 # Entries that only JAX has.
 ONLY_JAX = (OLD, ONE)
-ROOT = ".root"  # the end of the name of a second moment that is kept as its root
+ROOT = ".root"  # the end of the name of a second moment that is stored as its root
 
 Key = tuple[str, ...]
 

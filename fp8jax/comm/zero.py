@@ -137,9 +137,9 @@ class Zero:
         """
         memory = memory or (HOST if self.offload else None)
 
-        def put(param: Any, kept: Any) -> Any:
+        def put(param: Any, tree: Any) -> Any:
             return jax.tree.map(
-                lambda leaf: self._put(leaf, param, self.stage >= 1, memory), kept, is_leaf=is_scaled
+                lambda leaf: self._put(leaf, param, self.stage >= 1, memory), tree, is_leaf=is_scaled
             )
 
         return jax.tree.map(put, params, tree, is_leaf=is_scaled)

@@ -12,7 +12,7 @@ from jax import lax
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
 from fp8jax.dot.output import OPERANDS
-from fp8jax.dot.vjp import FPROP, WGRAD, Call, Static, jitted_dot, multiply
+from fp8jax.dot.vjp import FPROP, WGRAD, Call, StaticArgs, jitted_dot, multiply
 from fp8jax.dot.weight import WHOLE, PlacedKernel, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import Computed, Expression, ScaledArray, as_codes, is_scaled, value
@@ -173,7 +173,7 @@ def dot_general(
     if computed is not None and layout.is_rows_of_lhs:
         made = computed(jax.ShapeDtypeStruct(layout.lhs.matrix, lhs.dtype))
         whole, inputs = Whole(layout, made.expression), made.inputs
-    static = Static.of(lhs, weight, recipe, chosen, out_dtype, whole)
+    static = StaticArgs.of(lhs, weight, recipe, chosen, out_dtype, whole)
     check_state(recipe, state)
     state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
 

@@ -41,7 +41,7 @@ from fp8jax.dot.row_tiles import (
     rows_times_matrices,
     rows_times_rows,
 )
-from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Call, Static, jitted_dot, multiply
+from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Call, StaticArgs, jitted_dot, multiply
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
@@ -97,7 +97,7 @@ def ragged_dot(
     kernel, grad_slot = weight.value, weight.grad_slot
     _check_shapes(lhs.shape, weight.shape, group_sizes.shape)
     chosen = backends.choose(backend, scaling.of_recipe(Recipe.parse(recipe)).granularity).name
-    static = Static.of(lhs, weight, recipe, chosen, out_dtype, Grouped(over))
+    static = StaticArgs.of(lhs, weight, recipe, chosen, out_dtype, Grouped(over))
     check_state(static.recipe, state)
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)

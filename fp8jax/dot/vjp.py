@@ -51,7 +51,7 @@ _HIGH_AXES = ("mk", "kn", "mn")
 class Call(NamedTuple):
     """One call of a dot, on one device."""
 
-    static: "Static"
+    static: "StaticArgs"
     state: State  # of the dot, or of each group
     others: Any  # the sizes of groups; of a whole matrix, the inputs of lhs's expression or None
 
@@ -105,7 +105,7 @@ class Matmul(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class StaticArgs:
     """The static arguments of a dot."""
 
     recipe: Recipe
@@ -167,12 +167,14 @@ class Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(static: Static, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State, others: Any) -> jax.Array:
+def _dot(
+    static: StaticArgs, lhs: jax.Array, rhs: Any, grad_slot: Any, state: State, others: Any
+) -> jax.Array:
     return _forward(static, lhs, rhs, grad_slot, state, others, has_backward=False)[0]
 
 
 def _forward(
-    static: Static,
+    static: StaticArgs,
     lhs: jax.Array,
     rhs: Any,
     grad_slot: Any,
@@ -195,7 +197,7 @@ def _forward(
 
 
 def _output(
-    static: Static, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, others: Any
+    static: StaticArgs, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, others: Any
 ) -> tuple[jax.Array, Any, Any]:
     """The output of this device's groups, the residuals of lhs and of the kernel, and their amaxes."""
     call, matmul = Call(static, state, others), static.matmul
@@ -218,13 +220,13 @@ def _output(
     return out, (of_lhs, rhs if static.is_high(DGRAD) else prepared), (q.seen, seen_rhs)
 
 
-def _operand(static: Static, gemm: str, q: Any, x: jax.Array) -> Any:
+def _operand(static: StaticArgs, gemm: str, q: Any, x: jax.Array) -> Any:
     """The quantized operand; in high precision if the GEMM is, or if it quantizes its operands itself."""
     return x.astype(static.out_dtype) if static.is_high(gemm) or q is None else q
 
 
 def _kernel_operand(
-    static: Static, gemm: str, rhs: Any, prepared: Any, kernel: PlacedKernel, state: State
+    static: StaticArgs, gemm: str, rhs: Any, prepared: Any, kernel: PlacedKernel, state: State
 ) -> Any:
     """The whole kernel for a GEMM, of the stored or the prepared kernel."""
     if static.is_high(gemm):
@@ -233,7 +235,7 @@ def _kernel_operand(
     return static.scaling.kernel(state, prepared, kernel, use)
 
 
-def _backward(static: Static, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+def _backward(static: StaticArgs, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     operands, seen, state, others = residuals
     if isinstance(grad, SymbolicZero):  # the output is not used
         grad = jnp.zeros(grad.shape, grad.dtype)
@@ -243,7 +245,7 @@ def _backward(static: Static, residuals: Any, grad: jax.Array) -> tuple[Any, ...
 
 
 def _gradients(
-    static: Static, residuals: Any, seen: Any, state: State, others: Any, grad: jax.Array
+    static: StaticArgs, residuals: Any, seen: Any, state: State, others: Any, grad: jax.Array
 ) -> tuple[Any, Any, State]:
     """The gradients of lhs and of this device's kernels, and the new state."""
     (lhs, rhs), grad = static.placement.after(residuals, grad)
@@ -267,7 +269,7 @@ def _gradients(
 
 
 def multiply(
-    static: Static, gemm: str, lhs: Any, rhs: Any, dtype: Any, *, is_batched: bool = False
+    static: StaticArgs, gemm: str, lhs: Any, rhs: Any, dtype: Any, *, is_batched: bool = False
 ) -> jax.Array:
     """One GEMM of two operands, in FP8 for `ScaledArray`s; the output has `dtype`."""
     chosen = static.scaling
@@ -281,7 +283,7 @@ def multiply(
     return backend.dot(lhs, rhs, numbers, out_dtype=dtype, precise=gemm != FPROP)
 
 
-def kernel_gradient(static: Static, drhs: Any, groups: int = 0) -> Any:
+def kernel_gradient(static: StaticArgs, drhs: Any, groups: int = 0) -> Any:
     """The kernel's gradient in the dtype of the slot or of rhs; for a `GradSlot` an E4M3 `ScaledArray`.
 
     Args:
@@ -300,7 +302,7 @@ def kernel_gradient(static: Static, drhs: Any, groups: int = 0) -> Any:
     return drhs if isinstance(drhs, ScaledArray) else quantize_gradient(drhs, blocks)
 
 
-def cotangents(static: Static, dlhs: jax.Array, drhs: Any, state: State) -> tuple[Any, ...]:
+def cotangents(static: StaticArgs, dlhs: jax.Array, drhs: Any, state: State) -> tuple[Any, ...]:
     """The cotangents of lhs, rhs, slot and state."""
     if (blocks := static.grad_blocks) is not None:
         # One dot of stacked kernels has one scale for all of them.
@@ -310,7 +312,7 @@ def cotangents(static: Static, dlhs: jax.Array, drhs: Any, state: State) -> tupl
     return (dlhs, *pair, to_cotangents(state))
 
 
-def _forward_rule(static: Static, *operands: Any) -> tuple[jax.Array, Any]:
+def _forward_rule(static: StaticArgs, *operands: Any) -> tuple[jax.Array, Any]:
     """`_forward` on `custom_vjp`'s symbolic-zeros wrappers."""
     return _forward(static, *checked(*operands))
 

@@ -19,7 +19,7 @@ from fp8jax.rewrite import (
     Kernel,
     ParamView,
     Plan,
-    Static,
+    StaticTree,
     Tracked,
     Uses,
     can_be_kernel,
@@ -85,7 +85,7 @@ def gradient(
     axes = context.axes_of(treedef)
     params = [_Param(*pair, context.aval(pair[1], axis)) for pair, axis in zip(flat, axes, strict=True)]
     state = to_fm32(variables.get(SCALING, {}))
-    static, arrays = Static.of((others, args, kwargs))
+    static, arrays = StaticTree.of((others, args, kwargs))
 
     def call(leaves: list[Any], state: Any, arrays: list[Any]) -> tuple[Any, Any]:
         others, args, kwargs = static.filled(arrays)

@@ -23,7 +23,7 @@ from fp8jax.comm.shard import ShardSpec
 from fp8jax.gradients.keys import check_batch
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import Static, Uses, aval_of
+from fp8jax.rewrite import StaticTree, Uses, aval_of
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 
@@ -138,7 +138,7 @@ def over_devices(on_device: Callable[..., tuple[Any, Any, GradShardings]], zero:
         check_batch(args, zero.devices, f"the {zero.devices} devices of axis {zero.axis!r}", advice)
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
         context = ShardContext(zero, tuple(zero.split_of(leaf) if zero.stage else None for leaf in leaves))
-        static, arrays = Static.of(kwargs)
+        static, arrays = StaticTree.of(kwargs)
 
         def mapped(variables: Any, args: Any, arrays: Any) -> Any:
             kwargs = static.filled(arrays)

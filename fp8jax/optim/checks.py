@@ -212,11 +212,11 @@ def _lost_steps(recipe: Recipe, params: Any, rate: Any) -> list[str]:
     if not _are_numbers(rate):
         return []
     for name in ("FP16", "BF16"):
-        kept = [leaf for leaf in leaves if name in _weights_of(leaf, recipe)]
-        if not kept:
+        of_name = [leaf for leaf in leaves if name in _weights_of(leaf, recipe)]
+        if not of_name:
             continue
         # The standard deviation of a square kernel by Glorot's initialization.
-        typical = max(leaf.size / max(_count_of_scales(leaf), 1) for leaf in kept) ** -0.25
+        typical = max(leaf.size / max(_count_of_scales(leaf), 1) for leaf in of_name) ** -0.25
         ulp = 2.0 ** (math.floor(math.log2(typical)) - formats.get(name).mantissa_bits)
         if 0 < rate < ulp:
             return [

@@ -23,12 +23,12 @@ def with_variables_inside(tree: Any) -> Any:
     """
 
     def turned(node: Any) -> Any:
-        kept = node.get_raw_value() if _is_variable(node) else None
-        if isinstance(kept, ScaledArray):
-            return ScaledArray(node.replace(kept.data), kept.scale)
-        if isinstance(kept, Storage):
-            codes = dataclasses.fields(kept)[0].name
-            return dataclasses.replace(kept, **{codes: turned(node.replace(getattr(kept, codes)))})
+        raw = node.get_raw_value() if _is_variable(node) else None
+        if isinstance(raw, ScaledArray):
+            return ScaledArray(node.replace(raw.data), raw.scale)
+        if isinstance(raw, Storage):
+            codes = dataclasses.fields(raw)[0].name
+            return dataclasses.replace(raw, **{codes: turned(node.replace(getattr(raw, codes)))})
         return node
 
     return jax.tree.map(turned, _without_empty(tree), is_leaf=_is_variable)
@@ -38,8 +38,8 @@ def _without_empty(tree: Any, parent: Any = None) -> Any:
     """The tree without variables of None. Those outside of mappings become None."""
     if isinstance(tree, Mapping):
         below = {key: (child, _without_empty(child, tree)) for key, child in tree.items()}
-        kept = {key: new for key, (old, new) in below.items() if not _is_nothing(new) or _is_nothing(old)}
-        return _mapping(tree, parent, kept)
+        entries = {key: new for key, (old, new) in below.items() if not _is_nothing(new) or _is_nothing(old)}
+        return _mapping(tree, parent, entries)
     return None if _is_variable(tree) and tree.get_raw_value() is None else tree
 
 

@@ -85,15 +85,15 @@ def _init(rule: Rule, params: Any) -> AdamState:
     betas = (None, None) if rule.in_8_bits else (rule.b1, rule.b2)
     checks.warn_of_rounding(rule.recipe, params, rule.learning_rate, *betas)
 
-    kept = first_state(params, rule.state_recipe, rule.in_8_bits, matrices)
-    checks.check_groups(rule.zero, kept[:2])
+    arrays = first_state(params, rule.state_recipe, rule.in_8_bits, matrices)
+    checks.check_groups(rule.zero, arrays[:2])
     # Not one zero twice, which a loop that donates its state would donate twice.
     zeros = [jnp.zeros([], jnp.int32) for _ in range(2)]
     numbers: Any = (*zeros, first_key(rule.state_recipe, rule.seed))
     if rule.zero is not None:
-        kept = [rule.zero.place_state(tree, params) for tree in kept]
+        arrays = [rule.zero.place_state(tree, params) for tree in arrays]
         numbers = jax.tree.map(rule.zero.replicated, numbers)
-    mu, nu, master, remainder = (with_variables_inside(tree) for tree in kept)
+    mu, nu, master, remainder = (with_variables_inside(tree) for tree in arrays)
     count, skipped, key = numbers
     return AdamState(optax.ScaleByAdamState(count, mu, nu), master, skipped, remainder, key)
 
@@ -104,7 +104,7 @@ def _update(rule: Rule, updates: Any, state: Any, params: Any = None) -> tuple[A
     checks.check_state(state, AdamState)
     # An `nnx.State` has an `nnx.Variable` around each leaf, and no key where there is none.
     boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
-    updates, *kept = map(without_variables, boxes)
+    updates, *arrays = map(without_variables, boxes)
     check_tags(updates)
     params = without_variables(params)
     check_finite_scales(params)
@@ -113,7 +113,7 @@ def _update(rule: Rule, updates: Any, state: Any, params: Any = None) -> tuple[A
     count = jnp.asarray(optax.safe_increment(state.adam.count))
     nothing = [None] * len(grads)
     mu, nu, master, remainder = (
-        nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in kept
+        nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in arrays
     )
     olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
     parts = zip(grads, mu, nu, olds, master, remainder, strict=True)

@@ -14,7 +14,7 @@ from fp8jax.platforms import by_platform, with_auto_axes
 
 
 def cast(x: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
-    """Casts float32 `x` to `format`: to nearest even, saturating, NaN kept; x's shape."""
+    """Casts float32 `x` to `format`: to nearest even, saturating, NaN stays NaN; x's shape."""
     if format.bits == 8:
         # XLA's float8 conversion on CPU is scalar. Integer arithmetic on the float's bits vectorizes: the
         # same codes three times as fast.

@@ -13,7 +13,7 @@ from fp8jax.quantization.casts import bits_of, nan_code, select
 def cast_stochastically(
     x: Float32[Array, "..."], format: Format, random: UInt32[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    """Casts `x` to `format` by stochastic rounding: unbiased, saturating, NaN kept; x's shape.
+    """Casts `x` to `format` by stochastic rounding: unbiased, saturating, NaN stays NaN; x's shape.
 
     A number between two codes becomes the upper one with the probability of its distance to the lower one.
 

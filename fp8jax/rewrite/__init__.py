@@ -26,7 +26,7 @@ from fp8jax.rewrite.plan import Kernel as Kernel
 from fp8jax.rewrite.plan import Plan as Plan
 from fp8jax.rewrite.program import Annotations as Annotations
 from fp8jax.rewrite.program import Settings as Settings
-from fp8jax.rewrite.program import Static as Static
+from fp8jax.rewrite.program import StaticTree as StaticTree
 from fp8jax.rewrite.program import live_jaxpr as live_jaxpr
 from fp8jax.rewrite.program import plain_parameters as plain_parameters
 from fp8jax.rewrite.remat import checkpointing as checkpointing

@@ -25,7 +25,7 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs
 from fp8jax.rewrite.interpreter.param_view import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
-from fp8jax.rewrite.program import Annotations, Program, Settings, Static, call, trace
+from fp8jax.rewrite.program import Annotations, Settings, StaticTree, TracedFunction, call, trace
 from fp8jax.rewrite.report import Report, check_share
 from fp8jax.rewrite.rules import layer_names
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
@@ -129,7 +129,7 @@ class FunctionModel:
         frozen = _with_kernels(params, program, freeze)
         return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
 
-    def _states(self, program: Program) -> dict[str, Any]:
+    def _states(self, program: TracedFunction) -> dict[str, Any]:
         """The initial scaling states and loss scale."""
         variables, states = {}, {}
         for planned in program.plan.dots.values():
@@ -160,7 +160,7 @@ class FunctionModel:
             for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
-        _, arrays = Static.of((args, kwargs))
+        _, arrays = StaticTree.of((args, kwargs))
         return program.out.filled(call(program, leaves, states, arrays, consts))
 
     __call__ = apply
@@ -256,12 +256,12 @@ class FunctionModel:
 
         return {**variables, PARAMS: _with_kernels(variables[PARAMS], program, quantized)}
 
-    def _program(self, params: PyTree, args: Any, kwargs: Any) -> tuple[Program, list[Any]]:
+    def _program(self, params: PyTree, args: Any, kwargs: Any) -> tuple[TracedFunction, list[Any]]:
         """The cached trace of the function for these inputs' types, and the constants of its jaxpr."""
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
         if any(callable(leaf) for leaf in leaves):
             raise _not_arrays(params)
-        static, arrays = Static.of((args, kwargs))
+        static, arrays = StaticTree.of((args, kwargs))
         constants = tuple((type(x), x) for x in static.leaves)  # with the type, because 1 == True
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *arrays) if is_array(x))
         types = treedef, static.treedef, avals, trace_context(), self.context()
@@ -315,7 +315,7 @@ def check_like(like: PyTree) -> None:
         )
 
 
-def _with_kernels(params: PyTree, program: Program, change: Callable[[Any, PlannedDot], Any]) -> Any:
+def _with_kernels(params: PyTree, program: TracedFunction, change: Callable[[Any, PlannedDot], Any]) -> Any:
     """The parameters with `change(leaf, planned)` for each kernel."""
     kernels = program.plan.kernels()
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)

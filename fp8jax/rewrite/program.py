@@ -1,4 +1,4 @@
-"""Tracing a function to a `Program`: its jaxpr, the plan of its FP8 dot products and its report.
+"""Tracing a function to a `TracedFunction`: its jaxpr, the plan of its FP8 dot products and its report.
 
 `call` makes a call of a program one equation of a loss's jaxpr: `fp8jax.value_and_grad` traces a loss with
 plain parameters, then evaluates the jaxpr with the stored kernels, which reach the function's dot products
@@ -87,14 +87,14 @@ class Annotations:
             yield
 
 
-class Static(NamedTuple):
+class StaticTree(NamedTuple):
     """A tree without its arrays."""
 
     treedef: Any
     leaves: tuple[Any, ...]  # with None for each array
 
     @classmethod
-    def of(cls, tree: Any) -> tuple["Static", list[Any]]:
+    def of(cls, tree: Any) -> tuple["StaticTree", list[Any]]:
         """The tree without its arrays, and the arrays."""
         leaves, treedef = jax.tree.flatten(tree)
         arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -107,18 +107,18 @@ class Static(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class TracedFunction:
     """A traced function."""
 
     jaxpr: jex.Jaxpr
-    out: Static
+    out: StaticTree
     paths: list[tuple[str, ...]]  # paths of the parameters
     plan: Plan
     recipe: Recipe
     report: Report
 
     def __repr__(self) -> str:
-        return f"Program({len(self.plan.dots)} dot products of {self.report.recipe})"
+        return f"TracedFunction({len(self.plan.dots)} dot products of {self.report.recipe})"
 
     def run(
         self, leaves: list[Any], states: Mapping[Any, DotState], arrays: list[Any], consts: list[Any]
@@ -179,10 +179,10 @@ def trace(
     settings: Settings,
     annotations: Annotations,
     params: Any,
-    static: Static,
+    static: StaticTree,
     arrays: list[Any],
     num_state_arrays: int = 0,
-) -> tuple[Program, list[Any]]:
+) -> tuple[TracedFunction, list[Any]]:
     """`fn(params, *args, **kwargs)` as a program, and the constants of its jaxpr.
 
     Args:
@@ -190,7 +190,7 @@ def trace(
         settings: how it is rewritten.
         annotations: cleared before and after the trace.
         params: the parameters.
-        static, arrays: `Static.of((args, kwargs))`.
+        static, arrays: `StaticTree.of((args, kwargs))`.
         num_state_arrays: number of the first arrays that are model state, not inputs.
     """
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
@@ -200,7 +200,7 @@ def trace(
     def call(leaves: list[Any], arrays: list[Any]) -> list[Any]:
         nonlocal out
         args, kwargs = static.filled(arrays)
-        out, arrays = Static.of(fn(treedef.unflatten(leaves), *args, **kwargs))
+        out, arrays = StaticTree.of(fn(treedef.unflatten(leaves), *args, **kwargs))
         return arrays
 
     annotations.clear(None if settings.checkpointing is None else Calls())
@@ -227,7 +227,7 @@ def trace(
         report = _with_adapters(report, lora, settings.recipe, planned)
     annotations.clear()
     plan = Plan.of(planned, [dot for dot, _ in choices], backend=settings.backend)
-    return Program(jaxpr, out, paths, plan, settings.recipe, report), consts
+    return TracedFunction(jaxpr, out, paths, plan, settings.recipe, report), consts
 
 
 def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, planned: list[PlannedDot]) -> Report:
@@ -254,7 +254,7 @@ def plain_parameters() -> Iterator[None]:
         _are_plain.reset(token)
 
 
-def call(program: Program, *operands: Any) -> list[Any]:
+def call(program: TracedFunction, *operands: Any) -> list[Any]:
     """`program.run(*operands)`; one equation under `plain_parameters`, and compiled once for eager calls."""
     flat, treedef = jax.tree.flatten(operands)
     if not _are_plain.get() and any(isinstance(x, jax.core.Tracer) for x in flat):
@@ -262,11 +262,11 @@ def call(program: Program, *operands: Any) -> list[Any]:
     return _program_p.bind(*flat, program=program, treedef=treedef)
 
 
-def _run(*flat: Any, program: Program, treedef: Any) -> list[Any]:
+def _run(*flat: Any, program: TracedFunction, treedef: Any) -> list[Any]:
     return program.run(*treedef.unflatten(flat))
 
 
-def _abstract(*avals: Any, program: Program, treedef: Any) -> Any:
+def _abstract(*avals: Any, program: TracedFunction, treedef: Any) -> Any:
     del avals, treedef
     return [var.aval for var in program.jaxpr.outvars], program.jaxpr.effects
 

@@ -60,18 +60,18 @@ def build(recipe: Recipe) -> ScaleMethod:
         return state
 
     def scale(state: State, operand: int, amax: Float[Array, ""], limit: float) -> Float[Array, ""]:
-        kept = lax.index_in_dim(state["scale"], operand, keepdims=False)
+        stored = lax.index_in_dim(state["scale"], operand, keepdims=False)
         # No amax is negative, but an optimizer that takes the state for a parameter makes it so at once.
         is_spoilt = state["amax_history"][operand, 0] < 0
         if ONE in state:
             is_spoilt |= ~(lax.abs(state[ONE][operand] - 1) <= _ROUNDING)
-        kept = select(is_spoilt, float("nan"), kept)
+        stored = select(is_spoilt, float("nan"), stored)
         if recipe.first_scale != "tensor":
-            return kept
-        first = kept == UNSET
-        # The same as `where(first, scale_of(...), kept)`, bit for bit.
+            return stored
+        first = stored == UNSET
+        # The same as `where(first, scale_of(...), stored)`, bit for bit.
         factor = factor_of(amax, limit, margin=recipe.margin)
-        return select(first, 1.0, kept) / select(first & usable(amax), factor, 1.0)
+        return select(first, 1.0, stored) / select(first & usable(amax), factor, 1.0)
 
     def update(state: State, amaxes: Float[Array, " n"], limits: Float[Array, " n"]) -> State:
         newest = select(usable(amaxes), amaxes, 0.0)

@@ -54,7 +54,7 @@ def save(
     Args:
         folder: of all checkpoints of a run; made if need be.
         step: optimizer steps done. A checkpoint of this step or a later one is set aside as damaged.
-        state: a pytree of arrays, over all processes; dtypes are kept, float8 included.
+        state: a pytree of arrays, over all processes; dtypes are preserved, float8 included.
         metadata: JSON values, the same in all processes, e.g. where the batches stopped.
         run: identifies the run, see `run_folder.RunMetadata.digest`.
 

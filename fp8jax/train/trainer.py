@@ -124,7 +124,7 @@ class Trainer:
         return self.compile()
 
     @functools.cached_property
-    def program(self) -> compiled_program.Program:
+    def program(self) -> compiled_program.CompiledProgram:
         """The compiled step: its GEMMs, its collectives, its memory."""
         return compiled_program.read(self._compiled_step)
 
@@ -272,7 +272,7 @@ class Trainer:
             jitted = jax.jit(self._step, donate_argnums=0, out_shardings=shardings)
             return jitted.lower(self.like, self._batch(rows, self.placement.by_rows), self.key).compile()
 
-    def plan(self, target: str | None = None) -> memory.Plan:
+    def plan(self, target: str | None = None) -> memory.MemoryPlan:
         """The memory of a step on one device, read from the compiled program.
 
         Args:

@@ -25,7 +25,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, without_constraints
 from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FunctionModel, Kernel, Report, Settings, Static, check_like
+from fp8jax.rewrite import FunctionModel, Kernel, Report, Settings, StaticTree, check_like
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
 
 
@@ -180,7 +180,7 @@ class LinenModel:
 
     def _shapes(self, rngs: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         """The shapes of the module's variables. Arguments that are not arrays, as `train=False`, stay."""
-        static, arrays = Static.of((args, kwargs))
+        static, arrays = StaticTree.of((args, kwargs))
 
         def init(arrays: list[Any]) -> Any:
             args, kwargs = static.filled(arrays)

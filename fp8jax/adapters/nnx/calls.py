@@ -20,7 +20,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw, value_of
-from fp8jax.rewrite import FunctionModel, Static
+from fp8jax.rewrite import FunctionModel, StaticTree
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
 
@@ -40,7 +40,7 @@ class _Call:
     graph: Any  # of the module and the modules among its arguments
     method: Callable[..., Any]
     path: tuple[Any, ...]
-    arguments: Static  # with `_NODE` for modules
+    arguments: StaticTree  # with `_NODE` for modules
 
 
 _NODE = object()
@@ -153,7 +153,7 @@ def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -
     """The module and those among its arguments, and the operands of the rewritten function."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     nodes = (module, *filter(_is_node, leaves))
-    arguments, arrays = Static.of(treedef.unflatten([_NODE if _is_node(x) else x for x in leaves]))
+    arguments, arrays = StaticTree.of(treedef.unflatten([_NODE if _is_node(x) else x for x in leaves]))
     function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
     has_adapters = function.settings.lora is not None
 

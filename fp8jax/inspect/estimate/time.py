@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.inspect import targets
-from fp8jax.inspect.program.compiled import Kernel, collectives_of, kernels_of
+from fp8jax.inspect.program.compiled import Launch, collectives_of, kernels_of
 from fp8jax.inspect.program.hlo import Array, Executed, parse
 from fp8jax.inspect.step import OPTIMIZER, training_step
 from fp8jax.inspect.subject import Subject, loss_of, transformed
@@ -161,7 +161,7 @@ def of_program(text: str | None, recipe: str, target: targets.Target, devices: i
     return Estimate(recipe, target.name, devices, tuple(costs))
 
 
-def _cost(kernel: Kernel, gpu: targets.Target, devices: int) -> Cost:
+def _cost(kernel: Launch, gpu: targets.Target, devices: int) -> Cost:
     line, gemm = kernel.instruction, kernel.gemm
     sent = sum(each.sent(devices) for each in collectives_of(Executed(line, 1, "")))
     priced = float(line.find(r'"memory_access_time_us":([\d.e+-]+),"name":""') or "inf") * 1e-6
@@ -185,7 +185,7 @@ def _cost(kernel: Kernel, gpu: targets.Target, devices: int) -> Cost:
     )
 
 
-def _part(kernel: Kernel, is_sent: bool) -> str:
+def _part(kernel: Launch, is_sent: bool) -> str:
     arrays = [array for each in (kernel.instruction, *kernel.instruction.operands) for array in each.arrays]
     if is_sent:
         return WIRE

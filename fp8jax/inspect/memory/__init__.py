@@ -11,7 +11,7 @@
 
 from fp8jax.inspect.memory.fitting import Fit as Fit
 from fp8jax.inspect.memory.fitting import fit as fit
-from fp8jax.inspect.memory.planner import Plan as Plan
+from fp8jax.inspect.memory.planner import MemoryPlan as MemoryPlan
 from fp8jax.inspect.memory.planner import plan as plan
 from fp8jax.inspect.memory.planner import plan_of as plan_of
 from fp8jax.inspect.memory.planner import plan_step as plan_step

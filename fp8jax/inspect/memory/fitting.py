@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fp8jax import adapters
 from fp8jax.inspect import targets
-from fp8jax.inspect.memory.planner import Plan, plan
+from fp8jax.inspect.memory.planner import MemoryPlan, plan
 from fp8jax.inspect.subject import Subject
 from fp8jax.recipe import Recipe
 
@@ -22,7 +22,7 @@ class Fit(NamedTuple):
     """A step that fits."""
 
     batch: int  # on each device
-    plan: Plan
+    plan: MemoryPlan
     memory: int  # bytes of the GPU
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def fit(
     """
     memory = targets.get(target).memory
 
-    def planned(stage: int, batch: int) -> Plan:
+    def planned(stage: int, batch: int) -> MemoryPlan:
         of = of_batch(batch)
         model = adapters.transform(of.model, recipe, gradient_checkpointing=checkpointing)
         where = {"devices": devices, "stage": stage, "target": target, "cache": cache}

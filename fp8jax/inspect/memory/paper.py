@@ -15,7 +15,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from fp8jax.inspect import targets
-from fp8jax.inspect.memory.planner import Plan, plan
+from fp8jax.inspect.memory.planner import MemoryPlan, plan
 from fp8jax.inspect.models import GPTS
 from fp8jax.inspect.subject import subject
 
@@ -65,14 +65,14 @@ def row(setting: Setting, cache: pathlib.Path | None = None) -> dict[str, Any]:
         "batch": setting.batch,
         "paper GB": setting.memory,
         "GB": planned.total / 1e9,
-        "kept": planned.kept / 1e9,
+        "stored": planned.stored / 1e9,
         "temporaries": planned.temporaries / 1e9,
         "paper traffic": setting.traffic,
         "traffic": planned.sent / 1e9,
     }
 
 
-def on_one(setting: Setting, cache: pathlib.Path | None = None) -> Plan:
+def on_one(setting: Setting, cache: pathlib.Path | None = None) -> MemoryPlan:
     """The plan for one GPU: the first stage of a pipeline, divided by the degree of tensor parallelism.
 
     The first stage holds the activations of as many micro-batches as the pipeline has stages; here they are

@@ -1,10 +1,10 @@
 """Bytes of a training step on each device, read from its compiled program.
 
     plan(model, "O2", tokens, loss=loss, devices=8, stage=2, target="h200")
-    Plan(weights=..., moments=..., master=..., inputs=..., temporaries=..., sent=...)
+    MemoryPlan(weights=..., moments=..., master=..., inputs=..., temporaries=..., sent=...)
 
 The step is compiled for a GPU that is not here, or for this process's devices, and does not run. The peak and
-the bytes sent are those of the program. Bytes kept between steps are counted from shapes and shardings.
+the bytes sent are those of the program. Bytes stored between steps are counted from shapes and shardings.
 """
 
 import math
@@ -27,7 +27,7 @@ from fp8jax.recipe import Recipe
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """Bytes on each device, at the peak of a step."""
 
     recipe: str
@@ -37,18 +37,18 @@ class Plan(NamedTuple):
     moments: int
     master: int
     inputs: int  # the batch, and an optimizer's counters
-    temporaries: int  # the peak less the bytes kept: gradients, activations and all other temporaries
+    temporaries: int  # the peak less the bytes stored: gradients, activations and all other temporaries
     sent: int  # bytes that each device sends in a step, collectives going around rings
 
     @property
-    def kept(self) -> int:
+    def stored(self) -> int:
         """Bytes between steps, with the batch."""
         return self.weights + self.moments + self.master + self.inputs
 
     @property
     def total(self) -> int:
         """The peak of the compiled program."""
-        return self.kept + self.temporaries
+        return self.stored + self.temporaries
 
 
 def plan(
@@ -60,7 +60,7 @@ def plan(
     stage: int = 0,
     target: str | targets.Target | None = None,
     cache: pathlib.Path | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """The memory of a jitted training step with donated state.
 
     For a loss function or another optimizer see `plan_step` and `fp8jax.inspect.step.training_step`.
@@ -102,7 +102,7 @@ def plan_step(
     target: str | targets.Target | None,
     devices: int = 1,
     cache: pathlib.Path | None = None,
-) -> Plan:
+) -> MemoryPlan:
     """The memory of the user's own training step, with donated state.
 
     Args:
@@ -137,21 +137,21 @@ def plan_of(
     recipe: str = "",
     stage: int = 0,
     devices: int = 1,
-) -> Plan:
+) -> MemoryPlan:
     """The plan of a step that is compiled already.
 
     Args:
         variables, opt_state, batch: the step's arguments: arrays, or shapes with their shardings. An array
             with a sharding counts one device's shard, and nothing in the memory of an accelerator's host.
-        total: the program's peak, `Program.total`.
-        sent: bytes that each device sends, `Program.sent`.
-        recipe, stage, devices: as in `Plan`.
+        total: the program's peak, `CompiledProgram.total`.
+        sent: bytes that each device sends, `CompiledProgram.sent`.
+        recipe, stage, devices: as in `MemoryPlan`.
     """
-    kept = _kept(variables, opt_state, batch)
-    return Plan(recipe, stage, devices, **kept, temporaries=total - sum(kept.values()), sent=sent)
+    stored = _between_steps(variables, opt_state, batch)
+    return MemoryPlan(recipe, stage, devices, **stored, temporaries=total - sum(stored.values()), sent=sent)
 
 
-def table(plans: Sequence[Plan]) -> str:
+def table(plans: Sequence[MemoryPlan]) -> str:
     """A row for each plan, in GB, or in MB where no plan reaches 1 GB."""
     name, unit = ("GB", 1e9) if max(plan.total for plan in plans) >= 1e9 else ("MB", 1e6)
     parts = ("weights", "moments", "master", "inputs", "temporaries", "total", "sent")
@@ -164,8 +164,8 @@ def table(plans: Sequence[Plan]) -> str:
     )
 
 
-def _kept(variables: PyTree, opt_state: PyTree, batch: PyTree) -> dict[str, int]:
-    """Bytes on one device of each kind of array, as in `Plan`."""
+def _between_steps(variables: PyTree, opt_state: PyTree, batch: PyTree) -> dict[str, int]:
+    """Bytes on one device of each kind of array, as in `MemoryPlan`."""
     arrays = [("weights", variables), ("inputs", batch)]
     for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state):
         if is_adam_state(node):

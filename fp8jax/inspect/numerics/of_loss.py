@@ -26,7 +26,7 @@ from fp8jax.rewrite import (
     ParamView,
     Plan,
     Rule,
-    Static,
+    StaticTree,
     Tracked,
     aval_of,
     can_be_kernel,
@@ -126,7 +126,7 @@ def _statistics(
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     leaves = [leaf for _, leaf in flat]
     views = [ParamView.of(names_of(path), aval_of(x)) if can_be_kernel(x) else None for path, x in flat]
-    static, arrays = Static.of((others, args, kwargs))
+    static, arrays = StaticTree.of((others, args, kwargs))
 
     def call(leaves: list[Any], arrays: list[Any]) -> Any:
         others, args, kwargs = static.filled(arrays)

@@ -75,8 +75,8 @@ def _leaves(treedef: Any, params: PyTree, state: PyTree) -> list[_Leaf]:
         firsts, seconds, masters, remainders = (
             nones if tree is None else treedef.flatten_up_to(tree) for tree in trees
         )
-    kept = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
-    values = map(decode_weight, kept, remainders)
+    stored = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
+    values = map(decode_weight, stored, remainders)
     return list(map(_Leaf, values, firsts, seconds))
 
 

@@ -8,8 +8,8 @@
 """
 
 from fp8jax.inspect.program.compiled import Collective as Collective
+from fp8jax.inspect.program.compiled import CompiledProgram as CompiledProgram
 from fp8jax.inspect.program.compiled import Gemm as Gemm
-from fp8jax.inspect.program.compiled import Kernel as Kernel
-from fp8jax.inspect.program.compiled import Program as Program
+from fp8jax.inspect.program.compiled import Launch as Launch
 from fp8jax.inspect.program.compiled import read as read
 from fp8jax.inspect.program.lowered import read_lowered as read_lowered

@@ -67,7 +67,7 @@ class Collective(NamedTuple):
         return factors.get(self.kind, around) * self.runs * Array(self.dtype, (self.numbers,)).bytes
 
 
-class Kernel(NamedTuple):
+class Launch(NamedTuple):
     """One launch: a fusion, a library call, a copy or a collective."""
 
     gemm: Gemm | None  # None for all other kernels
@@ -77,7 +77,7 @@ class Kernel(NamedTuple):
     instruction: Instruction
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program, see `read`."""
 
     gemms: tuple[Gemm, ...]
@@ -108,7 +108,7 @@ class Program(NamedTuple):
         return f"{gemms} GEMMs, {self.kernels} kernels, {self.temporaries / 1e9:.3f} GB of temporaries"
 
 
-def read(compiled: jax.stages.Compiled) -> Program:
+def read(compiled: jax.stages.Compiled) -> CompiledProgram:
     """Reads a compiled program.
 
     Args:
@@ -123,7 +123,7 @@ def read(compiled: jax.stages.Compiled) -> Program:
     module = parse(compiled.as_text())
     kernels = kernels_of(module)
     memory: Any = compiled.memory_analysis()
-    return Program(
+    return CompiledProgram(
         gemms=tuple(kernel.gemm for kernel in kernels if kernel.gemm),
         collectives=tuple(each for executed in module.executed() for each in collectives_of(executed)),
         kernels=len(kernels),
@@ -135,7 +135,7 @@ def read(compiled: jax.stages.Compiled) -> Program:
     )
 
 
-def kernels_of(module: Module) -> tuple[Kernel, ...]:
+def kernels_of(module: Module) -> tuple[Launch, ...]:
     """The kernels of a program in order of appearance."""
     kernels = []
     for instruction, runs, _ in module.executed():
@@ -147,7 +147,7 @@ def kernels_of(module: Module) -> tuple[Kernel, ...]:
             results = [inner.first] if gemm else inner.arrays
             operands = [array for operand in inner.operands for array in operand.arrays]
             moved = sum(array.bytes for array in (*results, *operands))
-            kernels.append(Kernel(gemm, moved, runs, instruction.op_name, instruction))
+            kernels.append(Launch(gemm, moved, runs, instruction.op_name, instruction))
     return tuple(kernels)
 
 

@@ -22,9 +22,9 @@ def read_lowered(lowered: jax.stages.Lowered) -> tuple[Gemm, ...]:
         lowered: the result of `jax.jit(f).lower(...)`.
 
     Returns:
-        As `Program.gemms`, with two differences. An operand's dtype is the narrowest on the way from the
-        operation that computed it: E4M3 codes that were widened and scaled are "f8e4m3fn". Trip counts are
-        not known yet, so `runs` is 1.
+        As `CompiledProgram.gemms`, with two differences. An operand's dtype is the narrowest on the way from
+        the operation that computed it: E4M3 codes that were widened and scaled are "f8e4m3fn". Trip counts
+        are not known yet, so `runs` is 1.
     """
     hlo = lowered.compiler_ir(dialect="hlo")
     assert hlo is not None

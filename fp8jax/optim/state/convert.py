@@ -205,8 +205,10 @@ def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
         is_same = old.remainder is not None and _name_of(old.master) == wanted.master
         remainder = old.remainder if is_same else first_remainder(old.param, wanted)
     moments = [
-        kept if kept is None or _name_of(kept) == name else _stored_as(decode(kept), name, old.param, signed)
-        for kept, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))
+        moment
+        if moment is None or _name_of(moment) == name
+        else _stored_as(decode(moment), name, old.param, signed)
+        for moment, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))
     ]
     return [*moments, master, remainder]
 

@@ -186,11 +186,11 @@ def _names(path: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path if isinstance(key, kinds))
 
 
-def _like(kept: Any, new: jax.Array) -> Any:
-    """`new`, a float32 array, in the format of `kept`."""
-    if not is_scaled(kept):
+def _like(stored: Any, new: jax.Array) -> Any:
+    """`new`, a float32 array, in the format of `stored`."""
+    if not is_scaled(stored):
         return new.astype(jnp.float32)
-    return quantize(new, format_of(kept), power_of_two=True, blocks=kept.scale.shape)
+    return quantize(new, format_of(stored), power_of_two=True, blocks=stored.scale.shape)
 
 
 def _master_of(param: Any, name: str) -> Any:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fp8jax.inspect.memory import Plan
+from fp8jax.inspect.memory import MemoryPlan
 from fp8jax.train import metrics
 from fp8jax.train.metrics import Bytes, Curves, ScaledTensor
 from fp8jax.train.step.network import State
@@ -80,14 +80,14 @@ def outcome_of(trainer: Trainer, state: State, curves: Curves, per_step: tuple[i
     )
 
 
-def memory_of(plan: Plan, arguments: int) -> list[MemoryPart]:
+def memory_of(plan: MemoryPlan, arguments: int) -> list[MemoryPart]:
     """The memory of a step by part; the compiled step takes `arguments` bytes of arguments."""
     return [
         MemoryPart("weights, with scales and statistics", plan.weights, None),
         MemoryPart("moments", plan.moments, None),
         MemoryPart("master weights and remainders", plan.master, None),
         MemoryPart("batch and counters", plan.inputs, None),
-        MemoryPart("arguments of a step: all of these", plan.kept, arguments),
+        MemoryPart("arguments of a step: all of these", plan.stored, arguments),
         MemoryPart("gradients, activations and temporaries", None, plan.total - arguments),
         MemoryPart("peak", None, plan.total),
     ]

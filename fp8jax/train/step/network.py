@@ -208,15 +208,15 @@ class _Linen(_Network):
         self, variables: Mapping[str, Any], batch: PyTree, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], PyTree]:
         """The loss, and the collections that the model changed."""
-        kept = [name for name in variables if name not in OURS]
+        changeable = [name for name in variables if name not in OURS]
         others: dict[str, Any] = {}
 
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
             inside = {**variables, **others}
             asked = [mutable] if isinstance(mutable, str) else list(mutable or ())
             rngs = {"dropout": key} if rngs is None else rngs
-            out, new = self.model.apply(inside, *args, mutable=[*kept, *asked], rngs=rngs, **kwargs)
-            others.update({name: new[name] for name in kept if name in new})
+            out, new = self.model.apply(inside, *args, mutable=[*changeable, *asked], rngs=rngs, **kwargs)
+            others.update({name: new[name] for name in changeable if name in new})
             return out if mutable is False else (out, {name: new[name] for name in asked if name in new})
 
         return self.loss(call, batch), others

@@ -47,8 +47,8 @@ def bad_arrays(tree: PyTree, is_good: Callable[[Array], Bool[Array, "..."]] = jn
 def _on_device(x: jax.Array) -> jax.Array:
     """The array in the memory that programs compute in; moments may be in the host's."""
     memory = next(iter(x.sharding.device_set)).default_memory().kind
-    kept = x.sharding.memory_kind
-    return x if kept in (None, memory) else jax.device_put(x, x.sharding.with_memory_kind(memory))
+    own = x.sharding.memory_kind
+    return x if own in (None, memory) else jax.device_put(x, x.sharding.with_memory_kind(memory))
 
 
 def first_bad_layer(fn: Callable[..., PyTree], *args: PyTree) -> str:

@@ -52,17 +52,17 @@ def sampler_of(
         like: shapes, dtypes and shardings of a state.
         placement: the result is on all of its devices.
     """
-    kept = _kept_weights(network.collections(like.variables)[PARAMS], like.opt_state)
+    stored = _stored_weights(network.collections(like.variables)[PARAMS], like.opt_state)
     memory = placement.mesh.local_devices[0].default_memory().kind
-    is_on_host = any(x.sharding.memory_kind not in (None, memory) for x in jax.tree.leaves(kept))
-    if recipe.rounding[1] != "nearest" or not kept or is_on_host:
+    is_on_host = any(x.sharding.memory_kind not in (None, memory) for x in jax.tree.leaves(stored))
+    if recipe.rounding[1] != "nearest" or not stored or is_on_host:
         return None
-    strides = [_strides(weight, moment) for weight, moment in kept]
+    strides = [_strides(weight, moment) for weight, moment in stored]
 
     def sample(variables: PyTree, opt_state: PyTree) -> Sample:
         found = []
-        kept = _kept_weights(network.collections(variables)[PARAMS], opt_state)
-        for (weight, moment), steps in zip(kept, strides, strict=True):
+        stored = _stored_weights(network.collections(variables)[PARAMS], opt_state)
+        for (weight, moment), steps in zip(stored, strides, strict=True):
             entries = _entries(value(weight), steps)
             moves = jnp.full(entries.shape, True) if moment is None else _entries(moment, steps) != 0
             each = jnp.full(entries.shape, weight.size / entries.size, jnp.float32)
@@ -83,15 +83,15 @@ def unchanged_share(before: Sample, after: Sample) -> float | None:
     return float(weights[before.value == after.value].sum() / weights.sum())
 
 
-def _kept_weights(params: PyTree, opt_state: PyTree) -> list[tuple[Any, Any]]:
+def _stored_weights(params: PyTree, opt_state: PyTree) -> list[tuple[Any, Any]]:
     """Each FP16 weight, or the FP16 master weight of an FP8 weight, and its first moment if Adam has one."""
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
     masters = moments = [None] * len(leaves)
     adams = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state) if is_adam_state(node)]
     if len(adams) == 1:
         masters, moments = (treedef.flatten_up_to(tree) for tree in (adams[0].master, adams[0].adam.mu))
-    kept = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
-    pairs = zip(kept, moments, strict=True)
+    stored = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
+    pairs = zip(stored, moments, strict=True)
     return [pair for pair in pairs if is_scaled(pair[0]) and format_of(pair[0]) == formats.FP16]
 
 

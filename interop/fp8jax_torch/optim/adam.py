@@ -223,12 +223,16 @@ class Adam(Skipping, torch.optim.Optimizer):
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        is_kept = is_scaled(parameter) and state.keys() & {"master", "remainder"}
-        if is_kept and self._versions.get(parameter) != _version(parameter):
+        has_high_precision = is_scaled(parameter) and state.keys() & {"master", "remainder"}
+        if has_high_precision and self._versions.get(parameter) != _version(parameter):
             self._refresh(parameter)
         second = _ROOT if _ROOT in state else _SECOND
-        mu, nu, *kept = (entry_of(state, name) for name in ("exp_avg", second, "master", "remainder"))
-        return ParamState(_contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), *kept)
+        mu, nu, *high_precision = (
+            entry_of(state, name) for name in ("exp_avg", second, "master", "remainder")
+        )
+        return ParamState(
+            _contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), *high_precision
+        )
 
     def _scalars(self, group: dict[str, Any], parameter: torch.Tensor, leaf: int) -> AdamScalars:
         numbers = [group[name] for name in ("lr", "eps", "weight_decay")]
