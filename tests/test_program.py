@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from fp8jax import backends
 from fp8jax.inspect import program, targets
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
@@ -162,6 +163,14 @@ def test_planted_text_is_read():
     ]
     # triton, lib, other, a copy in each of two branches, all-reduce-start
     assert read.kernels == 6
+
+
+def test_calls_of_a_backend_from_outside(monkeypatch):
+    """An entry in `BACKENDS` is enough for its custom call to be read as a GEMM."""
+    xla = backends.BACKENDS["xla"]
+    monkeypatch.setitem(backends.BACKENDS, "mine", xla._replace(calls={"my_gemm": "mine"}))
+    read = program.read(Planted(TEXT.replace("__cublas$gemm", "my_gemm")))
+    assert [gemm.kind for gemm in read.gemms] == ["triton", "mine"]
 
 
 def test_text_without_a_program_is_refused():

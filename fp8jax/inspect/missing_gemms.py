@@ -1,6 +1,6 @@
 """Block-scaled GEMMs of a program that a GPU does not have."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.extend.core as jex
@@ -18,25 +18,23 @@ def refuse(program: Any, device: Device) -> str | None:
         program: its closed jaxpr.
         device: the GPU.
     """
-    names = ("cudnn", "pallas")
-    lacking = {name: reason for name in names if (reason := BACKENDS[name].supports(device, False))}
-    used = _backends(program.jaxpr, set()) if lacking else ()
-    return next((lacking[name] for name in used if name in lacking), None)
+    reasons = {each.primitive: each.supports(device, False) for each in BACKENDS.values() if each.primitive}
+    lacking = {primitive: reason for primitive, reason in reasons.items() if reason}
+    return next(_found(program.jaxpr, lacking, set()), None)
 
 
-def _backends(jaxpr: Any, seen: set[int]) -> Iterator[str]:
-    """The backends of the block-scaled GEMMs in a jaxpr; "pallas" for each of our Pallas kernels."""
+def _found(jaxpr: Any, lacking: Mapping[str, str], seen: set[int]) -> Iterator[str]:
+    """The reasons of the equations in a jaxpr that have FP8 or FP4 operands or results."""
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name.startswith("scaled_matmul"):
-            yield "cudnn"
-        elif name == "pallas_call" and any(map(_is_fp8, (*equation.invars, *equation.outvars))):
-            yield "pallas"
+        for primitive, reason in lacking.items():
+            is_named = equation.primitive.name.startswith(primitive)
+            if is_named and any(map(_is_fp8, (*equation.invars, *equation.outvars))):
+                yield reason
         for inner in jex.jaxprs_in_params(equation.params):
-            yield from _backends(inner, seen)
+            yield from _found(inner, lacking, seen)
 
 
 def _is_fp8(variable: Any) -> bool:

@@ -13,27 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fp8jax.backends.xla import FP8_CALL
+from fp8jax.backends import BACKENDS
 from fp8jax.inspect.program.hlo import Array, Executed, Instruction, Module, parse
 
-# Custom call -> kind of GEMM. The other kinds: "triton" (a GEMM fusion), "dot" (left to the code generator).
-_CALLS = {
-    FP8_CALL: "cublaslt_f8",
-    "__cublas$lt$matmul": "cublaslt",
-    "__cublas$gemm": "cublas",
-    "__onednn$matmul": "onednn",
-    "te_gemm_v2_ffi": "te",  # TransformerEngine's
-    "__cudnn$blockScaledDot": "cudnn",  # MXFP8 and NVFP4
-    "__gpu$xla.gpu.triton": "pallas",  # our kernels for 1x128 and 128x128 blocks
-    "mosaic_gpu_v2": "pallas",  # and on Hopper
-}
 _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute")
 
 
 class Gemm(NamedTuple):
     """One GEMM of the program."""
 
-    kind: str  # a value of `_CALLS`, "triton" or "dot"
+    kind: (
+        str  # a value of a backend's `calls`, "triton" (a GEMM fusion), or "dot" (left to the code generator)
+    )
     lhs: str  # XLA's names of the dtypes: "f8e4m3fn", "bf16", ...
     rhs: str
     out: str
@@ -166,7 +157,8 @@ def _library(instruction: Instruction) -> str | None:
     """The kind of a library's GEMM; None of other instructions."""
     if instruction.opcode != "custom-call":
         return None
-    return _CALLS.get(instruction.find(r'custom_call_target="([^"]*)"'))
+    target = instruction.find(r'custom_call_target="([^"]*)"')
+    return next((backend.calls[target] for backend in BACKENDS.values() if target in backend.calls), None)
 
 
 def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | None:
