@@ -186,7 +186,7 @@ REFUSED = [
     ({"tf32": True, "fp16": True}, "--tf32 is for float32 GEMMs, and --fp16 has none; leave it out"),
     (
         {"bf16": True, "gradient_checkpointing": "fp8"},
-        "--gradient-checkpointing fp8 keeps FP8 operands, and bf16 has none; use full or dots",
+        "--gradient-checkpointing fp8 saves FP8 operands, and bf16 has none; use full or dots",
     ),
     (
         {"checkpoint_blocks": "Block"},
@@ -497,7 +497,7 @@ TECHNIQUES = {
 
 # Why two techniques do not go together.
 TWO_PRECISIONS = r"--(fp16|bf16) and .* are two precisions; leave one out"
-NO_OPERANDS = r"--gradient-checkpointing fp8 keeps FP8 operands, and \w+ has none"
+NO_OPERANDS = r"--gradient-checkpointing fp8 saves FP8 operands, and \w+ has none"
 ADAMW_ONLY = r"for the moments of adamw; got --optim|--zero shares the moments of adamw; got --optim"
 HIGH_PRECISION = ("bf16", "fp16", "tf32")
 REFUSALS = {

@@ -35,8 +35,9 @@ def transform(
             both. The report names the backend of each layer, and the reasons.
         lora: adapters to train; the model's own parameters are then frozen.
         gradient_checkpointing: the residuals that each block saves: "none" saves all, "dots" the outputs of
-            its layers' dots, "fp8" the FP8 operands of its dots, "full" only the block's inputs. The backward
-            recomputes the others.
+            its layers' dots, "dots_fp8" these outputs in FP8, "dots_fp8_inputs" the block's inputs in FP8,
+            too, "fp8" the FP8 operands of its dots, "full" only the block's inputs. The backward recomputes
+            the others.
         checkpoint_blocks: class names of the blocks, or path patterns (see `Rule`). None takes the outermost
             repeated modules: siblings of one class, or the module of a scan.
         inputs: example inputs of an NNX module, arrays or `jax.ShapeDtypeStruct`s, to find the kernels by a

@@ -91,6 +91,21 @@ class Zero:
         """The number of shards."""
         return self.mesh.shape[self.axis]
 
+    @property
+    def shards_states(self) -> bool:
+        """Whether moments and master weights are sharded, and each device updates its shards."""
+        return self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a kernel's gradient is reduce-scattered inside the backward."""
+        return self.stage >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are sharded, and all-gathered for each of their GEMMs."""
+        return self.stage == 3
+
     def split_of(self, leaf: Any) -> int | None:
         """The sharded axis (negative) of an array or `ScaledArray`; None if it is replicated."""
         if self.devices == 1:
@@ -123,7 +138,9 @@ class Zero:
             others = {name: tree for name, tree in variables.items() if name != PARAMS}
             others = jax.tree.map(lambda x: self._placed(x, P()), others)
             return {**others, PARAMS: self.place(variables[PARAMS])}
-        return jax.tree.map(lambda leaf: self._put(leaf, leaf, self.stage == 3), variables, is_leaf=is_scaled)
+        return jax.tree.map(
+            lambda leaf: self._put(leaf, leaf, self.shards_weights), variables, is_leaf=is_scaled
+        )
 
     def place_state(self, tree: PyTree, params: PyTree, memory: str | None = None) -> PyTree:
         """Places moments or master weights on the mesh: sharded from stage 1 on.
@@ -139,7 +156,7 @@ class Zero:
 
         def put(param: Any, tree: Any) -> Any:
             return jax.tree.map(
-                lambda leaf: self._put(leaf, param, self.stage >= 1, memory), tree, is_leaf=is_scaled
+                lambda leaf: self._put(leaf, param, self.shards_states, memory), tree, is_leaf=is_scaled
             )
 
         return jax.tree.map(put, params, tree, is_leaf=is_scaled)

@@ -67,7 +67,7 @@ class ShardContext:
     def aval(self, leaf: Any, axis: int | None) -> Any:
         """The shape and original dtype of a whole parameter; `leaf` is this device's shard."""
         aval = aval_of(leaf)
-        if self.zero is None or self.zero.stage < 3 or axis is None:
+        if self.zero is None or not self.zero.shards_weights or axis is None:
             return aval
         shape = [*aval.shape]
         shape[axis] *= self.devices
@@ -93,10 +93,10 @@ class ShardContext:
         if self.zero is None or axis is None:
             return GradSharding()
         kernel = None if uses is None else uses.kernel
-        if self.zero.stage == 1 or uses is None or kernel is None or not kernel.is_stacked_in_front:
+        if uses is None or kernel is None or not (self.zero.shards_gradients and kernel.is_stacked_in_front):
             return GradSharding(axis)
         # A kernel with other uses is gathered once, not by its dot.
-        is_part = self.zero.stage == 3 and uses.dots > 0 and not uses.others
+        is_part = self.zero.shards_weights and uses.dots > 0 and not uses.others
         return GradSharding(axis, ShardSpec(self.zero.axis, axis, self.devices, kernel.recipe.comm, is_part))
 
     def whole(self, leaves: list[Any], shardings: Sequence[GradSharding]) -> list[Any]:
@@ -106,7 +106,7 @@ class ShardContext:
             for i, each in enumerate(shardings)
             if each.axis is not None and not (each.shard and each.shard.is_part)
         }
-        if self.zero is None or self.zero.stage < 3 or not axes:
+        if self.zero is None or not self.zero.shards_weights or not axes:
             return leaves
         whole = whole_from_parts([leaves[i] for i in axes], [*axes.values()], self.zero.axis)
         new = dict(zip(axes, whole, strict=True))
@@ -137,7 +137,9 @@ def over_devices(on_device: Callable[..., tuple[Any, Any, GradShardings]], zero:
         advice = f"a keyword argument, and let the loss draw by {fold}"
         check_batch(args, zero.devices, f"the {zero.devices} devices of axis {zero.axis!r}", advice)
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
-        context = ShardContext(zero, tuple(zero.split_of(leaf) if zero.stage else None for leaf in leaves))
+        context = ShardContext(
+            zero, tuple(zero.split_of(leaf) if zero.shards_states else None for leaf in leaves)
+        )
         static, arrays = StaticTree.of(kwargs)
 
         def mapped(variables: Any, args: Any, arrays: Any) -> Any:
@@ -147,11 +149,11 @@ def over_devices(on_device: Callable[..., tuple[Any, Any, GradShardings]], zero:
             return (lax.psum(loss, zero.axis), aux), *_reduced(grads, shardings, zero)
 
         def spec_of_grad(leaf: Any) -> Any:
-            spec = zero.spec(leaf, split=zero.stage > 0)
+            spec = zero.spec(leaf, split=zero.shards_states)
             return spec.data if is_scaled(leaf) else spec
 
         of_variables = {name: P() for name in variables}
-        of_params = {PARAMS: zero.specs(params, split=zero.stage == 3)}
+        of_params = {PARAMS: zero.specs(params, split=zero.shards_weights)}
         of_states = {name: P() for name in (SCALING, LOSS_SCALE) if name in variables}
         of_grads = jax.tree.map(spec_of_grad, params, is_leaf=is_scaled)
         in_specs = {**of_variables, **of_params}, P(zero.axis), P()

@@ -140,7 +140,7 @@ def refuse_zero(zero: Zero | None, name: str, reason: str) -> None:
 
 def check_groups(zero: Zero | None, moments: Any) -> None:
     """Raises ValueError if the shards of a moment would cut groups with a scale each."""
-    if zero is None or zero.stage == 0:
+    if zero is None or not zero.shards_states:
         return
     for moment in filter(_is_storage, jax.tree.leaves(moments, is_leaf=_is_storage)):
         if zero.split_of(jax.ShapeDtypeStruct(moment.shape, jnp.float32)) != -1:

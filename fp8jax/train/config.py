@@ -169,7 +169,7 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
         (config.tf32 and half, f"--tf32 is for float32 GEMMs, and {half} has none; leave it out"),
         (
             config.gradient_checkpointing == "fp8" and not recipe.is_quantized,
-            f"--gradient-checkpointing fp8 keeps FP8 operands, and {recipe} has none; use full or dots",
+            f"--gradient-checkpointing fp8 saves FP8 operands, and {recipe} has none; use full or dots",
         ),
         (
             config.checkpoint_blocks and config.gradient_checkpointing == "none",

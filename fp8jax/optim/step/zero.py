@@ -28,18 +28,19 @@ def advance_over_devices(
     From stage 1 on, gradients, moments and master weights are sharded. In stages 1 and 2 each device computes
     its shard of a replicated weight; the shards are all-gathered as FP8 codes, not as float32.
     """
-    parts = zero.stage >= 1
-    stays = zero.stage == 3  # weights stay sharded
-    axes = [zero.split_of(_param(leaf)) if parts else None for leaf in leaves]
+    axes = [zero.split_of(_param(leaf)) if zero.shards_states else None for leaf in leaves]
 
     def specs(leaf: ParamState, axis: int | None) -> ParamState:
         split: Any = zero.specs(leaf, split=axis is not None)
-        if stays or leaf.param is None:
+        if zero.shards_weights or leaf.param is None:
             return split
         return split._replace(param=zero.spec(leaf.param, split=False))
 
     def written_specs(leaf: ParamState, axis: int | None) -> Written:
-        split, update = specs(leaf, axis), zero.spec(leaf.grad, split=axis is not None and stays)
+        split, update = (
+            specs(leaf, axis),
+            zero.spec(leaf.grad, split=axis is not None and zero.shards_weights),
+        )
         update = update.data if is_scaled(update) else update
         if is_scaled(leaf.param):
             update = ScaledArray(ReplaceUpdate(update, P()), ReplaceUpdate(P(), P()))
@@ -50,7 +51,7 @@ def advance_over_devices(
     ) -> tuple[list[Written], jax.Array]:
         mine = [_own(leaf, axis, zero) for leaf, axis in zip(leaves, axes, strict=True)]
         new, ok = fused_adam(mine, scalars, seeds, decays, rounding, Shards(zero.axis, tuple(axes)))
-        return new if stays else _whole(new, axes, zero), ok
+        return new if zero.shards_weights else _whole(new, axes, zero), ok
 
     leaves = [_fetched(leaf._replace(grad=plain(leaf.grad)), zero) for leaf in leaves]
     in_specs = [specs(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
@@ -78,7 +79,7 @@ def _fetched(leaf: ParamState, zero: Zero) -> ParamState:
 
 
 def _own(leaf: ParamState, axis: int | None, zero: Zero) -> ParamState:
-    if zero.stage == 3 or leaf.param is None:
+    if zero.shards_weights or leaf.param is None:
         return leaf
     if is_scaled(leaf.param):
         part = ScaledArray(own_part(leaf.param.data, axis, zero.axis), leaf.param.scale)

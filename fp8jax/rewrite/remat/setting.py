@@ -54,7 +54,7 @@ def checkpointing(
         return None
     if policy == "fp8" and all(not each.is_quantized for each in (recipe, *Rules(recipe, rules).recipes)):
         raise ValueError(
-            f"`gradient_checkpointing`: fp8 keeps FP8 operands, and gemm={recipe.gemm} has none; "
+            f"`gradient_checkpointing`: fp8 saves FP8 operands, and gemm={recipe.gemm} has none; "
             "take dots or full, or a recipe whose GEMMs are FP8."
         )
     if blocks is None:
