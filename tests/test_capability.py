@@ -77,6 +77,14 @@ def test_the_report_says_what_is_untested(name, device, monkeypatch):
     assert f"untested on {device.name}" in str(report)
 
 
+@pytest.mark.parametrize("name", ["te", "current", "O2", "fp8"])
+def test_the_report_says_that_a_gpu_has_no_fp8(name, monkeypatch):
+    """With a scale per tensor XLA dequantizes: right numbers, small states and no speed."""
+    monkeypatch.setattr(Device, "here", lambda: Device("NVIDIA A100", "gpu", (8, 0)))
+    report = fp8jax.transform(nn.Dense(128), name).report(X)
+    assert "XLA dequantizes the operands of FP8 GEMMs on NVIDIA A100: compute capability 8.0" in str(report)
+
+
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 @pytest.mark.parametrize("target, kinds", [("b200", ""), ("h200", "fprop and wgrad")])
 def test_gemms_that_xla_dequantizes_are_named_with_the_cause(target, kinds, monkeypatch):

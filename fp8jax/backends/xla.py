@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.backends.base import FIRST_WITH_FP8, Backend, Device
+from fp8jax.backends.base import Backend, Device, lacks_fp8
 from fp8jax.platforms import by_platform
 from fp8jax.quantization import ScaledArray
 
@@ -87,14 +87,18 @@ def _dot_scaled(
 
 
 def why_not_fp8(device: Device) -> str | None:
-    """None, or the reason why XLA multiplies in bfloat16 on a GPU that has FP8 GEMMs.
+    """None, or the reason why XLA multiplies in high precision on an NVIDIA GPU.
 
-    Compiles a small GEMM for JAX's default device, once in a process.
+    On a GPU with FP8 GEMMs it compiles a small GEMM for JAX's default device, once in a process.
 
     Args:
         device: JAX's default device.
     """
-    if device.platform == "cpu" or (device.capability or (0, 0)) < FIRST_WITH_FP8 or _computes_fp8():
+    if device.platform == "cpu" or device.capability is None:
+        return None
+    if reason := lacks_fp8(device):
+        return f"XLA dequantizes the operands of FP8 GEMMs on {device.name}: {reason}"
+    if _computes_fp8():
         return None
     return (
         "XLA computes FP8 GEMMs in bfloat16 here, because its Triton takes them. Import fp8jax before JAX "
