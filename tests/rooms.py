@@ -63,7 +63,7 @@ ROWS = (
         "GEMMs",
         "what computes a GEMM: `xla`, `te/`, `pallas`, `cudnn` and `reference`, the entries of `BACKENDS`",
     ),
-    Row(3, ("comm/",), "FP8 collectives, ZeRO", "FP8 collectives on one shared scale; ZeRO's placement"),
+    Row(3, ("comm/",), "FP8 collectives, ZeRO", "FP8 collectives on one shared scale; what ZeRO shards"),
     Row(
         4,
         ("dot/",),

@@ -15,7 +15,7 @@ from fp8jax.comm.reduce import reduced_codes, reduced_floats
 
 @dataclasses.dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of one kernel; a `fp8jax.dot.weight.KernelPlacement`."""
+    """The sharding of one kernel; a `fp8jax.dot.weight.KernelSharding`."""
 
     axis_name: str
     axis: int  # negative, so that it is the same for one layer of a stack

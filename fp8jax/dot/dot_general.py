@@ -13,7 +13,7 @@ from fp8jax import backends, scaling
 from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
 from fp8jax.dot.output import OPERANDS
 from fp8jax.dot.vjp import FPROP, WGRAD, Call, StaticArgs, jitted_dot, multiply
-from fp8jax.dot.weight import WHOLE, PlacedKernel, Weight
+from fp8jax.dot.weight import WHOLE, KernelAsMatrix, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import Computed, Expression, ScaledArray, as_codes, is_scaled, value
 from fp8jax.recipe import Recipe
@@ -38,9 +38,9 @@ class Whole:
         """See `Matmul`."""
         return self.layout.lhs.to_matrix(lhs)
 
-    def side(self, placement: Any, rhs: Any) -> Side:
+    def side(self, sharding: Any, rhs: Any) -> Side:
         """See `Matmul`."""
-        del placement, rhs
+        del sharding, rhs
         return self.layout.rhs
 
     def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
@@ -244,7 +244,7 @@ _save_operands = jax.checkpoint_policies.save_only_these_names(OPERANDS)
 
 
 # A kernel that is not sharded, as `Scaling.prepare` needs it.
-_AS_STORED = PlacedKernel(Side((), (), ()), WHOLE)
+_AS_STORED = KernelAsMatrix(Side((), (), ()), WHOLE)
 
 
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:

@@ -38,7 +38,7 @@ class Side(NamedTuple):
         back = tuple(self.order.index(dim) for dim in range(len(self.order)))
         return x.reshape(tuple(self.shape[dim] for dim in self.order)).transpose(back)
 
-    def shard(self, dim: int, count: int) -> "Shard":
+    def shard(self, dim: int, count: int) -> "MatrixShard":
         """One of `count` shards along a dim that is larger than 1."""
         dim %= len(self.shape)
         before, after = (self.order[: self.order.index(dim)], self.order[self.order.index(dim) + 1 :])
@@ -49,10 +49,10 @@ class Side(NamedTuple):
         shape = tuple(n // count if d == dim else n for d, n in enumerate(self.shape))
         matrix = tuple(n // count if i == axis else n for i, n in enumerate(self.matrix))
         runs = math.prod(self.shape[d] for d in before) // math.prod(self.matrix[:axis])
-        return Shard(Side(shape, self.order, matrix), axis - len(matrix), runs, rows)
+        return MatrixShard(Side(shape, self.order, matrix), axis - len(matrix), runs, rows)
 
 
-class Shard(NamedTuple):
+class MatrixShard(NamedTuple):
     """One device's shard of an operand."""
 
     side: Side

@@ -131,9 +131,9 @@ class Grouped:
         """See `Matmul`."""
         return lhs
 
-    def side(self, placement: Any, rhs: Any) -> Side:
+    def side(self, sharding: Any, rhs: Any) -> Side:
         """See `Matmul`."""
-        shape = placement.whole_shape(rhs.shape)
+        shape = sharding.whole_shape(rhs.shape)
         return Side(shape, (0, 1, 2), shape)
 
     def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:

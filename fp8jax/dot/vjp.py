@@ -1,7 +1,7 @@
 """The custom VJP of FP8 dots: the operands are quantized for three GEMMs, fprop, dgrad and wgrad.
 
 This is the rule of `dot_general` and `ragged_dot`, for all scalings and backends. The scaling quantizes
-(`fp8jax.scaling.base`), a `Matmul` multiplies matrices, of one dot or by groups of rows, and the placement of
+(`fp8jax.scaling.base`), a `Matmul` multiplies matrices, of one dot or by groups of rows, and the sharding of
 the kernel has the collectives.
 """
 
@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Side, contract
 from fp8jax.dot.output import OPERANDS
-from fp8jax.dot.weight import WHOLE, GradSlot, KernelPlacement, PlacedKernel, Weight
+from fp8jax.dot.weight import WHOLE, GradSlot, KernelAsMatrix, KernelSharding, Weight
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradient, value
 from fp8jax.recipe import Recipe
@@ -67,7 +67,7 @@ class Matmul(Protocol):
         """lhs as a matrix."""
         ...
 
-    def side(self, placement: KernelPlacement, rhs: Any) -> Side:
+    def side(self, sharding: KernelSharding, rhs: Any) -> Side:
         """The whole kernel's shape and matrix."""
         ...
 
@@ -115,7 +115,7 @@ class StaticArgs:
     grad_slot_dtype: Any  # None without a slot: then a float rhs has a gradient in `rhs_dtype`
     grad_blocks: tuple[int, ...] | None  # the shape of the scales of a `GradSlot`; None for another slot
     out_dtype: Any
-    placement: KernelPlacement  # of the kernel
+    sharding: KernelSharding  # of the kernel
     matmul: Matmul
 
     @classmethod
@@ -205,7 +205,7 @@ def _output(
     rows = matmul.rows(lhs)  # before the cast, so that the codes have the GEMM's layout
     uses = (not static.is_high(FPROP), has_wgrad and not static.is_high(WGRAD))
     q = matmul.quantize(call, LHS, rows, uses)
-    kernel = PlacedKernel(matmul.side(static.placement, rhs), static.placement)
+    kernel = KernelAsMatrix(matmul.side(static.sharding, rhs), static.sharding)
     prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(others))
     # The GEMM reads what is saved, so that remat casts nothing twice.
     is_one = q.first is q.second
@@ -226,7 +226,7 @@ def _operand(static: StaticArgs, gemm: str, q: Any, x: jax.Array) -> Any:
 
 
 def _kernel_operand(
-    static: StaticArgs, gemm: str, rhs: Any, prepared: Any, kernel: PlacedKernel, state: State
+    static: StaticArgs, gemm: str, rhs: Any, prepared: Any, kernel: KernelAsMatrix, state: State
 ) -> Any:
     """The whole kernel for a GEMM, of the stored or the prepared kernel."""
     if static.is_high(gemm):
@@ -248,13 +248,13 @@ def _gradients(
     static: StaticArgs, residuals: Any, seen: Any, state: State, others: Any, grad: jax.Array
 ) -> tuple[Any, Any, State]:
     """The gradients of lhs and of this device's kernels, and the new state."""
-    (lhs, rhs), grad = static.placement.after(residuals, grad)
+    (lhs, rhs), grad = static.sharding.after(residuals, grad)
     call, matmul = Call(static, state, others), static.matmul
     uses = (not static.is_high(DGRAD), static.has_wgrad and not static.is_high(WGRAD))
     q = matmul.quantize(call, GRAD, grad, uses)
-    side = matmul.side(static.placement, rhs)
+    side = matmul.side(static.sharding, rhs)
     with jax.named_scope(DGRAD):
-        right = _kernel_operand(static, DGRAD, rhs, rhs, PlacedKernel(side, static.placement), state)
+        right = _kernel_operand(static, DGRAD, rhs, rhs, KernelAsMatrix(side, static.sharding), state)
         to = jax.ShapeDtypeStruct((*grad.shape[:-1], side.matrix[-2]), static.lhs_dtype)
         first = _operand(static, DGRAD, q.first, grad)
         dlhs = matmul.times_kernel(call, DGRAD, first, right, q.sizes, to)
@@ -294,7 +294,7 @@ def kernel_gradient(static: StaticArgs, drhs: Any, groups: int = 0) -> Any:
     if static.grad_slot_dtype is None:
         return None if static.rhs_dtype is None else drhs.astype(static.rhs_dtype)
     is_fp8 = static.grad_blocks is not None
-    scattered = functools.partial(static.placement.scattered, in_fp8=is_fp8)
+    scattered = functools.partial(static.sharding.scattered, in_fp8=is_fp8)
     drhs = (jax.vmap(scattered) if groups else scattered)(drhs)
     if not is_fp8:
         return drhs.astype(static.grad_slot_dtype)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.dot.layout import Shard, Side
+from fp8jax.dot.layout import MatrixShard, Side
 from fp8jax.quantization import ScaledArray, value
 from fp8jax.scaling.merge import from_fp8_grad, zero_fp8_grad
 
 
-class KernelPlacement(Protocol):
-    """The placement of a kernel, with the collectives of its dot: the dot itself knows no mesh.
+class KernelSharding(Protocol):
+    """The sharding of a kernel, with the collectives of its dot: the dot itself knows no mesh.
 
     The methods here are those of a kernel that is not sharded; `fp8jax.comm.shard` has the others.
     """
@@ -36,7 +36,7 @@ class KernelPlacement(Protocol):
         return part
 
     def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
-        """All-gathers arrays along a negative axis that consists of sharded runs, see `Shard`."""
+        """All-gathers arrays along a negative axis that consists of sharded runs, see `MatrixShard`."""
         del axis, runs
         return parts
 
@@ -51,18 +51,18 @@ class KernelPlacement(Protocol):
         return grad
 
 
-class _Whole(KernelPlacement):
+class _NotSharded(KernelSharding):
     pass
 
 
-WHOLE = _Whole()
+WHOLE = _NotSharded()
 
 
-class PlacedKernel(NamedTuple):
+class KernelAsMatrix(NamedTuple):
     """A kernel as the matrix of its GEMMs; a `fp8jax.scaling.base.KernelMatrix`."""
 
     side: Side
-    placement: KernelPlacement
+    sharding: KernelSharding
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class PlacedKernel(NamedTuple):
     def is_as_stored(self) -> bool:
         """See `KernelMatrix`."""
         order = tuple(range(len(self.side.shape)))
-        return len(self.matrix) == 2 and self.side.order == order and not self.placement.is_part
+        return len(self.matrix) == 2 and self.side.order == order and not self.sharding.is_part
 
     def to_matrix(self, x: Any) -> Any:
         """See `KernelMatrix`."""
@@ -81,21 +81,21 @@ class PlacedKernel(NamedTuple):
 
     def gathered(self, part: Any) -> Any:
         """See `KernelMatrix`."""
-        return self.placement.gathered(part)
+        return self.sharding.gathered(part)
 
     def common_amax(self, amax: jax.Array) -> jax.Array:
         """See `KernelMatrix`."""
-        return self.placement.common_amax(amax)
+        return self.sharding.common_amax(amax)
 
-    def shard(self) -> Shard | None:
+    def shard(self) -> MatrixShard | None:
         """See `KernelMatrix`."""
-        if not self.placement.is_part:
+        if not self.sharding.is_part:
             return None
-        return self.side.shard(self.placement.axis, self.placement.devices)
+        return self.side.shard(self.sharding.axis, self.sharding.devices)
 
     def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
         """See `KernelMatrix`."""
-        return self.placement.gathered_runs(parts, axis, runs)
+        return self.sharding.gathered_runs(parts, axis, runs)
 
 
 class GradSlot(NamedTuple):
@@ -132,7 +132,7 @@ class Weight:
 
     value: Any  # ScaledArray or float array
     grad_slot: Any = None  # the kernel's shape, float32, or a `GradSlot`; None if `value` gets the gradient
-    shard: KernelPlacement | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
+    shard: KernelSharding | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
 
     @classmethod
     def of(cls, kernel: Any) -> "Weight":
@@ -160,7 +160,7 @@ class Weight:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shard_value(shard: KernelPlacement, kernel: jax.Array, grad_slot: jax.Array) -> jax.Array:
+def _shard_value(shard: KernelSharding, kernel: jax.Array, grad_slot: jax.Array) -> jax.Array:
     """The all-gathered kernel; its gradient is reduce-scattered to `grad_slot`."""
     del grad_slot
     return shard.gathered(kernel)

@@ -60,7 +60,7 @@ class KernelMatrix(Protocol):
         ...
 
     def shard(self) -> Any:
-        """This device's shard of the matrix, a `fp8jax.dot.layout.Shard`; None for a whole kernel."""
+        """This device's shard of the matrix, a `fp8jax.dot.layout.MatrixShard`; None for a whole kernel."""
         ...
 
     def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:

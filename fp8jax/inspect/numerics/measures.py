@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from fp8jax import formats, scaling
 from fp8jax.dot.layout import Side
 from fp8jax.dot.vjp import GEMMS, OPERANDS_OF
-from fp8jax.dot.weight import WHOLE, PlacedKernel
+from fp8jax.dot.weight import WHOLE, KernelAsMatrix
 from fp8jax.quantization import ScaledArray, amax, as_codes, is_scaled, quantize_gradient, scale_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
@@ -93,7 +93,7 @@ def quantized(
     chosen = scaling.of_recipe(scaling.with_fresh_scales(recipe) if state is None else recipe)
     state = _with_amax(recipe, operand, x, state or {})
     if operand == RHS:
-        kernel = PlacedKernel(side, WHOLE)
+        kernel = KernelAsMatrix(side, WHOLE)
         stored = x if is_stored or is_scaled(x) else Kernel(recipe, (), 0).in_format(x)
         residual, _ = chosen.prepare(state, stored, kernel, 0)
         q = chosen.kernel(state, residual, kernel, 0)

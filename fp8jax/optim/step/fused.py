@@ -57,7 +57,7 @@ from fp8jax.quantization import (
 _LARGE, _TOGETHER = 2**22, 2
 
 
-class Shards(NamedTuple):
+class StateSharding(NamedTuple):
     """How tensors are sharded over a mesh axis."""
 
     axis_name: str
@@ -70,7 +70,7 @@ def fused_adam(
     seeds: Any,
     decays: tuple[str, ...],
     rounding: Rounding,
-    shards: Shards | None = None,
+    shards: StateSharding | None = None,
 ) -> tuple[list[Written], jax.Array]:
     """The new state of each parameter, and whether the step was taken.
 
@@ -166,7 +166,7 @@ def _all_at_once(
     seeds: Any,
     decays: tuple[str, ...],
     rounding: Rounding,
-    shards: Shards | None = None,
+    shards: StateSharding | None = None,
 ) -> tuple[list[Written], jax.Array]:
     """The step on a GPU, and of shards on any platform: one array of scales, one all-reduce of the amaxes."""
     packed, layout = pack(states)
@@ -243,7 +243,7 @@ def _block_maxima(step: AdamStep, state: ParamState) -> list[Any]:
     return [codecs.maxima_of(step.mu, state.mu), codecs.maxima_of(step.nu, state.nu)]
 
 
-def _shard(axis: int | None, shards: Shards) -> tuple[int, jax.Array, int] | None:
+def _shard(axis: int | None, shards: StateSharding) -> tuple[int, jax.Array, int] | None:
     """This device's shard for `random_bits`; None for a replicated tensor."""
     if axis is None:
         return None

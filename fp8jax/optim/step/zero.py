@@ -11,7 +11,7 @@ from fp8jax.comm.zero import own_part
 from fp8jax.optim.replace_update import ReplaceUpdate, replaces
 from fp8jax.optim.step.arithmetic import AdamScalars, ParamState
 from fp8jax.optim.step.encode_state import Rounding, Written
-from fp8jax.optim.step.fused import Shards, fused_adam
+from fp8jax.optim.step.fused import StateSharding, fused_adam
 from fp8jax.quantization import ScaledArray, is_scaled, plain
 
 
@@ -50,7 +50,7 @@ def advance_over_devices(
         leaves: list[ParamState], scalars: AdamScalars, seeds: Any
     ) -> tuple[list[Written], jax.Array]:
         mine = [_own(leaf, axis, zero) for leaf, axis in zip(leaves, axes, strict=True)]
-        new, ok = fused_adam(mine, scalars, seeds, decays, rounding, Shards(zero.axis, tuple(axes)))
+        new, ok = fused_adam(mine, scalars, seeds, decays, rounding, StateSharding(zero.axis, tuple(axes)))
         return new if zero.shards_weights else _whole(new, axes, zero), ok
 
     leaves = [_fetched(leaf._replace(grad=plain(leaf.grad)), zero) for leaf in leaves]
