@@ -155,7 +155,7 @@ def test_layers_with_stale_scales_alone_get_no_rule():
 
 def row(**changes):
     given = ("fc", (), "input", "te,scaling=current", False, 1.0, 0.0, 0.0, 31.0, 15.0, 0, 0, 64)
-    return numerics.Row(*given)._replace(**changes)
+    return numerics.OperandRow(*given)._replace(**changes)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax.inspect import program, targets
 from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_rows_and_columns
 from fp8jax.quantization.kernels import rows_and_columns
-from fp8jax.rewrite.producers import sources
+from fp8jax.rewrite.producers import producers
 
 evaluate = importlib.import_module(
     "fp8jax.rewrite.interpreter.evaluate"
@@ -70,7 +70,7 @@ def source_of(function, *args):
     kernel = jnp.ones((WIDTH, 8), function(*args).dtype)
     jaxpr = jax.make_jaxpr(lambda *args: function(*args) @ kernel)(*args).jaxpr
     [number] = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
-    found = sources(jaxpr, {number: 0}).get(number)
+    found = producers(jaxpr, {number: 0}).get(number)
     return found and (found, [dict(zip(jaxpr.invars, args, strict=True))[var] for var in found.inputs])
 
 
@@ -135,7 +135,7 @@ def test_value_with_other_uses():
     x, y = jnp.ones((128, 128)), jnp.ones((128, 128))
     for function, is_computed in ((lambda x, y: x * y, False), (lambda x, y: x + 1, True)):
         jaxpr = jax.make_jaxpr(lambda x, y, f=function: (lambda z: (z @ y, z))(f(x, y)))(x, y).jaxpr
-        assert bool(sources(jaxpr, {1: 0})) == is_computed
+        assert bool(producers(jaxpr, {1: 0})) == is_computed
 
 
 def test_named_input():
@@ -144,7 +144,7 @@ def test_named_input():
     jaxpr = jax.make_jaxpr(lambda x, y: jnp.square(checkpoint_name(x @ y, "a")) @ y)(x, y).jaxpr
     product, name, _, _ = jaxpr.eqns
     assert name.primitive.name == "name" and name.invars == product.outvars
-    assert sources(jaxpr, {3: 0})[3].inputs == tuple(name.outvars)
+    assert producers(jaxpr, {3: 0})[3].inputs == tuple(name.outvars)
 
 
 def test_norm_of_flax():
@@ -154,7 +154,7 @@ def test_norm_of_flax():
     variables = norm.init(jax.random.key(0), x)
     jaxpr = jax.make_jaxpr(lambda x: norm.apply(variables, x) @ jnp.ones((WIDTH, 8), x.dtype))(x).jaxpr
     [number] = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
-    assert sources(jaxpr, {number: 0})[number].expression.inputs == ("m k", "m r", "c k")
+    assert producers(jaxpr, {number: 0})[number].expression.inputs == ("m k", "m r", "c k")
 
 
 class Block(nn.Module):
@@ -183,7 +183,7 @@ def test_nothing_changes_on_a_cpu(is_gated, monkeypatch):
     x = jax.random.normal(jax.random.key(1), (128, 128), jnp.bfloat16)
     variables = made.init(jax.random.key(0), x)
     ours = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x)
-    monkeypatch.setattr(evaluate, "sources", lambda jaxpr, operands: {})
+    monkeypatch.setattr(evaluate, "producers", lambda jaxpr, operands: {})
     _, loss = loss_of(Block(is_gated))
     jax.tree.map(np.testing.assert_array_equal, ours, jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x))
 
@@ -200,7 +200,7 @@ def test_a_gpu_moves_fewer_bytes(recipe, target, monkeypatch):
         return program.read(targets.compile_for(jax.value_and_grad(loss), variables, x, target=target))
 
     ours = compiled()
-    monkeypatch.setattr(evaluate, "sources", lambda jaxpr, operands: {})
+    monkeypatch.setattr(evaluate, "producers", lambda jaxpr, operands: {})
     others = compiled()
     assert ours.kernels <= others.kernels and ours.moved < others.moved
     assert ours.count() == others.count()

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32
 
 from fp8jax.adapters.adapter import Adapter, adapter_of
 from fp8jax.adapters.transform import transform
-from fp8jax.checkpoints.export import Source, source_of, tensors_of
+from fp8jax.checkpoints.export import ExportSource, source_of, tensors_of
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.serving import CODES, ServingFormat, dequantized, format_of
 from fp8jax.checkpoints.tree import Key, named
@@ -97,7 +97,7 @@ def _log_probabilities(model: Adapter, variables: Any, inputs: tuple[Any, ...]) 
     return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
-def _served(source: Source, mapping: NameMap, format: ServingFormat, recipe: Recipe) -> dict[str, Any]:
+def _served(source: ExportSource, mapping: NameMap, format: ServingFormat, recipe: Recipe) -> dict[str, Any]:
     """The variables of the engine's model: codes and scales as they are exported, and plain arrays."""
     plain = jax.tree.map(own_value, source.variables[PARAMS], is_leaf=is_scaled)
     tree, kernels = named({PARAMS: plain}), dict[Key, list[Any]]()

@@ -56,7 +56,7 @@ class ExportReport(NamedTuple):
         return "\n".join([self.format, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
 
 
-class Source(NamedTuple):
+class ExportSource(NamedTuple):
     """A model to be written."""
 
     variables: Any
@@ -109,7 +109,7 @@ def save(
 
 def write(
     folder: str | os.PathLike[str],
-    source: Source,
+    source: ExportSource,
     mapping: NameMap,
     config: Mapping[str, Any],
     format: str,
@@ -171,7 +171,7 @@ def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> di
     return {name + end: array for name, parts, _ in found for end, array in parts.items()}
 
 
-def source_of(model: Any, args: tuple[Any, ...]) -> Source:
+def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
     """A transformed model, to be written; raises ValueError if it has adapters."""
     adapter = adapter_of(model)
     if adapter.settings.lora is not None:
@@ -187,17 +187,17 @@ def source_of(model: Any, args: tuple[Any, ...]) -> Source:
     return with_kernels(variables, adapter.kernels(variables, *inputs))
 
 
-def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> Source:
+def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> ExportSource:
     """Variables with these kernels, to be written."""
     tree, frozen = named(variables), {}
     quantized = {tuple(map(str, p)): k for p, k in kernels.items() if k.recipe.is_quantized}
     for path, kernel in quantized.items():
         state = {key[-1]: x for key, x in tree.leaves.items() if key[:-1] == (SCALING, *path)}
         frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
-    return Source(variables, tree.rebuilt(frozen), quantized)
+    return ExportSource(variables, tree.rebuilt(frozen), quantized)
 
 
-def tensors_of(source: Source, mapping: NameMap, format: ServingFormat) -> Iterator[Tensor]:
+def tensors_of(source: ExportSource, mapping: NameMap, format: ServingFormat) -> Iterator[Tensor]:
     """The tensors of a model in a format, one at a time."""
     tree, frozen = named(source.variables), named(source.frozen)
     for key in [key for key in tree.leaves if key[0] == PARAMS]:

@@ -12,7 +12,7 @@ from jax import lax
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
 from fp8jax.dot.output import OPERANDS
-from fp8jax.dot.vjp import FPROP, WGRAD, Call, StaticArgs, jitted_dot, multiply
+from fp8jax.dot.vjp import FPROP, WGRAD, DotCall, StaticArgs, jitted_dot, multiply
 from fp8jax.dot.weight import WHOLE, KernelAsMatrix, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import Computed, Expression, ScaledArray, as_codes, is_scaled, value
@@ -43,7 +43,7 @@ class Whole:
         del sharding, rhs
         return self.layout.rhs
 
-    def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
+    def quantize(self, call: DotCall, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
         """See `Matmul`."""
         matrix: Any = Computed(x, self.expression, call.others) if self.expression and operand == LHS else x
         (first, second), seen = call.static.scaling.quantize(call.state, operand, matrix, uses)
@@ -58,7 +58,7 @@ class Whole:
         """See `Matmul`."""
 
     def times_kernel(
-        self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: None, to: Any
+        self, call: DotCall, gemm: str, rows: Any, kernel: Any, of_rows: None, to: Any
     ) -> jax.Array:
         """See `Matmul`."""
         del of_rows
@@ -67,7 +67,7 @@ class Whole:
         out = _trimmed(out, to.shape)
         return out if gemm == FPROP else self.layout.lhs.to_tensor(out).astype(to.dtype)
 
-    def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: None, side: Side) -> jax.Array:
+    def wgrad(self, call: DotCall, lhs: Any, grad: Any, of_rows: None, side: Side) -> jax.Array:
         """See `Matmul`."""
         del of_rows
         static, is_batched = call.static, self.layout.is_batched

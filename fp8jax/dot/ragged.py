@@ -41,7 +41,7 @@ from fp8jax.dot.row_tiles import (
     rows_times_matrices,
     rows_times_rows,
 )
-from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, Call, StaticArgs, jitted_dot, multiply
+from fp8jax.dot.vjp import OPERANDS_OF, WGRAD, DotCall, StaticArgs, jitted_dot, multiply
 from fp8jax.dot.weight import Weight
 from fp8jax.platforms import jvp_of
 from fp8jax.quantization import is_scaled
@@ -136,7 +136,7 @@ class Grouped:
         shape = sharding.whole_shape(rhs.shape)
         return Side(shape, (0, 1, 2), shape)
 
-    def quantize(self, call: Call, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
+    def quantize(self, call: DotCall, operand: int, x: jax.Array, uses: Any) -> QuantizedRows:
         """See `Matmul`."""
         return call.static.scaling.quantize_rows(call.state, operand, x, call.others, uses)
 
@@ -149,7 +149,7 @@ class Grouped:
         return others
 
     def times_kernel(
-        self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: jax.Array, to: Any
+        self, call: DotCall, gemm: str, rows: Any, kernel: Any, of_rows: jax.Array, to: Any
     ) -> jax.Array:
         """See `Matmul`."""
         one = _tile_gemm(call, gemm, call.static.out_dtype, (None, to.shape[1]))
@@ -161,7 +161,7 @@ class Grouped:
             options = {"is_separate": True}
         return rows_times_matrices(rows, kernel, call.others, one, to, **options)
 
-    def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: jax.Array, side: Side) -> jax.Array:
+    def wgrad(self, call: DotCall, lhs: Any, grad: Any, of_rows: jax.Array, side: Side) -> jax.Array:
         """See `Matmul`."""
         one = _tile_gemm(call, WGRAD, jnp.float32, side.matrix[1:])
         if is_scaled(lhs) and call.static.scaling.rows_multiple != 1:
@@ -173,7 +173,7 @@ class Grouped:
         return jax.vmap(update)
 
 
-def _tile_gemm(call: Call, gemm: str, dtype: Any, shape: Any) -> Multiply:
+def _tile_gemm(call: DotCall, gemm: str, dtype: Any, shape: Any) -> Multiply:
     """The GEMM of one tile of rows, without the padding to whole blocks.
 
     `shape` of the output has None for the rows of lhs.

@@ -48,7 +48,7 @@ OPERANDS_OF = {
 _HIGH_AXES = ("mk", "kn", "mn")
 
 
-class Call(NamedTuple):
+class DotCall(NamedTuple):
     """One call of a dot, on one device."""
 
     static: "StaticArgs"
@@ -71,7 +71,7 @@ class Matmul(Protocol):
         """The whole kernel's shape and matrix."""
         ...
 
-    def quantize(self, call: Call, operand: int, x: jax.Array, uses: Uses) -> QuantizedRows:
+    def quantize(self, call: DotCall, operand: int, x: jax.Array, uses: Uses) -> QuantizedRows:
         """An activation or an output gradient, quantized for its GEMMs."""
         ...
 
@@ -80,10 +80,12 @@ class Matmul(Protocol):
         ...
 
     def saved(self, others: Any) -> Any:
-        """The part of `Call.others` that the backward needs."""
+        """The part of `DotCall.others` that the backward needs."""
         ...
 
-    def times_kernel(self, call: Call, gemm: str, rows: Any, kernel: Any, of_rows: Any, to: Any) -> jax.Array:
+    def times_kernel(
+        self, call: DotCall, gemm: str, rows: Any, kernel: Any, of_rows: Any, to: Any
+    ) -> jax.Array:
         """Rows times the kernel, in fprop and dgrad.
 
         Args:
@@ -95,7 +97,7 @@ class Matmul(Protocol):
         """
         ...
 
-    def wgrad(self, call: Call, lhs: Any, grad: Any, of_rows: Any, side: Side) -> jax.Array:
+    def wgrad(self, call: DotCall, lhs: Any, grad: Any, of_rows: Any, side: Side) -> jax.Array:
         """The gradient of the kernel; see `times_kernel`."""
         ...
 
@@ -200,7 +202,7 @@ def _output(
     static: StaticArgs, has_backward: bool, lhs: jax.Array, rhs: Any, state: State, others: Any
 ) -> tuple[jax.Array, Any, Any]:
     """The output of this device's groups, the residuals of lhs and of the kernel, and their amaxes."""
-    call, matmul = Call(static, state, others), static.matmul
+    call, matmul = DotCall(static, state, others), static.matmul
     has_wgrad = has_backward and static.has_wgrad
     rows = matmul.rows(lhs)  # before the cast, so that the codes have the GEMM's layout
     uses = (not static.is_high(FPROP), has_wgrad and not static.is_high(WGRAD))
@@ -249,7 +251,7 @@ def _gradients(
 ) -> tuple[Any, Any, State]:
     """The gradients of lhs and of this device's kernels, and the new state."""
     (lhs, rhs), grad = static.sharding.after(residuals, grad)
-    call, matmul = Call(static, state, others), static.matmul
+    call, matmul = DotCall(static, state, others), static.matmul
     uses = (not static.is_high(DGRAD), static.has_wgrad and not static.is_high(WGRAD))
     q = matmul.quantize(call, GRAD, grad, uses)
     side = matmul.side(static.sharding, rhs)

@@ -25,7 +25,7 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.optimizer import Rule, optimizer
+from fp8jax.optim.optimizer import UpdateRule, optimizer
 from fp8jax.optim.step import DECOUPLED, L2
 from fp8jax.recipe import Recipe
 
@@ -62,7 +62,7 @@ def scale_by_adam(
         raise ValueError(
             f"`recipe`: {row} keeps master weights, which are updated by `adam` and `adamw`; use one of them."
         )
-    return optimizer(Rule(row, b1, b2, eps, zero=zero, seed=seed))
+    return optimizer(UpdateRule(row, b1, b2, eps, zero=zero, seed=seed))
 
 
 def adam(
@@ -110,7 +110,7 @@ def adam(
     `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """
     row = checks.recipe_of(recipe)
-    return optimizer(Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
+    return optimizer(UpdateRule(row, b1, b2, eps, learning_rate, weight_decay, mask, L2, zero, seed))
 
 
 def adamw(
@@ -132,7 +132,7 @@ def adamw(
     Returns, raises: as in `adam`.
     """
     row = checks.recipe_of(recipe)
-    return optimizer(Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
+    return optimizer(UpdateRule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, zero, seed))
 
 
 def adamw_8bit(
@@ -167,4 +167,6 @@ def adamw_8bit(
     """
     checks.refuse_zero(zero, "adamw_8bit", "its blocks of 256 numbers are not those of a tensor's parts")
     row = checks.recipe_of(recipe)
-    return optimizer(Rule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True))
+    return optimizer(
+        UpdateRule(row, b1, b2, eps, learning_rate, weight_decay, mask, DECOUPLED, None, seed, True)
+    )

@@ -16,7 +16,7 @@ import optax
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.muon_matrices import Muon
-from fp8jax.optim.optimizer import Rule, optimizer
+from fp8jax.optim.optimizer import UpdateRule, optimizer
 from fp8jax.optim.step import DECOUPLED
 from fp8jax.recipe import Recipe
 
@@ -86,5 +86,5 @@ def muon(
         raise ValueError("`zero`: expected one without `offload` for muon; got offload=True.")
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     matrices = Muon(learning_rate, beta, weight_decay, weight_dimension_numbers, consistent_rms)
-    rule = Rule(row, adam_b1, adam_b2, eps, rate, adam_weight_decay, mask, DECOUPLED, zero, seed)
+    rule = UpdateRule(row, adam_b1, adam_b2, eps, rate, adam_weight_decay, mask, DECOUPLED, zero, seed)
     return optimizer(dataclasses.replace(rule, muon=matrices))

@@ -42,7 +42,7 @@ from fp8jax.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """The hyperparameters. Without a learning rate the updates are Adam directions."""
 
     recipe: Recipe | None
@@ -64,7 +64,7 @@ class Rule:
         return self.recipe or Recipe.O3
 
 
-def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
+def optimizer(rule: UpdateRule) -> optax.GradientTransformationExtraArgs:
     """The optimizer with these hyperparameters, for parameters or whole variables."""
     checks.check_rate(rule.learning_rate)
     checks.check_adam(rule.b1, rule.b2, rule.eps, rule.weight_decay, rule.seed)
@@ -72,7 +72,7 @@ def optimizer(rule: Rule) -> optax.GradientTransformationExtraArgs:
     return takes_variables(optax.GradientTransformation(*functions))
 
 
-def _init(rule: Rule, params: Any) -> AdamState:
+def _init(rule: UpdateRule, params: Any) -> AdamState:
     checks.check_weights(rule.recipe, params)
     if rule.learning_rate is None:
         checks.refuse_8_bits(params)
@@ -98,7 +98,7 @@ def _init(rule: Rule, params: Any) -> AdamState:
     return AdamState(optax.ScaleByAdamState(count, mu, nu), master, skipped, remainder, key)
 
 
-def _update(rule: Rule, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
+def _update(rule: UpdateRule, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
     if params is None and rule.learning_rate is not None:
         raise ValueError("`params`: expected the parameters; got None. Call `update(grads, state, params)`.")
     checks.check_state(state, AdamState)
@@ -132,7 +132,12 @@ def _update(rule: Rule, updates: Any, state: Any, params: Any = None) -> tuple[A
 
 
 def _stepped(
-    rule: Rule, leaves: list[ParamState], matrices: Any, decays: tuple[str, ...], state: AdamState, count: Any
+    rule: UpdateRule,
+    leaves: list[ParamState],
+    matrices: Any,
+    decays: tuple[str, ...],
+    state: AdamState,
+    count: Any,
 ) -> tuple[list[Written], jax.Array]:
     """The parameters' results of step number `count`, and whether the step is not skipped."""
     scalars = _scalars(rule, state.adam.count, count)
@@ -151,7 +156,7 @@ def _stepped(
     return with_auto_axes(step, as_written, leaves, scalars, seeds)
 
 
-def _scalars(rule: Rule, old: Any, count: Any) -> AdamScalars:
+def _scalars(rule: UpdateRule, old: Any, count: Any) -> AdamScalars:
     """The scalars of step number `count`, after `old` steps."""
     rate: Any = rule.learning_rate(old) if callable(rule.learning_rate) else rule.learning_rate
     scalars = AdamScalars(
@@ -178,7 +183,7 @@ def _check_shapes(leaves: list[ParamState]) -> None:
             )
 
 
-def _decays(rule: Rule, treedef: Any, params: Any) -> tuple[str, ...]:
+def _decays(rule: UpdateRule, treedef: Any, params: Any) -> tuple[str, ...]:
     """The kind of weight decay of each leaf.
 
     Raises:

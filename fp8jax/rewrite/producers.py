@@ -1,6 +1,6 @@
 """The elementwise operations that make a dot's input, found in a jaxpr.
 
-    found = sources(jaxpr, {number: 0})     # of the equation with this number, whose operand 0 is the input
+    found = producers(jaxpr, {number: 0})     # of the equation with this number, whose operand 0 is the input
 
 The kernel that quantizes the input can compute these operations itself, see `Computed`. They are followed
 back from the input to arrays that are stored anyway: arguments, outputs of dots, sums that have other uses.
@@ -34,7 +34,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MOST_INPUTS, MOST_ROWS, MOST_OPERATIONS = 8, 1, 32
 
 
-class Source(NamedTuple):
+class Producer(NamedTuple):
     """How an equation's operand is computed."""
 
     expression: Expression
@@ -53,7 +53,7 @@ class Source(NamedTuple):
         return Computed(matrix, self.expression, tuple(inputs))
 
 
-def sources(jaxpr: jex.Jaxpr, operands: Mapping[int, int]) -> dict[int, Source]:
+def producers(jaxpr: jex.Jaxpr, operands: Mapping[int, int]) -> dict[int, Producer]:
     """For numbers of equations, each with an operand, how it is computed; without an entry if it is not."""
     inputs = {number: jaxpr.eqns[number].invars[operand] for number, operand in operands.items()}
     inputs = {number: var for number, var in inputs.items() if isinstance(var, jex.Var)}
@@ -63,7 +63,7 @@ def sources(jaxpr: jex.Jaxpr, operands: Mapping[int, int]) -> dict[int, Source]:
     uses.update(var for var in jaxpr.outvars if isinstance(var, jex.Var))
     by_dots, found = Counter(inputs.values()), {}
     for number, var in inputs.items():
-        source = _Walk(made, uses, var.aval).source(var)
+        source = _ProducerFinder(made, uses, var.aval).source(var)
         if source is not None and (uses[var] == by_dots[var] or _bytes(source.inputs) <= _bytes([var])):
             found[number] = source
     return found
@@ -122,7 +122,7 @@ class _NotElementwise(Exception):
     """A value that the kernel neither computes nor reads."""
 
 
-class _Walk:
+class _ProducerFinder:
     """The way back from an operand."""
 
     def __init__(self, made: Mapping[Any, _Equation], uses: Mapping[Any, int], aval: Any) -> None:
@@ -131,7 +131,7 @@ class _Walk:
         self.operations: list[tuple[Any, ...]] = []
         self.known: dict[Any, Any] = {}  # variable -> its value: a constant, an input or an operation
 
-    def source(self, var: Any) -> Source | None:
+    def source(self, var: Any) -> Producer | None:
         """How the operand is computed; None if the kernel cannot, or need not."""
         try:
             result = self.value(var, is_result=True)
@@ -150,7 +150,7 @@ class _Walk:
             for primitive, params, operands, dtype in self.operations
         )
         expression = Expression(places, tuple(operations), numbers[result])
-        return Source(expression, tuple(self.inputs), shapes, self.shape[:-1])
+        return Producer(expression, tuple(self.inputs), shapes, self.shape[:-1])
 
     def value(self, var: Any, is_result: bool = False) -> Any:
         """The value of a variable or a literal."""

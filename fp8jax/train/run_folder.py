@@ -29,7 +29,7 @@ except ImportError:  # Windows
 
 from jaxtyping import PyTree
 
-from fp8jax.inspect.numerics import Row
+from fp8jax.inspect.numerics import OperandRow
 from fp8jax.inspect.numerics import rows as measured_rows
 from fp8jax.train import checkpoint, distributed
 
@@ -260,7 +260,7 @@ def _read_json(path: pathlib.Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_statistics(folder: pathlib.Path, step: int, rows: Iterable[Row]) -> None:
+def write_statistics(folder: pathlib.Path, step: int, rows: Iterable[OperandRow]) -> None:
     """Writes the rows of `fp8jax.statistics` after `step` steps, for `inspect.numerics.load_run`.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import native
-from fp8jax_torch.backends.base import Row
+from fp8jax_torch.backends.base import ModuleRow
 from fp8jax_torch.linear import Converted, restore
 from fp8jax_torch.optim.skipping import Skipping
 from fp8jax_torch.safetensors_keys import save_as_before, save_in_parts
@@ -25,7 +25,7 @@ class Report(NamedTuple):
 
     recipe: str
     why: str  # the backend, and the reason for its choice
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     note: str = ""
 
     def __str__(self) -> str:

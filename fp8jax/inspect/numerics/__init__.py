@@ -6,7 +6,7 @@
 | `recorder`, `measures` | the plug-in of a dot that records, and what it measures |
 | `of_step` | `step_statistics`: updates lost to rounding, and moments that underflow |
 | `advice` | `advise`: the recipe, the layers to keep out of FP8, and why |
-| `rows` | `Statistics`, `Row`: the result, as a table and as JSON |
+| `rows` | `Statistics`, `OperandRow`: the result, as a table and as JSON |
 """
 
 from fp8jax.inspect.numerics.advice import Advice as Advice
@@ -17,7 +17,7 @@ from fp8jax.inspect.numerics.of_loss import RECIPES as RECIPES
 from fp8jax.inspect.numerics.of_loss import statistics as statistics
 from fp8jax.inspect.numerics.of_step import StepRow as StepRow
 from fp8jax.inspect.numerics.of_step import step_statistics as step_statistics
-from fp8jax.inspect.numerics.rows import Row as Row
+from fp8jax.inspect.numerics.rows import OperandRow as OperandRow
 from fp8jax.inspect.numerics.rows import Statistics as Statistics
 from fp8jax.inspect.numerics.rows import load as load
 from fp8jax.inspect.numerics.rows import load_run as load_run

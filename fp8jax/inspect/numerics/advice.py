@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp8jax import backends, scaling
 from fp8jax.inspect import targets
 from fp8jax.inspect.numerics.measures import OPERANDS, key_of
-from fp8jax.inspect.numerics.rows import WEAK, Row, Statistics
+from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Statistics
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
 from fp8jax.scaling import LHS, with_fresh_scales
@@ -73,7 +73,7 @@ def recipe_for(target: str | targets.Target) -> str:
 
 
 def advise(
-    found: Statistics | Iterable[Row] | Iterable[Statistics] | Iterable[Iterable[Row]],
+    found: Statistics | Iterable[OperandRow] | Iterable[Statistics] | Iterable[Iterable[OperandRow]],
     *,
     target: str | targets.Target | None = None,
     recipe: Recipe | str | None = None,
@@ -97,7 +97,7 @@ def advise(
         ValueError: `found` is empty or lacks the recipe, or the GPU does not multiply its operands.
     """
     given: list[Any] = [found] if isinstance(found, Statistics) else list(found)
-    given = [given] if given and isinstance(given[0], Row) else given
+    given = [given] if given and isinstance(given[0], OperandRow) else given
     series = [list(each.rows if isinstance(each, Statistics) else each) for each in given]
     rows = [row for each in series for row in each]
     if not rows:
@@ -135,7 +135,9 @@ def _runs(recipe: Recipe, device: backends.Device | None) -> bool:
     )
 
 
-def _chosen(rows: list[Row], recipe: Recipe | str | None, others: dict[str, Recipe]) -> tuple[str, Recipe]:
+def _chosen(
+    rows: list[OperandRow], recipe: Recipe | str | None, others: dict[str, Recipe]
+) -> tuple[str, Recipe]:
     """The recipe to advise layers for, and its name."""
     own = collections.Counter(
         row.recipe for row in rows if row.is_own and Recipe.parse(row.recipe).is_quantized
@@ -158,11 +160,11 @@ def _chosen(rows: list[Row], recipe: Recipe | str | None, others: dict[str, Reci
     return min(others.items(), key=lambda pair: len(_bad_layers(_under(rows, pair[1]))))
 
 
-def _under(rows: Iterable[Row], recipe: Recipe) -> list[Row]:
+def _under(rows: Iterable[OperandRow], recipe: Recipe) -> list[OperandRow]:
     """The rows of a recipe, or of recipes that quantize this operand alike; [] for a recipe that was not
     measured. The model's own rows, which have its state, are of the same recipe only."""
 
-    def fits(row: Row) -> bool:
+    def fits(row: OperandRow) -> bool:
         measured, operand = Recipe.parse(row.recipe), OPERANDS.index(row.operand)
         if row.is_own and row.layer not in plain:
             return measured == recipe
@@ -175,7 +177,7 @@ def _under(rows: Iterable[Row], recipe: Recipe) -> list[Row]:
     return found if any(row.operand == OPERANDS[LHS] for row in found) else []
 
 
-def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
+def _bad_layers(rows: Iterable[OperandRow]) -> dict[str, str]:
     """The bad layers, each with its worst figure."""
     worst: dict[str, tuple[float, str]] = {}
     for row in rows:
@@ -186,14 +188,14 @@ def _bad_layers(rows: Iterable[Row]) -> dict[str, str]:
     return {layer: why for layer, (_, why) in worst.items()}
 
 
-def _bad_for_stale_scales(rows: list[Row], recipe: Recipe, bad: dict[str, str]) -> dict[str, str]:
+def _bad_for_stale_scales(rows: list[OperandRow], recipe: Recipe, bad: dict[str, str]) -> dict[str, str]:
     """The bad layers that are well with scales of the same batch, where both were measured."""
     fresh = _under(rows, with_fresh_scales(recipe))
     still = _bad_layers(fresh)
     return {layer: why for layer, why in bad.items() if fresh and layer not in still}
 
 
-def _faults(row: Row) -> Iterable[tuple[float, str]]:
+def _faults(row: OperandRow) -> Iterable[tuple[float, str]]:
     """The faults of the operand of a row, each with a measure; none for a healthy one."""
     if not math.isfinite(row.amax):
         yield math.inf, "it has NaN or infinities"
@@ -209,7 +211,7 @@ def _faults(row: Row) -> Iterable[tuple[float, str]]:
         yield row.saturation, f"{100 * row.saturation:.2f}% saturate"
 
 
-def _no_bad(rows: list[Row], recipe: Recipe, stale: Iterable[str]) -> str:
+def _no_bad(rows: list[OperandRow], recipe: Recipe, stale: Iterable[str]) -> str:
     """The figure of the worst layer, where none is bad; for `stale` ones current scaling's."""
     rows = _under(rows, with_fresh_scales(recipe) if stale else recipe)
     worst = max(rows, key=lambda row: row.weak / max(row.channels, 1))
@@ -219,7 +221,7 @@ def _no_bad(rows: list[Row], recipe: Recipe, stale: Iterable[str]) -> str:
     )
 
 
-def _jumps(series: list[list[Row]], bad: set[str]) -> list[str]:
+def _jumps(series: list[list[OperandRow]], bad: set[str]) -> list[str]:
     """Reasons for or against delayed scaling, by the amaxes of several batches."""
     amaxes: dict[tuple[str, str], list[float]] = {}
     for rows in series if len(series) > 1 else ():

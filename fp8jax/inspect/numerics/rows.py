@@ -1,4 +1,4 @@
-"""`Statistics`, the numbers of all layers as a pytree, and `Row`, one operand of a layer under one recipe."""
+"""`Statistics`, the numbers of all layers as a pytree, and `OperandRow`, one operand of a layer."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ FOLDER = "statistics"
 WEAK = 10.0
 
 
-class Row(NamedTuple):
+class OperandRow(NamedTuple):
     """One operand of one layer, quantized by one recipe."""
 
     layer: str  # the layer's path, as rules see it
@@ -83,7 +83,7 @@ class Statistics:
         )
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[OperandRow, ...]:
         """The rows of all layers that were used, operand by operand."""
         return tuple(
             row
@@ -106,12 +106,12 @@ def _call(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def as_json(rows: Iterable[Row]) -> str:
+def as_json(rows: Iterable[OperandRow]) -> str:
     """The rows as `Statistics.save` writes them."""
     return json.dumps([row._asdict() for row in rows], indent=1)
 
 
-def load(path: str | os.PathLike[str]) -> tuple[Row, ...]:
+def load(path: str | os.PathLike[str]) -> tuple[OperandRow, ...]:
     """The rows that `Statistics.save` wrote.
 
     Raises:
@@ -119,7 +119,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Row, ...]:
     """
     with open(path, encoding="utf-8") as file:
         try:
-            return tuple(Row(**{**row, "at": tuple(row["at"])}) for row in json.load(file))
+            return tuple(OperandRow(**{**row, "at": tuple(row["at"])}) for row in json.load(file))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
 
@@ -129,7 +129,7 @@ def files_of_run(run: str | os.PathLike[str]) -> list[pathlib.Path]:
     return sorted(pathlib.Path(run, FOLDER).glob("*.json"))
 
 
-def load_run(run: str | os.PathLike[str]) -> list[tuple[Row, ...]]:
+def load_run(run: str | os.PathLike[str]) -> list[tuple[OperandRow, ...]]:
     """The rows of a run of `fp8jax.train`, those of the oldest batch first.
 
     Raises:
@@ -143,7 +143,7 @@ def load_run(run: str | os.PathLike[str]) -> list[tuple[Row, ...]]:
     )
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[OperandRow]) -> str:
     """The rows as text; the model's own recipe has a star."""
     head = (
         "layer",
@@ -175,7 +175,7 @@ def table(rows: Iterable[Row]) -> str:
     return align([head, *cells])
 
 
-def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Iterable[Row]:
+def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Iterable[OperandRow]:
     for number, operand in enumerate(OPERANDS):
         amaxes = records.channels[number]
         amax = max(float(x.max(initial=0)) for x in amaxes)
@@ -188,7 +188,7 @@ def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Ite
             given = (layer.layer, tuple(map(int, index)), operand, str(recipe), at == layer.own)
             ratios = [x[at] / records.uses for x in records.noise[number]]
             weak = int(sum((each > 10 ** (-WEAK / 10)).sum() for each in ratios))
-            yield Row(*given, amax, underflow, saturation, sqnr, bits, weak, outliers, count)
+            yield OperandRow(*given, amax, underflow, saturation, sqnr, bits, weak, outliers, count)
 
 
 def _outliers(amaxes: Any) -> int:

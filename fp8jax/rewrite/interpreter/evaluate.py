@@ -31,7 +31,7 @@ from fp8jax.rewrite.interpreter.dots import Site
 from fp8jax.rewrite.interpreter.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
 from fp8jax.rewrite.interpreter.param_view import ParamView, Tracked, bind, move, plain, transpose
 from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
-from fp8jax.rewrite.producers import Source, sources
+from fp8jax.rewrite.producers import Producer, producers
 from fp8jax.rewrite.report import scope
 from fp8jax.scaling.merge import first_state, fm32, state_copies, states_of_uses
 
@@ -71,7 +71,7 @@ def _run(
             return var.val
         return next(of_uses[var]) if var in of_uses else env[var]
 
-    computed, own = _sources(plan, jaxpr, site), _states_of_equations(plan, states, site)
+    computed, own = _producers(plan, jaxpr, site), _states_of_equations(plan, states, site)
     for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr, computed), strict=True)):
         source, of_eqn = computed.get(number), {**states, **own[number]} if number in own else states
         made = source and functools.partial(source.of, values=[plain(read(x)) for x in source.inputs])
@@ -105,14 +105,14 @@ def _states_of_equations(plan: Plan, states: States, site: Site) -> dict[int, di
     return own
 
 
-def _sources(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> dict[int, Source]:
+def _producers(plan: Plan, jaxpr: jex.Jaxpr, site: Site) -> dict[int, Producer]:
     """How the inputs of a jaxpr's planned dot products are computed, by the numbers of their equations."""
     operands = {
         at[-1]: 1 - planned.dot.kernel
         for at, planned in plan.dots.items()
         if at[:-1] == site and _takes_computed(planned)
     }
-    return sources(jaxpr, operands) if operands else {}
+    return producers(jaxpr, operands) if operands else {}
 
 
 def _takes_computed(planned: PlannedDot) -> bool:
@@ -120,10 +120,10 @@ def _takes_computed(planned: PlannedDot) -> bool:
     return recipe.is_quantized and not planned.dot.groups and scaling.of_recipe(recipe).takes_computed
 
 
-def last_uses(jaxpr: jex.Jaxpr, computed: Mapping[int, Source] | None = None) -> list[set[Any]]:
+def last_uses(jaxpr: jex.Jaxpr, computed: Mapping[int, Producer] | None = None) -> list[set[Any]]:
     """For each equation, the variables that no later one needs, so that an eager call frees them.
 
-    `computed` equations read the inputs of their sources, too.
+    `computed` equations read the inputs of their producers, too.
     """
     computed = computed or {}
     last, needed = [], {var for var in jaxpr.outvars if not isinstance(var, jex.Literal)}

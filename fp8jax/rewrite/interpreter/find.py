@@ -90,7 +90,7 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
     Raises:
         ValueError: a model with such a state is called inside a `jax.shard_map`.
     """
-    walk = _Walk(FoundDots([], {}, {}, {}, [], [], []))
+    walk = _DotFinder(FoundDots([], {}, {}, {}, [], [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
     for out in walk.through(jaxpr, [*views, *[_STATE] * states, *others], EquationPlace()):
         walk.note_value(out)
@@ -100,7 +100,7 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
 
 
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class _DotFinder:
     """Abstract evaluation of a jaxpr.
 
     A value is a `ParamView` (a parameter), a `Derived` (computed from parameters), an `Activation`, a
@@ -152,7 +152,7 @@ class _Walk:
             self.found.programs.append(place.site)
             self.found.recipes.append(params["program"].recipe)
             self.found.planned.extend(params["program"].plan.dots.values())
-            program, walk = params["program"], _Walk(self.found, params["program"].plan, len(place.site))
+            program, walk = params["program"], _DotFinder(self.found, params["program"].plan, len(place.site))
             leaves, states, arrays, _ = params["treedef"].unflatten(ins)
             if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
                 raise ValueError(_STATE_INSIDE.format(program.recipe))

@@ -17,7 +17,7 @@ _CALL = "fp8jax_call:"
 
 
 @dataclasses.dataclass(eq=False)
-class Call:
+class ModuleCall:
     """All calls of one module by one parent call.
 
     Attributes:
@@ -37,14 +37,14 @@ class Call:
     in_scan: bool = False
     in_loop: bool = False
     times: int = 1
-    below: list["Call"] = dataclasses.field(default_factory=list)
+    below: list["ModuleCall"] = dataclasses.field(default_factory=list)
 
     @property
     def holds_layers(self) -> bool:
         """Whether submodules have dot products, or the module itself has more than one."""
         return self.dots > 1 or any(call.dots for call in self.all_below())
 
-    def all_below(self) -> Iterator["Call"]:
+    def all_below(self) -> Iterator["ModuleCall"]:
         """All calls inside this call, outer calls first."""
         for call in self.below:
             yield call
@@ -58,7 +58,7 @@ class Calls:
     """The tree of a model's calls, recorded while it is traced."""
 
     def __init__(self) -> None:
-        self.all = [Call("", "")]
+        self.all = [ModuleCall("", "")]
         self._active = [self.all[0]]
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class Calls:
         siblings = self._active[-1].below
         call = next((call for call in siblings if call.path == path), None)
         if call is None:
-            call = Call(path, kind, len(self.all))
+            call = ModuleCall(path, kind, len(self.all))
             siblings.append(call)
             self.all.append(call)
         else:
@@ -106,7 +106,7 @@ def calls_in(scope: str) -> list[tuple[int, int]]:
 # The choice of blocks ############################################################################
 
 
-def find_blocks(root: Call, names: tuple[str, ...] | None) -> list[Call]:
+def find_blocks(root: ModuleCall, names: tuple[str, ...] | None) -> list[ModuleCall]:
     """The calls to checkpoint, of modules with these class names or path patterns; None for repeated modules.
 
     Raises:
@@ -129,7 +129,7 @@ def find_blocks(root: Call, names: tuple[str, ...] | None) -> list[Call]:
     return blocks
 
 
-def _repeated(root: Call) -> Iterator[Call]:
+def _repeated(root: ModuleCall) -> Iterator[ModuleCall]:
     held = [call for call in root.below if call.holds_layers]
     for call in held:
         alike = {other.path for other in held if other.kind == call.kind}
@@ -141,7 +141,7 @@ def _repeated(root: Call) -> Iterator[Call]:
             yield from within or ([call] if call.path and call.times > 1 else [])
 
 
-def _named(root: Call, names: tuple[str, ...]) -> Iterator[Call]:
+def _named(root: ModuleCall, names: tuple[str, ...]) -> Iterator[ModuleCall]:
     for call in root.below:
         is_scan = any(inner.in_scan and inner.path == call.path for inner in call.below)
         if call.path and call.holds_layers and not is_scan and any(_fits(name, call) for name in names):
@@ -150,5 +150,5 @@ def _named(root: Call, names: tuple[str, ...]) -> Iterator[Call]:
             yield from _named(call, names)
 
 
-def _fits(name: str, call: Call) -> bool:
+def _fits(name: str, call: ModuleCall) -> bool:
     return name == call.kind or matches(name, call.path)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from fp8jax.inspect.numerics import Row
+from fp8jax.inspect.numerics import OperandRow
 from fp8jax.train import distributed, run_folder
 from fp8jax.train.data.device import DevicePrefetch
 from fp8jax.train.data.loader import Examples
@@ -54,7 +54,7 @@ class Model:
         """See `checks.bad_layer`."""
         return checks.bad_layer(self.trainer, self.state, self.batch)
 
-    def measure(self) -> tuple[Row, ...]:
+    def measure(self) -> tuple[OperandRow, ...]:
         """Statistics of the newest batch, see `Trainer.statistics`; () if they cannot be taken, and no more
         are then: a run does not end for them."""
         try:

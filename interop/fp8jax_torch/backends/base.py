@@ -36,7 +36,7 @@ ONLY_GEMM: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Row(NamedTuple):
+class ModuleRow(NamedTuple):
     """One module with weights."""
 
     path: str
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None  # None if none was given, unless the backend makes one
-    rows: list[Row]
+    rows: list[ModuleRow]
     note: str  # for the user; may be empty
 
 
@@ -107,7 +107,7 @@ def plan(
     recipe: Recipe,
     why_not: Callable[[nn.Module], str | None],
     other: Callable[[nn.Module], str],
-) -> list[Row]:
+) -> list[ModuleRow]:
     """The rows that `prepare` of the backend `name` would report; the model does not change.
 
     `why_not` gives the reason why the backend cannot run a linear layer in FP8, or None; `other` the reason
@@ -132,10 +132,12 @@ def plan(
 
 def rows_of(
     model: nn.Module, reasons: Mapping[str, str | None], other: Callable[[nn.Module], str]
-) -> list[Row]:
+) -> list[ModuleRow]:
     """The rows of a model, by the reasons of its linear layers and of other modules."""
     return [
-        Row(path, type(module).__name__, _shape(module), reasons[path] if path in reasons else other(module))
+        ModuleRow(
+            path, type(module).__name__, _shape(module), reasons[path] if path in reasons else other(module)
+        )
         for path, module in layers.weighted(model).items()
     ]
 

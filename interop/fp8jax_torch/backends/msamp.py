@@ -113,7 +113,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     return base.Prepared(model, new, rows, f"MS-AMP {level}: {'; '.join(notes)}")
 
 
-def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
+def plan(model: nn.Module, recipe: Recipe) -> list[base.ModuleRow]:
     """See `base.plan`."""
     use_te, found = uses_te(recipe), layers.linears(model)
     shared = {found[path]: other for path, other in layers.shared_weights(model).items()}

@@ -93,7 +93,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: R
     return base.Prepared(model, optimizer and skipping(optimizer), rows, note_on(recipe))
 
 
-def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
+def plan(model: nn.Module, recipe: Recipe) -> list[base.ModuleRow]:
     """See `base.plan`."""
     return base.plan(NAME, model, recipe, why_not, other)
 
@@ -103,7 +103,7 @@ def why_not(module: nn.Module) -> str | None:
     return layers.why_not_replaced(module, "te.Linear", _MULTIPLE)
 
 
-def swap(model: nn.Module, rows: Sequence[base.Row]) -> nn.Module:
+def swap(model: nn.Module, rows: Sequence[base.ModuleRow]) -> nn.Module:
     """Replaces the linear layers in FP8, and layer norms where possible, by TransformerEngine's."""
     found = layers.linears(model)
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]

@@ -62,7 +62,7 @@ def refuses(recipe: Recipe) -> str | None:
     return base.refused(NAME, recipe, legal)
 
 
-def plan(model: nn.Module, recipe: Recipe) -> list[base.Row]:
+def plan(model: nn.Module, recipe: Recipe) -> list[base.ModuleRow]:
     """See `base.plan`."""
     scaling, is_emulated = recipe.scaling, _is_emulated(model)
     multiple = _LAYERS[scaling][2] if scaling in _LAYERS else 1 if is_emulated else _MULTIPLE

@@ -8,7 +8,7 @@ import torch
 from flax import traverse_util
 
 from fp8jax.checkpoints import ExportReport
-from fp8jax.checkpoints.export import Source, write
+from fp8jax.checkpoints.export import ExportSource, write
 from fp8jax.checkpoints.tree import PARAMS, SCALING
 from fp8jax.rewrite import Kernel
 from fp8jax_torch.bridge.maps import mapping_of
@@ -54,4 +54,4 @@ def save(
         state = {key[-1]: array for key, array in states.items() if key[:-1] == path}
         params[path] = kernel.for_inference(params[path], state)
     frozen = {**variables, PARAMS: traverse_util.unflatten_dict(params)}
-    return write(folder, Source(variables, frozen, kernels), mapping, config, format, max_shard_bytes)
+    return write(folder, ExportSource(variables, frozen, kernels), mapping, config, format, max_shard_bytes)
