@@ -130,7 +130,7 @@ def test_errors_of_normal_numbers():
     of["stochastic"] = quantize_blocks(jnp.asarray(x), NVFP4_1X16, random)
     found = {name: 1e3 * mean_squared_error(x, q.dequantize()) for name, q in of.items()}
     state = {"key": jnp.array([3.0, 5.0])}
-    q = eden.quantized(GRAD, jnp.asarray(x), 0, state)
+    q = eden.quantize_operand(GRAD, jnp.asarray(x), 0, state)
     found["eden"] = 1e3 * mean_squared_error(x, eden.values(q, state, GRAD, 0))
     wanted = {"six": 9.0, "four_or_six": 7.6, "stochastic": 18.9, "eden": 9.4}
     wanted |= {"six of squares": 12.4, "four_or_six of squares": 12.4}
@@ -154,7 +154,7 @@ def test_eden_is_unbiased(freedom):
 
     def draw(seed):
         state = {"key": jnp.stack([seed, jnp.float32(1)])}
-        return eden.values(eden.quantized(GRAD, x, 0, state), state, GRAD, 0)
+        return eden.values(eden.quantize_operand(GRAD, x, 0, state), state, GRAD, 0)
 
     draws, sums = jax.jit(jax.vmap(draw)), np.zeros((2, *x.shape))
     for first in range(0, count, part):
@@ -178,7 +178,7 @@ def test_eden_of_a_few_large_numbers_is_biased(count, bias):
 
     def draw(seed):
         state = {"key": jnp.stack([seed, jnp.float32(1)])}
-        return eden.values(eden.quantized(GRAD, x, 0, state), state, GRAD, 0)
+        return eden.values(eden.quantize_operand(GRAD, x, 0, state), state, GRAD, 0)
 
     mean = np.asarray(jax.jit(jax.vmap(draw))(jnp.arange(draws, dtype=jnp.float32)), np.float64).mean(0)
     noise = 0.094 / np.sqrt(draws)
@@ -305,7 +305,7 @@ def test_report_says_the_options():
 def test_statistics_are_of_the_tensor_itself():
     """An output gradient is rotated back before it is compared with its codes."""
     x = jnp.asarray(numbers("gaussian", (64, 256)))
-    codes = measures.quantized(Recipe.parse(EDEN), GRAD, x, None, None)
+    codes = measures.operand_codes(Recipe.parse(EDEN), GRAD, x, None, None)
     assert codes.values.shape == x.shape and mean_squared_error(x, codes.values) == pytest.approx(
         9.4e-3, rel=0.1
     )

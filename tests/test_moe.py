@@ -18,7 +18,7 @@ from fp8jax.adapters.moe import exchange
 from fp8jax.adapters.moe.exchange import Way
 from fp8jax.adapters.moe.linen import ExpertDense
 from fp8jax.dot import ExpertSharding, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
-from fp8jax.dot.row_tiles import blocks_of
+from fp8jax.dot.row_tiles import row_tiles
 from fp8jax.scaling.merge import from_fm32, to_fm32
 
 MATRICES = (((1,), (0,)), ((), ()))
@@ -92,7 +92,7 @@ def test_nnx_layer_is_linens():
 
 @pytest.mark.parametrize("sizes", [[0, 0, 0], [5, 0, 59], [16, 16, 16], [64, 0, 0], [1, 1, 1]])
 def test_blocks_cover_each_row_of_a_group_once(sizes):
-    blocks = jax.tree.map(np.asarray, blocks_of(jnp.array(sizes), 64, 16))
+    blocks = jax.tree.map(np.asarray, row_tiles(jnp.array(sizes), 64, 16))
     owner = np.full(64 + 16, -1)
     for group, start, own in zip(*blocks, strict=True):
         taken = slice(start, start + min(own, 16))

@@ -8,7 +8,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import Rule, train
-from fp8jax.rewrite.blocks import blocks_of
+from fp8jax.rewrite.blocks import transformer_blocks
 
 WIDTH, BLOCKS = 32, 4
 X = jnp.ones((32, WIDTH))
@@ -44,7 +44,7 @@ T5 = [f"{side}/block_{i}/{name}" for side in ("encoder", "decoder") for i in ran
     ],
 )
 def test_blocks_of_a_model(paths, first, last, blocks):
-    found = blocks_of(paths, first, last)
+    found = transformer_blocks(paths, first, last)
     assert list(found) == blocks
 
 
@@ -58,7 +58,7 @@ def test_blocks_of_a_model(paths, first, last, blocks):
 )
 def test_without_one_series_of_blocks_it_raises(paths, says):
     with pytest.raises(ValueError, match=says):
-        blocks_of(paths, None, 0.25)
+        transformer_blocks(paths, None, 0.25)
 
 
 # In a model ######################################################################################

@@ -181,7 +181,7 @@ def test_operands_equal_jaxs(recipe, shape):
         if state:
             on_torch.key.copy_(torch.tensor(np.asarray(state["key"])))
         for operand in (block.LHS, block.RHS, block.GRAD):
-            jaxs = block.quantized(scaling.of_recipe(recipe), operand, jnp.asarray(x), state)
+            jaxs = block.quantize_operand(scaling.of_recipe(recipe), operand, jnp.asarray(x), state)
             matrix = Operand(torch.from_numpy(x))
             copies = on_torch.scaling.quantize(on_torch, operand, matrix, None, (True, True))
             for got, want in zip(copies, jaxs, strict=True):

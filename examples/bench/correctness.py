@@ -147,7 +147,7 @@ def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
 def quantized(name: str, *given: jax.Array) -> Any:
     """Both copies of the three operands."""
     its: Any = scaling.of_recipe(Recipe.parse(name))
-    return [block.quantized(its, number, x, its.init()) for number, x in enumerate(given)]
+    return [block.quantize_operand(its, number, x, its.init()) for number, x in enumerate(given)]
 
 
 def cut(a: Any, b: Any, every: int) -> Any:

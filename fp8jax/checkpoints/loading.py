@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from fp8jax.checkpoints.folder import DTYPES, read
 from fp8jax.checkpoints.names import NameMap, Place
-from fp8jax.checkpoints.stored import Stored, blocks_of, tensors
+from fp8jax.checkpoints.stored import Stored, scale_blocks, tensors
 from fp8jax.checkpoints.tree import Key, named
 from fp8jax.formats import E8M0
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, ScaledArray, amax, is_scaled, quantize_like
@@ -47,7 +47,7 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
             another shape; a parameter gets no tensor.
     """
     stored = read(pathlib.Path(folder))
-    blocks = blocks_of(stored.config)
+    blocks = scale_blocks(stored.config)
     tree = named(like)
     has_frozen = any(key[0] == FROZEN for key in tree.leaves)
     own: Key = (FROZEN if has_frozen else PARAMS,) if tree.has_collections else ()

@@ -65,7 +65,7 @@ def _scale_of(scales: Mapping[str, Entry]) -> Entry:
     return next(scales[end] for end in (SCALE_INV, SCALE, _OF_TORCHAO) if end in scales)
 
 
-def blocks_of(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+def scale_blocks(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
     """The blocks, (out, in), that scales of the folder may have; 0 for a whole side, None without scales."""
     quantization = config.get("quantization_config")
     if quantization is None:

@@ -34,7 +34,7 @@ from fp8jax.scaling.row_groups import groups_of_rows, starts_of
 _SMALLEST, _LARGEST = 16, 2048
 
 
-class Blocks(NamedTuple):
+class RowTiles(NamedTuple):
     """The group and the rows of each block."""
 
     group: jax.Array  # shape=(blocks,), int32
@@ -74,7 +74,7 @@ def size_of_block(rows: int, groups: int, parts: int) -> int:
     return min(max(2 ** (wanted.bit_length() - 1), _SMALLEST), _LARGEST)
 
 
-def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
+def row_tiles(sizes: jax.Array, rows: int, size: int) -> RowTiles:
     """The blocks of `size` rows each, for group sizes of shape=(groups,) and `rows` rows in all."""
     groups = sizes.shape[0]
     needed = -(-sizes // size)
@@ -86,7 +86,7 @@ def blocks_of(sizes: jax.Array, rows: int, size: int) -> Blocks:
     is_used = number < last[-1]
     start = jnp.where(is_used, (ends - sizes)[group] + within * size, rows)
     own = jnp.where(is_used, ends[group] - start, 0)
-    return Blocks(*(x.astype(jnp.int32) for x in (group, start, own)))
+    return RowTiles(*(x.astype(jnp.int32) for x in (group, start, own)))
 
 
 def rows_times_matrices(
@@ -114,10 +114,10 @@ def rows_times_matrices(
     """
     count = shape.shape[0]
     size = max(size_of_block(count, sizes.shape[0], 4), least)
-    padded, blocks = _padded(rows, size), blocks_of(sizes, count, size)
+    padded, blocks = _padded(rows, size), row_tiles(sizes, count, size)
     shifts = jnp.zeros_like(sizes) if aligned is None else starts_of(aligned) - starts_of(sizes)
 
-    def one(out: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
+    def one(out: jax.Array, block: RowTiles) -> tuple[jax.Array, None]:
         take = _own_rows if is_separate else _rows
         read = block._replace(start=block.start + shifts[block.group].astype(jnp.int32))
         product = multiply(take(padded, read, size), _matrix(matrices, block.group))
@@ -141,12 +141,12 @@ def rows_times_rows(
     size = size_of_block(count, sizes.shape[0], 2)
     operands = [_padded(rows, size) for rows in (lhs, rhs)]
 
-    def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
+    def one(sums: jax.Array, block: RowTiles) -> tuple[jax.Array, None]:
         # Other groups' rows are zeroed in both operands, because NaN * 0 is NaN.
         own = [_own_rows(rows, block, size) for rows in operands]
         return sums.at[block.group].add(multiply(*own)), None
 
-    sums, _ = lax.scan(one, _zeros(shape, jnp.float32, lhs), blocks_of(sizes, count, size))
+    sums, _ = lax.scan(one, _zeros(shape, jnp.float32, lhs), row_tiles(sizes, count, size))
     return sums
 
 
@@ -166,18 +166,18 @@ def columns_times_columns(
     parts = [size // (count // leaf.shape[1]) for leaf in leaves]
     padded = [jnp.pad(leaf, ((0, 0), (0, n))) for leaf, n in zip(leaves, parts, strict=True)]
 
-    def own(leaf: jax.Array, n: int, block: Blocks) -> jax.Array:
+    def own(leaf: jax.Array, n: int, block: RowTiles) -> jax.Array:
         taken = lax.dynamic_slice_in_dim(leaf, block.start // (size // n), n, axis=1)
         # Codes and scales, which may be NaN, of other groups are zeroed.
         is_own = jnp.arange(n)[None] < block.own // (size // n)
         return jnp.where(is_own, taken, jnp.zeros_like(taken))
 
-    def one(sums: jax.Array, block: Blocks) -> tuple[jax.Array, None]:
+    def one(sums: jax.Array, block: RowTiles) -> tuple[jax.Array, None]:
         operands = [own(leaf, n, block) for leaf, n in zip(padded, parts, strict=True)]
         product = multiply(*treedef.unflatten(operands))
         return sums.at[block.group].add(product[: shape[1], : shape[2]]), None
 
-    sums, _ = lax.scan(one, _zeros(shape, jnp.float32, lhs), blocks_of(aligned, count, size))
+    sums, _ = lax.scan(one, _zeros(shape, jnp.float32, lhs), row_tiles(aligned, count, size))
     return sums
 
 
@@ -197,11 +197,11 @@ def _padded(rows: Operand, size: int) -> Operand:
     return jax.tree.map(pad, rows) if _has_blocks(rows) else on_data(pad, rows)
 
 
-def _rows(rows: Operand, block: Blocks, size: int) -> Operand:
+def _rows(rows: Operand, block: RowTiles, size: int) -> Operand:
     return _part(rows, lambda x: lax.dynamic_slice_in_dim(x, block.start, size), block.group)
 
 
-def _own_rows(rows: Operand, block: Blocks, size: int) -> Operand:
+def _own_rows(rows: Operand, block: RowTiles, size: int) -> Operand:
     """The rows of a block, zeros for those of other groups."""
     is_own = jnp.arange(size)[:, None] < block.own
     return on_data(lambda x: jnp.where(is_own, x, jnp.zeros_like(x)), _rows(rows, block, size))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 
-def blocks_of(paths: Iterable[str], first: float | None, last: float | None) -> tuple[str, ...]:
+def transformer_blocks(paths: Iterable[str], first: float | None, last: float | None) -> tuple[str, ...]:
     """The first and the last blocks, as the beginnings of paths.
 
     Names under one parent that differ in the number at their end are a series: h_0, h_1; layers/0, layers/1.

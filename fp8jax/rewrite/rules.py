@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
-from fp8jax.rewrite.blocks import blocks_of
+from fp8jax.rewrite.blocks import transformer_blocks
 
 # Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
@@ -78,7 +78,7 @@ class Rule:
         smaller_than: only kernels with fewer entries.
         where: only layers with `where(layer)` true, see `Layer`.
         first, last: only layers in the first or the last blocks: so many, or a share of them between 0 and
-            1, rounded up. With both, the layers in either. See `blocks_of`.
+            1, rounded up. With both, the layers in either. See `transformer_blocks`.
 
     Raises:
         TypeError: an attribute has another type.
@@ -232,7 +232,7 @@ class Rules:
         if number not in self._blocks:
             paths = [path for path in self.paths if matches(rule.path, path)]
             try:
-                self._blocks[number] = blocks_of([] if layer.scans else paths, rule.first, rule.last)
+                self._blocks[number] = transformer_blocks([] if layer.scans else paths, rule.first, rule.last)
             except ValueError as error:
                 raise ValueError(f"`rules`: {rule} {error}; the layers are {', '.join(paths)}.") from None
         return f"{layer.path}/".startswith(self._blocks[number])

@@ -1,6 +1,6 @@
 """Block scaling: scales are computed from the blocks of the tensor to cast.
 
-    for_fprop, for_wgrad = quantized(of_recipe(recipe), LHS, lhs, state)
+    for_fprop, for_wgrad = quantize_operand(of_recipe(recipe), LHS, lhs, state)
 
 A GEMM contracts the last axis of both operands, and blocks run along it. Each operand takes part in two GEMMs
 that contract different axes, see `fp8jax.scaling.base`.
@@ -119,7 +119,7 @@ class BlockScaling(Scaling):
         if not gemms:
             return None, None
         with jax.named_scope(CASTS[operand]):
-            copies = quantized(self, operand, x, state, gemms, whole_amax)
+            copies = quantize_operand(self, operand, x, state, gemms, whole_amax)
         made = dict(zip(gemms, gpu_barrier(tuple(map(as_bytes, copies))), strict=True))
         return made.get(0), made.get(1)
 
@@ -224,7 +224,7 @@ def _is_key(path: Any) -> bool:
     return names[-1:] == ["key"] or any(name.endswith("__fp8_key") for name in names)
 
 
-def quantized(
+def quantize_operand(
     scaling: BlockScaling,
     operand: int,
     x: Float[Array, "*batch rows columns"] | Computed,
@@ -252,9 +252,9 @@ def quantized(
     is_eden = [scaling.method(operand, gemm).rule == "eden" for gemm in gemms]
     if any(is_eden):
         others = tuple(gemm for gemm, is_its in zip(gemms, is_eden, strict=True) if not is_its)
-        plain = iter(quantized(scaling, operand, x, state, others, whole_amax) if others else ())
+        plain = iter(quantize_operand(scaling, operand, x, state, others, whole_amax) if others else ())
         return tuple(
-            eden.quantized(operand, x, gemm, state) if is_its else next(plain)
+            eden.quantize_operand(operand, x, gemm, state) if is_its else next(plain)
             for gemm, is_its in zip(gemms, is_eden, strict=True)
         )
     return quantize_rows_and_columns_fp4(

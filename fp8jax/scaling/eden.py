@@ -1,6 +1,6 @@
 """NVFP4's "eden": the operands of dgrad and wgrad rounded to nearest in a random rotation.
 
-    copy = quantized(GRAD, grad, 1, state)      # for wgrad: transposed, padded, rotated, quantized
+    copy = quantize_operand(GRAD, grad, 1, state)      # for wgrad: transposed, padded, rotated, quantized
 
 Both operands of a GEMM are rotated along the contracted axis, by the same signs, so the GEMM of their codes
 is an estimate of the GEMM of the operands and nothing is rotated back. The signs depend on the key and on the
@@ -27,7 +27,9 @@ from fp8jax.scaling.base import GRAD, RHS, State
 EDEN = NVFP4_1X16.with_rule("eden")
 
 
-def quantized(operand: int, x: Float[Array, "*batch rows columns"], use: int, state: State) -> ScaledArray:
+def quantize_operand(
+    operand: int, x: Float[Array, "*batch rows columns"], use: int, state: State
+) -> ScaledArray:
     """Operand number `operand` for its GEMM number `use`, with the contracted axis last.
 
     Args:

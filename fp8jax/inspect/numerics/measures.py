@@ -68,7 +68,7 @@ def key_of(recipe: Recipe, operand: int) -> Recipe:
     return scaling.with_fresh_scales(dataclasses.replace(Recipe(), **changes))
 
 
-def quantized(
+def operand_codes(
     recipe: Recipe, operand: int, x: Any, side: Side, state: State | None, *, is_stored: bool = False
 ) -> Codes | None:
     """An operand as its first GEMM takes it; None if nothing rounds it.

@@ -18,7 +18,7 @@ from jax import lax
 
 from fp8jax.dot.layout import Layout, contract
 from fp8jax.dot.row_tiles import ExpertSharding
-from fp8jax.inspect.numerics.measures import OPERANDS, WGRAD, channels, key_of, measured, quantized
+from fp8jax.inspect.numerics.measures import OPERANDS, WGRAD, channels, key_of, measured, operand_codes
 from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import DotState, PlannedDot
@@ -216,7 +216,7 @@ def _records(
         x = as_given[operand]
         x = value(x) if operand == RHS and not is_own else x
         own_state = state if is_own else seeds[number]
-        codes = quantized(recipe, operand, x, layout.rhs, own_state or None, is_stored=is_own)
+        codes = operand_codes(recipe, operand, x, layout.rhs, own_state or None, is_stored=is_own)
         return measured(
             plain[operand], codes, of_channels[operand], share if operand in (LHS, GRAD) else None
         )

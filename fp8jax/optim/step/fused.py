@@ -32,7 +32,7 @@ from fp8jax.optim.step.scales import (
     partial_amax,
     parts_of,
     places_of_old,
-    quantized,
+    quantized_arrays,
     scale_shape,
     scale_size,
     shaped,
@@ -137,7 +137,7 @@ def _fault(amaxes: jax.Array, scales: jax.Array, of_grads: np.ndarray, checks: n
 def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep, list[jax.Array], list[Any]]:
     """The step, the amaxes of the `quantized` tensors, and the absmax of the moments' 8-bit blocks."""
     step = adam_step(state, scalars, decay)
-    pairs = zip(before_rounding(step, state, scalars, decay), quantized(state), strict=True)
+    pairs = zip(before_rounding(step, state, scalars, decay), quantized_arrays(state), strict=True)
     amaxes = [amax_of_floats(x, scale_shape(stored)) for x, stored in pairs]
     return step, amaxes, _block_maxima(step, state)
 
@@ -153,7 +153,9 @@ def _write(
     seed: Any,
     rounding: Rounding,
 ) -> Written:
-    pairs = [(stored, x) for stored, x in zip(quantized(state), amaxes, strict=True) if is_scaled(stored)]
+    pairs = [
+        (stored, x) for stored, x in zip(quantized_arrays(state), amaxes, strict=True) if is_scaled(stored)
+    ]
     scales = [scale_of(amax, format_of(stored).max, power_of_two=True) for stored, amax in pairs]
     to_store = [jnp.where(ok, scale, stored.scale) for scale, (stored, _) in zip(scales, pairs, strict=True)]
     random = _random_bits(state, seed)
@@ -176,14 +178,14 @@ def _all_at_once(
         amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), shards.axis_name)
     places, of_grads, checks = places_of_old(states)
     fault = _fault(amaxes, packed[0], of_grads, checks)
-    nodes = [stored for state in states for stored in quantized(state)]
+    nodes = [stored for state in states for stored in quantized_arrays(state)]
     limits = [
         np.full(scale_size(stored), 1.0 if stored is None else format_of(stored).max) for stored in nodes
     ]
     new = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
     old = packed[0][places] if packed[0].size else jnp.ones_like(new)
     (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, fault), maxima))
-    sizes = [sum(map(scale_size, quantized(state))) for state in states]
+    sizes = [sum(map(scale_size, quantized_arrays(state))) for state in states]
     places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]
     are_large = [_is_large(state) for state in states]
     written = []
@@ -209,7 +211,7 @@ def _all_at_once(
 
 def _is_large(state: ParamState) -> bool:
     """Whether a state has many quantized entries."""
-    return any(map(is_scaled, quantized(state))) and math.prod(state.grad.shape) >= _LARGE
+    return any(map(is_scaled, quantized_arrays(state))) and math.prod(state.grad.shape) >= _LARGE
 
 
 def _first_pass(
@@ -225,7 +227,7 @@ def _first_pass(
         step = adam_step(state, scalars, decay)
         moments = adam_step(state, of_moments, decay)
         step = step._replace(mu=moments.mu, nu=moments.nu)
-        pairs = zip(before_rounding(step, state, scalars, decay), quantized(state), strict=True)
+        pairs = zip(before_rounding(step, state, scalars, decay), quantized_arrays(state), strict=True)
         partials += [partial_amax(tensor, scale_shape(stored)) for tensor, stored in pairs]
         if not any(isinstance(x, Storage) and scaled_part(x) is None for x in (state.mu, state.nu)):
             maxima.append([None, None])

@@ -32,7 +32,7 @@ _FLOAT32 = jnp.dtype(jnp.float32)
 STORED = ("mu", "nu", "param", "master")
 
 
-def quantized(state: ParamState) -> list[Any]:
+def quantized_arrays(state: ParamState) -> list[Any]:
     """The `ScaledArray`s of a state, in the order of their scales; then None if the check for inf and NaN
     needs another amax."""
     found = [scaled_part(getattr(state, name)) for name in STORED]
@@ -46,7 +46,7 @@ def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, dec
     tensors = (step.mu, step.nu, step.weight, step.weight)
     stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
     found = [codecs.before_rounding(x, old) for x, old in stored if scaled_part(old) is not None]
-    if len(found) == len(quantized(state)):
+    if len(found) == len(quantized_arrays(state)):
         return found
     # The amax of a quantized weight finds an update that is not finite.
     moment = jnp.abs(step.mu) if step.nu is None else step.nu
@@ -135,7 +135,7 @@ def scale_size(stored: Any) -> int:
 
 def shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
     """The scales of one state, reshaped to the shapes in the state."""
-    shapes = [*map(scale_shape, quantized(state))]
+    shapes = [*map(scale_shape, quantized_arrays(state))]
     return [x.reshape(s) for x, s in zip(parts_of(scales, [*map(math.prod, shapes)]), shapes, strict=True)]
 
 
@@ -152,7 +152,7 @@ def places_of_old(states: list[ParamState]) -> tuple[Any, Any, Any]:
         for node in filter(is_scaled, jax.tree.leaves(state, is_leaf=is_scaled)):
             of_node[id(node)] = np.arange(seen, seen + node.bits.size)
             seen += node.bits.size
-        stored = quantized(state)
+        stored = quantized_arrays(state)
         places += [of_node.get(id(node), np.zeros(1, int)) for node in stored]
         if is_scaled(state.grad):
             sizes = [scale_size(node) for node in stored]

@@ -90,7 +90,7 @@ class Blockwise(Storage):
             absmax: `block_absmax(x)`, where it is already known.
         """
         absmax = block_absmax(x) if absmax is None else absmax
-        blocks = blocks_of(x)
+        blocks = in_blocks(x)
         # The reciprocal of a zero or subnormal absmax is not finite and would give NaN.
         inverse = jnp.where(absmax >= np.finfo(np.float32).tiny, 1 / absmax, 0)
         codes = _nearest(jnp.clip(blocks * inverse[:, None], -1, 1), signed)
@@ -114,16 +114,16 @@ class Blockwise(Storage):
 
     def dequantize(self) -> jax.Array:
         """The value, float32."""
-        values = jnp.asarray(dynamic_map(self.signed))[blocks_of(self.codes).astype(jnp.int32)]
+        values = jnp.asarray(dynamic_map(self.signed))[in_blocks(self.codes).astype(jnp.int32)]
         return (values * self.absmax[:, None]).reshape(-1)[: self.codes.size].reshape(self.shape)
 
 
 def block_absmax(x: jax.Array) -> jax.Array:
     """The absmax of each block of `x`, shape=(blocks,), float32; NaN for a block with a NaN."""
-    return jnp.max(jnp.abs(blocks_of(x)), axis=1)
+    return jnp.max(jnp.abs(in_blocks(x)), axis=1)
 
 
-def blocks_of(x: jax.Array) -> jax.Array:
+def in_blocks(x: jax.Array) -> jax.Array:
     """`x` as rows of `BLOCK` entries, the last row padded with zeros."""
     return jnp.pad(x.reshape(-1), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
 
