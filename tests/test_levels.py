@@ -11,7 +11,16 @@ import pytest
 
 import fp8jax
 from fp8jax import Recipe, ScaledArray, formats, loss_scale, quantize
-from fp8jax.optim import adam, adamw, clip_by_global_norm, moments, scale_by_adam, skipped, with_masters
+from fp8jax.optim import (
+    adam,
+    adamw,
+    clip_by_global_norm,
+    moments,
+    restore_weights,
+    scale_by_adam,
+    skipped,
+    with_masters,
+)
 from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled, value
@@ -220,6 +229,12 @@ def test_an_overwrite_replaces_and_its_zeros_keep(apply_updates, format):
             jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def tree_link(function):
+    """A transformation that maps a function over the leaves of updates."""
+    update = lambda updates, state, params=None: (jax.tree.map(function, updates), state)  # noqa: E731
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 @pytest.mark.parametrize("link", [optax.scale(0.5), optax.add_decayed_weights(0.1), optax.clip(0.5)])
 def test_changed_updates_raise(link):
     params = {"w": quantize(jnp.ones((4, 4)), formats.FP16, power_of_two=True)}
@@ -227,6 +242,42 @@ def test_changed_updates_raise(link):
     with pytest.raises((TypeError, ValueError)):
         updates, _ = tx.update({"w": jnp.ones((4, 4))}, tx.init(params), params)
         fp8jax.apply_updates(params, updates)
+
+
+LINKS = {
+    "a schedule": optax.scale_by_schedule(lambda count: 0.5),
+    "twice, by a schedule": optax.scale_by_schedule(lambda count: 2),
+    "a sign": optax.scale(-1),
+    "a factor": optax.scale(2),
+    "a rate of their dtype": tree_link(lambda x: jnp.asarray(0.01).astype(x.dtype) * x),
+    "a sum": tree_link(lambda x: x + x),
+    "a clip": tree_link(lambda x: jnp.clip(x, 0, 1)),
+    "a quotient": tree_link(lambda x: x // 2),
+    "a float factor, cast back": tree_link(lambda x: (x * 0.5).astype(x.dtype)),
+}
+
+
+@pytest.mark.parametrize("apply_updates", [fp8jax.apply_updates, optax.apply_updates])
+@pytest.mark.parametrize("level", ["fp8", "O2", "O3"])
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_changed_updates_of_the_same_dtype(link, level, apply_updates):
+    """They raise; in compiled code the next loss is NaN, and no weight is lost."""
+    format = formats.E4M3 if level == "O3" else formats.FP16
+    weight = quantize(jnp.linspace(-3, 3, 16).reshape(4, 4), format, power_of_two=True)
+    params, tx = {"w": weight}, optax.chain(adamw(1e-3, level), link)
+    state = tx.init(params)
+
+    def step(params, state):
+        updates, _ = tx.update({"w": jnp.ones((4, 4))}, state, params)
+        return apply_updates(params, updates)
+
+    with pytest.raises(TypeError, match="`updates`: .*before `adam` and `adamw`"):
+        step(params, state)
+    got = jax.jit(step)(params, state)
+    assert jnp.isnan(value(got["w"])).all()
+    with pytest.raises(ValueError, match="expected finite scales; got NaN at"):
+        step(got, state)
+    jax.tree.map(np.testing.assert_array_equal, restore_weights(got), params)
 
 
 def test_frozen_parameters_stay():

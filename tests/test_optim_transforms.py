@@ -37,6 +37,13 @@ def assert_close(got, expected, rtol=1e-6, atol=0.0):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), values(got), values(expected))
 
 
+@pytest.mark.parametrize("link", [lambda: adamw(1e-3, "O2"), lambda: clip_by_global_norm(1.0), dequantize])
+def test_transformations_behind_an_optimizer_raise(link):
+    tx = optax.chain(adamw(1e-3, "O2"), link())
+    with pytest.raises(TypeError, match="`updates`: expected gradients; got the new values"):
+        tx.update(GRADIENTS, tx.init(PARAMETERS), PARAMETERS)
+
+
 # Clipping ########################################################################################
 
 MIXED = {

@@ -9,22 +9,28 @@ import functools
 from typing import Any, ClassVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from fp8jax.quantization import ScaledArray, bits_of, to_bits
+from fp8jax.optim.spoilt_scales import spoilt
+from fp8jax.quantization import ScaledArray, bits_of, is_scaled, to_bits
 from fp8jax.quantization.error_text import ShowsRemedy
 
+# Sums, factors, clips and casts of updates change it.
+_TAG = np.float32(1.25 * 2.0**100)
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "is_new"), meta_fields=())
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "tag"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplaceUpdate(metaclass=ShowsRemedy):
     """An update that replaces an array: `array + update` is the new value.
 
     For each `ScaledArray` parameter `adam` and `adamw` return a pair of these, for codes and scale.
     `optax.apply_updates` only adds, so this works with it, Flax's `TrainState` and `nnx.Optimizer`. All zeros
-    mean "no update", so `optax.set_to_zero` works, too. Other arithmetic turns the bits into floats, which
-    raises.
+    mean "no update", so `optax.set_to_zero` works, too. Other arithmetic raises, because it makes the bits
+    floats or changes the tag. Compiled code cannot raise: there it keeps the weight, with a `spoilt` scale.
     """
 
     remedy: ClassVar[str] = (
@@ -34,7 +40,7 @@ class ReplaceUpdate(metaclass=ShowsRemedy):
     )
 
     bits: Any  # unsigned integers with the array's bit width
-    is_new: Any  # shape=(), bool: whether to replace the old value
+    tag: Any  # shape=(), float32
 
     # Makes NumPy arrays call `__radd__`.
     __array_ufunc__ = None
@@ -42,28 +48,55 @@ class ReplaceUpdate(metaclass=ShowsRemedy):
     @classmethod
     def by(cls, new: ScaledArray) -> ScaledArray:
         """The pair of updates that replaces a parameter by `new`."""
-        # `is_new` is a constant, so that XLA need not keep the old value.
-        return jax.tree.map(lambda array: cls(to_bits(array), jnp.ones((), bool)), new)
+        # The tag is a constant, so that XLA need not keep the old value.
+        return jax.tree.map(lambda array: cls(to_bits(array), jnp.asarray(_TAG)), new)
 
     def __radd__(self, old: Any) -> jax.Array:
-        """The new value, or `old` if `is_new` is False.
+        """The new value; `old` if all of this update is zero.
 
         Raises:
-            TypeError: the bit widths differ, or another transformation did arithmetic on this update.
+            TypeError: the bit widths differ, or, outside of compiled code, the tag: another transformation
+                did arithmetic on this update.
         """
         old = jnp.asarray(old)
-        if old.dtype == jnp.uint16 and self.bits.dtype == jnp.uint32:  # a bfloat16 scale, a power of two
-            return jnp.where(self.is_new, (self.bits >> 16).astype(jnp.uint16), old)
-        if self.bits.dtype != bits_of(old.dtype):
-            raise TypeError(
-                f"`updates`: an optimizer made {self.bits.dtype} codes for a parameter of {old.dtype}. "
-                "Nothing but zeros, which keep the old value, can take the place of a scaled parameter's "
-                "new value: put transformations that change updates before `adam` and `adamw`."
-            )
-        bits = jnp.where(self.is_new, self.bits, to_bits(old))
-        return lax.bitcast_convert_type(bits, old.dtype)
+        is_new, new = self.tag == _TAG, self.bits
+        if old.dtype == jnp.uint16 and new.dtype == jnp.uint32:  # a bfloat16 scale, a power of two
+            new = (new >> 16).astype(jnp.uint16)
+        if new.dtype != bits_of(old.dtype):
+            raise TypeError(f"`updates`: {new.dtype} codes for a parameter of {old.dtype}: {_CHANGED}")
+        if self.tag.dtype != jnp.float32 or (is_at_hand(is_new) and not is_new and self._is_changed()):
+            raise TypeError(f"`updates`: expected an optimizer's new value, or zeros: {_CHANGED}")
+        if not jnp.issubdtype(old.dtype, jnp.unsignedinteger):
+            return lax.bitcast_convert_type(jnp.where(is_new, new, to_bits(old)), old.dtype)
+        is_zero = (self.tag == 0) & jnp.all(new == 0)
+        return jnp.where(is_new, new, jnp.where(is_zero, old, spoilt(old)))
+
+    def _is_changed(self) -> bool:
+        with jax.ensure_compile_time_eval():
+            return not (self.tag == 0 and bool(jnp.all(self.bits == 0)))
+
+
+_CHANGED = (
+    "nothing but zeros, which keep the old value, can take the place of a scaled parameter's new value. Put "
+    "transformations that change updates before `adam` and `adamw`."
+)
+
+
+def is_at_hand(x: Any) -> bool:
+    """Whether the values of an array can be read: not in compiled code, nor on other processes."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_array and not x.is_deleted() and x.is_fully_addressable
 
 
 def replaces(update: Any) -> bool:
     """Whether an update is a pair from `ReplaceUpdate.by`."""
     return isinstance(update, ScaledArray) and isinstance(update.data, ReplaceUpdate)
+
+
+def refuse_replaced(updates: Any) -> None:
+    """Raises TypeError if these are an optimizer's new values, and not gradients."""
+    if any(map(replaces, jax.tree.leaves(updates, is_leaf=is_scaled))):
+        raise TypeError(
+            "`updates`: expected gradients; got the new values of scaled parameters, from an optimizer of "
+            "fp8jax. Put this transformation before `adam` and `adamw`, and take one of them."
+        )

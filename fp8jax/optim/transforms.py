@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from fp8jax.optim.checks import check_number
-from fp8jax.optim.lost_tags import check_tags, is_at_hand, spoilt_updates
+from fp8jax.optim.lost_tags import check_tags, spoilt_updates
+from fp8jax.optim.replace_update import is_at_hand, refuse_replaced
 from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, refuse_dicts, value
 from fp8jax.variables import PARAMS, SCALING, has_params, params_of
 
@@ -74,11 +75,15 @@ def dequantize() -> optax.GradientTransformationExtraArgs:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The norm of all gradients, parameters or updates in a tree, as `optax.global_norm`; float32, shape ().
+    """The norm of all gradients or parameters in a tree, as `optax.global_norm`; float32, shape ().
 
     Quantized leaves count with their values.
+
+    Raises:
+        TypeError: the tree has an optimizer's updates of quantized parameters, which are their new values.
     """
     refuse_dicts(tree)
+    refuse_replaced(tree)
     leaves = jax.tree.leaves(params_of(tree), is_leaf=is_scaled)
     squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

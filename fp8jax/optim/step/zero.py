@@ -96,6 +96,6 @@ def _whole(new: list[Written], axes: list[int | None], zero: Zero) -> list[Writt
     new = list(new)
     for (i, _), update, array in zip(split, updates, whole, strict=True):
         if replaces(update):
-            array = ScaledArray(ReplaceUpdate(array, update.data.is_new), update.scale)
+            array = ScaledArray(ReplaceUpdate(array, update.data.tag), update.scale)
         new[i] = new[i]._replace(update=array)
     return new
