@@ -1,6 +1,7 @@
 """FP8 for functions of parameters: the jaxpr computes what the function says, with FP8 dot products."""
 
 import functools
+import re
 import warnings
 
 import flax.linen as nn
@@ -757,3 +758,50 @@ def test_quantize_like_shapes():
         ValueError, match="`like`: expected the variables that `model.init` gives; got shapes"
     ):
         model.quantize(params, like)
+
+
+# Calls without FP8 ###############################################################################
+
+
+def in_a_loop(params, x):
+    return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] @ params["w"]), (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    "function, shape, says",
+    [
+        (lambda p, x: x @ p["w"], (64, 16), r"w \(its kernel has fewer than 32 rows or columns\)"),
+        (in_a_loop, (64, 64), "while"),
+        (lambda p, x: jax.vmap(lambda row: row @ p["w"])(x), (64, 64), None),  # a matmul when it is traced
+    ],
+)
+def test_a_call_without_fp8_warns(function, shape, says):
+    """On the first rung no `init` tells."""
+    model = fp8jax.transform(function, "current")
+    params, x = {"w": jnp.ones(shape)}, jnp.ones((8, 64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(model)(params, x)
+    found = [str(each.message) for each in caught if "runs in FP8" in str(each.message)]
+    assert len(found) == (says is not None) and all(re.search(says or "", text) for text in found)
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_vmap_over_single_examples_warns(framework):
+    x = jnp.ones((8, 64))
+    if framework == "linen":
+        model = fp8jax.transform(nn.Dense(64), "te")
+        variables = model.init(jax.random.key(0), x)
+        call = lambda: jax.vmap(lambda row: model.apply(variables, row))(x)  # noqa: E731
+    else:
+        module = fp8jax.transform(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "te")
+        call = lambda: nnx.vmap(lambda model, row: model(row), in_axes=(None, 0))(module, x)  # noqa: E731
+    with pytest.warns(UserWarning, match="single vector.* Give it batches, not single examples under a vmap"):
+        call()
+
+
+def test_a_head_alone_does_not_warn():
+    model = fp8jax.transform(lambda p, x: x @ p["head"], "current")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model({"head": jnp.ones((64, 64))}, jnp.ones((8, 64)))

@@ -26,7 +26,7 @@ from fp8jax.rewrite.cache import Programs
 from fp8jax.rewrite.interpreter.param_view import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.program import Annotations, Settings, StaticTree, TracedFunction, call, trace
-from fp8jax.rewrite.report import Report, check_share
+from fp8jax.rewrite.report import Report, check_share, warn_of_none
 from fp8jax.rewrite.rules import layer_names
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
 
@@ -154,6 +154,8 @@ class FunctionModel:
         scales = variables.get(SCALING, {}) if has_params(variables) else {}
         params, adapters = self._split(variables)
         params, (program, consts) = self._found(params, variables, args, kwargs)
+        if self.recipe.is_quantized:
+            warn_of_none(program.report)
         lora = self.settings.lora
         states = {
             each.key: DotState(dict(each.state_in(scales)), lora and lora.at(adapters, each.path))

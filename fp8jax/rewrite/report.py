@@ -16,6 +16,8 @@ from fp8jax.scaling import block
 
 # Warn if a smaller share of the FLOPs is in FP8.
 LOW_SHARE = 0.5
+# How reasons begin that the user gave, or a default pattern.
+_CHOSEN = ("exclude=", "not in include=", "rule: ")
 
 # Prefix of a layer's named scope, see `scope`.
 _SCOPE = "fp8jax:"
@@ -168,6 +170,15 @@ def check_share(report: Report) -> None:
             f"{', '.join(left) or 'matmuls of activations'}.",
             stacklevel=4,
         )
+
+
+def warn_of_none(report: Report) -> None:
+    """Warns if no matmul of a call runs in FP8, unless patterns and rules are the only reasons."""
+    left = [row for row in report.largest(3) if row.flops and not row.reason.startswith(_CHOSEN)]
+    if left and not any(row.fp8 for row in report.rows):
+        layers = ", ".join(f"{row.path} ({row.reason})" for row in left)
+        advice = " Give it batches, not single examples under a vmap." if "single vector" in layers else ""
+        warnings.warn(f"no matmul of this call of the model runs in FP8: {layers}.{advice}", stacklevel=4)
 
 
 def scope(path: str) -> Any:
