@@ -311,6 +311,27 @@ def test_remainders_wait_through_a_skipped_step():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_state_that_begins_with_infinities():
+    """`reduce_on_plateau` has the best loss so far, at first infinity. A step with NaN counts as ever."""
+    plateau = optax.contrib.reduce_on_plateau(patience=1, accumulation_size=4)
+    plain = optax.chain(optax.adam(1e-2), plateau)
+    tx, params = with_dequantized(plain, "te"), {"w": jnp.ones((4, 4))}
+    ours, theirs = (params, tx.init(params)), (params, plain.init(params))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(tx, params, state, loss, grad=1.0):
+        updates, state = tx.update({"w": jnp.full((4, 4), grad)}, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(20):
+        ours, theirs = step(tx, *ours, 1.0), step(plain, *theirs, 1.0)
+    np.testing.assert_allclose(ours[0]["w"], theirs[0]["w"], rtol=1e-6)
+    assert ours[0]["w"][0, 0] < 0.95 and skipped(ours[1]) == 0
+    same, state = step(tx, *ours, 1.0, jnp.nan)
+    assert skipped(state) == 1
+    np.testing.assert_array_equal(same["w"], ours[0]["w"])
+
+
 def test_seeds_give_other_bits():
     seeds = [followed(with_dequantized(optax.lion(1e-6), "fp8", seed=seed), 3)[1] for seed in (0, 0, 1)]
     bits = [np.asarray(state.remainder["w"]).tobytes() for state in seeds]

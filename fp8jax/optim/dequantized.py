@@ -143,7 +143,7 @@ def with_dequantized(
         new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)
         new = treedef.flatten_up_to(new)
         weights = [old.astype(jnp.float32) + update for old, update in zip(values, new, strict=True)]
-        ok = _are_finite([weights, inner])
+        ok = _are_finite(weights) & _stays_finite(state.inner, inner)
         seeds = [None] * len(leaves)
         if state.key is not None:
             seeds = list(leaf_seeds(state.key, state.count + 1, len(leaves)))
@@ -175,6 +175,13 @@ def _are_finite(tree: Any) -> jax.Array:
     """Whether all floats of a tree are finite."""
     arrays = map(jnp.asarray, jax.tree.leaves(tree))
     return jnp.all(jnp.stack([amax(x) < jnp.inf for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]))
+
+
+def _stays_finite(old: Any, new: Any) -> jax.Array:
+    """Whether no entry of a state became infinite or NaN; `reduce_on_plateau` begins with infinities."""
+    pairs = zip(jax.tree.leaves(old), map(jnp.asarray, jax.tree.leaves(new)), strict=True)
+    stays = [jnp.isfinite(y) | ~jnp.isfinite(x) for x, y in pairs if jnp.issubdtype(y.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.all(each) for each in [jnp.ones((), bool), *stays]]))
 
 
 def _written(
