@@ -234,6 +234,15 @@ def test_errors():
         optimizer.step()
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "fp8"])
+def test_a_state_with_scales_is_no_state_of_torchs_optimizer(level):
+    """torch would take the codes for moments."""
+    trained, (_, optimizer) = prepared(level), prepared("te")
+    train(*trained)
+    with pytest.raises(ValueError, match="`state_dict`: .* got exp_avg.*_scale, .*another recipe"):
+        optimizer.load_state_dict(trained[1].state_dict())
+
+
 def test_state_dicts_load_with_weights_only():
     pair = prepared("O3")
     train(*pair)

@@ -60,7 +60,17 @@ class Skipping:
         return {**super().state_dict(), "skipped": self.skipped}  # pyright: ignore
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's; "skipped" may be missing."""
+        """As torch's; "skipped" may be missing.
+
+        Raises:
+            ValueError: the state has codes and scales, as the optimizer of another recipe stores its moments.
+        """
+        names = {name for state in state_dict["state"].values() for name in state}
+        if scales := sorted(name for name in names if name.endswith("_scale")):
+            raise ValueError(
+                f"`state_dict`: expected the state of an optimizer of torch; got {', '.join(scales)}, which "
+                "fp8jax_torch.optim stores with another recipe. Load it into an optimizer of that recipe."
+            )
         super().load_state_dict(state_dict)  # pyright: ignore
         self.skipped = state_dict.get("skipped", 0)
 
