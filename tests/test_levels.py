@@ -251,6 +251,8 @@ LINKS = {
     "a factor": optax.scale(2),
     "a rate of their dtype": tree_link(lambda x: jnp.asarray(0.01).astype(x.dtype) * x),
     "a sum": tree_link(lambda x: x + x),
+    "one more": tree_link(lambda x: x + 1),
+    "a noise": tree_link(lambda x: x + jnp.asarray(3.2).astype(x.dtype)),
     "a clip": tree_link(lambda x: jnp.clip(x, 0, 1)),
     "a quotient": tree_link(lambda x: x // 2),
     "a float factor, cast back": tree_link(lambda x: (x * 0.5).astype(x.dtype)),
@@ -277,6 +279,35 @@ def test_changed_updates_of_the_same_dtype(link, level, apply_updates):
     assert jnp.isnan(value(got["w"])).all()
     with pytest.raises(ValueError, match="expected finite scales; got NaN at"):
         step(got, state)
+    jax.tree.map(np.testing.assert_array_equal, restore_weights(got), params)
+
+
+def half_of_matrices(params):
+    matrices = jax.tree.map(lambda x: x.ndim > 1, params)
+    return optax.masked(optax.scale_by_schedule(lambda count: 0.5), matrices)
+
+
+def twice_matrices(params):
+    del params
+    return tree_link(lambda x: x * 2 if x.ndim > 1 else x)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("link", [half_of_matrices, twice_matrices])
+def test_changed_codes_beside_an_unchanged_scale(link, level):
+    """A mask by rank changes the codes alone; `optax.apply_updates` sees them apart."""
+    format = formats.E4M3 if level == "O3" else formats.FP16
+    params = {"w": quantize(jnp.linspace(-3, 3, 16).reshape(4, 4), format, power_of_two=True)}
+    tx = optax.chain(adamw(9.0, level), link(params))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, _ = tx.update({"w": jnp.ones((4, 4))}, state, params)
+        return fp8jax.apply_updates(params, updates)
+
+    got = step(params, state)
+    assert jnp.isnan(value(got["w"])).all()
     jax.tree.map(np.testing.assert_array_equal, restore_weights(got), params)
 
 

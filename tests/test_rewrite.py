@@ -783,6 +783,7 @@ def test_a_call_without_fp8_warns(function, shape, says):
         warnings.simplefilter("always")
         jax.jit(model)(params, x)
     found = [str(each.message) for each in caught if "runs in FP8" in str(each.message)]
+    assert {each.filename for each in caught if "runs in FP8" in str(each.message)} <= {__file__}
     assert len(found) == (says is not None) and all(re.search(says or "", text) for text in found)
 
 
@@ -796,12 +797,27 @@ def test_a_vmap_over_single_examples_warns(framework):
     else:
         module = fp8jax.transform(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "te")
         call = lambda: nnx.vmap(lambda model, row: model(row), in_axes=(None, 0))(module, x)  # noqa: E731
-    with pytest.warns(UserWarning, match="single vector.* Give it batches, not single examples under a vmap"):
+    with pytest.warns(UserWarning, match="single vector.* Give it batches, not single examples") as caught:
         call()
+    assert __file__ in {each.filename for each in caught}
 
 
-def test_a_head_alone_does_not_warn():
-    model = fp8jax.transform(lambda p, x: x @ p["head"], "current")
+class Tied(nn.Module):
+    def setup(self):
+        self.embed, self.up = nn.Embed(64, 64), nn.Dense(64)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.up(self.embed(tokens)))
+
+    def logits(self, x):
+        return self.embed.attend(x)
+
+
+def test_heads_alone_do_not_warn():
+    model, x = fp8jax.transform(lambda p, x: x @ p["head"], "current"), jnp.ones((8, 64))
+    tied = fp8jax.transform(Tied(), "current")
+    variables = tied.init(jax.random.key(0), jnp.zeros((8, 4), int))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model({"head": jnp.ones((64, 64))}, jnp.ones((8, 64)))
+        model({"head": jnp.ones((64, 64))}, x)
+        tied.apply(variables, x, method="logits")

@@ -14,7 +14,7 @@ from fp8jax.quantization import value
 from fp8jax.train import TrainConfig, Trainer, fit
 from fp8jax.train.metrics import Bytes, Curves, ScaleMetrics, StepMetrics
 from fp8jax.train.report import Outcome, Progress, report
-from fp8jax.train.step.unchanged_weights import ENTRIES, Sample, _kept_weights, _strides, unchanged_share
+from fp8jax.train.step.unchanged_weights import ENTRIES, Sample, _stored_weights, _strides, unchanged_share
 
 WIDTH = 384
 
@@ -54,7 +54,7 @@ def trainer_of(model=None, **settings):
 
 def updated_weights(trainer, state):
     """(values, whether the first moment is not zero) of each weight that is rounded to nearest."""
-    kept = _kept_weights(trainer.network.collections(state.variables)["params"], state.opt_state)
+    kept = _stored_weights(trainer.network.collections(state.variables)["params"], state.opt_state)
     return [
         (
             np.asarray(value(weight)),
@@ -112,7 +112,7 @@ def test_nothing_is_counted_on_the_host():
 def test_axes_that_are_split_over_devices_stay_whole(stage):
     trainer = trainer_of(recipe="O2", devices=2, zero=stage)
     like = trainer.like
-    for weight, moment in _kept_weights(like.variables["params"], like.opt_state):
+    for weight, moment in _stored_weights(like.variables["params"], like.opt_state):
         part = moment.data.sharding.shard_shape(moment.shape)
         [split] = [axis for axis in range(2) if part[axis] != moment.shape[axis]]
         assert _strides(weight, moment)[split] == 1

@@ -70,7 +70,8 @@ def _dot_float32(
 
 def _dot_on_gpu(lhs: ScaledArray, rhs: ScaledArray, **options: Any) -> jax.Array:
     """The dot, with a warning if it is slow; traced when a program is lowered for a GPU."""
-    if reason := why_not_fp8(Device.here()):
+    is_for_another = jax.sharding.get_abstract_mesh().abstract_device is not None  # see `inspect.targets`
+    if not is_for_another and (reason := why_not_fp8(Device.here())):
         warnings.warn(f"{reason}.", stacklevel=2)
     return _dot_scaled(lhs, rhs, **options)
 

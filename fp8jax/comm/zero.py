@@ -154,9 +154,9 @@ class Zero:
         """
         memory = memory or (HOST if self.offload else None)
 
-        def put(param: Any, tree: Any) -> Any:
+        def put(param: Any, states: Any) -> Any:
             return jax.tree.map(
-                lambda leaf: self._put(leaf, param, self.shards_states, memory), tree, is_leaf=is_scaled
+                lambda leaf: self._put(leaf, param, self.shards_states, memory), states, is_leaf=is_scaled
             )
 
         return jax.tree.map(put, params, tree, is_leaf=is_scaled)

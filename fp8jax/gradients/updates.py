@@ -1,6 +1,5 @@
 """`apply_updates`: the new variables after an optimizer step."""
 
-import operator
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 
 from fp8jax.gradients.keys import shown
-from fp8jax.optim.replace_update import replaces
+from fp8jax.optim.replace_update import replaced, replaces
 from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, refuse_dicts, value
 from fp8jax.variables import PARAMS, has_params
 
@@ -93,7 +92,7 @@ def _step(leaf: Any, update: Any) -> Any:
     if update is None:
         return leaf
     if replaces(update) and is_scaled(leaf):
-        return jax.tree.map(operator.add, leaf, update)
+        return replaced(leaf, update)
     is_gradient: bool = isinstance(update, ScaledGradient)
     if is_gradient and not update.has_come:
         return _unless_zero(leaf, update)

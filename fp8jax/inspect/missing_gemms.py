@@ -1,6 +1,6 @@
 """Block-scaled GEMMs of a program that a GPU does not have."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -18,18 +18,18 @@ def refuse(program: Any, device: Device) -> str | None:
         program: its closed jaxpr.
         device: the GPU.
     """
-    reasons = {each.primitive: each.supports(device, False) for each in BACKENDS.values() if each.primitive}
-    lacking = {primitive: reason for primitive, reason in reasons.items() if reason}
-    return next(_found(program.jaxpr, lacking, set()), None)
+    pairs = [(each.primitive, each.supports(device, False)) for each in BACKENDS.values() if each.primitive]
+    lacking = [(primitive, reason) for primitive, reason in pairs if reason]
+    return next(_found(program.jaxpr, lacking, set()), None) if lacking else None
 
 
-def _found(jaxpr: Any, lacking: Mapping[str, str], seen: set[int]) -> Iterator[str]:
-    """The reasons of the equations in a jaxpr that have FP8 or FP4 operands or results."""
+def _found(jaxpr: Any, lacking: Sequence[tuple[str, str]], seen: set[int]) -> Iterator[str]:
+    """The reasons for the equations in a jaxpr with these primitives and FP8 or FP4 operands or results."""
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
     for equation in jaxpr.eqns:
-        for primitive, reason in lacking.items():
+        for primitive, reason in lacking:
             is_named = equation.primitive.name.startswith(primitive)
             if is_named and any(map(_is_fp8, (*equation.invars, *equation.outvars))):
                 yield reason

@@ -180,7 +180,11 @@ def _are_finite(tree: Any) -> jax.Array:
 def _stays_finite(old: Any, new: Any) -> jax.Array:
     """Whether no entry of a state became infinite or NaN; `reduce_on_plateau` begins with infinities."""
     pairs = zip(jax.tree.leaves(old), map(jnp.asarray, jax.tree.leaves(new)), strict=True)
-    stays = [jnp.isfinite(y) | ~jnp.isfinite(x) for x, y in pairs if jnp.issubdtype(y.dtype, jnp.floating)]
+    stays = [
+        jnp.isfinite(y) | jnp.isnan(x) | (jnp.isinf(x) & ~jnp.isnan(y))
+        for x, y in pairs
+        if jnp.issubdtype(y.dtype, jnp.floating)
+    ]
     return jnp.all(jnp.stack([jnp.all(each) for each in [jnp.ones((), bool), *stays]]))
 
 

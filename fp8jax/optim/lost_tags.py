@@ -9,7 +9,6 @@ gives the weights back to the bit.
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from fp8jax.optim.replace_update import ReplaceUpdate, is_at_hand, refuse_replaced
@@ -55,7 +54,8 @@ def check_finite_scales(params: Any) -> None:
             raise ValueError(
                 f"`params`: expected finite scales; got NaN at {jax.tree_util.keystr(path)}, because an "
                 "earlier step changed an FP8 gradient, or an update after the optimizer. The weights are not "
-                f"lost: `fp8jax.optim.restore_weights(variables)` gives them back. {_REMEDY}"
+                f"lost: `fp8jax.optim.restore_weights(variables)` gives them back. {_REMEDY} Put "
+                "transformations before `adam` and `adamw`."
             )
 
 
@@ -99,11 +99,11 @@ def spoilt_updates(updates: Any, params: Any, broken: list[Any], grads: Any) -> 
 
 
 def restore_weights(variables: Any) -> Any:
-    """The variables, or parameters, with finite scales again after a step that got a changed FP8 gradient.
+    """The variables, or parameters, with finite scales, after a step of changed FP8 gradients or updates.
 
-    In compiled code such a step changes no weight, but makes the scales of quantized weights NaN, so that the
-    next loss is NaN. So does a step with an update that was changed after the optimizer. This gives the
-    scales back to the bit. The cause is arithmetic on the leaves of FP8 gradients, for which there is
+    In compiled code such a step changes no quantized weight, but makes its scales NaN, so that the next loss is
+    NaN. This gives the scales back to the bit. After a changed update moments, master weights and plain
+    parameters have taken the step. The cause is arithmetic on the leaves of FP8 gradients, for which there is
     `fp8jax.gradients.tree_map`, or a transformation behind `adam` or `adamw`.
     """
     if has_params(variables):

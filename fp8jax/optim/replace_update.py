@@ -6,6 +6,7 @@ cost a float32 copy of every weight.
 
 import dataclasses
 import functools
+import operator
 from typing import Any, ClassVar
 
 import jax
@@ -18,8 +19,8 @@ from fp8jax.optim.spoilt_scales import spoilt
 from fp8jax.quantization import ScaledArray, bits_of, is_scaled, to_bits
 from fp8jax.quantization.error_text import ShowsRemedy
 
-# Sums, factors, clips and casts of updates change it.
-_TAG = np.float32(1.25 * 2.0**100)
+# Factors, sums, clips and casts of updates change it: it is above 16-bit codes, and small sums show in it.
+_TAG = np.float32(2**22 - 0.5)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "tag"), meta_fields=())
@@ -31,6 +32,7 @@ class ReplaceUpdate(metaclass=ShowsRemedy):
     `optax.apply_updates` only adds, so this works with it, Flax's `TrainState` and `nnx.Optimizer`. All zeros
     mean "no update", so `optax.set_to_zero` works, too. Other arithmetic raises, because it makes the bits
     floats or changes the tag. Compiled code cannot raise: there it keeps the weight, with a `spoilt` scale.
+    A change of the codes alone is found by `fp8jax.apply_updates`, not by `optax.apply_updates`.
     """
 
     remedy: ClassVar[str] = (
@@ -40,7 +42,7 @@ class ReplaceUpdate(metaclass=ShowsRemedy):
     )
 
     bits: Any  # unsigned integers with the array's bit width
-    tag: Any  # shape=(), float32
+    tag: Any  # shape=(1, ..., 1), of the rank of the bits, float32
 
     # Makes NumPy arrays call `__radd__`.
     __array_ufunc__ = None
@@ -49,7 +51,7 @@ class ReplaceUpdate(metaclass=ShowsRemedy):
     def by(cls, new: ScaledArray) -> ScaledArray:
         """The pair of updates that replaces a parameter by `new`."""
         # The tag is a constant, so that XLA need not keep the old value.
-        return jax.tree.map(lambda array: cls(to_bits(array), jnp.asarray(_TAG)), new)
+        return jax.tree.map(lambda array: cls(to_bits(array), jnp.full([1] * array.ndim, _TAG)), new)
 
     def __radd__(self, old: Any) -> jax.Array:
         """The new value; `old` if all of this update is zero.
@@ -63,17 +65,17 @@ class ReplaceUpdate(metaclass=ShowsRemedy):
         if old.dtype == jnp.uint16 and new.dtype == jnp.uint32:  # a bfloat16 scale, a power of two
             new = (new >> 16).astype(jnp.uint16)
         if new.dtype != bits_of(old.dtype):
-            raise TypeError(f"`updates`: {new.dtype} codes for a parameter of {old.dtype}: {_CHANGED}")
-        if self.tag.dtype != jnp.float32 or (is_at_hand(is_new) and not is_new and self._is_changed()):
-            raise TypeError(f"`updates`: expected an optimizer's new value, or zeros: {_CHANGED}")
+            raise TypeError(f"`updates`: expected {bits_of(old.dtype)} codes; got {new.dtype}: {_CHANGED}")
+        if self.tag.dtype != jnp.float32 or (is_at_hand(is_new) and not is_new.all() and self._is_changed()):
+            raise TypeError(f"`updates`: expected an optimizer's new value; got a changed one: {_CHANGED}")
         if not jnp.issubdtype(old.dtype, jnp.unsignedinteger):
             return lax.bitcast_convert_type(jnp.where(is_new, new, to_bits(old)), old.dtype)
-        is_zero = (self.tag == 0) & jnp.all(new == 0)
+        is_zero = jnp.all(self.tag == 0) & jnp.all(new == 0)
         return jnp.where(is_new, new, jnp.where(is_zero, old, spoilt(old)))
 
     def _is_changed(self) -> bool:
         with jax.ensure_compile_time_eval():
-            return not (self.tag == 0 and bool(jnp.all(self.bits == 0)))
+            return not (bool(jnp.all(self.tag == 0)) and bool(jnp.all(self.bits == 0)))
 
 
 _CHANGED = (
@@ -88,6 +90,15 @@ def is_at_hand(x: Any) -> bool:
     return is_array and not x.is_deleted() and x.is_fully_addressable
 
 
+def replaced(old: ScaledArray, update: Any) -> ScaledArray:
+    """`old` with an update of which `replaces` is true; spoilt if codes and scale do not go together."""
+    new: Any = jax.tree.map(operator.add, old, update)
+    codes, scale = jax.tree.leaves(update, is_leaf=lambda node: isinstance(node, ReplaceUpdate))
+    is_lost = jnp.any(codes.tag != scale.tag.reshape([-1] + [1] * (codes.tag.ndim - 1)))
+    bits = jnp.where(is_lost, spoilt(jnp.asarray(old.bits)), new.bits)
+    return type(old).tree_unflatten(None, (jnp.where(is_lost, old.data, new.data), bits))
+
+
 def replaces(update: Any) -> bool:
     """Whether an update is a pair from `ReplaceUpdate.by`."""
     return isinstance(update, ScaledArray) and isinstance(update.data, ReplaceUpdate)
@@ -98,5 +109,5 @@ def refuse_replaced(updates: Any) -> None:
     if any(map(replaces, jax.tree.leaves(updates, is_leaf=is_scaled))):
         raise TypeError(
             "`updates`: expected gradients; got the new values of scaled parameters, from an optimizer of "
-            "fp8jax. Put this transformation before `adam` and `adamw`, and take one of them."
+            "fp8jax. Put transformations before `adam` and `adamw`, and take one of them."
         )

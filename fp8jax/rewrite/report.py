@@ -1,6 +1,8 @@
 """The report: for each layer, whether it runs in FP8, and the reason if not."""
 
+import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,8 +18,18 @@ from fp8jax.scaling import block
 
 # Warn if a smaller share of the FLOPs is in FP8.
 LOW_SHARE = 0.5
-# How reasons begin that the user gave, or a default pattern.
-_CHOSEN = ("exclude=", "not in include=", "rule: ")
+# Packages whose frames no warning names.
+_OURS = ("fp8jax", "flax", "jax")
+# How the reasons begin of layers that are in high precision as expected.
+_EXPECTED = (
+    "exclude=",
+    "not in include=",
+    "rule: ",
+    "embeddings stay as they are",
+    "convolutions stay as they are",
+    "it looks up rows of a table",
+    "it multiplies no input of the model",
+)
 
 # Prefix of a layer's named scope, see `scope`.
 _SCOPE = "fp8jax:"
@@ -168,17 +180,33 @@ def check_share(report: Report) -> None:
         warnings.warn(
             f"{100 * report.fp8_share:.0f}% of the FLOPs of matmuls run in FP8; the largest others are: "
             f"{', '.join(left) or 'matmuls of activations'}.",
-            stacklevel=4,
+            stacklevel=_level(),
         )
 
 
+def _level() -> int:
+    """The `stacklevel` of the first caller outside of fp8jax, Flax and JAX, for the caller's warning."""
+    folders = [
+        os.path.join(os.path.dirname(str(module.__file__)), "")
+        for module in map(sys.modules.get, _OURS)
+        if module
+    ]
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(tuple(folders)):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def warn_of_none(report: Report) -> None:
-    """Warns if no matmul of a call runs in FP8, unless patterns and rules are the only reasons."""
-    left = [row for row in report.largest(3) if row.flops and not row.reason.startswith(_CHOSEN)]
-    if left and not any(row.fp8 for row in report.rows):
+    """Warns if no matmul of a call runs in FP8, unless that is as expected: heads, embeddings, rules."""
+    if any(row.fp8 for row in report.rows):
+        return
+    if left := [row for row in report.rows if row.flops and not row.reason.startswith(_EXPECTED)][:3]:
         layers = ", ".join(f"{row.path} ({row.reason})" for row in left)
         advice = " Give it batches, not single examples under a vmap." if "single vector" in layers else ""
-        warnings.warn(f"no matmul of this call of the model runs in FP8: {layers}.{advice}", stacklevel=4)
+        warnings.warn(
+            f"no matmul of this call of the model runs in FP8: {layers}.{advice}", stacklevel=_level()
+        )
 
 
 def scope(path: str) -> Any:

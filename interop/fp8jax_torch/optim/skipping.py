@@ -13,6 +13,9 @@ from fp8jax_torch.mixins import mixed
 from fp8jax_torch.processes import are_several, largest_of_all
 from fp8jax_torch.scaled import is_scaled
 
+# Entries of states of `fp8jax_torch.optim`.
+_SCALES = {"exp_avg_scale", "exp_avg_sq_scale", "exp_avg_sq_root_scale", "master_scale"}
+
 
 class _NotFinite(Exception):
     """Ends a step before it changes anything; its argument is the loss."""
@@ -66,7 +69,7 @@ class Skipping:
             ValueError: the state has codes and scales, as the optimizer of another recipe stores its moments.
         """
         names = {name for state in state_dict["state"].values() for name in state}
-        if scales := sorted(name for name in names if name.endswith("_scale")):
+        if scales := sorted(names & _SCALES):
             raise ValueError(
                 f"`state_dict`: expected the state of an optimizer of torch; got {', '.join(scales)}, which "
                 "fp8jax_torch.optim stores with another recipe. Load it into an optimizer of that recipe."

@@ -61,7 +61,7 @@ class BlockScaling(Scaling):
 
 
 def _eden(state: Any, operand: int, x: Operand, use: int, method: BlockMethod) -> Operand:
-    """`fp8jax.scaling.eden.quantized`."""
+    """`fp8jax.scaling.eden.quantize_operand`."""
     seed, step = map(int, state.key)
     copy = blocks.padded(x.contracted_last(operand, use).data, method, fp4.ROTATION)
     bits = random_bits(
