@@ -101,8 +101,8 @@ def spoilt_updates(updates: Any, params: Any, broken: list[Any], grads: Any) -> 
 def restore_weights(variables: Any) -> Any:
     """The variables, or parameters, with finite scales, after a step of changed FP8 gradients or updates.
 
-    In compiled code such a step changes no quantized weight, but makes its scales NaN, so that the next loss is
-    NaN. This gives the scales back to the bit. After a changed update moments, master weights and plain
+    In compiled code such a step changes no quantized weight, but makes its scales NaN, so that the next loss
+    is NaN. This gives the scales back to the bit. After a changed update moments, master weights and plain
     parameters have taken the step. The cause is arithmetic on the leaves of FP8 gradients, for which there is
     `fp8jax.gradients.tree_map`, or a transformation behind `adam` or `adamw`.
     """
