@@ -170,7 +170,7 @@ def test_each_parameter_is_reduced_once():
 
 
 @pytest.mark.parametrize("recipe, stage", [("O3", 1), long("O2", 3), long("te", 0), long("fp16_amp", 2)])
-def test_kept_bytes_are_those_of_live_arrays(recipe, stage):
+def test_stored_bytes_are_those_of_live_arrays(recipe, stage):
     zero, of = Zero(Mesh(np.array(jax.devices()), ("data",)), recipe, stage), gpt()
     init, _ = step_of(of, recipe, zero)
     variables, opt_state = jax.jit(init)(jax.random.key(0))

@@ -91,7 +91,7 @@ def test_nnx_layer_is_linens():
 
 
 @pytest.mark.parametrize("sizes", [[0, 0, 0], [5, 0, 59], [16, 16, 16], [64, 0, 0], [1, 1, 1]])
-def test_blocks_cover_each_row_of_a_group_once(sizes):
+def test_row_tiles_cover_each_row_of_a_group_once(sizes):
     blocks = jax.tree.map(np.asarray, row_tiles(jnp.array(sizes), 64, 16))
     owner = np.full(64 + 16, -1)
     for group, start, own in zip(*blocks, strict=True):

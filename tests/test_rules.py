@@ -43,7 +43,7 @@ T5 = [f"{side}/block_{i}/{name}" for side in ("encoder", "decoder") for i in ran
         ),
     ],
 )
-def test_blocks_of_a_model(paths, first, last, blocks):
+def test_transformer_blocks_of_a_model(paths, first, last, blocks):
     found = transformer_blocks(paths, first, last)
     assert list(found) == blocks
 

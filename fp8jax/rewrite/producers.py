@@ -63,9 +63,9 @@ def producers(jaxpr: jex.Jaxpr, operands: Mapping[int, int]) -> dict[int, Produc
     uses.update(var for var in jaxpr.outvars if isinstance(var, jex.Var))
     by_dots, found = Counter(inputs.values()), {}
     for number, var in inputs.items():
-        source = _ProducerFinder(made, uses, var.aval).source(var)
-        if source is not None and (uses[var] == by_dots[var] or _bytes(source.inputs) <= _bytes([var])):
-            found[number] = source
+        producer = _ProducerFinder(made, uses, var.aval).producer(var)
+        if producer is not None and (uses[var] == by_dots[var] or _bytes(producer.inputs) <= _bytes([var])):
+            found[number] = producer
     return found
 
 
@@ -131,7 +131,7 @@ class _ProducerFinder:
         self.operations: list[tuple[Any, ...]] = []
         self.known: dict[Any, Any] = {}  # variable -> its value: a constant, an input or an operation
 
-    def source(self, var: Any) -> Producer | None:
+    def producer(self, var: Any) -> Producer | None:
         """How the operand is computed; None if the kernel cannot, or need not."""
         try:
             result = self.value(var, is_result=True)

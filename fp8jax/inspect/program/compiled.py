@@ -22,9 +22,7 @@ _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "col
 class Gemm(NamedTuple):
     """One GEMM of the program."""
 
-    kind: (
-        str  # a value of a backend's `calls`, "triton" (a GEMM fusion), or "dot" (left to the code generator)
-    )
+    kind: str  # a value of a backend's `calls`, "triton" (a fusion), or "dot" (left to the code generator)
     lhs: str  # XLA's names of the dtypes: "f8e4m3fn", "bf16", ...
     rhs: str
     out: str

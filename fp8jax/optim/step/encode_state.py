@@ -60,7 +60,7 @@ def encode_state(
     Args:
         state: the old state.
         step: the result of `adam_step`.
-        scales: the new scales of the `quantized` tensors.
+        scales: the new scales of the `quantized_arrays`.
         stored_scales: the scales to store: `scales` if `ok`, else the old scales.
         maxima: the absmax of the moments' 8-bit blocks.
         ok: whether the step is taken.

@@ -135,7 +135,7 @@ def _fault(amaxes: jax.Array, scales: jax.Array, of_grads: np.ndarray, checks: n
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
 def _step(state: ParamState, scalars: AdamScalars, decay: str) -> tuple[AdamStep, list[jax.Array], list[Any]]:
-    """The step, the amaxes of the `quantized` tensors, and the absmax of the moments' 8-bit blocks."""
+    """The step, the amaxes of the `quantized_arrays`, and the absmax of the moments' 8-bit blocks."""
     step = adam_step(state, scalars, decay)
     pairs = zip(before_rounding(step, state, scalars, decay), quantized_arrays(state), strict=True)
     amaxes = [amax_of_floats(x, scale_shape(stored)) for x, stored in pairs]
@@ -217,7 +217,7 @@ def _is_large(state: ParamState) -> bool:
 def _first_pass(
     packed: Any, layout: Any, scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[jax.Array, list[Any]]:
-    """The concatenated amaxes of each state's `quantized` tensors, and the absmax of 8-bit blocks."""
+    """The concatenated amaxes of each state's `quantized_arrays`, and the absmax of 8-bit blocks."""
     (scales, data), partials, maxima = packed, [], []
     # Depending on the GPU and the sizes, XLA stores what these amaxes share. Given scalars that it cannot
     # tell to be the same, it computes that again.

@@ -42,7 +42,7 @@ def quantized_arrays(state: ParamState) -> list[Any]:
 
 
 def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, decay: str) -> list[jax.Array]:
-    """The new float32 values of the `quantized` tensors."""
+    """The new float32 values of the `quantized_arrays`."""
     tensors = (step.mu, step.nu, step.weight, step.weight)
     stored = [(x, getattr(state, name)) for x, name in zip(tensors, STORED, strict=True)]
     found = [codecs.before_rounding(x, old) for x, old in stored if scaled_part(old) is not None]
@@ -143,7 +143,7 @@ def places_of_old(states: list[ParamState]) -> tuple[Any, Any, Any]:
     """Indices of scales in the packed scales.
 
     Returns:
-        The indices of the `quantized` tensors' scales, 0 for None; those of the gradients' scales; and, for
+        The indices of the `quantized_arrays`' scales, 0 for None; those of the gradients' scales; and, for
         each scale of a gradient, the index among the first of an amax that grows with the gradient.
     """
     places, of_grads, checks, seen, count = [], [], [], 0, 0

@@ -73,8 +73,8 @@ def _run(
 
     computed, own = _producers(plan, jaxpr, site), _states_of_equations(plan, states, site)
     for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr, computed), strict=True)):
-        source, of_eqn = computed.get(number), {**states, **own[number]} if number in own else states
-        made = source and functools.partial(source.of, values=[plain(read(x)) for x in source.inputs])
+        producer, of_eqn = computed.get(number), {**states, **own[number]} if number in own else states
+        made = producer and functools.partial(producer.of, values=[plain(read(x)) for x in producer.inputs])
         outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], of_eqn, (*site, number), made)
         env.update(zip(eqn.outvars, outs, strict=True))
         of_uses |= {var: iter(states_of_uses(env[var], shared[var])) for var in eqn.outvars if var in shared}

@@ -90,13 +90,13 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
     Raises:
         ValueError: a model with such a state is called inside a `jax.shard_map`.
     """
-    walk = _DotFinder(FoundDots([], {}, {}, {}, [], [], []))
+    finder = _DotFinder(FoundDots([], {}, {}, {}, [], [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
-    for out in walk.through(jaxpr, [*views, *[_STATE] * states, *others], EquationPlace()):
-        walk.note_value(out)
-    layers = layer_paths(dot.path for dot in walk.found.dots if dot.path is not None)
-    dots = [dot if dot.path is None else dot._replace(layer=layers[dot.path]) for dot in walk.found.dots]
-    return walk.found._replace(dots=dots)
+    for out in finder.through(jaxpr, [*views, *[_STATE] * states, *others], EquationPlace()):
+        finder.note_value(out)
+    layers = layer_paths(dot.path for dot in finder.found.dots if dot.path is not None)
+    dots = [dot if dot.path is None else dot._replace(layer=layers[dot.path]) for dot in finder.found.dots]
+    return finder.found._replace(dots=dots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +152,14 @@ class _DotFinder:
             self.found.programs.append(place.site)
             self.found.recipes.append(params["program"].recipe)
             self.found.planned.extend(params["program"].plan.dots.values())
-            program, walk = params["program"], _DotFinder(self.found, params["program"].plan, len(place.site))
+            program, finder = (
+                params["program"],
+                _DotFinder(self.found, params["program"].plan, len(place.site)),
+            )
             leaves, states, arrays, _ = params["treedef"].unflatten(ins)
             if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
                 raise ValueError(_STATE_INSIDE.format(program.recipe))
-            return walk.through(program.jaxpr, [*leaves, *arrays], place)
+            return finder.through(program.jaxpr, [*leaves, *arrays], place)
         if name in DOTS:
             self.dot(eqn, ins, place)
             return [self.computed(ins, name, is_noted=True)]
