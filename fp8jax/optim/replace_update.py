@@ -95,6 +95,8 @@ def replaced(old: ScaledArray, update: Any) -> ScaledArray:
     new: Any = jax.tree.map(operator.add, old, update)
     codes, scale = jax.tree.leaves(update, is_leaf=lambda node: isinstance(node, ReplaceUpdate))
     is_lost = jnp.any(codes.tag != scale.tag.reshape([-1] + [1] * (codes.tag.ndim - 1)))
+    if is_at_hand(is_lost) and not is_lost:
+        return new
     bits = jnp.where(is_lost, spoilt(jnp.asarray(old.bits)), new.bits)
     return type(old).tree_unflatten(None, (jnp.where(is_lost, old.data, new.data), bits))
 
