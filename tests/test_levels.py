@@ -21,7 +21,7 @@ from fp8jax.optim import (
     skipped,
     with_masters,
 )
-from fp8jax.optim.replace_update import ReplaceUpdate
+from fp8jax.optim.guard.replace_update import ReplaceUpdate
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled, value
 from fp8jax.recipe import PRESETS

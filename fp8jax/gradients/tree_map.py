@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.optim.lost_tags import check_tags
+from fp8jax.optim.guard.lost_tags import check_tags
 from fp8jax.quantization import ScaledGradient, is_scaled, quantize_gradient, value
 
 

@@ -7,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 
 from fp8jax.gradients.keys import shown
-from fp8jax.optim.replace_update import replaced, replaces
+from fp8jax.optim.guard.replace_update import replaced, replaces
 from fp8jax.quantization import ScaledGradient, is_scaled, plain, quantize_like, refuse_dicts, value
 from fp8jax.variables import PARAMS, has_params
 

@@ -25,9 +25,9 @@ from fp8jax.optim.checks import (
     refuse_masters,
     refuse_zero,
 )
-from fp8jax.optim.lost_tags import check_finite_scales, check_tags, spoilt_updates
+from fp8jax.optim.guard.lost_tags import check_finite_scales, check_tags, spoilt_updates
+from fp8jax.optim.guard.replace_update import ReplaceUpdate
 from fp8jax.optim.nnx_variables import filled, in_variables
-from fp8jax.optim.replace_update import ReplaceUpdate
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings

@@ -11,7 +11,7 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.lost_tags import check_finite_scales, check_tags
+from fp8jax.optim.guard.lost_tags import check_finite_scales, check_tags
 from fp8jax.optim.muon_matrices import Muon, matrices_of, spread, warn_of_stacks
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState

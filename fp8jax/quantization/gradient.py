@@ -8,7 +8,7 @@ that a power of two leaves free:
 
 The tag is an odd number that depends on the exponent in no linear way. A sum or a mean loses the first bit.
 Differences, integer factors, clips and casts give other bits, too. Without its tag a gradient reads as NaN:
-optimizers raise, or where compiled code cannot raise they make the loss not a number (`optim.lost_tags`).
+optimizers raise, or where compiled code cannot raise they make the loss not a number (`optim.guard`).
 """
 
 from typing import Any, ClassVar

@@ -85,7 +85,7 @@ def fused_adam(
     Returns:
         What is written for each parameter, the update of a `ScaledArray` as a `ReplaceUpdate`; and a bool,
         shape (). If any new moment or weight is infinite or NaN, the old state and zero updates; if a
-        gradient that lost its tag is the cause, NaN scales for the parameters (see `optim.lost_tags`).
+        gradient that lost its tag is the cause, NaN scales for the parameters (see `optim.guard`).
     """
     if shards is None:
         ways = functools.partial(by_platform, cpu=_by_tensor, default=_all_at_once)

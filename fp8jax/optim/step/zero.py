@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.zero import own_part
-from fp8jax.optim.replace_update import ReplaceUpdate, replaces
+from fp8jax.optim.guard.replace_update import ReplaceUpdate, replaces
 from fp8jax.optim.step.arithmetic import AdamScalars, ParamState
 from fp8jax.optim.step.encode_state import Rounding, Written
 from fp8jax.optim.step.fused import StateSharding, fused_adam

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.optim.spoilt_scales import spoilt
+from fp8jax.optim.guard.spoilt_scales import spoilt
 from fp8jax.quantization import ScaledArray, bits_of, is_scaled, to_bits
 from fp8jax.quantization.error_text import ShowsRemedy
 
