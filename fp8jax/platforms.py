@@ -265,3 +265,9 @@ def capability_of(device: Any) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, None for any other device."""
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def is_at_hand(x: Any) -> bool:
+    """Whether the values of an array can be read: not in compiled code, nor on other processes."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_array and not x.is_deleted() and x.is_fully_addressable

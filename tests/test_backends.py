@@ -297,7 +297,13 @@ def test_with_triton_xla_multiplies_in_bfloat16(triton, calls):
     assert str(compiled.as_text()).count(f'custom_call_target="{backends.xla.FP8_CALL}"') == calls
 
 
-@pytest.mark.parametrize("device, says", [(A100, "dequantizes .* 8.0 has no GEMMs"), (H100, "its Triton")])
+@pytest.mark.parametrize(
+    "device, says",
+    [
+        (A100, "dequantizes .* 8.0 has no GEMMs"),
+        (H100, "its Triton .* XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"),
+    ],
+)
 def test_a_gpu_that_multiplies_in_high_precision_is_told(monkeypatch, device, says):
     monkeypatch.setattr(backends.xla, "_computes_fp8", lambda: False)
     assert backends.xla.why_not_fp8(Device("cpu", "cpu", None)) is None

@@ -1,6 +1,7 @@
 """Block scaling on a GPU that lacks its format is refused, with the reason and what to use instead."""
 
 import dataclasses
+import warnings
 
 import flax.linen as nn
 import jax
@@ -83,6 +84,16 @@ def test_the_report_says_that_a_gpu_has_no_fp8(name, monkeypatch):
     monkeypatch.setattr(Device, "here", lambda: Device("NVIDIA A100", "gpu", (8, 0)))
     report = fp8jax.transform(nn.Dense(128), name).report(X)
     assert "XLA dequantizes the operands of FP8 GEMMs on NVIDIA A100: compute capability 8.0" in str(report)
+
+
+@pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
+def test_a_program_for_another_gpu_does_not_warn_of_this_one(monkeypatch):
+    model = fp8jax.transform(nn.Dense(128), "current")
+    variables = model.init(jax.random.key(0), X)
+    monkeypatch.setattr(Device, "here", lambda: Device("NVIDIA A100", "gpu", (8, 0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "f8E4M3FN" in targets.lower_for(model.apply, variables, X, target="h200").as_text()
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))

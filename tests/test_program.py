@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from fp8jax import backends
-from fp8jax.inspect import program, targets
+from fp8jax.inspect import missing_gemms, program, targets
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 
@@ -168,9 +168,27 @@ def test_planted_text_is_read():
 def test_calls_of_a_backend_from_outside(monkeypatch):
     """An entry in `BACKENDS` is enough for its custom call to be read as a GEMM."""
     xla = backends.BACKENDS["xla"]
-    monkeypatch.setitem(backends.BACKENDS, "mine", xla._replace(calls={"my_gemm": "mine"}))
+    monkeypatch.setitem(backends.BACKENDS, "mine", xla._replace(calls=(("my_gemm", "mine"),)))
     read = program.read(Planted(TEXT.replace("__cublas$gemm", "my_gemm")))
     assert [gemm.kind for gemm in read.gemms] == ["triton", "mine"]
+
+
+def test_a_program_with_a_primitive_that_the_gpu_lacks(monkeypatch):
+    """Of a backend from outside; another backend with the primitive does not hide the reason."""
+
+    def fn(x, y):
+        return jax.lax.dot(x, y, preferred_element_type=jnp.float32)
+
+    fp8, h200 = jnp.ones((32, 32), jnp.float8_e4m3fn), backends.Device("H200", "gpu", (9, 0))
+    jaxpr = jax.make_jaxpr(jax.jit(fn))
+    xla = backends.BACKENDS["xla"]
+    lacks = xla._replace(primitive="dot_general", supports=lambda device, is_batched: f"not on {device.name}")
+    monkeypatch.setitem(backends.BACKENDS, "lacks", lacks)
+    monkeypatch.setitem(backends.BACKENDS, "has", xla._replace(primitive="dot_general"))
+    assert missing_gemms.refuse(jaxpr(fp8, fp8), h200) == "not on H200"
+    assert missing_gemms.refuse(jaxpr(jnp.ones((32, 32)), jnp.ones((32, 32))), h200) is None
+    monkeypatch.delitem(backends.BACKENDS, "lacks")
+    assert missing_gemms.refuse(jaxpr(fp8, fp8), h200) is None
 
 
 def test_text_without_a_program_is_refused():

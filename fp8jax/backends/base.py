@@ -1,7 +1,6 @@
 """`Backend`, what a GEMM backend consists of, and the device that it is asked about."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -82,6 +81,6 @@ class Backend(NamedTuple):
     is_for_meshes: bool = True  # whether "auto" selects it for several devices
     is_call_on_gpu: bool = False  # whether a program for a GPU has calls, and one for a CPU has dots
     # The targets of its custom calls, and how reports name their GEMMs.
-    calls: Mapping[str, str] = MappingProxyType({})
+    calls: tuple[tuple[str, str], ...] = ()
     # How the names of its primitives begin, if a program with them fails on a GPU that it does not support.
     primitive: str = ""

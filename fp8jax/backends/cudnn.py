@@ -56,6 +56,6 @@ BACKEND = Backend(
     dot=reference.dot_by(gemm),
     supports=supports,
     is_call_on_gpu=True,
-    calls={"__cudnn$blockScaledDot": "cudnn"},
+    calls=(("__cudnn$blockScaledDot", "cudnn"),),
     primitive="scaled_matmul",
 )

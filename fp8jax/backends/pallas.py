@@ -173,6 +173,6 @@ BACKEND = Backend(
     dot=reference.dot_by(gemm),
     supports=supports,
     is_call_on_gpu=True,
-    calls={"__gpu$xla.gpu.triton": "pallas", "mosaic_gpu_v2": "pallas"},  # in Triton, and for Hopper
+    calls=(("__gpu$xla.gpu.triton", "pallas"), ("mosaic_gpu_v2", "pallas")),  # in Triton, and for Hopper
     primitive="pallas_call",
 )

@@ -128,10 +128,10 @@ BACKEND = Backend(
     "and an activation with its amax",
     granularities=("tensor",),
     dot=dot,
-    calls={
-        FP8_CALL: "cublaslt_f8",
-        "__cublas$lt$matmul": "cublaslt",
-        "__cublas$gemm": "cublas",
-        "__onednn$matmul": "onednn",
-    },
+    calls=(
+        (FP8_CALL, "cublaslt_f8"),
+        ("__cublas$lt$matmul", "cublaslt"),
+        ("__cublas$gemm", "cublas"),
+        ("__onednn$matmul", "onednn"),
+    ),
 )

@@ -13,7 +13,8 @@ import optax
 
 from fp8jax.optim.checks import check_number
 from fp8jax.optim.guard.lost_tags import check_tags, spoilt_updates
-from fp8jax.optim.guard.replace_update import is_at_hand, refuse_replaced
+from fp8jax.optim.guard.replace_update import refuse_replaced
+from fp8jax.platforms import is_at_hand
 from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, refuse_dicts, value
 from fp8jax.variables import PARAMS, SCALING, has_params, params_of
 

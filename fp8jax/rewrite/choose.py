@@ -9,7 +9,7 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Dot
 from fp8jax.rewrite.interpreter.find import FoundDots
 from fp8jax.rewrite.plan import Kernel, PlannedDot, kernels_of
-from fp8jax.rewrite.rules import Layer, LayerChoice, Rules
+from fp8jax.rewrite.rules import OF_EMBEDDINGS, Layer, LayerChoice, Rules
 
 # Smaller dot products gain no speed, and are usually routers, gates or heads.
 SMALLEST = 32
@@ -102,7 +102,7 @@ def _choose(dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, lay
         return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, reason)
     if choice.reason is None and not rules.names(layer):
         if path in found.tables or path[-1:] == ("embedding",):
-            return LayerChoice(choice.recipe, "embeddings stay as they are, unless a rule names them")
+            return LayerChoice(choice.recipe, f"{OF_EMBEDDINGS}, unless a rule names them")
         _, *sides = dot.gemm
         if min(sides) < SMALLEST:
             return LayerChoice(choice.recipe, f"its kernel has fewer than {SMALLEST} rows or columns")

@@ -11,9 +11,9 @@ import jax
 
 from fp8jax import backends, scaling
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.interpreter.dots import OF_CONSTANTS, Dot
+from fp8jax.rewrite.interpreter.dots import OF_A_VECTOR, OF_CONSTANTS, OF_NO_INPUT, OF_ROWS, Dot
 from fp8jax.rewrite.interpreter.find import FoundDots
-from fp8jax.rewrite.rules import LayerChoice, layer_path
+from fp8jax.rewrite.rules import BY_RULE, EXCLUDED, NOT_INCLUDED, OF_EMBEDDINGS, LayerChoice, layer_path
 from fp8jax.scaling import block
 
 # Warn if a smaller share of the FLOPs is in FP8.
@@ -21,15 +21,8 @@ LOW_SHARE = 0.5
 # Packages whose frames no warning names.
 _OURS = ("fp8jax", "flax", "jax")
 # How the reasons begin of layers that are in high precision as expected.
-_EXPECTED = (
-    "exclude=",
-    "not in include=",
-    "rule: ",
-    "embeddings stay as they are",
-    "convolutions stay as they are",
-    "it looks up rows of a table",
-    "it multiplies no input of the model",
-)
+_OF_CONVOLUTIONS = "convolutions stay as they are"
+_EXPECTED = (BY_RULE, EXCLUDED, NOT_INCLUDED, OF_EMBEDDINGS, OF_NO_INPUT, OF_ROWS, _OF_CONVOLUTIONS)
 
 # Prefix of a layer's named scope, see `scope`.
 _SCOPE = "fp8jax:"
@@ -125,7 +118,7 @@ def make_report(
     rows: dict[tuple[str, bool, str], LayerRow] = {}
     chosen: list[backends.Choice] = []
     for path in sorted({*found.tables} - {dot.path for dot, _ in choices}):
-        row = LayerRow(layer_path(path), kind(path, "gather"), (), False, "embeddings stay as they are")
+        row = LayerRow(layer_path(path), kind(path, "gather"), (), False, OF_EMBEDDINGS)
         rows["/".join(path), False, ""] = row
     for dot, choice in choices:
         assert dot.path is not None
@@ -146,7 +139,7 @@ def make_report(
     total = sum(dot.flops for dot in found.dots) + sum(found.convolutions.values())
     for (scope, path), flops in found.convolutions.items():
         name = scope if path is None else layer_path(path)
-        row = LayerRow(name, kind(path, "conv"), (), False, "convolutions stay as they are", flops)
+        row = LayerRow(name, kind(path, "conv"), (), False, _OF_CONVOLUTIONS, flops)
         rows[f"{scope} {name}", False, ""] = row
     if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
         rows["", False, ""] = LayerRow("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
@@ -203,7 +196,7 @@ def warn_of_none(report: Report) -> None:
         return
     if left := [row for row in report.rows if row.flops and not row.reason.startswith(_EXPECTED)][:3]:
         layers = ", ".join(f"{row.path} ({row.reason})" for row in left)
-        advice = " Give it batches, not single examples under a vmap." if "single vector" in layers else ""
+        advice = " Give it batches, not single examples under a vmap." if OF_A_VECTOR in layers else ""
         warnings.warn(
             f"no matmul of this call of the model runs in FP8: {layers}.{advice}", stacklevel=_level()
         )

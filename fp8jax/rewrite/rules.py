@@ -15,6 +15,10 @@ from fp8jax.rewrite.blocks import transformer_blocks
 # Parameter names that are not part of the layer's path.
 WEIGHTS = ("kernel", "embedding", "weight", "w")
 
+# How the reasons begin of layers that rules and patterns leave in high precision, and of embeddings.
+BY_RULE, EXCLUDED, NOT_INCLUDED = "rule: ", "exclude=", "not in include="
+OF_EMBEDDINGS = "embeddings stay as they are"
+
 _BLOCKS = "a number of blocks, a share of them between 0 and 1, or None"
 _PARSED = ("path", "kind", "smaller_than", "first", "last")
 
@@ -204,7 +208,7 @@ class Rules:
             if self._fits(number, layer):
                 self._used.add(number)
                 recipe = self.recipes[number]
-                return LayerChoice(recipe, None if recipe.is_quantized else f"rule: gemm={recipe.gemm}")
+                return LayerChoice(recipe, None if recipe.is_quantized else f"{BY_RULE}gemm={recipe.gemm}")
         if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
         return LayerChoice(self.recipe, self._exclusion(layer))
@@ -215,9 +219,9 @@ class Rules:
 
     def _exclusion(self, layer: Layer) -> str | None:
         if not any(layer_matches(pattern, layer) for pattern in self.recipe.include):
-            return f"not in include={'+'.join(self.recipe.include)}"
+            return f"{NOT_INCLUDED}{'+'.join(self.recipe.include)}"
         excluding = (pattern for pattern in self.recipe.exclude if layer_matches(pattern, layer))
-        return next((f"exclude={pattern}" for pattern in excluding), None)
+        return next((f"{EXCLUDED}{pattern}" for pattern in excluding), None)
 
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""

@@ -128,5 +128,5 @@ BACKEND = Backend(
     dot=dot,
     supports=supports,
     is_for_meshes=False,
-    calls={"te_gemm_v2_ffi": "te"},
+    calls=(("te_gemm_v2_ffi", "te"),),
 )

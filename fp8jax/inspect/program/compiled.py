@@ -156,7 +156,7 @@ def _library(instruction: Instruction) -> str | None:
     if instruction.opcode != "custom-call":
         return None
     target = instruction.find(r'custom_call_target="([^"]*)"')
-    return next((backend.calls[target] for backend in BACKENDS.values() if target in backend.calls), None)
+    return dict(call for backend in BACKENDS.values() for call in backend.calls).get(target)
 
 
 def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | None:

@@ -10,12 +10,12 @@ import operator
 from typing import Any, ClassVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from fp8jax.optim.guard.spoilt_scales import spoilt
+from fp8jax.platforms import is_at_hand
 from fp8jax.quantization import ScaledArray, bits_of, is_scaled, to_bits
 from fp8jax.quantization.error_text import ShowsRemedy
 
@@ -82,12 +82,6 @@ _CHANGED = (
     "nothing but zeros, which keep the old value, can take the place of a scaled parameter's new value. Put "
     "transformations that change updates before `adam` and `adamw`."
 )
-
-
-def is_at_hand(x: Any) -> bool:
-    """Whether the values of an array can be read: not in compiled code, nor on other processes."""
-    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-    return is_array and not x.is_deleted() and x.is_fully_addressable
 
 
 def replaced(old: ScaledArray, update: Any) -> ScaledArray:

@@ -20,6 +20,10 @@ _ROWS_TIMES_GROUPS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,
 
 # Why a dot product of a closed-over matrix stays in high precision.
 OF_CONSTANTS = "its kernel is a constant of the function: make it a parameter"
+# Why others do.
+OF_ROWS = "it looks up rows of a table"
+OF_NO_INPUT = "it multiplies no input of the model"
+OF_A_VECTOR = "it multiplies a single vector"
 
 
 class Derived(NamedTuple):
@@ -187,11 +191,11 @@ def _why_not(
     if isinstance(x, Derived) and x.is_opaque:
         return x.reason
     if other is ONE_HOT:
-        return "it looks up rows of a table"
+        return OF_ROWS
     if other in (None, CONSTANT):
-        return "it multiplies no input of the model"
+        return OF_NO_INPUT
     if rank == 1:
-        return "it multiplies a single vector"
+        return OF_A_VECTOR
     is_part = isinstance(x, Derived) and not place.is_on_each
     if ragged is not None and (
         kernel != 1 or is_part or _as_tuples(ragged) != _as_tuples(_ROWS_TIMES_GROUPS)
