@@ -262,6 +262,16 @@ def test_weights_and_gradients_cross_in_eight_bits(stage):
     assert read.arguments < of_stage("O2", 0).program.arguments or stage == 0
 
 
+@pytest.mark.parametrize("stage, sent", [(1, 1), (2, 2)])
+def test_when_gradients_of_kernels_are_reduced(stage, sent):
+    """In stage 1 together, after the backward; in stage 2 one by one inside of it, and never stored whole."""
+    model, x = fp8jax.transform(nn.Sequential([nn.Dense(64), nn.Dense(128)]), "O2"), jnp.ones((32, 32))
+    zero = Zero(mesh(), stage=stage)
+    variables = zero.place(model.init(jax.random.key(0), x))
+    grad = fp8jax.value_and_grad(lambda variables, x: jnp.mean(model.apply(variables, x) ** 2), zero=zero)
+    assert str(jax.make_jaxpr(grad)(variables, x)).count("all_to_all[") == sent
+
+
 class NNXNet(nnx.Module):
     """Two layers, and a norm whose statistics are kept but not used."""
 
