@@ -264,7 +264,7 @@ def test_collectives_of_many_tensors():
 
 
 def test_large_trees_go_in_several_buckets(monkeypatch):
-    monkeypatch.setattr(fp8jax.comm.wire, "BUCKET", 100)
+    monkeypatch.setattr(fp8jax.comm.buckets, "BUCKET", 100)
     again = on_each(lambda g: fp8jax.comm.all_reduce(g, "data", "O2"), sent())
     for name in KERNELS:
         np.testing.assert_array_equal(again[name].data, reduced("O2")[name].data)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import fp8jax
 from fp8jax.comm import Zero
 from fp8jax.inspect import memory, program, subject, targets
-from fp8jax.inspect.memory import cache, paper
+from fp8jax.inspect.memory import cache, fp8_lm
 from fp8jax.inspect.step import training_step
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled
@@ -347,7 +347,7 @@ def test_the_cache_is_the_users(monkeypatch, tmp_path):
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 def test_papers_settings_are_parts_of_plans(tmp_path):
     """A pipeline stage has its layers, and all micro-batches under way; tensors are divided."""
-    one = paper.on_one(paper.Setting("gpt-125m", 2, 3, 4, "bf16", 1, 0.0, 0.0), tmp_path)
+    one = fp8_lm.on_one(fp8_lm.Setting("gpt-125m", 2, 3, 4, "bf16", 1, 0.0, 0.0), tmp_path)
     of, h100 = subject.subject("gpt-125m", layers=4, batch=3), targets.get("h100")
     target = dataclasses.replace(h100, memory=2 * h100.memory)
     whole = planned(of, "bf16", target=target, devices=4, stage=1, cache=tmp_path)

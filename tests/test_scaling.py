@@ -378,7 +378,7 @@ def fixed(monkeypatch):
             update=lambda state, amaxes, limits: state,
         )
 
-    monkeypatch.setitem(legal_values.SCALINGS, "fixed", legal_values.SCALINGS["current"])
+    monkeypatch.setitem(legal_values.FIELDS_OF_SCALING, "fixed", legal_values.FIELDS_OF_SCALING["current"])
     monkeypatch.setitem(scaling.SCALINGS, "fixed", functools.partial(tensor.TensorScaling, build))
     return "te,scaling=fixed"
 
@@ -394,7 +394,7 @@ def test_a_new_scaling_is_used(fixed):
 
 
 def test_a_new_scaling_with_options_of_its_own_has_a_text(fixed, monkeypatch):
-    monkeypatch.setitem(legal_values.SCALINGS, "fixed", {"margin": (3, "it has no other")})
+    monkeypatch.setitem(legal_values.FIELDS_OF_SCALING, "fixed", {"margin": (3, "it has no other")})
     assert str(Recipe.parse(f"{fixed},margin=3")) == f"{fixed},margin=3"
     with pytest.raises(ValueError, match="scaling=fixed needs margin=3: it has no other; got margin=0"):
         Recipe.parse(fixed)
@@ -467,7 +467,7 @@ def rowwise_dot(lhs, rhs, dimension_numbers, *, out_dtype, precise):
 def rowwise(monkeypatch):
     """Rowwise scaling, added as CONTRIBUTING.md says: an entry in each of three tables."""
     backend = backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
-    monkeypatch.setitem(legal_values.SCALINGS, "rowwise", legal_values.SCALINGS["current"])
+    monkeypatch.setitem(legal_values.FIELDS_OF_SCALING, "rowwise", legal_values.FIELDS_OF_SCALING["current"])
     monkeypatch.setitem(scaling.SCALINGS, "rowwise", RowScaling)
     monkeypatch.setitem(backends.BACKENDS, "rowwise", backend)
     return "te,scaling=rowwise,fp8_format=E4M3"

@@ -67,14 +67,14 @@ def run_plan(args: argparse.Namespace) -> int:
     configure(is_cpu=True, devices=1 if args.target else max(args.devices))
     from fp8jax.comm import Zero
     from fp8jax.inspect import memory, subject, tables, targets
-    from fp8jax.inspect.memory import advice, cache, paper
+    from fp8jax.inspect.memory import advice, cache, fp8_lm
 
     folder = cache.default_folder() if args.cache else None
     if args.paper:
         given = ("recipe", "zero", "devices", "target", "lora_rank", *OPTIONS)
         _refuse(args, given, "--paper has settings of its own; leave {} out")
-        settings = {f"{each.model} {each.recipe} batch {each.batch}": each for each in paper.SETTINGS}
-        rows = [paper.row(setting, folder) for setting in _shown(settings)]
+        settings = {f"{each.model} {each.recipe} batch {each.batch}": each for each in fp8_lm.SETTINGS}
+        rows = [fp8_lm.row(setting, folder) for setting in _shown(settings)]
         _print(args, rows, lambda: tables.records(rows))
         return 0
     of, where = subject_of(args), args.target or "device"

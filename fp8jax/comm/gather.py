@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from fp8jax.comm import wire
+from fp8jax.comm import buckets
 from fp8jax.comm.reduce import has_blocks_along
 from fp8jax.quantization import ScaledArray, is_scaled, to_bits
 
@@ -42,7 +42,7 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
     }
     codes = {i: leaves[i] for i in in_fp8}
     if shared:
-        codes |= zip(shared, wire.on_common_scales([leaves[i] for i in shared], axis_name), strict=True)
+        codes |= zip(shared, buckets.on_common_scales([leaves[i] for i in shared], axis_name), strict=True)
     whole = whole_from_parts(list(codes.values()), [axis] * len(codes), axis_name)
     for i, q in zip(codes, whole, strict=True):
         if i not in shared:
@@ -59,7 +59,7 @@ def whole_from_parts(parts: list[Any], axes: list[int], axis_name: str) -> list[
     arrays = [part.data if is_scaled(part) else part for part in parts]
     # 8 and 16 bits are sent as unsigned integers, because XLA on CPU widens floats for a collective.
     bits = [to_bits(array) if array.dtype.itemsize < 4 else array for array in arrays]
-    rows = wire.gathered([each.reshape(-1) for each in bits], axis_name)
+    rows = buckets.gathered([each.reshape(-1) for each in bits], axis_name)
     whole = []
     for part, array, axis, row in zip(parts, arrays, axes, rows, strict=True):
         axis %= array.ndim

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from fp8jax import formats
-from fp8jax.comm import wire
+from fp8jax.comm import buckets
 from fp8jax.comm.auto_scaling import next_factors
 from fp8jax.comm.zero import own_part
 from fp8jax.quantization import (
@@ -164,7 +164,7 @@ def reduced(
     if in_fp8:
         chosen = [leaves[i] for i in in_fp8]
         factors = None if mu is None else [mu[i] for i in in_fp8]
-        codes = wire.on_common_scales(chosen, axis_name, mu=factors)
+        codes = buckets.on_common_scales(chosen, axis_name, mu=factors)
         if mu is not None and factors is not None:
             renewed = dict(zip(in_fp8, next_factors(factors, chosen, codes, axis_name), strict=True))
             mu = [renewed.get(i, factor) for i, factor in enumerate(mu)]
@@ -181,7 +181,7 @@ def reduced_floats(
     whole = [i for i, axis in enumerate(axes) if axis is None]
     flat = [value(leaves[i]).astype(dtype).reshape(-1) for i in whole]
     all_reduce = lax.pmean if op == "mean" else lax.psum
-    means = dict(zip(whole, wire.in_buckets(lambda x: all_reduce(x, axis_name), flat), strict=True))
+    means = dict(zip(whole, buckets.in_buckets(lambda x: all_reduce(x, axis_name), flat), strict=True))
     new = []
     for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
         if axis is None:
@@ -196,7 +196,7 @@ def reduced_floats(
         elif axis is None or has_blocks_along(leaf.scale, axis):
             mean = quantize_gradient(mean, _own_scale(leaf.scale, axis, axis_name).shape)
         else:
-            [mean] = wire.on_common_scales([mean], axis_name, leaf.scale.shape)
+            [mean] = buckets.on_common_scales([mean], axis_name, leaf.scale.shape)
         new.append(mean)
     return new
 
@@ -207,9 +207,9 @@ def reduced_codes(
     """The means or sums of E4M3 `ScaledArray`s with common scales, sent as codes; see `reduced`."""
     devices = lax.axis_size(axis_name)
     rows = [_rows_for_devices(to_bytes(q.data), axis, devices) for q, axis in zip(codes, axes, strict=True)]
-    means = wire.means_of_rows(rows, axis_name)
+    means = buckets.means_of_rows(rows, axis_name)
     parts = [mean for mean, axis in zip(means, axes, strict=True) if axis is None]
-    whole = iter(wire.gathered(parts, axis_name))
+    whole = iter(buckets.gathered(parts, axis_name))
     new = []
     for q, axis, mean in zip(codes, axes, means, strict=True):
         if axis is None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax import formats
-from fp8jax.comm import wire
+from fp8jax.comm import buckets
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import reduced_codes, reduced_floats
 
@@ -66,9 +66,9 @@ class ShardSpec:
                 float32 array.
         """
         if self.comm == "FP8":
-            codes = wire.on_common_scales([grad], self.axis_name)
+            codes = buckets.on_common_scales([grad], self.axis_name)
             [part] = reduced_codes(codes, [self.axis], self.axis_name, "sum")
             return part if in_fp8 else part.dequantize()
         dtype = formats.get(self.comm).dtype
         [part] = reduced_floats([grad.astype(jnp.float32)], [self.axis], self.axis_name, dtype, "sum")
-        return wire.on_common_scales([part], self.axis_name)[0] if in_fp8 else part
+        return buckets.on_common_scales([part], self.axis_name)[0] if in_fp8 else part

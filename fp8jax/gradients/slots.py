@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.comm.wire import on_common_scales
+from fp8jax.comm.buckets import on_common_scales
 from fp8jax.comm.zero import own_part
 from fp8jax.dot import GradSlot
 from fp8jax.quantization import ScaledArray, is_scaled, quantize_gradient

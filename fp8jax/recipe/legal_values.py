@@ -26,7 +26,7 @@ _FROM_BLOCKS = {
 _E4M3 = {"fp8_format": ("E4M3", "no GPU kernel here multiplies E5M2 and E4M3 blocks")}
 
 # The scalings, and the other fields that have only one legal value with a scaling: the value, and the reason.
-SCALINGS: dict[str, Mapping[str, tuple[Any, str]]] = {
+FIELDS_OF_SCALING: dict[str, Mapping[str, tuple[Any, str]]] = {
     "delayed": _FP8,
     "current": _FP8,
     "block": _FP8 | _FROM_BLOCKS | _E4M3,
@@ -45,7 +45,7 @@ _LEGAL: dict[str, Collection[Any]] = {
     "rounding": tuple(
         itertools.product(("nearest", "stochastic"), ("nearest", "stochastic", "kahan"), ("value", "root"))
     ),
-    "scaling": SCALINGS,
+    "scaling": FIELDS_OF_SCALING,
     "fp8_format": ("HYBRID", "E4M3"),
     "amax_compute_algo": ("max", "most_recent"),
     "first_scale": ("typical", "tensor", "one"),
@@ -149,7 +149,7 @@ def _check_combination(recipe: Any) -> None:
             "master_weight=FP16 or FP32, and any other weight needs master_weight=-; got "
             f"weight={recipe.weight}, master_weight={recipe.master_weight}."
         )
-    for name, (value, reason) in SCALINGS[recipe.scaling].items() if recipe.is_quantized else ():
+    for name, (value, reason) in FIELDS_OF_SCALING[recipe.scaling].items() if recipe.is_quantized else ():
         if (got := getattr(recipe, name)) != value:
             raise ValueError(
                 f"recipe: scaling={recipe.scaling} needs {name}={shown(value)}: {reason}; got "

@@ -239,9 +239,9 @@ class Recipe:
             return [f"{name}={legal_values.shown(getattr(self, name))}" for name in different]
 
         # A preset with the same options: "te,scaling=current,fp8_format=E4M3", not "block,scaling=current".
-        options = legal_values.SCALINGS[self.scaling if self.is_quantized else Recipe.scaling]
+        options = legal_values.FIELDS_OF_SCALING[self.scaling if self.is_quantized else Recipe.scaling]
         presets = PRESETS | COMBINED
-        alike = [name for name in presets if legal_values.SCALINGS[presets[name].scaling] == options]
+        alike = [name for name in presets if legal_values.FIELDS_OF_SCALING[presets[name].scaling] == options]
         return ",".join(min(([name, *changes(presets[name])] for name in alike or presets), key=len))
 
     @property

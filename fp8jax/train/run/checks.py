@@ -16,8 +16,8 @@ from fp8jax.train.checkpoint import Checkpoint
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
+from fp8jax.train.run import not_finite
 from fp8jax.train.run_folder import RunMetadata
-from fp8jax.train.step import not_finite
 from fp8jax.train.step.network import State
 from fp8jax.train.trainer import Trainer
 
