@@ -38,11 +38,10 @@ from fp8jax.optim.step.scales import (
     shaped,
     unpack,
 )
+from fp8jax.optim.step.skipped_step import fault_of, faults_by_tensor
 from fp8jax.optim.storage import Storage
 from fp8jax.platforms import by_platform, gpu_barrier
 from fp8jax.quantization import (
-    ABSURD,
-    NO_TAG,
     amax_of_floats,
     format_of,
     is_scaled,
@@ -99,38 +98,9 @@ def _by_tensor(
     """The step on a CPU."""
     states = [state._replace(grad=plain(state.grad)) for state in states]
     steps = [_step(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
-    largest = [jnp.max(amax) for _, amaxes, _ in steps for amax in amaxes]
-    ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
-    pairs = zip(states, steps, strict=True)
-    lost = [
-        _is_lost(state.grad.scale, jnp.stack([*map(jnp.max, step[1])]))
-        for state, step in pairs
-        if is_scaled(state.grad)
-    ]
-    is_lost = jnp.any(jnp.stack(lost)) if lost else None
-    ok = ok if is_lost is None else ok & ~is_lost
+    ok, is_lost = faults_by_tensor([state.grad for state in states], [amaxes for _, amaxes, _ in steps])
     every = zip(states, steps, _each(seeds, states), strict=True)
     return [_write(state, *step, ok, is_lost, seed, rounding) for state, step, seed in every], ok
-
-
-def _is_lost(scales: jax.Array, amaxes: jax.Array) -> jax.Array:
-    """Whether a gradient on these scales lost its tag, and is not zero: its parameter's amaxes tell."""
-    return jnp.any(scales == NO_TAG) & ~(jnp.max(amaxes) < ABSURD)
-
-
-def _fault(amaxes: jax.Array, scales: jax.Array, of_grads: np.ndarray, checks: np.ndarray) -> jax.Array:
-    """0 if the step can be taken, 1 for inf or NaN, 2 if a gradient `_is_lost`: int32 of shape ().
-
-    One reduction, because a GPU starts a kernel for each. See `places_of_old` for the indices.
-    """
-    n = len(amaxes)
-    is_grad = np.arange(n + len(checks)) >= n
-    seen = amaxes[np.concatenate([np.arange(n), checks])]
-    fault = jnp.where(seen < jnp.inf, 0, 1)
-    if len(of_grads):
-        is_lost = (scales[np.concatenate([np.zeros(n, int), of_grads])] == NO_TAG) & ~(seen < ABSURD)
-        fault = jnp.where(is_grad & is_lost, 2, fault)
-    return jnp.max(fault)
 
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
@@ -177,7 +147,7 @@ def _all_at_once(
         # Not every all-reduce propagates NaN.
         amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), shards.axis_name)
     places, of_grads, checks = places_of_old(states)
-    fault = _fault(amaxes, packed[0], of_grads, checks)
+    fault = fault_of(amaxes, packed[0], of_grads, checks)
     nodes = [stored for state in states for stored in quantized_arrays(state)]
     limits = [
         np.full(scale_size(stored), 1.0 if stored is None else format_of(stored).max) for stored in nodes
