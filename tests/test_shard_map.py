@@ -90,8 +90,7 @@ def distances(got, want):
     return {name: float(jnp.linalg.norm(got[name] - w) / jnp.linalg.norm(w)) for name, w in want.items()}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("recipe", STATELESS)
+@pytest.mark.parametrize("recipe, check_vma", [*((recipe, True) for recipe in STATELESS), ("current", False)])
 def test_shard_map_on_one_device(recipe, check_vma, optimized):
     """The results are those without shard_map."""
 
@@ -106,10 +105,14 @@ def test_shard_map_on_one_device(recipe, check_vma, optimized):
 
 
 @pytest.mark.parametrize(
-    ("split", "devices", "check_vma"),
-    [(batch_split, 8, True), (batch_split, 8, False), (tensors_split, 2, True)],
+    ("recipe", "split", "devices", "check_vma"),
+    [
+        *((recipe, batch_split, 8, True) for recipe in STATELESS),
+        ("block", batch_split, 8, False),
+        ("current", tensors_split, 2, True),
+        ("mxfp8", tensors_split, 2, True),
+    ],
 )
-@pytest.mark.parametrize("recipe", STATELESS)
 def test_on_many_devices_gradients_are_those_of_the_whole_batch(recipe, split, devices, check_vma):
     def fn(params, x):
         return routed(params, scanned(params, product(params, x)))
