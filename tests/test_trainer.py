@@ -458,10 +458,22 @@ def test_it_starts_from_a_plain_model():
         {"params": jax.random.key(5), "dropout": jax.random.key(6)}, rows(4)["tokens"][:, :-1]
     )
     trainer = Trainer(Plain(), loss, TrainConfig(per_device_train_batch_size=4), rows(1))
-    state = trainer.init(plain)
-    found = trainer.model.dequantize(state.variables)["params"]
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain["params"]), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2**-10, atol=1e-7)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        checkpoint = jax.tree.map(lambda x, to=dtype: x.astype(to), {**plain, "sown": {"x": jnp.ones(2)}})
+        state = trainer.init(checkpoint)
+        # A step is compiled for these.
+        assert jax.tree.structure(state) == jax.tree.structure(trainer.like)
+        for leaf, like in zip(*map(jax.tree.leaves, (state, trainer.like)), strict=True):
+            assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
+        found = trainer.model.dequantize(state.variables)["params"]
+        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(checkpoint["params"]), strict=True):
+            np.testing.assert_allclose(mine, theirs.astype(np.float32), rtol=2**-10, atol=1e-7)
+
+
+def test_an_nnx_module_brings_its_parameters():
+    trainer = Trainer(Small(nnx.Rngs(0)), loss, TrainConfig(per_device_train_batch_size=4), rows(1))
+    with pytest.raises(TypeError, match="`plain`: expected None, for an NNX module brings its .*got a dict"):
+        trainer.init({"params": {}})
 
 
 @pytest.mark.parametrize("recipe, policy", [("bf16", "dots_fp8"), ("te", "dots_fp8_inputs")])

@@ -171,14 +171,14 @@ class Trainer:
         """The first state, on the devices; master weights start from plain weights, before they are rounded.
 
         Args:
-            plain: variables of the untransformed Linen module to start from, as a checkpoint has them; an NNX
-                module brings its own.
+            plain: variables of the untransformed Linen module to start from, of any float dtype, as a
+                checkpoint has them; an NNX module brings its own.
         """
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self._rows(1)))
         state = self._compiled_init(self.key, zeros)
         if plain is not None:
             restart = jax.jit(self._first_state, out_shardings=self._compiled_init.output_shardings)
-            state, plain = restart(self.model.quantize(plain, state.variables)), plain[PARAMS]
+            state, plain = restart(self.network.from_plain(plain, state.variables)), plain[PARAMS]
         return self._with_masters(state, plain, zeros) if self._has_masters else state
 
     def step(self, state: State, batch: PyTree) -> tuple[State, StepMetrics]:

@@ -126,6 +126,11 @@ class _Linen(_Network):
         """The parameters of the untransformed model that `init` rounds to the recipe's formats."""
         return self._initialized(key, batch, [], self.model.plain())[PARAMS]
 
+    def from_plain(self, plain: Mapping[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+        """The variables of the untransformed module, with the collections, formats and dtypes of `like`."""
+        variables = self.model.quantize(plain, like)
+        return jax.tree.map(lambda to, x: x.astype(to.dtype), like, {name: variables[name] for name in like})
+
     def placed(self, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables as ZeRO shards them."""
         return variables if self.zero is None else self.zero.place(variables)
@@ -240,6 +245,12 @@ class _NNX(_Network):
     def plain_params(self, key: PRNGKeyArray, batch: PyTree) -> Any:
         del key, batch
         return self._plain
+
+    def from_plain(self, plain: PyTree, like: PyTree) -> Any:
+        raise TypeError(
+            f"`plain`: expected None, for an NNX module brings its parameters; got a {type(plain).__name__}. "
+            "Call nnx.update(module, parameters) before you give the module to Trainer."
+        )
 
     def placed(self, variables: PyTree) -> Any:
         if self.zero is None:
