@@ -26,6 +26,7 @@ from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, f
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run import checks
+from fp8jax.train.run.validation import validator
 from fp8jax.train.run_folder import RunMetadata
 
 FEATURES, WIDTH, STEPS = 32, 64, 12
@@ -69,7 +70,7 @@ def rows(count, seed=0):
 
 ROWS = rows(22)  # five batches an epoch, and two rows left over
 ABOUT = {"data": "22 rows of a list", "who": {"asked": "nobody"}}
-HELD_OUT = {"validation": rows(9, seed=1)}
+HELD_OUT = {"validation": rows(8, seed=1)}
 SETTINGS = {"recipe": "te", "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": STEPS}
 SETTINGS["statistics"] = False  # a program more to compile
 INTERVALS = {"logging_steps": 2, "eval_steps": 4, "save_steps": 5}
@@ -153,9 +154,9 @@ def test_a_run_leaves_what_it_did(alone):
     assert steps == ["step_00000005", "step_00000010", "step_00000012"]
     [model] = json.loads((run.folder / "result.json").read_text())["models"].values()
     assert model["training_losses"] == run.curves.loss and model["rows_per_second"] > 0
-    # Eight rows in two batches of four; the ninth fills none.
+    # In two batches of four.
     evaluate = trainer.evaluator(alone[1]["validation_loss"])
-    batch = jax.tree.map(lambda *rows: np.stack(rows), *HELD_OUT["validation"][:8])
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *HELD_OUT["validation"])
     assert run.curves.validation[-1][1] == pytest.approx(float(evaluate(run.state, batch)), rel=1e-6)
 
 
@@ -229,6 +230,21 @@ def test_an_evaluation_changes_nothing(alone):
     evaluate = trainer.evaluator(options["validation_loss"])
     assert float(evaluate(run.state, batch)) == float(evaluate(run.state, batch))
     assert bits(run.state) == before
+
+
+def test_a_validation_is_of_all_rows(alone):
+    """The loss does not depend on the size of a batch, which need not divide the rows."""
+    trainer, options, run = alone
+    other = copy.copy(trainer)
+    other.per_device = 6
+    held_out = rows(6, seed=1), rows(9, seed=1)
+    validate = [validator(each, held_out, None, options["validation_loss"]) for each in (trainer, other)]
+    of_4, of_6 = (each(run.state, is_last=True) for each in validate)
+    assert of_4 == pytest.approx(of_6, rel=1e-6)
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *held_out[1])
+    mean = float(trainer.evaluator(options["validation_loss"])(run.state, batch))
+    assert mean == pytest.approx(of_4, rel=1e-6)
+    assert validate[1](run.state) != pytest.approx(of_6, rel=1e-3)  # other rows
 
 
 def test_extra_lines_of_the_report(alone):

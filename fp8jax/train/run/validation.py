@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
-from fp8jax.train.data.loader import Loader, Source
+from fp8jax.train.data.loader import Examples, Loader, Source
 from fp8jax.train.step.network import Loss, State
 from fp8jax.train.trainer import Trainer
 
@@ -17,7 +18,11 @@ def validator(
     transform: Callable[[Any], Any] | None,
     loss: Loss | None,
 ) -> Callable[..., float] | None:
-    """A function of a state, the mean loss of the first source, or after the last step of the second."""
+    """A function of a state, the mean loss of the first source, or after the last step of the second.
+
+    It evaluates batches of a microbatch's rows, and a smaller one of the rows that are left; all but up to
+    devices - 1 rows. `most` is of the batches of whole size.
+    """
     if (sources[0] is None) != (loss is None):
         raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
     if loss is None:
@@ -29,10 +34,17 @@ def validator(
 
     def validate(state: State, *, is_last: bool = False, most: int | None = None) -> float:
         source: Any = sources[is_last]
-        rows = min(trainer.per_device, len(source) // devices) * devices
+        shared = len(source) // devices * devices
+        rows = min(trainer.per_device * devices, shared)
         with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
             # One after the other: a queue of batches would take the memory of the next step.
             losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
-        return float(np.mean(losses))
+        weights = [rows] * len(losses)
+        if rest := shared % rows:
+            examples = Examples(source, transform)
+            last = [examples[i] for i in range(shared - rest, shared)]
+            losses.append(float(evaluate(state, jax.tree.map(lambda *leaves: np.stack(leaves), *last))))
+            weights.append(rest)
+        return float(np.average(losses, weights=weights))
 
     return validate
