@@ -261,6 +261,7 @@ BAD = [
     (["--out", "taken"], "taken holds a run already: add --resume to go on with it"),
     (["--out", "short.txt"], "short.txt is a file"),
     (["--out", "taken", "--resume", "--recipe", "te"], "has --recipe O2, not te; leave --recipe as it was"),
+    (["--out", "taken", "--resume", "--batch", "24"], "has --batch 12, not 24; leave --batch as it was"),
     (["--out", "taken", "--resume", "--data", "other.txt"], "began with other data"),
     (["--out", "nothing", "--resume"], "--resume found no run in nothing; give the folder of one, or add"),
     (["--data", "binary"], "--data binary is a binary file"),
@@ -272,7 +273,7 @@ BAD = [
 
 @pytest.mark.parametrize("argv, says", BAD, ids=[" ".join(argv) for argv, _ in BAD])
 def test_bad_input_is_one_line_and_writes_nothing(program, folder, capsys, argv, says):
-    began = RunMetadata({"recipe": "O2", "steps": 5}, "of this run")
+    began = RunMetadata({"recipe": "O2", "steps": 5, "batch": 12, "rows": 12}, "of this run")
     files = {
         "short.txt": "too short to fill a batch",
         "empty.txt": "",

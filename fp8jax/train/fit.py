@@ -112,9 +112,10 @@ def fit(
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, settings)
             examples = Examples(source, transform)
-            checks.check_rows(trainer, examples, folder, found)
+            checks.check_rows(trainer, examples)
             now = RunMetadata(settings, examples.fingerprint())
             run_folder.check_same(folder, found, now, fixed_options(type(options)))
+            checks.check_batches(trainer, folder, found)
             batches = trainer.loader(source, transform, shuffle=shuffle)
             opened.enter_context(contextlib.closing(batches))
             sources = validation, validation if final_validation is None else final_validation

@@ -127,13 +127,17 @@ def _first_of_streak(curves: Curves) -> int:
     return first
 
 
-def check_rows(trainer: Trainer, examples: Examples, folder: pathlib.Path, found: RunMetadata) -> None:
-    """Raises ValueError if the rows do not fit the trainer, or the trainer's batches not the run's."""
+def check_rows(trainer: Trainer, examples: Examples) -> None:
+    """Raises ValueError if the rows do not fit the trainer."""
     if not len(examples):
         raise ValueError("`source` is empty")
     trainer.check(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((trainer.rows, *x.shape), x.dtype), examples[0])
     )
+
+
+def check_batches(trainer: Trainer, folder: pathlib.Path, found: RunMetadata) -> None:
+    """Raises ValueError if the trainer's batches have another number of rows than the run's."""
     rows = found.settings.get("rows", trainer.rows)
     if rows != trainer.rows:
         raise ValueError(
