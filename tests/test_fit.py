@@ -488,6 +488,31 @@ def test_a_wrong_batch_is_told_by_the_first_array_that_differs(trainer, batch, s
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    "result, got",
+    [
+        (lambda errors: (errors.mean(), {"most": 1.0}), r"\(.*float32\[\]'?, \{'most': '1.0'\}\)"),
+        (lambda errors: errors.mean(axis=1), r"float32\[4\]"),
+    ],
+)
+def test_a_loss_is_a_scalar(alone, tmp_path, result, got):
+    """Of a validation and of a training; the run's folder stays free."""
+    trainer, options, _ = alone
+
+    def errors(model, batch):
+        return result(batch["y"] ** 2)
+
+    of_run = {**options, "validation_loss": errors}
+    says = "expected a scalar as its result, the mean over the rows of the batch; got"
+    with pytest.raises(TypeError, match=f"`validation_loss`: {says} {got}. Return the mean alone"):
+        fit(at(trainer, tmp_path / "run"), ROWS, **of_run)
+    example = jax.tree.map(lambda x: x[None], ROWS[0])
+    config = TrainConfig(**SETTINGS, output_dir=str(tmp_path / "run"))
+    with pytest.raises(TypeError, match=f"`loss`: {says} {got}. Return the mean alone"):
+        fit(Trainer(Linen(), errors, config, example), ROWS)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("source", [dict(enumerate(ROWS)), iter(ROWS)])
 def test_a_source_without_numbers_is_refused(trainer, source):
     with pytest.raises(TypeError, match="`source`: expected examples by number, such as a list"):

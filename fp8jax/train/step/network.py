@@ -31,6 +31,7 @@ from fp8jax.gradients import apply_updates
 from fp8jax.inspect.numerics import Statistics, statistics
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
+from fp8jax.train.step.loss_check import checked
 from fp8jax.variables import OURS, PARAMS, SCALING
 
 Loss = Callable[[Any, PyTree], Float[Array, ""]]
@@ -74,7 +75,7 @@ class _Network:
     """The part that is the same for Linen and NNX."""
 
     def __init__(self, loss: Loss, microbatches: int, zero: Zero | None) -> None:
-        self.loss, self.microbatches, self.zero = loss, microbatches, zero
+        self.loss, self.microbatches, self.zero = checked(loss, "loss"), microbatches, zero
 
     def on_one_device(self) -> Any:
         """The same functions without ZeRO."""
@@ -160,7 +161,7 @@ class _Linen(_Network):
 
     def evaluate(self, loss: Loss, variables: PyTree, batch: PyTree) -> Float[Array, ""]:
         """The loss of a batch by another loss function; the variables stay as they are."""
-        return loss(functools.partial(self.model.apply, variables), batch)
+        return checked(loss, "validation_loss")(functools.partial(self.model.apply, variables), batch)
 
     def statistics(self, variables: PyTree, batch: PyTree, recipes: Iterable[Recipe]) -> Statistics:
         """Statistics of the operands of the loss under these recipes, see `fp8jax.statistics`."""
@@ -275,7 +276,7 @@ class _NNX(_Network):
         return nnx.split(model)[1]
 
     def evaluate(self, loss: Loss, variables: PyTree, batch: PyTree) -> Float[Array, ""]:
-        return loss(self._module(variables), batch)
+        return checked(loss, "validation_loss")(self._module(variables), batch)
 
     def statistics(self, variables: PyTree, batch: PyTree, recipes: Iterable[Recipe]) -> Statistics:
         return statistics(self.loss, recipes)(self._module(variables), batch)
