@@ -16,6 +16,7 @@ from fp8jax.dot import init_ragged_state, init_state
 from fp8jax.scaling.delayed import without_one
 from fp8jax.train import checkpoint, run_folder
 from fp8jax.train.metrics import ScaleMetrics
+from fp8jax.train.step.network import State
 
 
 def make_state(seed=0):
@@ -295,3 +296,19 @@ def test_checkpoint_of_another_model(saved, change):
     with pytest.raises(ValueError) as caught:
         checkpoint.restore(saved, like=change(make_state()))
     assert "is of another model or recipe" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "began, now, says",
+    [
+        (2, 1, "has a twin; got a run without `twin`; resume as the run began"),
+        (1, 2, "has no twin; got a run with `twin`; resume as the run began"),
+        (2, 3, r"has a twin of another model or recipe: its \[1\]\.variables\['w'\] is float32\[2\], this"),
+    ],
+)
+def test_checkpoint_with_another_twin(tmp_path, began, now, says):
+    twin = State(jnp.int32(2), {"w": jnp.ones(2)}, {})
+    runs = {1: [twin], 2: [twin, twin], 3: [twin, twin._replace(variables={"w": jnp.ones(3)})]}
+    checkpoint.save(tmp_path, 2, runs[began])
+    with pytest.raises(ValueError, match=says):
+        checkpoint.restore(tmp_path, like=runs[now])

@@ -35,6 +35,7 @@ from fp8jax.train.errors import need
 ocp = need("orbax.checkpoint")
 
 KEPT = 3
+_TWIN = "[1].step"  # an array of the second model of a run
 _REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
 
 
@@ -302,12 +303,16 @@ def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) 
         raise ValueError(f"{path} is of another run, with other settings or data; move it away and resume")
     found, expected = content["arrays"], _arrays(like)
     found = {name: found[name] for name in found if not name.endswith(f"[{OLD!r}]")}
+    if (has_twin := _TWIN in found) != (_TWIN in expected):
+        there, here = ("a twin", "without `twin`") if has_twin else ("no twin", "with `twin`")
+        raise ValueError(f"{path} has {there}; got a run {here}; resume as the run began")
     for name in sorted(found.keys() | expected.keys()):
         there, here = found.get(name, "nothing"), expected.get(name, "nothing")
         if there != here:
+            verb = "has a twin" if _TWIN in found and name.startswith(_TWIN[:3]) else "is"
             raise ValueError(
-                f"{path} is of another model or recipe: its {name} is {there}, this run's is {here}; resume "
-                "with the settings that the run began with"
+                f"{path} {verb} of another model or recipe: its {name} is {there}, this run's is {here}; "
+                "resume with the settings that the run began with"
             )
 
 
