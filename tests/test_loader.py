@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.train import Loader, TokenFile, checkpoint, prefetch_to_device, write_tokens
+from fp8jax.train import BadInput, Loader, TokenFile, checkpoint, prefetch_to_device, write_tokens
 
 
 def numbers(loader, count=None):
@@ -169,6 +169,22 @@ def test_what_is_no_array_is_refused(example):
     """Grain alone takes None for an example that a filter took away, and looks for the next one, for ever."""
     with pytest.raises(TypeError, match="an example must be an array"):
         next(Loader([example] * 5, batch=2, seed=0))
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"x": np.ones(2), "y": 0}, r"shape \(3,\) at row 7\['x'\], as in row 0; got shape \(2,\)\. Leave"),
+        ({"x": np.ones(3)}, r"shape \(\) at row 7\['y'\], as in row 0; got no array\."),
+        ({"x": np.ones(3), "y": 0, "z": 0}, r"no array at row 7\['z'\], as in row 0; got shape \(\)"),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_row_of_another_shape(row, says, batch):
+    source = [{"x": np.ones(3), "y": i} for i in range(12)]
+    source[7] = row
+    with pytest.raises(BadInput, match=f"`source`: expected {says}"):
+        list(Loader(source, batch=batch, seed=0, epochs=1))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from fp8jax.train.errors import need
+from fp8jax.train.errors import BadInput, need
 
 
 class Source(Protocol):
@@ -49,7 +49,8 @@ class Loader:
     the transform must pickle. Workers do not touch JAX's accelerators.
 
     Args:
-        source: examples by number, all of the same shapes and dtypes.
+        source: examples by number, all of the same shapes and dtypes; reading raises `BadInput` for one of
+            another shape than example 0.
         batch: examples in a batch, over all processes.
         seed: of the order, any whole number >= 0.
         workers: processes that read. 0 reads in a thread of this process.
@@ -191,11 +192,31 @@ class Examples:
                 f"{type(source).__name__}"
             )
         self._source, self._transform = source, transform
+        self._first: Any = None  # the structure of example 0
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
+        """Example number `index`.
+
+        Raises:
+            BadInput: it has other arrays or shapes than example 0.
+        """
+        if self._first is None:
+            self._first = _structure(self._arrays(0))
+        example = self._arrays(index)
+        if _structure(example) != self._first:
+            first, other = map(_shapes, (self._arrays(0), example))
+            name = min((path for path, _ in first.items() ^ other.items()), default="")
+            expected, got = (shapes.get(name, "no array") for shapes in (first, other))
+            raise BadInput(
+                f"`source`: expected {expected} at row {index}{name}, as in row 0; got {got}. Leave the row "
+                "out, or make all rows alike with `transform`."
+            )
+        return example
+
+    def _arrays(self, index: int) -> Any:
         example = self._source[index]
         return _as_arrays(example if self._transform is None else self._transform(example))
 
@@ -206,6 +227,17 @@ class Examples:
         for array in jax.tree.leaves([self[0], self[len(self) - 1]]):
             digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
         return digest.hexdigest()
+
+
+def _structure(example: Any) -> Any:
+    """Equal for examples that fit into one batch."""
+    leaves, structure = jax.tree.flatten(example)
+    return structure, [array.shape for array in leaves]
+
+
+def _shapes(example: Any) -> dict[str, str]:
+    leaves = jax.tree.leaves_with_path(example)
+    return {jax.tree_util.keystr(path): f"shape {array.shape}" for path, array in leaves}
 
 
 def _as_arrays(example: Any) -> Any:
