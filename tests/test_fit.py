@@ -550,6 +550,11 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
         (rows(22, seed=3), {"output": "taken", "resume": True}, "began with other data; give that"),
         (ROWS[:21], {"output": "taken", "resume": True}, "began with other data; give that"),
         (
+            [ROWS[0], *rows(20, seed=3), ROWS[-1]],
+            {"output": "taken", "resume": True},
+            "began with other data; give that",
+        ),
+        (
             ROWS,
             {"about": {"at": pathlib.Path("x")}},
             "`about`: expected names with values that JSON can hold",

@@ -1,5 +1,6 @@
 """Batches: each example once an epoch, the same ones whoever reads them, and from anywhere on."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.train import BadInput, Loader, TokenFile, checkpoint, prefetch_to_device, write_tokens
+from fp8jax.train.data.loader import Examples
 
 
 def numbers(loader, count=None):
@@ -185,6 +187,20 @@ def test_a_row_of_another_shape(row, says, batch):
     source[7] = row
     with pytest.raises(BadInput, match=f"`source`: expected {says}"):
         list(Loader(source, batch=batch, seed=0, epochs=1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 1000])
+def test_a_fingerprint(count):
+    """Other examples between the first and the last change it. Runs of 0.1.0 have one of these two."""
+    data = np.arange(count)
+    found = Examples(data, None).fingerprint()
+    assert Examples(list(data), None).fingerprint(found) == found
+    other = data.copy()
+    other[1:-1] = -1
+    assert (Examples(other, None).fingerprint(found) == found) == (count < 3)
+    ends = b"".join(b"int64()" + data[i].tobytes() for i in (0, -1))
+    old = hashlib.sha256(str(count).encode() + ends).hexdigest()
+    assert Examples(data, None).fingerprint(old) == old
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -113,7 +113,7 @@ def fit(
             found = run_folder.read(folder, settings)
             examples = Examples(source, transform)
             checks.check_rows(trainer, examples)
-            now = RunMetadata(settings, examples.fingerprint())
+            now = RunMetadata(settings, examples.fingerprint(found.data))
             run_folder.check_same(folder, found, now, fixed_options(type(options)))
             checks.check_batches(trainer, folder, found)
             batches = trainer.loader(source, transform, shuffle=shuffle)
