@@ -405,6 +405,19 @@ def test_rows_have_the_dtypes_of_arrays_on_a_device():
         trainer.check({"x": np.ones((2, 4), np.int64)})
 
 
+def test_tensors_of_torch_are_batches():
+    torch = pytest.importorskip("torch")
+    batch = {"x": torch.arange(8, dtype=torch.float64).reshape(2, 4)}
+    config = TrainConfig(recipe="fp32", per_device_train_batch_size=2)
+    of_mean = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
+    trainer = Trainer(nn.Dense(4), of_mean, config, batch)
+    expected = trainer.evaluator(of_mean)(trainer.init(), {"x": batch["x"].numpy()})
+    assert trainer.evaluator(of_mean)(trainer.init(), batch) == expected
+    assert trainer.step(trainer.init(), batch)[1].loss == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(ValueError, match=r"expected float32\[2,4\], .*; got int32\[2,4\]"):
+        trainer.step(trainer.init(), {"x": batch["x"].long()})
+
+
 def test_nnx():
     trainer, state, losses = trained(Small(nnx.Rngs(0)), recipe="te")
     assert losses[2] < losses[0]

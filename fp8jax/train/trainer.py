@@ -186,7 +186,7 @@ class Trainer:
 
         Args:
             state: from `init` or the step before.
-            batch: arrays of `rows` rows, on the host or as `placement.put` gives them.
+            batch: arrays of `rows` rows, on the host (NumPy's, torch's tensors) or as `put` gives them.
 
         Raises:
             ValueError: the batch is not like the example, or of another size.
@@ -196,7 +196,7 @@ class Trainer:
 
     def put(self, batch: PyTree) -> PyTree:
         """A batch of the host on the devices."""
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.placement.put(x), batch)
+        return jax.tree.map(self.placement.put, batch)
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""

@@ -36,7 +36,7 @@ def _described(tree: PyTree) -> dict[str, str]:
         if not hasattr(leaf, "dtype"):
             return f"a {type(leaf).__name__}"
         shape = ",".join(map(str, np.shape(leaf)))
-        return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)}[{shape}]"
+        return f"{_dtype(leaf)}[{shape}]"
 
     def is_leaf(node: Any) -> bool:
         """Also None, and lists of numbers, which are no arrays."""
@@ -49,6 +49,10 @@ def _described(tree: PyTree) -> dict[str, str]:
 
 def shapes_of(tree: PyTree) -> PyTree:
     """Shapes and dtypes, as arrays have them on a device: float32 for NumPy's float64."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _dtype(x)), tree)
+
+
+def _dtype(x: Any) -> Any:
+    is_known = isinstance(x, jax.Array) or isinstance(x.dtype, np.dtype)
+    # A tensor of torch has a dtype of torch.
+    return jax.dtypes.canonicalize_dtype(x.dtype if is_known else np.asarray(x).dtype)

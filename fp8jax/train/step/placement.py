@@ -43,9 +43,12 @@ class Placement(NamedTuple):
             return compiled
         return lambda *args: jax.block_until_ready(compiled(*args))
 
-    def put(self, batch: np.ndarray) -> jax.Array:
-        """The batch on the devices; every process has all of it and gives its devices their rows."""
-        return jax.make_array_from_callback(batch.shape, self.by_rows, lambda index: batch[index])
+    def put(self, batch: Any) -> jax.Array:
+        """An array on the devices; every process has all of it and gives its devices their rows."""
+        if isinstance(batch, jax.Array):
+            return batch
+        array = np.asarray(batch)
+        return jax.make_array_from_callback(array.shape, self.by_rows, lambda index: array[index])
 
 
 def place(devices: Sequence[Any]) -> Placement:
