@@ -459,6 +459,27 @@ def test_flax_serialization_keeps_every_bit(recipe):
             serialization.from_bytes(other, serialization.to_bytes(variables))
 
 
+def test_flax_serialization_of_another_model_or_recipe():
+    """A plain model's checkpoint, and moments of another recipe, are refused in one line."""
+    module, key, x = nn.Dense(64), jax.random.key(0), jnp.ones((4, 32))
+    plain, params = (model.init(key, x)["params"] for model in (module, fp8jax.transform(module, "fp8")))
+    got = r"expected \['data', 'scale'\] of a ScaledArray, .*; got float32\[32, 64\]\. "
+    with pytest.raises(ValueError, match=got + r".*model\.quantize\(plain, like=variables\)"):
+        serialization.from_bytes(params, serialization.to_bytes(plain))
+    with pytest.raises(ValueError, match=got):
+        serialization.from_state_dict(params, serialization.to_state_dict(plain))
+    te, fp8, one_byte = (
+        fp8jax.optim.adamw(1e-3, recipe).init(weights)
+        for recipe, weights in (("te", plain), ("fp8", params), ("fp8_6", params))
+    )
+    with pytest.raises(
+        ValueError, match=r"of a ScaledArray, .*; got float32\[64\]\. .*fp8jax\.optim\.convert"
+    ):
+        serialization.from_bytes(fp8, serialization.to_bytes(te))
+    with pytest.raises(ValueError, match=r"expected \['codes', .*; got \['"):
+        serialization.from_bytes(one_byte, serialization.to_bytes(fp8))
+
+
 def test_a_pickled_model_is_the_same_model(o2):
     model, variables, _ = o2
     out = model.apply(variables, TOKENS)  # a call caches programs, which no pickle holds

@@ -1,12 +1,14 @@
 """Flax's `TrainState` for scaled weights, scaling states and loss scales."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from flax import serialization
 from flax.training import train_state
 
 from fp8jax.gradients import apply_updates
+from fp8jax.gradients.keys import shown
 from fp8jax.optim.storage import STORAGES, Storage
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 from fp8jax.variables import PARAMS, SCALING, has_params
@@ -17,7 +19,19 @@ def _to_state(x: ScaledArray) -> dict[str, Any]:
     return {"data": data, "scale": _to_state(x.scale) if is_scaled(x.scale) else x.scale}
 
 
+def _check_parts(target: Any, names: set[str], state: Any) -> None:
+    """Raises ValueError if a state has no parts of these names, as one of another model or recipe."""
+    has_parts = isinstance(state, Mapping)
+    if not has_parts or not names <= state.keys():
+        raise ValueError(
+            f"`state`: expected {sorted(names)} of a {type(target).__name__}, as the target has them; got "
+            f"{sorted(state) if has_parts else shown(state)}. Restore into variables and states like those "
+            "that were saved, then call `model.quantize(plain, like=variables)` or `fp8jax.optim.convert`."
+        )
+
+
 def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+    _check_parts(target, {"data", "scale"}, state)
     data, scale = state["data"], state["scale"]
     data = PackedE2M1(data) if isinstance(target.data, PackedE2M1) else data
     new = ScaledArray(data, _from_state(target.scale, scale) if is_scaled(target.scale) else scale)
@@ -34,8 +48,9 @@ def _storage_to_state(x: Storage) -> dict[str, Any]:
 
 
 def _storage_from_state(target: Storage, state: dict[str, Any]) -> Storage:
-    parts = _parts(target).items()
-    restored = {name: serialization.from_state_dict(part, state[name]) for name, part in parts}
+    parts = _parts(target)
+    _check_parts(target, set(parts), state)
+    restored = {name: serialization.from_state_dict(part, state[name]) for name, part in parts.items()}
     return dataclasses.replace(target, **restored)
 
 
