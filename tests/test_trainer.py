@@ -481,6 +481,8 @@ def test_it_starts_from_a_plain_model():
         found = trainer.model.dequantize(state.variables)["params"]
         for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(checkpoint["params"]), strict=True):
             np.testing.assert_allclose(mine, theirs.astype(np.float32), rtol=2**-10, atol=1e-7)
+    with pytest.raises(ValueError, match=r"`plain`: .*'BatchNorm_0/mean' has shape \(3,\), not \(64,\)"):
+        trainer.init({**plain, "batch_stats": jax.tree.map(lambda x: x[:3], plain["batch_stats"])})
 
 
 def test_an_nnx_module_brings_its_parameters():

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray, PyTree
 from fp8jax import adapters
 from fp8jax.adapters.adapter import adapter_of, framework_of
 from fp8jax.adapters.linen import LinenModel
+from fp8jax.adapters.linen.model import check_same, leaves_of
 from fp8jax.adapters.nnx import FP8State
 from fp8jax.adapters.nnx.gradient import tree_of
 from fp8jax.adapters.nnx.module import placed_kernels
@@ -130,6 +131,10 @@ class _Linen(_Network):
     def from_plain(self, plain: Mapping[str, Any], like: dict[str, Any]) -> dict[str, Any]:
         """The variables of the untransformed module, with the collections, formats and dtypes of `like`."""
         variables = self.model.quantize(plain, like)
+        for name in like:
+            check_same(
+                "plain", leaves_of("plain", variables, name), leaves_of("like", like, name), "the model"
+            )
         return jax.tree.map(lambda to, x: x.astype(to.dtype), like, {name: variables[name] for name in like})
 
     def placed(self, variables: dict[str, Any]) -> dict[str, Any]:
