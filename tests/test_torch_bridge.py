@@ -31,6 +31,7 @@ from fp8jax_torch.bridge import (  # noqa: E402
     to_flax,
 )
 from fp8jax_torch.bridge.arrays import to_jax, to_torch  # noqa: E402
+from fp8jax_torch.optim.entries import entries_of, entry_of  # noqa: E402
 
 WIDTH, OUT = 32, 48
 HIDDEN = 2 * WIDTH
@@ -537,11 +538,10 @@ def torch_adam(model, recipe, step=3, skipped=2):
 
     def put(state, name, format, shape, seed):
         codes = noise(shape, format.dtype, seed)
-        state[name] = torch.from_numpy(codes.view(f"u{codes.itemsize}")).view(
-            getattr(torch, str(codes.dtype))
-        )
-        if format.bits < 32:
-            state[f"{name}_scale"] = torch.tensor(2.0**seed)
+        new = torch.from_numpy(codes.view(f"u{codes.itemsize}")).view(getattr(torch, str(codes.dtype)))
+        if format.bits < 32 and name != "remainder":
+            new = ScaledTensor(new, torch.tensor(2.0**seed))
+        state |= entries_of(name, new)
 
     for seed, parameter in enumerate(model.parameters()):
         state = optimizer.state[parameter] = {"step": torch.tensor(float(step))}
@@ -552,7 +552,6 @@ def torch_adam(model, recipe, step=3, skipped=2):
             put(state, "master", formats.get(recipe.master_weight), tuple(parameter.shape), seed)
         if recipe.rounding[1] == "kahan" and isinstance(parameter, ScaledTensor):
             put(state, "remainder", formats.E4M3, tuple(parameter.shape), seed)
-            del state["remainder_scale"]
     if recipe.rounding != fp8jax.Recipe.O2.rounding:
         optimizer.param_groups[0]["seed"] = 2**40 + 2**31 + 7
     return optimizer
@@ -573,7 +572,8 @@ def test_optimizer_round_trip(layout, recipe):
     assert state[1].adam.count == 3 and state[1].skipped == 2 and state[0].count == 5
     assert state[1].adam.count.dtype == state[1].skipped.dtype == jnp.int32
     mu = state[1].adam.mu["last"]["kernel"]
-    codes = optimizer.state[model.last.weight]["exp_avg"]
+    moment = entry_of(optimizer.state[model.last.weight], "exp_avg")
+    codes = moment.codes if isinstance(moment, ScaledTensor) else moment
     assert (
         bits(mu.data if is_scaled(mu) else mu)[2]
         == codes.t().contiguous().view(torch.uint8).numpy().tobytes()

@@ -5,10 +5,11 @@ import io
 
 import pytest
 import torch
-from fp8jax_torch import ScaledTensor, dequantize, prepare, quantize, transform
+from fp8jax_torch import ScaledTensor, dequantize, optim, prepare, quantize, transform
 from fp8jax_torch.linear import FP8
 from fp8jax_torch.mixins import mixed
 from fp8jax_torch.optim import AdamW
+from fp8jax_torch.optim.entries import entry_of
 from fp8jax_torch.safetensors_keys import split
 from fp8jax_torch.scaled import value
 from torch import nn
@@ -241,6 +242,59 @@ def test_a_state_with_scales_is_no_state_of_torchs_optimizer(level):
     train(*trained)
     with pytest.raises(ValueError, match="`state_dict`: .* got exp_avg.*_scale, .*another recipe"):
         optimizer.load_state_dict(trained[1].state_dict())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "fp8"])
+def test_torchs_optimizer_finds_no_moments_in_codes(level):
+    """A plain optimizer of torch checks no names as it loads, so its step must find none."""
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    plain = dequantize(model)
+    torchs = torch.optim.AdamW(plain.parameters(), 1e-2)
+    torchs.load_state_dict(optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(plain, torchs, 1)
+
+
+@pytest.mark.parametrize("level", ["te", "O2", "O3", "fp8"])
+def test_torchs_optimizer_continues_from_dequantized_moments(level):
+    model, optimizer = prepared(level)
+    train(model, optimizer, 5)
+    plain = dequantize(model)
+    torchs = torch.optim.AdamW(plain.parameters())
+    torchs.load_state_dict(optim.dequantize(optimizer.state_dict()))
+    assert torchs.param_groups[0]["lr"] == 1e-2 and "seed" not in torchs.param_groups[0]
+    for parameter, own in zip(plain.parameters(), model.parameters(), strict=True):
+        state, entries = torchs.state[parameter], optimizer.state[own]
+        second = value(entry_of(entries, "exp_avg_sq"))
+        second = value(entry_of(entries, "exp_avg_sq_root")) ** 2 if second is None else second
+        assert torch.equal(state["exp_avg"], value(entry_of(entries, "exp_avg")))
+        assert torch.equal(state["exp_avg_sq"], second)
+    train(plain, torchs, 1)
+    train(model, optimizer, 1)
+    assert torchs.state[plain[0].weight]["step"] == 6
+    weight, own = plain[0].weight.detach(), value(model[0].weight.detach())
+    assert (weight - own).norm() < 0.04 * own.norm()  # E4M3 rounds by 2.6%
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "fp8"])
+def test_states_with_older_names_load(level):
+    """Codes had the names of plain entries."""
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    older = optimizer.state_dict()
+    older["state"] = {
+        number: {name.removesuffix("_codes"): entry for name, entry in state.items()}
+        for number, state in older["state"].items()
+    }
+    other, again = prepared(level)
+    again.load_state_dict(older)
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        old, new = optimizer.state[parameter], again.state[twin]
+        assert old.keys() == new.keys()
+        assert all(torch.equal(old[name].float(), new[name].float()) for name in old)
+    plain, same = (optim.dequantize(state) for state in (older, optimizer.state_dict()))
+    assert torch.equal(plain["state"][0]["exp_avg"], same["state"][0]["exp_avg"])
 
 
 def test_state_dicts_load_with_weights_only():

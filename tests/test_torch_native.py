@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fp8jax_torch import casts, dequantize, gemm, prepare, report, transform
 from fp8jax_torch.gemm import GEMMS, WGRAD, Operand, why_emulated
 from fp8jax_torch.matmul import matmul
+from fp8jax_torch.optim.entries import entry_of
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 from fp8jax_torch.scaling import ScalingState
 from torch import nn
@@ -308,20 +309,23 @@ def test_recipe_columns_are_the_stored_formats(level):
     stored = {
         "weight": model.up.weight.detach(),
         "weight_grad": model.up.weight.grad,
-        "exp_avg": state["exp_avg"],
-        "exp_avg_sq": state["exp_avg_sq"],
+        "exp_avg": entry_of(state, "exp_avg"),
+        "exp_avg_sq": entry_of(state, "exp_avg_sq"),
     }
     wanted = dict(zip(stored, (recipe.weight, recipe.weight_grad, *recipe.moments), strict=True))
     for name, tensor in stored.items():
-        dtype = tensor.codes.dtype if is_scaled(tensor) else tensor.dtype
-        assert casts.format_of(dtype).name == wanted[name], name
+        assert format_of(tensor) == wanted[name], name
     if recipe.master_weight != "-":
-        assert casts.format_of(state["master"].dtype).name == recipe.master_weight
+        assert format_of(entry_of(state, "master")) == recipe.master_weight
     # What is not of an FP8 layer stays float32, but for its moments.
     for parameter in (model.up.bias, model.norm.weight, model.lm_head.weight):
         assert not is_scaled(parameter)
         assert parameter.dtype == torch.float32
-        assert casts.format_of(optimizer.state[parameter]["exp_avg"].dtype).name == recipe.moments[0]
+        assert format_of(entry_of(optimizer.state[parameter], "exp_avg")) == recipe.moments[0]
+
+
+def format_of(x):
+    return casts.format_of(x.codes.dtype if is_scaled(x) else x.dtype).name
 
 
 def test_prepare_copies():
@@ -359,7 +363,7 @@ def test_prepared_optimizer_keeps_groups_and_state():
     assert own.param_groups[1]["betas"] == (0.8, 0.95)
     state, plain = own.state[model.up.weight], optimizer.state[net.up.weight]
     assert state["step"] == 3
-    got = state["exp_avg"].float() * state["exp_avg_scale"]
+    got = entry_of(state, "exp_avg").dequantize()
     torch.testing.assert_close(
         got, plain["exp_avg"], rtol=2**-4, atol=float(plain["exp_avg"].abs().max()) / 1e5
     )

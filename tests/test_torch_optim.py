@@ -14,6 +14,7 @@ import pytest
 import torch
 from fp8jax_torch import casts
 from fp8jax_torch.optim import Adam, AdamW
+from fp8jax_torch.optim.entries import entries_of, entry_of
 from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, quantize_gradient, value
 from torch import nn
 
@@ -56,16 +57,15 @@ def steps(case, *, freely):
             parameter.data = ScaledTensor(codes.clone(), scale.clone())
             for name, entry in ENTRIES.items():
                 codes, scale = recorded(case, name, step - 1)
-                tx.state[parameter][entry] = codes.clone()
-                if scale is not None:
-                    tx.state[parameter][entry + "_scale"] = scale.clone()
+                new = codes.clone() if scale is None else ScaledTensor(codes.clone(), scale.clone())
+                tx.state[parameter] |= entries_of(entry, new)
         parameter.grad = ScaledTensor(*recorded(case, "grad", step))
         tx.step()
         state = tx.state[parameter]
         after = {"w": (parameter.detach().codes.clone(), parameter.detach().scale.clone())}
         for name, entry in ENTRIES.items():
-            scale = state.get(entry + "_scale")
-            after[name] = (state[entry].clone(), None if scale is None else scale.clone())
+            x = entry_of(state, entry)
+            after[name] = (x.codes.clone(), x.scale.clone()) if is_scaled(x) else (x.clone(), None)
         yield step, after
 
 
@@ -137,7 +137,8 @@ def gradient(step, shape, *, narrow):
     return ScaledArray(jnp.asarray(codes), jnp.float32(q.scale.item())), q
 
 
-def as_jax(tensor, scale):
+def as_jax(x):
+    tensor, scale = (x.codes, x.scale) if is_scaled(x) else (x, None)
     size = tensor.dtype.itemsize
     array = tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]).numpy()
     array = array.view(casts.format_of(tensor.dtype).dtype)
@@ -185,10 +186,8 @@ def test_steps_equal_jaxs(recipe, make):
         if row.master_weight != "-":
             pairs["master"] = state.master
         for name, want in pairs.items():
-            check_same(as_jax(kept[name], kept.get(name + "_scale")), want, f"{name} of step {step}")
-        scaled = parameter.detach()
-        got = as_jax(scaled.codes, scaled.scale) if is_scaled(scaled) else as_jax(scaled, None)
-        check_same(got, w, f"weight of step {step}")
+            check_same(as_jax(entry_of(kept, name)), want, f"{name} of step {step}")
+        check_same(as_jax(parameter.detach()), w, f"weight of step {step}")
         put(kept, pairs, parameter, w)
 
 
@@ -202,9 +201,9 @@ def test_first_masters_equal_jaxs(recipe):
     w = fp8jax.quantize(jnp.asarray(plain), formats.E4M3, power_of_two=True)
     tx = fp8jax.optim.adamw(1e-2, recipe)
     state = fp8jax.optim.with_masters(tx.init(w), plain)
-    assert np.array_equal(as_jax(layer.weight.detach().codes, None), w.data)
+    assert np.array_equal(as_jax(layer.weight.detach().codes), w.data)
     kept = own.state[layer.weight]
-    got, want = as_jax(kept["master"], kept.get("master_scale")), state.master
+    got, want = as_jax(entry_of(kept, "master")), state.master
     jax.tree.map(np.testing.assert_array_equal, got, want)
     for start, loses in ((want, (0, 2.0**-11)), (tx.init(w).master, (0.02, 0.03))):
         lost = np.linalg.norm(fp8jax.quantization.value(start) - plain) / np.linalg.norm(plain)
@@ -219,10 +218,12 @@ def put(kept, pairs, parameter, w):
         return torch.from_numpy(array).view(like.dtype)
 
     for name, want in pairs.items():
-        is_narrow = isinstance(want, ScaledArray)
-        kept[name] = codes(want.data if is_narrow else want, kept[name])
-        if is_narrow:
-            kept[name + "_scale"] = torch.tensor(float(want.scale))
+        like = entry_of(kept, name)
+        if isinstance(want, ScaledArray):
+            new = ScaledTensor(codes(want.data, like.codes), torch.tensor(float(want.scale)))
+        else:
+            new = codes(want, like)
+        kept |= entries_of(name, new)
     if isinstance(w, ScaledArray):
         like = parameter.detach().codes
         parameter.data = ScaledTensor(codes(w.data, like), torch.tensor(float(w.scale)))
@@ -337,7 +338,7 @@ def test_state_of_torchs_adamw_loads():
     own.load_state_dict(torchs.state_dict())
     (state,) = own.state.values()
     assert state["step"] == 1
-    got = state["exp_avg"].float() * state["exp_avg_scale"]
+    got = entry_of(state, "exp_avg").dequantize()
     torch.testing.assert_close(got, torchs.state[plain]["exp_avg"], rtol=2**-4, atol=1e-6)
 
 

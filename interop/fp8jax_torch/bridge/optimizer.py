@@ -1,11 +1,12 @@
 """Adam's state, between a `torch.optim.Optimizer` and an optax state.
 
     torch, per parameter                                  optax, a tree each
-    exp_avg, exp_avg_scale                                adam.mu: ScaledArray, or array without a scale
-    exp_avg_sq, exp_avg_sq_scale                          adam.nu
-    exp_avg_sq_root, exp_avg_sq_root_scale                adam.nu, a tree of `Root`s
-    master, master_scale (where the recipe has masters)   master
+    exp_avg                                               adam.mu: array, or ScaledArray
+    exp_avg_sq                                            adam.nu
+    exp_avg_sq_root                                       adam.nu, a tree of `Root`s
+    master (where the recipe has masters)                 master
     remainder (where the recipe says "kahan")             remainder
+    NAME_codes, NAME_scale (quantized entries)            a ScaledArray
     step                                                  adam.count, one for all
     the groups' option `seed`, the upper 32 bits first    key
     the optimizer's attribute `skipped`                   skipped
@@ -29,10 +30,17 @@ from fp8jax.checkpoints import NameMap
 from fp8jax.checkpoints.tree import ROOT, Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.pairs import paired
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
-from fp8jax_torch.optim.adam import entries_of, entry_of
+from fp8jax_torch.optim.entries import (
+    ENTRIES,
+    FIRST,
+    SECOND,
+    SECOND_ROOT,
+    entries_of,
+    entry_of,
+    names_in,
+)
 from fp8jax_torch.scaled import ScaledTensor
 
-_ENTRIES = ("exp_avg", "exp_avg_sq", "exp_avg_sq_root", "master", "remainder")
 _OF_SOME = ("master", "remainder")  # entries that not every parameter has
 
 
@@ -61,7 +69,7 @@ def optimizer_to_flax(
     leaves: dict[Key, Any] = {}
     for entry, (prefix, suffix) in _places_in(tree, keys).items():
         below = tree.below(prefix, suffix)
-        tensors = {name: entry_of(state, entry) for name, state in states.items() if entry in state}
+        tensors = {name: entry_of(state, entry) for name, state in states.items() if entry in names_in(state)}
         pairs = paired(f"optimizer` ({entry}) and `like", tensors, mapping, below)
         new = leaves_of(tensors, pairs, below, share=False)
         leaves |= {(*prefix, *key, *suffix): leaf for key, leaf in new.items()}
@@ -154,8 +162,8 @@ def _keys_in(tree: Tree) -> dict[str, Key]:
 def _places_in(tree: Tree, keys: Mapping[str, Key]) -> dict[str, tuple[Key, Key]]:
     """For each of torch's entries how the keys of its leaves in an optax state begin and end."""
     is_root = any(key[-1] == ROOT for key in tree.leaves)
-    second = {"exp_avg_sq_root": (keys["nu"], (ROOT,))} if is_root else {"exp_avg_sq": (keys["nu"], ())}
-    return {"exp_avg": (keys["mu"], ()), **second, **{name: (keys[name], ()) for name in _OF_SOME}}
+    second = {SECOND_ROOT: (keys["nu"], (ROOT,))} if is_root else {SECOND: (keys["nu"], ())}
+    return {FIRST: (keys["mu"], ()), **second, **{name: (keys[name], ()) for name in _OF_SOME}}
 
 
 def _one(numbers: set[int], expected: str) -> int:
@@ -175,9 +183,8 @@ def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dic
 
 def _steps_of(states: Mapping[str, Mapping[str, Any]]) -> int:
     """The number of steps that each parameter took; raises ValueError for other states than Adam's."""
-    known = {"step", *_ENTRIES, *(f"{entry}_scale" for entry in _ENTRIES)}
     for name, state in states.items():
-        absent, unknown = {"step", "exp_avg"} - set(state), set(state) - known
+        absent, unknown = {"step", FIRST} - names_in(state), names_in(state) - ENTRIES
         if absent or unknown:
             got = f"{sorted(unknown)} too" if unknown else f"none of {sorted(absent)}"
             raise ValueError(

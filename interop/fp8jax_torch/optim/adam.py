@@ -16,7 +16,6 @@ References:
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,16 @@ from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
+from fp8jax_torch.optim.entries import (
+    ENTRIES,
+    FIRST,
+    SECOND,
+    SECOND_ROOT,
+    entries_of,
+    entry_of,
+    names_in,
+    with_codes,
+)
 from fp8jax_torch.optim.skipping import Skipping, largest
 from fp8jax_torch.optim.step import (
     REMAINDER_STEP,
@@ -39,9 +48,6 @@ from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
 # Gradients below this limit, squared, are far from float32's max.
 _SAFE = 2.0**60
-_SCALE = "_scale"
-_SECOND, _ROOT = "exp_avg_sq", "exp_avg_sq_root"
-_ENTRIES = {"step", "exp_avg", _SECOND, _ROOT, "master", "remainder"}
 
 
 class Adam(Skipping, torch.optim.Optimizer):
@@ -57,13 +63,14 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     State of a parameter:
         step: shape=(), float32: steps taken.
-        exp_avg, exp_avg_sq: the parameter's shape, in the moments' formats.
-        exp_avg_scale, exp_avg_sq_scale: shape=(), float32; only of quantized moments.
-        exp_avg_sq_root, exp_avg_sq_root_scale: instead of exp_avg_sq, its root, where the recipe says "root".
-        master, master_scale: the master weight; only of a parameter in E4M3, where the recipe has masters.
+        exp_avg, exp_avg_sq: the parameter's shape, float32.
+        exp_avg_sq_root: instead of exp_avg_sq, its root, where the recipe says "root".
+        master: the master weight; only of a parameter in E4M3, where the recipe has masters.
         remainder: the parameter's shape, E4M3 codes in sixteenths of the scale of the weight, or of the
             master weight: what rounding took from it; only where the recipe says "kahan". Of a plain bfloat16
             or float16 parameter int8, in 256ths of each weight's last bit.
+        NAME_codes, NAME_scale: instead of NAME, where the recipe has another format than float32: codes of
+            the parameter's shape, and the scale, shape=(), float32.
 
     Attributes: `skipped` and `has_skipped`, as in `Skipping`.
 
@@ -160,7 +167,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             parameter.is_of_adam = True
         state.setdefault("step", torch.zeros(()))
         for name, format in self._formats_of(parameter).items():
-            if name in state:
+            if entry_of(state, name) is not None:
                 continue
             if name in ("master", "remainder"):
                 self._versions[parameter] = _version(parameter)
@@ -177,12 +184,12 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     def _formats_of(self, parameter: torch.Tensor) -> dict[str, Format]:
         """The formats of the entries of a parameter's state."""
-        recipe, second = self.state_recipe, _ROOT if self.state_recipe.rounding[2] == "root" else _SECOND
+        recipe, second = self.state_recipe, SECOND_ROOT if self.state_recipe.rounding[2] == "root" else SECOND
         if recipe.moments[1] == "E4M4":
             raise ValueError(
                 "`recipe`: PyTorch has no E4M4 moments here; take moments=E5M2+FP16, as fp8 has."
             )
-        names: dict[str, str] = dict(zip(("exp_avg", second), recipe.moments, strict=True))
+        names: dict[str, str] = dict(zip((FIRST, second), recipe.moments, strict=True))
         if is_scaled(parameter):
             weight = casts.format_of(parameter.codes.dtype).name
             if recipe.master_weight != "-" and weight == recipe.weight:
@@ -215,7 +222,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             new = torch.where(is_stale, value(weight).float(), value(master))
             self._store(parameter, "master", new, self._formats_of(parameter)["master"])
         if remainder is not None:
-            factor = 1.0 if master is None else master.scale / state["master" + _SCALE]
+            factor = 1.0 if master is None else master.scale / entry_of(state, "master").scale
             rest = torch.where(is_stale, 0.0, casts.to_float(remainder) * factor)
             state["remainder"] = casts.cast(rest, formats.E4M3)
 
@@ -223,13 +230,11 @@ class Adam(Skipping, torch.optim.Optimizer):
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        has_high_precision = is_scaled(parameter) and state.keys() & {"master", "remainder"}
+        has_high_precision = is_scaled(parameter) and names_in(state) & {"master", "remainder"}
         if has_high_precision and self._versions.get(parameter) != _version(parameter):
             self._refresh(parameter)
-        second = _ROOT if _ROOT in state else _SECOND
-        mu, nu, *high_precision = (
-            entry_of(state, name) for name in ("exp_avg", second, "master", "remainder")
-        )
+        second = SECOND_ROOT if SECOND_ROOT in names_in(state) else SECOND
+        mu, nu, *high_precision = (entry_of(state, name) for name in (FIRST, second, "master", "remainder"))
         return ParamState(
             _contiguous(parameter.grad), mu, nu, _contiguous(parameter.detach()), *high_precision
         )
@@ -254,17 +259,18 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     def load_param_state(self, parameter: torch.Tensor, saved: dict[str, Any]) -> None:
         """Copies a parameter's saved state, rounded to the recipe's formats."""
-        wanted = self._formats_of(parameter)
-        for name in {"master", "remainder"} - set(saved):
+        saved, wanted = with_codes(saved), self._formats_of(parameter)
+        names = names_in(saved)
+        for name in {"master", "remainder"} - names:
             wanted.pop(name, None)
-        if unknown := {name.removesuffix(_SCALE) for name in saved} - _ENTRIES:
+        if unknown := names - ENTRIES:
             raise ValueError(
                 "`state_dict`: expected the state of an Adam or AdamW without amsgrad; got the entries "
                 f"{sorted(unknown)} too."
             )
         self.state[parameter] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
         for name, format in wanted.items():
-            source = name if name in saved else {_ROOT: _SECOND, _SECOND: _ROOT}[name]
+            source = name if name in names else {SECOND_ROOT: SECOND, SECOND: SECOND_ROOT}[name]
             entry = entry_of(saved, source)
             codes, has_scale = entry.codes if is_scaled(entry) else entry, _has_scale(name, format)
             if codes.shape != parameter.shape:
@@ -276,7 +282,7 @@ class Adam(Skipping, torch.optim.Optimizer):
                 continue
             plain = value(entry).to(parameter.device, torch.float32)
             if source != name:
-                plain = plain.sqrt() if name == _ROOT else plain.square()
+                plain = plain.sqrt() if name == SECOND_ROOT else plain.square()
             self._store(parameter, name, plain, format)
         if self._has_plain_remainder(parameter) and "remainder" in saved:
             remainder = torch.as_tensor(saved["remainder"])
@@ -291,6 +297,8 @@ class Adam(Skipping, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for parameter, entries in self.state.items():
+            self.state[parameter] = with_codes(entries)
         for group in self.param_groups:  # that torch's optimizer saved
             group.setdefault("seed", self.defaults["seed"])
         # The weights and masters of a copy are of the same step.
@@ -302,17 +310,6 @@ class AdamW(Adam):
 
     decoupled = True
     default_decay = 1e-2
-
-
-def entry_of(state: Mapping[str, Any], name: str) -> Any:
-    """An entry of a parameter's state: a plain tensor, a `ScaledTensor`, or None."""
-    scale = state.get(name + _SCALE)
-    return state.get(name) if scale is None else ScaledTensor(state[name], scale)
-
-
-def entries_of(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inverse of `entry_of`: what a parameter's state stores."""
-    return {name: x.codes, name + _SCALE: x.scale} if is_scaled(x) else {name: x}
 
 
 def _has_scale(name: str, format: Format) -> bool:
