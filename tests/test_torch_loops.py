@@ -447,6 +447,58 @@ def test_frozen_layers_have_scales_of_their_inputs():
     assert torch.equal(model[0].fp8.amax_history[:, :3], history)
 
 
+def test_frozen_layers_advance_where_gradients_end_before_the_backward():
+    """A frozen layer's amaxes are recorded by the forward, and a loss scaler skips no forward."""
+    model = net()
+    model[0].requires_grad_(False)
+    model, optimizer = prepare(model, sgd(model), "te")
+    for _ in range(2):
+        loss = model(X / 100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert model[0].fp8.amax_history[0, :3].tolist() == [(X / 100).abs().max()] * 2 + [0]
+    assert model[2].fp8.amax_history[2].count_nonzero() == 2
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    "make, recipe",
+    [
+        (torch.optim.AdamW, "te"),
+        (lambda parameters: torch.optim.AdamW(parameters, fused=True), "te"),
+        (lambda parameters: AdamW(parameters, recipe="te"), "te"),
+        (lambda parameters: AdamW(parameters, recipe="O3"), "O3"),
+    ],
+    ids=["torch", "fused", "own", "O3"],
+)
+def test_another_optimizer_advances_the_scales(make, recipe, copied):
+    """Once a step of two microbatches, also if gradients end before a backward and the writes are counted."""
+    model, _ = prepared(recipe)
+    model = copy.deepcopy(model) if copied else model
+    optimizer = make(model.parameters())
+    for factor in (1, 2, 3):
+        for part in (factor, 0.5):
+            loss = model(part * X).square().mean()
+            if part == factor and not optimizer.defaults.get("fused"):
+                optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        if optimizer.defaults.get("fused"):
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(9 * X)
+    largest = X.abs().max()
+    assert model[0].fp8.amax_history[0, :4].tolist() == [3 * largest, 2 * largest, largest, 0]
+
+
+@pytest.mark.parametrize("level", ["O3", "fp8"])
+def test_another_optimizer_without_masters_is_refused(level):
+    model, _ = prepared(level)
+    with pytest.raises(RuntimeError, match="fp8jax_torch.optim.AdamW"):
+        train(model, torch.optim.AdamW(model.parameters(), 1e-2), 3)
+
+
 def sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2)
 

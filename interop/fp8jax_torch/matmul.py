@@ -60,7 +60,7 @@ class _Matmul(torch.autograd.Function):
         lhs, rhs, scaling = Operand(x), _kernel(state, stored, in_out), state.scaling
         amaxes = scaling.amax(lhs), scaling.amax(rhs)
         if is_trained and not (has_dgrad or has_wgrad):
-            state.record(*amaxes, None)  # no backward will
+            state.record(*amaxes, None, has_backward=False)
         lhs, for_wgrad = _operands(state, LHS, lhs, amaxes[0], (True, has_wgrad), dtype)
         has_codes = scaling.weight_dtype is not None and not state.recipe.override_linear_precision[1]
         rhs, for_dgrad = _operands(state, RHS, rhs, amaxes[1], (True, has_dgrad and has_codes), dtype)

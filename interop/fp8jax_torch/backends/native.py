@@ -75,6 +75,7 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
         known = {*model.parameters(), *new}
         optimizer = skipping(_prepared(optimizer, recipe, new, known), Advancing)
         optimizer.scaling_states = _states(model)
+        model.register_forward_pre_hook(_AdvanceAfterOther())
     return base.Prepared(model, optimizer, rows, note(model))
 
 
@@ -177,8 +178,8 @@ def _as_ours(optimizer: Any, recipe: Recipe, new: dict[nn.Parameter, nn.Paramete
 class Advancing(Skipping):
     """Mixin of an optimizer that advances scaling states.
 
-    The model's `scaling_states` advance after a step. A skipped step drops the recorded amaxes, and so does
-    `zero_grad`, as after a step that a loss scaler skipped.
+    The model's `scaling_states` advance after a step. A skipped step drops the recorded amaxes. `zero_grad`
+    drops those of backwards, as after a step that a loss scaler skipped.
     """
 
     scaling_states: list[ScalingState]
@@ -192,41 +193,73 @@ class Advancing(Skipping):
         """
         _check_processes(self.scaling_states)
         grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
-        has_recorded = any(state.recorded is not None for state in self.scaling_states)
-        if has_recorded and not (args or kwargs) and all(grad is None for grad in grads):
+        has_backward = any(state.has_backward for state in self.scaling_states)
+        if has_backward and not (args or kwargs) and all(grad is None for grad in grads):
             raise RuntimeError(
                 "`optimizer`: expected gradients of its parameters after a backward; got none. The model has "
                 "other parameters, as after `load_state_dict(assign=True)`: make the optimizer of those."
             )
         loss = super().step(*args, **kwargs)
-        if self.has_skipped:
-            self._forget()
-        else:
+        if not self.has_skipped:
             advance(self.scaling_states)
+        for state in self.scaling_states:
+            state.forget()
         return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """As torch's; drops the recorded amaxes with the gradients."""
+        """As torch's; drops the amaxes that backwards recorded with the gradients."""
         super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
-        self._forget()
-
-    def _forget(self) -> None:
         for state in self.scaling_states:
-            state.forget()
+            if state.has_backward:  # a frozen layer's forward may be of the next step
+                state.forget()
 
     def __getstate__(self: Any) -> dict[str, Any]:
         return {**super().__getstate__(), "scaling_states": self.scaling_states}
 
 
-def _advance(model: nn.Module, inputs: Any) -> None:
-    """Advances the scaling states before a forward, where no optimizer ends a step."""
+class _AdvanceAfterOther:
+    """Before a forward: advances the scaling states where another optimizer than `prepare`'s ended the step.
+
+    Amaxes of a backward are left, and parameters were written since the last forward, or gradients are gone:
+    not every optimizer counts what it writes. So a copy of the model advances, too, and microbatches merge.
+    """
+
+    versions: Any = None
+
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        if _is_within_step(model):
+            return
+        parameters = list(model.parameters())
+        old, self.versions = self.versions, [_version(parameter) for parameter in parameters]
+        is_written = old not in (None, self.versions)
+        if is_written or all(parameter.grad is None for parameter in parameters):
+            if any(state.has_backward for state in _states(model)):
+                _advance(model, inputs)
+
+    def __reduce__(self) -> Any:  # a copy has other parameters
+        return _AdvanceAfterOther, ()
+
+
+def _is_within_step(model: nn.Module) -> bool:
+    """Whether a forward must not advance the scaling states."""
     # A forward within a backward recomputes activations.
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-        return
+        return True
     # One of several processes may evaluate alone, and `advance` waits for all.
-    if are_several() and not (model.training or torch.is_grad_enabled()):
+    return are_several() and not (model.training or torch.is_grad_enabled())
+
+
+def _version(parameter: Any) -> tuple[int, int]:
+    """Changes whenever a parameter is written."""
+    stored = parameter.codes if is_scaled(parameter) else parameter
+    return id(stored), stored._version
+
+
+def _advance(model: nn.Module, inputs: Any) -> None:
+    """Advances the scaling states before a forward, where no optimizer ends a step."""
+    if _is_within_step(model):
         return
     states = _states(model)
     _check_processes(states)
@@ -240,8 +273,9 @@ def _check_optimizer(model: nn.Module) -> None:
         recipe, weight = layer.fp8.recipe, layer.weight
         if not is_scaled(weight) or (recipe.master_weight == "-" and recipe.rounding[1] == "nearest"):
             continue
-        old, layer.fp8.version = layer.fp8.version, (id(weight.codes), weight.codes._version)
-        if layer.fp8.recorded is not None and old != layer.fp8.version and not weight.is_of_adam:
+        old, layer.fp8.version = layer.fp8.version, _version(weight)
+        is_written = old not in (None, layer.fp8.version)
+        if layer.fp8.recorded is not None and is_written and not weight.is_of_adam:
             raise RuntimeError(
                 f"`model`: expected an optimizer with master_weight={recipe.master_weight} and rounding="
                 f"{'+'.join(recipe.rounding)}, which {recipe} needs; another one wrote its weights. Use "

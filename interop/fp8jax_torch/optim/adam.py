@@ -163,8 +163,6 @@ class Adam(Skipping, torch.optim.Optimizer):
         """The state of a parameter; missing moments start at zero, a missing master at `master` or the
         parameter's value."""
         state = self.state[parameter]
-        if is_scaled(parameter):
-            parameter.is_of_adam = True
         state.setdefault("step", torch.zeros(()))
         for name, format in self._formats_of(parameter).items():
             if entry_of(state, name) is not None:
@@ -230,6 +228,8 @@ class Adam(Skipping, torch.optim.Optimizer):
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
+        if is_scaled(parameter):
+            parameter.is_of_adam = True
         has_high_precision = is_scaled(parameter) and names_in(state) & {"master", "remainder"}
         if has_high_precision and self._versions.get(parameter) != _version(parameter):
             self._refresh(parameter)

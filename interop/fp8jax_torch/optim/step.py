@@ -244,6 +244,7 @@ def _advance_fused(
     options = {name: getattr(scalars, name) for name in ("lr", "weight_decay", "eps", "maximize")}
     options |= {"beta1": scalars.betas[0], "beta2": scalars.betas[1], "amsgrad": False}
     fused([weight], [grad], [mu], [nu], [], [step], **options)
+    torch.autograd.graph.increment_version(weight)  # which the kernel does not
 
 
 def _float32(number: float) -> float:

@@ -43,12 +43,14 @@ class ScalingState(torch.nn.Module):
         path: the layer's path.
         recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; None without a backward
             since. Not a buffer: DistributedDataParallel would replace it by process 0's.
+        has_backward: whether a backward recorded an amax, and not only a forward without one.
         version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
-            None.
+            None, as for `version`.
     """
 
     recorded: torch.Tensor | None
+    has_backward = False
     process_group: Any
     version: tuple[int, int] | None
 
@@ -69,13 +71,15 @@ class ScalingState(torch.nn.Module):
         with torch.device("cpu"):
             return self.scaling.init(self.path)
 
-    def record(self, *amaxes: Float[torch.Tensor, ""] | None) -> None:
-        """Records a backward, with the amaxes of the three operands of one matmul; None counts as 0."""
+    def record(self, *amaxes: Float[torch.Tensor, ""] | None, has_backward: bool = True) -> None:
+        """Records the amaxes of the three operands of one matmul, by its backward or for want of one; None
+        counts as 0."""
         if self._buffers:
             device = next(self.buffers()).device
             new = torch.stack([torch.zeros((), device=device) if x is None else x for x in amaxes])
             new = torch.where(casts.usable(new), new, 0.0)
             self.recorded = new if self.recorded is None else torch.maximum(self.recorded, new)
+            self.has_backward |= has_backward
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -86,10 +90,10 @@ class ScalingState(torch.nn.Module):
 
     def forget(self) -> None:
         """Drops the recorded amaxes: a skipped step leaves the state unchanged."""
-        self.recorded = None
+        self.recorded, self.has_backward = None, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}  # which cannot be copied
+        return {**self.__dict__, "process_group": None, "version": None}  # a copy has other tensors
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
         """A move to a device; the state stays float32 when the model is cast, and starts anew from "meta"."""
