@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -497,6 +498,30 @@ def test_another_optimizer_without_masters_is_refused(level):
     model, _ = prepared(level)
     with pytest.raises(RuntimeError, match="fp8jax_torch.optim.AdamW"):
         train(model, torch.optim.AdamW(model.parameters(), 1e-2), 3)
+
+
+class Scaled(torch.optim.SGD):
+    """A user's optimizer, with attributes of its own."""
+
+    def __init__(self, parameters, factor):
+        super().__init__(parameters, lr=1e-2)
+        self.factor, self.first = factor, self.param_groups[0]["params"][0]
+
+    def step(self, closure=None):
+        self.first.grad.mul_(self.factor)
+        return super().step(closure)
+
+
+def test_attributes_of_an_optimizer_are_copied():
+    model = net()
+    new, optimizer = prepare(model, Scaled(model.parameters(), 0.0), "te")
+    train(new, optimizer)
+    assert optimizer.first is new[0].weight
+    assert torch.equal(new[0].weight, model[0].weight) and not torch.equal(new[0].bias, model[0].bias)
+    uncopied = Scaled(model.parameters(), threading.Lock())
+    with pytest.raises(ValueError, match="`optimizer`: .*got factor, .*Say inplace=True"):
+        prepare(model, uncopied, "te")
+    prepare(model, uncopied, "te", inplace=True)
 
 
 def sgd(model):

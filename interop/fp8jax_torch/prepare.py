@@ -91,7 +91,7 @@ def prepare(
         raise ValueError(f"`process_group`: only backend='native' takes one; got it with {chosen.NAME!r}.")
     given = optimizer
     if not inplace:
-        model, optimizer = copy.deepcopy((model, optimizer))
+        model, optimizer = _copied(model, optimizer)
     model, optimizer, rows, note = chosen.prepare(model, optimizer, recipe)
     if optimizer is not given and hasattr(getattr(given, "step", None), "_wrapped_by_lr_sched"):
         raise ValueError(
@@ -110,6 +110,21 @@ def prepare(
         save_in_parts(model)
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
     return model, optimizer
+
+
+def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """Copies; of the optimizer also the attributes that torch's `__getstate__` leaves out."""
+    memo: dict[int, Any] = {}
+    model, new = copy.deepcopy((model, optimizer), memo)
+    for name in vars(optimizer).keys() - vars(new).keys() - {_REPLACED} if optimizer is not None else ():
+        try:
+            setattr(new, name, copy.deepcopy(getattr(optimizer, name), memo))
+        except Exception as error:
+            raise ValueError(
+                f"`optimizer`: expected attributes that can be copied; got {name}, which says: {error}. Say "
+                "inplace=True."
+            ) from error
+    return model, new
 
 
 def _warn_of_others(model: nn.Module, optimizer: Any) -> None:

@@ -144,7 +144,8 @@ def _prepared(
             "rounding=nearest+nearest+value, and no weight=E4M3."
         )
     for group in optimizer.param_groups:
-        group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
+        # In place, since an optimizer may know the list, as torch's LBFGS does.
+        group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
     for old, parameter in new.items():
         if old in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(old)
