@@ -233,3 +233,14 @@ def test_torch_optimizers_step():
             make([parameter], lr=0.1).step()
         assert isinstance(p, ScaledTensor)
         torch.testing.assert_close(p.detach().dequantize(), plain.detach(), rtol=2**-11, atol=1e-6)
+
+
+def test_values_leave_torch():
+    """`float` and `cpu` change nothing, so the tensor is still quantized."""
+    plain = torch.tensor([[0.5, -2.0], [1.5, 300.0]])
+    weight = nn.Parameter(quantize(plain, formats.E4M3, power_of_two=True))
+    want = value(weight.detach()).tolist()
+    arrays = weight.detach().cpu().numpy(), weight.detach().float().numpy(), np.asarray(weight.detach())
+    assert all(array.tolist() == want for array in arrays)
+    assert weight.tolist() == want
+    assert np.asarray(weight.detach(), dtype=np.float16).dtype == np.float16

@@ -100,6 +100,14 @@ class ScaledTensor(torch.Tensor):
         self.scale.copy_(new.scale)
         return _written(self)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array, not the codes; `numpy.asarray` calls this."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The values as numbers."""
+        return self.dequantize().tolist()
+
     def storage(self) -> Any:
         """Raises RuntimeError, which names the ways to save that do not need a storage."""
         raise RuntimeError(
