@@ -421,6 +421,20 @@ def test_scaling_states_that_leave_meta_start_anew(level):
         assert torch.equal(got, start), name
 
 
+@pytest.mark.parametrize("level", ["te", "O2", "O3", "fp8"])
+@pytest.mark.parametrize("is_made_on_meta", [False, True])
+def test_models_that_leave_meta_train(level, is_made_on_meta):
+    with torch.device("meta" if is_made_on_meta else "cpu"):
+        model = net()
+    model = transform(model, level).to("meta").to_empty(device="cpu")
+    model.load_state_dict(net().state_dict())
+    other = transform(net(), level)
+    assert_same(model, other)
+    for each in (model, other):
+        train(each, AdamW(each.parameters(), 1e-2, recipe=level))
+    assert_same(model, other)
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
 def test_bad_scales_are_not_loaded(bad):
     model = transform(net(), "te")

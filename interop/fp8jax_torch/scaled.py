@@ -285,7 +285,15 @@ def _like(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> torch.Tensor
     return func(x.scale.to(x.dtype).expand(x.shape), *args, **kwargs)
 
 
-_NEW = "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
+def _empty_like(func: Any, x: ScaledTensor, **kwargs: Any) -> torch.Tensor:
+    """As `_like`, but a `ScaledTensor` for one on "meta", as `Module.to_empty` needs."""
+    device = torch.device(kwargs.get("device") or x.device)
+    if not x.is_meta or device.type == "meta" or kwargs.get("dtype", x.dtype) != x.dtype:
+        return _like(func, x, **kwargs)
+    return ScaledTensor(torch.empty_like(x.codes, device=device), torch.ones((), device=device), x.dtype)
+
+
+_NEW = "zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _mapped(torch.Tensor.detach),
     _aten.alias.default: _mapped(torch.Tensor.detach),
@@ -297,4 +305,5 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.Tensor: _rescale_each,
     _aten._foreach_mul_.Scalar: _rescale_each,
     **{getattr(_aten, name).default: _like for name in _NEW},
+    _aten.empty_like.default: _empty_like,
 }
