@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fp8jax_torch import prepare, transform
+from fp8jax_torch.backends import native
 from fp8jax_torch.optim import skipping
 from fp8jax_torch.scaling import ScalingState
 from torch import distributed, nn
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
+
+from fp8jax import Recipe
 
 RATE, STEPS = 1e-7, 3
 X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 100]).view(2, 1, 1)
@@ -190,3 +193,15 @@ def test_refused_recipes(found):
     for results in found:
         for name in ("prepare", "step"):
             assert "say comm=FP32,weight=FP32,weight_grad=FP32" in str(results[name])
+
+
+@pytest.mark.parametrize("level", ["fp8", "O1", "O2", "O3", "O3,exclude=2"])
+def test_the_refusal_has_a_recipe_that_is_taken(level, monkeypatch):
+    """Weights in float32 allow neither master weights nor their remainders."""
+    monkeypatch.setattr(native, "are_several", lambda: True)
+    says = native.refuses(Recipe.parse(level))
+    assert says is not None
+    recipe = Recipe.parse(says.rpartition("the recipe ")[2].strip("'"))
+    assert native.refuses(recipe) is None
+    kept = "gemm", "scaling", "moments", "exclude"
+    assert all(getattr(recipe, field) == getattr(Recipe.parse(level), field) for field in kept)

@@ -5,6 +5,7 @@ recipe's format, their weight gradients are FP8, and Adam keeps moments and mast
 (`optim`). FP8 GEMMs are emulated on CPUs and on GPUs without FP8 tensor cores; the note says so.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def refuses(recipe: Recipe) -> str | None:
     if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
+    plain = dataclasses.replace(recipe.with_plain_weights(), comm="FP32")
     return reason and (
         f"{reason}, over several processes, where torch's DistributedDataParallel adds plain gradients in "
-        "float32; say comm=FP32,weight=FP32,weight_grad=FP32"
+        f"float32; say comm=FP32,weight=FP32,weight_grad=FP32, as in the recipe {str(plain)!r}"
     )
 
 
