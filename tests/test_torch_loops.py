@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from fp8jax_torch import ScaledTensor, dequantize, optim, prepare, quantize, transform
+from fp8jax_torch import ScaledTensor, dequantize, optim, prepare, quantize, report, transform
 from fp8jax_torch.linear import FP8
 from fp8jax_torch.mixins import mixed
 from fp8jax_torch.optim import AdamW
@@ -536,6 +536,23 @@ def test_attributes_of_an_optimizer_are_copied():
     with pytest.raises(ValueError, match="`optimizer`: .*got factor, .*Say inplace=True"):
         prepare(model, uncopied, "te")
     prepare(model, uncopied, "te", inplace=True)
+
+
+def test_layers_that_the_model_does_not_call_are_reported():
+    """It may read their weights itself, in high precision."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.called, self.read = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return nn.functional.linear(self.called(x), self.read.weight)
+
+    model = transform(Reads(), "te")
+    assert [row.reason for row in report(model).rows] == [None, None]
+    model(X)
+    assert [row.reason for row in report(model).rows] == [None, "not called yet"]
 
 
 def sgd(model):

@@ -56,6 +56,7 @@ class FP8(Converted):
                 "parameter, which the optimizer may not know. Write into the old one, by `load_state_dict` "
                 "without `assign` or by `weight.data = x`. FSDP needs weight=FP32,weight_grad=FP32."
             )
+        state.is_called = True
         return matmul(x, weight, state, in_out=self.in_out, dtype=dtype)
 
 

@@ -181,8 +181,11 @@ def report(model: nn.Module) -> Report:
             f"`model`: expected a model that fp8jax_torch.prepare returned; got a {type(model).__name__} "
             "without a report. If a wrapper is around the model, give the model inside."
         )
-    # The note depends on the present device.
-    return found._replace(note=native.note(model)) if found.why.startswith(native.NAME) else found
+    if not found.why.startswith(native.NAME):
+        return found
+    uncalled = native.uncalled(model)
+    rows = [row._replace(reason="not called yet") if row.path in uncalled else row for row in found.rows]
+    return found._replace(rows=tuple(rows), note=native.note(model))  # the note depends on the device
 
 
 def dequantize(model: nn.Module) -> nn.Module:

@@ -90,6 +90,13 @@ def note(model: nn.Module) -> str:
     return "; ".join(notes)
 
 
+def uncalled(model: nn.Module) -> set[str]:
+    """The paths of FP8 layers that were not called, if others were: a model may read their weights itself."""
+    states = _states(model)
+    is_run = any(state.is_called for state in states)
+    return {state.path for state in states if is_run and not state.is_called}
+
+
 def _leave_fast_path(model: nn.Module) -> None:
     """Makes torch's encoder call its layers in evaluation, where its fast path reads their weights."""
     for module in model.modules():

@@ -44,13 +44,14 @@ class ScalingState(torch.nn.Module):
         recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; None without a backward
             since. Not a buffer: DistributedDataParallel would replace it by process 0's.
         has_backward: whether a backward recorded an amax, and not only a forward without one.
+        is_called: whether the layer had a forward.
         version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
             None, as for `version`.
     """
 
     recorded: torch.Tensor | None
-    has_backward = False
+    has_backward = is_called = False
     process_group: Any
     version: tuple[int, int] | None
 
