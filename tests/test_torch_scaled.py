@@ -223,6 +223,18 @@ def test_gradients_accumulate_and_clip():
         torch.testing.assert_close(value(p.grad), before * 0.5 / want, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("count, error", [(4, 0.041), (64, 0.156)])
+def test_error_of_a_sum_of_random_gradients(count, error):
+    """docs/getting-started/pytorch.md has it: each sum is rounded to E4M3."""
+    torch.manual_seed(0)
+    grads = [quantize_gradient(torch.randn(256, 256)) for _ in range(count)]
+    exact = sum(grad.dequantize() for grad in grads)
+    total = grads[0]
+    for grad in grads[1:]:
+        total += grad  # as autograd does
+    assert (value(total) - exact).norm() / exact.norm() == pytest.approx(error, rel=0.05)
+
+
 def test_torch_optimizers_step():
     for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop):
         p, plain = nn.Parameter(weight()), nn.Parameter(weight().dequantize())
