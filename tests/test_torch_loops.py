@@ -257,6 +257,24 @@ def test_torchs_optimizer_finds_no_moments_in_codes(level):
         train(plain, torchs, 1)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True})],
+    ids=["SGD", "amsgrad"],
+)
+def test_moments_of_other_optimizers_are_not_dequantized(make):
+    model = net()
+    optimizer = make[0](model.parameters(), lr=1e-2, **make[1])
+    train(model, optimizer, 1)
+    with pytest.raises(ValueError, match="expected the state of an Adam or AdamW without amsgrad"):
+        optim.dequantize(optimizer.state_dict())
+
+
+def test_second_moments_of_a_byte_are_refused():
+    with pytest.raises(ValueError, match="PyTorch has no E4M4 here; take moments=E5M2"):
+        prepared("fp8_6")
+
+
 @pytest.mark.parametrize("level", ["te", "O2", "O3", "fp8"])
 def test_torchs_optimizer_continues_from_dequantized_moments(level):
     model, optimizer = prepared(level)
@@ -435,6 +453,18 @@ def test_models_that_leave_meta_train(level, is_made_on_meta):
     assert_same(model, other)
 
 
+def test_weights_that_leave_meta_under_another_default_dtype():
+    with torch.device("meta"):
+        model = transform(net(), "O2")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = model.to_empty(device="cpu")
+    finally:
+        torch.set_default_dtype(default)
+    assert model[0].weight.scale.dtype == torch.float32
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
 def test_bad_scales_are_not_loaded(bad):
     model = transform(net(), "te")
@@ -505,6 +535,27 @@ def test_another_optimizer_advances_the_scales(make, recipe, copied):
             model(9 * X)
     largest = X.abs().max()
     assert model[0].fp8.amax_history[0, :4].tolist() == [3 * largest, 2 * largest, largest, 0]
+
+
+def test_forwards_between_the_steps_of_its_optimizer_advance_nothing():
+    """Also with gradients that are gone, as in an attack on the inputs, and with written weights."""
+    model, optimizer = prepared("te")
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    for _ in range(3):
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        with torch.no_grad():
+            model[0].bias += 1
+    model(X).sum().backward()
+    optimizer.step()
+    assert model[0].fp8.amax_history[0].count_nonzero() == 2
+
+
+def test_a_dequantized_model_is_torchs_alone():
+    for model in (prepared("te")[0], transform(net(), "te")):
+        plain = dequantize(model)
+        assert not plain._forward_pre_hooks and model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("level", ["O3", "fp8"])

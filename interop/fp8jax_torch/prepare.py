@@ -116,7 +116,9 @@ def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """Copies; of the optimizer also the attributes that torch's `__getstate__` leaves out."""
     memo: dict[int, Any] = {}
     model, new = copy.deepcopy((model, optimizer), memo)
-    for name in vars(optimizer).keys() - vars(new).keys() - {_REPLACED} if optimizer is not None else ():
+    if optimizer is None:
+        return model, None
+    for name in vars(optimizer).keys() - vars(new).keys() - {_REPLACED, "process_group"}:
         try:
             setattr(new, name, copy.deepcopy(getattr(optimizer, name), memo))
         except Exception as error:
@@ -191,6 +193,7 @@ def report(model: nn.Module) -> Report:
 def dequantize(model: nn.Module) -> nn.Module:
     """A plain copy of a natively prepared model: plain layers and weights, no scaling state."""
     model = copy.deepcopy(model)
+    native.forget_hooks(model)
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, Converted):

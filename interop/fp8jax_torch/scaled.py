@@ -290,7 +290,9 @@ def _empty_like(func: Any, x: ScaledTensor, **kwargs: Any) -> torch.Tensor:
     device = torch.device(kwargs.get("device") or x.device)
     if not x.is_meta or device.type == "meta" or kwargs.get("dtype", x.dtype) != x.dtype:
         return _like(func, x, **kwargs)
-    return ScaledTensor(torch.empty_like(x.codes, device=device), torch.ones((), device=device), x.dtype)
+    return ScaledTensor(
+        torch.empty_like(x.codes, device=device), torch.ones((), dtype=torch.float32, device=device), x.dtype
+    )
 
 
 _NEW = "zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()

@@ -38,6 +38,8 @@ def refuses(recipe: Recipe) -> str | None:
     """The field of the recipe that is not here, or that several processes cannot have, or None."""
     if recipe.is_quantized and (reason := base.refused(NAME, recipe, {"scaling": tuple(SCALINGS)})):
         return reason
+    if recipe.moments[1] == "E4M4":
+        return "moments=E5M2+E4M4: PyTorch has no E4M4 here; take moments=E5M2+FP16, as fp8 has"
     if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})
@@ -72,12 +74,12 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
                 convert(module, recipe, path)
     _leave_fast_path(model)
     if optimizer is None:
-        model.register_forward_pre_hook(_advance)
+        model.register_forward_pre_hook(advance_before_forward)
     else:
         known = {*model.parameters(), *new}
         optimizer = skipping(_prepared(optimizer, recipe, new, known), Advancing)
         optimizer.scaling_states = _states(model)
-        model.register_forward_pre_hook(_AdvanceAfterOther())
+        model.register_forward_pre_hook(AdvanceAfterOtherOptimizer())
     return base.Prepared(model, optimizer, rows, note(model))
 
 
@@ -201,6 +203,7 @@ class Advancing(Skipping):
             RuntimeError: the model has other parameters than the optimizer, or its recipe is refused over
                 several processes.
         """
+        self._claim()
         _check_processes(self.scaling_states)
         grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
         has_backward = any(state.has_backward for state in self.scaling_states)
@@ -220,45 +223,44 @@ class Advancing(Skipping):
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """As torch's; drops the amaxes that backwards recorded with the gradients."""
+        self._claim()
         super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
         for state in self.scaling_states:
             if state.has_backward:  # a frozen layer's forward may be of the next step
                 state.forget()
 
+    def _claim(self) -> None:
+        for state in self.scaling_states:
+            state.has_optimizer = True
+
     def __getstate__(self: Any) -> dict[str, Any]:
         return {**super().__getstate__(), "scaling_states": self.scaling_states}
 
 
-class _AdvanceAfterOther:
-    """Before a forward: advances the scaling states where another optimizer than `prepare`'s ended the step.
+class AdvanceAfterOtherOptimizer:
+    """A hook before a forward: advances scaling states that no `Advancing` optimizer advances.
 
-    Amaxes of a backward are left, and parameters were written since the last forward, or gradients are gone:
-    not every optimizer counts what it writes. So a copy of the model advances, too, and microbatches merge.
+    These are of a copy of the model, or of a model whose user made another optimizer. A step has ended if a
+    backward recorded amaxes, and parameters were written since the last forward or have no gradients. Both
+    are looked at, since some optimizers write without a count, and some loops leave gradients until later.
     """
 
     versions: Any = None
 
     def __call__(self, model: nn.Module, inputs: Any) -> None:
-        if _is_within_step(model):
+        """As torch calls a hook before a forward."""
+        states = _states(model)
+        if any(state.has_optimizer for state in states):
             return
         parameters = list(model.parameters())
         old, self.versions = self.versions, [_version(parameter) for parameter in parameters]
         is_written = old not in (None, self.versions)
         if is_written or all(parameter.grad is None for parameter in parameters):
-            if any(state.has_backward for state in _states(model)):
-                _advance(model, inputs)
+            if any(state.has_backward for state in states):
+                advance_before_forward(model, inputs)
 
     def __reduce__(self) -> Any:  # a copy has other parameters
-        return _AdvanceAfterOther, ()
-
-
-def _is_within_step(model: nn.Module) -> bool:
-    """Whether a forward must not advance the scaling states."""
-    # A forward within a backward recomputes activations.
-    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
-        return True
-    # One of several processes may evaluate alone, and `advance` waits for all.
-    return are_several() and not (model.training or torch.is_grad_enabled())
+        return AdvanceAfterOtherOptimizer, ()
 
 
 def _version(parameter: Any) -> tuple[int, int]:
@@ -267,14 +269,25 @@ def _version(parameter: Any) -> tuple[int, int]:
     return id(stored), stored._version
 
 
-def _advance(model: nn.Module, inputs: Any) -> None:
-    """Advances the scaling states before a forward, where no optimizer ends a step."""
-    if _is_within_step(model):
+def advance_before_forward(model: nn.Module, inputs: Any) -> None:
+    """A hook before a forward: advances the scaling states of the backwards since the last forward."""
+    # A forward within a backward recomputes activations.
+    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+        return
+    # One of several processes may evaluate alone, and `advance` waits for all.
+    if are_several() and not (model.training or torch.is_grad_enabled()):
         return
     states = _states(model)
     _check_processes(states)
     _check_optimizer(model)
     advance(states)
+
+
+def forget_hooks(model: nn.Module) -> None:
+    """Removes this backend's hooks from a model."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is advance_before_forward or isinstance(hook, AdvanceAfterOtherOptimizer):
+            del model._forward_pre_hooks[key]
 
 
 def _check_optimizer(model: nn.Module) -> None:

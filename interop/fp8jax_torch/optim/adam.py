@@ -26,10 +26,10 @@ from fp8jax.formats import Format
 from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
 from fp8jax_torch.optim.entries import (
-    ENTRIES,
     FIRST,
     SECOND,
     SECOND_ROOT,
+    check_names,
     entries_of,
     entry_of,
     names_in,
@@ -263,11 +263,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         names = names_in(saved)
         for name in {"master", "remainder"} - names:
             wanted.pop(name, None)
-        if unknown := names - ENTRIES:
-            raise ValueError(
-                "`state_dict`: expected the state of an Adam or AdamW without amsgrad; got the entries "
-                f"{sorted(unknown)} too."
-            )
+        check_names(saved)
         self.state[parameter] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
         for name, format in wanted.items():
             source = name if name in names else {SECOND_ROOT: SECOND, SECOND: SECOND_ROOT}[name]

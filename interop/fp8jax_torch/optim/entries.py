@@ -34,6 +34,16 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     return {name.removesuffix(CODES).removesuffix(SCALE) for name in state}
 
 
+def check_names(state: Mapping[str, Any]) -> None:
+    """Raises ValueError if a parameter's state is not that of an Adam."""
+    names = names_in(state)
+    if (unknown := names - ENTRIES) or not {"step", FIRST} <= names:
+        raise ValueError(
+            "`state_dict`: expected the state of an Adam or AdamW without amsgrad; got the entries "
+            f"{sorted(unknown or names)}."
+        )
+
+
 def with_codes(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved state with these names; older states have codes under the names of plain entries."""
     return {name + CODES if name + SCALE in saved else name: entry for name, entry in saved.items()}
@@ -48,10 +58,14 @@ def dequantize(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     The tensors are copies, and moments are float32. Master weights and remainders are left out, since the
     plain model has the weights.
+
+    Raises:
+        ValueError: the state is of another optimizer.
     """
 
     def plain(saved: Mapping[str, Any]) -> dict[str, Any]:
         state = with_codes(saved)
+        check_names(state)
         first, second, root = (value(entry_of(state, name)) for name in (FIRST, SECOND, SECOND_ROOT))
         moments = {FIRST: first, SECOND: second if root is None else root.square()}
         return {name: x.clone() for name, x in {"step": state["step"], **moments}.items()}

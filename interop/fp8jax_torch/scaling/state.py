@@ -41,17 +41,18 @@ class ScalingState(torch.nn.Module):
 
     Attributes:
         path: the layer's path.
-        recorded: shape=(3,), float32: largest usable amaxes since the last `advance`; None without a backward
-            since. Not a buffer: DistributedDataParallel would replace it by process 0's.
+        recorded: shape=(3,), float32: largest usable amaxes since the last `advance`, None if there are none.
+            Not a buffer: DistributedDataParallel would replace it by process 0's.
         has_backward: whether a backward recorded an amax, and not only a forward without one.
         is_called: whether the layer had a forward.
+        has_optimizer: whether an optimizer that advances this state has taken a step, or ended gradients.
         version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
-            None, as for `version`.
+            None, as for `version`, and no optimizer.
     """
 
     recorded: torch.Tensor | None
-    has_backward = is_called = False
+    has_backward = is_called = has_optimizer = False
     process_group: Any
     version: tuple[int, int] | None
 
@@ -73,8 +74,8 @@ class ScalingState(torch.nn.Module):
             return self.scaling.init(self.path)
 
     def record(self, *amaxes: Float[torch.Tensor, ""] | None, has_backward: bool = True) -> None:
-        """Records the amaxes of the three operands of one matmul, by its backward or for want of one; None
-        counts as 0."""
+        """Records the amaxes of the three operands of a matmul, in its backward, or in its forward if it has
+        none; None counts as 0."""
         if self._buffers:
             device = next(self.buffers()).device
             new = torch.stack([torch.zeros((), device=device) if x is None else x for x in amaxes])
@@ -84,7 +85,7 @@ class ScalingState(torch.nn.Module):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Changes the state for the next step, if a backward was recorded."""
+        """Changes the state for the next step, if amaxes were recorded."""
         if self.recorded is not None:
             self.scaling.update(self)
             self.forget()
@@ -94,7 +95,8 @@ class ScalingState(torch.nn.Module):
         self.recorded, self.has_backward = None, False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None, "version": None}  # a copy has other tensors
+        # A copy has other tensors.
+        return {**self.__dict__, "process_group": None, "version": None, "has_optimizer": False}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
         """A move to a device; the state stays float32 when the model is cast, and starts anew from "meta"."""
