@@ -416,6 +416,9 @@ def test_tensors_of_torch_are_batches():
     assert trainer.step(trainer.init(), batch)[1].loss == pytest.approx(float(expected), rel=1e-6)
     with pytest.raises(ValueError, match=r"expected float32\[2,4\], .*; got int32\[2,4\]"):
         trainer.step(trainer.init(), {"x": batch["x"].long()})
+    for bad in (batch["x"].bfloat16(), batch["x"].requires_grad_()):
+        with pytest.raises(TypeError, match="`batch`: expected arrays that NumPy reads; got a Tensor"):
+            trainer.step(trainer.init(), {"x": bad})
 
 
 def test_nnx():
@@ -471,9 +474,9 @@ def test_it_starts_from_a_plain_model():
         {"params": jax.random.key(5), "dropout": jax.random.key(6)}, rows(4)["tokens"][:, :-1]
     )
     trainer = Trainer(Plain(), loss, TrainConfig(per_device_train_batch_size=4), rows(1))
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype, container in ((jnp.float32, dict), (jnp.bfloat16, flax.core.freeze)):
         checkpoint = jax.tree.map(lambda x, to=dtype: x.astype(to), {**plain, "sown": {"x": jnp.ones(2)}})
-        state = trainer.init(checkpoint)
+        state = trainer.init(container(checkpoint))
         # A step is compiled for these.
         assert jax.tree.structure(state) == jax.tree.structure(trainer.like)
         for leaf, like in zip(*map(jax.tree.leaves, (state, trainer.like)), strict=True):
@@ -483,6 +486,22 @@ def test_it_starts_from_a_plain_model():
             np.testing.assert_allclose(mine, theirs.astype(np.float32), rtol=2**-10, atol=1e-7)
     with pytest.raises(ValueError, match=r"`plain`: .*'BatchNorm_0/mean' has shape \(3,\), not \(64,\)"):
         trainer.init({**plain, "batch_stats": jax.tree.map(lambda x: x[:3], plain["batch_stats"])})
+
+
+def test_a_plain_counter_stays_a_whole_number():
+    class Counts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.variable("state", "count", lambda: jnp.zeros((), jnp.int32))
+            return nn.Dense(4)(x)
+
+    batch = {"x": jnp.ones((2, 4))}
+    plain = Counts().init(jax.random.key(0), batch["x"])
+    config = TrainConfig(recipe="fp32", per_device_train_batch_size=2)
+    trainer = Trainer(Counts(), lambda model, batch: jnp.mean(model(batch["x"])), config, batch)
+    assert trainer.init({**plain, "state": {"count": 3}}).variables["state"]["count"] == 3
+    with pytest.raises(ValueError, match="`plain`: expected int32 at 'count'; got float32"):
+        trainer.init({**plain, "state": {"count": 2.7}})
 
 
 def test_an_nnx_module_brings_its_parameters():

@@ -196,7 +196,7 @@ class Trainer:
 
     def put(self, batch: PyTree) -> PyTree:
         """A batch of the host on the devices."""
-        return jax.tree.map(self.placement.put, batch)
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else self.placement.put(x), batch)
 
     def check(self, batch: PyTree) -> None:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""

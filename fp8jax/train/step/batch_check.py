@@ -53,6 +53,12 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 def _dtype(x: Any) -> Any:
-    is_known = isinstance(x, jax.Array) or isinstance(x.dtype, np.dtype)
-    # A tensor of torch has a dtype of torch.
-    return jax.dtypes.canonicalize_dtype(x.dtype if is_known else np.asarray(x).dtype)
+    if isinstance(x, jax.Array) or isinstance(x.dtype, np.dtype):
+        return jax.dtypes.canonicalize_dtype(x.dtype)
+    try:  # a tensor of torch
+        return jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"`batch`: expected arrays that NumPy reads; got a {type(x).__name__} of {x.dtype}, which says: "
+            f"{error}. Give NumPy's arrays."
+        ) from error

@@ -19,7 +19,7 @@ def checked(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
             return out
         raise TypeError(
             f"`{name}`: expected a scalar as its result, the mean over the rows of the batch; got "
-            f"{jax.tree.map(shown, out)}. Return the mean alone; a training takes no auxiliary outputs."
+            f"{jax.tree.map(shown, out)}. Return the mean alone; auxiliary outputs are not taken."
         )
 
     return scalar

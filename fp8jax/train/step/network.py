@@ -30,6 +30,7 @@ from fp8jax.adapters.nnx.module import placed_kernels
 from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
 from fp8jax.inspect.numerics import Statistics, statistics
+from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
 from fp8jax.train.step.loss_check import checked
@@ -131,11 +132,13 @@ class _Linen(_Network):
     def from_plain(self, plain: Mapping[str, Any], like: dict[str, Any]) -> dict[str, Any]:
         """The variables of the untransformed module, with the collections, formats and dtypes of `like`."""
         variables = self.model.quantize(plain, like)
+        found = {}
         for name in like:
-            check_same(
-                "plain", leaves_of("plain", variables, name), leaves_of("like", like, name), "the model"
-            )
-        return jax.tree.map(lambda to, x: x.astype(to.dtype), like, {name: variables[name] for name in like})
+            sources, targets = leaves_of("plain", variables, name), leaves_of("like", like, name)
+            check_same("plain", sources, targets, "the model")
+            cast = [_cast(path, sources[path], target) for path, target in targets.items()]
+            found[name] = jax.tree.structure(like[name], is_leaf=is_scaled).unflatten(cast)
+        return found
 
     def placed(self, variables: dict[str, Any]) -> dict[str, Any]:
         """The variables as ZeRO shards them."""
@@ -231,6 +234,16 @@ class _Linen(_Network):
             return out if mutable is False else (out, {name: new[name] for name in asked if name in new})
 
         return self.loss(call, batch), others
+
+
+def _cast(path: str, x: Any, like: Any) -> Any:
+    """A number or an array in the dtype of `like`; raises ValueError where a float would be an integer."""
+    if is_scaled(like):
+        return x
+    array = jnp.asarray(x)
+    if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(like.dtype, jnp.floating):
+        raise ValueError(f"`plain`: expected {like.dtype} at {path!r}; got {array.dtype}.")
+    return array.astype(like.dtype)
 
 
 class _NNX(_Network):
