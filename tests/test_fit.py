@@ -247,6 +247,21 @@ def test_a_validation_is_of_all_rows(alone):
     assert validate[1](run.state) != pytest.approx(of_6, rel=1e-3)  # other rows
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_validation_on_two_devices_is_of_the_rows_that_they_share(zero):
+    """Of nine rows four, and four, and none alone; of seven four and two."""
+    config = TrainConfig(recipe="fp32", per_device_train_batch_size=2, devices=2, zero=zero)
+    of_mean = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
+    trainer = Trainer(nn.Dense(FEATURES), of_mean, config, jax.tree.map(lambda x: x[None], rows(1)[0]))
+    state = trainer.init()
+    for count, shared in ((9, 8), (7, 6)):
+        held_out = rows(count, seed=1)
+        found = validator(trainer, (held_out, None), None, of_mean)(state)
+        kernel = np.asarray(state.variables["params"]["kernel"])
+        x = np.stack([row["x"] for row in held_out[:shared]])
+        assert found == pytest.approx(float(np.mean((x @ kernel) ** 2)), rel=1e-5)
+
+
 def test_extra_lines_of_the_report(alone):
     """The report shows the lines that it is given, and refuses names that it has already."""
     trainer, _, run = alone

@@ -29,7 +29,7 @@ def fault_of(amaxes: jax.Array, scales: jax.Array, of_grads: np.ndarray, checks:
 
 
 def faults_by_tensor(grads: list[Any], amaxes: list[list[jax.Array]]) -> tuple[jax.Array, jax.Array | None]:
-    """The same from each parameter's gradient and list of amaxes.
+    """The fault of a step from each parameter's gradient and list of amaxes, on a CPU.
 
     Returns:
         Whether the step can be taken, a bool of shape (); and whether a gradient is lost, None if none has a

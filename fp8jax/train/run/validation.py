@@ -20,8 +20,8 @@ def validator(
 ) -> Callable[..., float] | None:
     """A function of a state, the mean loss of the first source, or after the last step of the second.
 
-    It evaluates batches of a microbatch's rows, and a smaller one of the rows that are left; all but up to
-    devices - 1 rows. `most` is of the batches of whole size.
+    It evaluates batches of a microbatch's rows on each device, at most `most`, and a smaller batch of the
+    rows that are left, for which a second program is compiled. Up to devices - 1 rows are left out.
     """
     if (sources[0] is None) != (loss is None):
         raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")

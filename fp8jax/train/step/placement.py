@@ -44,7 +44,7 @@ class Placement(NamedTuple):
         return lambda *args: jax.block_until_ready(compiled(*args))
 
     def put(self, batch: Any) -> jax.Array:
-        """An array of the host on the devices; each process has all of it and gives its devices their rows."""
+        """An array on the devices. Each process has all of it and gives its devices their rows."""
         array = np.asarray(batch)
         return jax.make_array_from_callback(array.shape, self.by_rows, lambda index: array[index])
 
