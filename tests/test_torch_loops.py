@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from fp8jax_torch import ScaledTensor, dequantize, optim, prepare, quantize, report, transform
+from fp8jax_torch.casts import amax
 from fp8jax_torch.linear import FP8
 from fp8jax_torch.mixins import mixed
 from fp8jax_torch.optim import AdamW
@@ -453,16 +454,16 @@ def test_models_that_leave_meta_train(level, is_made_on_meta):
     assert_same(model, other)
 
 
-def test_weights_that_leave_meta_under_another_default_dtype():
+def test_scales_and_amaxes_under_another_default_dtype():
     with torch.device("meta"):
         model = transform(net(), "O2")
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = model.to_empty(device="cpu")
+        model, largest = model.to_empty(device="cpu"), amax(torch.empty(0))
     finally:
         torch.set_default_dtype(default)
-    assert model[0].weight.scale.dtype == torch.float32
+    assert model[0].weight.scale.dtype == largest.dtype == torch.float32
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])

@@ -75,7 +75,7 @@ def to_float(codes: Float[torch.Tensor, "..."]) -> Float[torch.Tensor, "..."]:
 def amax(x: Float[torch.Tensor, "..."]) -> Float[torch.Tensor, ""]:
     """Largest absolute value, float32: 0 for an empty tensor, inf where `x` contains inf or NaN."""
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x.detach())
     return torch.maximum(-low, high).float().nan_to_num(nan=float("inf"), posinf=float("inf"))
 

@@ -18,6 +18,7 @@ from fp8jax_torch.backends import base
 from fp8jax_torch.gemm import why_emulated
 from fp8jax_torch.linear import FP8, Converted, convert
 from fp8jax_torch.optim import Adam, AdamW
+from fp8jax_torch.optim.entries import NO_E4M4
 from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.processes import are_several
 from fp8jax_torch.scaled import is_scaled, quantize
@@ -39,7 +40,7 @@ def refuses(recipe: Recipe) -> str | None:
     if recipe.is_quantized and (reason := base.refused(NAME, recipe, {"scaling": tuple(SCALINGS)})):
         return reason
     if recipe.moments[1] == "E4M4":
-        return "moments=E5M2+E4M4: PyTorch has no E4M4 here; take moments=E5M2+FP16, as fp8 has"
+        return f"moments={'+'.join(recipe.moments)}: {NO_E4M4}"
     if not are_several():
         return None
     reason = base.refused(NAME, recipe, {name: ("FP32",) for name in ("comm", "weight", "weight_grad")})

@@ -31,13 +31,13 @@ from fp8jax.checkpoints.tree import ROOT, Key, Tree, codes_and_scale, named
 from fp8jax_torch.bridge.pairs import paired
 from fp8jax_torch.bridge.weights import leaves_of, tensors_of
 from fp8jax_torch.optim.entries import (
-    ENTRIES,
     FIRST,
     SECOND,
     SECOND_ROOT,
     entries_of,
     entry_of,
     names_in,
+    not_adams,
 )
 from fp8jax_torch.scaled import ScaledTensor
 
@@ -184,12 +184,10 @@ def _parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dic
 def _steps_of(states: Mapping[str, Mapping[str, Any]]) -> int:
     """The number of steps that each parameter took; raises ValueError for other states than Adam's."""
     for name, state in states.items():
-        absent, unknown = {"step", FIRST} - names_in(state), names_in(state) - ENTRIES
-        if absent or unknown:
-            got = f"{sorted(unknown)} too" if unknown else f"none of {sorted(absent)}"
+        if got := not_adams(state):
             raise ValueError(
                 "`optimizer`: expected the state of an Adam of every parameter, without amsgrad, after a "
-                "step in which it had a gradient (before that `tx.init` gives the state); got the entries "
+                "step in which it had a gradient (before that `tx.init` gives the state); got "
                 f"{got}, for {name}."
             )
     return _one(
@@ -204,4 +202,8 @@ def _like(parameter: torch.Tensor, leaf: Any) -> torch.Tensor:
     codes, scale = codes_and_scale(leaf)
     dtype = getattr(torch, str(codes.dtype))
     empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-    return empty if scale is None else ScaledTensor(empty, torch.ones((), device=parameter.device))
+    return (
+        empty
+        if scale is None
+        else ScaledTensor(empty, torch.ones((), dtype=torch.float32, device=parameter.device))
+    )

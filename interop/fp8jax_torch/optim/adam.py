@@ -27,6 +27,7 @@ from fp8jax.recipe import Recipe, check_weights
 from fp8jax_torch import casts
 from fp8jax_torch.optim.entries import (
     FIRST,
+    NO_E4M4,
     SECOND,
     SECOND_ROOT,
     check_names,
@@ -184,9 +185,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         """The formats of the entries of a parameter's state."""
         recipe, second = self.state_recipe, SECOND_ROOT if self.state_recipe.rounding[2] == "root" else SECOND
         if recipe.moments[1] == "E4M4":
-            raise ValueError(
-                "`recipe`: PyTorch has no E4M4 moments here; take moments=E5M2+FP16, as fp8 has."
-            )
+            raise ValueError(f"`recipe`: {NO_E4M4}.")
         names: dict[str, str] = dict(zip((FIRST, second), recipe.moments, strict=True))
         if is_scaled(parameter):
             weight = casts.format_of(parameter.codes.dtype).name

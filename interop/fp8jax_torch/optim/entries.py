@@ -15,6 +15,7 @@ from fp8jax_torch.scaled import ScaledTensor, is_scaled, value
 
 CODES, SCALE = "_codes", "_scale"
 FIRST, SECOND, SECOND_ROOT = "exp_avg", "exp_avg_sq", "exp_avg_sq_root"
+NO_E4M4 = "PyTorch has no E4M4 here; take moments=E5M2+FP16, as fp8 has"
 ENTRIES = {"step", FIRST, SECOND, SECOND_ROOT, "master", "remainder"}
 
 
@@ -34,14 +35,19 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     return {name.removesuffix(CODES).removesuffix(SCALE) for name in state}
 
 
+def not_adams(state: Mapping[str, Any]) -> str:
+    """Which entries say that a parameter's state is not that of an Adam, as text; "" if none."""
+    names = names_in(state)
+    absent, unknown = {"step", FIRST} - names, names - ENTRIES
+    if unknown:
+        return f"the entries {sorted(unknown)} too"
+    return f"none of the entries {sorted(absent)}" if absent else ""
+
+
 def check_names(state: Mapping[str, Any]) -> None:
     """Raises ValueError if a parameter's state is not that of an Adam."""
-    names = names_in(state)
-    if (unknown := names - ENTRIES) or not {"step", FIRST} <= names:
-        raise ValueError(
-            "`state_dict`: expected the state of an Adam or AdamW without amsgrad; got the entries "
-            f"{sorted(unknown or names)}."
-        )
+    if got := not_adams(state):
+        raise ValueError(f"`state_dict`: expected the state of an Adam or AdamW without amsgrad; got {got}.")
 
 
 def with_codes(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class ScalingState(torch.nn.Module):
         none; None counts as 0."""
         if self._buffers:
             device = next(self.buffers()).device
-            new = torch.stack([torch.zeros((), device=device) if x is None else x for x in amaxes])
+            zero = torch.zeros((), dtype=torch.float32, device=device)
+            new = torch.stack([zero if x is None else x for x in amaxes])
             new = torch.where(casts.usable(new), new, 0.0)
             self.recorded = new if self.recorded is None else torch.maximum(self.recorded, new)
             self.has_backward |= has_backward
