@@ -216,14 +216,14 @@ def test_recipes_with_one_byte():
     assert row.cells["rounding"].formats == "stochastic + kahan + root"
 
 
-def test_torch_refuses_it():
+def test_an_optimizer_of_torch_refuses_it():
     torch = pytest.importorskip("torch")
     import fp8jax_torch
 
     model = torch.nn.Linear(32, 32)
-    model, optimizer = fp8jax_torch.prepare(model, fp8jax_torch.optim.AdamW(model.parameters()), ONE_BYTE)
+    optimizer = fp8jax_torch.optim.AdamW(model.parameters(), recipe=ONE_BYTE)
     model(torch.ones(16, 32)).sum().backward()
-    with pytest.raises(ValueError, match="no E4M4 moments"):
+    with pytest.raises(ValueError, match="`recipe`: PyTorch has no E4M4 here; take moments=E5M2"):
         optimizer.step()
 
 
