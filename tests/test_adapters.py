@@ -78,6 +78,65 @@ def test_report_of_method():
     assert [row.path for row in model.report(X).rows] == ["up", "down"]
 
 
+@pytest.mark.parametrize("recipe", ["te", "current", "block", "mxfp8", "fp8"])
+def test_nnx_method_as_the_outermost_call(recipe):
+    """A public method computes its module's own kernels in FP8, as its report says, with and without a
+    scaling state."""
+    plain = OwnNNX(nnx.Rngs(0))
+    model = fp8jax.transform(plain, recipe)
+    assert 0 < relative(model.encode(X), plain.encode(X)) < 0.06
+    assert [row.fp8 for row in fp8jax.report(model, X, method="encode").rows] == [True]
+
+
+def test_report_of_a_private_method_of_nnx():
+    """A private method runs as it is, so it has no report."""
+    model = fp8jax.transform(OwnNNX(nnx.Rngs(0)), "current")
+    for method in ("_encode", "train"):
+        with pytest.raises(ValueError, match=f"expected a public method of OwnNNX; got '{method}'"):
+            fp8jax.report(model, X, method=method)
+
+
+@pytest.mark.parametrize("inputs", [None, [X]], ids=["guessed", "inputs"])
+@pytest.mark.parametrize("recipe", ["te", "current", "fp8"])
+def test_nnx_parameters_in_containers(recipe, inputs):
+    """Parameters in an `nnx.List` or an `nnx.Dict` are those of the module that has it."""
+
+    class Held(nnx.Module):
+        def __init__(self, rngs):
+            own = OwnNNX(rngs)
+            self.all = nnx.List([nnx.Dict(up=own.up), own.down])
+
+        def __call__(self, x):
+            return self.decode(nnx.gelu(x @ self.all[0]["up"]))
+
+        def decode(self, x):
+            return x @ self.all[1]
+
+    plain = Held(nnx.Rngs(0))
+    model = fp8jax.transform(plain, recipe, inputs=inputs)
+    assert [row.path for row in fp8jax.report(model, X).rows if row.fp8] == ["all/0/up", "all/1"]
+    assert 0 < relative(model(X), plain(X)) < 0.1
+    assert 0 < relative(model.decode(hidden := jnp.tile(X, 2)), plain.decode(hidden)) < 0.06
+    _, grads = fp8jax.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
+    assert all(jnp.any(value(leaf) != 0) for leaf in jax.tree.leaves(nnx.as_pure(grads), is_leaf=is_scaled))
+
+
+def test_nnx_layer_replaced_after_transform():
+    """A layer from outside has no scaling state."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    model = fp8jax.transform(Net(nnx.Rngs(0)), "te")
+    model.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="replace layers of an NNX module before `transform`"):
+        model(X)
+
+
 def test_interceptors_are_part_of_a_program():
     """An eager call under a user's interceptor is not one without."""
     model = fp8jax.transform(nn.Dense(WIDTH), "te")

@@ -156,7 +156,7 @@ class PlannedDot(NamedTuple):
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
             f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
-            "not 'params' alone."
+            "not 'params' alone; replace layers of an NNX module before `transform`."
         )
 
     def _check_no_others(self, found: Any) -> None:

@@ -19,7 +19,16 @@ import jax.core
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.variables import STATE, FP8State, Frozen, modules_of, state_path, thaw, value_of
+from fp8jax.adapters.nnx.variables import (
+    STATE,
+    FP8State,
+    Frozen,
+    modules_of,
+    places_of,
+    state_path,
+    thaw,
+    value_of,
+)
 from fp8jax.rewrite import FunctionModel, StaticTree
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
@@ -31,6 +40,7 @@ class Rewritten:
 
     function: FunctionModel  # one for all modules of a model
     path: tuple[Any, ...]
+    has_kernels: bool  # of its own, beside those of the modules in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +66,11 @@ _active: contextvars.ContextVar[FunctionModel | None] = contextvars.ContextVar("
 
 def rewrite(model: nnx.Module, function: FunctionModel) -> None:
     """Rewrites the calls of a module and of the modules in it."""
+    places = places_of(model)
+    owners = {id(places[path].owner) for path in function.settings.kernels or ()}
     for path, module in modules_of(model):
-        _change_class(module, functools.partial(_subclass, rewritten=Rewritten(function, path)))
+        rewritten = Rewritten(function, path, id(module) in owners)
+        _change_class(module, functools.partial(_subclass, rewritten=rewritten))
 
 
 def restore(model: nnx.Module) -> None:
@@ -105,8 +118,8 @@ def _rewritten_method(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
-        if not is_call and not any(name.endswith(f"{STATE}scale") for name in vars(module)):
-            return method(module, *args, **kwargs)  # without kernels of its own
+        if not (is_call or module.rewritten__fp8.has_kernels):
+            return method(module, *args, **kwargs)
         if _active.get() is not function:
             return _run(method, module, args, kwargs)
         name = "/".join(map(str, path))
@@ -146,7 +159,13 @@ def _child(node: Any, name: Any) -> Any:
 
 def operands_of(module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
     """The operands of a rewritten module's function for a call of a method, given by its name."""
-    return _operands(vars(getattr(type(module), method))["__wrapped__"], module, args, kwargs)[1]
+    plain = getattr(getattr(type(module), method, None), "__wrapped__", None)
+    if plain is None:
+        raise ValueError(
+            f"`method`: expected a public method of {type(module).__name__}; got {method!r}, which runs as "
+            "it is."
+        )
+    return _operands(plain, module, args, kwargs)[1]
 
 
 def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

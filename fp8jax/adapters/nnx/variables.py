@@ -14,6 +14,8 @@ from fp8jax.variables import PARAMS, SCALING
 # The scaling state of `layer.kernel` is `layer.kernel__fp8_scale` and so on.
 STATE = "__fp8_"
 
+_CONTAINERS = (nnx.List, nnx.Dict)
+
 # Metadata of a frozen parameter: its class before, if not `nnx.Param` itself.
 CLASS = "class__fp8"
 
@@ -44,13 +46,17 @@ class VariablePlace(NamedTuple):
     """The place of a parameter."""
 
     owner: Any  # its module
-    name: str  # its attribute; "a/b" for a parameter in an attribute that is a dict or a list
+    name: str  # its attribute; "a/b" for a parameter in an attribute that is a dict or a list, Flax's too
     param: Any
 
 
 def places_of(model: nnx.Module) -> dict[tuple[str, ...], VariablePlace]:
     """The parameters of a module by path; a shared parameter at its first path."""
-    modules, places = dict(modules_of(model)), {}
+    # Flax's containers are modules, too, but their parameters are those of the module that has them.
+    modules = {
+        path: module for path, module in modules_of(model) if not path or type(module) not in _CONTAINERS
+    }
+    places = {}
     for path, param in nnx.iter_graph(model):
         if isinstance(param, nnx.Param | Frozen):
             at = next(n for n in range(len(path) - 1, -1, -1) if path[:n] in modules)
