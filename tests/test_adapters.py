@@ -594,6 +594,10 @@ def test_transformed_models_of_the_commands(equinox_adapter):
     for plain in (nn.Dense(WIDTH), nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))):
         model = fp8jax.transform(plain, "te")
         assert subject.transformed(model, "te") is model
+        with pytest.raises(
+            ValueError, match="expected a plain module for the recipe bf16; got one .* with te"
+        ):
+            subject.transformed(model, "bf16")
     with pytest.raises(TypeError, match="`model`: expected a Flax module, Linen or NNX; got EquinoxModel"):
         subject.transformed(fp8jax.transform(equinox_adapter, "te"), "te")
 

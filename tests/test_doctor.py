@@ -90,7 +90,7 @@ MODELS = {
     "linen": (MLP(), "O2", {"up": (True, 2, 0), "down": (True, 3, 0), "lm_head": HEAD}),
     "transformed": (
         fp8jax.transform(MLP(), "te", rules=[fp8jax.Rule("up", "gemm=BF16")]),
-        "O2",
+        "te",
         {"up": (False, 0, 2), "down": (True, 3, 0), "lm_head": HEAD},
     ),
     "wide wgrad": (
@@ -104,7 +104,7 @@ MODELS = {
     "nnx": (OnNNX(nnx.Rngs(0)), "O2", {"up": (True, 2, 0), "down": (True, 3, 0), "lm_head": HEAD}),
     "nnx transformed": (
         fp8jax.transform(OnNNX(nnx.Rngs(0)), "te,scaling=current"),
-        "O2",
+        "te,scaling=current",
         {"up": (True, 2, 0), "down": (True, 3, 0), "lm_head": HEAD},
     ),
 }

@@ -208,6 +208,24 @@ def test_a_users_model_is_planned_where_it_is(tmp_path):
     assert json.loads(run.stdout)[0]["weights"] == 4 * (32 * 64 + 64), run.stderr
 
 
+@pytest.mark.parametrize(
+    "command", [["plan", "--no-cache"], ["estimate", "--target", "h200"], ["doctor", "--compile"]]
+)
+def test_a_transformed_model_has_a_recipe(command, tmp_path, monkeypatch, capsys):
+    source = """
+        import flax.linen as nn, fp8jax
+        import jax, jax.numpy as jnp
+        def tiny():
+            return fp8jax.transform(nn.Dense(64), "fp8"), [jax.ShapeDtypeStruct((8, 32), jnp.float32)]
+    """
+    (tmp_path / "its_own.py").write_text(textwrap.dedent(source))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert runs.status_of([*command, "--model", "its_own:tiny", "--recipe", "bf16"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "expected a plain module for the recipe bf16; got one transformed with fp8." in error
+
+
 def test_the_cpu_is_taken_for_as_many_devices_as_asked(tmp_path):
     options = ["--json", "--recipe", "bf16", "--zero", "3", "--devices", "1", "6"]
     run = command("-m", "fp8jax.cli", "plan", *ARGUMENTS, "--width=24", *options, cwd=tmp_path)

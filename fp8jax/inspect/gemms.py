@@ -54,7 +54,7 @@ def check(
         subject: (model, inputs) or (model, inputs, loss): a Linen or NNX module, plain or transformed; its
             inputs, arrays or `jax.ShapeDtypeStruct`s; and `loss(outputs, *inputs)`, by default the mean
             square of the outputs. `subject("gpt-125m")` gives one.
-        recipe: a `Recipe`, or the text of one; ignored for a transformed model.
+        recipe: a `Recipe`, or the text of one; a transformed model's own.
         target: a GPU that is not here; None for this machine.
 
     Returns:
@@ -62,11 +62,11 @@ def check(
 
     Raises:
         TypeError: the model is no Flax module.
-        ValueError: the recipe cannot be parsed, or no such target.
+        ValueError: the recipe cannot be parsed, or is not the transformed model's; no such target.
         RuntimeError: the packages that compile for a target are missing.
     """
     model, inputs, *loss = subject
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     model = transformed(model, recipe)
     loss_fn, variables = loss_of(model, inputs, *loss)
     step = gradients.value_and_grad(loss_fn)

@@ -98,7 +98,7 @@ def _of_user(name: str) -> Subject:
             f"{type(made).__name__}."
         )
     model, inputs, *loss = made
-    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     return Subject(model, inputs, loss[0] if loss else mean_square)
 
 
@@ -118,7 +118,7 @@ def mean_square(outputs: Float[Array, "..."], *inputs: PyTree) -> Float[Array, "
 
 
 def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) -> Any:
-    """The model under the recipe; a transformed model unchanged. Shapes replace the arrays of an NNX module.
+    """The model under the recipe; a model of that recipe stays. Shapes replace the arrays of an NNX module.
 
     Args:
         model: a Linen or NNX module.
@@ -127,9 +127,15 @@ def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) 
 
     Raises:
         TypeError: the model is no Flax module, or gets adapters and is transformed already.
+        ValueError: the recipe cannot be parsed, or the model is transformed with another one.
     """
     lora = None if lora_rank is None else LoRA(rank=lora_rank)
     if lora is None and framework_of(model) in ("linen", "nnx"):  # of which `loss_of` makes variables
+        if (own := adapter_of(model).settings.recipe) != Recipe.parse(recipe):
+            raise ValueError(
+                f"`model`: expected a plain module for the recipe {recipe}; got one transformed with {own}. "
+                f"Give the plain module, or take the recipe {own}."
+            )
         return model
     if linen.is_module(model):
         return adapters.transform(model, recipe, lora=lora)
