@@ -1,6 +1,7 @@
 """ZeRO on eight devices, which are this machine's processor eight times."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -584,6 +585,10 @@ def test_a_recipe_that_contradicts_the_model():
 
 
 def test_bad_input():
+    for other in (jax.devices(), None, mesh().abstract_mesh):
+        says = f"`mesh`: expected a jax.sharding.Mesh; got {type(other).__name__}."
+        with pytest.raises(ValueError, match=re.escape(says)):
+            Zero(other, stage=1)
     with pytest.raises(ValueError, match=r"`stage`: expected 0, 1, 2 or 3; got 4"):
         Zero(mesh(), "O2", 4)
     with pytest.raises(ValueError, match=r"`axis_name`.*'data'.*'rows'"):

@@ -54,7 +54,8 @@ class Zero:
             the step.
 
     Raises:
-        ValueError: `stage` or `axis_name` is not legal, or `offload` with devices without host memory.
+        ValueError: `mesh`, `stage` or `axis_name` is not legal, or `offload` with devices without host
+            memory.
     """
 
     mesh: Mesh
@@ -66,6 +67,8 @@ class Zero:
     def __post_init__(self) -> None:
         if self.stage not in range(4):
             raise ValueError(f"`stage`: expected 0, 1, 2 or 3; got {self.stage!r}.")
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(f"`mesh`: expected a jax.sharding.Mesh; got {type(self.mesh).__name__}.")
         names = self.mesh.axis_names
         if self.axis_name not in names and (self.axis_name or len(names) != 1):
             wanted = "the one to split the batch over" if not self.axis_name else f"{self.axis_name!r}"
