@@ -289,6 +289,26 @@ def test_what_cannot_be_done_is_refused(call, says):
         on_each(call, {"b": local_gradients()["bias"]})
 
 
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda g: fp8jax.comm.all_reduce(g, "data", "te", op="sum"), "`grads`.*{}.*jax.lax.psum"),
+        (lambda g: fp8jax.comm.all_reduce(g, "data"), "`grads`.*{}.*jax.lax.psum"),
+        (lambda g: fp8jax.comm.reduce_scatter(g, "data", "te"), "`grads`.*{}.*jax.lax.psum"),
+        (lambda g: fp8jax.comm.all_gather(g, "data", floats="FP8"), "`tree`.*{}.*floats='FP32'"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_leaves_that_are_no_floats_are_refused(call, says, dtype):
+    """A sum in float32 rounds integers above 2**24, and a mean of integers is cut off."""
+    x = jnp.ones((DEVICES, 8), dtype)
+    got = says.format(rf"expected floats; got {dtype} at \['a'\]\['n'\]")
+    with pytest.raises(ValueError, match=got):
+        on_each(call, {"a": {"n": x}, "b": jnp.ones((DEVICES, 8))})
+    whole = on_each(lambda g: fp8jax.comm.all_gather(g, "data"), x)
+    assert whole.dtype == dtype and whole.shape == (DEVICES, 64)
+
+
 # The automatic scale #############################################################################
 
 

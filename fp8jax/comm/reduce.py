@@ -68,7 +68,7 @@ def all_reduce(
         max, loss scales by min.
 
     Raises:
-        ValueError: `op` or `floats` is not legal.
+        ValueError: `op` or `floats` is not legal, or a leaf has another dtype than a float's.
     """
     return _reduce(grads, axis_name, recipe, None, op, floats, mu)
 
@@ -95,7 +95,8 @@ def reduce_scatter(
         scale blocks along `axis`, each device has the scales of its shard.
 
     Raises:
-        ValueError: `op` or `floats` is not legal, or an axis is not divisible by the number of devices.
+        ValueError: `op` or `floats` is not legal, a leaf has another dtype than a float's, or an axis is not
+            divisible by the number of devices.
     """
     return _reduce(grads, axis_name, recipe, axis, op, floats, None)
 
@@ -110,8 +111,9 @@ def _reduce(
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
     params = grads[PARAMS] if has_params(grads) else grads
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-    if axis is not None:
-        for leaf in leaves:
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_scaled):
+        check_float("grads", path, leaf, "Send others by `jax.lax.psum`.")
+        if axis is not None:
             _check_axis(leaf.shape, axis, lax.axis_size(axis_name))
     factors = None if mu is None else treedef.flatten_up_to(mu)
     axes: list[int | None] = [axis] * len(leaves)
@@ -124,6 +126,17 @@ def _reduce(
     if has_params(grads):
         tree = {**merged(grads, axis_name), PARAMS: tree}
     return tree if factors is None else (tree, treedef.unflatten(factors))
+
+
+def check_float(name: str, path: Any, leaf: Any, remedy: str) -> None:
+    """Raises ValueError if a leaf is neither a `ScaledArray` nor an array of floats."""
+    if not is_scaled(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(f"`{name}`: expected floats; got {leaf.dtype}{at(path)}. {remedy}")
+
+
+def at(path: Any) -> str:
+    """The place of a leaf in an error; nothing for a tree that is a leaf."""
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
 def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
