@@ -309,6 +309,17 @@ def test_leaves_that_are_no_floats_are_refused(call, says, dtype):
     assert whole.dtype == dtype and whole.shape == (DEVICES, 64)
 
 
+@pytest.mark.parametrize("floats", ["FP32", "FP8"])
+@pytest.mark.parametrize("shape, axis", [((8,), 1), ((16, 6), 2), ((16, 6), -3), ((), 0)])
+def test_axes_that_a_tensor_lacks_are_refused(shape, axis, floats):
+    x = {"w": jnp.ones((DEVICES, *shape))}
+    says = rf"axis {axis}.*; got {re.escape(str(shape))} at \['w'\]. Take another `axis`"
+    with pytest.raises(ValueError, match=says):
+        on_each(lambda g: fp8jax.comm.all_gather(g, "data", axis=axis, floats=floats), x)
+    with pytest.raises(ValueError, match=says):
+        on_each(lambda g: fp8jax.comm.reduce_scatter(g, "data", axis=axis, floats=floats), x)
+
+
 # The automatic scale #############################################################################
 
 

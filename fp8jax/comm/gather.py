@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from fp8jax.comm import buckets
-from fp8jax.comm.reduce import check_float, has_blocks_along
+from fp8jax.comm.reduce import at, check_float, has_blocks_along
 from fp8jax.quantization import ScaledArray, is_scaled, to_bits
 
 
@@ -28,8 +28,8 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
         except for values below the format's smallest step. Scale blocks along `axis` keep their scales.
 
     Raises:
-        ValueError: `floats` is not legal, or a leaf to be sent in FP8 has another dtype
-            than a float's.
+        ValueError: `floats` is not legal, a leaf has no such axis, or a leaf to be sent in FP8 has another
+            dtype than a float's.
     """
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
@@ -37,6 +37,11 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
         if floats == "FP8":
             check_float("tree", path, leaf, "Send others with floats='FP32', which keeps every dtype.")
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise ValueError(
+                f"`tree`: expected tensors with an axis {axis}; got {leaf.shape}{at(path)}. Take another "
+                "`axis` for this one."
+            )
     in_fp8 = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
     shared = [i for i in in_fp8 if not is_scaled(leaves[i]) or not has_blocks_along(leaves[i].scale, axis)]
     new = {

@@ -114,7 +114,7 @@ def _reduce(
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_scaled):
         check_float("grads", path, leaf, "Send others by `jax.lax.psum`.")
         if axis is not None:
-            _check_axis(leaf.shape, axis, lax.axis_size(axis_name))
+            _check_axis(path, leaf.shape, axis, lax.axis_size(axis_name))
     factors = None if mu is None else treedef.flatten_up_to(mu)
     axes: list[int | None] = [axis] * len(leaves)
     new, factors = reduced(
@@ -139,11 +139,11 @@ def at(path: Any) -> str:
     return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def _check_axis(shape: tuple[int, ...], axis: int, devices: int) -> None:
-    if axis >= len(shape) or shape[axis] % devices:
+def _check_axis(path: Any, shape: tuple[int, ...], axis: int, devices: int) -> None:
+    if not -len(shape) <= axis < len(shape) or shape[axis] % devices:
         raise ValueError(
-            f"`grads`: expected tensors whose axis {axis} divides by the {devices} devices; got {shape}. "
-            "Take another `axis`, or `all_reduce` for this one."
+            f"`grads`: expected tensors whose axis {axis} divides by the {devices} devices; got {shape}"
+            f"{at(path)}. Take another `axis`, or `all_reduce` for this one."
         )
 
 
