@@ -173,6 +173,27 @@ def test_scales_of_inputs():
         weights(model, variables, TOKENS, mapping=LLAMA, format="fp8:static")
 
 
+@pytest.mark.parametrize("second, largest", [(100.0, "kernel#1"), (0.01, "kernel"), (0.0, "kernel")])
+def test_scales_of_inputs_of_a_layer_called_twice(second, largest):
+    """The larger of the two calls' scales, unless a call had only zeros, for which the scale stays 1."""
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(128, name="d")
+            return dense(second * nn.gelu(dense(x)))
+
+    x = jax.random.normal(jax.random.key(0), (32, 128))
+    model = fp8jax.transform(Twice(), "te")
+    variables = model.init(jax.random.key(1), x)
+    variables = fp8jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)[2]
+    states = variables["_overwrite_with_gradient"]["d"]
+    want = states[largest]["scale"][LHS]
+    assert set(states) == {"kernel", "kernel#1"}
+    assert second == 0 or want == max(state["scale"][LHS] for state in states.values())
+    assert weights(model, variables, x, mapping=PLAIN, format="fp8:static")["d.activation_scale"] == want
+
+
 def logits_in_torch(folder, **options):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()

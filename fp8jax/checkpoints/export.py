@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from fp8jax.adapters.adapter import adapter_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.names import NameMap
 from fp8jax.checkpoints.serving import INPUT, ServingFormat, encode, format_of
-from fp8jax.checkpoints.tree import named
+from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
 from fp8jax.rewrite import Kernel
@@ -203,7 +204,7 @@ def tensors_of(source: ExportSource, mapping: NameMap, format: ServingFormat) ->
     for key in [key for key in tree.leaves if key[0] == PARAMS]:
         path, stored = key[1:], tree.leaves[key]
         kernel, codes = source.kernels.get(path), frozen.leaves[key]
-        scales = tree.leaves.get((SCALING, *path, "scale"))
+        states = _states(tree, path) if format.is_static else []
         for index, name in mapping.names_of(path, stored.shape).items():
             place = mapping.place(name)
             assert place is not None
@@ -228,7 +229,7 @@ def tensors_of(source: ExportSource, mapping: NameMap, format: ServingFormat) ->
                     method = scaling.method(RHS)
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
-                parts[INPUT] = _input_scale(name, scales, index)
+                parts[INPUT] = _input_scale(name, states, index)
             yield Tensor(base, parts, ExportRow(base, True, is_unchanged, sqnr))
 
 
@@ -240,10 +241,23 @@ def _part(leaf: Any, index: tuple[int, ...]) -> Any:
     return ScaledArray(leaf.data[index], leaf.scale[own].reshape(()))
 
 
-def _input_scale(name: str, scales: Any, index: tuple[int, ...]) -> Array:
-    if scales is None:
+def _states(tree: Tree, path: Key) -> list[dict[str, Any]]:
+    """The scaling states of a kernel's calls, which are at `kernel`, `kernel#1` and so on."""
+    states: dict[Key, dict[str, Any]] = {}
+    pattern = re.compile(rf"{re.escape('/'.join(path))}(#\d+)?")
+    for key, leaf in tree.leaves.items():
+        if key[0] == SCALING and pattern.fullmatch("/".join(key[1:-1])):
+            states.setdefault(key[:-1], {})[key[-1]] = leaf
+    return list(states.values())
+
+
+def _input_scale(name: str, states: list[dict[str, Any]], index: tuple[int, ...]) -> Array:
+    """The largest scale of the inputs of a kernel's calls, those aside that had only zeros or no input."""
+    if not all("amax_history" in state for state in states) or not states:
         raise ValueError(
             f"`format`: expected delayed scaling for fp8:static, whose scales of inputs it takes; {name} has "
             "another scaling. Choose fp8:tensor."
         )
-    return scales[index][LHS]
+    scales = jnp.stack([state["scale"][index][LHS] for state in states])
+    has_amax = jnp.stack([jnp.any(state["amax_history"][index][LHS] > 0) for state in states])
+    return jnp.max(jnp.where(has_amax | ~has_amax.any(), scales, 0))
