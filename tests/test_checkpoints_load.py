@@ -216,7 +216,7 @@ def test_heads_of_an_fp8_kernel(tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("to", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_plain_numbers_of_all_dtypes(tmp_path, dtype, to):
-    """Converted as NumPy does, subnormals and NaN, too."""
+    """Converted as NumPy does, subnormals and NaN, too; a number that becomes an infinity is refused."""
     numbers = np.arange(2**16, dtype=np.uint16)
     dtype = jnp.dtype(dtype)
     numbers = (
@@ -225,11 +225,47 @@ def test_plain_numbers_of_all_dtypes(tmp_path, dtype, to):
     (tmp_path / "config.json").write_text("{}")
     save_file({"up.weight": numbers.reshape(256, 256)}, tmp_path / "model.safetensors")
     like = {"params": {"up": {"kernel": jax.ShapeDtypeStruct((256, 256), to)}}}
+    with np.errstate(all="ignore"):
+        overflows = np.isinf(numbers.astype(to)) & np.isfinite(numbers)
+    if overflows.any():
+        name = jnp.dtype(to).name
+        with pytest.raises(ValueError, match=f"`folder`: expected numbers up to .*{name}.*in up.weight; got"):
+            load(tmp_path, like=like, mapping=PLAIN)
+        numbers[overflows] = np.inf
+        save_file({"up.weight": numbers.reshape(256, 256)}, tmp_path / "model.safetensors")
     got = load(tmp_path, like=like, mapping=PLAIN)["params"]["up"]["kernel"]
     assert got.dtype == to
     with np.errstate(all="ignore"):
         want = numbers.reshape(256, 256).T.astype(to)
         assert np.array_equal(np.isnan(want), np.isnan(got)) and ((got == want) | np.isnan(want)).all()
+
+
+@pytest.mark.parametrize("number", [65519, 65520, 1e6, -1e6, np.inf, np.nan])
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_numbers_that_overflow_in_float16(tmp_path, number, is_stacked):
+    """65519 is rounded to 65504, and 65520 would be to infinity; what is no number in the folder stays."""
+    (tmp_path / "config.json").write_text("{}")
+    weight = np.full((8, 4), number, np.float32)
+    save_file(
+        {"h.0.up.weight": weight, "h.1.up.weight": np.ones_like(weight)}, tmp_path / "model.safetensors"
+    )
+    ups = [{"up": {"kernel": jax.ShapeDtypeStruct((4, 8), jnp.float16)}}] * 2
+    like, mapping = {"h": dict(zip("01", ups, strict=True))}, PLAIN
+    if is_stacked:
+        like, mapping = (
+            {"h": {"up": {"kernel": jax.ShapeDtypeStruct((2, 4, 8), jnp.float16)}}},
+            PLAIN.stacked("h"),
+        )
+    if np.isfinite(number) and abs(number) >= 65520:
+        says = (
+            r"`folder`: expected numbers up to 65504, float16's largest, in h.0.up.weight; got a larger one"
+        )
+        with pytest.raises(ValueError, match=says):
+            load(tmp_path, like=like, mapping=mapping)
+        return
+    got = jax.tree.leaves(load(tmp_path, like=like, mapping=mapping))[0]
+    want = 65504 if number == 65519 else number
+    assert np.array_equal(got.reshape(-1)[:32], np.full(32, want), equal_nan=True)
 
 
 class Net(nnx.Module):

@@ -22,7 +22,7 @@ from fp8jax.checkpoints.folder import DTYPES, read
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.stored import Stored, scale_blocks, tensors
 from fp8jax.checkpoints.tree import Key, named
-from fp8jax.formats import E8M0
+from fp8jax.formats import BF16, E8M0, FP16
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, ScaledArray, amax, is_scaled, quantize_like
 from fp8jax.variables import FROZEN, PARAMS
 
@@ -43,8 +43,8 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
         mapping: from torch's names. `Rename` with flax=None leaves a tensor out.
 
     Raises:
-        ValueError: the folder is broken; its quantization is unknown; a tensor fits no parameter, or has
-            another shape; a parameter gets no tensor.
+        ValueError: the folder is broken; its quantization is unknown; a tensor fits no parameter, has another
+            shape, or numbers that overflow in the parameter's dtype; a parameter gets no tensor.
     """
     stored = read(pathlib.Path(folder))
     blocks = scale_blocks(stored.config)
@@ -147,11 +147,15 @@ def _leaf(found: Mapping[tuple[int, ...], tuple[Stored, Place]], like: Any) -> A
 
 def _copy(x: Any, to: np.ndarray) -> None:
     """Copies by JAX on the CPU, which is five times as fast as NumPy for a transposed matrix."""
+    np.copyto(to, _on_host(x), casting="unsafe")
+
+
+def _on_host(x: Any) -> jax.Array:
     try:
         host = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS=cuda
         host = None
-    np.copyto(to, jax.device_put(x, host), casting="unsafe")
+    return jax.device_put(x, host)
 
 
 def _put(x: Any, like: Any) -> jax.Array:
@@ -167,10 +171,27 @@ def _put(x: Any, like: Any) -> jax.Array:
 def _fitted(tensor: Stored, place: Place, like: Any) -> list[Any]:
     """A tensor as an array, which may have another dtype than `like`, or as leaves of a `ScaledArray`."""
     if not is_scaled(like):
-        return [tensor.value(place)]
+        x = tensor.value(place)
+        is_16_bits = like.dtype in (FP16.dtype, BF16.dtype) and x.dtype != like.dtype
+        if is_16_bits and _overflows(_on_host(x), like.dtype):
+            largest = float(jnp.finfo(like.dtype).max)
+            raise ValueError(
+                f"`folder`: expected numbers up to {largest:g}, {like.dtype}'s largest, in {tensor.name}; "
+                "got a larger one. Give its parameter in `like` the dtype float32."
+            )
+        return [x]
     if (codes := _as_stored(tensor, place, like)) is not None:
         return jax.tree.leaves(codes)
     return _quantized(tensor.value(place), like, tensor.name)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _overflows(x: Any, dtype: Any) -> Any:
+    """Whether a finite number would be an infinity in `dtype`."""
+    x, limits = x.astype(jnp.float32), jnp.finfo(dtype)
+    # XLA may leave out a cast there and back, but not this.
+    rounded = jax.lax.reduce_precision(x, limits.nexp, limits.nmant)
+    return jnp.any(jnp.isinf(rounded) & jnp.isfinite(x))
 
 
 def _quantized(x: Any, like: ScaledArray, name: str) -> list[Any]:
