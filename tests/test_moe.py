@@ -275,6 +275,11 @@ def test_losses_are_the_papers():
     np.testing.assert_allclose(chosen.router_z_loss, (np.log(np.exp(logits).sum(1)) ** 2).mean(), rtol=1e-5)
 
 
+def test_losses_without_tokens_are_zero():
+    chosen = moe.route(jnp.ones((0, 4)), 2)
+    assert chosen.load_balance_loss == chosen.router_z_loss == 0 and not chosen.load.any()
+
+
 def test_uniform_routing_has_the_least_loss():
     even = moe.route(jnp.eye(4)[jnp.arange(40) % 4], 1)
     np.testing.assert_allclose(even.load_balance_loss, 1, rtol=1e-6)

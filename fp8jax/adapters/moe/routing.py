@@ -49,6 +49,8 @@ def route(logits: Float[Array, "tokens experts"], top_k: int) -> Route:
       probabilities, and `experts / top_k` if all tokens go to the same experts.
     * `router_z_loss`: `mean(logsumexp(logits)**2)`.
 
+    Both are 0 without tokens.
+
     Args:
         logits: the router's output.
         top_k: experts of a token.
@@ -65,8 +67,8 @@ def route(logits: Float[Array, "tokens experts"], top_k: int) -> Route:
         gates = gates / jnp.sum(gates, axis=1, keepdims=True)
     counts = jnp.zeros(experts, jnp.float32).at[chosen.reshape(-1)].add(1.0)
     load = counts / max(tokens * top_k, 1)
-    balance = experts * jnp.sum(load * jnp.mean(p, axis=0))
-    z = jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)
+    balance = experts * jnp.sum(load * (jnp.sum(p, axis=0) / max(tokens, 1)))
+    z = jnp.sum(jax.nn.logsumexp(logits, axis=1) ** 2) / max(tokens, 1)
     return Route(chosen.astype(jnp.int32), gates, load, balance, z)
 
 
