@@ -81,6 +81,15 @@ def test_a_norm_below_the_limit_changes_no_bit(gradients):
     chex.assert_trees_all_equal(got, gradients)
 
 
+@pytest.mark.parametrize("number", [0.0, 1.0])
+def test_a_limit_of_zero_gives_zeros(number):
+    """Gradients of zero have the norm 0, and 0 / 0 is NaN."""
+    x = jnp.full((4, 4), number)
+    clip = clip_by_global_norm(0.0)
+    got, _ = clip.update({"w": fp8jax.quantize(x, formats.E4M3), "b": x}, clip.init(None))
+    assert not any(np.asarray(value(leaf)).any() for leaf in got.values())
+
+
 def test_the_norm_is_that_of_the_values_in_float32():
     """448**2 times the number of codes overflows float16, and the codes' norm is not the gradient's."""
     gradient = {"w": ScaledArray(jnp.full((64, 64), 448.0, jnp.float8_e4m3fn), jnp.float32(2.0**-9))}

@@ -107,7 +107,8 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, params: Any = None) -> Any:
         del params
         norm = global_norm(updates)
-        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm).astype(jnp.float32)
+        is_small = (norm < max_norm) | (norm == 0)  # zeros stay with max_norm=0, too
+        factor = jnp.where(is_small, 1.0, max_norm / norm).astype(jnp.float32)
 
         def clip(leaf: Any) -> Any:
             if isinstance(leaf, ScaledGradient):
