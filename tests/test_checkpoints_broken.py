@@ -261,7 +261,13 @@ BROKEN = {
         tensors(
             up__weight=np.zeros((256, 384), E4M3.dtype), up__weight_scale_inv=np.ones((2, 3), np.float32)
         ),
-        r"expected shape \[256, 384\] for params/up/kernel; got \[256, 384\] in up.weight",
+        r"expected shape \[256, 384\] for params/up/kernel; got \[384, 256\] in up.weight. Check `axes`",
+    ),
+    "wrong size": (
+        tensors(
+            up__weight=np.zeros((384, 128), E4M3.dtype), up__weight_scale_inv=np.ones((3, 1), np.float32)
+        ),
+        r"expected shape \[256, 384\] for params/up/kernel; got \[128, 384\] in up.weight. Build the model",
     ),
     "too many dims": (tensors(more=np.zeros((1,) * 64, np.float32)), "at most 32 dims for more; got 64"),
     "scalar": (

@@ -114,10 +114,12 @@ def _check_shapes(key: Key, found: Mapping[tuple[int, ...], tuple[Stored, Place]
             shape = None
         is_inside = all(i < n for i, n in zip(index, like.shape, strict=False))
         if shape != tuple(like.shape[depth:]) or not is_inside or len(index) != depth:
+            remedy, got = "Build the model with the sizes of config.json.", shape or tensor.shape
+            if shape != tuple(like.shape[depth:]) and sorted(got) == sorted(like.shape[depth:]):
+                remedy = "Check `axes` of its `Rename`, which give this order."
             raise ValueError(
-                f"`folder`: expected shape {list(like.shape)} for {'/'.join(key)}; got {list(tensor.shape)}"
-                f"{f' at layer {list(index)}' if index else ''} in {tensor.name}. Build the model with the "
-                "sizes of config.json."
+                f"`folder`: expected shape {list(like.shape)} for {'/'.join(key)}; got {list(got)}"
+                f"{f' at layer {list(index)}' if index else ''} in {tensor.name}. {remedy}"
             )
 
 
