@@ -7,6 +7,7 @@ import shutil
 import struct
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -362,6 +363,25 @@ def test_scales_that_are_no_scales(whole, tmp_path, scale):
     like = {"params": KERNELS | {"up": {"kernel": E4M3_KERNEL}}}
     kernel = load(tmp_path / "model", like=like, mapping=MAPPING)["params"]["up"]["kernel"]
     assert kernel.scale == 1 and not kernel.dequantize().any()
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"like": None}, "`like`: expected a tree of arrays, .*; got None"),
+        ({"like": {}}, "`like`: expected a tree of arrays, .*; got {}"),
+        (
+            {"like": fp8jax.transform(nn.Dense(8), "te")},
+            "`like`: expected a tree of arrays, .*; got LinenModel",
+        ),
+        ({"mapping": None}, "`mapping`: expected gpt2, llama, .*; got None"),
+        ({"mapping": "llama2"}, "`mapping`: expected gpt2, llama, .*; got 'llama2'"),
+        ({"folder": None}, "`folder`: expected a path; got None"),
+    ],
+)
+def test_arguments_of_another_kind(whole, change, says):
+    with pytest.raises(ValueError, match=says):
+        load(**{"folder": whole, "like": {"params": KERNELS}, "mapping": MAPPING, **change})
 
 
 def test_like_has_states(whole):

@@ -394,13 +394,24 @@ def with_layer(params, layer):
         ("te", None, {"format": "fp4"}, "`format`: expected one of fp8, fp8:ue8m0, "),
         ("te", None, {"mapping": GPT2}, "`mapping`: expected a rename that leads to "),
         ("block", spoilt, {}, "`variables`: expected finite numbers in model.layers.0.mlp.up_proj"),
+        ("te", lambda v: v["params"], {}, "`variables`: expected a tree with 'params', .*; got dict without"),
+        ("te", None, {"format": ["fp8"]}, r"`format`: expected one of fp8, .*; got \['fp8'\]"),
+        ("te", None, {"mapping": None}, "`mapping`: expected gpt2, llama, .*; got None"),
+        ("te", None, {"mapping": "llama2"}, "`mapping`: expected gpt2, llama, .*; got 'llama2'"),
+        ("te", None, {"config": None}, "`config`: expected a dict that JSON can hold; got None"),
+        ("te", None, {"config": []}, r"`config`: expected a dict that JSON can hold; got \[\]"),
+        ("te", None, {"max_shard_bytes": "5GB"}, "`max_shard_bytes`: expected a positive number; got '5GB'"),
+        ("te", None, {"max_shard_bytes": None}, "`max_shard_bytes`: expected a positive number; got None"),
+        ("te", None, {"max_shard_bytes": 0}, "`max_shard_bytes`: expected a positive number; got 0"),
     ],
 )
 def test_refused(tmp_path, recipe, change, options, says):
     model, variables = trained(recipe)
     variables = change(variables) if change else variables
-    with pytest.raises(ValueError, match=says):
-        exported(tmp_path / "out", model, variables, **{"format": "fp8", **options})
+    options = {"mapping": LLAMA, "format": "fp8", "config": llama.CONFIG, **options}
+    with pytest.raises(ValueError, match=says) as caught:
+        save(tmp_path / "out", model, variables, TOKENS, **options)
+    assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 
@@ -471,6 +482,10 @@ def test_folders_that_are_links_or_here(tmp_path, monkeypatch):
     for folder in (".", tmp_path / "link"):
         save(folder, model, variables, x, mapping=PLAIN, config={})
     assert sorted(os.listdir(here)) == sorted(os.listdir(linked)) == ["config.json", "model.safetensors"]
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for folder, got in ((tmp_path / "nowhere", ".*nowhere, which is no folder"), (None, "None")):
+        with pytest.raises(ValueError, match=f"`folder`: expected .*; got {got}"):
+            save(folder, model, variables, x, mapping=PLAIN, config={})
     with pytest.raises(ValueError, match="`folder`: expected a path below a folder; got .*config.json/out"):
         save(here / "config.json" / "out", model, variables, x, mapping=PLAIN, config={})
     with pytest.raises(ValueError, match="`config`: expected a dict that JSON can hold; got: Out of range"):

@@ -48,7 +48,7 @@ def assert_same(got, want):
 def test_round_trip(tmp_path, format, is_scanned):
     """Codes and scales come back bit for bit, and the loss is where it was."""
     model, variables = trained("O3", is_scanned)
-    mapping = LLAMA.stacked("layers") if is_scanned else LLAMA
+    mapping = LLAMA.stacked("layers") if is_scanned else "llama"
     save(tmp_path / "out", model, variables, TOKENS, mapping=mapping, format=format, config=llama.CONFIG)
     got = load(tmp_path / "out", like=shapes_of(variables), mapping=mapping)
     assert_same(got, variables)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32
 from fp8jax.adapters.adapter import Adapter, adapter_of
 from fp8jax.adapters.transform import transform
 from fp8jax.checkpoints.export import ExportSource, source_of, tensors_of
+from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.serving import CODES, ServingFormat, dequantized, format_of
 from fp8jax.checkpoints.tree import Key, named
@@ -40,7 +41,7 @@ _RECIPES = {
 }
 
 
-def divergence(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> Float32[Array, ""]:
+def divergence(model: Any, *args: Any, mapping: NameMap | str, format: str = "fp8") -> Float32[Array, ""]:
     r"""The Kullback-Leibler divergence of an engine's probabilities from those of training.
 
         mean over positions of sum_c p(c) (log p(c) - log q(c))        p: of the engine, q: of training
@@ -85,7 +86,7 @@ def divergence(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") ->
         for path, kernel in adapter.kernels(variables, *inputs).items()
     ]
     engine = adapter_of(transform(adapter.plain(), recipe, rules=rules))
-    served = _served(source_of(model, args), mapping, chosen, recipe)
+    served = _served(source_of(model, args), by_name(mapping), chosen, recipe)
     p, q = (_log_probabilities(*call, inputs) for call in ((engine, served), (adapter, variables)))
     return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), -1))
 

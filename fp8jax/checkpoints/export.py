@@ -6,6 +6,7 @@ arrays = jax.jit(lambda v: weights(model, v, tokens, mapping=LLAMA, format="fp8"
 
 import json
 import math
+import numbers
 import os
 import pathlib
 import re
@@ -19,7 +20,8 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from fp8jax.adapters.adapter import adapter_of
-from fp8jax.checkpoints.folder import CONFIG, Writer
+from fp8jax.checkpoints.folder import CONFIG, Writer, path_of
+from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap
 from fp8jax.checkpoints.serving import INPUT, ServingFormat, encode, format_of
 from fp8jax.checkpoints.tree import Key, Tree, named
@@ -27,7 +29,7 @@ from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, RHS, BlockScaling, of_recipe
-from fp8jax.variables import PARAMS, SCALING
+from fp8jax.variables import PARAMS, SCALING, has_params
 
 
 class ExportRow(NamedTuple):
@@ -77,7 +79,7 @@ def save(
     folder: str | os.PathLike[str],
     model: Any,
     *args: Any,
-    mapping: NameMap,
+    mapping: NameMap | str,
     config: Mapping[str, Any],
     format: str = "fp8",
     max_shard_bytes: int = 5 * 10**9,
@@ -93,7 +95,7 @@ def save(
         model: a model from `fp8jax.transform`, without adapters.
         args: the model's variables and example inputs, arrays or `jax.ShapeDtypeStruct`s, as for `freeze`;
             for an NNX module nothing.
-        mapping: from torch's names.
+        mapping: from torch's names; or a name: gpt2, llama, mixtral, qwen3, or package.module:name of a map.
         config: the model's `config.json`, such as `transformers.LlamaConfig(...).to_dict()`.
         format: a name of `FORMATS`.
         max_shard_bytes: a larger model has several files.
@@ -102,8 +104,9 @@ def save(
         For each kernel whether it is unchanged, or its SQNR.
 
     Raises:
-        ValueError: the folder is not empty; no rename leads to a parameter; the format cannot hold a kernel;
-            a kernel has an infinity or NaN; the model has adapters, or Linen's statistics of a BatchNorm.
+        ValueError: an argument is of another kind; the folder is not empty; no rename leads to a parameter;
+            the format cannot hold a kernel; a kernel has an infinity or NaN; the model has adapters, or
+            Linen's statistics of a BatchNorm.
     """
     return write(folder, source_of(model, args), mapping, config, format, max_shard_bytes)
 
@@ -111,16 +114,22 @@ def save(
 def write(
     folder: str | os.PathLike[str],
     source: ExportSource,
-    mapping: NameMap,
+    mapping: NameMap | str,
     config: Mapping[str, Any],
     format: str,
     max_shard_bytes: int,
 ) -> ExportReport:
     """Writes a model as a Hugging Face folder; see `save`."""
-    given, chosen = folder, format_of(format)
-    folder = pathlib.Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    given, chosen, mapping = folder, format_of(format), by_name(mapping)
+    folder = path_of(folder).absolute()
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which is no folder.")
+    if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which has files.")
+    if not isinstance(max_shard_bytes, numbers.Real) or not max_shard_bytes > 0:
+        raise ValueError(f"`max_shard_bytes`: expected a positive number; got {max_shard_bytes!r}.")
+    if not isinstance(config, Mapping):
+        raise ValueError(f"`config`: expected a dict that JSON can hold; got {config!r:.99}.")
     try:
         json.dumps(config, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -159,7 +168,9 @@ def write(
     return ExportReport(format, tuple(rows))
 
 
-def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> dict[str, Shaped[Array, "..."]]:
+def weights(
+    model: Any, *args: Any, mapping: NameMap | str, format: str = "fp8"
+) -> dict[str, Shaped[Array, "..."]]:
     """The arrays that `save` writes, by name: codes, scales and tensors in high precision.
 
     It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step. Scales
@@ -168,7 +179,7 @@ def weights(model: Any, *args: Any, mapping: NameMap, format: str = "fp8") -> di
     Args:
         model, args, mapping, format: see `save`.
     """
-    found = tensors_of(source_of(model, args), mapping, format_of(format))
+    found = tensors_of(source_of(model, args), by_name(mapping), format_of(format))
     return {name + end: array for name, parts, _ in found for end, array in parts.items()}
 
 
@@ -180,6 +191,11 @@ def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
             "`model`: expected one without adapters; merge them, and transform the plain module."
         )
     variables, inputs = adapter.split(*args)
+    if not has_params(variables):
+        raise ValueError(
+            f"`variables`: expected a tree with {PARAMS!r}, as `model.init` gives; got "
+            f"{type(variables).__name__} without it. Give all variables."
+        )
     if isinstance(variables, Mapping) and jax.tree.leaves(variables.get("batch_stats")):
         raise ValueError(
             "`model`: expected one whose parameters are all that it has learned; got batch_stats, which no "

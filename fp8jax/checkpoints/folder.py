@@ -35,6 +35,14 @@ DTYPES = {
 }
 
 
+def path_of(folder: Any) -> pathlib.Path:
+    """A folder as a path; raises ValueError if it is none."""
+    try:
+        return pathlib.Path(folder)
+    except TypeError:
+        raise ValueError(f"`folder`: expected a path; got {folder!r:.99}.") from None
+
+
 def _safetensors() -> Any:
     try:
         import safetensors

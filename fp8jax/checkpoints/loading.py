@@ -9,7 +9,6 @@ One tensor at a time is read, put into the format of its parameter, and sent to 
 import functools
 import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fp8jax.checkpoints.folder import DTYPES, read
+from fp8jax.checkpoints.folder import DTYPES, path_of, read
+from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.stored import Stored, scale_blocks, tensors
 from fp8jax.checkpoints.tree import Key, named
@@ -29,7 +29,7 @@ from fp8jax.variables import FROZEN, PARAMS
 _SHOWN = 3  # names of one kind in an error
 
 
-def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> PyTree:
+def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap | str) -> PyTree:
     """The variables of a transformed model, with the weights of a Hugging Face folder.
 
     E4M3 codes stay as they are, bit for bit, where the parameter is E4M3 with scales that cover the same
@@ -40,13 +40,18 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap) -> P
         like: variables from `model.init`, or with shapes (`jax.ShapeDtypeStruct`) in the place of parameters.
             It gives shapes, formats and shardings; what is no parameter stays. For NNX
             `nnx.state(model, nnx.Param)`.
-        mapping: from torch's names. `Rename` with flax=None leaves a tensor out.
+        mapping: from torch's names, or a name as in `save`. `Rename` with flax=None leaves a tensor out.
 
     Raises:
-        ValueError: the folder is broken; its quantization is unknown; a tensor fits no parameter, has another
-            shape, or numbers that overflow in the parameter's dtype; a parameter gets no tensor.
+        ValueError: an argument is of another kind; the folder is broken; its quantization is unknown; a
+            tensor fits no parameter, has another shape, or numbers that overflow in the parameter's dtype; a
+            parameter gets no tensor.
     """
-    stored = read(pathlib.Path(folder))
+    mapping, arrays = by_name(mapping), jax.tree.leaves(like)
+    if jax.tree_util.all_leaves([like]) or not any(hasattr(x, "shape") for x in arrays):
+        got = type(like).__name__ if arrays else repr(like)
+        raise ValueError(f"`like`: expected a tree of arrays, as `model.init` gives; got {got}.")
+    stored = read(path_of(folder))
     blocks = scale_blocks(stored.config)
     tree = named(like)
     has_frozen = any(key[0] == FROZEN for key in tree.leaves)

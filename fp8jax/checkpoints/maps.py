@@ -49,20 +49,26 @@ MIXTRAL = (
 _NAMES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen3": QWEN3}
 
 
-def by_name(name: str) -> NameMap:
+def by_name(name: NameMap | str) -> NameMap:
     """One of the maps here, or a "package.module:name", which is imported, also from the current folder.
+
+    A map stays.
 
     Raises:
         ValueError: there is no such map.
     """
-    if name in _NAMES:
+    if isinstance(name, NameMap):
+        return name
+    if isinstance(name, str) and name in _NAMES:
         return _NAMES[name]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = pkgutil.resolve_name(name) if ":" in name else None
-    except (Exception, SystemExit) as error:  # the user's module may raise anything
-        found = f"{type(error).__name__}: {error}"
+    found = None
+    if isinstance(name, str) and ":" in name:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            found = pkgutil.resolve_name(name)
+        except (Exception, SystemExit) as error:  # the user's module may raise anything
+            found = f"{type(error).__name__}: {error}"
     if not isinstance(found, NameMap):
         got = f"{name!r}" if found is None else f"{name!r}, which is {found}"
         raise ValueError(

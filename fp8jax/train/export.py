@@ -24,7 +24,7 @@ def export(
     run: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
-    mapping: NameMap,
+    mapping: NameMap | str,
     config: Mapping[str, Any],
     format: str = "fp8",
     max_shard_bytes: int = 5 * 10**9,
