@@ -555,6 +555,15 @@ def test_shapes_that_do_not_fit_are_refused():
         ragged_dot(jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.array([2, 2]), recipe="bf16", state=state)
 
 
+@pytest.mark.parametrize("recipe", ["te", "O2", "nvfp4"])
+def test_a_state_of_other_groups_is_refused(recipe):
+    lhs, rhs, sizes = jnp.ones((8, 32)), jnp.ones((4, 32, 32)), jnp.array([2, 2, 2, 2])
+    with pytest.raises(
+        ValueError, match=r"^`state`: expected .* of 4 groups.*; got shape \(3,.*recipe, 4\)`.$"
+    ):
+        ragged_dot(lhs, rhs, sizes, recipe=recipe, state=init_ragged_state(recipe, 3))
+
+
 def test_losses_that_were_not_collected_are_missed():
     with pytest.raises(ValueError, match="mutable=\\['intermediates'\\]"):
         moe.auxiliary_loss({"intermediates": {}})

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8jax import backends, scaling
-from fp8jax.dot.dot_general import check_state, init_state
+from fp8jax.dot.dot_general import check_state, init_state, state_names
 from fp8jax.dot.layout import Side, contract
 from fp8jax.dot.row_tiles import (
     ExpertSharding,
@@ -90,8 +90,8 @@ def ragged_dot(
         scale for each group.
 
     Raises:
-        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", `state` is of another recipe, or the shapes do
-            not match.
+        ValueError: `recipe.gemm` is neither "FP8" nor "FP4", `state` is of another recipe or another number
+            of groups, or the shapes do not match.
     """
     weight = Weight.of(rhs)
     kernel, grad_slot = weight.value, weight.grad_slot
@@ -99,6 +99,7 @@ def ragged_dot(
     chosen = backends.choose(backend, scaling.of_recipe(Recipe.parse(recipe)).granularity).name
     static = StaticArgs.of(lhs, weight, recipe, chosen, out_dtype, Grouped(over))
     check_state(static.recipe, state)
+    _check_groups(static.recipe, state, weight.shape[0])
     state, grad_slot = broadcast_under_vmap(
         (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
@@ -111,6 +112,15 @@ def _check_shapes(lhs: Any, rhs: Any, sizes: Any) -> None:
             "expected `lhs` (rows, k), `rhs` (groups, k, n) and `group_sizes` (groups,); got "
             f"{tuple(lhs)}, {tuple(rhs)} and {tuple(sizes)}."
         )
+
+
+def _check_groups(recipe: Recipe, state: State, groups: int) -> None:
+    for name in state_names(recipe):
+        if state[name].shape[:1] != (groups,):
+            raise ValueError(
+                f"`state`: expected {name} of {groups} groups, as `rhs` has; got shape {state[name].shape}. "
+                f"Make the state with `init_ragged_state(recipe, {groups})`."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
