@@ -385,6 +385,66 @@ def test_nnx_layers_are_scanned():
     assert step(model)[0] < first and (model.layers.lora_b.get_value() != 0).any()
 
 
+# Kernels that something else reads #################################################################
+
+W = {"w": jax.random.normal(jax.random.key(5), (32, 32)) * 0.2}
+WV = {**W, "v": jax.random.normal(jax.random.key(6), (32, 64)) * 0.2}
+
+
+def bumped(variables):
+    """The variables with adapters that change the output."""
+    return {**variables, PARAMS: jax.tree.map(lambda x: x + 0.1, variables[PARAMS])}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w, x: (x @ w) @ w.T,
+        lambda w, x: (x @ w) * jnp.sum(w**2),
+        lambda w, x: (x @ w) * jax.lax.stop_gradient(w).max(),
+        lambda w, x: (x + w[jnp.arange(16)]) @ w,
+        lambda w, x: (x @ w) + (x[0] @ w)[None],
+        lambda w, x: (x @ w) + jax.vmap(lambda w: w * 2)(w)[:16],
+        lambda w, x: (x @ w) + jnp.tile(x[:, :16] @ w.reshape(16, 64), (1, 1))[:, :32],
+        lambda w, x: jax.lax.scan(lambda x, row: (x + row[None], None), x, w)[0] @ w,
+    ],
+    ids=["transposed", "sum", "frozen", "table", "vector", "vmap", "reshaped", "scan"],
+)
+def test_no_adapters_on_a_kernel_with_other_reads(read):
+    """Adapters add to the output of a matmul alone, so that another read would not see them."""
+    fn = lambda params, x: read(params["w"], x) @ params["v"]  # noqa: E731
+    model = fp8jax.transform(fn, "fp32", lora=LoRA(rank=4))
+    variables = bumped(model.init(WV, X))
+    assert list(variables[PARAMS]) == ["v"]
+    report = model.report(variables, X)
+    assert {row.path: row.lora for row in report.rows if row.kernel_shape}["w"] == 0
+    assert "w has no adapters: another operation" in report.note
+    got = model.apply(variables, X)
+    np.testing.assert_allclose(got, fn(model.dequantize(variables), X), rtol=2e-4, atol=2e-4)
+    with pytest.raises(
+        ValueError, match="layer 'w', .* cannot have adapters.*no other operation may read it"
+    ):
+        fp8jax.transform(fn, "fp32", lora=LoRA(targets=("w",))).init(WV, X)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: jax.jit(jnp.matmul)(x @ w, w),
+        lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) + x @ w.T.T,
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: 2 * x @ w, x),
+        lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x) @ w.reshape(32, 4, 8).reshape(32, 32),
+    ],
+    ids=["jit", "cast", "cond", "remat"],
+)
+def test_adapters_on_a_kernel_of_several_matmuls(fn):
+    model = fp8jax.transform(lambda params, x: fn(params["w"], x), "fp32", lora=LoRA(rank=4))
+    variables = bumped(model.init(W, X))
+    got, merged = model.apply(variables, X), fn(model.dequantize(variables)["w"], X)
+    np.testing.assert_allclose(got, merged, rtol=0, atol=0.02 * np.abs(merged).max())
+    assert np.abs(got - fn(W["w"], X)).max() > 0.1 * np.abs(merged).max()
+
+
 # On many devices ##################################################################################
 
 

@@ -116,11 +116,11 @@ class FunctionModel:
         assert lora is not None
         program, _ = self._program(params, args, kwargs)
         adapters = {}
-        for path, planned in program.plan.kernels().items():
-            layer, parameter, dot = planned.dot.layer, "/".join(path), planned.dot
-            if dot.is_matrix and lora.chooses(layer, parameter, self.recipe):
-                at = path if layer == parameter else layer_names(path)
-                _insert(adapters, at, lora.new(key, layer, planned.kernel.layers, dot.gemm))
+        for path, planned in program.adapted.items():
+            if planned is not None:
+                dot = planned.dot
+                at = path if dot.layer == "/".join(path) else layer_names(path)
+                _insert(adapters, at, lora.new(key, dot.layer, planned.kernel.layers, dot.gemm))
 
         def freeze(x: Any, planned: PlannedDot) -> Any:
             inputs = planned.dot.gemm[1] if planned.dot.is_matrix else None

@@ -34,6 +34,12 @@ from fp8jax.scaling import of_recipe
 # The names of a layer's adapters, beside its kernel.
 A, B = "lora_a", "lora_b"
 
+# What a layer needs to have adapters.
+_NEEDS = (
+    "They need a matmul that the recipe does not exclude; the kernel must be a parameter of the layer, with "
+    "its contracted axes first and no batch axis, and no other operation may read it."
+)
+
 _FORMATS = ("E4M3", "FP16", "BF16", "FP32")
 
 
@@ -95,15 +101,14 @@ class LoRA:
                 if matches(pattern, path):
                     raise ValueError(
                         f"`lora`: layer {path!r}, matched by the target {pattern!r}, cannot have adapters. "
-                        "They need a matmul that the recipe does not exclude; the kernel must be a parameter "
-                        "of the layer, with its contracted axes first and no batch axis."
+                        + _NEEDS
                     )
             if not any(matches(pattern, path) for path in able):
                 raise ValueError(
                     f"`lora`: the target {pattern!r} matches no layer; the layers are {', '.join(able)}."
                 )
         if not able:
-            raise ValueError("`lora`: the model has no layer that can have adapters.")
+            raise ValueError(f"`lora`: the model has no layer that can have adapters. {_NEEDS}")
 
     def new(
         self, key: PRNGKeyArray, path: str, stack: tuple[int, ...], gemm: tuple[int, int, int]

@@ -6,6 +6,7 @@ through this equation. JAX's own transformations of this equation in the loss (`
 transform the evaluated program.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -25,8 +26,9 @@ from fp8jax.platforms import jvp_of
 from fp8jax.quantization import checked_parameter, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.choose import choose, layer_of
+from fp8jax.rewrite.interpreter.dots import Dot
 from fp8jax.rewrite.interpreter.evaluate import evaluate
-from fp8jax.rewrite.interpreter.find import PROGRAM, find_dots
+from fp8jax.rewrite.interpreter.find import PROGRAM, FoundDots, find_dots
 from fp8jax.rewrite.interpreter.param_view import (
     ParamView,
     Tracked,
@@ -36,7 +38,7 @@ from fp8jax.rewrite.interpreter.param_view import (
     names_of,
 )
 from fp8jax.rewrite.lora import LoRA
-from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot
+from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot, kernels_of
 from fp8jax.rewrite.remat import Calls, Checkpointing, with_checkpoints
 from fp8jax.rewrite.report import Report, make_report
 from fp8jax.rewrite.rules import Rule, Rules, layer_path
@@ -116,9 +118,17 @@ class TracedFunction:
     plan: Plan
     recipe: Recipe
     report: Report
+    adapted: Mapping[tuple[str, ...], PlannedDot | None]  # with adapters; None for others that are read
 
     def __repr__(self) -> str:
         return f"TracedFunction({len(self.plan.dots)} dot products of {self.report.recipe})"
+
+    @property
+    def shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The shapes of the parameters that can be kernels, by path."""
+        avals: list[Any] = [var.aval for var in self.jaxpr.invars[: len(self.paths)]]
+        pairs = zip(self.paths, avals, strict=True)
+        return {path: tuple(aval.shape) for path, aval in pairs if can_be_kernel(aval)}
 
     def run(
         self, leaves: list[Any], states: Mapping[Any, DotState], arrays: list[Any], consts: list[Any]
@@ -223,20 +233,43 @@ def trace(
         rules.check([layer_of(dot, modules) for dot, _ in choices])
     notes.append(rules.recipe.lost_to_rounding)
     report = make_report(str(rules.recipe), found, choices, modules, settings.backend, notes)
+    adapted = {}
     if lora is not None:
-        report = _with_adapters(report, lora, settings.recipe, planned)
+        report, adapted = _with_adapters(report, lora, settings.recipe, found, planned)
     annotations.clear()
     plan = Plan.of(planned, [dot for dot, _ in choices], backend=settings.backend)
-    return TracedFunction(jaxpr, out, paths, plan, settings.recipe, report), consts
+    return TracedFunction(jaxpr, out, paths, plan, settings.recipe, report, adapted), consts
 
 
-def _with_adapters(report: Report, lora: LoRA, recipe: Recipe, planned: list[PlannedDot]) -> Report:
-    """The report with the ranks of adapters."""
-    able = {each.dot.layer: "/".join(each.path) for each in planned if each.dot.is_matrix}
-    lora.check(sorted(able), [row.path for row in report.rows if row.path not in able and row.kernel_shape])
-    adapted = {path for path, parameter in able.items() if lora.chooses(path, parameter, recipe)}
-    rows = [row._replace(lora=lora.rank) if row.path in adapted else row for row in report.rows]
-    return report._replace(rows=tuple(rows))
+def _with_adapters(
+    report: Report, lora: LoRA, recipe: Recipe, found: FoundDots, planned: list[PlannedDot]
+) -> tuple[Report, dict[tuple[str, ...], PlannedDot | None]]:
+    """The report with the ranks of adapters, and the kernels that are read, with None for no adapters."""
+    matrices = {path: each for path, each in kernels_of(planned).items() if each.dot.is_matrix}
+    alike = collections.Counter(
+        each.path for each in planned if each.path in matrices and _is_like(each.dot, matrices[each.path].dot)
+    )
+    able = {path: each for path, each in matrices.items() if alike[path] == found.uses[path].reads}
+    layers = {each.dot.layer for each in able.values()}
+    lora.check(
+        sorted(layers), [row.path for row in report.rows if row.path not in layers and row.kernel_shape]
+    )
+    adapted = {p: each for p, each in able.items() if lora.chooses(each.dot.layer, "/".join(p), recipe)}
+    ranks = {each.dot.layer: lora.rank for each in adapted.values()}
+    rows = [row._replace(lora=ranks.get(row.path, 0)) for row in report.rows]
+    notes = [
+        f"{each.dot.layer} has no adapters: another operation than a matmul over its first axes reads it"
+        for path, each in matrices.items()
+        if path not in able
+    ]
+    note = "\n".join(filter(None, [report.note, *notes]))
+    return report._replace(rows=tuple(rows), note=note), {path: adapted.get(path) for path in found.uses}
+
+
+def _is_like(dot: Dot, other: Dot) -> bool:
+    """Whether two dot products of a kernel take the same adapters."""
+    lengths = [[length for _, length in each.loops] for each in (dot, other)]
+    return dot.is_matrix and dot.gemm[1:] == other.gemm[1:] and lengths[0] == lengths[1]
 
 
 # The primitive of calls ##########################################################################

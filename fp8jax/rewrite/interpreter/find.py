@@ -58,12 +58,13 @@ SCAN, CHECKPOINT = "<scan>", "<checkpoint>"
 
 @dataclasses.dataclass
 class Uses:
-    """The uses of a parameter that contribute to its gradient."""
+    """The uses of a parameter; all but `reads` and `kernel` count those that contribute to its gradient."""
 
     dots: int = 0  # number of FP8 dot products
     others: int = 0  # number of other equations that read its value
     is_shared: bool = False  # whether a dot product uses it as a loop constant, or uses a part of it
     kernel: Kernel | None = None  # of its first FP8 dot product, even a frozen one
+    reads: int = 0  # number of equations that read it, but for FP8 dot products; frozen ones too
 
 
 class FoundDots(NamedTuple):
@@ -128,8 +129,9 @@ class _DotFinder:
 
     def note_value(self, x: Any) -> None:
         """Counts a use of a parameter's value."""
-        if isinstance(x, ParamView) and not x.is_frozen:
-            self.found.uses.setdefault(x.path, Uses()).others += 1
+        if isinstance(x, ParamView):
+            uses = self.found.uses.setdefault(x.path, Uses())
+            uses.reads, uses.others = uses.reads + 1, uses.others + (not x.is_frozen)
 
     def outputs(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> list[Any]:
         """The outputs of an equation."""
