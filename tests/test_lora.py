@@ -217,6 +217,7 @@ def test_layers_of_each_kind_and_the_report():
         (lambda: LoRA(rank=0), "`rank`"),
         (lambda: LoRA(weight="INT4"), "`weight`"),
         (lambda: LoRA(targets="up"), "`targets`"),
+        (lambda: LoRA(targets=["up"]), r"`targets`: expected a tuple of patterns.*got \['up'\]"),
         (lambda: LoRA(targets=(3,)), r"`targets`: expected a tuple of patterns.*got \(3,\)"),
         (lambda: LoRA(rank=True), "`rank`"),
         *(

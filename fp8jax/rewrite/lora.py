@@ -76,8 +76,8 @@ class LoRA:
             raise ValueError(f"`seed`: expected an integer from 0 on; got {self.seed!r}.")
         if self.weight not in (None, *_FORMATS):
             raise ValueError(f"`weight`: expected None or one of {', '.join(_FORMATS)}; got {self.weight!r}.")
-        is_pattern = [isinstance(target, str) for target in self.targets or ("",)]
-        if isinstance(self.targets, str) or self.targets == () or not all(is_pattern):
+        is_tuple = isinstance(self.targets, tuple) and self.targets != ()
+        if self.targets is not None and not (is_tuple and all(isinstance(x, str) for x in self.targets)):
             raise ValueError(
                 f"`targets`: expected a tuple of patterns, or None for all layers; got {self.targets!r}."
             )
