@@ -446,6 +446,38 @@ def test_adapters_on_a_kernel_of_several_matmuls(fn):
     assert np.abs(got - fn(W["w"], X)).max() > 0.1 * np.abs(merged).max()
 
 
+# From the variables of an FP8 model #################################################################
+
+
+@pytest.mark.parametrize("recipe", ["O1", "O2", "fp8"])
+def test_the_variables_of_an_fp8_model_are_requantized(recipe):
+    """Trained weights in FP16 become E4M3, and a merged model has plain variables."""
+    trained_in_fp8 = fp8jax.transform(Net(), recipe).init(jax.random.key(0), X)
+    assert trained_in_fp8[PARAMS]["up"]["kernel"].data.dtype == jnp.float16
+    model = fp8jax.transform(Net(), recipe, lora=LoRA(rank=4))
+    variables = model.adapt(jax.random.key(1), trained_in_fp8, X)
+    expected = model.adapt(jax.random.key(1), Net().init(jax.random.key(0), X), X)
+    for name, kernel in kernels(variables[FROZEN]).items():
+        assert kernel.data.dtype == jnp.float8_e4m3fn, name
+        np.testing.assert_allclose(
+            jnp.asarray(kernel), kernels(expected[FROZEN])[name], atol=2.0**-4
+        )  # an ulp
+    for plain in (model.merge(variables, trained_in_fp8), model.unmerge(trained_in_fp8, variables)):
+        assert list(plain) == [PARAMS] and not any(map(is_scaled, kernels(plain).values()))
+        assert np.isfinite(Net().apply(plain, X)).all()
+    wide = fp8jax.transform(Net(), recipe, lora=LoRA(rank=4, weight="FP32"))
+    frozen = wide.adapt(jax.random.key(1), trained_in_fp8, X)[FROZEN]
+    assert {kernel.dtype for kernel in kernels(frozen).values()} == {jnp.dtype("float32")}
+
+
+def test_an_nnx_base_in_fp8_is_merged_as_its_plain_module():
+    base = fp8jax.transform(Plain(nnx.Rngs(0)), "O2")
+    merged = fp8jax.adapters.nnx.merge(fp8jax.transform(Plain(nnx.Rngs(0)), "O2", lora=LoRA(rank=4)), base)
+    assert type(merged) is Plain and merged.up.kernel.get_value().dtype == jnp.float32
+    expected = fp8jax.adapters.nnx.dequantize(base).up.kernel[...]
+    np.testing.assert_array_equal(merged.up.kernel[...], expected)
+
+
 # On many devices ##################################################################################
 
 

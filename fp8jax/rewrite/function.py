@@ -198,17 +198,16 @@ class FunctionModel:
         """The function's parameters: dequantized arrays, with merged adapters."""
         params, adapters = self._split(variables)
         refuse_dicts(params)
-        return self.with_adapters(jax.tree.map(own_value, params, is_leaf=is_scaled), adapters)
+        return self.with_adapters(params, adapters)
 
     def with_adapters(self, params: PyTree, adapters: PyTree, times: float = 1.0) -> PyTree:
-        """The function's parameters, with W + times (alpha / rank) A B for each kernel with adapters."""
+        """The function's parameters, dequantized, with W + times (alpha / rank) A B for each kernel with
+        adapters."""
         lora = self.settings.lora
-        if lora is None:
-            return params
 
         def merge(path: Any, leaf: Any) -> Any:
-            own = lora.at(adapters, names_of(path)) if can_be_kernel(leaf) else None
-            return leaf if own is None else own.merged(leaf, times)
+            own = lora.at(adapters, names_of(path)) if lora is not None and can_be_kernel(leaf) else None
+            return own_value(leaf) if own is None else own.merged(leaf, times)
 
         return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
 

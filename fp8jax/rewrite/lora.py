@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fp8jax.dot.layout import Layout
-from fp8jax.quantization import is_scaled, value
+from fp8jax.quantization import format_of, is_scaled, own_value, value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import Kernel
 from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, matches
@@ -129,12 +129,15 @@ class LoRA:
     def freeze(self, x: Any, kernel: Kernel, inputs: int | None) -> Any:
         """The frozen kernel `x` in its storage format; `inputs` is the size of its contracted axes, None if
         they do not come first."""
+        format = self.weight or ("E4M3" if kernel.recipe.is_quantized else "FP32")
+        # A trained model's weights, which may be in FP16; FP8 codes of a checkpoint stay as they are.
+        if is_scaled(x) and (self.weight or x.data.dtype == jnp.float16) and format != format_of(x).name:
+            x = own_value(x)
         if self.weight is None and kernel.recipe.is_quantized and inputs is not None and not is_scaled(x):
             q = of_recipe(kernel.recipe).stored(x, kernel.layers, inputs)
             if q is not None:
                 return q
-        default = "E4M3" if kernel.recipe.is_quantized else "FP32"
-        return kernel.in_format(x, self.weight or default)
+        return kernel.in_format(x, format)
 
     def at(self, adapters: Any, path: tuple[str, ...]) -> "Adapters | None":
         """The adapters of the kernel at a path, stored at its layer's path; None without adapters."""

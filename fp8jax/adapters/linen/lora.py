@@ -13,7 +13,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of
+from fp8jax.adapters.linen.boxes import with_plain_boxes
+from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of, of_module
 from fp8jax.variables import FROZEN, OURS, PARAMS
 
 
@@ -73,4 +74,5 @@ class LoRAModel(LinenModel):
         """Variables of the untransformed module with `times` the adapters added to the kernels."""
         frozen = leaves_of("variables", variables, FROZEN)
         check_same(argument, leaves_of(argument, plain), frozen, "`variables`")
-        return {**plain, PARAMS: self._function.with_adapters(plain[PARAMS], variables[PARAMS], times)}
+        params = self._function.with_adapters(plain[PARAMS], variables[PARAMS], times)
+        return {**of_module(plain), PARAMS: with_plain_boxes(params)}

@@ -87,7 +87,7 @@ def _added(plain: nnx.Module, argument: str, adapters: _Adapters, times: float) 
     """A copy of a plain module with `times` the adapters added to its kernels."""
     if not isinstance(plain, nnx.Module):
         raise TypeError(f"`{argument}`: expected an NNX module; got {type(plain).__name__}.")
-    copy: Any = nnx.clone(plain)
+    copy: Any = plain_module(plain)
     places = places_of(copy)
     for path, (shape, own) in adapters.items():
         got = places[path].param.shape if path in places else "none"
