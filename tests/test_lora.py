@@ -446,6 +446,134 @@ def test_adapters_on_a_kernel_of_several_matmuls(fn):
     assert np.abs(got - fn(W["w"], X)).max() > 0.1 * np.abs(merged).max()
 
 
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(32, 32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.gelu(self.a(x)) @ self.a.kernel[...].T)
+
+
+def test_adapters_on_a_tied_nnx_kernel_are_refused():
+    for targets, message in (
+        (None, "unexpected ones for 'a'"),
+        (("a",), "layer 'a', .* cannot have adapters"),
+    ):
+        model = fp8jax.transform(Tied(nnx.Rngs(0)), "fp32", lora=LoRA(rank=4, targets=targets))
+        with pytest.raises(ValueError, match=f"`lora`: .*{message}"):
+            model(X)
+    model = fp8jax.transform(Tied(nnx.Rngs(0)), "fp32", lora=LoRA(rank=4, targets=("b",)))
+    model.b.lora_b.set_value(model.b.lora_b[...] + 0.1)
+    np.testing.assert_allclose(model(X), fp8jax.adapters.nnx.merge(model)(X), rtol=1e-4, atol=1e-4)
+
+
+# Adapters of another model ##########################################################################
+
+
+def of_other_models():
+    """Adapters that do not belong to `Net` with adapters of rank 4 on all layers, and what the error says."""
+    own = fp8jax.transform(Net(), "fp32", lora=LoRA(rank=4)).init(jax.random.key(0), X)[PARAMS]
+    other = fp8jax.transform(Net(), "fp32", lora=LoRA(rank=8)).init(jax.random.key(0), X)[PARAMS]
+    turned = {name: {"lora_a": pair["lora_b"].T, "lora_b": pair["lora_a"].T} for name, pair in own.items()}
+    shapes = r"expected lora_a of shape .64, 4. and lora_b of shape .4, 32. for 'down/kernel'; got "
+    return {
+        "rank": (other, "expected adapters of rank 4 for 'down/kernel'; got rank 8"),
+        "turned": (turned, shapes + r"\(32, 4\) and \(4, 64\)"),
+        "swapped": ({"up": own["down"], "down": own["up"]}, shapes + r"\(32, 4\) and \(4, 64\)"),
+        "prefix": ({"model": own}, "expected adapters .*; got unexpected ones for 'model/down'"),
+        "none": ({}, "expected adapters .*; got none"),
+        "one lacks": ({"up": own["up"]}, "expected adapters for 'down/kernel'; got none"),
+        "half": (
+            {**own, "up": {"lora_a": own["up"]["lora_a"]}},
+            "expected adapters for 'up/kernel'; got unexpected .* 'up'",
+        ),
+        "more": ({**own, "head": own["up"]}, "expected adapters .*; got unexpected ones for 'head'"),
+    }
+
+
+@pytest.mark.parametrize("case", of_other_models())
+def test_adapters_of_another_model_are_refused(case):
+    """Otherwise the base model ran, or the adapters had another alpha / rank."""
+    adapters, message = of_other_models()[case]
+    model = fp8jax.transform(Net(), "fp32", lora=LoRA(rank=4))
+    plain = Net().init(jax.random.key(0), X)
+    wrong = {**model.adapt(jax.random.key(0), plain, X), PARAMS: adapters}
+    function = fp8jax.transform(
+        lambda params, x: Net().apply({"params": params}, x), "fp32", lora=LoRA(rank=4)
+    )
+    function.init(plain["params"], X)
+    untraced = fp8jax.transform(Net(), "fp32", lora=LoRA(rank=4))
+    acts = [
+        lambda: model.apply(wrong, X),
+        lambda: fp8jax.value_and_grad(loss_of(model.apply))(wrong),
+        lambda: model.merge(wrong),
+        lambda: model.merge(wrong, plain),
+        lambda: model.unmerge(plain, wrong),
+        lambda: model.dequantize(wrong),
+        lambda: function.apply(wrong, X),
+        lambda: function.dequantize(wrong),
+    ]
+    # Without a trace nothing tells which layers had adapters.
+    if case not in ("one lacks", "half"):
+        acts.append(lambda: untraced.merge(wrong))
+    for act in acts:
+        with pytest.raises(ValueError, match="^`lora`: " + message):
+            act()
+
+
+def test_adapters_of_layers_that_are_no_targets_are_refused():
+    own = fp8jax.transform(Net(), "fp32", lora=LoRA(rank=4)).init(jax.random.key(0), X)
+    model = fp8jax.transform(Net(), "fp32", lora=LoRA(rank=4, targets=("up",)))
+    for act in (lambda: model.apply(own, X), lambda: model.merge(own)):
+        with pytest.raises(
+            ValueError, match="`lora`: .*that `targets` choose; got unexpected ones for 'down'"
+        ):
+            act()
+
+
+def test_nnx_adapters_of_another_model_are_refused():
+    def model(**options):
+        return fp8jax.transform(Plain(nnx.Rngs(0)), "fp32", lora=LoRA(**{"rank": 4, **options}))
+
+    own, other = (nnx.state(model(rank=rank), nnx.LoRAParam) for rank in (4, 8))
+    swapped = nnx.State({"up": own["down"], "down": own["up"]})
+    for state, options, message in (
+        (other, {}, "expected adapters of rank 4 for 'down/kernel'; got rank 8"),
+        (swapped, {}, r"expected lora_a of shape \(64, 4\) .* for 'down/kernel'; got \(32, 4\) and"),
+        (own, {"targets": ("up",)}, "`targets` choose; got unexpected ones for 'down'"),
+    ):
+        wrong = model(**options)
+        nnx.update(wrong, state)
+        for act in (wrong, lambda x, wrong=wrong: fp8jax.adapters.nnx.merge(wrong)):
+            with pytest.raises(ValueError, match="^`lora`: .*" + message):
+                act(X)
+
+
+class SmallEinsum(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.out = nnx.Linear(32, 64, rngs=rngs), nnx.Einsum("bi,io->bo", (64, 8), (8,), rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.up(x))
+
+
+def test_a_small_nnx_einsum_has_no_adapters():
+    """Its dot product is not replaced under an FP8 recipe, unless a rule names it."""
+    for recipe, rules, has_adapters in (
+        ("te", (), False),
+        ("te", [Rule("out", "te")], True),
+        ("fp32", (), True),
+    ):
+        model = fp8jax.transform(SmallEinsum(nnx.Rngs(0)), recipe, rules=rules, lora=LoRA(rank=4))
+        assert hasattr(model.out, "lora_a") == has_adapters
+        assert np.isfinite(model(X)).all()
+
+
+def test_a_method_of_some_layers_ignores_the_adapters_of_others():
+    model = fp8jax.transform(Plain(nnx.Rngs(0)), "fp32", lora=LoRA(rank=4))
+    np.testing.assert_allclose(model.up(X), Plain(nnx.Rngs(0)).up(X), atol=1e-5)
+
+
 # From the variables of an FP8 model #################################################################
 
 

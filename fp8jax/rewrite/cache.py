@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 # Number of cached programs of one model, for different input shapes.
@@ -25,6 +27,9 @@ class Programs:
 
     def __len__(self) -> int:
         return len(self._by_hash) + len(self._by_value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(self._by_hash.values(), (program for *_, program in self._by_value))
 
     def find(self, types: Any, constants: Any) -> Any:
         """The program for inputs of these types and these constants; None without one."""

@@ -156,9 +156,9 @@ class FunctionModel:
         params, (program, consts) = self._found(params, variables, args, kwargs)
         if self.recipe.is_quantized:
             warn_of_none(program.report)
-        lora = self.settings.lora
+        own = self._adapters(adapters, program.shapes, program.adapted)
         states = {
-            each.key: DotState(dict(each.state_in(scales)), lora and lora.at(adapters, each.path))
+            each.key: DotState(dict(each.state_in(scales)), own.get(each.path))
             for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
@@ -203,13 +203,26 @@ class FunctionModel:
     def with_adapters(self, params: PyTree, adapters: PyTree, times: float = 1.0) -> PyTree:
         """The function's parameters, dequantized, with W + times (alpha / rank) A B for each kernel with
         adapters."""
-        lora = self.settings.lora
+        leaves, known = jax.tree.leaves_with_path(params, is_leaf=is_scaled), {}
+        shapes = {names_of(path): tuple(x.shape) for path, x in leaves if can_be_kernel(x)}
+        for program, _ in self._programs:
+            if program.shapes == shapes:
+                known |= {path: each for path, each in program.adapted.items() if each or path not in known}
+        found = self._adapters(adapters, shapes, known)
 
         def merge(path: Any, leaf: Any) -> Any:
-            own = lora.at(adapters, names_of(path)) if lora is not None and can_be_kernel(leaf) else None
+            own = found.get(names_of(path))
             return own_value(leaf) if own is None else own.merged(leaf, times)
 
         return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
+
+    def _adapters(self, adapters: PyTree, shapes: Any, known: Any) -> dict[tuple[str, ...], Any]:
+        """See `LoRA.of_kernels`."""
+        lora, is_complete = (
+            self.settings.lora,
+            self.settings.kernels is None,
+        )  # NNX chose them without a trace
+        return lora.of_kernels(adapters, shapes, known, self.recipe, is_complete) if lora else {}
 
     def _split(self, variables: PyTree) -> tuple[Any, Any]:
         """The function's parameters, and the adapters."""

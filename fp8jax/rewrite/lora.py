@@ -27,9 +27,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fp8jax.dot.layout import Layout
 from fp8jax.quantization import format_of, is_scaled, own_value, value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import Kernel
-from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, matches
+from fp8jax.rewrite.interpreter.param_view import names_of
+from fp8jax.rewrite.plan import Kernel, PlannedDot
+from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, layer_path, matches
 from fp8jax.scaling import of_recipe
+
+Path = tuple[str, ...]
 
 # The names of a layer's adapters, beside its kernel.
 A, B = "lora_a", "lora_b"
@@ -139,15 +142,55 @@ class LoRA:
                 return q
         return kernel.in_format(x, format)
 
-    def at(self, adapters: Any, path: tuple[str, ...]) -> "Adapters | None":
-        """The adapters of the kernel at a path, stored at its layer's path; None without adapters."""
-        for names in (path, layer_names(path)):
-            found = adapters
-            for name in names:
-                found = found.get(name) if isinstance(found, Mapping) else None
-            if isinstance(found, Mapping) and A in found:
-                return Adapters(found[A], found[B], self.alpha / self.rank)
-        return None
+    def of_kernels(
+        self,
+        adapters: Any,
+        kernels: Mapping[Path, tuple[int, ...]],
+        known: Mapping[Path, PlannedDot | None],
+        recipe: Recipe,
+        is_complete: bool = True,
+    ) -> dict[Path, "Adapters"]:
+        """The adapters by the path of their kernel.
+
+        Args:
+            adapters: the tree of adapters, each pair at its kernel's path or its layer's.
+            kernels: the shapes of the parameters that may have adapters.
+            known: kernels of a trace; None for one that has no adapters. See `TracedFunction.adapted`.
+            recipe: the model's recipe.
+            is_complete: whether all of `known` must have adapters.
+
+        Raises:
+            ValueError: adapters are missing or unexpected, or have another rank or shape.
+        """
+        given: dict[Path, dict[str, Any]] = {}
+        for path, leaf in jax.tree.leaves_with_path(adapters, is_leaf=is_scaled):
+            *layer, name = names_of(path)
+            given.setdefault(tuple(layer), {})[name] = leaf
+
+        def is_chosen(path: Path) -> bool:
+            if path in known:
+                return known[path] is not None
+            names = "/".join(path)
+            return any(self.chooses(layer, names, recipe) for layer in (names, layer_path(path)))
+
+        found: dict[Path, Adapters] = {}
+        for path in sorted(filter(is_chosen, kernels), key=lambda path: path not in known):
+            at = next(
+                (names for names in (path, layer_names(path)) if {A, B} == {*given.get(names, ())}), None
+            )
+            if at is not None:
+                pair = given.pop(at)
+                found[path] = Adapters(pair[A], pair[B], self.alpha / self.rank)
+                found[path].check("/".join(path), self.rank, kernels[path], known.get(path))
+        missing = [path for path, each in known.items() if each and path not in found and is_complete]
+        if given or missing or (is_complete and not found):
+            expected = f"for {'/'.join(missing[0])!r}" if missing else "of the layers that `targets` choose"
+            got = f"unexpected ones for {'/'.join(next(iter(given)))!r}" if given else "none"
+            raise ValueError(
+                f"`lora`: expected adapters {expected}; got {got}. Take them from `init` or `adapt` of a "
+                "model with the same `targets`, which can leave out layers." + (f" {_NEEDS}" if given else "")
+            )
+        return found
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
@@ -158,6 +201,26 @@ class Adapters:
     a: Any  # shape=(..., inputs, rank), float32
     b: Any  # shape=(..., rank, outputs), float32
     scale: float
+
+    def check(self, path: str, rank: int, kernel: tuple[int, ...], planned: PlannedDot | None = None) -> None:
+        """Raises ValueError for another rank, or for shapes that do not fit the kernel or its dot product."""
+        a, b = jnp.shape(self.a), jnp.shape(self.b)
+        got = min(a[-1:], b[-2:-1])
+        if got != (rank,):
+            raise ValueError(
+                f"`lora`: expected adapters of rank {rank} for {path!r}; got rank {', '.join(map(str, got))}."
+                " Transform the model with the adapters' rank, or take them from `init` or `adapt`."
+            )
+        stack = kernel[: len(planned.kernel.layers) if planned else len(a) - 2]
+        sides = kernel[len(stack) :]
+        fits = [math.prod(sides[:n]) for n in range(1, len(sides))] or [0]
+        inputs = planned.dot.gemm[1] if planned else next((n for n in fits if a[-2:-1] == (n,)), fits[0])
+        expected = (*stack, inputs, rank), (*stack, rank, math.prod(sides) // max(inputs, 1))
+        if (a, b) != expected:
+            raise ValueError(
+                f"`lora`: expected {A} of shape {expected[0]} and {B} of shape {expected[1]} for {path!r}; "
+                f"got {a} and {b}. Take them from the model's `init` or `adapt`."
+            )
 
     @property
     def depth(self) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.moe.nnx import ExpertDense
 from fp8jax.adapters.nnx.calls import restore, rewritten_of
 from fp8jax.adapters.nnx.module import FLAX_LAYERS, placed_kernels, sides
 from fp8jax.adapters.nnx.variables import CLASS, Frozen, modules_of, places_of, thaw
 from fp8jax.quantization import own_value
-from fp8jax.rewrite import LoRA, Settings
+from fp8jax.rewrite import SMALLEST, Layer, LoRA, Settings
 from fp8jax.rewrite.lora import A, B
 
 # Shape of the kernel and its adapters, by the kernel's path.
@@ -33,12 +34,16 @@ def adapt(model: nnx.Module, settings: Settings, lora: LoRA) -> None:
                 variable.set_metadata(CLASS, type(variable))
             object.__setattr__(variable, "__class__", Frozen)
     able, key = [], jax.random.key(lora.seed)
+    rules = settings.new_rules(path for path, *_ in placed_kernels(model))
     for path, kernel, (owner, _, param) in placed_kernels(model):
         layer, depth = "/".join(path[:-1]), len(kernel.layers)
         is_matrix = isinstance(owner, FLAX_LAYERS) and not getattr(owner, "batch_axis", ())
         is_matrix = is_matrix and kernel.stacked == tuple(range(depth))
         found = sides(owner, param.shape[depth:]) if is_matrix else None
-        if found is not None:
+        own = Layer(layer, owner, param.shape[depth:], kernel.layers, "/".join(path))
+        # Only of an einsum a small kernel, which no dot product uses in FP8, is among the kernels.
+        is_small = found is not None and kernel.recipe.is_quantized and min(found) < SMALLEST
+        if found is not None and not (is_small and not rules.names(own)):
             able.append(layer)
             if lora.chooses(layer, "/".join(path), settings.recipe):
                 for name, new in lora.new(key, layer, kernel.layers, (0, *found)).items():
@@ -109,11 +114,12 @@ def _adapters(model: nnx.Module) -> _Adapters:
             f"`model`: expected an NNX module that fp8jax.transform(..., lora=...) made; got "
             f"{type(model).__name__}. Of a Linen model, call `model.merge(variables)`."
         )
-    return {
-        path: (param.shape, lora.at({name: getattr(owner, name).get_value() for name in (A, B)}, ()))
-        for path, _, (owner, _, param) in placed_kernels(model)
-        if _has_adapters(owner)
-    }
+    flat = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    adapters = unflatten_dict({tuple(map(str, path)): variable.get_value() for path, variable in flat})
+    shapes = {path: param.shape for path, _, (_, _, param) in placed_kernels(model)}
+    recipe = rewritten_of(model).function.recipe  # pyright: ignore
+    found = lora.of_kernels(adapters, shapes, {}, recipe, is_complete=False)
+    return {path: (shapes[path], own) for path, own in found.items()}
 
 
 def lora_of(model: nnx.Module) -> LoRA | None:
