@@ -218,10 +218,8 @@ class FunctionModel:
 
     def _adapters(self, adapters: PyTree, shapes: Any, known: Any) -> dict[tuple[str, ...], Any]:
         """See `LoRA.of_kernels`."""
-        lora, is_complete = (
-            self.settings.lora,
-            self.settings.kernels is None,
-        )  # NNX chose them without a trace
+        # NNX chose the kernels without a trace.
+        lora, is_complete = self.settings.lora, self.settings.kernels is None
         return lora.of_kernels(adapters, shapes, known, self.recipe, is_complete) if lora else {}
 
     def _split(self, variables: PyTree) -> tuple[Any, Any]:
