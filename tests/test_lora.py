@@ -549,6 +549,14 @@ def test_nnx_adapters_of_another_model_are_refused():
                 act(X)
 
 
+def test_an_nnx_layer_alone_uses_its_adapters():
+    model = fp8jax.transform(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "fp32", lora=LoRA(rank=4))
+    base = model(X)
+    model.lora_b.set_value(model.lora_b[...] + 0.1)
+    np.testing.assert_allclose(model(X), fp8jax.adapters.nnx.merge(model)(X), rtol=1e-4, atol=1e-4)
+    assert np.abs(model(X) - base).max() > 0.1
+
+
 class SmallEinsum(nnx.Module):
     def __init__(self, rngs):
         self.up, self.out = nnx.Linear(32, 64, rngs=rngs), nnx.Einsum("bi,io->bo", (64, 8), (8,), rngs=rngs)

@@ -29,7 +29,7 @@ from fp8jax.quantization import format_of, is_scaled, own_value, value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.param_view import names_of
 from fp8jax.rewrite.plan import Kernel, PlannedDot
-from fp8jax.rewrite.rules import Layer, layer_matches, layer_names, layer_path, matches
+from fp8jax.rewrite.rules import WEIGHTS, Layer, layer_matches, layer_path, matches
 from fp8jax.scaling import of_recipe
 
 Path = tuple[str, ...]
@@ -175,9 +175,9 @@ class LoRA:
 
         found: dict[Path, Adapters] = {}
         for path in sorted(filter(is_chosen, kernels), key=lambda path: path not in known):
-            at = next(
-                (names for names in (path, layer_names(path)) if {A, B} == {*given.get(names, ())}), None
-            )
+            # An NNX module that is a layer itself has its adapters at ().
+            places = (path, path[:-1]) if path[-1:] and path[-1] in WEIGHTS else (path,)
+            at = next((place for place in places if {A, B} == {*given.get(place, ())}), None)
             if at is not None:
                 pair = given.pop(at)
                 found[path] = Adapters(pair[A], pair[B], self.alpha / self.rank)
