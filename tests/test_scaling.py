@@ -522,7 +522,7 @@ def test_rowwise_in_a_model(rowwise, weights):
     [
         (backends, "BACKENDS", "no backend multiplies operands with a scale per row"),
         (scaling, "SCALINGS", "scaling=rowwise: expected an entry in .*scaling.SCALINGS"),
-        (legal_values, "SCALINGS", "`scaling` is one of: delayed .*; got 'rowwise'"),
+        (legal_values, "FIELDS_OF_SCALING", "`scaling` is one of: delayed .*; got 'rowwise'"),
     ],
 )
 def test_half_of_rowwise_is_refused(rowwise, monkeypatch, owner, table, says):
