@@ -88,6 +88,74 @@ def test_nnx_method_as_the_outermost_call(recipe):
     assert [row.fp8 for row in fp8jax.report(model, X, method="encode").rows] == [True]
 
 
+class Methods(OwnNNX):
+    """Methods that a trace cannot replace, and decorated ones."""
+
+    __call__ = nnx.jit(OwnNNX.__call__)
+    compiled, saved, _private = nnx.jit(OwnNNX.encode), nnx.remat(OwnNNX.encode), nnx.jit(OwnNNX.encode)
+    steps = 0
+
+    def replace(self):
+        self.up = nnx.Param(jnp.ones_like(self.up[...]))
+
+    def reset(self):
+        self.up.set_value(jnp.ones_like(self.up[...]))
+
+    def add(self):
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+    def count(self):
+        self.steps += 1
+
+    def kernel(self):
+        return self.up
+
+
+@pytest.mark.parametrize("recipe", ["te", "current"])
+def test_nnx_methods_that_change_the_module(recipe):
+    """They run as they are, and say so: their changes would be lost in a trace."""
+    for method, has_changed in {
+        "replace": lambda model: float(model.up[0, 0]) == 1,
+        "reset": lambda model: float(model.up[0, 0]) == 1,
+        "add": lambda model: isinstance(model.head, nnx.Linear),
+        "count": lambda model: model.steps == 1,
+    }.items():
+        model = fp8jax.transform(Methods(nnx.Rngs(0)), recipe)
+        with pytest.warns(
+            UserWarning, match=f"Methods.{method} changes parameters or attributes, and cannot"
+        ):
+            getattr(model, method)()
+        assert has_changed(model), method
+    assert model.kernel() is model.up  # the module's own, not a copy
+
+
+@pytest.mark.parametrize("recipe", ["te", "current"])
+def test_decorated_nnx_methods(recipe):
+    plain = Methods(nnx.Rngs(0))
+    model = fp8jax.transform(plain, recipe)
+    for method in ("__call__", "compiled", "saved"):
+        assert all(row.fp8 for row in fp8jax.report(model, X, method=method).rows)
+        assert 0 < relative(getattr(model, method)(X), getattr(plain, method)(X)) < 0.1, method
+    assert int(model.calls.get_value()) == 1
+    with pytest.raises(ValueError, match="expected a public method of Methods; got '_private'"):
+        fp8jax.report(model, X, method="_private")
+
+
+def test_nnx_call_that_makes_a_parameter():
+    """A parameter made in a traced call would be lost."""
+
+    class Lazy(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            self.bias = nnx.Param(jnp.zeros((1, WIDTH)))
+            return self.fc(x) + self.bias
+
+    with pytest.raises(ValueError, match="expected a call that changes no parameter; it makes 'bias'"):
+        fp8jax.transform(Lazy(nnx.Rngs(0)), "te")(X)
+
+
 def test_report_of_a_private_method_of_nnx():
     """A private method runs as it is, so it has no report."""
     model = fp8jax.transform(OwnNNX(nnx.Rngs(0)), "current")
@@ -101,10 +169,13 @@ def test_report_of_a_private_method_of_nnx():
 def test_nnx_parameters_in_containers(recipe, inputs):
     """Parameters in an `nnx.List` or an `nnx.Dict` are those of the module that has it."""
 
+    class Layers(nnx.List):
+        pass
+
     class Held(nnx.Module):
         def __init__(self, rngs):
             own = OwnNNX(rngs)
-            self.all = nnx.List([nnx.Dict(up=own.up), own.down])
+            self.all = Layers([nnx.Dict(up=own.up), own.down])
 
         def __call__(self, x):
             return self.decode(nnx.gelu(x @ self.all[0]["up"]))

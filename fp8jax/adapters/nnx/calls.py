@@ -53,6 +53,10 @@ class _Call:
     arguments: StaticTree  # with `_NODE` for modules
 
 
+class _ChangesModule(ValueError):
+    """A traced call changed a parameter or an attribute, and the change would be lost."""
+
+
 _NODE = object()
 # Errors of a function that needs values while it is traced.
 _NEEDS_VALUES = (
@@ -92,7 +96,7 @@ def _subclass(cls: type, rewritten: Rewritten) -> type:
     names: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
     for base in reversed([base for base in cls.__mro__ if base not in nnx.Module.__mro__]):
         for name, method in vars(base).items():
-            if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_"):
+            if _is_method(method) and (name == "__call__" or name[0] != "_"):
                 names[name] = _rewritten_method(method)
     return _pickled(type(cls))(
         cls.__name__, (cls,), {**names, "plain__fp8": cls, "rewritten__fp8": rewritten}
@@ -112,10 +116,18 @@ def _change_class(module: nnx.Module, class_of: Callable[[type], type]) -> None:
     object.__setattr__(module, "__class__", class_of(type(module)))
 
 
+def _is_method(attribute: Any) -> bool:
+    """Whether a class's attribute is a function, or one that is decorated, as by `nnx.jit`."""
+    is_decorated = callable(attribute) and hasattr(attribute, "__wrapped__")
+    return isinstance(attribute, types.FunctionType) or (
+        is_decorated and not isinstance(attribute, staticmethod)
+    )
+
+
 def _rewritten_method(method: Callable[..., Any]) -> Callable[..., Any]:
     is_call = method.__name__ == "__call__"
 
-    @functools.wraps(method)
+    @functools.wraps(method, updated=())
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
         if not (is_call or module.rewritten__fp8.has_kernels):
@@ -126,21 +138,29 @@ def _rewritten_method(method: Callable[..., Any]) -> Callable[..., Any]:
         with function.annotations.call(name, module) if is_call else contextlib.nullcontext():
             return method(module, *args, **kwargs)
 
+    call.plain__fp8 = method  # pyright: ignore
     return call
 
 
 def _run(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
     """The outermost call."""
     nodes, operands = _operands(method, module, args, kwargs)
+    function, is_call = module.rewritten__fp8.function, method.__name__ == "__call__"
     try:
-        result, changes = module.rewritten__fp8.function.apply(*operands)
-    except _NEEDS_VALUES:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if not is_call and not any(row.kernel_shape for row in function.report(*operands).rows):
+            return method(module, *args, **kwargs)  # it multiplies with no parameter
+        result, changes = function.apply(*operands)
+    except (_ChangesModule, *_NEEDS_VALUES) as error:
+        why = "looks at values of arrays, as `if` or `int(...)` do"
+        if isinstance(error, _ChangesModule):
+            if is_call:
+                raise
+            why = "changes parameters or attributes"
+        elif any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise
-        name = f"{type(module).__name__}.{method.__name__}"
         warnings.warn(
-            f"{name} looks at values of arrays, as `if` or `int(...)` do, and cannot be traced: it runs as "
-            "it is, and only the modules that it calls in FP8.",
+            f"{type(module).__name__}.{method.__name__} {why}, and cannot be traced: it runs as it is, and "
+            "only the modules that it calls in FP8.",
             stacklevel=3,
         )
         return method(module, *args, **kwargs)
@@ -159,7 +179,7 @@ def _child(node: Any, name: Any) -> Any:
 
 def operands_of(module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
     """The operands of a rewritten module's function for a call of a method, given by its name."""
-    plain = getattr(getattr(type(module), method, None), "__wrapped__", None)
+    plain = getattr(getattr(type(module), method, None), "plain__fp8", None)
     if plain is None:
         raise ValueError(
             f"`method`: expected a public method of {type(module).__name__}; got {method!r}, which runs as "
@@ -210,7 +230,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     _remove_states(module)
     _refuse_assignments(nodes)
     values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
-    constants = _constants(nodes)
+    constants, owned = _constants(nodes), _params(nodes)
     modules = iter(nodes[1:])
     arguments = call.arguments.filled(arrays)
     args, kwargs = jax.tree.map(lambda x: next(modules) if x is _NODE else x, arguments)
@@ -222,6 +242,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     finally:
         _active.reset(token)
     _check_constants(constants, _constants(nodes))
+    _check_params(owned, _params(nodes))
     changes = []
     for path, variable in nnx.to_flat_state(nnx.state(nodes)):
         is_new = path not in values
@@ -249,7 +270,7 @@ def _refuse_assignments(nodes: Any) -> None:
 
     def refuse(param: Any, new: Any) -> Any:
         del new
-        raise ValueError(
+        raise _ChangesModule(
             f"`model`: expected a call that changes no parameter; it assigns to a {type(param).__name__} of "
             f"shape {param.shape}. Assign outside of the call, or make it an nnx.Variable of another kind."
         )
@@ -266,10 +287,25 @@ def _constants(nodes: Any) -> dict[Any, Any]:
 
 def _check_constants(before: dict[Any, Any], after: dict[Any, Any]) -> None:
     """Raises ValueError if a call changed an attribute that is no variable: the new value would be lost."""
-    for path, old in before.items():
-        new = after.get(path, old)
+    for path, new in after.items():
+        old = before.get(path)
         if type(new) is not type(old) or new != old:
-            raise ValueError(
+            raise _ChangesModule(
                 f"`model`: expected a call that changes variables alone; it changed the attribute "
                 f"{'/'.join(map(str, path[1:]))!r} from {old!r} to {new!r}. Make it an nnx.Variable."
+            )
+
+
+def _params(nodes: Any) -> dict[Any, Any]:
+    """The parameters by path."""
+    return {path: x for path, x in nnx.iter_graph(nodes) if isinstance(x, nnx.Param)}
+
+
+def _check_params(before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Raises ValueError if a call replaced or made a parameter: it would be lost."""
+    for path, param in after.items():
+        if before.get(path) is not param:
+            raise _ChangesModule(
+                "`model`: expected a call that changes no parameter; it makes "
+                f"{'/'.join(map(str, path[1:]))!r}. Make it outside of the call."
             )

@@ -54,7 +54,7 @@ def places_of(model: nnx.Module) -> dict[tuple[str, ...], VariablePlace]:
     """The parameters of a module by path; a shared parameter at its first path."""
     # Flax's containers are modules, too, but their parameters are those of the module that has them.
     modules = {
-        path: module for path, module in modules_of(model) if not path or type(module) not in _CONTAINERS
+        path: module for path, module in modules_of(model) if not path or not isinstance(module, _CONTAINERS)
     }
     places = {}
     for path, param in nnx.iter_graph(model):
