@@ -165,7 +165,8 @@ class LoRA:
         given: dict[Path, dict[str, Any]] = {}
         for path, leaf in jax.tree.leaves_with_path(adapters, is_leaf=is_scaled):
             *layer, name = names_of(path)
-            given.setdefault(tuple(layer), {})[name] = leaf
+            if name in (A, B):  # others are the user's own
+                given.setdefault(tuple(layer), {})[name] = leaf
 
         def is_chosen(path: Path) -> bool:
             if path in known:
@@ -182,13 +183,18 @@ class LoRA:
                 pair = given.pop(at)
                 found[path] = Adapters(pair[A], pair[B], self.alpha / self.rank)
                 found[path].check("/".join(path), self.rank, kernels[path], known.get(path))
-        missing = [path for path, each in known.items() if each and path not in found and is_complete]
-        if given or missing or (is_complete and not found):
-            expected = f"for {'/'.join(missing[0])!r}" if missing else "of the layers that `targets` choose"
-            got = f"unexpected ones for {'/'.join(next(iter(given)))!r}" if given else "none"
+        for layer in map("/".join, given):
             raise ValueError(
-                f"`lora`: expected adapters {expected}; got {got}. Take them from `init` or `adapt` of a "
-                "model with the same `targets`, which can leave out layers." + (f" {_NEEDS}" if given else "")
+                "`lora`: expected adapters of layers that `targets` choose and whose kernels only matmuls "
+                f"over their first axes read; got unexpected ones for {layer!r}. Take adapters of the same "
+                "`targets`, or leave the layer out of `targets`."
+            )
+        missing = [path for path, each in known.items() if each and path not in found]
+        if is_complete and (missing or not found):
+            expected = f"for {'/'.join(missing[0])!r}" if missing else "of the layers that `targets` choose"
+            raise ValueError(
+                f"`lora`: expected adapters {expected}; got none. Take them from `init` or `adapt` of a "
+                "model with the same `targets`."
             )
         return found
 
@@ -205,11 +211,10 @@ class Adapters:
     def check(self, path: str, rank: int, kernel: tuple[int, ...], planned: PlannedDot | None = None) -> None:
         """Raises ValueError for another rank, or for shapes that do not fit the kernel or its dot product."""
         a, b = jnp.shape(self.a), jnp.shape(self.b)
-        got = min(a[-1:], b[-2:-1])
-        if got != (rank,):
+        if a[-1:] == b[-2:-1] and a[-1:] not in ((), (rank,)):
             raise ValueError(
-                f"`lora`: expected adapters of rank {rank} for {path!r}; got rank {', '.join(map(str, got))}."
-                " Transform the model with the adapters' rank, or take them from `init` or `adapt`."
+                f"`lora`: expected adapters of rank {rank} for {path!r}; got rank {a[-1]}. Transform the "
+                "model with the adapters' rank, or take them from `init` or `adapt`."
             )
         stack = kernel[: len(planned.kernel.layers) if planned else len(a) - 2]
         sides = kernel[len(stack) :]

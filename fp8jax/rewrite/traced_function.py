@@ -235,14 +235,14 @@ def trace(
     report = make_report(str(rules.recipe), found, choices, modules, settings.backend, notes)
     adapted = {}
     if lora is not None:
-        report, adapted = _with_adapters(report, lora, settings.recipe, found, planned)
+        report, adapted = _with_adapters(report, lora, settings, found, planned)
     annotations.clear()
     plan = Plan.of(planned, [dot for dot, _ in choices], backend=settings.backend)
     return TracedFunction(jaxpr, out, paths, plan, settings.recipe, report, adapted), consts
 
 
 def _with_adapters(
-    report: Report, lora: LoRA, recipe: Recipe, found: FoundDots, planned: list[PlannedDot]
+    report: Report, lora: LoRA, settings: Settings, found: FoundDots, planned: list[PlannedDot]
 ) -> tuple[Report, dict[tuple[str, ...], PlannedDot | None]]:
     """The report with the ranks of adapters, and the kernels that are read, with None for no adapters."""
     matrices = {path: each for path, each in kernels_of(planned).items() if each.dot.is_matrix}
@@ -251,9 +251,11 @@ def _with_adapters(
     )
     able = {path: each for path, each in matrices.items() if alike[path] == found.uses[path].reads}
     layers = {each.dot.layer for each in able.values()}
-    lora.check(
-        sorted(layers), [row.path for row in report.rows if row.path not in layers and row.kernel_shape]
-    )
+    if settings.kernels is None:  # NNX checked them without a trace, and a method may use none of them
+        lora.check(
+            sorted(layers), [row.path for row in report.rows if row.path not in layers and row.kernel_shape]
+        )
+    recipe = settings.recipe
     adapted = {p: each for p, each in able.items() if lora.chooses(each.dot.layer, "/".join(p), recipe)}
     ranks = {each.dot.layer: lora.rank for each in adapted.values()}
     rows = [row._replace(lora=ranks.get(row.path, 0)) for row in report.rows]
