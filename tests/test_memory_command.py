@@ -209,18 +209,26 @@ def test_a_users_model_is_planned_where_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [["plan", "--no-cache"], ["estimate", "--target", "h200"], ["doctor", "--compile"]]
+    "command",
+    [["plan", "--no-cache"], ["estimate", "--target", "h200"], ["doctor", "--compile"]],
+    ids=" ".join,
 )
 def test_a_transformed_model_has_a_recipe(command, tmp_path, monkeypatch, capsys):
     source = """
         import flax.linen as nn, fp8jax
         import jax, jax.numpy as jnp
         def tiny():
-            return fp8jax.transform(nn.Dense(64), "fp8"), [jax.ShapeDtypeStruct((8, 32), jnp.float32)]
+            return fp8jax.transform(nn.Dense(64), "fp8"), jax.ShapeDtypeStruct((32, 32), jnp.float32)
     """
+    if command[0] == "estimate" and targets.why_not():
+        pytest.skip(str(targets.why_not()))
     (tmp_path / "its_own.py").write_text(textwrap.dedent(source))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    for options in ([], ["--recipe", "fp8"]):
+        assert runs.status_of([*command, "--model", "its_own:tiny", *options]) == 0
+        shown = capsys.readouterr().out
+        assert "fp8" in shown and "bf16" not in shown, shown
     assert runs.status_of([*command, "--model", "its_own:tiny", "--recipe", "bf16"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "expected a plain module for the recipe bf16; got one transformed with fp8." in error

@@ -19,6 +19,14 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], message: str) -> Non
         raise ValueError(message.format(flags(given)))
 
 
+def _recipes(args: argparse.Namespace, model: Any, default: list[str]) -> list[str]:
+    """The recipes of --recipe, else a transformed model's own, else those by default."""
+    from fp8jax.inspect.subject import recipe_of
+
+    own = recipe_of(model)
+    return args.recipe or (default if own is None else [str(own)])
+
+
 def _print(args: argparse.Namespace, data: Any, text: Callable[[], str]) -> None:
     print(json.dumps(data, indent=1) if args.json else text())
 
@@ -54,7 +62,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         _print(args, machine, lambda: device.text(machine))
         return int(bool(machine["troubles"]))
     of = subject_of(args)
-    checked = {recipe: gemms.check(of, recipe, target=args.target) for recipe in args.recipe}
+    recipes = _recipes(args, of.model, ["fp8"])
+    checked = {recipe: gemms.check(of, recipe, target=args.target) for recipe in recipes}
     data = {recipe: [row._asdict() for row in rows] for recipe, rows in checked.items()}
     texts = (gemms.text(rows, recipe, args.target) for recipe, rows in checked.items())
     _print(args, data, lambda: "\n\n".join(texts))
@@ -78,10 +87,11 @@ def run_plan(args: argparse.Namespace) -> int:
         _print(args, rows, lambda: tables.records(rows))
         return 0
     of, where = subject_of(args), args.target or "device"
-    models = {recipe: subject.transformed(of.model, recipe, args.lora_rank) for recipe in args.recipe}
-    cases = {
+    recipes = _recipes(args, of.model, ["bf16", "fp8"])
+    models = {recipe: subject.transformed(of.model, recipe, args.lora_rank) for recipe in recipes}
+    cases: dict[str, Any] = {
         f"{recipe}, ZeRO {stage}, {devices} x {where}": (recipe, stage, devices)
-        for recipe, stage, devices in itertools.product(args.recipe, args.zero, args.devices)
+        for recipe, stage, devices in itertools.product(recipes, args.zero, args.devices)
     }
     for _, stage, devices in cases.values():  # before the first is compiled
         Zero(targets.mesh(args.target, devices), stage=stage)
@@ -102,13 +112,16 @@ def run_plan(args: argparse.Namespace) -> int:
 def run_estimate(args: argparse.Namespace) -> int:
     """Prints the estimates."""
     configure(is_cpu=True)
-    from fp8jax.inspect import chart, estimate
+    from fp8jax.inspect import chart, estimate, subject
     from fp8jax.inspect.estimate import report
 
     if args.picture is not None:
         chart.check_picture(args.picture, "--picture")
-    recipes = {name: Recipe.parse(name) for name in dict.fromkeys(["bf16", *args.recipe])}
     subjects = {None: subject_of(args)}
+    names = _recipes(args, subjects[None].model, ["te", "O2", "block", "mxfp8"])
+    if subject.recipe_of(subjects[None].model) is None:
+        names = ["bf16", *names]
+    recipes = {name: Recipe.parse(name) for name in names}
     for width in args.widths:
         sizes = {"width": width, "heads": args.heads or max(1, width // 128)}
         subjects[width] = subject_of(argparse.Namespace(**{**vars(args), **sizes}))

@@ -54,7 +54,7 @@ def check(
         subject: (model, inputs) or (model, inputs, loss): a Linen or NNX module, plain or transformed; its
             inputs, arrays or `jax.ShapeDtypeStruct`s; and `loss(outputs, *inputs)`, by default the mean
             square of the outputs. `subject("gpt-125m")` gives one.
-        recipe: a `Recipe`, or the text of one; a transformed model's own.
+        recipe: a `Recipe`, or the text of one; for a transformed model, its own.
         target: a GPU that is not here; None for this machine.
 
     Returns:
@@ -66,7 +66,7 @@ def check(
         RuntimeError: the packages that compile for a target are missing.
     """
     model, inputs, *loss = subject
-    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     model = transformed(model, recipe)
     loss_fn, variables = loss_of(model, inputs, *loss)
     step = gradients.value_and_grad(loss_fn)

@@ -98,7 +98,7 @@ def _of_user(name: str) -> Subject:
             f"{type(made).__name__}."
         )
     model, inputs, *loss = made
-    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     return Subject(model, inputs, loss[0] if loss else mean_square)
 
 
@@ -117,8 +117,14 @@ def mean_square(outputs: Float[Array, "..."], *inputs: PyTree) -> Float[Array, "
     return jnp.mean(jnp.square(outputs.astype(jnp.float32)))
 
 
+def recipe_of(model: Any) -> Recipe | None:
+    """The recipe of a transformed Linen or NNX model; None for another model."""
+    # `loss_of` makes variables of these.
+    return adapter_of(model).settings.recipe if framework_of(model) in ("linen", "nnx") else None
+
+
 def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) -> Any:
-    """The model under the recipe; a model of that recipe stays. Shapes replace the arrays of an NNX module.
+    """The model under the recipe; one that has it already is returned as it is. Shapes replace NNX arrays.
 
     Args:
         model: a Linen or NNX module.
@@ -130,8 +136,8 @@ def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) 
         ValueError: the recipe cannot be parsed, or the model is transformed with another one.
     """
     lora = None if lora_rank is None else LoRA(rank=lora_rank)
-    if lora is None and framework_of(model) in ("linen", "nnx"):  # of which `loss_of` makes variables
-        if (own := adapter_of(model).settings.recipe) != Recipe.parse(recipe):
+    if lora is None and (own := recipe_of(model)) is not None:
+        if own != Recipe.parse(recipe):
             raise ValueError(
                 f"`model`: expected a plain module for the recipe {recipe}; got one transformed with {own}. "
                 f"Give the plain module, or take the recipe {own}."
