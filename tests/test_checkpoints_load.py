@@ -240,6 +240,21 @@ def test_plain_numbers_of_all_dtypes(tmp_path, dtype, to):
         assert np.array_equal(np.isnan(want), np.isnan(got)) and ((got == want) | np.isnan(want)).all()
 
 
+@pytest.mark.parametrize("to", ["float16", "bfloat16", "float32"])
+def test_numbers_of_float64_that_overflow(tmp_path, to):
+    (tmp_path / "config.json").write_text("{}")
+    like = {"up": {"kernel": jax.ShapeDtypeStruct((4, 8), jnp.dtype(to))}}
+    for number in (1e39, 1.0):
+        save_file({"up.weight": np.full((8, 4), number)}, tmp_path / "model.safetensors")
+        if number == 1:
+            assert (load(tmp_path, like=like, mapping=PLAIN)["up"]["kernel"] == 1).all()
+        else:
+            with pytest.raises(
+                ValueError, match="expected numbers up to 3.40282e.38, float32's largest, in up.weight"
+            ):
+                load(tmp_path, like=like, mapping=PLAIN)
+
+
 @pytest.mark.parametrize("number", [65519, 65520, 1e6, -1e6, np.inf, np.nan])
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_numbers_that_overflow_in_float16(tmp_path, number, is_stacked):

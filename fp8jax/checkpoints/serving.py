@@ -155,7 +155,7 @@ FORMATS = {
 
 def format_of(name: str) -> ServingFormat:
     """The format with this name; raises ValueError if there is none."""
-    if name not in list(FORMATS):  # a list has no hash
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"`format`: expected one of {', '.join(FORMATS)}; got {name!r}.")
     return FORMATS[name]
 

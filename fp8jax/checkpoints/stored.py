@@ -51,14 +51,24 @@ class Stored(NamedTuple):
         """The values in Flax's order; codes are transposed before they are dequantized, as fewer bytes."""
         if not self.scales:
             array = self.codes.array()
-            with np.errstate(over="ignore"):
-                return place.arrange(array.astype(np.float32) if array.dtype == np.float64 else array)
+            return place.arrange(self._narrowed(array) if array.dtype == np.float64 else array)
         if OF_TENSOR in self.scales:  # two codes a byte stay side by side
             return place.arrange(np.asarray(dequantized(self.codes.array(), self.grid(), self.block)))
         arrange = place._replace(shape=None).arrange
         block = tuple(self.block[axis] for axis in place.axes or (0, 1))
         values = dequantized(arrange(self.codes.array()), arrange(self.grid()), block)
         return values if place.shape is None else values.reshape(place.shape)
+
+    def _narrowed(self, array: np.ndarray) -> np.ndarray:
+        """float64 as float32."""
+        with np.errstate(over="ignore"):
+            narrowed = array.astype(np.float32)
+        if np.any(np.isinf(narrowed) & np.isfinite(array)):
+            raise ValueError(
+                f"`folder`: expected numbers up to {np.finfo(np.float32).max:g}, float32's largest, in "
+                f"{self.name}; got a larger one."
+            )
+        return narrowed
 
 
 def _scale_of(scales: Mapping[str, Entry]) -> Entry:
