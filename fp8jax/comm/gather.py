@@ -37,9 +37,10 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
         if floats == "FP8":
             check_float("tree", path, leaf, "Send others with floats='FP32', which keeps every dtype.")
-        if not -leaf.ndim <= axis < leaf.ndim:
+        shape = leaf.shape if is_scaled(leaf) else jnp.shape(leaf)
+        if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"`tree`: expected tensors with an axis {axis}; got {leaf.shape}{at(path)}. Take another "
+                f"`tree`: expected tensors with an axis {axis}; got {shape}{at(path)}. Take another "
                 "`axis` for this one."
             )
     in_fp8 = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]

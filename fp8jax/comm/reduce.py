@@ -130,8 +130,9 @@ def _reduce(
 
 def check_float(name: str, path: Any, leaf: Any, remedy: str) -> None:
     """Raises ValueError if a leaf is neither a `ScaledArray` nor an array of floats."""
-    if not is_scaled(leaf) and not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(f"`{name}`: expected floats; got {leaf.dtype}{at(path)}. {remedy}")
+    dtype = None if is_scaled(leaf) else jnp.result_type(leaf)  # of a Python number, too
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}`: expected floats; got {dtype}{at(path)}. {remedy}")
 
 
 def at(path: Any) -> str:
