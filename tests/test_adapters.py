@@ -93,7 +93,7 @@ class Methods(OwnNNX):
 
     __call__ = nnx.jit(OwnNNX.__call__)
     compiled, saved, _private = nnx.jit(OwnNNX.encode), nnx.remat(OwnNNX.encode), nnx.jit(OwnNNX.encode)
-    steps = 0
+    relu, double, steps = jax.nn.relu, staticmethod(jax.jit(lambda x: 2 * x)), 0
 
     def replace(self):
         self.up = nnx.Param(jnp.ones_like(self.up[...]))
@@ -137,6 +137,7 @@ def test_decorated_nnx_methods(recipe):
         assert all(row.fp8 for row in fp8jax.report(model, X, method=method).rows)
         assert 0 < relative(getattr(model, method)(X), getattr(plain, method)(X)) < 0.1, method
     assert int(model.calls.get_value()) == 1
+    assert float(model.relu(-1.0)) == 0 and float(model.double(1.0)) == 2  # these get no module
     with pytest.raises(ValueError, match="expected a public method of Methods; got '_private'"):
         fp8jax.report(model, X, method="_private")
 

@@ -117,11 +117,10 @@ def _change_class(module: nnx.Module, class_of: Callable[[type], type]) -> None:
 
 
 def _is_method(attribute: Any) -> bool:
-    """Whether a class's attribute is a function, or one that is decorated, as by `nnx.jit`."""
-    is_decorated = callable(attribute) and hasattr(attribute, "__wrapped__")
-    return isinstance(attribute, types.FunctionType) or (
-        is_decorated and not isinstance(attribute, staticmethod)
-    )
+    """Whether a class's attribute is a function, or a decorated one that gets the module, as by `nnx.jit`."""
+    is_decorated = callable(attribute) and hasattr(attribute, "__wrapped__") and hasattr(attribute, "__get__")
+    is_static = isinstance(attribute, staticmethod)
+    return isinstance(attribute, types.FunctionType) or (is_decorated and not is_static)
 
 
 def _rewritten_method(method: Callable[..., Any]) -> Callable[..., Any]:
