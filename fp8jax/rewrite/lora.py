@@ -162,11 +162,7 @@ class LoRA:
         Raises:
             ValueError: adapters are missing or unexpected, or have another rank or shape.
         """
-        given: dict[Path, dict[str, Any]] = {}
-        for path, leaf in jax.tree.leaves_with_path(adapters, is_leaf=is_scaled):
-            *layer, name = names_of(path)
-            if name in (A, B):  # others are the user's own
-                given.setdefault(tuple(layer), {})[name] = leaf
+        given = _by_layer(adapters)
 
         def is_chosen(path: Path) -> bool:
             if path in known:
@@ -183,11 +179,11 @@ class LoRA:
                 pair = given.pop(at)
                 found[path] = Adapters(pair[A], pair[B], self.alpha / self.rank)
                 found[path].check("/".join(path), self.rank, kernels[path], known.get(path))
-        for layer in map("/".join, given):
+        if given:
             raise ValueError(
                 "`lora`: expected adapters of layers that `targets` choose and whose kernels only matmuls "
-                f"over their first axes read; got unexpected ones for {layer!r}. Take adapters of the same "
-                "`targets`, or leave the layer out of `targets`."
+                f"over their first axes read; got unexpected ones for {'/'.join(next(iter(given)))!r}. Take "
+                "adapters of the same `targets`, or leave the layer out of `targets`."
             )
         missing = [path for path, each in known.items() if each and path not in found]
         if is_complete and (missing or not found):
@@ -197,6 +193,16 @@ class LoRA:
                 "model with the same `targets`."
             )
         return found
+
+
+def _by_layer(adapters: Any) -> dict[Path, dict[str, Any]]:
+    """A tree's A and B by the path of their layer or kernel; other leaves are the user's own parameters."""
+    found: dict[Path, dict[str, Any]] = {}
+    for path, leaf in jax.tree.leaves_with_path(adapters, is_leaf=is_scaled):
+        *layer, name = names_of(path)
+        if name in (A, B):
+            found.setdefault(tuple(layer), {})[name] = leaf
+    return found
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
@@ -216,6 +222,7 @@ class Adapters:
                 f"`lora`: expected adapters of rank {rank} for {path!r}; got rank {a[-1]}. Transform the "
                 "model with the adapters' rank, or take them from `init` or `adapt`."
             )
+        # Without a trace: as many stacked axes as A has, and then any split of the others that fits A.
         stack = kernel[: len(planned.kernel.layers) if planned else len(a) - 2]
         sides = kernel[len(stack) :]
         fits = [math.prod(sides[:n]) for n in range(1, len(sides))] or [0]
