@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from fp8jax.checkpoints.folder import DTYPES, path_of, read
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap, Place
-from fp8jax.checkpoints.stored import Stored, scale_blocks, tensors
+from fp8jax.checkpoints.stored import Stored, overflow, scale_blocks, tensors
 from fp8jax.checkpoints.tree import Key, named
 from fp8jax.formats import BF16, E8M0, FP16
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, ScaledArray, amax, is_scaled, quantize_like
@@ -181,11 +181,7 @@ def _fitted(tensor: Stored, place: Place, like: Any) -> list[Any]:
         x = tensor.value(place)
         is_16_bits = like.dtype in (FP16.dtype, BF16.dtype) and x.dtype != like.dtype
         if is_16_bits and _overflows(_on_host(x), like.dtype):
-            largest = float(jnp.finfo(like.dtype).max)
-            raise ValueError(
-                f"`folder`: expected numbers up to {largest:g}, {like.dtype}'s largest, in {tensor.name}; "
-                "got a larger one. Give its parameter in `like` the dtype float32."
-            )
+            raise overflow(tensor.name, like.dtype)
         return [x]
     if (codes := _as_stored(tensor, place, like)) is not None:
         return jax.tree.leaves(codes)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.checkpoints.folder import Entry
@@ -64,11 +65,16 @@ class Stored(NamedTuple):
         with np.errstate(over="ignore"):
             narrowed = array.astype(np.float32)
         if np.any(np.isinf(narrowed) & np.isfinite(array)):
-            raise ValueError(
-                f"`folder`: expected numbers up to {np.finfo(np.float32).max:g}, float32's largest, in "
-                f"{self.name}; got a larger one."
-            )
+            raise overflow(self.name, np.dtype(np.float32))
         return narrowed
+
+
+def overflow(name: str, dtype: np.dtype) -> ValueError:
+    """The error for a tensor with a number that is an infinity in `dtype`."""
+    return ValueError(
+        f"`folder`: expected numbers up to {float(jnp.finfo(dtype).max):g}, {dtype}'s largest, in {name}; "
+        "got a larger one. Give its parameter in `like` the dtype float32, or mend the folder."
+    )
 
 
 def _scale_of(scales: Mapping[str, Entry]) -> Entry:
