@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.adapters.linen.boxes import with_plain_boxes
-from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of, of_module
+from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of, module_variables
 from fp8jax.variables import FROZEN, OURS, PARAMS
 
 
@@ -75,4 +75,4 @@ class LoRAModel(LinenModel):
         frozen = leaves_of("variables", variables, FROZEN)
         check_same(argument, leaves_of(argument, plain), frozen, "`variables`")
         params = self._function.with_adapters(plain[PARAMS], variables[PARAMS], times)
-        return {**of_module(plain), PARAMS: with_plain_boxes(params)}
+        return {**module_variables(plain), PARAMS: with_plain_boxes(params)}

@@ -102,10 +102,10 @@ class LinenModel:
         mutable = kwargs.get("mutable", False)
         ours = [name for name in (PARAMS, SCALING) if name in variables and in_filter(mutable, name)]
         if not ours:
-            return self._function.apply(inside, of_module(variables), *args, **kwargs)
+            return self._function.apply(inside, module_variables(variables), *args, **kwargs)
         rest = subtract_filters(mutable, tuple(ours))
         kwargs["mutable"] = sorted(rest) if isinstance(rest, set) else rest  # hashable, to be cached
-        out, changed = self._function.apply(inside, of_module(variables), *args, **kwargs)
+        out, changed = self._function.apply(inside, module_variables(variables), *args, **kwargs)
         return out, {**changed, **{name: variables[name] for name in ours}}
 
     def split(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -242,7 +242,7 @@ class Bound:
         return lambda *args, **kwargs: self(*args, method=name, **kwargs)
 
 
-def of_module(variables: Mapping[str, Any]) -> dict[str, Any]:
+def module_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The module's own collections, and the states that its own code keeps beside fp8jax's."""
     params = flatten_dict(dict(variables.get(FROZEN, variables.get(PARAMS, {}))))
     states = {}
