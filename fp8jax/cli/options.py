@@ -58,7 +58,9 @@ def _add_doctor(parsers: Any) -> None:
         "GEMMs of one gradient step, layer by layer, next to the report."
     )
     command.add_argument("--compile", action="store_true", help="check a program; what follows is for it")
-    command.add_argument("--recipe", nargs="+", metavar="RECIPE", help="(default fp8)")
+    command.add_argument(
+        "--recipe", nargs="+", metavar="RECIPE", help="(default: a transformed model's, else fp8)"
+    )
     add_model(command)
     _add_target(command, commands.run_doctor)
 
@@ -70,7 +72,9 @@ def _add_plan(parsers: Any) -> None:
         "run. Finished rows stay in fp8jax/plan of the user's cache folder."
     )
     add_model(command)
-    command.add_argument("--recipe", nargs="+", metavar="RECIPE", help="(default bf16 fp8)")
+    command.add_argument(
+        "--recipe", nargs="+", metavar="RECIPE", help="(default: a transformed model's, else bf16 fp8)"
+    )
     command.add_argument(
         "--zero", nargs="+", type=integer, default=[0], metavar="STAGE", help="0 to 3 (default 0)"
     )
@@ -96,7 +100,7 @@ def _add_estimate(parsers: Any) -> None:
         "--recipe",
         nargs="+",
         metavar="RECIPE",
-        help="beside bf16 (default te O2 block mxfp8, of which the GPU may lack some)",
+        help="beside bf16 (default: a transformed model's alone, else te O2 block mxfp8 as the GPU has them)",
     )
     command.add_argument("--devices", type=_devices, default=1, metavar="N", help="of one host (default 1)")
     command.add_argument("--zero", type=integer, default=0, metavar="STAGE", help="0 to 3 (default 0)")
