@@ -58,13 +58,13 @@ SCAN, CHECKPOINT = "<scan>", "<checkpoint>"
 
 @dataclasses.dataclass
 class Uses:
-    """The uses of a parameter; all but `reads` and `kernel` count those that contribute to its gradient."""
+    """The uses of a parameter that contribute to its gradient, and all that read it."""
 
     dots: int = 0  # number of FP8 dot products
     others: int = 0  # number of other equations that read its value
     is_shared: bool = False  # whether a dot product uses it as a loop constant, or uses a part of it
     kernel: Kernel | None = None  # of its first FP8 dot product, even a frozen one
-    reads: int = 0  # number of equations that read it, but for FP8 dot products; frozen ones too
+    reads: int = 0  # number of equations that read its value, frozen or not; without planned dot products
 
 
 class FoundDots(NamedTuple):
