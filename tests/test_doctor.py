@@ -75,6 +75,10 @@ def inputs(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def mlp_and_inputs():
+    return MLP(), (inputs(24, 32),)
+
+
 def counted(rows):
     return {row.layer: (row.report == "FP8", row.fp8, row.others) for row in rows}
 
@@ -403,11 +407,11 @@ def test_the_command(args, status, says, capsys):
     assert says in "".join(capsys.readouterr())
 
 
-def test_the_command_prints_json(capsys, monkeypatch):
+def test_the_command_prints_json(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0]["platform"] == "cpu"
-    monkeypatch.setattr(cli.commands, "subject_of", lambda args: (MLP(), inputs(24, 32)))
-    assert cli.main(["doctor", "--compile", "--json", "--recipe", "O2", "bf16"]) == 0
+    model = f"{__name__}:mlp_and_inputs"
+    assert cli.main(["doctor", "--compile", "--json", "--recipe", "O2", "bf16", "--model", model]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"O2", "bf16"}
     assert printed["O2"][0] == gemms.GemmRow("up", "FP8", 2, 0, 1, "")._asdict()
