@@ -16,6 +16,7 @@ from safetensors import safe_open
 import fp8jax
 from fp8jax.checkpoints import FORMATS, GPT2, LLAMA, NameMap, Rename, load, save, weights
 from fp8jax.checkpoints.folder import read
+from fp8jax.checkpoints.serving import ServingFormat
 from fp8jax.quantization import is_scaled, value
 from fp8jax.scaling import LHS, RHS, of_recipe
 from fp8jax.scaling.block import quantize_operand
@@ -26,9 +27,10 @@ LAYER = "model.layers.1.mlp.up_proj"
 # Gaussian weights are quantized at 31.5 dB in E4M3 and at 20.5 dB in NVFP4.
 SQNR = {"nvfp4": 19.0}
 
+QUANTIZED = [name for name, format in FORMATS.items() if isinstance(format, ServingFormat)]
 # Formats that hold what a recipe multiplies with: E4M3 with one scale, a power of two if it is stored so.
 DELAYED = ("te", "O2", "O3", "fp8")
-TENSOR = {name for name in FORMATS if "nvfp4" not in name}
+TENSOR = {name for name in QUANTIZED if "nvfp4" not in name}
 ANY_SCALE = TENSOR - {"fp8:ue8m0", "compressed-tensors:mxfp8"}
 HELD = {
     "te": ANY_SCALE,
@@ -87,7 +89,7 @@ def test_formats_hold_what_training_multiplies_with(tmp_path, recipe):
     else:
         want = np.asarray(frozen.dequantize()).T
     stored, held = np.asarray(value(variables["params"]["up"]["kernel"])).T, set()
-    for format in FORMATS:
+    for format in QUANTIZED:
         if format == "fp8:static" and recipe not in DELAYED:
             continue
         report = save(tmp_path / format, model, variables, x, mapping=PLAIN, format=format, config={})
@@ -203,6 +205,8 @@ def logits_in_torch(folder, **options):
 
 CODES, FLOAT32 = (jnp.float8_e4m3fn, (384, 256)), jnp.float32
 REQUIRED = {
+    "bf16": {"weight": (jnp.bfloat16, (384, 256))},
+    "fp32": {"weight": (FLOAT32, (384, 256))},
     "fp8": {"weight": CODES, "weight_scale_inv": (FLOAT32, (3, 2))},
     "fp8:ue8m0": {"weight": CODES, "weight_scale_inv": (jnp.float8_e8m0fnu, (3, 2))},
     "fp8:tensor": {"weight": CODES, "weight_scale_inv": (FLOAT32, ())},
@@ -280,6 +284,41 @@ def test_compressed_tensors_decompresses(tmp_path, recipe, format):
     want = llama.Llama().apply(loaded, TOKENS)
     # It decompresses FP4 to bfloat16.
     np.testing.assert_allclose(got, want, atol=0.05 if format.endswith("nvfp4") else 2e-5)
+
+
+@pytest.mark.parametrize("recipe", ["O3", "fp8", "block"])
+@pytest.mark.parametrize("format", ["bf16", "fp32"])
+def test_plain_weights(tmp_path, recipe, format):
+    """All weights in one dtype, which Transformers loads without a word of quantization."""
+    model, variables = trained(recipe)
+    config = {**llama.CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    report = save(tmp_path / "out", model, variables, TOKENS, mapping=LLAMA, format=format, config=config)
+    assert not any(row.is_quantized for row in report.rows) and len(report.rows) == 15
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    dtype = {"bf16": jnp.bfloat16, "fp32": jnp.float32}[format]
+    want = jax.tree.map(lambda x: value(x).astype(dtype), variables["params"], is_leaf=is_scaled)
+    arrays = [entry.array() for entry in read(tmp_path / "out").entries.values()]
+    assert {np.dtype(array.dtype) for array in arrays} == {np.dtype(dtype)}
+    like = jax.eval_shape(llama.Llama().init, jax.random.key(0), TOKENS)
+    loaded = load(tmp_path / "out", like=like, mapping=LLAMA)["params"]
+    jax.tree.map(np.testing.assert_array_equal, loaded, jax.tree.map(lambda x: x.astype(jnp.float32), want))
+    got = logits_in_torch(tmp_path / "out")
+    np.testing.assert_allclose(got, llama.Llama().apply({"params": loaded}, TOKENS), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["up", "lm_head"])
+def test_plain_weights_are_finite(tmp_path, name):
+    """bfloat16's largest number is below float32's."""
+    x, kernel = jnp.ones((32, 64)), jnp.ones((64, 32)).at[0, 0].set(3.4e38)
+    model = fp8jax.transform(
+        lambda params, x: sum(x @ params[name]["kernel"] for name in ("up", "lm_head")), "te"
+    )
+    params = {"up": {"kernel": jnp.ones((64, 32))}, "lm_head": {"kernel": jnp.ones((64, 32))}}
+    variables = model.init({**params, name: {"kernel": kernel}}, x)
+    save(tmp_path / "fp32", model, variables, x, mapping=PLAIN, format="fp32", config={})
+    with pytest.raises(ValueError, match=f"`variables`: expected finite numbers in {name}"):
+        save(tmp_path / "bf16", model, variables, x, mapping=PLAIN, format="bf16", config={})
+    assert os.listdir(tmp_path) == ["fp32"]
 
 
 def gpt2_config(config):
@@ -391,11 +430,11 @@ def with_layer(params, layer):
 @pytest.mark.parametrize(
     "recipe, change, options, says",
     [
-        ("te", None, {"format": "fp4"}, "`format`: expected one of fp8, fp8:ue8m0, "),
+        ("te", None, {"format": "fp4"}, "`format`: expected one of bf16, fp32, fp8, fp8:ue8m0, "),
         ("te", None, {"mapping": GPT2}, "`mapping`: expected a rename that leads to "),
         ("block", spoilt, {}, "`variables`: expected finite numbers in model.layers.0.mlp.up_proj"),
         ("te", lambda v: v["params"], {}, "`variables`: expected a tree with 'params', .*; got dict without"),
-        ("te", None, {"format": ["fp8"]}, r"`format`: expected one of fp8, .*; got \['fp8'\]"),
+        ("te", None, {"format": ["fp8"]}, r"`format`: expected one of bf16, .*; got \['fp8'\]"),
         ("te", None, {"mapping": None}, "`mapping`: expected gpt2, llama, .*; got None"),
         ("te", None, {"mapping": "llama2"}, "`mapping`: expected gpt2, llama, .*; got 'llama2'"),
         ("te", None, {"config": None}, "`config`: expected a dict that JSON can hold; got None"),

@@ -52,6 +52,16 @@ def test_codes_and_logits(tmp_path, recipe, format):
     assert (weight == value.reshape(384, 256)).all()
 
 
+def test_plain_weights(tmp_path):
+    model = trained("fp8")
+    report = save(tmp_path / "out", model, config=llama.CONFIG, format="fp32")
+    assert not any(row.is_quantized for row in report.rows) and len(report.rows) == 15
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    want = fp8jax_torch.dequantize(model).state_dict()
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, want[name]), name
+
+
 def test_a_plain_model_is_refused(tmp_path):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama.CONFIG))
     with pytest.raises(ValueError, match="`model`: expected layers in FP8"):

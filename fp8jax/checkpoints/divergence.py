@@ -75,6 +75,7 @@ def divergence(model: Any, *args: Any, mapping: NameMap | str, format: str = "fp
             f"`format`: expected one of {', '.join(_RECIPES)}; got {format!r}, and no recipe quantizes "
             "inputs as engines do for it."
         )
+    assert isinstance(chosen, ServingFormat)
     variables, inputs = adapter.split(*args)
     own = adapter.settings.recipe
     recipe = dataclasses.replace(Recipe.parse(_RECIPES[format]), include=own.include, exclude=own.exclude)

@@ -23,7 +23,7 @@ from fp8jax.adapters.adapter import adapter_of
 from fp8jax.checkpoints.folder import CONFIG, Writer, path_of
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap
-from fp8jax.checkpoints.serving import INPUT, ServingFormat, encode, format_of
+from fp8jax.checkpoints.serving import INPUT, QUANTIZATION, PlainFormat, ServingFormat, encode, format_of
 from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
@@ -88,7 +88,8 @@ def save(
 
     The codes and scales that the model multiplies with are written bit for bit if the format can hold them.
     Other kernels are quantized once, from their stored values. Layers in high precision keep their dtype, and
-    are in the config's list of such layers.
+    are in the config's list of such layers. The formats `bf16` and `fp32` have plain weights: all stored
+    values, rounded to nearest to this dtype, and a config without `quantization_config`.
 
     Args:
         folder: a new or empty folder.
@@ -158,7 +159,9 @@ def write(
         ignored = [row.name for row in rows if not row.is_quantized]
         if "lm_head" not in [row.name for row in rows]:
             ignored.append("lm_head")  # tied to the embedding
-        whole = {**config, "quantization_config": chosen.quantization_config(ignored)}
+        quantization = chosen.quantization_config(ignored)
+        whole = {key: entry for key, entry in config.items() if key != QUANTIZATION}
+        whole |= {QUANTIZATION: quantization} if quantization else {}
         (new / CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
         if home == folder:  # which may be a link, or the current folder
             for file in sorted(new.iterdir(), key=lambda file: file.name == CONFIG):
@@ -214,7 +217,9 @@ def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> E
     return ExportSource(variables, tree.rebuilt(frozen), quantized)
 
 
-def tensors_of(source: ExportSource, mapping: NameMap, format: ServingFormat) -> Iterator[Tensor]:
+def tensors_of(
+    source: ExportSource, mapping: NameMap, format: PlainFormat | ServingFormat
+) -> Iterator[Tensor]:
     """The tensors of a model in a format, one at a time."""
     tree, frozen = named(source.variables), named(source.frozen)
     for key in [key for key in tree.leaves if key[0] == PARAMS]:
@@ -226,11 +231,14 @@ def tensors_of(source: ExportSource, mapping: NameMap, format: ServingFormat) ->
             assert place is not None
             part = _part(stored, index)
             shape = place.torch_shape(part.shape)
-            if kernel is None:
-                base, end = name, ""
-                is_linear = len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding"
-                row = ExportRow(name.removesuffix(".weight"), False) if is_linear else None
-                yield Tensor(base, {end: place.restore(own_value(part), shape)}, row)
+            if kernel is None or isinstance(format, PlainFormat):
+                row, whole = None, own_value(part)
+                if isinstance(format, PlainFormat) and jnp.issubdtype(whole.dtype, jnp.floating):
+                    whole = value(part).astype(format.dtype)
+                array = place.restore(whole, shape)
+                if len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding":
+                    row = ExportRow(name.removesuffix(".weight"), False, True, _error(array))
+                yield Tensor(name, {"": array}, row)
                 continue
             base = name.removesuffix(".weight")
             format.check(name, shape, is_transposed=place.axes is None)
@@ -247,6 +255,11 @@ def tensors_of(source: ExportSource, mapping: NameMap, format: ServingFormat) ->
             if format.is_static:
                 parts[INPUT] = _input_scale(name, states, index)
             yield Tensor(base, parts, ExportRow(base, True, is_unchanged, sqnr))
+
+
+def _error(x: Array) -> Array:
+    """The SQNR of an array that is not quantized: NaN if it has an infinity or NaN."""
+    return jnp.where(jnp.isfinite(x).all(), jnp.inf, jnp.nan)
 
 
 def _part(leaf: Any, index: tuple[int, ...]) -> Any:

@@ -1,9 +1,10 @@
-"""Formats of quantized kernels that serving engines load.
+"""Formats of kernels that serving engines load.
 
     parts, is_unchanged, sqnr = encode(x, None, None, FORMATS["fp8"])    # {".weight": codes, ...}
 
 | format | a scale for each | scales | config |
 |---|---|---|---|
+| `bf16`, `fp32` | no scales: plain weights | - | no entry |
 | `fp8`, `fp8:ue8m0` | 128x128 block | float32, E8M0 | DeepSeek's, of Transformers, vLLM and SGLang |
 | `fp8:tensor`, `fp8:static` | tensor | float32 | the same without blocks; "static" has input scales |
 | `compressed-tensors:tensor` | tensor | float32 | compressed-tensors |
@@ -34,6 +35,19 @@ WHOLE = 0  # a side of a block that is the whole side of the matrix
 CODES, PACKED = ".weight", ".weight_packed"
 SCALE, OF_TENSOR = ".weight_scale", ".weight_global_scale"
 SCALE_INV, INPUT = ".weight_scale_inv", ".activation_scale"
+QUANTIZATION = "quantization_config"  # the entry of `config.json`
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainFormat:
+    """Plain weights in a Hugging Face folder, all in one dtype."""
+
+    dtype: Any
+    is_static = False
+
+    def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """Empty: `config.json` has no such entry."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +142,9 @@ _TOKEN = {"strategy": "token"}
 _GROUP_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _GROUP_16 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 
-FORMATS = {
+FORMATS: dict[str, PlainFormat | ServingFormat] = {
+    "bf16": PlainFormat(jnp.bfloat16),
+    "fp32": PlainFormat(jnp.float32),
     "fp8": _fp8(_SQUARE),
     "fp8:ue8m0": _fp8(_SQUARE, E8M0.dtype),
     "fp8:tensor": _fp8(_TENSOR),
@@ -153,7 +169,7 @@ FORMATS = {
 }
 
 
-def format_of(name: str) -> ServingFormat:
+def format_of(name: str) -> PlainFormat | ServingFormat:
     """The format with this name; raises ValueError if there is none."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"`format`: expected one of {', '.join(FORMATS)}; got {name!r}.")

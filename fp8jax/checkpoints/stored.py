@@ -9,7 +9,16 @@ import numpy as np
 
 from fp8jax.checkpoints.folder import Entry
 from fp8jax.checkpoints.names import Place
-from fp8jax.checkpoints.serving import CODES, INPUT, OF_TENSOR, PACKED, SCALE, SCALE_INV, dequantized
+from fp8jax.checkpoints.serving import (
+    CODES,
+    INPUT,
+    OF_TENSOR,
+    PACKED,
+    QUANTIZATION,
+    SCALE,
+    SCALE_INV,
+    dequantized,
+)
 from fp8jax.formats import E4M3, E8M0
 
 _TORCHAO, _OF_TORCHAO = "._weight_qdata", "._weight_scale"  # the parts of its Float8Tensor
@@ -83,7 +92,7 @@ def _scale_of(scales: Mapping[str, Entry]) -> Entry:
 
 def scale_blocks(config: Mapping[str, Any]) -> list[tuple[int, int]] | None:
     """The blocks, (out, in), that scales of the folder may have; 0 for a whole side, None without scales."""
-    quantization = config.get("quantization_config")
+    quantization = config.get(QUANTIZATION)
     if quantization is None:
         return None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
