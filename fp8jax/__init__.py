@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fp8jax.inspect.numerics import advise as advise
     from fp8jax.inspect.numerics import statistics as statistics
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Imported when they are asked for: they take time, or packages of the extra `train`.
 _ON_DEMAND = {

@@ -13,6 +13,7 @@ import zipfile
 
 import numpy
 import pytest
+from packaging.version import Version
 
 import fp8jax
 from fp8jax import extras
@@ -171,4 +172,11 @@ def test_without_torch_the_error_names_the_extra(python, tmp_path):
     "path, pattern", [("CITATION.cff", r"^version: (.*)$"), ("CHANGELOG.md", r"^## \[?(\d[^\] ]*)")]
 )
 def test_the_version_is_told_the_same(root, path, pattern):
-    assert re.search(pattern, (root / path).read_text(), re.M)[1] == fp8jax.__version__
+    """The last release's; between releases the package is a later version."""
+    released = Version(re.search(pattern, (root / path).read_text(), re.M)[1])
+    version = Version(fp8jax.__version__)
+    assert not released.is_prerelease
+    if version.is_devrelease:
+        assert version > released and "\n## Unreleased\n" in (root / "CHANGELOG.md").read_text()
+    else:
+        assert version == released
