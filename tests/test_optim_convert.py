@@ -41,8 +41,12 @@ def optimizer(name, rate=1e-3):
     return adamw_8bit(rate) if name == IN_8_BITS else adamw(rate, name)
 
 
+def weight_of(name):
+    return "FP16" if name == IN_8_BITS else Recipe.parse(name).weight
+
+
 def params_of(name, shape=(64, 64)):
-    weight = "FP16" if name == IN_8_BITS else Recipe.parse(name).weight
+    weight = weight_of(name)
     w = jnp.asarray(np.random.default_rng(0).normal(0, 0.05, shape), jnp.float32)
     return {"w": w if weight == "FP32" else quantize(w, weight, power_of_two=True), "b": jnp.zeros(shape[1])}
 
@@ -264,6 +268,51 @@ def test_states_of_other_optimizers():
     same = convert(states["fp8"], params, None)
     np.testing.assert_array_equal(same.remainder["w"], states["fp8"].remainder["w"])
     assert int(same.count) == 1
+
+
+@pytest.mark.parametrize("name", ["te", "fp8", "O3", IN_8_BITS])
+def test_a_run_of_optax_goes_on(name):
+    """With its moments, its number of steps and its place in the schedule, at any depth of a chain."""
+    rate = optax.cosine_decay_schedule(1e-2, 20)
+    options = {"weight_decay": 0.1, "mask": lambda params: {"w": True, "b": False}}
+    clip = optax.clip_by_global_norm(1.0)
+    theirs = optax.chain(clip, optax.adamw(rate, **options))
+    ours = adamw_8bit(rate, **options) if name == IN_8_BITS else adamw(rate, name, **options)
+    ours = optax.chain(clip, ours)
+    plain = params_of("te")
+    state = theirs.init(plain)
+    for number in range(10):
+        updates, state = theirs.update(grads_of(number), state, plain)
+        plain = optax.apply_updates(plain, updates)
+    params = {
+        **plain,
+        "w": plain["w"] if name == "te" else quantize(plain["w"], weight_of(name), power_of_two=True),
+    }
+    changed = converted(state, params, name)
+    assert formats_of(changed) == formats_of(ours.init(params))
+    updates, want = theirs.update(grads_of(10), state, plain)
+    new, got = ours.update(grads_of(10), changed, params)
+    assert got[1].adam.count == 11
+    new = fp8jax.apply_updates(params, new)
+    moved = np.asarray(new["w"].dequantize() if name != "te" else new["w"]) - np.asarray(plain["w"])
+    error = np.linalg.norm(moved - updates["w"]) / np.linalg.norm(updates["w"])
+    assert error < {"te": 1e-5, "fp8": 0.1, "O3": 2, IN_8_BITS: 0.1}[name]
+    for ours_, theirs_ in zip(moments(got), moments(want), strict=True):
+        wrong = np.asarray(jnp.asarray(ours_["w"])) - theirs_["w"]
+        assert np.linalg.norm(wrong) < 0.15 * np.linalg.norm(theirs_["w"])
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adam(1e-3, mu_dtype=jnp.bfloat16), optax.scale_by_adam(), optax.MultiSteps(optax.adamw(1e-3), 2)],
+)
+def test_other_adams_of_optax(tx):
+    params = params_of("te")
+    changed = convert(tx.init(params), params, "O2")
+    assert [leaf.data.dtype for leaf in (x["w"] for x in moments(changed))] == [
+        jnp.float8_e4m3fn,
+        jnp.float16,
+    ]
 
 
 def test_other_states_and_parameters_are_refused():

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fp8jax.comm import Zero
@@ -48,9 +49,13 @@ def convert(
     already keep their bits. New remainders are zero. New master weights are the weights, see `with_masters`.
     Step counts and all other states stay.
 
+    The state of `optax.adam` or `optax.adamw` becomes the one of this package's `adam` and `adamw`, with the
+    moments and the number of steps, from which a schedule goes on.
+
     Args:
-        state: the state of an optimizer of this package, or a state that contains such states: of
-            `optax.chain`, `optax.MultiSteps`, `optax.masked`, `optax.multi_transform`.
+        state: the state of an optimizer of this package, or of `optax.adam` or `optax.adamw`; or a state that
+            contains such states: of `optax.chain`, `optax.MultiSteps`, `optax.masked`,
+            `optax.multi_transform`.
         params: the parameters, or whole variables. They are not changed.
         recipe: the recipe of the new optimizer, as in `adamw`.
         seed: as in `adamw`; for a state that has no random key yet.
@@ -58,23 +63,27 @@ def convert(
         in_8_bits: True for `adamw_8bit`.
 
     Raises:
-        ValueError: `state` has no state of this package, or belongs to other parameters; or the weights of
-            the recipe are not those of the parameters.
+        ValueError: `state` has no such state, or belongs to other parameters; or the weights of the recipe
+            are not those of the parameters.
     """
     row = checks.recipe_of(recipe)
     params = without_variables(params[PARAMS] if has_params(params) else params)
     checks.check_weights(row, params)
-    if not any(map(is_ours, jax.tree.leaves(state, is_leaf=is_ours))):
-        raise ValueError("`state`: expected the state of an optimizer of fp8jax.optim in it; got none.")
+    if not any(map(_is_known, jax.tree.leaves(state, is_leaf=_is_known))):
+        raise ValueError(
+            "`state`: expected the state of an optimizer of fp8jax.optim, of optax.adam or of optax.adamw in "
+            "it; got none."
+        )
 
     def rebuild(node: Any) -> Any:
+        node = _of_optax(node) if _is_of_optax(node) else node
         if isinstance(node, DequantizedState):
             return _converted_roundings(node, params, row, seed)
         if isinstance(node, AdamState):
             return _converted(node, params, row or Recipe.O3, seed, zero, in_8_bits)
         return node
 
-    return jax.tree.map(rebuild, state, is_leaf=is_ours)
+    return jax.tree.map(rebuild, state, is_leaf=_is_known)
 
 
 def check_formats(
@@ -119,6 +128,23 @@ def check_roundings(leaves: list[Any], remainders: list[Any], key: Any, recipe: 
     differences = [f"{_LABELS.remainder}: {got} instead of {want}" for got, want in pairs if got != want]
     needs_key = any(is_rounded_at_random(leaf, recipe or Recipe.FP8) for leaf in leaves)
     _refuse([*differences, *_of_keys(key, needs_key)], recipe, False)
+
+
+def _is_known(node: Any) -> bool:
+    return is_ours(node) or _is_of_optax(node)
+
+
+def _is_of_optax(node: Any) -> bool:
+    """Whether a node is the state of `optax.adam` or `optax.adamw`, a tuple, or of `optax.scale_by_adam`."""
+    first = node[0] if type(node) is tuple and node else node
+    return isinstance(first, optax.ScaleByAdamState)
+
+
+def _of_optax(state: Any) -> AdamState:
+    """A state of optax as one of this package with float32 moments."""
+    adam = state if isinstance(state, optax.ScaleByAdamState) else state[0]
+    mu, nu = jax.tree.map(lambda x: x.astype(jnp.float32), (adam.mu, adam.nu))
+    return AdamState(optax.ScaleByAdamState(adam.count, mu, nu), None, jnp.zeros([], jnp.int32))
 
 
 def _of_keys(key: Any, needs_key: bool) -> list[str]:
