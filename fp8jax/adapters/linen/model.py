@@ -162,7 +162,8 @@ class LinenModel:
         return {**_without_ours(variables), PARAMS: with_plain_boxes(params)}
 
     def freeze(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Variables for repeated inference: each kernel quantized once to its GEMM's format.
+        """Variables for repeated inference: each kernel quantized once to its GEMM's format, but under block
+        scaling as it is.
 
         `apply` returns the same outputs and casts no kernel. Do not train these variables. With adapters the
         kernels are quantized already.
