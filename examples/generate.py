@@ -1,7 +1,7 @@
 """Continue a text with a run of train_gpt.py, and with the Hugging Face folder that is exported from it.
 
     python examples/generate.py runs/gpt-1 --prompt "def " --tokens 40
-    python examples/generate.py runs/gpt-1 --format fp8:ue8m0
+    python examples/generate.py runs/gpt-1 --format fp8:ue8m0 --export served
 
 Prints the text that the trained model continues greedily, and whether the exported weights, loaded into the
 model, say the same tokens. They do if the format has the codes that the model multiplies with.
@@ -94,15 +94,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="def ", help="(default 'def ')")
     parser.add_argument("--tokens", type=int, default=40, help="(default 40)")
     parser.add_argument("--format", default="fp8", choices=FORMATS, help="of the export (default fp8)")
+    parser.add_argument(
+        "--export", type=pathlib.Path, help="the new folder of the export (default: none stays)"
+    )
     args = parser.parse_args(argv)
 
     try:
-        return compare(args.run, args.prompt, args.tokens, args.format)
+        return compare(args.run, args.prompt, args.tokens, args.format, args.export)
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
 
 
-def compare(folder: pathlib.Path, start: str, count: int, format: str) -> int:
+def compare(folder: pathlib.Path, start: str, count: int, format: str, to: pathlib.Path | None) -> int:
     """Prints the text of a run, and whether its export in a format says the same; returns 1 if not."""
     run = train_gpt.prepare(["--out", str(folder), "--resume"])
     trainer, text = run.trainers[0], run.text.vocabulary
@@ -115,7 +118,8 @@ def compare(folder: pathlib.Path, start: str, count: int, format: str) -> int:
     tokens = generate(model, variables, prompt, count)
     print(start + "".join(text[token] for token in tokens[0]))
 
-    with tempfile.TemporaryDirectory() as exported:
+    with tempfile.TemporaryDirectory() as temporary:
+        exported = to or temporary
         options = {"mapping": names_of(module), "config": hugging_face_config(module)}
         save(exported, trainer.model, variables, prompt, format=format, **options)
         like = {**variables, "params": jax.eval_shape(lambda: variables["params"])}

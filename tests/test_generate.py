@@ -59,8 +59,10 @@ def test_the_program(program, tmp_path, capsys):
     argv = [*runs.TINY, "--data", runs.short_text(tmp_path), "--recipe", "O3", "--steps", "2", "--no-twin"]
     assert program.train_gpt.main([*argv, "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
-    assert program.main([str(tmp_path / "run"), "--tokens", "12"]) == 0
+    folder = tmp_path / "served"
+    assert program.main([str(tmp_path / "run"), "--tokens", "12", "--export", str(folder)]) == 0
     printed = capsys.readouterr().out
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert printed.startswith("def ") and printed.endswith("\nfp8: the export says the same tokens\n")
     with pytest.raises(SystemExit) as exit:
         program.main([str(tmp_path / "run"), "--tokens", "13"])
