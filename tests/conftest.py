@@ -63,9 +63,10 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Files of few tests first: theirs are long, and a worker that began one last would be waited for."""
+    """Files with long tests first, then those with many: a worker that began one last would be waited for."""
     counts = collections.Counter(item.path for item in items)
-    items.sort(key=lambda item: counts[item.path])
+    are_long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: (item.path not in are_long, -counts[item.path]))
 
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)

@@ -124,7 +124,6 @@ def long(*values):
         ("dense", "te", "h200", 8, 3),
         ("lora", "te", "h200", 1, 0),
         long("dense", "O2", "h200", 8, 2),
-        long("lora", "O2", "h200", 2, 2),
         long("dense", "O3", "h200", 8, 1),
         long("experts", "O3", "b200", 1, 0),
         long("experts", "O2", None, 4, 3),
