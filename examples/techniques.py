@@ -162,9 +162,10 @@ def starts(sizes: Sizes) -> output.Rows:
 
 def picture(rows: output.Rows, path: str) -> None:
     """Draws both ratios of each technique as bars."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
-    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(10, 0.4 * len(rows) + 1.2), layout="constrained")
+    figure = Figure(figsize=(10, 0.4 * len(rows) + 1.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     names = [each["technique"] for each in rows]
     for axis, key, title in zip(axes, ("on / off", "on / off "), ("tokens/s", "peak bytes"), strict=True):
         axis.barh(names, [each[key] for each in rows], color="#4477aa")

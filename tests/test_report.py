@@ -4,6 +4,7 @@ import html.parser
 import json
 import re
 
+import matplotlib
 import numpy as np
 import pytest
 import runs
@@ -157,6 +158,13 @@ def test_pictures_of_deep_models(blocks, labels, monkeypatch):
     assert len(scales.axes[0].lines) == blocks
     shown = [label.get_text() for panel in saturation.axes[:3] for label in panel.get_yticklabels()]
     assert shown[0] == "up/kernel 0" and labels <= len(shown) <= 1.3 * labels
+
+
+def test_pictures_leave_the_backend_of_matplotlib(monkeypatch, tmp_path):
+    """A notebook shows its pictures inline after a run, too."""
+    monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")
+    report.write(tmp_path, ABOUT, {"O2": make_outcome()})
+    assert matplotlib.get_backend() == "svg"
 
 
 def test_clipped_casts_are_counted(tmp_path):

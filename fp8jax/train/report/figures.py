@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.inspect.chart import new_figure
 from fp8jax.train.errors import need
 from fp8jax.train.metrics import OPERANDS, Curves, ScaledTensor
 
@@ -72,7 +73,7 @@ def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
 
     Layers whose paths differ in numbers only are of one kind: h_0/mlp and h_1/mlp.
     """
-    plt, values = need("matplotlib.pyplot"), np.array(curves.scales)
+    colours, values = need("matplotlib").colormaps["viridis"], np.array(curves.scales)
     kinds = list(dict.fromkeys(map(_kind, tensors)))
     shown = kinds[:MOST_KINDS]
     size = (1.2 + 2.3 * len(shown), 6.6)
@@ -81,7 +82,7 @@ def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
         panel = axes[row][column]
         lines = [i for i, tensor in enumerate(tensors) if (_kind(tensor), tensor.operand) == (kind, operand)]
         for depth, i in enumerate(lines):
-            colour = plt.get_cmap("viridis")(0.3 + 0.6 * depth / max(len(lines) - 1, 1))
+            colour = colours(0.3 + 0.6 * depth / max(len(lines) - 1, 1))
             label = _number(tensors[i]) if depth % _every(len(lines), 24) == 0 else None
             panel.plot(curves.scale_steps, values[:, i], color=colour, linewidth=1.3, label=label)
         panel.set_yscale("log", base=2)
@@ -138,10 +139,8 @@ def _number(tensor: ScaledTensor) -> str | None:
 
 
 def _subplots(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Any:
-    need("matplotlib").use("Agg")
-    figure, axes = need("matplotlib.pyplot").subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained", **options
-    )
+    figure = new_figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[:].set_color(GREY)
@@ -157,7 +156,6 @@ def _png(figure: Any) -> bytes:
         text.set_color(GREY)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, transparent=True)
-    need("matplotlib.pyplot").close(figure)
     return buffer.getvalue()
 
 
