@@ -244,6 +244,12 @@ def test_stage_and_batch_that_fit(base, each, devices, stage, batch, monkeypatch
         assert second.startswith("# ")
 
 
+def test_no_batch_of_0(monkeypatch, capsys):
+    monkeypatch.setattr(fitting, "plan", planned_of(20, 4))
+    assert cli.main(["advise", "--model=gpt", "--batch=0"]) == 2
+    assert "`model`: expected positive sizes" in capsys.readouterr().err
+
+
 def test_the_advice_on_the_page_runs(root):
     """The page shows what the command prints, but for the figure, and the lines train on 8 devices."""
     [shown] = re.findall("```py\n(.*?)```", (root / "docs/guides/numerics.md").read_text(), re.DOTALL)

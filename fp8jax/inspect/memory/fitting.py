@@ -15,7 +15,7 @@ from fp8jax.recipe import Recipe
 
 # A tenth is left for fragments, NCCL's buffers and cuBLAS's workspaces.
 USABLE = 0.9
-LARGEST_BATCH = 64
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Fit(NamedTuple):
@@ -56,31 +56,22 @@ def fit(
     Raises:
         ValueError: no stage fits, or see `plan`.
     """
-    memory = targets.get(target).memory
-
-    def planned(stage: int, batch: int) -> MemoryPlan:
-        of = of_batch(batch)
-        model = adapters.transform(of.model, recipe, gradient_checkpointing=checkpointing)
-        where = {"devices": devices, "stage": stage, "target": target, "cache": cache}
-        return plan(model, recipe, *of.inputs, loss=of.loss, **where)
-
-    needed = 0
+    memory, needed = targets.get(target).memory, 0
+    sizes, found = (batch,) if batch is not None else BATCHES, None
     for stage in (2, 3) if devices > 1 else (0,):
-        least = planned(stage, batch or 1)
-        needed = least.total
-        if needed > USABLE * memory:
-            continue
-        if batch is not None:
-            return Fit(batch, least, memory)
-        found = Fit(1, least, memory)
-        while found.batch < LARGEST_BATCH:
-            more = planned(stage, 2 * found.batch)
-            if more.total > USABLE * memory:
+        for size in sizes:
+            of = of_batch(size)
+            model = adapters.transform(of.model, recipe, gradient_checkpointing=checkpointing)
+            where = {"devices": devices, "stage": stage, "target": target, "cache": cache}
+            planned = plan(model, recipe, *of.inputs, loss=of.loss, **where)
+            needed = planned.total
+            if needed > USABLE * memory:
                 break
-            found = Fit(2 * found.batch, more, memory)
-        return found
+            found = Fit(size, planned, memory)
+        if found is not None:
+            return found
     raise ValueError(
         f"`devices`: expected enough for {recipe}; got {devices}, which need {needed / 1e9:.1f} GB each "
-        f"with batch {batch or 1}, and a {targets.get(target).name} has {memory / 1e9:.1f} GB, of which "
+        f"with batch {sizes[0]}, and a {targets.get(target).name} has {memory / 1e9:.1f} GB, of which "
         f"{USABLE:.0%} are used. Take more devices."
     )
