@@ -184,17 +184,8 @@ REFUSED = [
     ({"recipe": "O2", "bf16": True}, "--bf16 and --recipe O2 are two precisions; leave one out"),
     ({"recipe": "O2", "fp16": True}, "--fp16 and --recipe O2 are two precisions; leave one out"),
     ({"tf32": True, "fp16": True}, "--tf32 is for float32 GEMMs, and --fp16 has none; leave it out"),
-    (
-        {"bf16": True, "gradient_checkpointing": "fp8"},
-        "--gradient-checkpointing fp8 saves FP8 operands, and bf16 has none; use full or dots",
-    ),
-    (
-        {"checkpoint_blocks": "Block"},
-        "--checkpoint-blocks is an option of --gradient-checkpointing; add that",
-    ),
     ({"memory_budget": 1.0}, "--memory-budget and --target are for --per-device-train-batch-size auto; add"),
     ({"target": "h200"}, "--memory-budget and --target are for --per-device-train-batch-size auto; add that"),
-    ({"per_device_train_batch_size": "auto", "target": "h900"}, "`target`: expected one of h100, h200, b200"),
     ({"optim": "adafactor", "recipe": "O3"}, "--optim adafactor keeps no master weights, and O3 needs them"),
     (
         {"optim": "adafactor", "zero": 1},
@@ -223,6 +214,24 @@ def test_refused_options(settings, says):
     with pytest.raises(ValueError) as caught:
         TrainConfig(**settings)
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"bf16": True, "gradient_checkpointing": "fp8"}, "fp8 saves FP8 operands, and gemm=BF16 has none"),
+        ({"checkpoint_blocks": "Block"}, "`checkpoint_blocks`: expected with `gradient_checkpointing`"),
+        ({"per_device_train_batch_size": "auto", "target": "h900"}, "`target`: expected one of h100, h200"),
+    ],
+)
+def test_options_that_a_trainer_refuses(settings, says):
+    with pytest.raises(ValueError, match=says):
+        Trainer(Net(), loss, TrainConfig(**settings), rows(1))
+
+
+def test_a_rule_has_operands_for_fp8_residuals():
+    settings = TrainConfig(bf16=True, rules="*:te", gradient_checkpointing="fp8")
+    assert "gradient_checkpointing=fp8: of" in Trainer(Net(), loss, settings, rows(1)).layers
 
 
 @pytest.mark.parametrize(
@@ -543,7 +552,7 @@ TECHNIQUES = {
 
 # Why two techniques do not go together.
 TWO_PRECISIONS = r"--(fp16|bf16) and .* are two precisions; leave one out"
-NO_OPERANDS = r"--gradient-checkpointing fp8 saves FP8 operands, and \w+ has none"
+NO_OPERANDS = r"fp8 saves FP8 operands, and gemm=\w+ has none"
 ADAMW_ONLY = r"for the moments of adamw; got --optim|--zero shares the moments of adamw; got --optim"
 HIGH_PRECISION = ("bf16", "fp16", "tf32")
 REFUSALS = {
@@ -578,7 +587,7 @@ def ids_of(pair):
 @pytest.mark.parametrize("pair", [pair for pair in pairs() if pair in REFUSALS], ids=ids_of)
 def test_refused_pairs(pair):
     with pytest.raises(ValueError, match=REFUSALS[pair]):
-        TrainConfig(**TECHNIQUES[pair[0]], **TECHNIQUES[pair[1]])
+        Trainer(Tiny(), loss, TrainConfig(**TECHNIQUES[pair[0]], **TECHNIQUES[pair[1]]), rows(1))
 
 
 class TinyBlock(nn.Module):

@@ -10,7 +10,6 @@ Transformers' `TrainingArguments`.
 import dataclasses
 from typing import Any
 
-from fp8jax.inspect import targets
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
 from fp8jax.rewrite.remat import POLICIES
@@ -130,8 +129,6 @@ class TrainConfig(DeviceConfig):
         for is_so, reason in _contradictions(self, self.precision):
             if is_so:
                 raise ValueError(reason)
-        if self.target:
-            targets.get(self.target)
 
     @property
     def precision(self) -> Recipe:
@@ -167,14 +164,6 @@ def _contradictions(config: TrainConfig, recipe: Recipe) -> list[tuple[Any, str]
         (config.fp16 and config.bf16, "--fp16 and --bf16 are two precisions; leave one out"),
         (config.recipe and half, f"{half} and --recipe {config.recipe} are two precisions; leave one out"),
         (config.tf32 and half, f"--tf32 is for float32 GEMMs, and {half} has none; leave it out"),
-        (
-            config.gradient_checkpointing == "fp8" and not recipe.is_quantized,
-            f"--gradient-checkpointing fp8 saves FP8 operands, and {recipe} has none; use full or dots",
-        ),
-        (
-            config.checkpoint_blocks and config.gradient_checkpointing == "none",
-            "--checkpoint-blocks is an option of --gradient-checkpointing; add that",
-        ),
         (
             (config.memory_budget or config.target) and not config.is_auto,
             "--memory-budget and --target are for --per-device-train-batch-size auto; add that",

@@ -74,13 +74,14 @@ class Trainer:
             jax.config.update("jax_compilation_cache_dir", config.compile_cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         self.config = config
-        options: dict[str, Any] = {"rules": config.layer_rules}
-        if config.gradient_checkpointing != "none":
-            options["gradient_checkpointing"] = config.gradient_checkpointing
-            options["checkpoint_blocks"] = tuple(config.checkpoint_blocks.split()) or None
-        if config.lora_rank:
-            options["lora"] = LoRA(rank=config.lora_rank, alpha=config.lora_alpha)
-        self.model = adapters.transform(model, config.precision, **options)
+        self.model = adapters.transform(
+            model,
+            config.precision,
+            rules=config.layer_rules,
+            lora=LoRA(rank=config.lora_rank, alpha=config.lora_alpha) if config.lora_rank else None,
+            gradient_checkpointing=config.gradient_checkpointing,
+            checkpoint_blocks=config.checkpoint_blocks.split() or None,
+        )
         self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), shapes_of(example))
         self.placement = place(distributed.devices(config.devices))
         zero = self.placement.zero(config)
