@@ -387,9 +387,8 @@ def test_what_is_missing_says_what_to_install(monkeypatch):
 def test_extras_are_those_of_the_package(root):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(devices.EXTRAS) == set(project) - {"docs", "test", "test-jax"}
-    for extra in ("train", "serving", "torch"):
-        for name in devices.EXTRAS[extra][0]:
-            assert any(needed.startswith(name) for needed in project[extra])
+    for extra, (packages, _) in devices.EXTRAS.items():
+        assert list(packages) == [needed.partition(">=")[0] for needed in project[extra]]
 
 
 @pytest.mark.parametrize(

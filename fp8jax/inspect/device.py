@@ -29,7 +29,10 @@ NOT_SUPPORTED, UNKNOWN = "not supported", "not known"
 
 # Extra -> its packages, its purpose.
 EXTRAS = {
-    "train": (("grain", "matplotlib", "orbax-checkpoint", "pyyaml", "rich"), "./dev train and pictures"),
+    "train": (
+        ("grain", "jsonargparse", "matplotlib", "orbax-checkpoint", "pyyaml", "rich"),
+        "./dev train and pictures",
+    ),
     "serving": (("safetensors",), "Hugging Face folders in and out"),
     "torch": (("torch",), "fp8jax_torch, the same recipes on PyTorch"),
 }
