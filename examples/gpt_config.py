@@ -55,7 +55,7 @@ class Config(DeviceConfig, GPTOptions):
     steps: int = option(500, "optimizer steps", least=1)
     optim: str = option(
         "adamw",
-        "adamw (moments as in the recipe), adamw_8bit or adafactor (rounds weights to nearest only)",
+        "adamw (moments as in the recipe), adamw_8bit or adafactor",
         choices=OPTIMIZERS,
     )
     min_lr: float = option(1e-4, "learning rate at the end of the cosine", least=0)

@@ -14,6 +14,7 @@ import runs
 
 import fp8jax
 from fp8jax import cli
+from fp8jax.cli import commands
 from fp8jax.inspect import memory, numerics, subject
 from fp8jax.inspect.memory import fitting
 
@@ -248,6 +249,25 @@ def test_no_batch_of_0(monkeypatch, capsys):
     monkeypatch.setattr(fitting, "plan", planned_of(20, 4))
     assert cli.main(["advise", "--model=gpt", "--batch=0"]) == 2
     assert "`model`: expected positive sizes" in capsys.readouterr().err
+
+
+def test_the_help_says_the_defaults(capsys):
+    assert runs.status_of(["advise", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "inputs being one device's (default none)" in text
+    assert "on each device (default the most that fit, up to 64)" in text
+    assert "h200, b200 or l40s; by default h100" in text
+
+
+def test_an_error_of_ours_without_a_model(monkeypatch):
+    """It is not taken for an error of the user's model."""
+
+    def fails(args):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(commands, "run_advise", fails)
+    with pytest.raises(KeyError, match="ours"):
+        cli.main(["advise", "--statistics", "found.json"])
 
 
 def test_the_advice_on_the_page_runs(root):

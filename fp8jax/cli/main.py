@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         message, status = str(error), 2
     except Exception as error:  # the user's own model may raise anything
-        if ":" not in getattr(args, "model", ""):
+        if ":" not in (getattr(args, "model", None) or ""):
             raise
         message, status = f"--model {args.model}: {type(error).__name__}: {error}", 2
     print(f"fp8jax {args.command}: {' '.join(message.split())[:1000]}", file=sys.stderr)

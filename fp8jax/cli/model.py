@@ -14,7 +14,7 @@ SIZES = {
     "vocabulary": "of the head (default 50304)",
     "experts": "of a mixture in the place of each MLP (default none)",
     "top_k": "experts of a token (default 2)",
-    "batch": "sequences on each device (default 1)",
+    "batch": "sequences on each device (default {batch})",
 }
 OPTIONS = ("model", *SIZES, "dtype", "remat")
 
@@ -29,18 +29,18 @@ def integer(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a whole number below {2**31}; got {text[:50]!r}")
 
 
-def add_model(command: argparse.ArgumentParser, default: str = "gpt") -> None:
-    """The options of `subject_of`."""
+def add_model(command: argparse.ArgumentParser, default: str | None = "gpt", batch: str = "1") -> None:
+    """The options of `subject_of`, with the default model, and what the help says of the default batch."""
     command.add_argument(
         "--model",
         default=default,
         help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, llama-8b, gpt-13b, gpt-175b; a transformer's "
         "layer, its mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); "
         "or package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being "
-        f"one device's (default {default})",
+        f"one device's (default {default or 'none'})",
     )
     for name, meaning in SIZES.items():
-        command.add_argument(flags([name]), type=integer, help=f"of a gpt: {meaning}")
+        command.add_argument(flags([name]), type=integer, help=f"of a gpt: {meaning.format(batch=batch)}")
     command.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of a gpt (default bfloat16)"
     )

@@ -8,8 +8,6 @@ import fp8jax
 from fp8jax.cli import commands
 from fp8jax.cli.model import add_model, integer
 
-_TARGET = "a GPU that is not here: h100, h200, b200 or l40s; by default this machine"
-
 
 class _Parser(argparse.ArgumentParser):
     """A parser with errors of one line; argparse would print its usage, too."""
@@ -113,9 +111,7 @@ def _add_estimate(parsers: Any) -> None:
         help="the speed-up at these widths, too, and the least that pays; heads are of 128 channels",
     )
     command.add_argument("--picture", metavar="FILE", help="draw where the time goes, too")
-    command.add_argument("--target", default="h200", help="h100, h200, b200 or l40s (default h200)")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=commands.run_estimate)
+    _add_target(command, commands.run_estimate, "h200")
 
 
 def _add_advise(parsers: Any) -> None:
@@ -123,9 +119,9 @@ def _add_advise(parsers: Any) -> None:
     command.description = (
         "Lines to paste. With --model: the recipe, stage and batch that fit the GPUs, by steps that are "
         "compiled and do not run, with twice the batch each time. With --statistics: the layers to keep out "
-        "of FP8. The target is by default an h100."
+        "of FP8."
     )
-    add_model(command)
+    add_model(command, None, "the most that fit, up to 64")
     command.add_argument(
         "--statistics",
         nargs="+",
@@ -136,8 +132,7 @@ def _add_advise(parsers: Any) -> None:
     )
     command.add_argument("--recipe", help="(default by the GPU, or the one of the model in the statistics)")
     command.add_argument("--devices", type=_devices, default=1, metavar="N", help="GPUs (default 1)")
-    _add_target(command, commands.run_advise)
-    command.set_defaults(model=None, target="h100")
+    _add_target(command, commands.run_advise, "h100")
 
 
 def _add_export(parsers: Any) -> None:
@@ -168,7 +163,12 @@ def _add_compiler(parsers: Any) -> None:
     command.set_defaults(run=commands.run_install_compiler)
 
 
-def _add_target(command: argparse.ArgumentParser, function: Callable[[argparse.Namespace], int]) -> None:
-    command.add_argument("--target", help=_TARGET)
-    command.add_argument("--json", action="store_true", help="print JSON, in bytes")
+def _add_target(
+    command: argparse.ArgumentParser,
+    function: Callable[[argparse.Namespace], int],
+    default: str | None = None,
+) -> None:
+    meaning = "a GPU that is not here: h100, h200, b200 or l40s; by default"
+    command.add_argument("--target", default=default, help=f"{meaning} {default or 'this machine'}")
+    command.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     command.set_defaults(run=function, default_of=command.get_default)
