@@ -56,9 +56,7 @@ def _add_doctor(parsers: Any) -> None:
         "GEMMs of one gradient step, layer by layer, next to the report."
     )
     command.add_argument("--compile", action="store_true", help="check a program; what follows is for it")
-    command.add_argument(
-        "--recipe", nargs="+", metavar="RECIPE", help="(default: a transformed model's, else fp8)"
-    )
+    command.add_argument("--recipe", nargs="+", help="(default: a transformed model's, else fp8)")
     add_model(command)
     _add_target(command, commands.run_doctor)
 
@@ -70,9 +68,7 @@ def _add_plan(parsers: Any) -> None:
         "run. Finished rows stay in fp8jax/plan of the user's cache folder."
     )
     add_model(command)
-    command.add_argument(
-        "--recipe", nargs="+", metavar="RECIPE", help="(default: a transformed model's, else bf16 fp8)"
-    )
+    command.add_argument("--recipe", nargs="+", help="(default: a transformed model's, else bf16 fp8)")
     command.add_argument(
         "--zero", nargs="+", type=integer, default=[0], metavar="STAGE", help="0 to 3 (default 0)"
     )
@@ -97,7 +93,6 @@ def _add_estimate(parsers: Any) -> None:
     command.add_argument(
         "--recipe",
         nargs="+",
-        metavar="RECIPE",
         help="beside bf16 (default: a transformed model's alone, else te O2 block mxfp8 as the GPU has them)",
     )
     command.add_argument("--devices", type=_devices, default=1, metavar="N", help="of one host (default 1)")

@@ -18,20 +18,13 @@ from fp8jax.adapters.moe.linen import MoE
 
 # GPT-3's sizes (arXiv 2005.14165, table 2.1), as in FP8-LM; Llama 3's (arXiv 2407.21783, table 3), with the
 # context of the others.
+_7B = {"layers": 32, "width": 4096, "heads": 32, "context": 2048}
 GPTS: dict[str, dict[str, int]] = {
     "gpt-125m": {"layers": 12, "width": 768, "heads": 12, "context": 2048},
     "gpt-350m": {"layers": 24, "width": 1024, "heads": 16, "context": 2048},
-    "gpt-7b": {"layers": 32, "width": 4096, "heads": 32, "context": 2048},
+    "gpt-7b": _7B,
     "gpt-13b": {"layers": 40, "width": 5120, "heads": 40, "context": 2048},
-    "llama-8b": {
-        "layers": 32,
-        "width": 4096,
-        "heads": 32,
-        "context": 2048,
-        "kv_heads": 8,
-        "gated": 14336,
-        "vocabulary": 128256,
-    },
+    "llama-8b": {**_7B, "kv_heads": 8, "gated": 14336, "vocabulary": 128256},
     "gpt-175b": {"layers": 96, "width": 12288, "heads": 96, "context": 2048},
 }
 

@@ -25,6 +25,7 @@ FOLDER = "statistics"
 # A channel is weak under a recipe if its signal to noise is below so many dB. Gaussian numbers have 31 in
 # E4M3, 25 in E5M2 and 17 to 20 in NVFP4.
 WEAK = 10.0
+_HEAD = "layer  operand  recipe  amax  underflow  saturated  SQNR dB  range bits  weak  outliers".split("  ")
 
 
 class OperandRow(NamedTuple):
@@ -77,10 +78,12 @@ class Statistics:
             raise ValueError("`other`: expected statistics of the same layers and recipes; got others.")
         add = lambda a, b: jax.tree.map(jnp.add, a, b)  # noqa: E731
         most = lambda a, b: jax.tree.map(jnp.maximum, a, b)  # noqa: E731
-        pairs = zip(self.records, other.records, strict=True)
-        return Statistics(
-            tuple(Records(*map(_call, (add, add, add, most, most), *p)) for p in pairs), self.layers
-        )
+        both = (add, add, add, most, most)
+        merged = [
+            Records(*(merge(a, b) for merge, a, b in zip(both, *pair, strict=True)))
+            for pair in zip(self.records, other.records, strict=True)
+        ]
+        return Statistics(tuple(merged), self.layers)
 
     @property
     def rows(self) -> tuple[OperandRow, ...]:
@@ -100,10 +103,6 @@ class Statistics:
         """Writes the rows as JSON, for `load` and `fp8jax advise`."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(as_json(self.rows))
-
-
-def _call(function: Any, *args: Any) -> Any:
-    return function(*args)
 
 
 def as_json(rows: Iterable[OperandRow]) -> str:
@@ -145,18 +144,6 @@ def load_run(run: str | os.PathLike[str]) -> list[tuple[OperandRow, ...]]:
 
 def table(rows: Iterable[OperandRow]) -> str:
     """The rows as text; the model's own recipe has a star."""
-    head = (
-        "layer",
-        "operand",
-        "recipe",
-        "amax",
-        "underflow",
-        "saturated",
-        "SQNR dB",
-        "range bits",
-        "weak",
-        "outliers",
-    )
     cells = [
         (
             row.name,
@@ -172,7 +159,7 @@ def table(rows: Iterable[OperandRow]) -> str:
         )
         for row in rows
     ]
-    return align([head, *cells])
+    return align([_HEAD, *cells])
 
 
 def _rows(layer: MeasuredLayer, index: tuple[int, ...], records: Records) -> Iterable[OperandRow]:
