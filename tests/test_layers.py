@@ -69,7 +69,7 @@ def package_of(path, top):
 
 
 def imports_of(path, top):
-    """Every import in the file: statements, and import_module, __import__ or train's `need` of a constant."""
+    """Every import in the file: statements, and import_module, __import__ or `need` of a constant."""
     tree = ast.parse(path.read_text(), str(path))
     lazy_nodes = {
         inner

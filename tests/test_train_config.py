@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax import extras, train
-from fp8jax.train import config, errors
+from fp8jax.train import config
 from fp8jax.train.config import option
 
 
@@ -171,10 +171,10 @@ def test_input_is_blamed_in_one_line():
 
 def test_missing_extra_is_named():
     with pytest.raises(ImportError) as caught:
-        errors.need("no_such_package")
+        extras.need("no_such_package")
     assert str(caught.value) == f"not installed: no_such_package; {extras.install('train')}"
-    assert errors.need("json") is json
+    assert extras.need("json") is json
     with pytest.raises(ImportError, match="not installed: no_such_package.part; run `pip install"):
-        errors.need("no_such_package.part")
+        extras.need("no_such_package.part")
     with pytest.raises(ModuleNotFoundError, match="No module named 'json.nothing'"):
-        errors.need("json.nothing")  # a defect stays what it is
+        extras.need("json.nothing")  # a defect stays what it is

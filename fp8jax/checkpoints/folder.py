@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from fp8jax import extras
+from fp8jax.extras import need
 from fp8jax.formats import E4M3, E8M0
 
 CONFIG, ONE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -43,20 +43,12 @@ def path_of(folder: Any) -> pathlib.Path:
         raise ValueError(f"`folder`: expected a path; got {folder!r:.99}.") from None
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError:
-        raise ImportError(f"not installed: safetensors; {extras.install('serving')}") from None
-    return safetensors
-
-
 class Writer:
     """Writes tensors into files of a limited size, which hold at least one tensor each."""
 
     def __init__(self, folder: pathlib.Path, max_bytes: int) -> None:
-        self._save, self._folder, self._limit = _safetensors().numpy.save_file, folder, max_bytes
+        self._save = need("safetensors.numpy", "serving").save_file
+        self._folder, self._limit = folder, max_bytes
         self._pending: dict[str, np.ndarray] = {}
         self._files: list[list[str]] = []
         self._total = 0
@@ -178,7 +170,7 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
 def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
     """The tensors of a file. safetensors checks the header: its size, dtypes, shapes, and that tensors fill
     the file."""
-    library = _safetensors()
+    library = need("safetensors", "serving")
     if not file.is_file():
         raise ValueError(f"`folder`: expected {file.name} in {file.parent}; got no such file. Copy it again.")
     try:

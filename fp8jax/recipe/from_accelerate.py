@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from fp8jax import extras
+from fp8jax.extras import need
 from fp8jax.recipe import yaml_file
 
 _CLASSES = {
@@ -120,13 +120,7 @@ def _check_other(key: object, name: str) -> None:
 
 def _load(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
     """The content of a configuration file."""
-    try:
-        import yaml
-    except ImportError:
-        raise ImportError(
-            f"from_accelerate: a config.yaml is read by PyYAML; {extras.install('train')}"
-        ) from None
-
+    yaml = need("yaml")
     try:
         content = yaml.safe_load(yaml_file.read_text(path))
     except ValueError as error:

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from fp8jax.extras import need
 from fp8jax.quantization import ScaledArray
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE, with_one, without_one
 from fp8jax.train import distributed
-from fp8jax.train.errors import need
 
 ocp = need("orbax.checkpoint")
 

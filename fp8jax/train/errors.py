@@ -1,15 +1,11 @@
-"""Errors of the user's input, and packages of the extra `train`.
+"""Errors of the user's input.
 
 with blame_input():
     config = TrainConfig(**config.read(TrainConfig))    # a ValueError becomes `BadInput`, on one line
 """
 
 import contextlib
-import importlib
 from collections.abc import Iterator
-from typing import Any
-
-from fp8jax import extras
 
 
 class BadInput(ValueError):
@@ -27,17 +23,3 @@ def blame_input() -> Iterator[None]:
         yield
     except (ImportError, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from error
-
-
-def need(module: str) -> Any:
-    """Imports a module of an optional package.
-
-    Raises:
-        ImportError: the package is not installed; the message names the extra.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise
-        raise ImportError(f"not installed: {module}; {extras.install('train')}") from None

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from fp8jax import signals
+from fp8jax.extras import need
 from fp8jax.train import distributed, run_folder
 from fp8jax.train.config import fixed_options, saved_options
 from fp8jax.train.data.loader import Examples, Source
-from fp8jax.train.errors import Diverged, blame_input, need
+from fp8jax.train.errors import Diverged, blame_input
 from fp8jax.train.metrics import Curves
 from fp8jax.train.report import report
 from fp8jax.train.run import checks

@@ -23,11 +23,11 @@ from jaxtyping import Array, Float32, Int32, PyTree
 
 from fp8jax import formats
 from fp8jax.adapters.adapter import adapter_of
+from fp8jax.extras import need
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.merge import is_state
 from fp8jax.train import distributed
-from fp8jax.train.errors import need
 from fp8jax.train.run_folder import write
 from fp8jax.variables import PARAMS, SCALING
 

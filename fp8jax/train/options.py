@@ -25,8 +25,8 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from fp8jax.extras import need
 from fp8jax.recipe import yaml_file
-from fp8jax.train.errors import need
 
 
 def option(

@@ -4,7 +4,7 @@ import os
 import pathlib
 from typing import Any
 
-from fp8jax import extras
+from fp8jax.extras import need
 from fp8jax.inspect.chart.readers import bits_of
 from fp8jax.inspect.chart.rows import HEADINGS, Cell, ChartRow
 from fp8jax.inspect.tables import align
@@ -45,7 +45,7 @@ def check_picture(path: str | os.PathLike[str], option: str = "--png") -> None:
 
     Raises:
         ValueError: the path is no writable file, or matplotlib does not know its suffix.
-        RuntimeError: matplotlib is missing.
+        ImportError: matplotlib is missing.
     """
     file, suffixes = pathlib.Path(path), new_figure().canvas.get_supported_filetypes()
     is_writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
@@ -54,12 +54,8 @@ def check_picture(path: str | os.PathLike[str], option: str = "--png") -> None:
 
 
 def new_figure(**size: Any) -> Any:
-    """A figure of matplotlib; RuntimeError without it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError(f"drawing needs matplotlib: {extras.install('train')}") from None
-    return Figure(**size)
+    """A figure of matplotlib; ImportError without it."""
+    return need("matplotlib.figure").Figure(**size)
 
 
 def picture(rows: list[ChartRow], path: str | os.PathLike[str]) -> None:

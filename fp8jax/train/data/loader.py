@@ -26,7 +26,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from fp8jax.train.errors import BadInput, need
+from fp8jax.extras import need
+from fp8jax.train.errors import BadInput
 
 _HASHED = 16  # examples of a fingerprint
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.extras import need
 from fp8jax.inspect.chart import new_figure
-from fp8jax.train.errors import need
 from fp8jax.train.metrics import OPERANDS, Curves, ScaledTensor
 
 COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.train.errors import need
+from fp8jax.extras import need
 from fp8jax.train.metrics import Curves
 
 SECONDS_BETWEEN_LINES = 10.0  # where the output is a file or a pipe

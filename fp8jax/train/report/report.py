@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.train.errors import need
+from fp8jax.extras import need
 from fp8jax.train.report import figures, page
 from fp8jax.train.report.outcome import Outcome, Outcomes
 from fp8jax.train.run_folder import write as write_file
