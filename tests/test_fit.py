@@ -22,7 +22,7 @@ import fp8jax
 from fp8jax import signals
 from fp8jax.inspect import numerics
 from fp8jax.inspect.numerics.rows import files_of_run
-from fp8jax.train import BadInput, Diverged, TrainConfig, Trainer, checkpoint, fit
+from fp8jax.train import Diverged, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run import checks
@@ -186,24 +186,6 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert bits(run.state) == bits(expected.state)
     again = fit(trainer, ROWS, resume=True, **options)
     assert (again.steps, again.curves.loss, again.exit_status) == (STEPS, expected.curves.loss, 0)
-
-
-@pytest.mark.parametrize(
-    "name, value", [("curves", []), ("curves", None), ("data", {}), ("data", {"taken": 3}), ("data", 3)]
-)
-def test_metadata_of_another_step(alone, tmp_path, monkeypatch, name, value):
-    """Only a defect writes one. It would go on with other batches, or with half of the metrics."""
-    trainer, options, _ = alone
-    trainer = at(trainer, tmp_path / "run")
-    stopped_after(monkeypatch, 1)
-
-    def save(folder, step, state, metadata, *args, save=checkpoint.save):
-        return save(folder, step, state, {**metadata, name: value}, *args)
-
-    monkeypatch.setattr(checkpoint, "save", save)
-    assert fit(trainer, ROWS, **options).steps == 2
-    with pytest.raises(BadInput, match="the checkpoint of step 2 in .* has not the metrics and the position"):
-        fit(trainer, ROWS, resume=True, **options)
 
 
 def test_no_duplicate_checkpoint(alone, tmp_path, monkeypatch):

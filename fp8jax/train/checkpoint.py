@@ -35,7 +35,6 @@ from fp8jax.train import distributed
 ocp = need("orbax.checkpoint")
 
 KEPT = 3
-_TWIN = "[1].step"  # an array of the second model of a run
 _REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
 
 
@@ -166,21 +165,11 @@ def _whole(folder: pathlib.Path, skipped: list[str]) -> Iterator[tuple[int, path
         if distributed.any_of(bool(damage)):
             skipped.append(f"{path}: {damage or 'a file is missing or damaged'}")
             continue
-        content = _metadata(path)
-        if (found := content.get("step")) != step:
-            other = f"it is the checkpoint of step {found} under another name"
-            skipped.append(f"{path}: {other if content else 'its metadata is damaged'}")
+        content = json.loads((path / "run/metadata").read_text(encoding="utf-8"))
+        if content["step"] != step:
+            skipped.append(f"{path}: it is the checkpoint of step {content['step']} under another name")
             continue
         yield step, path, content
-
-
-def _metadata(path: pathlib.Path) -> dict[str, Any]:
-    """The metadata that `save` wrote beside the arrays; {} if the file is gone."""
-    try:
-        content = json.loads((path / "run/metadata").read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and {"step", "run", "arrays"} <= content.keys() else {}
 
 
 def _restored(folder: pathlib.Path, step: int, like: PyTree) -> tuple[PyTree, str]:
@@ -303,15 +292,11 @@ def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) 
         raise ValueError(f"{path} is of another run, with other settings or data; move it away and resume")
     found, expected = content["arrays"], _arrays(like)
     found = {name: found[name] for name in found if not name.endswith(f"[{OLD!r}]")}
-    if (has_twin := _TWIN in found) != (_TWIN in expected):
-        there, here = ("a twin", "without `twin`") if has_twin else ("no twin", "with `twin`")
-        raise ValueError(f"{path} has {there}; got a run {here}; resume as the run began")
     for name in sorted(found.keys() | expected.keys()):
         there, here = found.get(name, "nothing"), expected.get(name, "nothing")
         if there != here:
-            verb = "has a twin" if _TWIN in found and name.startswith(_TWIN[:3]) else "is"
             raise ValueError(
-                f"{path} {verb} of another model or recipe: its {name} is {there}, this run's is {here}; "
+                f"{path} is of another model or recipe: its {name} is {there}, this run's is {here}; "
                 "resume with the settings that the run began with"
             )
 

@@ -1,4 +1,4 @@
-"""Checks that `fit` makes: of the rows and the checkpoint before it trains, and of a run that diverges."""
+"""Checks that `fit` makes: of the rows before it trains, and of a run that diverges."""
 
 import contextlib
 import math
@@ -12,7 +12,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from fp8jax.train.checkpoint import Checkpoint
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
@@ -144,19 +143,4 @@ def check_batches(trainer: Trainer, folder: pathlib.Path, found: RunMetadata) ->
             f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: devices "
             f"({trainer.placement.mesh.size}) x --gradient-accumulation-steps "
             f"({trainer.config.gradient_accumulation_steps}) x --per-device-train-batch-size must be {rows}"
-        )
-
-
-def check_metadata(folder: pathlib.Path, found: Checkpoint, models: int) -> None:
-    """Raises ValueError if metrics or position in the data are not those of the checkpoint's step."""
-    content = found.metadata
-    try:
-        lengths = [len(Curves.from_json(each).loss) for each in content["curves"]]
-        is_whole = lengths == [found.step] * models and content["data"]["taken"] == found.step
-    except (LookupError, TypeError, ValueError, AttributeError):
-        is_whole = False
-    if not is_whole:
-        raise ValueError(
-            f"the checkpoint of step {found.step} in {folder} has not the metrics and the position in the "
-            "data of this step; move it away and resume"
         )

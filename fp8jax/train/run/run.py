@@ -107,7 +107,6 @@ class Run:
         like = [model.trainer.like for model in self.models]
         found = run_folder.restore(self.folder, like, self.digest, or_start) if resume else None
         if found:
-            checks.check_metadata(self.folder, found, len(self.models))
             self.batches.restore(found.metadata["data"])
             self.saved = found.step
         for i, model in enumerate(self.models):
