@@ -142,7 +142,7 @@ def test_a_run_tells_its_unchanged_weights(run):
     assert [line.get("unchanged_weights") for line in lines[::2]] == [x for _, x in run.curves.unchanged]
     assert all("unchanged_weights" not in line for line in lines[1::2])
     text = (run.folder / "report.html").read_text()
-    assert re.search(r"On average a step of O2 left \d+% of the weights unchanged, the last one \d+%\.", text)
+    assert re.search(r"a step left unchanged: mean, last</td><td>\d+%, \d+%</td><td>-</td>", text)
     assert "Take the recipe fp8, or a larger learning rate." in text
     result = json.loads((run.folder / "result.json").read_text())["models"]
     assert result["O2"]["unchanged_weights"] == [list(pair) for pair in run.curves.unchanged]

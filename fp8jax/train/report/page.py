@@ -66,7 +66,6 @@ def page(
         skipped=html.escape(_skipped(outcomes)),
         clipped=html.escape(_clipped(outcomes[recipe])),
         unscaled=html.escape(_unscaled(outcomes[recipe])),
-        unchanged=html.escape(_unchanged(outcomes)),
         memory="\n".join(_table(memory_rows(name, outcome.memory)) for name, outcome in outcomes.items()),
         underflow=_table(underflow_rows(outcomes[recipe]))
         if outcomes[recipe].curves.underflow
@@ -202,17 +201,6 @@ def _skipped(outcomes: Mapping[str, Outcome]) -> str:
             listed = ", ".join(f"{step:,}" for step in steps[:10]) + (", ..." if len(steps) > 10 else "")
             found.append(f"{name} skipped {len(steps):,} of {len(outcome.curves.loss):,} steps: {listed}.")
     return " ".join(found) or "Skipped steps: none."
-
-
-def _unchanged(outcomes: Mapping[str, Outcome]) -> str:
-    """The share of the weights that a step of each model left unchanged."""
-    found = [
-        f"On average a step of {name} left {outcome.mean_unchanged:.0%} of the weights unchanged, the last "
-        f"one {outcome.curves.unchanged[-1][1]:.0%}."
-        for name, outcome in outcomes.items()
-        if outcome.curves.unchanged
-    ]
-    return " ".join(found) or "Unchanged weights: none are rounded so that they lose updates."
 
 
 def _flat(about: Mapping[str, Any]) -> list[list[str]]:
