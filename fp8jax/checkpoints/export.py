@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from fp8jax.adapters.adapter import adapter_of
-from fp8jax.checkpoints.folder import CONFIG, Writer, path_of
+from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap
 from fp8jax.checkpoints.serving import INPUT, QUANTIZATION, PlainFormat, ServingFormat, encode, format_of
@@ -122,7 +122,7 @@ def write(
 ) -> ExportReport:
     """Writes a model as a Hugging Face folder; see `save`."""
     given, chosen, mapping = folder, format_of(format), by_name(mapping)
-    folder = path_of(folder).absolute()
+    folder = pathlib.Path(folder).absolute()
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which is no folder.")
     if folder.exists() and any(folder.iterdir()):

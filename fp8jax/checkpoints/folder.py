@@ -22,7 +22,6 @@ from fp8jax.formats import E4M3, E8M0
 CONFIG, ONE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 _LONGEST = 200  # characters of a name
-_MOST_DIMS = 32  # of a tensor; NumPy before 2.0 has no more
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -33,14 +32,6 @@ DTYPES = {
     "F8_E8M0": E8M0.dtype,
     "U8": np.dtype(np.uint8),
 }
-
-
-def path_of(folder: Any) -> pathlib.Path:
-    """A folder as a path; raises ValueError if it is none."""
-    try:
-        return pathlib.Path(folder)
-    except TypeError:
-        raise ValueError(f"`folder`: expected a path; got {folder!r:.99}.") from None
 
 
 class Writer:
@@ -190,10 +181,6 @@ def _header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
             raise ValueError(
                 f"`folder`: expected names of at most {_LONGEST} printable characters in {file.name}; got "
                 f"{name[:99]!r}."
-            )
-        if len(about["shape"]) > _MOST_DIMS:
-            raise ValueError(
-                f"`folder`: expected at most {_MOST_DIMS} dims for {name}; got {len(about['shape'])}."
             )
         yield name, Entry(file, about["dtype"], tuple(about["shape"]), 8 + size + about["data_offsets"][0])
 

@@ -9,6 +9,7 @@ One tensor at a time is read, put into the format of its parameter, and sent to 
 import functools
 import math
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fp8jax.checkpoints.folder import DTYPES, path_of, read
+from fp8jax.checkpoints.folder import DTYPES, read
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.stored import Stored, overflow, scale_blocks, tensors
@@ -51,7 +52,7 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap | str
     if jax.tree_util.all_leaves([like]) or not any(hasattr(x, "shape") for x in arrays):
         got = type(like).__name__ if arrays else repr(like)
         raise ValueError(f"`like`: expected a tree of arrays, as `model.init` gives; got {got}.")
-    stored = read(path_of(folder))
+    stored = read(pathlib.Path(folder))
     blocks = scale_blocks(stored.config)
     tree = named(like)
     has_frozen = any(key[0] == FROZEN for key in tree.leaves)
