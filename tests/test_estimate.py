@@ -136,7 +136,6 @@ def test_the_command(capsys, tmp_path):
     [
         (["--model", "mlp", "--experts", "2"], "mlp has batch, context, heads, width"),
         (["--model", "layer", "--heads", "3"], "multiple of `heads`"),
-        (["--picture", "nowhere/time.png"], "`--picture`: expected a file"),
         (["--target", "cray"], "expected one of h100, h200, b200, l40s"),
     ],
 )

@@ -39,8 +39,6 @@ def run_chart(args: argparse.Namespace) -> int:
     lacking = {} if args.recipes else chart.lacking(args.target)
     names = args.recipes or [name for name in PRESETS if name not in lacking]
     recipes = [Recipe.parse(recipe) for recipe in names]
-    if args.png is not None:
-        chart.check_picture(args.png)
     options = {name: getattr(args, name) for name in ("target", "devices", "gradient_checkpointing")}
     rows = [chart.measure(recipe, **options) for recipe in recipes]
     _print(args, chart.as_data(rows), lambda: chart.text(rows, evidence=args.evidence))
@@ -115,8 +113,6 @@ def run_estimate(args: argparse.Namespace) -> int:
     from fp8jax.inspect import chart, estimate, subject
     from fp8jax.inspect.estimate import report
 
-    if args.picture is not None:
-        chart.check_picture(args.picture, "--picture")
     subjects = {None: subject_of(args)}
     names = _recipes(args, subjects[None].model, ["te", "O2", "block", "mxfp8"])
     if subject.recipe_of(subjects[None].model) is None:
@@ -138,14 +134,14 @@ def run_estimate(args: argparse.Namespace) -> int:
     for width, name in _shown(cases):
         found[width].append(estimate.estimate(subjects[width], recipes[name], **options))
     rows = found.pop(None)
-    if args.picture is not None:
-        report.picture(rows, args.picture)
     data = {
         "estimates": report.as_data(rows),
         "widths": {w: report.as_data(of) for w, of in found.items()},
     }
     texts = [report.text(rows), *([report.widths_text(found)] if found else [])]
     _print(args, data, lambda: "\n\n".join(texts))
+    if args.picture is not None:
+        report.picture(rows, args.picture)
     return 0
 
 

@@ -19,7 +19,6 @@ loop must have for the recipe: nothing, a state beside the parameters, or `fp8ja
 """
 
 from fp8jax.inspect.chart.output import as_data as as_data
-from fp8jax.inspect.chart.output import check_picture as check_picture
 from fp8jax.inspect.chart.output import new_figure as new_figure
 from fp8jax.inspect.chart.output import picture as picture
 from fp8jax.inspect.chart.output import table as table

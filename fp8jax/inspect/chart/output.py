@@ -1,7 +1,6 @@
 """The chart as text, data and a picture."""
 
 import os
-import pathlib
 from typing import Any
 
 from fp8jax.extras import need
@@ -38,19 +37,6 @@ def as_data(rows: list[ChartRow]) -> list[dict[str, Any]]:
         | {column: cell._asdict() for column, cell in row.cells.items()}
         for row in rows
     ]
-
-
-def check_picture(path: str | os.PathLike[str], option: str = "--png") -> None:
-    """Checks that a picture can be written to the path that `option` gave, before any program is compiled.
-
-    Raises:
-        ValueError: the path is no writable file, or matplotlib does not know its suffix.
-        ImportError: matplotlib is missing.
-    """
-    file, suffixes = pathlib.Path(path), new_figure().canvas.get_supported_filetypes()
-    is_writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
-    if not is_writable or (file.suffix and file.suffix[1:].lower() not in suffixes):
-        raise ValueError(f"`{option}`: expected a file like chart.png, in a folder that exists; got {file}")
 
 
 def new_figure(**size: Any) -> Any:
