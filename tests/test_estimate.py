@@ -7,7 +7,8 @@ import pytest
 
 from fp8jax import cli
 from fp8jax.inspect import estimate, subject, targets
-from fp8jax.inspect.estimate import BEST, LIKELY, WORST, Cost, Efficiency, Estimate, report
+from fp8jax.inspect.estimate import Estimate, report
+from fp8jax.inspect.estimate.time import BEST, LIKELY, WORST, Cost, Efficiency, of_program
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 H200 = targets.get("h200")
@@ -48,7 +49,7 @@ backend_config={"reification_cost":[{"end_to_end_cycles":9,"exec_time_us":2.9e7,
 
 def test_a_planted_program():
     """GEMMs by their FLOPs, not XLA's cost; trip counts; fusions by XLA's cost; collectives by the link."""
-    found = estimate.of_program(PROGRAM, "te", H200, devices=8)
+    found = of_program(PROGRAM, "te", H200, devices=8)
     # The body is the loop's condition, too.
     [gemm, again, fusion, softmax, update, gather] = found.costs
     assert (gemm.layer, gemm.part, gemm.dtype, gemm.runs) == ("up", "GEMMs", "fp8", 3)
@@ -159,7 +160,7 @@ ENTRY main (a: f8e4m3fn[4096,4096]) -> bf16[4096,4096] {{
   ROOT %g = bf16[4096,4096]{{1,0}} custom-call(%a, %a), custom_call_target="{target}"
 }}
 """
-    [gemm] = estimate.of_program(text, "block", H200).costs
+    [gemm] = of_program(text, "block", H200).costs
     at = LIKELY._replace(**{share: LIKELY.fp8 / 2})
     assert gemm.dtype == share
     assert gemm.seconds(at) == pytest.approx(2 * 4096**3 / 1978.8e12 / LIKELY.gemm / at.fp8 * 2)
