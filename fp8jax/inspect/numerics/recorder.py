@@ -110,10 +110,7 @@ class Recorder:
         self, lhs: jax.Array, kernel: Any, dimension_numbers: lax.DotDimensionNumbers, *, dtype: Any
     ) -> jax.Array:
         """Zeros, or what the inner plug-in adds."""
-        layout = Layout.of(lhs.shape, kernel.shape, dimension_numbers)
-        records = broadcast_under_vmap(self.records, lhs, *jax.tree.leaves(kernel.value))
-        static = _Static(self.recipes, self.own, layout, jnp.dtype(dtype))
-        zeros: Any = _recorded(static, records, lhs, kernel.value, self.seeds, self.state)
+        zeros = self._zeros(Layout.of(lhs.shape, kernel.shape, dimension_numbers), lhs, kernel, dtype)
         if self.inner is None:
             return zeros
         return zeros + self.inner.output(lhs, kernel, dimension_numbers, dtype=dtype)
@@ -125,17 +122,22 @@ class Recorder:
         assert self.inner is None  # experts have no other plug-ins
         devices = over.mesh.shape[over.axis_name] if over else 1
         layout = Layout.of(lhs.shape, kernel.shape[1:], _MATRICES)
-        records = broadcast_under_vmap(self.records, lhs, sizes, *jax.tree.leaves(kernel.value))
+        return self._zeros(layout, lhs, kernel, dtype, sizes, devices)
+
+    def _zeros(
+        self, layout: Layout, lhs: jax.Array, kernel: Any, dtype: Any, sizes: Any = None, devices: int = 1
+    ) -> Any:
+        records = broadcast_under_vmap(self.records, lhs, *jax.tree.leaves((sizes, kernel.value)))
         static = _Static(self.recipes, self.own, layout, jnp.dtype(dtype), devices)
-        zeros: Any = _recorded_groups(static, records, lhs, kernel.value, self.seeds, self.state, sizes)
-        return zeros
+        return _recorded(static, records, lhs, kernel.value, self.seeds, self.state, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recorded(
-    static: _Static, records: Records, lhs: jax.Array, rhs: Any, seeds: Any, state: Any
+    static: _Static, records: Records, lhs: jax.Array, rhs: Any, seeds: Any, state: Any, sizes: Any
 ) -> jax.Array:
-    del records, lhs, rhs, seeds, state
+    """Zeros like the output of a dot; of a ragged dot, if `sizes` is not None."""
+    del records, lhs, rhs, seeds, state, sizes
     return jnp.zeros(static.layout.out_shape, static.dtype)
 
 
@@ -144,29 +146,23 @@ def _forward(static: _Static, records: Records, *operands: Any) -> tuple[jax.Arr
 
 
 def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...]:
-    lhs, *others = operands
-    rows = static.layout.lhs.to_matrix(lhs)
-    grad = grad.reshape(*rows.shape[:-1], static.layout.rhs.matrix[-1])
-    return _records(static, rows, grad, *others), None, None, None, None
+    lhs, rhs, seeds, state, sizes = operands
+    if sizes is None:
+        lhs = static.layout.lhs.to_matrix(lhs)
+        grad = grad.reshape(*lhs.shape[:-1], static.layout.rhs.matrix[-1])
+        found = _records(static, lhs, grad, rhs, seeds, state)
+    else:
+        found = _records_of_groups(static, lhs, grad, rhs, seeds, state, sizes)
+    return found, None, None, None, None, None
 
 
 _recorded.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recorded_groups(
-    static: _Static, records: Records, lhs: jax.Array, rhs: Any, seeds: Any, state: Any, sizes: jax.Array
-) -> jax.Array:
-    del records, rhs, seeds, state, sizes
-    return jnp.zeros((lhs.shape[0], static.layout.rhs.matrix[-1]), static.dtype)
-
-
-def _forward_groups(static: _Static, records: Records, *operands: Any) -> tuple[jax.Array, Any]:
-    return _recorded_groups(static, records, *operands), operands
-
-
-def _backward_groups(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...]:
-    lhs, rhs, seeds, state, sizes = operands
+def _records_of_groups(
+    static: _Static, lhs: jax.Array, grad: jax.Array, rhs: Any, seeds: Any, state: Any, sizes: jax.Array
+) -> Records:
+    """The numbers of each expert's dot."""
     groups, rows = sizes.shape[0] // static.devices, lhs.shape[0] // static.devices
     # Each device has its experts and their rows.
     starts = jax.vmap(starts_of)(sizes.reshape(static.devices, groups)).reshape(-1)
@@ -182,11 +178,7 @@ def _backward_groups(static: _Static, operands: Any, grad: jax.Array) -> tuple[A
         uses, sums, noise = jax.tree.map(lambda x: jnp.where(size > 0, x, 0), found[:3])
         return found._replace(uses=uses, sums=sums, noise=noise)
 
-    found = lax.map(of_group, (starts, sizes, rhs, seeds, state))
-    return found, None, None, None, None, None
-
-
-_recorded_groups.defvjp(_forward_groups, _backward_groups)
+    return lax.map(of_group, (starts, sizes, rhs, seeds, state))
 
 
 def _records(
