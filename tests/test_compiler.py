@@ -20,10 +20,8 @@ from fp8jax.inspect import device as devices
 @pytest.fixture
 def without_plugin(monkeypatch, tmp_path):
     """An environment in which JAX has no plugin, and the folder of the compiler is empty."""
-    version = compiler._version
-    monkeypatch.setattr(
-        compiler, "_version", lambda name: None if name == compiler._PLUGIN else version(name)
-    )
+    version = compiler.version
+    monkeypatch.setattr(compiler, "version", lambda name: None if name == compiler._PLUGIN else version(name))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     targets._mesh_of.cache_clear()
     yield tmp_path
@@ -116,7 +114,7 @@ PROGRAM = """
 
     xla_bridge.discover_pjrt_plugins = lambda: None  # JAX has none
     compiler.folder = lambda: pathlib.Path(sys.argv[1])
-    compiler._version = {"jaxlib": "of the wheels"}.get
+    compiler.version = {"jaxlib": "of the wheels"}.get
     platforms = set(xla_bridge._backend_factories)
     print(jax.devices())
 
@@ -156,7 +154,7 @@ def test_jax_knows_no_platform_of_the_compiler():
     ],
 )
 def test_commands_choose_the_cpu_where_a_plugin_has_no_gpu(installed, nvidia, expected, monkeypatch):
-    monkeypatch.setattr(devices, "_version", lambda name: "1.0" if name in installed else None)
+    monkeypatch.setattr(devices, "version", lambda name: "1.0" if name in installed else None)
     monkeypatch.setattr(devices, "sees_nvidia", lambda: nvidia)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     chosen = {}

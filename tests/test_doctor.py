@@ -335,7 +335,7 @@ def test_a_target_is_described_in_the_place_of_what_is_here(name):
 )
 def test_a_gpu_that_jax_does_not_see_is_trouble(monkeypatch, platforms, plugin, says):
     monkeypatch.setattr(devices, "sees_nvidia", lambda: True)
-    monkeypatch.setattr(devices, "_version", lambda name: plugin)
+    monkeypatch.setattr(devices, "version", lambda name: plugin)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     [trouble] = devices.examine()["troubles"]
     assert trouble.startswith("this system has an NVIDIA GPU, but JAX has only CPUs") and says in trouble

@@ -112,7 +112,7 @@ def test_bad_input_is_named(call, says):
 def test_a_plugin_of_another_version_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "folder", lambda: tmp_path)  # nothing is installed
     versions = {"jax-cuda13-plugin": "0.9.0", "jaxlib": "0.10.2"}
-    monkeypatch.setattr(compiler, "_version", versions.get)
+    monkeypatch.setattr(compiler, "version", versions.get)
     targets._mesh_of.cache_clear()
     with pytest.raises(RuntimeError, match="jax-cuda13-plugin 0.9.0 does not match jaxlib 0.10.2"):
         targets.compile_for(fp8_dot, *ARGS)

@@ -4,11 +4,8 @@
 ('transformer', 'h', '0', 'ln_1', 'scale')
 """
 
-import os
-import pkgutil
-import sys
-
 from fp8jax.checkpoints.names import NameMap, Rename
+from fp8jax.extras import look_up
 
 # Paths of Hugging Face's Flax models, as in `transformer/h/0/attn/c_attn/kernel` and
 # `model/layers/0/self_attn/q_proj/kernel`, with kernels of `nn.Dense`, shape=(in, out). Hugging Face's own
@@ -63,10 +60,8 @@ def by_name(name: NameMap | str) -> NameMap:
         return _NAMES[name]
     found = None
     if isinstance(name, str) and ":" in name:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
         try:
-            found = pkgutil.resolve_name(name)
+            found = look_up(name)
         except (Exception, SystemExit) as error:  # the user's module may raise anything
             found = f"{type(error).__name__}: {error}"
     if not isinstance(found, NameMap):

@@ -14,7 +14,7 @@ XLA looks for them.
 """
 
 import functools
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -31,6 +31,8 @@ from jax.experimental import topologies
 # `jax.experimental.topologies` takes only platforms of plugins, which JAX starts, too.
 from jaxlib import xla_client
 
+from fp8jax.extras import version
+
 _PLUGIN, _PJRT = "jax-cuda13-plugin", "jax-cuda13-pjrt"  # wheels that a machine with GPUs has beside jax
 _LIBRARY = pathlib.Path("jax_plugins", "xla_cuda13", "xla_cuda_plugin.so")
 _EXTENSION = pathlib.Path("jax_cuda13_plugin", "__init__.py")
@@ -46,12 +48,12 @@ _KERNELS = ("gpu_linalg", "gpu_prng", "gpu_rnn", "gpu_solver", "gpu_sparse", "gp
 
 def folder() -> pathlib.Path:
     """Where `install` puts the compiler of this environment's jaxlib."""
-    return pathlib.Path(sys.prefix, "share", "fp8jax", f"{_PJRT}-{_version('jaxlib')}")
+    return pathlib.Path(sys.prefix, "share", "fp8jax", f"{_PJRT}-{version('jaxlib')}")
 
 
 def why_not() -> str | None:
     """None if programs can be compiled for GPUs that are not here, else the reason and what to do."""
-    here, plugin = _version("jaxlib"), _version(_PLUGIN)
+    here, plugin = version("jaxlib"), version(_PLUGIN)
     if plugin == here or (folder() / _LIBRARY).exists():
         if has_toolkit():
             return None
@@ -72,7 +74,7 @@ def why_not() -> str | None:
 
 def has_toolkit() -> bool:
     """Whether there is a CUDA toolkit where XLA looks for one."""
-    beside = sys.path if _version(_PLUGIN) == _version("jaxlib") else [folder(), *sys.path]
+    beside = sys.path if version(_PLUGIN) == version("jaxlib") else [folder(), *sys.path]
     wheels = [pathlib.Path(place, _TOOLKIT) for place in beside]
     places = [*wheels, *map(pathlib.Path, (*_TOOLKITS, os.environ.get("CUDA_ROOT", "")))]
     return any((place / _FUNCTIONS).exists() for place in places)
@@ -89,10 +91,10 @@ def install() -> pathlib.Path:
     """
     to = folder()
     if not (to / _LIBRARY).exists():
-        _install([f"{wheel}=={_version('jaxlib')}" for wheel in (_PLUGIN, _PJRT)], to, _LIBRARY.parts[0])
+        _install([f"{wheel}=={version('jaxlib')}" for wheel in (_PLUGIN, _PJRT)], to, _LIBRARY.parts[0])
         for old in set(to.parent.glob(f"{_PJRT}-*")) - {to}:
             shutil.rmtree(old, ignore_errors=True)
-    if not has_toolkit() and _version(_PLUGIN) != _version("jaxlib"):  # beside JAX XLA looks elsewhere
+    if not has_toolkit() and version(_PLUGIN) != version("jaxlib"):  # beside JAX XLA looks elsewhere
         _install(_TOOLS, to, _TOOLKIT.parts[0])
     return to
 
@@ -139,7 +141,7 @@ def devices(name: str, description: str, number: int) -> Sequence[Any]:
     if reason := why_not():
         raise RuntimeError(reason)
     described = {"target_config": description, "topology": f"1x{number}x1"}
-    if _version(_PLUGIN) == _version("jaxlib"):
+    if version(_PLUGIN) == version("jaxlib"):
         return topologies.get_topology_desc(name, "cuda", **described).devices
     topology = xla_client.make_c_api_device_topology(_load(folder()), name, **described)
     return topology._make_compile_only_devices()  # as `topologies` does
@@ -165,8 +167,8 @@ def _load(folder: pathlib.Path) -> Any:
         register(name, value, api_version=1)
     for module in _KERNELS:  # JAX imported them without the extension
         module = importlib.reload(importlib.import_module(f"jaxlib.{module}"))
-        for name, value, version in getattr(module, "registrations", dict)().get("CUDA", ()):
-            register(name, value, api_version=version)
+        for name, value, number in getattr(module, "registrations", dict)().get("CUDA", ()):
+            register(name, value, api_version=number)
         for name in getattr(module, "batch_partitionable_targets", list)():
             xla_client.register_custom_call_as_batch_partitionable(name, api)
     # JAX has no public way to have it done for a library that is no platform.
@@ -188,10 +190,3 @@ def _import_extension(init: pathlib.Path) -> Any:
     assert spec is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
     return importlib.import_module(f"{name}.cuda_plugin_extension")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

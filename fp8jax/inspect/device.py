@@ -9,7 +9,6 @@ GPU a small GEMM is compiled, to see that it is in FP8. The GEMMs of a model are
 
 import collections
 import importlib
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -18,8 +17,9 @@ from typing import Any
 
 import jax
 
-from fp8jax import backends, extras
+from fp8jax import backends
 from fp8jax.backends import FIRST_WITH_BLOCKS, FIRST_WITH_FP8, xla
+from fp8jax.extras import install, version
 from fp8jax.inspect import targets
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
@@ -86,7 +86,7 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
             troubles.append(slow)
     is_gpu = target is None and any(device["platform"] == "gpu" for device in devices)
     names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
-    versions = {"Python": platform.python_version()} | {name: _version(name) or "not found" for name in names}
+    versions = {"Python": platform.python_version()} | {name: version(name) or "not found" for name in names}
     versions["XLA"] = f"of jaxlib {versions['jaxlib']}" + (f": {client}" if client else "")
     if target is None and any(device["capability"] for device in devices):
         versions |= cuda_versions()
@@ -151,7 +151,7 @@ def _hidden_gpu() -> list[str]:
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if wanted and not {"cuda", "gpu"} & set(wanted.split(",")):
         reason = f"JAX_PLATFORMS={wanted} keeps JAX from it: unset that"
-    elif any(_version(name) for name in ("jax-cuda13-plugin", "jax-cuda12-plugin")):
+    elif any(version(name) for name in ("jax-cuda13-plugin", "jax-cuda12-plugin")):
         reason = (
             "JAX's CUDA plugin is installed and does not start: it needs NVIDIA's libraries, "
             f"{CUDA_EXTRA}, and a driver of their age (JAX_PLATFORMS=cuda shows the error)"
@@ -169,26 +169,19 @@ def sees_nvidia() -> bool:
 def has_idle_plugin() -> bool:
     """Whether JAX's CUDA plugin is here, with no GPU to use it: it would complain, and can crash."""
     plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-    return any(map(_version, plugins)) and not sees_nvidia() and not _version("libtpu")
+    return any(map(version, plugins)) and not sees_nvidia() and not version("libtpu")
 
 
 def _packages(has_gpu: bool) -> list[dict[str, Any]]:
     without = CUDA_EXTRA if sees_nvidia() else f"no NVIDIA GPU here; where there is one, {CUDA_EXTRA}"
     problems = {"training on an NVIDIA GPU": None if has_gpu else without, TARGETS: targets.why_not()}
     for extra, (names, purpose) in EXTRAS.items():
-        missing = [name for name in names if not _version(name)]
-        problems[purpose] = f"without {', '.join(missing)}: {extras.install(extra)}" if missing else None
+        missing = [name for name in names if not version(name)]
+        problems[purpose] = f"without {', '.join(missing)}: {install(extra)}" if missing else None
     return [
         {"purpose": purpose, "is_there": problem is None, "state": problem or "installed"}
         for purpose, problem in problems.items()
     ]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cuda_versions() -> dict[str, str]:
