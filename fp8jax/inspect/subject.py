@@ -5,9 +5,6 @@ subject("gpt", experts=8, top_k=2)       # a mixture of experts in each layer
 subject("my_package.models:tiny")        # a function that returns (model, example inputs)
 """
 
-import os
-import pkgutil
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +17,7 @@ from fp8jax import adapters
 from fp8jax.adapters import linen
 from fp8jax.adapters import nnx as nnx_adapter
 from fp8jax.adapters.adapter import adapter_of, framework_of
+from fp8jax.extras import look_up
 from fp8jax.inspect.models import GPT, GPTS, LAYER_SIZES, LAYERS
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.lora import LoRA
@@ -52,43 +50,33 @@ def subject(
     """
     if ":" in name:
         return _of_user(name)
-    if name in LAYERS:
-        return _layer(name, dtype, **({} if batch is None else {"batch": batch}), **sizes)
-    batch = 1 if batch is None else batch
-    if name != "gpt" and name not in GPTS:
+    if name not in ("gpt", *GPTS, *LAYERS):
         raise ValueError(
             f"`model`: expected gpt, {', '.join([*GPTS, *LAYERS])} or package.module:function; got {name!r}."
         )
-    whole: dict[str, Any] = {"vocabulary": 50304, **GPTS.get(name, GPTS["gpt-125m"]), **sizes}
-    if min(batch, *whole.values()) < 1:
-        raise ValueError(f"`model`: expected positive sizes; got {whole} and batch={batch}.")
+    own = {"batch": 1, "vocabulary": 50304, **GPTS.get(name, GPTS["gpt-125m"])}
+    own = LAYER_SIZES if name in LAYERS else own
+    sizes |= {} if batch is None else {"batch": batch}
+    if name in LAYERS and (odd := sizes.keys() - own.keys()):
+        raise ValueError(f"`model`: {name} has {', '.join(sorted(own))}; got {', '.join(sorted(odd))}.")
+    whole: dict[str, Any] = {**own, **sizes}
+    if min(whole.values()) < 1:
+        raise ValueError(f"`model`: expected positive sizes; got {whole}.")
     if whole["width"] % whole["heads"]:
         raise ValueError(f"`width` {whole['width']} is no multiple of `heads` {whole['heads']}; change one.")
     if "top_k" in sizes and "experts" not in sizes:
         raise ValueError(f"`top_k`: expected with `experts`, whose number it is; got {sizes['top_k']} alone.")
-    tokens = jax.ShapeDtypeStruct((batch, whole["context"]), jnp.int32)
+    shape = whole.pop("batch"), whole["context"]
+    if name in LAYERS:
+        x = jax.ShapeDtypeStruct((*shape, whole["width"]), jnp.dtype(dtype))
+        return Subject(LAYERS[name](whole["heads"]), (x,), mean_square)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     return Subject(GPT(**whole, dtype=jnp.dtype(dtype), remat=remat), (tokens,), next_token_loss)
 
 
-def _layer(name: str, dtype: str, **given: int) -> Subject:
-    sizes = {**LAYER_SIZES, **given}
-    if odd := sizes.keys() - LAYER_SIZES.keys():
-        raise ValueError(
-            f"`model`: {name} has {', '.join(sorted(LAYER_SIZES))}; got {', '.join(sorted(odd))}."
-        )
-    if min(sizes.values()) < 1 or sizes["width"] % sizes["heads"]:
-        raise ValueError(
-            f"`model`: expected positive sizes, and a `width` that is a multiple of `heads`; got {sizes}."
-        )
-    x = jax.ShapeDtypeStruct((sizes["batch"], sizes["context"], sizes["width"]), jnp.dtype(dtype))
-    return Subject(LAYERS[name](sizes["heads"]), (x,), mean_square)
-
-
 def _of_user(name: str) -> Subject:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        made = pkgutil.resolve_name(name)()
+        made = look_up(name)()
     except (Exception, SystemExit) as error:  # the user's program may raise anything
         got = f"{name!r}, which raised {type(error).__name__}: {error}"
         raise ValueError(f"`model`: expected a function package.module:function; got {got}.") from error
@@ -168,7 +156,7 @@ def loss_of(
     def loss_of_variables(variables: Any, *inputs: Any) -> jax.Array:
         return loss(adapter.apply(variables, *inputs), *inputs)
 
-    return loss_of_variables, jax.eval_shape(lambda: adapter.init(jax.random.key(0), *_zeros(inputs)))
+    return loss_of_variables, jax.eval_shape(lambda *x: adapter.init(jax.random.key(0), *x), *inputs)
 
 
 def report_of(model: Any, inputs: tuple[PyTree, ...]) -> Report:
@@ -177,7 +165,3 @@ def report_of(model: Any, inputs: tuple[PyTree, ...]) -> Report:
     # Outside a trace, the random key for a Linen model's variables would be computed on a device.
     jax.eval_shape(lambda: found.append(adapters.report(model, *inputs)))
     return found[0]
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
