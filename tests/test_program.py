@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from fp8jax import backends
-from fp8jax.inspect import missing_gemms, program, targets
+from fp8jax.inspect import program, targets
 
 needs_plugin = pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
 
@@ -185,10 +185,10 @@ def test_a_program_with_a_primitive_that_the_gpu_lacks(monkeypatch):
     lacks = xla._replace(primitive="dot_general", supports=lambda device, is_batched: f"not on {device.name}")
     monkeypatch.setitem(backends.BACKENDS, "lacks", lacks)
     monkeypatch.setitem(backends.BACKENDS, "has", xla._replace(primitive="dot_general"))
-    assert missing_gemms.refuse(jaxpr(fp8, fp8), h200) == "not on H200"
-    assert missing_gemms.refuse(jaxpr(jnp.ones((32, 32)), jnp.ones((32, 32))), h200) is None
+    assert targets.missing_gemms(jaxpr(fp8, fp8), h200) == "not on H200"
+    assert targets.missing_gemms(jaxpr(jnp.ones((32, 32)), jnp.ones((32, 32))), h200) is None
     monkeypatch.delitem(backends.BACKENDS, "lacks")
-    assert missing_gemms.refuse(jaxpr(fp8, fp8), h200) is None
+    assert targets.missing_gemms(jaxpr(fp8, fp8), h200) is None
 
 
 def test_text_without_a_program_is_refused():

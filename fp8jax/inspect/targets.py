@@ -11,16 +11,18 @@ for GPUs (`fp8jax install-compiler`), and neither a GPU nor its driver.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fp8jax.backends import Device
-from fp8jax.inspect import compiler, missing_gemms
+from fp8jax.backends import BACKENDS, Device
+from fp8jax.inspect import compiler
 from fp8jax.inspect.compiler import why_not as why_not
 
 
@@ -162,11 +164,43 @@ def lower_for(
     gpu = get(target)
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):  # Pallas reads the GPU from it
         traced = jitted.trace(*args)
-        if reason := missing_gemms.refuse(traced.jaxpr, gpu.as_device):
+        if reason := missing_gemms(traced.jaxpr, gpu.as_device):
             raise ValueError(
                 f"`target`: the program's block-scaled GEMMs cannot run on {gpu.device}: {reason}."
             )
         return traced.lower()
+
+
+def missing_gemms(program: Any, device: Device) -> str | None:
+    """None, or the reason why a program has block-scaled GEMMs that a GPU does not have.
+
+    XLA would dequantize the operands of cuDNN's and say nothing; JAX does not lower FP8 in Pallas kernels.
+
+    Args:
+        program: its closed jaxpr.
+        device: the GPU.
+    """
+    pairs = [(each.primitive, each.supports(device, False)) for each in BACKENDS.values() if each.primitive]
+    lacking = [(primitive, reason) for primitive, reason in pairs if reason]
+    return next(_reasons(program.jaxpr, lacking, set()), None) if lacking else None
+
+
+def _reasons(jaxpr: Any, lacking: Sequence[tuple[str, str]], seen: set[int]) -> Iterator[str]:
+    """The reasons for the equations in a jaxpr with these primitives and FP8 or FP4 operands or results."""
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for equation in jaxpr.eqns:
+        for primitive, reason in lacking:
+            is_named = equation.primitive.name.startswith(primitive)
+            if is_named and any(map(_is_fp8, (*equation.invars, *equation.outvars))):
+                yield reason
+        for inner in jex.jaxprs_in_params(equation.params):
+            yield from _reasons(inner, lacking, seen)
+
+
+def _is_fp8(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.floating) and variable.aval.dtype.itemsize == 1
 
 
 def compile(
