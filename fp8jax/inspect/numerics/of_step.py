@@ -44,40 +44,39 @@ def step_statistics(
     """
     flat, treedef = jax.tree.flatten_with_path(params_of(before[0]), is_leaf=is_scaled)
     of_grads = treedef.flatten_up_to(params_of(grads))
-    old, new = (_leaves(treedef, params_of(params), state) for params, state in (before, after))
+    old, new = (stored_params(params_of(params), state) for params, state in (before, after))
     rows = {}
     for (path, _), grad, was, now in zip(flat, of_grads, old, new, strict=True):
         has_grad = jnp.asarray(value(plain(grad)), jnp.float32) != 0
         is_zero = [None if moment is None else _codes(moment) == 0 for moment in (now.first, now.second)]
         moves = has_grad if is_zero[0] is None else has_grad | ~is_zero[0]
         rows["/".join(names_of(path))] = StepRow(
-            _share(was.weight == now.weight, moves),
+            _share(decode_weight(*was[:2]) == decode_weight(*now[:2]), moves),
             *(jnp.float32(jnp.nan) if zero is None else _share(zero, has_grad) for zero in is_zero),
         )
     return rows
 
 
-class _Leaf(NamedTuple):
-    """The stored arrays of one parameter."""
+class StoredParam(NamedTuple):
+    """The stored arrays of one parameter; None for those that it does not have."""
 
-    weight: Any  # float32, with the remainder; of the master weight if there is one
-    first: Any
+    weight: Any  # the master weight if there is one
+    remainder: Any
+    first: Any  # moment
     second: Any
 
 
-def _leaves(treedef: Any, params: PyTree, state: PyTree) -> list[_Leaf]:
-    weights = treedef.flatten_up_to(params)
-    adams = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
-    nones = [None] * len(weights)
-    firsts = seconds = masters = remainders = nones
-    if len(adams) == 1:
-        trees = (adams[0].adam.mu, adams[0].adam.nu, adams[0].master, adams[0].remainder)
-        firsts, seconds, masters, remainders = (
-            nones if tree is None else treedef.flatten_up_to(tree) for tree in trees
-        )
-    stored = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
-    values = map(decode_weight, stored, remainders)
-    return list(map(_Leaf, values, firsts, seconds))
+def stored_params(params: PyTree, opt_state: PyTree) -> list[StoredParam]:
+    """The stored arrays of each parameter: the weight alone, unless the state has one state of Adam."""
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+    adams = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state) if is_adam_state(node)]
+    trees = [(each.master, each.remainder, each.adam.mu, each.adam.nu) for each in adams]
+    masters, *others = (
+        [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
+        for tree in (trees[0] if len(trees) == 1 else [None] * 4)
+    )
+    weights = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
+    return list(map(StoredParam, weights, *others))
 
 
 def _codes(moment: Any) -> jax.Array:

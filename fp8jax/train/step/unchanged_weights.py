@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from fp8jax import formats
-from fp8jax.optim.state import is_adam_state
+from fp8jax.inspect.numerics.of_step import stored_params
 from fp8jax.quantization import format_of, is_scaled, value
 from fp8jax.recipe import Recipe
 from fp8jax.train.step.network import State
@@ -85,13 +85,7 @@ def unchanged_share(before: Sample, after: Sample) -> float | None:
 
 def _stored_weights(params: PyTree, opt_state: PyTree) -> list[tuple[Any, Any]]:
     """Each FP16 weight, or the FP16 master weight of an FP8 weight, and its first moment if Adam has one."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
-    masters = moments = [None] * len(leaves)
-    adams = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state) if is_adam_state(node)]
-    if len(adams) == 1:
-        masters, moments = (treedef.flatten_up_to(tree) for tree in (adams[0].master, adams[0].adam.mu))
-    stored = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
-    pairs = zip(stored, moments, strict=True)
+    pairs = [(param.weight, param.first) for param in stored_params(params, opt_state)]
     return [pair for pair in pairs if is_scaled(pair[0]) and format_of(pair[0]) == formats.FP16]
 
 
