@@ -68,17 +68,18 @@ def check(
     model, inputs, *loss = subject
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     model = transformed(model, recipe)
+    report = report_of(model, inputs)
     loss_fn, variables = loss_of(model, inputs, *loss)
     step = gradients.value_and_grad(loss_fn)
     lowered = targets.lower_for(step, variables, *inputs, target=target)
     gemms = compiled = program.read_lowered(lowered)
     if target is not None or jax.devices()[0].platform != "cpu":
         compiled = program.read(targets.compile(lowered, target)).gemms
-        if any(row.fp8 and BACKENDS[row.backend].is_call_on_gpu for row in report_of(model, inputs).rows):
+        if any(row.fp8 and BACKENDS[row.backend].is_call_on_gpu for row in report.rows):
             lowered = jax.jit(step).trace(variables, *inputs).lower(lowering_platforms=("cpu",))
             gemms = program.read_lowered(lowered)
     capability = capability_of(jax.devices()[0]) if target is None else targets.get(target).capability
-    return _compared(report_of(model, inputs), _high_precision(model), gemms, compiled, capability)
+    return _compared(report, _high_precision(model), gemms, compiled, capability)
 
 
 def _high_precision(model: Any) -> set[str]:
