@@ -13,7 +13,7 @@ import importlib.util
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -117,18 +117,13 @@ def clipped(model: Any, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
         floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(leaf, dtype=jnp.float32) for leaf in floats), jnp.float32(0))
 
+    @jax.jit
+    def saturation(states: PyTree) -> Float32[Array, " tensors"]:
+        # The gradient of a scaling state is the state after the step, with the newest amaxes.
+        return scale_metrics({SCALING: states}, {SCALING: jax.grad(outputs)(states)}, recipe).saturation
+
     names = scaled_tensors({SCALING: states})
-    if not names:
-        return {}
-    return only_clipped(names, jax.jit(lambda states: saturations(outputs, states, recipe))(states))
-
-
-def saturations(
-    outputs: Callable[[PyTree], Float32[Array, ""]], states: PyTree, recipe: Recipe
-) -> Float32[Array, " tensors"]:
-    """The saturation of each of `scaled_tensors` in a call: `outputs(states)` is a scalar."""
-    # The gradient of a scaling state is the state after the step, with the newest amaxes.
-    return scale_metrics({SCALING: states}, {SCALING: jax.grad(outputs)(states)}, recipe).saturation
+    return only_clipped(names, saturation(states)) if names else {}
 
 
 def only_clipped(names: Sequence[ScaledTensor], saturation: Any) -> dict[ScaledTensor, float]:
