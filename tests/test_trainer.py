@@ -20,6 +20,7 @@ from fp8jax.quantization import is_scaled, quantize, value
 from fp8jax.train import config
 from fp8jax.train import trainer as trainer_module
 from fp8jax.train.config import TrainConfig
+from fp8jax.train.step import batch_size
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, largest_batch
 from fp8jax.train.step.optimizers import optimizer_of, schedule_of
 from fp8jax.train.trainer import Trainer
@@ -292,8 +293,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(curve):
     assert len(found.compiled) <= 15
 
 
-def test_a_batch_that_is_enough():
-    found = largest_batch(lambda n: n, 10**9, most=100)
+def test_a_batch_that_is_enough(monkeypatch):
+    monkeypatch.setattr(batch_size, "MOST", 100)
+    found = largest_batch(lambda n: n, 10**9)
     assert found.rows == 100
     assert found.next_bytes is None
 
@@ -610,7 +612,9 @@ def test_pairs_are_traced(pair, monkeypatch):
     monkeypatch.setattr(trainer_module, "largest_batch", lambda *args: BatchSize(4, 0, None, {}))
     settings = {"per_device_train_batch_size": 4, **TECHNIQUES[pair[0]], **TECHNIQUES[pair[1]]}
     trainer = Trainer(Tiny(), loss, TrainConfig(**settings), rows(1))
-    before, (after, metrics) = trainer.trace()
+    with trainer.precision():
+        before, batch = trainer._shapes, trainer._batch(trainer.rows)
+        after, metrics = jax.eval_shape(trainer._step, before, batch, trainer.key)
     assert metrics.loss.shape == () and metrics.loss.dtype == jnp.float32
     assert jax.tree.structure(after) == jax.tree.structure(before)
     for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):

@@ -203,11 +203,6 @@ class Trainer:
         """Raises ValueError if `step` would not take a batch of these arrays, or shapes and dtypes."""
         check_batch(self._batch(self.rows), batch, self.per_device)
 
-    def trace(self) -> tuple[State, tuple[State, StepMetrics]]:
-        """Shapes and dtypes of a state, and of the results of a step; compiles nothing."""
-        with self.precision():
-            return self._shapes, jax.eval_shape(self._step, self._shapes, self._batch(self.rows), self.key)
-
     def check_memory(self) -> None:
         """Raises ValueError if the state alone needs more memory than the devices have."""
         check_fits(self._shapes, self.placement.mesh.size if self.config.zero else 1)

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from fp8jax.inspect import targets
 
-MOST = 2**20
+MOST = 2**20  # rows that the search tries
 
 
 class BatchSize(NamedTuple):
@@ -26,11 +26,11 @@ class BatchSize(NamedTuple):
 
     rows: int
     bytes: int
-    next_bytes: int | None  # with a row more; None if `most` ended the search
+    next_bytes: int | None  # with a row more; None if `MOST` ended the search
     compiled: dict[int, int]  # rows -> bytes
 
 
-def largest_batch(bytes_of: Callable[[int], int], budget: float, *, most: int = MOST) -> BatchSize:
+def largest_batch(bytes_of: Callable[[int], int], budget: float) -> BatchSize:
     """The largest number of rows for which a program needs at most `budget` bytes.
 
     Memory grows almost linearly with rows. So each guess lies on the line through the two nearest known
@@ -39,7 +39,6 @@ def largest_batch(bytes_of: Callable[[int], int], budget: float, *, most: int = 
     Args:
         bytes_of: peak memory of the program for so many rows, in bytes.
         budget: bytes.
-        most: the largest number of rows to try.
 
     Raises:
         ValueError: one row does not fit.
@@ -57,8 +56,8 @@ def largest_batch(bytes_of: Callable[[int], int], budget: float, *, most: int = 
             "checkpointing, a level with smaller states, ZeRO, or a smaller model."
         )
     low, high = 1, 2
-    while high <= most and fits(high):
-        low, high = high, min(_guess(known, low // 2 or 1, high, budget, 2 * high, 8 * high), most + 1)
+    while high <= MOST and fits(high):
+        low, high = high, min(_guess(known, low // 2 or 1, high, budget, 2 * high, 8 * high), MOST + 1)
     while high - low > 1:
         guess = _guess(known, low, high, budget, low + 1, high - 1) if high in known else (low + high) // 2
         low, high = (guess, high) if fits(guess) else (low, guess)
