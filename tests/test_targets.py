@@ -6,6 +6,7 @@ import pickle
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.inspect import compiler, program, targets
@@ -86,6 +87,23 @@ def test_shardings_on_the_targets_mesh_are_kept():
     compiled = targets.compile_for(lambda x: x.sum(0), x, devices=8)
     assert "all-reduce" in compiled.as_text()
     assert program.read(compiled).arguments == 64 * 16 * 4 / 8
+
+
+@needs_plugin
+def test_compilation_cache(tmp_path, recwarn):
+    """A user's cache has programs for GPUs that are not here, which JAX cannot read back."""
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        functions = [lambda *args: fp8_dot(*args) for _ in range(2)]  # JAX remembers what it compiled
+        first, second = (targets.compile_for(function, *ARGS).as_text() for function in functions)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        compilation_cache.reset_cache()
+    assert list(tmp_path.iterdir()) and first == second
+    assert not list(recwarn)
 
 
 @needs_plugin

@@ -11,6 +11,7 @@ for GPUs (`fp8jax install-compiler`), and neither a GPU nor its driver.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -209,7 +210,9 @@ def compile(
     """Compiles a program of `lower_for`, with the compiler options that its target needs, and with others."""
     if target is None:
         return lowered.compile(compiler_options=dict(options))
-    with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh), warnings.catch_warnings():
+        # JAX's compilation cache writes programs for GPUs that are not here, and cannot read them.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         return lowered.compile(compiler_options={**COMPILER_OPTIONS, **options})
 
 
