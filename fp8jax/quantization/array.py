@@ -49,6 +49,15 @@ class _Scale:
         vars(array)["bits"] = _bitcast(scale, _BITS)
 
 
+def _of_value(name: str) -> Callable[..., jax.Array]:
+    """The value's method of this name; it dequantizes `ScaledArray`s among its arguments, too."""
+
+    def method(array: Any, *args: Any, **options: Any) -> jax.Array:
+        return getattr(array.dequantize(), name)(*map(value, args), **options)
+
+    return method
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledArray:
@@ -198,60 +207,13 @@ class ScaledArray:
         """The value in another dtype."""
         return self.dequantize(dtype)
 
-    def reshape(self, *shape: Any, **options: Any) -> jax.Array:
-        """The value in another shape."""
-        return self.dequantize().reshape(*shape, **options)
-
-    def transpose(self, *axes: Any) -> jax.Array:
-        """The value with its axes in another order."""
-        return self.dequantize().transpose(*axes)
-
-    def sum(self, *args: Any, **options: Any) -> jax.Array:
-        """`jnp.sum` of the value."""
-        return self.dequantize().sum(*args, **options)
-
-    def mean(self, *args: Any, **options: Any) -> jax.Array:
-        """`jnp.mean` of the value."""
-        return self.dequantize().mean(*args, **options)
-
-    def __abs__(self) -> jax.Array:
-        return abs(self.dequantize())
-
-    def __matmul__(self, other: Any) -> jax.Array:
-        return self.dequantize() @ value(other)
-
-    def __rmatmul__(self, other: Any) -> jax.Array:
-        return value(other) @ self.dequantize()
-
-    def __add__(self, other: Any) -> jax.Array:
-        return self.dequantize() + value(other)
-
-    def __radd__(self, other: Any) -> jax.Array:
-        return value(other) + self.dequantize()
-
-    def __sub__(self, other: Any) -> jax.Array:
-        return self.dequantize() - value(other)
-
-    def __rsub__(self, other: Any) -> jax.Array:
-        return value(other) - self.dequantize()
-
-    def __mul__(self, other: Any) -> jax.Array:
-        return self.dequantize() * value(other)
-
-    def __rmul__(self, other: Any) -> jax.Array:
-        return value(other) * self.dequantize()
-
-    def __truediv__(self, other: Any) -> jax.Array:
-        return self.dequantize() / value(other)
-
-    def __rtruediv__(self, other: Any) -> jax.Array:
-        return value(other) / self.dequantize()
-
-    def __pow__(self, other: Any) -> jax.Array:
-        return self.dequantize() ** value(other)
-
-    def __neg__(self) -> jax.Array:
-        return -self.dequantize()
+    # The value's methods and operators.
+    reshape, transpose, sum, mean = map(_of_value, ("reshape", "transpose", "sum", "mean"))
+    __add__, __radd__, __sub__, __rsub__ = map(_of_value, ("__add__", "__radd__", "__sub__", "__rsub__"))
+    __mul__, __rmul__, __pow__ = map(_of_value, ("__mul__", "__rmul__", "__pow__"))
+    __truediv__, __rtruediv__ = map(_of_value, ("__truediv__", "__rtruediv__"))
+    __matmul__, __rmatmul__ = map(_of_value, ("__matmul__", "__rmatmul__"))
+    __abs__, __neg__ = map(_of_value, ("__abs__", "__neg__"))
 
 
 # The bits of the scale 2**64. Scales of parameters are smaller. The sum of the bits of two is larger, if both
