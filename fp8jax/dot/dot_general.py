@@ -13,12 +13,12 @@ from fp8jax import backends, scaling
 from fp8jax.dot.layout import Layout, Side, einsum_by, is_single_dot
 from fp8jax.dot.output import OPERANDS
 from fp8jax.dot.vjp import FPROP, WGRAD, DotCall, StaticArgs, jitted_dot, multiply
-from fp8jax.dot.weight import WHOLE, KernelAsMatrix, Weight
+from fp8jax.dot.weight import WHOLE, Weight
 from fp8jax.platforms import explicit_mesh, with_auto_axes, with_sharding
 from fp8jax.quantization import Computed, Expression, ScaledArray, as_codes, is_scaled, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import LHS, RHS, State
-from fp8jax.scaling.base import QuantizedRows
+from fp8jax.scaling.base import KernelMatrix, QuantizedRows
 from fp8jax.scaling.delayed import ONE
 from fp8jax.scaling.merge import broadcast_under_vmap, to_fm32
 
@@ -244,7 +244,7 @@ _save_operands = jax.checkpoint_policies.save_only_these_names(OPERANDS)
 
 
 # A kernel that is not sharded, as `Scaling.prepare` needs it.
-_AS_STORED = KernelAsMatrix(Side((), (), ()), WHOLE)
+_AS_STORED = KernelMatrix(Side((), (), ()), WHOLE)
 
 
 def quantized_kernel(kernel: Any, recipe: Recipe, state: State, rank: int) -> ScaledArray:

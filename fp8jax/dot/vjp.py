@@ -19,12 +19,12 @@ from jax.custom_derivatives import SymbolicZero
 from fp8jax import backends, scaling
 from fp8jax.dot.layout import Side, contract
 from fp8jax.dot.output import OPERANDS
-from fp8jax.dot.weight import WHOLE, GradSlot, KernelAsMatrix, KernelSharding, Weight
+from fp8jax.dot.weight import WHOLE, GradSlot, KernelSharding, Weight
 from fp8jax.platforms import differentiable_once
 from fp8jax.quantization import ScaledArray, as_codes, is_scaled, quantize_gradient, value
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import GRAD, LHS, RHS, Scaling, State
-from fp8jax.scaling.base import QuantizedRows, Uses
+from fp8jax.scaling.base import KernelMatrix, QuantizedRows, Uses
 from fp8jax.scaling.lost_state import checked
 from fp8jax.scaling.merge import from_cotangents, to_cotangents, to_fp8_grad
 
@@ -207,7 +207,7 @@ def _output(
     rows = matmul.rows(lhs)  # before the cast, so that the codes have the GEMM's layout
     uses = (not static.is_high(FPROP), has_wgrad and not static.is_high(WGRAD))
     q = matmul.quantize(call, LHS, rows, uses)
-    kernel = KernelAsMatrix(matmul.side(static.sharding, rhs), static.sharding)
+    kernel = KernelMatrix(matmul.side(static.sharding, rhs), static.sharding)
     prepared, seen_rhs = static.scaling.prepare(state, rhs, kernel, matmul.groups(others))
     # The GEMM reads what is saved, so that remat casts nothing twice.
     is_one = q.first is q.second
@@ -228,7 +228,7 @@ def _operand(static: StaticArgs, gemm: str, q: Any, x: jax.Array) -> Any:
 
 
 def _kernel_operand(
-    static: StaticArgs, gemm: str, rhs: Any, prepared: Any, kernel: KernelAsMatrix, state: State
+    static: StaticArgs, gemm: str, rhs: Any, prepared: Any, kernel: KernelMatrix, state: State
 ) -> Any:
     """The whole kernel for a GEMM, of the stored or the prepared kernel."""
     if static.is_high(gemm):
@@ -256,7 +256,7 @@ def _gradients(
     q = matmul.quantize(call, GRAD, grad, uses)
     side = matmul.side(static.sharding, rhs)
     with jax.named_scope(DGRAD):
-        right = _kernel_operand(static, DGRAD, rhs, rhs, KernelAsMatrix(side, static.sharding), state)
+        right = _kernel_operand(static, DGRAD, rhs, rhs, KernelMatrix(side, static.sharding), state)
         to = jax.ShapeDtypeStruct((*grad.shape[:-1], side.matrix[-2]), static.lhs_dtype)
         first = _operand(static, DGRAD, q.first, grad)
         dlhs = matmul.times_kernel(call, DGRAD, first, right, q.sizes, to)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.dot.layout import MatrixShard, Side
 from fp8jax.quantization import ScaledArray, value
 from fp8jax.scaling.merge import from_fp8_grad, zero_fp8_grad
 
@@ -36,7 +35,7 @@ class KernelSharding(Protocol):
         return part
 
     def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
-        """All-gathers arrays along a negative axis that consists of sharded runs, see `MatrixShard`."""
+        """All-gathers arrays along a negative axis of sharded runs, see `layout.MatrixShard`."""
         del axis, runs
         return parts
 
@@ -56,46 +55,6 @@ class _NotSharded(KernelSharding):
 
 
 WHOLE = _NotSharded()
-
-
-class KernelAsMatrix(NamedTuple):
-    """A kernel as the matrix of its GEMMs; a `fp8jax.scaling.base.KernelMatrix`."""
-
-    side: Side
-    sharding: KernelSharding
-
-    @property
-    def matrix(self) -> tuple[int, ...]:
-        """See `fp8jax.scaling.base.KernelMatrix`, also for the methods."""
-        return self.side.matrix
-
-    @property
-    def is_as_stored(self) -> bool:
-        """See `KernelMatrix`."""
-        order = tuple(range(len(self.side.shape)))
-        return len(self.matrix) == 2 and self.side.order == order and not self.sharding.is_part
-
-    def to_matrix(self, x: Any) -> Any:
-        """See `KernelMatrix`."""
-        return self.side.to_matrix(x)
-
-    def gathered(self, part: Any) -> Any:
-        """See `KernelMatrix`."""
-        return self.sharding.gathered(part)
-
-    def common_amax(self, amax: jax.Array) -> jax.Array:
-        """See `KernelMatrix`."""
-        return self.sharding.common_amax(amax)
-
-    def shard(self) -> MatrixShard | None:
-        """See `KernelMatrix`."""
-        if not self.sharding.is_part:
-            return None
-        return self.side.shard(self.sharding.axis, self.sharding.devices)
-
-    def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
-        """See `KernelMatrix`."""
-        return self.sharding.gathered_runs(parts, axis, runs)
 
 
 class GradSlot(NamedTuple):

@@ -11,7 +11,7 @@ A dot has three operands, and each takes part in two of its three GEMMs:
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
@@ -34,38 +34,44 @@ OLD = "wgrad_scale"
 Uses = tuple[bool, bool]
 
 
-class KernelMatrix(Protocol):
+class KernelMatrix(NamedTuple):
     """A kernel as the matrix of its GEMMs, whole or as this device's shard of it."""
+
+    side: Any  # a `fp8jax.dot.layout.Side`
+    sharding: Any  # a `fp8jax.dot.weight.KernelSharding`
 
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape of the whole matrix, ([batch,] k, n)."""
-        ...
+        return self.side.matrix
 
     @property
     def is_as_stored(self) -> bool:
         """Whether the stored kernel is whole and its matrix is a reshape of it."""
-        ...
+        order = tuple(range(len(self.side.shape)))
+        return len(self.matrix) == 2 and self.side.order == order and not self.sharding.is_part
 
     def to_matrix(self, x: Any) -> Any:
         """The whole kernel, an array or a `ScaledArray` with one scale, as a matrix."""
-        ...
+        return self.side.to_matrix(x)
 
     def gathered(self, part: Any) -> Any:
         """The whole kernel, all-gathered in the format of the shard."""
-        ...
+        return self.sharding.gathered(part)
 
     def common_amax(self, amax: jax.Array) -> jax.Array:
         """The amax of the whole kernel; `amax` is the amax of this device's shard."""
-        ...
+        return self.sharding.common_amax(amax)
 
     def shard(self) -> Any:
         """This device's shard of the matrix, a `fp8jax.dot.layout.MatrixShard`; None for a whole kernel."""
-        ...
+        if not self.sharding.is_part:
+            return None
+        return self.side.shard(self.sharding.axis, self.sharding.devices)
 
     def gathered_runs(self, parts: list[jax.Array], axis: int, runs: int) -> list[jax.Array]:
         """All-gathers arrays along a negative axis that consists of sharded runs."""
-        ...
+        return self.sharding.gathered_runs(parts, axis, runs)
 
 
 class QuantizedRows(NamedTuple):

@@ -16,11 +16,12 @@ from jaxtyping import Array, Bool, Float, Float32
 from fp8jax import formats, scaling
 from fp8jax.dot.layout import Side
 from fp8jax.dot.vjp import GEMMS, OPERANDS_OF
-from fp8jax.dot.weight import WHOLE, KernelAsMatrix
+from fp8jax.dot.weight import WHOLE
 from fp8jax.quantization import ScaledArray, amax, as_codes, is_scaled, quantize_gradient, scale_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import GRAD, LHS, RHS, State, eden
+from fp8jax.scaling.base import KernelMatrix
 
 WGRAD = 3
 # The names of `LHS`, `RHS`, `GRAD` and `WGRAD`.
@@ -93,7 +94,7 @@ def operand_codes(
     chosen = scaling.of_recipe(scaling.with_fresh_scales(recipe) if state is None else recipe)
     state = _with_amax(recipe, operand, x, state or {})
     if operand == RHS:
-        kernel = KernelAsMatrix(side, WHOLE)
+        kernel = KernelMatrix(side, WHOLE)
         stored = x if is_stored or is_scaled(x) else Kernel(recipe, (), 0).in_format(x)
         residual, _ = chosen.prepare(state, stored, kernel, 0)
         q = chosen.kernel(state, residual, kernel, 0)
