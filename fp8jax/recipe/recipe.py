@@ -302,36 +302,27 @@ def parse_changes(text: str) -> dict[str, Any]:
     return legal_values.parsed(text, {field.name: field.default for field in dataclasses.fields(Recipe)})
 
 
-Recipe.FP32 = Recipe(gemm="FP32")
-Recipe.BF16 = Recipe(gemm="BF16")
-Recipe.FP16_AMP = Recipe(gemm="FP16")
-Recipe.TE = Recipe()
 # MS-AMP's linear layers have a history of 16 amaxes.
-Recipe.O1 = Recipe(comm="FP8", weight="FP16", weight_grad="E4M3", amax_history_len=16)
-Recipe.O2 = dataclasses.replace(Recipe.O1, moments=("E4M3", "FP16"))
-Recipe.O3 = dataclasses.replace(Recipe.O2, weight="E4M3", master_weight="FP16")
-Recipe.FP8 = dataclasses.replace(
-    Recipe.O2, moments=("E5M2", "FP16"), rounding=("stochastic", "kahan", "root")
-)
-Recipe.BLOCK = Recipe(scaling="block", fp8_format="E4M3")
-Recipe.MXFP8 = Recipe(scaling="mxfp8", fp8_format="E4M3")
-Recipe.NVFP4 = Recipe(gemm="FP4", scaling="nvfp4", fp8_format="E4M3")
-Recipe.TE_O2 = dataclasses.replace(Recipe.O2, amax_history_len=Recipe.TE.amax_history_len)
+_O1 = Recipe(comm="FP8", weight="FP16", weight_grad="E4M3", amax_history_len=16)
+_O2 = dataclasses.replace(_O1, moments=("E4M3", "FP16"))
 
 PRESETS: dict[str, Recipe] = {
-    "fp32": Recipe.FP32,
-    "bf16": Recipe.BF16,
-    "fp16_amp": Recipe.FP16_AMP,
-    "te": Recipe.TE,
-    "O1": Recipe.O1,
-    "O2": Recipe.O2,
-    "O3": Recipe.O3,
-    "te+O2": Recipe.TE_O2,
-    "fp8": Recipe.FP8,
-    "block": Recipe.BLOCK,
-    "mxfp8": Recipe.MXFP8,
-    "nvfp4": Recipe.NVFP4,
+    "fp32": Recipe(gemm="FP32"),
+    "bf16": Recipe(gemm="BF16"),
+    "fp16_amp": Recipe(gemm="FP16"),
+    "te": Recipe(),
+    "O1": _O1,
+    "O2": _O2,
+    "O3": dataclasses.replace(_O2, weight="E4M3", master_weight="FP16"),
+    "te+O2": dataclasses.replace(_O2, amax_history_len=Recipe.amax_history_len),
+    "fp8": dataclasses.replace(_O2, moments=("E5M2", "FP16"), rounding=("stochastic", "kahan", "root")),
+    "block": Recipe(scaling="block", fp8_format="E4M3"),
+    "mxfp8": Recipe(scaling="mxfp8", fp8_format="E4M3"),
+    "nvfp4": Recipe(gemm="FP4", scaling="nvfp4", fp8_format="E4M3"),
 }
+for name, preset in PRESETS.items():
+    setattr(Recipe, name.upper().replace("+", "_"), preset)
+
 # Names that `str` does not use.
 SHORT = {
     "current": dataclasses.replace(Recipe.TE, scaling="current"),
