@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -104,26 +104,32 @@ def state_names(recipe: Recipe) -> tuple[str, ...]:
     return tuple(sorted(set(jax.eval_shape(lambda: init_state(recipe))) - {ONE}))
 
 
-def history_of_another_length(recipe: Recipe, state: State) -> int | None:
-    """The length of the amax histories of a state; None if it is the recipe's, or there are none."""
-    length = state["amax_history"].shape[-1] if "amax_history" in state_names(recipe) else None
-    return None if length == recipe.amax_history_len else length
-
-
-def check_state(recipe: Recipe, state: State) -> None:
+def check_state(
+    recipe: Recipe,
+    state: Mapping[str, Any],
+    name: str = "state",
+    at: str = "",
+    remedy: str = "Make the state with `fp8jax.dot.init_state(recipe)`, or `init_ragged_state`.",
+) -> None:
     """Raises ValueError if the scaling state of a dot lacks an array that the scaling of the recipe needs, or
-    has amax histories of another length."""
+    has amax histories of another length.
+
+    Args:
+        recipe, state: of the dot.
+        name, at, remedy: for the message: the argument, the state's place in it, and how to get a state.
+    """
     wanted = state_names(recipe)
     if missing := sorted(set(wanted) - set(state)):
         got = ", ".join(sorted(state)) or "nothing"
         raise ValueError(
-            f"`state`: expected {', '.join(wanted)} for {recipe}; got {got}, without {missing[0]!r}. Make "
-            "the state with `fp8jax.dot.init_state(recipe)`, or `init_ragged_state`."
+            f"`{name}`: expected {', '.join(wanted)}{at} for {recipe}; got {got}, without {missing[0]!r}: "
+            f"the state of another recipe. {remedy}"
         )
-    if length := history_of_another_length(recipe, state):
+    length = state["amax_history"].shape[-1] if "amax_history" in wanted else recipe.amax_history_len
+    if length != recipe.amax_history_len:
         raise ValueError(
-            f"`state`: expected amax_history_len={recipe.amax_history_len} for {recipe}; got {length}. Give "
-            f"the recipe amax_history_len={length}, or make a new state with `fp8jax.dot.init_state(recipe)`."
+            f"`{name}`: expected amax_history_len={recipe.amax_history_len}{at} for {recipe}; got {length}. "
+            f"Take a recipe with amax_history_len={length}, or another state. {remedy}"
         )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
-from fp8jax.dot.dot_general import history_of_another_length
+from fp8jax.dot.dot_general import check_state
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Dot, Site
@@ -17,6 +17,11 @@ from fp8jax.rewrite.interpreter.param_view import transpose
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.block import with_seeds
 from fp8jax.variables import SCALING
+
+# For a scaling state of another recipe.
+_REMEDY = (
+    "Take it from `model.init(...)`; `model.quantize(plain, like=model.init(...))` keeps trained weights."
+)
 
 
 class Kernel(NamedTuple):
@@ -130,8 +135,7 @@ class PlannedDot(NamedTuple):
             ValueError: `states` lack it, or have one of another recipe, or one that it does not need.
         """
         recipe = self.kernel.recipe
-        names = set(state_names(recipe)) if recipe.is_quantized else set()
-        if not names:
+        if not (recipe.is_quantized and state_names(recipe)):
             self._check_no_others(_at(states, self.key))
             return {}
         # States that `merge` merged by max have the parameter's own key.
@@ -139,19 +143,8 @@ class PlannedDot(NamedTuple):
             found = _at(states, key)
             if found is None:
                 continue
-            if missing := sorted(names - set(found)):
-                raise ValueError(
-                    f"`variables`: expected {', '.join(sorted(names))} in the scaling state of "
-                    f"{'/'.join(self.path)!r} for {recipe}; got {', '.join(sorted(found)) or 'nothing'}, "
-                    f"without {missing[0]!r}: the state of another recipe. Take it from `model.init(...)`; "
-                    "`model.quantize(plain, like=model.init(...))` keeps trained weights."
-                )
-            if length := history_of_another_length(recipe, found):
-                raise ValueError(
-                    f"`variables`: expected amax_history_len={recipe.amax_history_len} in the scaling state "
-                    f"of {'/'.join(self.path)!r} for {recipe}; got {length}. Transform the model with "
-                    f"amax_history_len={length}, or take the state from `model.init(...)`."
-                )
+            at = f" in the scaling state of {'/'.join(self.path)!r}"
+            check_state(recipe, found, "variables", at, _REMEDY)
             return {name: entry for name, entry in found.items() if name != OLD}
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
