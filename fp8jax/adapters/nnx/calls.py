@@ -229,7 +229,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     _remove_states(module)
     _refuse_assignments(nodes)
     values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
-    constants, owned = _constants(nodes), _params(nodes)
+    watched = _watched(nodes)
     modules = iter(nodes[1:])
     arguments = call.arguments.filled(arrays)
     args, kwargs = jax.tree.map(lambda x: next(modules) if x is _NODE else x, arguments)
@@ -240,8 +240,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
             result = call.method(module, *args, **kwargs)
     finally:
         _active.reset(token)
-    _check_constants(constants, _constants(nodes))
-    _check_params(owned, _params(nodes))
+    _check_watched(watched, _watched(nodes))
     changes = []
     for path, variable in nnx.to_flat_state(nnx.state(nodes)):
         is_new = path not in values
@@ -279,32 +278,25 @@ def _refuse_assignments(nodes: Any) -> None:
             variable.set_metadata(on_set_value=refuse)
 
 
-def _constants(nodes: Any) -> dict[Any, Any]:
-    """The numbers and texts among the attributes, by path."""
-    return {path: x for path, x in nnx.iter_graph(nodes) if isinstance(x, bool | int | float | str | None)}
+def _watched(nodes: Any) -> dict[Any, Any]:
+    """The parameters, and the numbers and texts among the attributes, by path."""
+    kinds = nnx.Param | bool | int | float | str | None
+    return {path: x for path, x in nnx.iter_graph(nodes) if isinstance(x, kinds)}
 
 
-def _check_constants(before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    """Raises ValueError if a call changed an attribute that is no variable: the new value would be lost."""
+def _check_watched(before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Raises ValueError if a call made a parameter, or changed an attribute that is no variable: the new
+    value would be lost."""
     for path, new in after.items():
-        old = before.get(path)
-        if type(new) is not type(old) or new != old:
+        old, name = before.get(path), "/".join(map(str, path[1:]))
+        if isinstance(new, nnx.Param):
+            if new is not old:
+                raise _ChangesModule(
+                    f"`model`: expected a call that changes no parameter; it makes {name!r}. Make it outside "
+                    "of the call."
+                )
+        elif type(new) is not type(old) or new != old:
             raise _ChangesModule(
-                f"`model`: expected a call that changes variables alone; it changed the attribute "
-                f"{'/'.join(map(str, path[1:]))!r} from {old!r} to {new!r}. Make it an nnx.Variable."
-            )
-
-
-def _params(nodes: Any) -> dict[Any, Any]:
-    """The parameters by path."""
-    return {path: x for path, x in nnx.iter_graph(nodes) if isinstance(x, nnx.Param)}
-
-
-def _check_params(before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    """Raises ValueError if a call replaced or made a parameter: it would be lost."""
-    for path, param in after.items():
-        if before.get(path) is not param:
-            raise _ChangesModule(
-                "`model`: expected a call that changes no parameter; it makes "
-                f"{'/'.join(map(str, path[1:]))!r}. Make it outside of the call."
+                f"`model`: expected a call that changes variables alone; it changed the attribute {name!r} "
+                f"from {old!r} to {new!r}. Make it an nnx.Variable."
             )
