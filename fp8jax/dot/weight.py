@@ -77,9 +77,7 @@ class GradSlot(NamedTuple):
         return ScaledArray(from_fp8_grad(self.data), jnp.where(self.scale == 0, 1.0, self.scale))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("value", "grad_slot"), meta_fields=("shard",)
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
     """A kernel with a slot for its gradient, in another dtype than the kernel's.
@@ -91,7 +89,8 @@ class Weight:
 
     value: Any  # ScaledArray or float array
     grad_slot: Any = None  # the kernel's shape, float32, or a `GradSlot`; None if `value` gets the gradient
-    shard: KernelSharding | None = None  # of a sharded kernel; `grad_slot` then has the shape of the shard
+    # Of a sharded kernel; `grad_slot` then has the shape of the shard.
+    shard: KernelSharding | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, kernel: Any) -> "Weight":

@@ -5,7 +5,6 @@ here, and become 4-bit floats (`floats`) for the GEMM of a GPU.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from fp8jax.quantization.stochastic_rounding import stochastic_codes
 DECODED = "e2m1"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedE2M1:
     """E2M1 codes as the `data` of a `ScaledArray`; the last dim is even.

@@ -12,7 +12,6 @@ References:
 """
 
 import dataclasses
-import functools
 import math
 import numbers
 import zlib
@@ -205,14 +204,14 @@ def _by_layer(adapters: Any) -> dict[Path, dict[str, Any]]:
     return found
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("scale",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapters:
     """The adapters of a kernel, which add to the output of its dot product."""
 
     a: Any  # shape=(..., inputs, rank), float32
     b: Any  # shape=(..., rank, outputs), float32
-    scale: float
+    scale: float = dataclasses.field(metadata={"static": True})
 
     def check(self, path: str, rank: int, kernel: tuple[int, ...], planned: PlannedDot | None = None) -> None:
         """Raises ValueError for another rank, or for shapes that do not fit the kernel or its dot product."""

@@ -5,7 +5,6 @@ cost a float32 copy of every weight.
 """
 
 import dataclasses
-import functools
 import operator
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from fp8jax.quantization.error_text import ShowsRemedy
 _TAG = np.float32(2**22 - 0.5)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("bits", "tag"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplaceUpdate(metaclass=ShowsRemedy):
     """An update that replaces an array: `array + update` is the new value.

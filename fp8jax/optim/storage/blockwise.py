@@ -63,7 +63,7 @@ def dynamic_map(signed: bool) -> np.ndarray[Any, Any]:
     return np.sort(np.concatenate(values))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "absmax"), meta_fields=("signed",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blockwise(Storage):
     """An array quantized blockwise to 8 bits. `jnp.asarray` dequantizes it.
@@ -76,7 +76,7 @@ class Blockwise(Storage):
 
     codes: Any
     absmax: Any  # shape=(blocks,)
-    signed: bool = True
+    signed: bool = dataclasses.field(default=True, metadata={"static": True})
 
     name = "8-bit blocks"
 

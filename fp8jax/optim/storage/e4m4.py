@@ -1,7 +1,6 @@
 """`RootE4M4`: a second moment in one byte, stored as its root."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from fp8jax.optim.storage.groups import GROUP, exponents_of, first_exponents, pe
 from fp8jax.quantization import is_scaled, stochastic_codes
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "exponents"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RootE4M4(Storage):
     """A second moment stored as its root in E4M4, with a power-of-two scale for each 128 entries of a row.

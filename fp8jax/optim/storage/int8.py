@@ -1,7 +1,6 @@
 """`LinearInt8`: the momentum of Muon in one byte."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from fp8jax.quantization import is_scaled
 _MAX = 127
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "exponents"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearInt8(Storage):
     """An array as integers from -127 to 127, with a power-of-two scale for each 128 entries of a row.

@@ -1,7 +1,6 @@
 """`Root`: a second moment stored as its root."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from fp8jax.optim.storage.scaled import encode_scaled, scaled_zeros
 from fp8jax.quantization import ScaledArray, value
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("root",), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Root(Storage):
     """A second moment stored as its root: the value is `root * root`. `jnp.asarray` gives the value.

@@ -75,13 +75,13 @@ class ParamView:
         return dataclasses.replace(self, perm=perm, axes=axes, loops=loops)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("view",))
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tracked:
     """A stored parameter and its view."""
 
     weight: Weight  # `view.perm` relates its axes to the value's
-    view: ParamView
+    view: ParamView = dataclasses.field(metadata={"static": True})
 
     @property
     def kernel(self) -> Weight:
