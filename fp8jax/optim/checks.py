@@ -89,6 +89,12 @@ def _value_of(name: str, given: Any) -> Any:
     return given.item()
 
 
+def check_params(params: Any) -> None:
+    """Raises ValueError without parameters."""
+    if params is None:
+        raise ValueError("`params`: expected the parameters; got None. Call `update(grads, state, params)`.")
+
+
 def check_state(state: Any, kind: type[Any]) -> None:
     """Raises TypeError if `state` is not of this kind."""
     if not isinstance(state, kind):

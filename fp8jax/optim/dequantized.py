@@ -16,6 +16,7 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim.checks import (
+    check_params,
     check_rate,
     check_seed,
     check_state,
@@ -126,10 +127,7 @@ def with_dequantized(
         return DequantizedState(inner, jnp.zeros([], jnp.int32), *first_roundings(params, row, seed))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, DequantizedState]:
-        if params is None:
-            raise ValueError(
-                "`params`: expected the parameters; got None. Call `update(grads, state, params)`."
-            )
+        check_params(params)
         broken, grads = check_tags(updates), _values(updates, row)
         check_state(state, DequantizedState)
         check_finite_scales(params)
@@ -195,7 +193,8 @@ def _written(
     rounding = (row or Recipe.FP8).rounding[1]
     if is_rounded(leaf, rounding):
         plain = functools.partial(_rounded_plain, rounding=rounding)
-        update, new = with_auto_axes(plain, _as_written_plain, leaf, remainder, seed, weight)
+        like = lambda leaf, remainder, seed, weight: (weight, remainder)  # noqa: E731
+        update, new = with_auto_axes(plain, like, leaf, remainder, seed, weight)
         return jnp.where(ok, update, 0), None if new is None else select(ok, new, remainder)
     if not is_scaled(leaf):
         return jnp.where(ok, update, 0), None
@@ -203,7 +202,8 @@ def _written(
     scale = scale_of(amax(weight, leaf.scale.shape), limit, power_of_two=True)
     scale = jnp.minimum(scale, largest_scale(limit, power_of_two=True))
     rounded = functools.partial(_rounded, rounding=rounding)
-    new = with_auto_axes(rounded, _as_written, leaf, remainder, seed, weight, scale)
+    like = lambda leaf, remainder, *others: (leaf, remainder)  # noqa: E731
+    new = with_auto_axes(rounded, like, leaf, remainder, seed, weight, scale)
     chosen, remainder = (select(ok, *pair) for pair in zip(new, (leaf, remainder), strict=True))
     return ReplaceUpdate.by(chosen), remainder
 
@@ -222,14 +222,3 @@ def _bits_of(seed: jax.Array, weight: jax.Array) -> jax.Array:
 def _rounded_plain(leaf: Any, remainder: Any, seed: Any, weight: jax.Array, rounding: str) -> Any:
     del remainder
     return encode_plain(weight, leaf, rounding=rounding, random=_bits_of(seed, weight))
-
-
-def _as_written_plain(leaf: Any, remainder: Any, seed: Any, weight: Any) -> tuple[Any, Any]:
-    del leaf, seed
-    return weight, remainder
-
-
-def _as_written(leaf: Any, remainder: Any, seed: Any, weight: Any, scale: Any) -> tuple[Any, Any]:
-    """A result with the shapes and shardings of `_rounded`'s."""
-    del seed, weight, scale
-    return leaf, remainder

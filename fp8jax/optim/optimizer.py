@@ -99,8 +99,8 @@ def _init(rule: UpdateRule, params: Any) -> AdamState:
 
 
 def _update(rule: UpdateRule, updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
-    if params is None and rule.learning_rate is not None:
-        raise ValueError("`params`: expected the parameters; got None. Call `update(grads, state, params)`.")
+    if rule.learning_rate is not None:
+        checks.check_params(params)
     checks.check_state(state, AdamState)
     # An `nnx.State` has an `nnx.Variable` around each leaf, and no key where there is none.
     boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
