@@ -4,7 +4,8 @@
     read(Float8BlockScaling())                          # ("block", {...})
     read(NVFP4BlockScaling(disable_rht=True))           # ("nvfp4", {"fp4_options": ("stochastic", "2d")})
 
-TransformerEngine is not imported: objects are read by their class's name and their attributes.
+TransformerEngine is not imported: objects are read by their class's name and their fields: all are
+dataclasses.
 
 References:
     TransformerEngine 2.20, `common/recipe/__init__.py`.
@@ -43,7 +44,7 @@ _ONLY = {
 }
 
 
-def read(source: object) -> Preset:
+def read(source: Any) -> Preset:
     """The preset and the changes that a recipe object asks for.
 
     Args and errors: those of `Recipe.from_te`.
@@ -51,23 +52,11 @@ def read(source: object) -> Preset:
     kind = type(source).__name__
     if kind not in _PRESETS:
         raise ValueError(f"`source`: expected one of TransformerEngine's {', '.join(_PRESETS)}; got {kind}.")
-    for name, given in _attributes(source).items():
-        if name in _ONLY:
-            _check(kind, name, given, _ONLY[name])
-        elif name not in (*_FIELDS, *_READ, *_SCALES, *_SCALE_FLAGS):
-            _check(kind, name, given, _default(source, name))
+    for field in dataclasses.fields(source):
+        if field.name not in (*_FIELDS, *_READ, *_SCALES, *_SCALE_FLAGS):
+            _check(kind, field.name, getattr(source, field.name), _ONLY.get(field.name, field.default))
     changes = {name: getattr(source, name) for name in _FIELDS if hasattr(source, name)}
     return _PRESETS[kind], changes | _format(kind, source) | _scaling(kind, source)
-
-
-def _attributes(source: object) -> dict[str, Any]:
-    """The attributes that a user can set. Others follow from them."""
-    names = [field.name for field in dataclasses.fields(source)] if dataclasses.is_dataclass(source) else []
-    return {name: getattr(source, name) for name in names or vars(source)}
-
-
-def _default(source: object, name: str) -> Any:
-    return next((each.default for each in dataclasses.fields(source) if each.name == name), None)  # type: ignore
 
 
 def _check(kind: str, name: str, given: Any, expected: Any) -> None:
