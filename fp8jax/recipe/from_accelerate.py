@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from fp8jax.extras import need
 from fp8jax.recipe import yaml_file
+from fp8jax.recipe.from_te import Preset
 
 _CLASSES = {
     "FP8RecipeKwargs": None,  # has a `backend`
@@ -42,9 +43,6 @@ _ALIASES = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
 }
-
-# A preset's name, and values by the names of a recipe's fields.
-Preset = tuple[str, dict[str, Any]]
 
 
 class _Setting(NamedTuple):

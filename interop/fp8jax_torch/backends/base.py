@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fp8jax.recipe import Recipe
+from fp8jax.recipe.legal_values import shown
 from fp8jax_torch import layers
 
 # Recipe fields with these values keep FP8 inside the matched layers' GEMMs.
@@ -89,15 +90,10 @@ class Package(NamedTuple):
 
 def refused(name: str, recipe: Recipe, legal: Mapping[str, tuple[Any, ...]]) -> str | None:
     """The first field of the recipe with a value that is not legal, as a reason; or None."""
-
-    def show(value: Any) -> str:
-        """As `Recipe.parse` reads it."""
-        return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
     for field, values in legal.items():
         got = getattr(recipe, field)
         if got not in values:
-            return f"{name} has no {field}={show(got)}, only {' or '.join(map(show, values))}"
+            return f"{name} has no {field}={shown(got)}, only {' or '.join(map(shown, values))}"
     return None
 
 
