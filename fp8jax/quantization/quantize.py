@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from fp8jax.formats import E4M3, E4M4, E8M0, Format, get
 from fp8jax.platforms import by_platform, with_auto_axes
@@ -16,7 +16,7 @@ from fp8jax.quantization.array import ScaledArray, expand, value
 from fp8jax.quantization.casts import cast, select
 from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, largest_scale, scale_of
 
-INFINITY = np.array(np.inf, np.float32).view(np.int32)
+_INFINITY = np.array(np.inf, np.float32).view(np.int32)
 
 
 def quantize(
@@ -142,8 +142,12 @@ def _amax_of_bits(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     # tensor again that a cast reads, too: a layer's kernels then move 17% more bytes.
     bits = lax.bitcast_convert_type(lax.abs(x.astype(jnp.float32)), jnp.int32)
     bits, axes = _in_blocks(bits, shape)
-    bits = lax.reduce(bits, np.int32(0), lax.max, axes)
-    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, INFINITY)), jnp.float32)
+    return amax_from_bits(lax.reduce(bits, np.int32(0), lax.max, axes))
+
+
+def amax_from_bits(bits: Int32[Array, "..."]) -> Float32[Array, "..."]:
+    """An amax from the bits of the largest magnitude; infinite for a NaN."""
+    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, _INFINITY)), jnp.float32)
 
 
 def _in_blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:

@@ -26,13 +26,13 @@ from fp8jax.quantization.kernels.tiles import (
     PARAMS,
     TILE,
     ComputedTile,
-    amax_of,
     bits_of,
     divide_of,
     largest_bits,
     packed,
     rows_of,
 )
+from fp8jax.quantization.quantize import amax_from_bits
 
 # Rows of a tile that are an array each in `_write_transposed`.
 PART = 32
@@ -172,7 +172,9 @@ def _write(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any) -> None:
     """The codes and scales of a tile as it is."""
     tile = x[...].astype(jnp.float32)
     parts = tile.reshape(-1, method.block[1]) if method.block[0] == 1 else tile.reshape(1, -1)
-    factor, stored = factors(amax_of(jnp.max(bits_of(parts), axis=1)), method, divide=divide_of(INTERPRET))
+    factor, stored = factors(
+        amax_from_bits(jnp.max(bits_of(parts), axis=1)), method, divide=divide_of(INTERPRET)
+    )
     to_codes[...] = (parts * factor[:, None]).reshape(TILE, TILE).astype(method.format.dtype)
     to_scale[...] = stored.reshape(to_scale.shape)
 
@@ -185,7 +187,7 @@ def _write_transposed(method: BlockMethod, x: Any, to_codes: Any, to_scale: Any)
         bits = jnp.max(bits, axis=0, keepdims=True)
     if method.block[0] > 1:
         bits = jnp.max(bits, axis=1, keepdims=True)
-    factor, stored = factors(amax_of(bits), method, divide=divide_of(INTERPRET))
+    factor, stored = factors(amax_from_bits(bits), method, divide=divide_of(INTERPRET))
     to_scale[...] = stored.T
     codes = [(row * factor).astype(method.format.dtype) for row in rows]
     words = packed([lax.bitcast_convert_type(each, jnp.uint8).astype(jnp.uint32) for each in codes], 8)

@@ -33,7 +33,6 @@ from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization.kernels.tiles import (
     PARAMS,
     TILE,
-    amax_of,
     bits_of,
     divide_of,
     largest_bits,
@@ -41,7 +40,7 @@ from fp8jax.quantization.kernels.tiles import (
     rows_of,
 )
 from fp8jax.quantization.packed import PackedE2M1, codes_of
-from fp8jax.quantization.quantize import amax
+from fp8jax.quantization.quantize import amax, amax_from_bits
 from fp8jax.quantization.random import bits_at, random_bits
 
 BLOCK = 16
@@ -158,7 +157,7 @@ def _amaxes(tiles: jax.Array, transform: bool, whole_amax: Any) -> tuple[jax.Arr
         of_x = amax(tiles, (len(tiles), 1, 1)) if whole_amax is None else whole_amax
         return of_x.reshape(-1), of_x.reshape(-1)
     bits = split_by_devices(_bits_of_tiles, "b m k -> b m k, b m k", {"m": TILE, "k": TILE})(tiles)
-    of_x, of_transpose = (amax_of(jnp.max(each, axis=(1, 2))) for each in bits)
+    of_x, of_transpose = (amax_from_bits(jnp.max(each, axis=(1, 2))) for each in bits)
     return of_x, of_transpose
 
 
@@ -272,7 +271,7 @@ def _blocks(method: BlockMethod, encode: Any, decode: Any, bits: jax.Array, axis
     split = (*shape[:axis], COUNT, BLOCK, *shape[axis + 1 :])
     if is_square:
         bits = jnp.max(bits.reshape(split), axis=axis + 1)
-    factor, scale = of_blocks(amax_of(bits), encode, decode, method.format.max, divide_of(INTERPRET))
+    factor, scale = of_blocks(amax_from_bits(bits), encode, decode, method.format.max, divide_of(INTERPRET))
     if is_square:
         factor = jnp.broadcast_to(jnp.expand_dims(factor, axis + 1), split).reshape(shape)
     return factor, scale

@@ -19,7 +19,6 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float32, Int32, UInt, UInt32
 
 from fp8jax.quantization.kernels.expression import COLUMNS, Expression
-from fp8jax.quantization.quantize import INFINITY
 
 # Rows and columns of the tile that one program of a kernel reads.
 TILE = 128
@@ -57,11 +56,6 @@ def bits_of(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
 def largest_bits(rows: list[Float32[Array, "..."]]) -> Int32[Array, "..."]:
     """The largest of `bits_of` in each place of the arrays."""
     return functools.reduce(jnp.maximum, map(bits_of, rows))
-
-
-def amax_of(bits: Int32[Array, "..."]) -> Float32[Array, "..."]:
-    """An amax from its bits; infinite for a NaN."""
-    return lax.bitcast_convert_type(lax.min(bits, jnp.full_like(bits, INFINITY)), jnp.float32)
 
 
 def packed(codes: list[UInt[Array, "*place"]], width: int) -> UInt32[Array, "*place words"]:
