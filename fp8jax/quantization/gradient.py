@@ -20,7 +20,6 @@ import numpy as np
 from jax import lax
 
 from fp8jax.quantization.array import ScaledArray, expand, is_scaled
-from fp8jax.quantization.error_text import ShowsRemedy
 from fp8jax.quantization.scales import MIN_SCALE
 
 # The scale of a gradient that lost its tag, in an optimizer. On it zeros are zeros, and any other code makes
@@ -29,6 +28,16 @@ from fp8jax.quantization.scales import MIN_SCALE
 NO_TAG, ABSURD = 1.5 * 2.0**63, 2.0**40
 
 _MANTISSA, _INFINITE, _ONE, _FIRST = (1 << 23) - 1, 0xFF << 23, 0x7F << 23, np.uint32(1 << 31)
+
+
+class ShowsRemedy(type):
+    """The metaclass of a class that is printed as its `remedy`: JAX names classes in errors of its own, as in
+    one of trees that differ."""
+
+    remedy: str
+
+    def __repr__(cls) -> str:
+        return cls.remedy
 
 
 @jax.tree_util.register_pytree_with_keys_class
