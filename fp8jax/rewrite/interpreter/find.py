@@ -151,36 +151,17 @@ class _DotFinder:
             ]
             return [self.computed(list(outs), name) for outs in zip(*branches, strict=True)]
         if name == PROGRAM:
-            self.found.programs.append(place.site)
-            self.found.recipes.append(params["program"].recipe)
-            self.found.planned.extend(params["program"].plan.dots.values())
-            program, finder = (
-                params["program"],
-                _DotFinder(self.found, params["program"].plan, len(place.site)),
-            )
-            leaves, states, arrays, _ = params["treedef"].unflatten(ins)
-            if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
-                raise ValueError(_STATE_INSIDE.format(program.recipe))
-            return finder.through(program.jaxpr, [*leaves, *arrays], place)
+            return self.program(eqn, ins, place)
         if name in DOTS:
             self.dot(eqn, ins, place)
             return [self.computed(ins, name, is_noted=True)]
         if any(True for _ in jex.jaxprs_in_params(params)):
             self.opaque(eqn, ins, place)
-        elif name == "gather" and isinstance(ins[0], ParamView):
-            table: Any = eqn.invars[0].aval
-            self.found.tables[ins[0].path] = tuple(table.shape)
-        elif name == "conv_general_dilated":
-            scope = "/".join(each for each in place.scopes if each not in ("", SCAN, CHECKPOINT))
-            key = scope, ins[1].path if is_parameter(ins[1]) else None
-            before = self.found.convolutions.get(key, 0)
-            self.found.convolutions[key] = before + place.times * flops_of_convolution(eqn)
         elif _makes_one_hot(eqn, ins):
             return [ONE_HOT]
-        elif ins and isinstance(ins[0], ParamView):
-            view = follow(ins[0], eqn)
-            if view is not None:
-                return [view] * count
+        elif ins and isinstance(ins[0], ParamView) and (view := follow(ins[0], eqn)) is not None:
+            return [view] * count
+        self.note_other(eqn, ins, place)
         return [self.computed(ins, name)] * count
 
     def computed(self, ins: list[Any], name: str, is_noted: bool = False) -> Any:
@@ -193,6 +174,29 @@ class _DotFinder:
         if not parameters:
             return CONSTANT if CONSTANT in ins else None
         return derived_from(parameters, f"its kernel is computed ({name})")
+
+    def program(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> list[Any]:
+        """The outputs of a call of a transformed function."""
+        program = eqn.params["program"]
+        self.found.programs.append(place.site)
+        self.found.recipes.append(program.recipe)
+        self.found.planned.extend(program.plan.dots.values())
+        leaves, states, arrays, _ = eqn.params["treedef"].unflatten(ins)
+        if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
+            raise ValueError(_STATE_INSIDE.format(program.recipe))
+        finder = _DotFinder(self.found, program.plan, len(place.site))
+        return finder.through(program.jaxpr, [*leaves, *arrays], place)
+
+    def note_other(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> None:
+        """Notes a lookup of a parameter's rows, or a convolution."""
+        if eqn.primitive.name == "gather" and isinstance(ins[0], ParamView):
+            table: Any = eqn.invars[0].aval
+            self.found.tables[ins[0].path] = tuple(table.shape)
+        elif eqn.primitive.name == "conv_general_dilated":
+            scope = "/".join(each for each in place.scopes if each not in ("", SCAN, CHECKPOINT))
+            key = scope, ins[1].path if is_parameter(ins[1]) else None
+            before = self.found.convolutions.get(key, 0)
+            self.found.convolutions[key] = before + place.times * flops_of_convolution(eqn)
 
     def scan(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> list[Any]:
         """The outputs of a scan."""
