@@ -1,4 +1,4 @@
-"""A transformed NNX module as a function of variables that are nested dicts, as `LinenModel` is one."""
+"""The FP8 copy of an NNX module, and back; and `NNXModel`, a transformed module as a function."""
 
 import dataclasses
 from typing import Any
@@ -9,15 +9,36 @@ from flax import nnx
 
 from fp8jax.adapters.nnx.calls import rewritten_of
 from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
-from fp8jax.adapters.nnx.lora import plain_module
-from fp8jax.adapters.nnx.module import freeze, placed_kernels, report
+from fp8jax.adapters.nnx.lora import adapt, lora_of, merge, plain_module
+from fp8jax.adapters.nnx.module import check_module, freeze, placed_kernels, report, with_recipe
 from fp8jax.rewrite import Kernel, Report, Settings
 from fp8jax.variables import PARAMS, SCALING
 
 
+def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
+    """See `fp8jax.transform`."""
+    copy = with_recipe(model, settings, inputs)
+    if settings.lora is not None:
+        adapt(copy, settings, settings.lora)
+    return copy
+
+
+def dequantize(model: nnx.Module) -> nnx.Module:
+    """The plain NNX module of a transformed one: its own class, dequantized kernels, no scaling state.
+
+    Adapters are merged into the kernels, see `merge`.
+
+    Raises:
+        TypeError: `model` is not an NNX module.
+    """
+    check_module(model, "dequantize(variables)")
+    return plain_module(model) if lora_of(model) is None else merge(model)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class NNXModel:
-    """A transformed module, of arrays or shapes. Its own variables stay as they are."""
+    """A transformed module, of arrays or shapes, as a function of variables that are nested dicts, as
+    `LinenModel` is one. Its own variables stay as they are."""
 
     module: nnx.Module
 
