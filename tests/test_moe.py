@@ -16,7 +16,6 @@ from fp8jax import formats
 from fp8jax.adapters import moe
 from fp8jax.adapters.moe import exchange
 from fp8jax.adapters.moe.exchange import Way
-from fp8jax.adapters.moe.linen import ExpertDense
 from fp8jax.dot import ExpertSharding, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
 from fp8jax.dot.row_tiles import row_tiles
 from fp8jax.scaling.merge import from_fm32, to_fm32
@@ -570,7 +569,12 @@ def test_losses_that_were_not_collected_are_missed():
 
 
 def test_a_users_own_ragged_dot():
-    own = lambda lhs, rhs, sizes, over=None: jax.lax.ragged_dot(lhs, rhs, sizes)  # noqa: E731
-    model = fp8jax.transform(ExpertDense(HIDDEN, 2, ragged_dot=own), "te")
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, rows, sizes):
+            kernel = self.param("kernel", moe.linen.EXPERTS_INIT, (2, WIDTH, HIDDEN))
+            return jax.lax.ragged_dot(rows, kernel, sizes)
+
+    model = fp8jax.transform(Experts(), "te")
     [row] = model.report(jnp.ones((6, WIDTH)), jnp.array([3, 3])).rows
     assert row.fp8 and row.kernel_shape == (2, WIDTH, HIDDEN) and row.gemm == (6, WIDTH, HIDDEN)

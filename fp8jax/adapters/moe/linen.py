@@ -30,7 +30,6 @@ class ExpertDense(nn.Module):
         dtype: dtype of the computation; None is the promoted dtype of input and kernel.
         param_dtype: dtype of the kernel.
         kernel_init: initializer of the kernel.
-        ragged_dot: `ragged_dot(rows, kernel, sizes, over)`, as `jax.lax.ragged_dot`.
         over: the mesh axis that shards the experts, if any.
     """
 
@@ -39,7 +38,6 @@ class ExpertDense(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Any] = EXPERTS_INIT
-    ragged_dot: Callable[..., jax.Array] = wide_ragged_dot
     over: ExpertSharding | None = None
 
     @nn.compact
@@ -50,7 +48,7 @@ class ExpertDense(nn.Module):
         shape = (self.num_experts, rows.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         rows, kernel = promote_dtype(rows, kernel, dtype=self.dtype)
-        return self.ragged_dot(rows, kernel, sizes, over=self.over)
+        return wide_ragged_dot(rows, kernel, sizes, over=self.over)
 
 
 class ExpertRouter(nn.Module):

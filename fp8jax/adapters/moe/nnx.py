@@ -79,8 +79,6 @@ class MoE(nnx.Module):
         in_features: the width of tokens.
         hidden_features, num_experts, top_k, activation, gated: see `fp8jax.adapters.moe.linen.MoE`.
         dtype, param_dtype, kernel_init, router_init, mesh, expert_axis: see the same.
-        keep_losses: False leaves nothing, so that a call changes no variable and works inside a trace that
-            the module does not belong to, e.g. a `jax.jit` that closes over it.
         rngs: for the kernels.
 
     Raises:
@@ -102,7 +100,6 @@ class MoE(nnx.Module):
         router_init: Callable[..., Any] = ROUTER_INIT,
         mesh: Mesh | None = None,
         expert_axis: str = "expert",
-        keep_losses: bool = True,
         rngs: nnx.Rngs,
     ):
         check(num_experts, top_k)
@@ -112,8 +109,7 @@ class MoE(nnx.Module):
             options = {"dtype": dtype, "param_dtype": param_dtype, "kernel_init": kernel_init}
             return ExpertDense(in_features, out_features, num_experts, over=over, rngs=rngs, **options)
 
-        self.num_experts, self.top_k, self.activation = num_experts, top_k, activation
-        self.keep_losses, self.over = keep_losses, over
+        self.num_experts, self.top_k, self.activation, self.over = num_experts, top_k, activation, over
         self.router = ExpertRouter(in_features, num_experts, router_init, rngs)
         self.up = dense(in_features, hidden_features)
         self.gate = dense(in_features, hidden_features) if gated else None
@@ -129,6 +125,6 @@ class MoE(nnx.Module):
             ValueError: experts or tokens are not divisible by the number of devices.
         """
         chosen = route(self.router(x.reshape(-1, x.shape[-1])), self.top_k)
-        for name in (*LOSSES, "load") if self.keep_losses else ():
+        for name in (*LOSSES, "load"):
             getattr(self, name).set_value(getattr(chosen, name))
         return feed_forward(x, chosen, self.up, self.gate, self.down, self.activation, self.over)
