@@ -157,6 +157,7 @@ def starts(sizes: Sizes) -> output.Rows:
             _ = trainer.program
             rows.append({"compile cache": name, "seconds": time.perf_counter() - start})
     jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
     return rows
 
 
