@@ -13,9 +13,9 @@
 - "long": 20,000 steps of a small model.
 
 Weights before they are rounded and batches are the same for each recipe. A figure is the final loss on new
-data as a multiple of bf16's, the geometric mean over seeds. Behind it is the same for the plain model with
-the trained weights, in float32: without the noise of FP8 in the forward. The picture has both with their 95%
-intervals, of Student's t over the logarithms. "skipped" counts steps with gradients that were not finite.
+data as a multiple of bf16's, the geometric mean over seeds. In parentheses is the same for the plain model
+with the trained weights, in float32: without the noise of FP8 in the forward. The picture has both with their
+95% intervals, of Student's t over the logarithms. "skipped" counts steps with gradients that were not finite.
 Below is what `fp8jax.statistics` and `step_statistics` say of the last step of the recipe with the largest
 loss.
 """

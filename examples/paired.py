@@ -8,9 +8,9 @@
 Model and validation are those of train_gpt.py, and its options work here. Rivals of fp8jax are bf16 weights
 with bf16 Adam, an Adam with moments of 8 bits in blocks, and FlashOptim, see rivals.py. Each run is a process
 of its own, in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped
-go on: give the command again, also with more ways and seeds. It prints a table and leaves paired.json, with
-the mean loss of every ten steps of each run, paired.png and gaps.png. With --record it trains nothing, and
-compares the runs of a paired.json.
+go on (those of rivals.py begin again): give the command again, also with more ways and seeds. It prints a
+table and leaves paired.json, with the mean loss of every ten steps of each run, paired.png and gaps.png. With
+--record it trains nothing, and compares the runs of a paired.json.
 
 "bytes" are those of weight, gradient and moments per parameter, "peak MB" the memory of the compiled step on
 this device, with activations. "base" is bf16's loss with the same seeds on the same devices. "gap" is the

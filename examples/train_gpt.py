@@ -12,9 +12,9 @@ metrics.jsonl and result.json in its folder. Killed and resumed, it ends with th
 a run that was left alone; over many processes, or resumed by more or fewer of them, with almost the same.
 `./dev train` does it in an environment of its own; --help lists the options.
 
-Exit status: 0 the run is done; 2 what is wrong with the input or the disk is on one line; 75 another process
-is gone; 130 stopped by Ctrl-C, 143 by SIGTERM. A run that was stopped while it trained is saved, and --resume
-goes on with it.
+Exit status: 0: the run is done; 2: the input or the disk is wrong, and one line says how; 75: another process
+is gone; 130: stopped by Ctrl-C; 143: by SIGTERM. A run that was stopped while it trained is saved, and
+--resume goes on with it.
 """
 
 import signal

@@ -115,7 +115,7 @@ def report(model: Any, *args: Any, **kwargs: Any) -> Report:
 
     Args:
         model: a model from `transform`.
-        args, kwargs: the inputs of the model, as for its own `report` method; arrays or
+        args, kwargs: the inputs of the model, for a function its parameters first; arrays or
             `jax.ShapeDtypeStruct`s. `method="encode"` reports another method than `__call__`. Nothing is
             computed.
 

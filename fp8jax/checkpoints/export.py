@@ -102,12 +102,14 @@ def save(
         max_shard_bytes: a larger model has several files.
 
     Returns:
-        For each kernel whether it is unchanged, or its SQNR.
+        An `ExportReport`: for each kernel whether it is unchanged, or its SQNR in dB.
 
     Raises:
         ValueError: an argument is of another kind; the folder is not empty; no rename leads to a parameter;
             the format cannot hold a kernel; a kernel has an infinity or NaN; the model has adapters, or
             Linen's statistics of a BatchNorm.
+        TypeError: `model` is not from `fp8jax.transform`, or `folder` is no path.
+        ImportError: safetensors is not installed.
     """
     return write(folder, source_of(model, args), mapping, config, format, max_shard_bytes)
 

@@ -43,6 +43,9 @@ def load(folder: str | os.PathLike[str], *, like: PyTree, mapping: NameMap | str
             `nnx.state(model, nnx.Param)`.
         mapping: from torch's names, or a name as in `save`. `Rename` with flax=None leaves a tensor out.
 
+    Returns:
+        A tree like `like`.
+
     Raises:
         ValueError: an argument is of another kind; the folder is broken; its quantization is unknown; a
             tensor fits no parameter, has another shape, or numbers that overflow in the parameter's dtype; a

@@ -1,8 +1,8 @@
 """FP8 collectives for use in `jax.shard_map`, and ZeRO sharding.
 
 `all_reduce`: the mean or sum of gradients, on all devices. `reduce_scatter`: each device's shard of it.
-`all_gather`: sharded tensors, whole on all devices. `mu`: automatic scaling of FP8 gradients. `Zero`: ZeRO's
-sharding of a training state.
+`all_gather`: sharded tensors, whole on all devices. `auto_scaling`: automatic scaling of FP8 gradients.
+`Zero`: ZeRO's sharding of a training state.
 """
 
 from fp8jax.comm import auto_scaling as auto_scaling

@@ -82,7 +82,7 @@ def reduce_scatter(
     axis: int = 0,
     floats: str | None = None,
 ) -> PyTree:
-    """Each device's shard of the mean or sum of the devices' gradients: `lax.psum_scatter` of a tree.
+    """Each device's shard of the mean or sum of the devices' gradients, inside of a `jax.shard_map`.
 
     Args:
         grads: a tree of arrays and E4M3 `ScaledArray`s, or whole variables. Other collections are merged and

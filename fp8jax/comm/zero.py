@@ -45,8 +45,8 @@ class Zero:
 
     Attributes:
         mesh: the device mesh.
-        recipe: None for gradient communication in the format of the transformed model in the loss, the `comm`
-            column of its recipe, and FP32 without one. A recipe gives the format for other models.
+        recipe: its `comm` column is the format in which gradients are sent. None takes the recipe of the
+            transformed model in the loss, and FP32 if there is none.
         stage: 0 to 3, see this module.
         axis_name: the mesh axis that shards the batch; "" for a mesh with one axis. JAX handles other axes:
             kernels sharded along them stay sharded.

@@ -5,8 +5,8 @@
         fp8jax.optim.adamw(3e-4, recipe),
     )
 
-Gradients and updates are trees like the parameters. Each gradient transformation takes the parameters or the
-whole variables beside them.
+Gradients and updates are trees like the parameters. Each transformation takes the parameters beside the
+gradients, or the whole variables.
 """
 
 from fp8jax.optim.adam import adam as adam

@@ -11,8 +11,8 @@ a new power-of-two scale. E4M3 + FP16 moments take 3 bytes per parameter instead
 
 On a GPU a step is computed twice (`step.fused`), so that no float32 copy of a tensor is stored.
 
-A step that would make any weight or moment infinite or NaN is skipped and counted. Of float32 weights up to
-1e30 and float32 moments, which were finite before, a GPU reads for this only the gradients.
+A step that would make any weight or moment infinite or NaN is skipped and counted. For this check a GPU reads
+only the gradients if weights (up to 1e30) and moments are float32 and were finite before.
 
 References:
     Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101.
@@ -41,8 +41,9 @@ def scale_by_adam(
     """`optax.scale_by_adam` with the recipe's moments.
 
     Args:
-        recipe: its `moments` are the formats of the moments (FP32+FP32, E4M3+FP16 or E5M2+FP16), and its
-            `rounding` says how they are rounded. None means E4M3+FP16, rounded to nearest, see `adam`.
+        recipe: its `moments` are the formats of the moments (FP32+FP32, E4M3+FP16, E5M2+FP16 or E5M2+E4M4),
+            and its `rounding` says how they are rounded. None means E4M3+FP16, rounded to nearest, see
+            `adam`.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
@@ -55,7 +56,8 @@ def scale_by_adam(
 
     Raises:
         ValueError: the recipe has master weights, which only `adam` and `adamw` support; from `init`, the
-            parameters need master weights, or their format is not the recipe's.
+            parameters need master weights, their format is not the recipe's, or the recipe rounds such
+            weights otherwise than to nearest, as `fp8` does.
     """
     row = checks.recipe_of(recipe)
     if row is not None and row.master_weight != "-":
@@ -102,7 +104,8 @@ def adam(
         transformations that change updates come before this optimizer.
 
     Raises:
-        TypeError: `learning_rate` is a recipe.
+        TypeError: `learning_rate` is a recipe, or a hyperparameter is no number; from `update`, `state` is
+            not this optimizer's, or arithmetic changed an FP8 gradient (compiled code cannot raise).
         ValueError: a hyperparameter is NaN, infinite or negative, or a decay rate is 1 or more; `seed` has
             more than 32 bits; from `update`, `state` has the formats of another recipe, see `convert`; from
             `init`, the format of the parameters' `ScaledArray`s is not the recipe's.

@@ -100,7 +100,7 @@ def with_dequantized(
     `fp8jax.optim.skipped` counts it.
 
     Args:
-        tx: an optimizer of plain arrays; of a chain, everything after `clip_by_global_norm`.
+        tx: an optimizer of plain arrays. In a chain, wrap everything after `clip_by_global_norm`.
         recipe: the model's recipe. Its `rounding` says how FP16 weights, and plain bfloat16 and float16
             weights, are rounded. None rounds them as `fp8` does: one more byte stores what rounding takes
             from a weight, and the next step adds it.

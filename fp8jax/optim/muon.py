@@ -55,10 +55,10 @@ def muon(
         weight_dimension_numbers: a tree like the parameters of `optax.contrib.MuonDimensionNumbers`, and None
             for parameters that Adam updates; or a function from the parameters to such a tree (a
             `ScaledArray` counts as one leaf). All other axes of a parameter are those of a stack of matrices.
-            None takes plain arrays of two dimensions and `ScaledArray`s of two, or stacked with a scale each,
-            as matrices (input, output). That includes embeddings and heads, as in optax, and not what is
-            called "bias" or "scale", which scanned layers stack. Plain arrays of more dimensions are not
-            matrices without dimension numbers; `init` warns if they are called "kernel".
+            None takes as matrices (input, output) plain arrays of two dimensions, and `ScaledArray`s of two,
+            or stacked with a scale for each matrix. That includes embeddings and heads, as in optax, but not
+            arrays called "bias" or "scale", which scanned layers stack. Plain arrays of more dimensions are
+            not matrices without dimension numbers; `init` warns if they are called "kernel".
         consistent_rms: scales updates by this times the root of max(fan-in, fan-out); 0.2 matches Adam's.
             None scales them by the root of fan-out / fan-in, if that is more than 1.
         zero: as in `adam`, without `offload`. Each device orthogonalizes with the help of the others, as XLA

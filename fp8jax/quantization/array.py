@@ -79,8 +79,9 @@ class ScaledArray:
         model. GEMM operands in blocks (see `quantize_blocks`), and frozen kernels stored as such, may have
         E8M0 scales, or scales that are a `ScaledArray`; its codes are bfloat16 to mark such a parameter.
 
-    Operators (+ - * / ** @ negation), reductions, reshapes and indexing dequantize, and return a float32
-    array.
+    Operators (+ - * / ** @ negation, abs), `sum`, `mean`, `reshape`, `transpose`, `T` and indexing
+    dequantize, and return a float32 array; `x[...]` is the array itself. For other reductions call
+    `dequantize` first.
     """
 
     data: Any

@@ -36,12 +36,13 @@ def quantize(
     Args:
         x: float array (float32, bfloat16, float16) or `ScaledArray`, any shape.
         format: format of the codes, or its name.
-        scale: float32, scalar or of x's rank (see `ScaledArray`), from 2**-126 to 2**126. Another one raises,
-            and under `jax.jit` becomes NaN, so that all values are. The default is current scaling: it maps
-            the amax of `x`, or of each block, to the format's max, but no code to infinity.
+        scale: float32, scalar or of x's rank (see `ScaledArray`), from 2**-126 to 2**126. A scale
+            outside of this range raises; under `jax.jit` it becomes NaN, and so do all values. The default is
+            current scaling: it maps the amax of `x`, or of each block, to the format's max, but no code to
+            infinity.
         margin: binary headroom of the default scale.
         power_of_two: whether the default scale is a power of two.
-        blocks: shape of the default scale; () for one scale.
+        blocks: the number of blocks along each axis, the shape of the default scale; () for one scale.
 
     Returns:
         A `ScaledArray` of x's shape. The error of an element that does not saturate is at most half an ulp

@@ -18,7 +18,7 @@ class Diverged(BadInput):
 
 @contextlib.contextmanager
 def blame_input() -> Iterator[None]:
-    """Turns a ValueError, and an ImportError about an extra, into `BadInput`."""
+    """Turns a ValueError or an ImportError into `BadInput`, on one line."""
     try:
         yield
     except (ImportError, ValueError) as error:

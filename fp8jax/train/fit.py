@@ -75,8 +75,8 @@ def fit(
         twin: a trainer of another recipe, trained on the same batches for comparison.
         transform: row -> row, a pure function, of all sources.
         shuffle: a new order of `source` each epoch.
-        validation: rows that are not trained on. Every `eval_steps` steps and at the end, all of them are
-            evaluated, on several devices all but the last len(validation) % devices. The loss is the mean
+        validation: rows that are not trained on. All of them are evaluated every `eval_steps` steps and at
+            the end; on several devices the last len(validation) % devices are left out. The loss is the mean
             over batches, weighted by their rows; the last batch may be smaller.
         final_validation: rows of the validation after the last step; by default those of `validation`.
         validation_loss: the loss of a validation, see `Trainer.evaluator`.

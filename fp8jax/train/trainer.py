@@ -174,6 +174,10 @@ class Trainer:
         Args:
             plain: variables of the untransformed Linen module to start from, of any float dtype, as a
                 checkpoint has them; an NNX module brings its own.
+
+        Raises:
+            TypeError: `plain` is given for an NNX module.
+            ValueError: `plain` has other names or shapes.
         """
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self._rows(1)))
         state = self._compiled_init(self.key, zeros)

@@ -78,7 +78,7 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> "TrainState":
-        """A state at step 0, with `tx.init(params)`."""
+        """A state at step 0, with `tx.init(params["params"])`, or `tx.init(params)` of parameters alone."""
         return cls(
             step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(_params(params)), **kwargs
         )

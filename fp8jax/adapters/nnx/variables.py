@@ -21,7 +21,7 @@ CLASS = "class__fp8"
 
 
 class FP8State(nnx.Variable):
-    """An array of a dot product's scaling state (`fp8jax.init_state`), stacked as the kernel is."""
+    """An array of a dot product's scaling state (`fp8jax.dot.init_state`), stacked as the kernel is."""
 
 
 class Frozen(nnx.Variable):

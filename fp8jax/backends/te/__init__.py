@@ -4,9 +4,9 @@
     model = fp8jax.transform(model, "O2", backend="te")
 
 TransformerEngine computes only the three GEMMs of a dot. Casts, scales and scaling state are the same as with
-every other backend. So all recipes work, amaxes of a layer that is used twice are merged by max, NaN amaxes
-are ignored, and checkpoints are independent of the backend. For an H200 an MLP compiles to the same program
-as with "xla", except for the GEMM calls.
+every other backend. So all recipes with a scale for each tensor work, amaxes of a layer that is used twice
+are merged by max, NaN amaxes are ignored, and checkpoints are independent of the backend. For an H200 an MLP
+compiles to the same program as with "xla", except for the GEMM calls.
 
 TransformerEngine's casts are not used: with per-tensor scales they write row-major codes and leave transposes
 to XLA, as fp8jax does, and XLA fuses norms and activations only into its own casts. TransformerEngine's

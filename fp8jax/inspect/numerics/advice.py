@@ -85,8 +85,9 @@ def advise(
             first, which also says whether amaxes jump.
         target: the GPU that is to train, see `fp8jax.inspect.targets`; None for this process's device.
         recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
-            plain model `mxfp8` on GPUs that multiply it, otherwise `current`, or `block` if fewer layers are
-            bad with it. `te`, `O2` and `fp8` need rows of a recipe with the same casts, such as `O2`.
+            plain model the one of `mxfp8`, `current` and `block` with the fewest bad layers, of those that
+            `found` has and the GPU multiplies. `te`, `O2` and `fp8` need rows of a recipe with the same
+            casts, such as `O2`.
 
     Returns:
         The recipe, and a rule for each bad layer that keeps it in bfloat16. The reasons name the operand and

@@ -67,7 +67,7 @@ def statistics(
             own recipe has its state, once that has an amax. The recipe of the layer is measured, too.
         rules: of a plain model, as in `transform`: layers that they keep out of FP8 are not measured. The
             first recipe says which layers it includes. A transformed model has its own.
-        has_aux: as in `jax.value_and_grad`.
+        has_aux: whether `loss_fn` also returns auxiliary outputs; they are dropped.
 
     Returns:
         A function of the arguments of `loss_fn` that returns `Statistics`, a pytree. The model and its states

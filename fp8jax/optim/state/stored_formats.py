@@ -132,8 +132,8 @@ def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any,
 def with_masters(state: Any, params: Any) -> Any:
     """The optimizer state with master weights from plain weights: a checkpoint, or a new model.
 
-    `init` sees only the FP8 weights, which have lost 2.6% of the plain ones, and sets master weights to their
-    values. With this function they are those of `fp8jax_torch.prepare`, which sees the plain weights:
+    `init` sees only the FP8 weights, which differ from the plain ones by 2.6%, and sets master weights to
+    their values. With this function master weights are the plain ones, as `fp8jax_torch.prepare` has them:
 
         variables = model.init(key, x)
         opt_state = with_masters(tx.init(variables), module.init(key, x))
