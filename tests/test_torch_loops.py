@@ -538,6 +538,29 @@ def test_another_optimizer_advances_the_scales(make, recipe, copied):
     assert model[0].fp8.amax_history[0, :4].tolist() == [3 * largest, 2 * largest, largest, 0]
 
 
+@pytest.mark.parametrize("recipe", ["te", "O1", "nvfp4"])
+def test_models_called_by_their_parts(recipe):
+    """Without an optimizer each layer advances as the model's own call would advance all."""
+    whole, parts = (transform(net(), recipe) for _ in range(2))
+    for _ in range(3):
+        whole(X).square().sum().backward()
+        hidden = parts[0](X)
+        checkpoint(nn.Sequential(parts[1], parts[2]), hidden, use_reentrant=False).square().sum().backward()
+        for model in (whole, parts):
+            model.zero_grad()
+    assert_same(whole, parts)
+    first = transform(net(), recipe)
+    assert any((numbers(parts)[name] != new).any() for name, new in numbers(first).items())
+
+
+def test_replicas_of_data_parallel_are_refused():
+    """Their amaxes would be lost."""
+    replica = transform(net(), "te")[0]._replicate_for_data_parallel()
+    replica.weight, replica.bias = (torch.ones(shape) for shape in ((16, 16), 16))
+    with pytest.raises(RuntimeError, match=r"`model`: .*DataParallel.*DistributedDataParallel"):
+        replica(X)
+
+
 def test_forwards_between_the_steps_of_its_optimizer_advance_nothing():
     """Also with gradients that are gone, as in an attack on the inputs, and with written weights."""
     model, optimizer = prepared("te")

@@ -56,7 +56,12 @@ class FP8(Converted):
                 "parameter, which the optimizer may not know. Write into the old one, by `load_state_dict` "
                 "without `assign` or by `weight.data = x`. FSDP needs weight=FP32,weight_grad=FP32."
             )
-        state.is_called = True
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "`model`: expected one replica in a process; got one of nn.DataParallel's, which lose the "
+                "scaling state. Take torch.nn.parallel.DistributedDataParallel, or one GPU."
+            )
+        state.begin_forward()
         return matmul(x, weight, state, in_out=self.in_out, dtype=dtype)
 
 

@@ -22,7 +22,7 @@ from fp8jax_torch.optim.entries import NO_E4M4
 from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.processes import are_several
 from fp8jax_torch.scaled import is_scaled, quantize
-from fp8jax_torch.scaling import SCALINGS, ScalingState, advance, of_recipe
+from fp8jax_torch.scaling import SCALINGS, ScalingState, advance, is_in_backward, of_recipe
 
 NAME = "native"
 
@@ -76,6 +76,8 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     _leave_fast_path(model)
     if optimizer is None:
         model.register_forward_pre_hook(advance_before_forward)
+        for state in _states(model):
+            state.is_without_optimizer = True
     else:
         known = {*model.parameters(), *new}
         optimizer = skipping(_prepared(optimizer, recipe, new, known), Advancing)
@@ -272,8 +274,7 @@ def _version(parameter: Any) -> tuple[int, int]:
 
 def advance_before_forward(model: nn.Module, inputs: Any) -> None:
     """A hook before a forward: advances the scaling states of the backwards since the last forward."""
-    # A forward within a backward recomputes activations.
-    if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    if is_in_backward():
         return
     # One of several processes may evaluate alone, and `advance` waits for all.
     if are_several() and not (model.training or torch.is_grad_enabled()):

@@ -46,13 +46,15 @@ class ScalingState(torch.nn.Module):
         has_backward: whether a backward recorded an amax, and not only a forward without one.
         is_called: whether the layer had a forward.
         has_optimizer: whether an optimizer that advances this state has taken a step, or ended gradients.
+        is_without_optimizer: whether no optimizer was prepared with the model, so that a forward after a
+            backward advances this state.
         version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
             None, as for `version`, and no optimizer.
     """
 
     recorded: torch.Tensor | None
-    has_backward = is_called = has_optimizer = False
+    has_backward = is_called = has_optimizer = is_without_optimizer = False
     process_group: Any
     version: tuple[int, int] | None
 
@@ -91,6 +93,15 @@ class ScalingState(torch.nn.Module):
             self.scaling.update(self)
             self.forget()
 
+    def begin_forward(self) -> None:
+        """Notes a call of the layer. Without an optimizer the first one after a backward advances the state,
+        also in a model that is called by its parts; several processes advance together, in the model's call.
+        """
+        self.is_called = True
+        is_due = self.is_without_optimizer and self.has_backward
+        if is_due and not is_in_backward() and not are_several(self.process_group):
+            self.advance()
+
     def forget(self) -> None:
         """Drops the recorded amaxes: a skipped step leaves the state unchanged."""
         self.recorded, self.has_backward = None, False
@@ -124,6 +135,11 @@ class ScalingState(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
         if any(name.startswith(prefix) for name in state_dict):
             missing_keys += missing
+
+
+def is_in_backward() -> bool:
+    """Whether a backward runs, whose forwards recompute activations."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def advance(states: Sequence[ScalingState]) -> None:
