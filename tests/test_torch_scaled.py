@@ -52,6 +52,27 @@ def test_casts_equal_jaxs(format):
     assert got.float()[torch.from_numpy(is_nan)].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.__setitem__(1, 1.25),
+        lambda w: w.__setitem__(1, torch.tensor(1.25, dtype=torch.bfloat16)),
+        lambda w: w.mul_(torch.tensor([1.0, 0.5], dtype=torch.bfloat16)),
+        lambda w: w.add_(torch.tensor([0.0, 1.0], dtype=torch.bfloat16), alpha=-0.25),
+        lambda w: w.addcdiv_(torch.tensor([0.0, 1.0]), torch.ones(2), value=-0.25),
+        lambda w: w.clamp_(-1.25, 1.25),
+        lambda w: w.masked_fill_(torch.tensor([False, True]), 1.25),
+    ],
+)
+def test_writes_leave_the_other_bits(write):
+    """FP16 codes of a bfloat16 model have three bits more than bfloat16."""
+    codes = torch.tensor([1 + 2**-10, 1.5], dtype=torch.float16)
+    weight = ScaledTensor(codes, torch.tensor(1.0), torch.bfloat16)
+    write(weight)
+    assert weight.dequantize(torch.float32)[0] == 1 + 2**-10
+    assert weight.dequantize(torch.float32)[1] < 1.5
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_to_float_is_exact(format):
     codes = np.arange(2**format.bits).astype(f"u{format.bits // 8}").view(format.dtype)

@@ -85,8 +85,8 @@ class ScaledTensor(torch.Tensor):
         self.codes, self.scale = new.codes, new.scale
 
     def __setitem__(self, index: Any, new: Any) -> None:
-        plain = self.detach().dequantize()
-        plain[index] = value(new)
+        plain = self.detach().dequantize(torch.float32)
+        plain[index] = value(new).to(plain.dtype) if isinstance(new, torch.Tensor) else new
         self.copy_(plain)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[torch.Tensor, "..."]:
@@ -219,7 +219,9 @@ def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
 
         def leaf(x: Any) -> Any:
-            plain = value(x)
+            # FP16 codes have more bits than the bfloat16 of their model.
+            is_float32 = is_written and is_scaled(x) and func.overloadpacket in _PROMOTING
+            plain = x.dequantize(torch.float32) if is_float32 else value(x)
             if plain is not x and is_written:
                 written.append((x, plain))
             return plain
@@ -295,6 +297,10 @@ def _empty_like(func: Any, x: ScaledTensor, **kwargs: Any) -> torch.Tensor:
     )
 
 
+# Operations that write to float32 from tensors of other dtypes.
+_PROMOTING = {
+    getattr(_aten, name) for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ clamp_ masked_fill_".split()
+}
 _NEW = "zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _mapped(torch.Tensor.detach),
