@@ -86,7 +86,7 @@ class ScaledTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, new: Any) -> None:
         plain = self.detach().dequantize(torch.float32)
-        plain[index] = value(new).to(plain.dtype) if isinstance(new, torch.Tensor) else new
+        plain[index] = torch.as_tensor(value(new), dtype=plain.dtype, device=plain.device)
         self.copy_(plain)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[torch.Tensor, "..."]:
