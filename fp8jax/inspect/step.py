@@ -35,6 +35,7 @@ def training_step(
     variables: PyTree,
     *inputs: PyTree,
     recipe: Recipe | str,
+    optimizer: Callable[..., Any] = optim.adamw,
     target: str | targets.Target | None = None,
     devices: int = 1,
     stage: int = 0,
@@ -46,6 +47,7 @@ def training_step(
         variables: arrays or shapes.
         inputs, target, devices, stage: as in `fp8jax.inspect.memory.plan`.
         recipe: the recipe of the optimizer and of the communication.
+        optimizer: called as `fp8jax.optim.adamw` is: with a learning rate, the recipe and `zero`.
 
     Raises:
         ValueError: no such target or stage; this process has fewer devices; an input has no rows to share.
@@ -53,7 +55,7 @@ def training_step(
     """
     checked = comm.Zero(targets.mesh(target, devices), stage=stage)
     zero = checked if devices > 1 else None
-    tx = optim.adamw(1e-3, recipe, zero=zero)
+    tx = optimizer(1e-3, recipe, zero=zero)
 
     def init() -> tuple[PyTree, PyTree]:
         made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)

@@ -85,7 +85,7 @@ class ScaledTensor(torch.Tensor):
         self.codes, self.scale = new.codes, new.scale
 
     def __setitem__(self, index: Any, new: Any) -> None:
-        plain = self.detach().dequantize(torch.float32)
+        plain = self.dequantize(torch.float32)
         plain[index] = torch.as_tensor(value(new), dtype=plain.dtype, device=plain.device)
         self.copy_(plain)
 
