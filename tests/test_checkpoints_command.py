@@ -206,7 +206,7 @@ def empty(run):
             "which is AttributeError: module 'names_of_gpt' has no",
         ),
         (None, {"--mapping": "llama"}, "`mapping`: expected a rename that leads to "),
-        (None, {"--format": "fp5"}, "`format`: expected one of fp8, "),
+        (None, {"--format": "fp5"}, "`format`: expected one of bf16, fp32, fp8, "),
         (None, {"--config": "names_of_gpt.py"}, "--config: expected a JSON object in names_of_gpt.py; got "),
         (None, {"--config": "nothing.json"}, "No such file or directory: 'nothing.json'"),
         (cut_kernels, {}, "by this version of fp8jax; got "),
