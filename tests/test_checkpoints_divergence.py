@@ -113,7 +113,7 @@ def test_divergence_of_numbers_that_are_not_finite():
     [
         ("fp8:static", lambda y: y, "`format`: expected one of fp8, .*; got 'fp8:static', and no recipe"),
         ("compressed-tensors:nvfp4", lambda y: y, "and no recipe quantizes inputs"),
-        ("fp5", lambda y: y, "`format`: expected one of fp8, fp8:ue8m0, fp8:tensor, fp8:static"),
+        ("fp5", lambda y: y, "`format`: expected one of bf16, fp32, fp8, fp8:ue8m0, fp8:tensor, fp8:static"),
         ("fp8", lambda y: (y, y), "`model`: expected one that returns logits; got tuple"),
     ],
 )
