@@ -371,6 +371,17 @@ def test_prepared_optimizer_keeps_groups_and_state():
     assert train(model, own, 10)[-1] == pytest.approx(reference[-1], rel=0.05)
 
 
+def test_groups_added_later_have_the_users_options():
+    net = Net()
+    for layer in (net.norm, net.lm_head):
+        layer.requires_grad_(False)
+    options = {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+    trained = [*net.up.parameters(), *net.down.parameters()]
+    model, own = prepare(net, torch.optim.AdamW(trained, **options), "O2")
+    own.add_param_group({"params": model.lm_head.parameters(), "eps": 1e-5})
+    assert {name: own.param_groups[1][name] for name in options} == {**options, "eps": 1e-5}
+
+
 def test_weight_decay_of_adam_and_adamw():
     net = Net()
     _, own = prepare(net, torch.optim.Adam(net.parameters(), weight_decay=0.1), "O2")

@@ -180,6 +180,8 @@ def _as_ours(optimizer: Any, recipe: Recipe, new: dict[nn.Parameter, nn.Paramete
         options = {name: option for name, option in group.items() if name not in _OPTIONS_OF_TORCH}
         groups.append({**options, "params": [new.get(old, old) for old in group["params"]]})
     ours = (AdamW if base.is_decoupled(optimizer) else Adam)(groups, recipe=recipe)
+    # Of groups that are added later.
+    ours.defaults |= {name: optimizer.defaults[name] for name in ours.defaults.keys() & optimizer.defaults}
     for group in optimizer.param_groups:
         for old in group["params"]:
             parameter: Any = new.get(old, old)
