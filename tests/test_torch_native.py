@@ -217,6 +217,14 @@ def test_outputs_are_written_in_place(recipe, features):
     assert x.grad is not None and x.grad.any()
 
 
+@pytest.mark.parametrize("recipe", ["te", "te,scaling=current", "block", "mxfp8", "nvfp4", "O2"])
+def test_other_number_of_features(recipe):
+    """Padded to whole blocks, both operands could have the same size."""
+    model = transform(nn.Sequential(nn.Linear(32, 8)), recipe)
+    with pytest.raises(RuntimeError, match=r"`0`: expected an input with 32 features; got .*20"):
+        model(torch.ones(4, 20))
+
+
 def test_empty_batch():
     model = transform(nn.Linear(24, 8), "te")
     x = torch.zeros(0, 24, requires_grad=True)

@@ -36,7 +36,15 @@ def matmul(
     The weight is plain or a `ScaledTensor`, shape=(n, k), or (k, n) if `in_out`, as in transformers' Conv1D.
     The gradient for `x` has its dtype; the gradient for `weight` has the weight's, or is an E4M3
     `ScaledTensor`.
+
+    Raises:
+        RuntimeError: the input has another number of features than the weight.
     """
+    features = weight.shape[0 if in_out else 1]
+    if x.shape[-1] != features:
+        raise RuntimeError(  # as torch's layer does
+            f"`{state.path or '(root)'}`: expected an input with {features} features; got {list(x.shape)}."
+        )
     with without_autocast(x.device):
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0
         out: Any = _Matmul.apply(matrix, weight, state, in_out, dtype, torch.is_grad_enabled())
