@@ -407,6 +407,26 @@ def test_other_optimizers_stay(level):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"foreach": True}], ids=str)
+def test_momentum_of_sgd_is_float32(options):
+    """torch's SGD begins it as a clone of the gradient, which is in E4M3."""
+    net = Net()
+    model, optimizer = prepare(net, torch.optim.SGD(net.parameters(), 0.1, 0.9, **options), "O1")
+    plain = copy.deepcopy(model)
+    reference = torch.optim.SGD(plain.parameters(), 0.1, 0.9, **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        F.mse_loss(model(batch()[0]), batch()[1]).backward()
+        assert is_scaled(model.up.weight.grad)
+        for parameter, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            twin.grad = value(parameter.grad).clone()
+        optimizer.step()
+        reference.step()
+        for parameter, twin in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(value(parameter), value(twin)), step
+    assert not any(is_scaled(state["momentum_buffer"]) for state in optimizer.state.values())
+
+
 def test_refused_arguments():
     net = Net()
     with pytest.raises(ValueError, match=r"`optimizer`: expected an Adam or AdamW.*got SGD"):

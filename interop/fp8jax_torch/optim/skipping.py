@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 from fp8jax_torch import casts
 from fp8jax_torch.mixins import mixed
 from fp8jax_torch.processes import are_several, largest_of_all
-from fp8jax_torch.scaled import is_scaled
+from fp8jax_torch.scaled import is_scaled, value
 
 # Entries of states of `fp8jax_torch.optim`.
 _SCALES = {"exp_avg_scale", "exp_avg_sq_scale", "exp_avg_sq_root_scale", "master_scale"}
@@ -29,7 +29,10 @@ class Skipping:
     process_group: Any = None  # the processes that step together; None for all; a copy has None
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step; no step and no step hooks where a gradient is not finite."""
+        """The optimizer's step; no step and no step hooks where a gradient is not finite.
+
+        The optimizer's state stays plain, also where it was a copy of a quantized gradient.
+        """
         parent: Any = super()
 
         def check(loss: Any = None) -> Any:
@@ -41,12 +44,18 @@ class Skipping:
         self.has_skipped = False
         try:
             if closure is not None:
-                return parent.step(lambda: check(closure()), *args, **kwargs)
-            check()
-            return parent.step(*args, **kwargs)
+                args = (lambda: check(closure()), *args)
+            else:
+                check()
+            loss = parent.step(*args, **kwargs)
         except _NotFinite as error:
             self.skipped, self.has_skipped = self.skipped + 1, True
             return error.args[0]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state.get(parameter, {})
+            # torch's SGD begins its momentum as a clone of the gradient.
+            state |= {name: value(entry) for name, entry in state.items() if is_scaled(entry)}
+        return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]  # the optimizer's step calls the hooks
 
