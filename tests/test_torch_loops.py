@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -464,6 +466,49 @@ def test_scales_and_amaxes_under_another_default_dtype():
     finally:
         torch.set_default_dtype(default)
     assert model[0].weight.scale.dtype == largest.dtype == torch.float32
+
+
+@pytest.fixture
+def default_bfloat16():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("level", ["te,interval=2", "O3", "fp8"])
+def test_states_under_another_default_dtype(level, default_bfloat16):
+    model, optimizer = prepared(level)
+    train(model, optimizer)
+    assert all(buffer.dtype == torch.float32 for buffer in model.buffers())
+    if level != "te,interval=2":
+        assert all(state["step"].dtype == torch.float32 for state in optimizer.state.values())
+
+
+def test_late_steps_under_another_default_dtype(default_bfloat16):
+    """The number 299 is not one of bfloat16."""
+    parameters = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        parameters.append(nn.Parameter(torch.ones(4, dtype=torch.float32)))
+        optimizer = AdamW(parameters[-1:], 0.1, recipe="te")
+        optimizer.ensure_state(parameters[-1])["step"].fill_(298)
+        parameters[-1].grad = torch.ones(4, dtype=torch.float32)
+        optimizer.step()
+    assert torch.equal(*parameters)
+
+
+def test_import_under_other_defaults():
+    defaults = "torch.set_default_dtype(torch.bfloat16); torch.set_default_device('meta')"
+    subprocess.run([sys.executable, "-c", f"import torch; {defaults}; import fp8jax_torch"], check=True)
+
+
+def test_cast_scaling_state_is_refused():
+    """FSDP's MixedPrecision(buffer_dtype=) casts buffers so."""
+    model = transform(net(), "te")
+    for buffer in model.buffers():
+        buffer.data = buffer.to(torch.bfloat16)
+    with pytest.raises(TypeError, match="`0`: expected float32 scales; got bfloat16.*buffer_dtype"):
+        model(X)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])

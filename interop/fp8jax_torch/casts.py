@@ -14,7 +14,9 @@ from fp8jax.quantization.casts import nan_code
 _FLOAT32 = torch.finfo(torch.float32)
 
 # E2M1's values in the order of their codes.
-E2M1_VALUES = torch.tensor([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+E2M1_VALUES = torch.tensor(
+    [sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], dtype=torch.float32, device="cpu"
+)
 
 
 def dtype_of(format: Format) -> torch.dtype:

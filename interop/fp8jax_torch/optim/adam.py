@@ -164,7 +164,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         """The state of a parameter; missing moments start at zero, a missing master at `master` or the
         parameter's value."""
         state = self.state[parameter]
-        state.setdefault("step", torch.zeros(()))
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         for name, format in self._formats_of(parameter).items():
             if entry_of(state, name) is not None:
                 continue

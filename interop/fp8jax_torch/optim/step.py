@@ -240,7 +240,7 @@ def _advance_fused(
     """`_advance` by torch's fused Adam, with other last bits: for first moments that are not E4M3."""
     kernels: Any = torch.ops.aten
     fused = kernels._fused_adamw_ if scalars.decoupled else kernels._fused_adam_
-    step = torch.tensor(float(scalars.step), device=weight.device)
+    step = torch.tensor(scalars.step, dtype=torch.float32, device=weight.device)
     options = {name: getattr(scalars, name) for name in ("lr", "weight_decay", "eps", "maximize")}
     options |= {"beta1": scalars.betas[0], "beta2": scalars.betas[1], "amsgrad": False}
     fused([weight], [grad], [mu], [nu], [], [step], **options)

@@ -158,7 +158,7 @@ def _merge_over_processes(states: Sequence[ScalingState]) -> None:
     if not states:
         return
     device = next(states[0].buffers()).device
-    nothing = torch.full((3,), -1.0, device=device)
+    nothing = torch.full((3,), -1.0, dtype=torch.float32, device=device)
     recorded = [nothing if state.recorded is None else state.recorded.to(device) for state in states]
     merged = largest_of_all(torch.stack(recorded), states[0].process_group)
     for state, row, is_recorded in zip(states, merged, (merged[:, 0] >= 0).tolist(), strict=True):

@@ -59,12 +59,17 @@ class DelayedScaling(CurrentScaling):
 
     def init(self, path: str) -> dict[str, torch.Tensor]:
         """See `Scaling`."""
-        scale = torch.tensor(FIRST_SCALES[self.recipe.first_scale])
-        first = {"scale": scale, "amax_history": torch.zeros(3, self.recipe.amax_history_len)}
-        return first | ({"step": torch.zeros(())} if self.recipe.interval > 1 else {})
+        scale = torch.tensor(FIRST_SCALES[self.recipe.first_scale], dtype=torch.float32)
+        first = {"scale": scale, "amax_history": scale.new_zeros(3, self.recipe.amax_history_len)}
+        return first | ({"step": scale.new_zeros(())} if self.recipe.interval > 1 else {})
 
     def scale(self, state: Any, operand: int, amax: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
-        """See `CurrentScaling`."""
+        """See `CurrentScaling`; raises TypeError for scales that are not float32."""
+        if state.scale.dtype != torch.float32:
+            raise TypeError(
+                f"`{state.path}`: expected float32 scales; got {str(state.scale.dtype)[6:]}, as by FSDP's "
+                "MixedPrecision(buffer_dtype=...). Leave buffer_dtype out."
+            )
         scale = state.scale[operand].clone()
         if self.recipe.first_scale != "tensor":
             return scale
