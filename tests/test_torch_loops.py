@@ -417,6 +417,43 @@ def test_optimizer_that_prepare_replaced_is_refused(inplace):
         old.step()
 
 
+def of_others(parameters):
+    return torch.optim.AdamW([*parameters, nn.Parameter(torch.ones(1))])
+
+
+def with_scheduler(parameters):
+    optimizer = torch.optim.AdamW(parameters)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make, level",
+    [
+        (lambda parameters: torch.optim.SGD(parameters, 0.1), "O2"),
+        (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), "O2"),
+        (lambda parameters: AdamW(parameters, recipe="O2"), "O3"),
+        (lambda parameters: AdamW(parameters, recipe="O2"), "fp8"),
+        (of_others, "O2"),
+        (of_others, "te"),
+        (with_scheduler, "O2"),
+    ],
+    ids=["SGD", "amsgrad", "other weights", "other rounding", "others", "others of te", "scheduler"],
+)
+def test_refused_optimizers_leave_the_model_as_it_is(make, level):
+    model = net()
+    parameters = list(model.parameters())
+    optimizer = make(parameters)
+    groups = [group["params"][:] for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match="`optimizer`|`recipe`: expected one with E4M3 weights"):
+        prepare(model, optimizer, level, inplace=True)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear]
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    for before, group in zip(groups, optimizer.param_groups, strict=True):
+        assert all(one is other for one, other in zip(before, group["params"], strict=True))
+    prepare(model, torch.optim.AdamW(parameters), level, inplace=True)
+
+
 def test_objects_that_are_no_optimizer_are_refused():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,7 +11,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import native
-from fp8jax_torch.backends.base import ModuleRow
+from fp8jax_torch.backends.base import ModuleRow, check_no_scheduler
 from fp8jax_torch.linear import Converted, restore
 from fp8jax_torch.optim.skipping import Skipping
 from fp8jax_torch.safetensors_keys import save_as_before, save_in_parts
@@ -91,13 +91,10 @@ def prepare(
         raise ValueError(f"`process_group`: only backend='native' takes one; got it with {chosen.NAME!r}.")
     given = optimizer
     if not inplace:
+        if optimizer is not None:
+            check_no_scheduler(optimizer)
         model, optimizer = _copied(model, optimizer)
     model, optimizer, rows, note = chosen.prepare(model, optimizer, recipe)
-    if optimizer is not given and hasattr(getattr(given, "step", None), "_wrapped_by_lr_sched"):
-        raise ValueError(
-            "`optimizer`: expected one without a scheduler; got one with a scheduler, which would not act on "
-            "the returned optimizer. Make the scheduler of the returned optimizer, after `prepare`."
-        )
     for state in [module for module in model.modules() if isinstance(module, ScalingState)]:
         state.process_group = process_group
     if isinstance(optimizer, Skipping):

@@ -151,6 +151,15 @@ def is_decoupled(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.AdamW) or by_option
 
 
+def check_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer with a scheduler, where `prepare` returns another optimizer."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            "`optimizer`: expected one without a scheduler; got one with a scheduler, which would not act on "
+            "the returned optimizer. Make the scheduler of the returned optimizer, after `prepare`."
+        )
+
+
 def _shape(module: nn.Module) -> tuple[int, ...]:
     """The shape of the weight, or of the first parameter."""
     parameters = dict(module.named_parameters(recurse=False))

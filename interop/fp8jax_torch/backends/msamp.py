@@ -133,6 +133,7 @@ def plan(model: nn.Module, recipe: Recipe) -> list[base.ModuleRow]:
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that MS-AMP cannot continue, or that would fail at the first step."""
+    base.check_no_scheduler(optimizer)
     got = None
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         got = type(optimizer).__name__

@@ -6,6 +6,7 @@ recipe's format, their weight gradients are FP8, and Adam keeps moments and mast
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fp8jax_torch.backends import base
 from fp8jax_torch.gemm import why_emulated
 from fp8jax_torch.linear import FP8, Converted, convert
 from fp8jax_torch.optim import Adam, AdamW
+from fp8jax_torch.optim.adam import check_recipe
 from fp8jax_torch.optim.entries import NO_E4M4
 from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.processes import are_several
@@ -54,33 +56,39 @@ def refuses(recipe: Recipe) -> str | None:
 def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
     """Makes the chosen layers and the optimizer follow the recipe; see `base`.
 
-    Block scaling raises RuntimeError for a model on a GPU.
+    Block scaling raises RuntimeError for a model on a GPU. What raises leaves model and optimizer unchanged.
 
     An Adam or AdamW of torch becomes `fp8jax_torch.optim`'s where the recipe has low-precision weights,
     moments or masters. Other optimizers stay, where the recipe leaves moments and masters in float32, and
     rounds to nearest.
     """
-    found, new = layers.linears(model), {}
+    found = layers.linears(model)
     if recipe.is_quantized:
         of_recipe(recipe).check_device(layers.device_of(model))
         rows = base.plan(NAME, model, recipe, layers.why_not_converted, base.no_gemm)
-        chosen = {row.path: found[row.path] for row in rows if row.fp8}
-        new = _to_fp8(chosen, layers.shared_weights(model), recipe)
+        chosen, shared = {row.path for row in rows if row.fp8}, layers.shared_weights(model)
+        # A layer that shares its weight with a module outside FP8 keeps a plain weight.
+        plain = recipe.with_plain_weights()
+        recipes = {path: recipe if shared.get(path, path) in chosen else plain for path in chosen}
     else:
         reasons = {path: layers.why_not_converted(module) for path, module in found.items()}
         shown = {path: reason or f"gemm={recipe.gemm}" for path, reason in reasons.items()}
         rows = base.rows_of(model, shown, base.no_gemm)
-        for path, module in found.items():
-            if reasons[path] is None:
-                convert(module, recipe, path)
+        recipes = {path: recipe for path, reason in reasons.items() if reason is None}
+    new = _quantized((found[path].weight, own) for path, own in recipes.items())
+    if optimizer is not None:
+        optimizer = _prepared(optimizer, recipe, new, set(model.parameters()))
+    for path, own in recipes.items():
+        layer: Any = found[path]
+        convert(layer, own, path)
+        layer.weight = new.get(layer.weight, layer.weight)
     _leave_fast_path(model)
     if optimizer is None:
         model.register_forward_pre_hook(advance_before_forward)
         for state in _states(model):
             state.is_without_optimizer = True
     else:
-        known = {*model.parameters(), *new}
-        optimizer = skipping(_prepared(optimizer, recipe, new, known), Advancing)
+        optimizer = skipping(optimizer, Advancing)
         optimizer.scaling_states = _states(model)
         model.register_forward_pre_hook(AdvanceAfterOtherOptimizer())
     return base.Prepared(model, optimizer, rows, note(model))
@@ -112,32 +120,20 @@ def _leave_fast_path(model: nn.Module) -> None:
                 module.activation_relu_or_gelu = 0
 
 
-def _to_fp8(
-    chosen: dict[str, nn.Module], shared: dict[str, str], recipe: Recipe
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Converts layers and quantizes each weight once; returns the new parameters by the old parameters.
-
-    A layer that shares its weight with a module outside FP8 keeps a plain weight.
-    """
+def _quantized(weights: Iterable[tuple[Any, Recipe]]) -> dict[nn.Parameter, nn.Parameter]:
+    """The new parameters by the old parameters, which are the weights of layers and their recipes."""
     new: dict[nn.Parameter, nn.Parameter] = {}
-    with_plain_weight = recipe.with_plain_weights()
-    for path, module in chosen.items():
-        is_plain = shared.get(path, path) not in chosen
-        convert(module, with_plain_weight if is_plain else recipe, path)
-        old: Any = module.weight
-        if is_plain or recipe.weight == "FP32" or is_scaled(old):
-            continue
-        if old not in new:
+    for old, recipe in weights:
+        if recipe.weight != "FP32" and not is_scaled(old) and old not in new:
             scaled = quantize(old, formats.get(recipe.weight), power_of_two=True)
             new[old] = nn.Parameter(scaled, old.requires_grad)
-        module.weight = new[old]
     return new
 
 
 def _prepared(
     optimizer: Any, recipe: Recipe, new: dict[nn.Parameter, nn.Parameter], known: set[nn.Parameter]
 ) -> Any:
-    """An optimizer of the new parameters, with its state in the recipe's formats."""
+    """An optimizer of the new parameters, with its state in the recipe's formats; checks before it writes."""
     if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("`optimizer`: expected only parameters of the model; got others too.")
     columns = recipe.moments, recipe.master_weight, recipe.rounding
@@ -145,11 +141,12 @@ def _prepared(
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and (has_formats or new):
         return _as_ours(optimizer, recipe, new)
     if isinstance(optimizer, Adam):
-        if optimizer.recipe is None and not optimizer.state:
-            optimizer.recipe = recipe
-        told = optimizer.state_recipe
-        if (told.moments, told.rounding) != (recipe.moments, recipe.rounding):
-            raise ValueError(f"`optimizer`: expected one with moments and rounding of {recipe}; got {told}.")
+        told = recipe if optimizer.recipe is None and not optimizer.state else optimizer.recipe
+        own = told or optimizer.state_recipe
+        if (own.moments, own.rounding) != (recipe.moments, recipe.rounding):
+            raise ValueError(f"`optimizer`: expected one with moments and rounding of {recipe}; got {own}.")
+        check_recipe(told, [new.get(p, p) for group in optimizer.param_groups for p in group["params"]])
+        optimizer.recipe = told
     elif has_formats:
         raise ValueError(
             f"`optimizer`: expected an Adam or AdamW, of torch or fp8jax_torch.optim, to keep moments="
@@ -163,13 +160,12 @@ def _prepared(
     for old, parameter in new.items():
         if old in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(old)
-    if isinstance(optimizer, Adam):
-        optimizer.check_weights()
     return optimizer
 
 
 def _as_ours(optimizer: Any, recipe: Recipe, new: dict[nn.Parameter, nn.Parameter]) -> Adam:
     """The `Adam` or `AdamW` that replaces torch's, with its groups, and its state in the recipe's formats."""
+    base.check_no_scheduler(optimizer)
     groups = []
     for group in optimizer.param_groups:
         for name in ("amsgrad", "differentiable"):

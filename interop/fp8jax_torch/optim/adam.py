@@ -118,14 +118,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 raise ValueError(f"`params`: expected floating parameters; got {parameter.dtype}.")
-        self.check_weights()
-
-    def check_weights(self) -> None:
-        """Raises ValueError if the recipe's weights are not those of the parameters."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        names = {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)}
-        if self.recipe is not None:
-            check_weights(self.recipe, names)
+        check_recipe(self.recipe, [p for group in self.param_groups for p in group["params"]])
 
     @property
     def state_recipe(self) -> Recipe:
@@ -305,6 +298,12 @@ class AdamW(Adam):
 
     decoupled = True
     default_decay = 1e-2
+
+
+def check_recipe(recipe: Recipe | None, parameters: list[Any]) -> None:
+    """Raises ValueError if the recipe's weights are not those of the parameters."""
+    if recipe is not None:
+        check_weights(recipe, {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)})
 
 
 def _has_scale(name: str, format: Format) -> bool:
