@@ -360,6 +360,9 @@ def test_optimizer_of_replaced_parameters_is_refused():
     model.load_state_dict(prepared("O2", net(seed=1))[0].state_dict(), assign=True)
     with pytest.raises(RuntimeError, match=r"`optimizer`: expected gradients .*assign=True"):
         train(model, optimizer)
+    for step in (lambda: optimizer.step(None), lambda: optimizer.step(closure=None)):  # as accelerate does
+        with pytest.raises(RuntimeError, match=r"`optimizer`: expected gradients .*assign=True"):
+            step()
 
 
 def test_items_are_written():

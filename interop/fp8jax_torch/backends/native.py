@@ -197,7 +197,7 @@ class Advancing(Skipping):
 
     scaling_states: list[ScalingState]
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; then the scaling states advance.
 
         Raises:
@@ -208,12 +208,12 @@ class Advancing(Skipping):
         _check_processes(self.scaling_states)
         grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
         has_backward = any(state.has_backward for state in self.scaling_states)
-        if has_backward and not (args or kwargs) and all(grad is None for grad in grads):
+        if has_backward and closure is None and all(grad is None for grad in grads):
             raise RuntimeError(
                 "`optimizer`: expected gradients of its parameters after a backward; got none. The model has "
                 "other parameters, as after `load_state_dict(assign=True)`: make the optimizer of those."
             )
-        loss = super().step(*args, **kwargs)
+        loss = super().step(closure, *args, **kwargs)
         if not self.has_skipped:
             advance(self.scaling_states)
         for state in self.scaling_states:
