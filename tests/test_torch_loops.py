@@ -524,6 +524,15 @@ def test_states_under_another_default_dtype(level, default_bfloat16):
         assert all(state["step"].dtype == torch.float32 for state in optimizer.state.values())
 
 
+def test_remainders_end_with_their_16_bit_parameters():
+    model, optimizer = prepared("fp8", net().to(torch.bfloat16))
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)(X.to(dtype)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ("remainder" in optimizer.state[model[2].bias]) == (dtype == torch.bfloat16)
+
+
 def test_late_steps_under_another_default_dtype(default_bfloat16):
     """The number 299 is not one of bfloat16."""
     parameters = []

@@ -169,6 +169,8 @@ class Adam(Skipping, torch.optim.Optimizer):
             self._store(parameter, name, first, format)
         if self._has_plain_remainder(parameter):
             state.setdefault("remainder", torch.zeros_like(parameter, dtype=torch.int8).contiguous())
+        elif "remainder" not in self._formats_of(parameter):  # as after `model.float()`
+            state.pop("remainder", None)
         return state
 
     def _has_plain_remainder(self, parameter: torch.Tensor) -> bool:
