@@ -707,6 +707,50 @@ def test_attributes_of_an_optimizer_are_copied():
     prepare(model, uncopied, "te", inplace=True)
 
 
+@pytest.mark.parametrize("level", ["te", "O2"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_hooks_of_an_optimizer_are_kept(level, inplace):
+    model, calls = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    prepare(model, optimizer, level)
+    model, optimizer = prepare(model, optimizer, level, inplace=inplace)
+    train(model, optimizer, 1)
+    optimizer.state_dict()
+    assert calls == ["before", "after", "saved"]
+    optimizer.zero_grad()
+    if not inplace:
+        optimizer.step()  # not refused as a step of the given one
+
+
+def with_hook(parameter):
+    parameter.register_hook(torch.zeros_like)
+
+
+def with_late_hook(parameter):
+    parameter.register_post_accumulate_grad_hook(
+        lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter))
+    )
+
+
+@pytest.mark.parametrize("register", [with_hook, with_late_hook])
+def test_hooks_of_parameters_are_not_lost(register):
+    model = net()
+    register(model[0].weight)
+    for level, inplace in (("te", False), ("O2", False), ("O2", True)):
+        with pytest.raises(ValueError, match=r"`model`: .* got hooks of 0\.weight.*after `prepare`"):
+            transform(model, level, inplace=inplace)
+    copied = copy.deepcopy(model)
+    model = transform(model, "te", inplace=True)
+    model(X).sum().backward()
+    assert not model[0].weight.grad.any() and model[2].weight.grad.any()
+    register(copied[0].weight)
+    copied.requires_grad_(False)
+    transform(copied, "te")  # where no hook is called
+
+
 def test_layers_that_the_model_does_not_call_are_reported():
     """It may read their weights itself, in high precision."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from fp8jax.recipe import Recipe
 from fp8jax_torch import backends, layers
 from fp8jax_torch.backends import native
-from fp8jax_torch.backends.base import ModuleRow, check_no_scheduler
+from fp8jax_torch.backends.base import ModuleRow, check_no_hooks, check_no_scheduler
 from fp8jax_torch.linear import Converted, restore
 from fp8jax_torch.optim.skipping import Skipping
 from fp8jax_torch.safetensors_keys import save_as_before, save_in_parts
@@ -68,8 +68,9 @@ def prepare(
     Raises:
         TypeError: `model` is not a module, or `optimizer` not an optimizer.
         ValueError: the recipe cannot be parsed, or the backend cannot express it; the model or a submodule
-            was prepared before; a pattern of the recipe matches no layer, or no layer can run in FP8; the
-            optimizer cannot keep the recipe's formats, or has a scheduler; the backend has no process group.
+            was prepared before; a parameter that is copied has hooks; a pattern of the recipe matches no
+            layer, or no layer can run in FP8; the optimizer cannot keep the recipe's formats, or has a
+            scheduler; the backend has no process group.
         ImportError: the library of the named backend is not installed.
         RuntimeError: the named backend cannot run here, or has no block scaling here.
     """
@@ -91,6 +92,7 @@ def prepare(
         raise ValueError(f"`process_group`: only backend='native' takes one; got it with {chosen.NAME!r}.")
     given = optimizer
     if not inplace:
+        check_no_hooks(model.named_parameters())
         if optimizer is not None:
             check_no_scheduler(optimizer)
         model, optimizer = _copied(model, optimizer)
@@ -101,8 +103,10 @@ def prepare(
         optimizer.process_group = process_group
     if optimizer is not None:
         _warn_of_others(model, optimizer)
-    if given is not None and given is not optimizer and not hasattr(given, _REPLACED):
-        setattr(given, _REPLACED, given.register_step_pre_hook(functools.partial(_refuse_step, inplace)))
+    if given is not None and given is not optimizer:
+        _copy_hooks(given, optimizer)
+        if not hasattr(given, _REPLACED):
+            setattr(given, _REPLACED, given.register_step_pre_hook(functools.partial(_refuse_step, inplace)))
     if chosen is native:
         save_in_parts(model)
     setattr(model, _REPORT, Report(str(recipe), why, tuple(rows), note))
@@ -124,6 +128,15 @@ def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
                 "inplace=True."
             ) from error
     return model, new
+
+
+def _copy_hooks(given: Any, optimizer: Any) -> None:
+    """Gives the hooks of the given optimizer, without `_refuse_step`, to the returned optimizer."""
+    own = getattr(given, _REPLACED, None)
+    for name, hooks in vars(given).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            kept = {key: hook for key, hook in hooks.items() if own is None or key != own.id}
+            getattr(optimizer, name).update(kept)
 
 
 def _warn_of_others(model: nn.Module, optimizer: Any) -> None:

@@ -15,7 +15,7 @@ cannot keep the recipe's formats.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +158,17 @@ def check_no_scheduler(optimizer: torch.optim.Optimizer) -> None:
             "`optimizer`: expected one without a scheduler; got one with a scheduler, which would not act on "
             "the returned optimizer. Make the scheduler of the returned optimizer, after `prepare`."
         )
+
+
+def check_no_hooks(parameters: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError for named parameters with hooks, which their copies would not have."""
+    for name, parameter in parameters:
+        hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter.requires_grad and any(hooks):
+            raise ValueError(
+                "`model`: expected parameters without hooks, which the prepared model's would not have; got "
+                f"hooks of {name}. Register them after `prepare`, of the parameters of the model it returns."
+            )
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

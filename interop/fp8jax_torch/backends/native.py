@@ -76,6 +76,7 @@ def prepare(model: nn.Module, optimizer: Any, recipe: Recipe) -> base.Prepared:
         rows = base.rows_of(model, shown, base.no_gemm)
         recipes = {path: recipe for path, reason in reasons.items() if reason is None}
     new = _quantized((found[path].weight, own) for path, own in recipes.items())
+    base.check_no_hooks((name, old) for name, old in model.named_parameters() if old in new)
     if optimizer is not None:
         optimizer = _prepared(optimizer, recipe, new, set(model.parameters()))
     for path, own in recipes.items():
