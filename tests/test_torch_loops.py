@@ -533,6 +533,17 @@ def test_remainders_end_with_their_16_bit_parameters():
         assert ("remainder" in optimizer.state[model[2].bias]) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "fp8"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_state_follows_a_model_that_moves(level, steps):
+    model, optimizer = prepared(level)
+    train(model, optimizer, steps)
+    weight = model.to("meta")[0].weight
+    assert weight is optimizer.param_groups[0]["params"][0]
+    devices = {name: entry.device.type for name, entry in optimizer.ensure_state(weight).items()}
+    assert devices.pop("step") == "cpu" and set(devices.values()) == {"meta"}
+
+
 def test_late_steps_under_another_default_dtype(default_bfloat16):
     """The number 299 is not one of bfloat16."""
     parameters = []

@@ -154,9 +154,10 @@ class Adam(Skipping, torch.optim.Optimizer):
     def ensure_state(
         self, parameter: torch.Tensor, master: Float[torch.Tensor, "..."] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The state of a parameter; missing moments start at zero, a missing master at `master` or the
-        parameter's value."""
+        """The state of a parameter, on its device, but for `step`; missing moments start at zero, a missing
+        master at `master` or the parameter's value."""
         state = self.state[parameter]
+        state |= {name: entry.to(parameter.device) for name, entry in state.items() if name != "step"}
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         for name, format in self._formats_of(parameter).items():
             if entry_of(state, name) is not None:
