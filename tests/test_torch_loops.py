@@ -658,20 +658,6 @@ def test_models_called_by_their_parts(recipe):
     assert any((numbers(parts)[name] != new).any() for name, new in numbers(first).items())
 
 
-def test_an_optimizer_whose_step_takes_no_closure():
-    class Descent(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self):  # pyright: ignore[reportIncompatibleMethodOverride]
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(parameter.grad)
-
-    model = net()
-    model, optimizer = prepare(model, Descent(model.parameters(), {}), "te")
-    before = numbers(model)
-    train(model, optimizer)
-    assert (numbers(model)["0.weight"] != before["0.weight"]).any() and model[0].fp8.amax_history[0, 1] > 0
-
-
 def test_replicas_of_data_parallel_are_refused():
     """Their amaxes would be lost."""
     replica = transform(net(), "te")[0]._replicate_for_data_parallel()

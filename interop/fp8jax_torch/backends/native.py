@@ -214,8 +214,7 @@ class Advancing(Skipping):
                 "`optimizer`: expected gradients of its parameters after a backward; got none. The model has "
                 "other parameters, as after `load_state_dict(assign=True)`: make the optimizer of those."
             )
-        given = args if closure is None and not args else (closure, *args)  # not all take a closure
-        loss = super().step(*given, **kwargs)
+        loss = super().step(closure, *args, **kwargs)
         if not self.has_skipped:
             advance(self.scaling_states)
         for state in self.scaling_states:
