@@ -35,7 +35,7 @@ ROWS = (
         0,
         ("platforms.py", "signals.py", "extras.py"),
         "platforms, signals",
-        "operations by platform, shardings; Ctrl-C and SIGTERM; how to install extras",
+        "operations by platform, shardings; Ctrl-C and SIGTERM; optional packages",
     ),
     Row(
         1,
