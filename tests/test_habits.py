@@ -1,5 +1,6 @@
 """What loops do with parameters by habit: the table of docs/guides/parameters.md."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -97,12 +98,19 @@ class Net(nn.Module):
         return nn.Dense(64, param_dtype=self.dtype)(x)
 
 
-def what_happens(habit, recipe, dtype=jnp.float32):
-    """What the habit does with a model's parameters: compared with the same for their float values."""
+@functools.cache
+def setting(recipe, dtype):
+    """A model, its variables, those of another key, and gradients."""
     model = fp8jax.transform(Net(dtype), recipe)
     variables, other = (model.init(jax.random.key(seed), X) for seed in (1, 2))
     loss = lambda variables: jnp.mean(jnp.square(model.apply(variables, X)))  # noqa: E731
     _, grads, _ = fp8jax.value_and_grad(loss)(variables)
+    return model, variables, other, grads
+
+
+def what_happens(habit, recipe, dtype=jnp.float32):
+    """What the habit does with a model's parameters: compared with the same for their float values."""
+    model, variables, other, grads = setting(recipe, dtype)
     given = variables["params"], other["params"], grads
     floats = [jax.tree.map(value, tree, is_leaf=is_scaled) for tree in given]
     want = habit(*floats)
