@@ -40,8 +40,8 @@ def quantized(recipe, operand, x):
     """An operand of a GEMM, with the contracted axis last."""
     recipe = Recipe.parse(recipe)
     if granularity_of(recipe) == "tensor":
-        return quantize(x, scaling.of_recipe(recipe).format(operand))
-    return quantize_blocks(x, scaling.of_recipe(recipe).method(operand))
+        return jax.jit(quantize, static_argnums=1)(x, scaling.of_recipe(recipe).format(operand))
+    return jax.jit(quantize_blocks, static_argnums=1)(x, scaling.of_recipe(recipe).method(operand))
 
 
 def skip_without(name, recipe, *, is_batched=False):
@@ -126,13 +126,14 @@ class Contract:
         lhs, rhs = (quantized(recipe, i, normal(i, rows, 256)) for i, rows in ((LHS, 32), (RHS, 48)))
         numbers = (((1,), (1,)), ((), ()))
 
-        def multiplied(lhs):
+        def multiplied(lhs, rhs):
             options = {"out_dtype": jnp.float32, "precise": True}
             return backends.BACKENDS[self.name].dot(lhs, rhs, numbers, **options)
 
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), lhs)
-        for out in jax.vmap(multiplied)(stacked):
-            np.testing.assert_allclose(out, multiplied(lhs), rtol=1e-6)
+        expected = jax.jit(multiplied)(lhs, rhs)
+        for out in jax.jit(jax.vmap(multiplied, (0, None)))(stacked, rhs):
+            np.testing.assert_allclose(out, expected, rtol=1e-6)
 
     def test_forward_and_backward(self, recipe):
         """All three GEMMs, against the products of dequantized operands in float64."""
@@ -143,14 +144,18 @@ class Contract:
             options = {"recipe": recipe, "state": init_state(recipe), "backend": self.name}
             return dot_general(x, w, MATRICES, **options)
 
-        out, pull = jax.vjp(product, x, w)
+        @jax.jit
+        def run(x, w, g):
+            out, pull = jax.vjp(product, x, w)
+            return out, *pull(g)
+
         rounded = lambda operand, x: np.asarray(quantized(recipe, operand, x).dequantize(), np.float64)  # noqa: E731
         expected = (
             rounded(LHS, x) @ rounded(RHS, w.T).T,
             rounded(GRAD, g) @ rounded(RHS, w).T,
             rounded(LHS, x.T) @ rounded(GRAD, g.T).T,
         )
-        for got, want in zip((out, *pull(g)), expected, strict=True):
+        for got, want in zip(run(x, w, g), expected, strict=True):
             np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
     def test_report_names_it(self, recipe):
