@@ -16,8 +16,6 @@ from fp8jax.quantization import is_scaled, value
 from fp8jax.rewrite.interpreter.find import scan_parts
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 PARTS = 4
 OUT = 48  # no side of a kernel is so small that it stays wide by default
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -62,12 +60,19 @@ def difference(a, b):
 
 @functools.cache
 def parts_of(recipe):
-    """Gradients of the parts, each scaled by the first state."""
+    """Gradients of the parts, each scaled by the first state; compiled as in the first test that asks."""
     model, variables = model_of(recipe)
     grad = jax.jit(fp8jax.value_and_grad(loss_of(model)))
     return [grad(variables, x, y) for x, y in zip(np.split(X, PARTS), np.split(Y, PARTS), strict=True)]
 
 
+@functools.cache
+def accumulated(recipe, format):
+    model, variables = model_of(recipe)
+    return jax.jit(fp8jax.accumulate_gradients(loss_of(model), PARTS, format=format))(variables, X, Y)
+
+
+@pytest.mark.usefixtures("optimized")  # amaxes to the bit
 @pytest.mark.parametrize(
     "recipe, format",
     [
@@ -78,9 +83,7 @@ def parts_of(recipe):
     ],
 )
 def test_the_mean_of_the_parts_in_the_formats_of_one(recipe, format):
-    model, variables = model_of(recipe)
-    grad = fp8jax.accumulate_gradients(loss_of(model), PARTS, format=format)
-    loss, grads, new = jax.jit(grad)(variables, X, Y)
+    loss, grads, new = accumulated(recipe, format)
     parts = parts_of(recipe)
     np.testing.assert_allclose(loss, np.mean([loss for loss, _, _ in parts]), rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(parts[0][1])
@@ -133,7 +136,7 @@ def test_auxiliary_outputs_and_keyword_arguments():
     accumulate = jax.jit(fp8jax.accumulate_gradients(loss, PARTS, has_aux=True))
     (_, out), grads, new = accumulate(variables, X, Y, factor=jnp.ones(4))
     assert out.shape == (PARTS, 4, OUT)
-    _, once, _ = jax.jit(fp8jax.accumulate_gradients(loss_of(model), PARTS))(variables, X, Y)
+    _, once, _ = accumulated("te", "FP16")
     assert difference(grads, jax.tree.map(lambda g: 4 * g, once)) < 1e-2
 
 
