@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import io
 import pathlib
 
@@ -174,6 +175,9 @@ def test_hadamard_equals_jaxs(dtype):
 def test_operands_equal_jaxs(recipe, shape):
     """Each operand for both of its GEMMs, with the transform and the random bits of two steps."""
     recipe, x = Recipe.parse(recipe), numbers(shape)
+    quantized = jax.jit(
+        functools.partial(block.quantize_operand, scaling.of_recipe(recipe)), static_argnums=0
+    )
     for step in (0, 3):
         state = init_state(recipe)
         state = {name: array.at[1].set(step) for name, array in state.items()}
@@ -181,7 +185,7 @@ def test_operands_equal_jaxs(recipe, shape):
         if state:
             on_torch.key.copy_(torch.tensor(np.asarray(state["key"])))
         for operand in (block.LHS, block.RHS, block.GRAD):
-            jaxs = block.quantize_operand(scaling.of_recipe(recipe), operand, jnp.asarray(x), state)
+            jaxs = quantized(operand, jnp.asarray(x), state)
             matrix = Operand(torch.from_numpy(x))
             copies = on_torch.scaling.quantize(on_torch, operand, matrix, None, (True, True))
             for got, want in zip(copies, jaxs, strict=True):
