@@ -445,21 +445,29 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("recipe", ["te", "block"])
-def test_raw_optax_takes_float_gradients(recipe, name):
-    """No wrapper: three steps as those of JAX's own gradient by (parameters, states), to the bit."""
-    mine, tx = pieces("linen", recipe), OPTIMIZERS[name](1e-2)
+@functools.cache
+def raw_optimizer(name):
+    tx = OPTIMIZERS[name](1e-2)
+    return tx.init, jax.jit(tx.update)
+
+
+@functools.cache
+def gradient_of_jax(recipe):
+    """JAX's own gradient by (parameters, states)."""
     model = fp8jax.transform(MLP(), recipe)
 
     def loss(params, states, x, y):
         return jnp.mean((model.apply({"params": params, **states}, x) - y) ** 2)
 
-    argnums = (0, 1) if recipe == "te" else (0,)
-    theirs_grad = jax.jit(jax.value_and_grad(loss, argnums=argnums))
-    update = jax.jit(tx.update)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1) if recipe == "te" else (0,)))
 
-    variables, state = mine.variables, tx.init(mine.variables["params"])
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("recipe", ["te", "block"])
+def test_raw_optax_takes_float_gradients(recipe, name):
+    """No wrapper: three steps as those of JAX's own gradient by (parameters, states), to the bit."""
+    mine, theirs_grad, (init, update) = pieces("linen", recipe), gradient_of_jax(recipe), raw_optimizer(name)
+    variables, state = mine.variables, init(mine.variables["params"])
     params, states = mine.variables["params"], {k: v for k, v in mine.variables.items() if k != "params"}
     theirs = state
     for i in range(3):
