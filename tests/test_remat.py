@@ -79,6 +79,7 @@ class Scanned(nn.Module):
         return scanned(name="layers")(x, train)[0]
 
 
+@functools.cache
 def variables_of(module):
     model = fp8jax.transform(module, "te")
     return model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
@@ -87,7 +88,7 @@ def variables_of(module):
 def loss_of(module, keep, recipe="te", **options):
     """The loss and what else changes, and the trainable and other variables."""
     model = fp8jax.transform(module, recipe, gradient_checkpointing=keep, **options)
-    variables = variables_of(module)
+    variables = {**variables_of(module)}
     stats = {name: variables.pop(name) for name in ("batch_stats", "intermediates") if name in variables}
 
     def loss(variables):
@@ -128,6 +129,7 @@ def test_loss_gradients_states_and_statistics_are_the_same(module, keep):
     assert_same(step_of(module, keep), step_of(module, "none"))
 
 
+@functools.cache
 def kept_bytes(module, keep):
     """Bytes of the residuals."""
     loss, variables = loss_of(module, keep)
@@ -148,6 +150,7 @@ def test_each_keeps_less_than_the_next(module):
     assert dots - full == blocks * tokens * WIDTH * 4
 
 
+@functools.cache
 def casts(module, keep):
     """Casts to FP8 in the loss and its gradient, a scan's body counted once."""
     loss, variables = loss_of(module, keep)
