@@ -1,5 +1,6 @@
 """Optimizer states of one recipe under another: they raise, and `convert` changes them."""
 
+import functools
 import itertools
 
 import flax.linen as nn
@@ -213,28 +214,32 @@ OFFLOADED = [
 ]
 
 
+def zero_of(name, stage, offload):
+    return Zero(jax.make_mesh((8,), ("data",)), name, stage, offload=offload)
+
+
+@functools.cache
+def state_of(name, stage, offload):
+    """The state after a step."""
+    tx = adamw(1e-3, name, zero=zero_of(name, stage, offload))
+    params = zero_of(name, stage, False).place(params_of(name))
+    return tx.update(grads_of(0), tx.init(params), params)[1]
+
+
 @pytest.mark.parametrize("stage, old, new, is_jitted", OFFLOADED)
 def test_states_in_the_hosts_memory(stage, old, new, is_jitted):
     """`convert` places the new state where `init` places it: on the host, or back on the devices. The values
     are those of a state that was on the devices."""
-    mesh = jax.make_mesh((8,), ("data",))
-
-    def zero_of(name, offload):
-        return Zero(mesh, name, stage, offload=offload)
-
-    def state_of(offload):
-        tx = adamw(1e-3, old, zero=zero_of(old, offload))
-        return tx.update(grads_of(0), tx.init(params), params)[1]
 
     def changed(state, zero):
         function = lambda state, params: convert(state, params, new, zero=zero)  # noqa: E731
         return (jax.jit(function) if is_jitted else function)(state, params)
 
-    params = zero_of(old, False).place(params_of(old))
-    same = changed(state_of(False), zero_of(new, False))
+    params = zero_of(old, stage, False).place(params_of(old))
+    same = changed(state_of(old, stage, False), zero_of(new, stage, False))
     for was, offload in ((True, True), (True, False), (False, True)):
-        zero = zero_of(new, offload)
-        state, tx = changed(state_of(was), zero), adamw(1e-3, new, zero=zero)
+        zero = zero_of(new, stage, offload)
+        state, tx = changed(state_of(old, stage, was), zero), adamw(1e-3, new, zero=zero)
         for a, b, wanted in zip(*map(jax.tree.leaves, (state, same, tx.init(params))), strict=True):
             assert a.sharding.memory_kind == wanted.sharding.memory_kind
             if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -353,15 +358,15 @@ def train_step(model, tx, variables, state):
 def test_training_through_three_recipes():
     """fp8, then O2, then fp8: the loss falls in each part, and ends where fp8 alone ends."""
     model = fp8jax.transform(MLP(), "fp8")
+    optimizers = {name: adamw(3e-3, name) for name in ("fp8", "O2")}
+    train = {name: jax.jit(functools.partial(train_step, model, tx)) for name, tx in optimizers.items()}
 
     def run(names, steps=30):
         variables, state, losses = model.init(jax.random.key(0), X), None, []
         for name in names:
-            tx = adamw(3e-3, name)
-            state = tx.init(variables) if state is None else convert(state, variables, name)
-            step = jax.jit(lambda variables, state, tx=tx: train_step(model, tx, variables, state))
+            state = optimizers[name].init(variables) if state is None else convert(state, variables, name)
             for _ in range(steps):
-                loss, variables, state = step(variables, state)
+                loss, variables, state = train[name](variables, state)
             losses.append(float(loss))
         assert int(skipped(state)) == 0 and int(state.adam.count) == len(names) * steps
         return losses
