@@ -116,6 +116,10 @@ def alone(request, tmp_path_factory):
     return trainer, options, fit(trainer, ROWS, **options, about=ABOUT)
 
 
+# What `fit` does with any trainer.
+of_nnx = pytest.mark.parametrize("alone", ["nnx"], indirect=True)
+
+
 def stopped_after(monkeypatch, spans):
     """Has the next runs asked to stop, by a SIGTERM, after so many spans of steps."""
     numbers = [0] * spans
@@ -188,6 +192,7 @@ def test_stopped_killed_and_resumed_it_is_the_run_left_alone(alone, tmp_path, mo
     assert (again.steps, again.curves.loss, again.exit_status) == (STEPS, expected.curves.loss, 0)
 
 
+@of_nnx
 def test_no_duplicate_checkpoint(alone, tmp_path, monkeypatch):
     """A step that has a checkpoint is not saved again."""
     trainer, options, _ = alone
@@ -353,6 +358,7 @@ WITH_NAN = [{**row, "x": np.full_like(row["x"], np.nan)} for row in ROWS]
         (ROWS[:5] + WITH_NAN, 4, "the last 4 steps were all skipped, .*was step 2; "),
     ],
 )
+@of_nnx
 def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, source, most, says):
     trainer, options, _ = alone
     run = at(trainer, tmp_path / "run", max_skipped_steps=most, save_steps=100)
@@ -364,6 +370,7 @@ def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, source, m
     assert json.loads((tmp_path / "run/result.json").read_text())["diverged"] == str(caught.value)
 
 
+@of_nnx
 def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path):
     """One batch with a NaN leaves the statistics of a BatchNorm NaN for good, though the step is skipped."""
     trainer, options, _ = alone
@@ -409,6 +416,7 @@ def test_the_error_names_the_first_layer_that_went_bad(tmp_path, devices):
         fit(trainer, ROWS, plain={"params": params}, **HELD_OUT, validation_loss=loss)
 
 
+@of_nnx
 def test_a_callback_gets_each_line_of_metrics(alone, tmp_path):
     trainer, options, _ = alone
     seen = []
@@ -449,6 +457,7 @@ def test_statistics_of_a_run(alone, tmp_path, capsys):
         numerics.load_run(left_alone.folder)
 
 
+@of_nnx
 def test_a_run_does_not_end_for_its_statistics(alone, tmp_path, monkeypatch, capsys):
     trainer, options, left_alone = alone
 
@@ -492,6 +501,7 @@ def test_a_wrong_batch_is_told_by_the_first_array_that_differs(trainer, batch, s
         (lambda errors: errors.mean(axis=1), r"float32\[4\]"),
     ],
 )
+@of_nnx
 def test_a_loss_is_a_scalar(alone, tmp_path, result, got):
     """Of a validation and of a training; the run's folder stays free."""
     trainer, options, _ = alone
