@@ -205,9 +205,10 @@ def test_dot_is_that_of_the_dequantized_operands(recipe):
     x, w, g = operands()
     y, dx, dw, _ = gradients(recipe, x, w, g)
     recipe, state = Recipe.parse(recipe), init_state(recipe)
-    pairs = [
-        block.quantize_operand(scaling.of_recipe(recipe), i, each, state) for i, each in enumerate((x, w, g))
-    ]
+    quantized = jax.jit(
+        functools.partial(block.quantize_operand, scaling.of_recipe(recipe)), static_argnums=0
+    )
+    pairs = [quantized(i, each, state) for i, each in enumerate((x, w, g))]
     (x1, x2), (w1, w2), (g1, g2) = ([part.dequantize() for part in pair] for pair in pairs)
     for ours, exact in ((y, x1 @ w1.T), (dx, g1 @ w2.T), (dw, x2 @ g2.T)):
         exact = exact[: ours.shape[0], : ours.shape[1]]
@@ -461,6 +462,7 @@ class Stack(nn.Module):
         return nn.Dense(48)(layers()(x, None)[0])
 
 
+@functools.cache
 def losses(recipe, stage=None, steps=6):
     x = jax.random.normal(jax.random.key(0), (16, 48))
     y = jnp.tanh(jnp.roll(x, 1, -1))
