@@ -492,23 +492,30 @@ def test_devices_keep_their_own_experts():
     assert "all-gather" not in jax.jit(product).lower(w).compile().as_text()
 
 
+def loss_on_two_axes(model):
+    return lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)
+
+
+@functools.cache
+def of_one_device():
+    """Rows, targets, variables, and the loss and gradients without a mesh."""
+    x, target = normal(0, 16, WIDTH), normal(1, 16, WIDTH)
+    single = fp8jax.transform(layer_of(), "O2")
+    variables = single.init(jax.random.key(2), x)
+    loss, grads, _ = jax.jit(fp8jax.value_and_grad(loss_on_two_axes(single)))(variables, x, target)
+    return x, target, variables, loss, grads
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_experts_and_zero_on_two_axes(stage):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert"))
-    x, target = normal(0, 16, WIDTH), normal(1, 16, WIDTH)
+    x, target, variables, wanted, theirs = of_one_device()
     model = fp8jax.transform(layer_of(mesh=mesh), "O2")
-    single = fp8jax.transform(layer_of(), "O2")
-    variables = single.init(jax.random.key(2), x)
     zero = fp8jax.comm.Zero(mesh, "O2", stage=stage, axis_name="data")
-
-    def loss_of(model):
-        return lambda variables, x, y: jnp.mean((model.apply(variables, x) - y) ** 2)
-
-    loss, grads, new = jax.jit(fp8jax.value_and_grad(loss_of(model), zero=zero))(
+    loss, grads, _ = jax.jit(fp8jax.value_and_grad(loss_on_two_axes(model), zero=zero))(
         zero.place(variables), x, target
     )
-    wanted, theirs, _ = jax.jit(fp8jax.value_and_grad(loss_of(single)))(variables, x, target)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     for name in ("up", "down"):
         a, b = (tree[name]["kernel"].dequantize() for tree in (grads, theirs))
