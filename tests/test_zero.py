@@ -287,25 +287,29 @@ class NNXNet(nnx.Module):
         return self.down(nnx.gelu(x))
 
 
+@functools.cache
+def nnx_run(stage):
+    """Losses and the trained model; with None on one device."""
+    zero = None if stage is None else Zero(mesh(), "O2", stage)
+    model = fp8jax.transform(NNXNet(nnx.Rngs(0)), "O2")
+    if zero is not None:
+        nnx.update(model, zero.place(nnx.state(model, nnx.Param)))
+    optimizer = nnx.Optimizer(model, fp8jax.optim.adamw(1e-2, "O2", zero=zero), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
+        loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    return [float(step(model, optimizer, X, Y)) for _ in range(3)], model
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_nnx(stage):
-    def run(zero):
-        model = fp8jax.transform(NNXNet(nnx.Rngs(0)), "O2")
-        if zero is not None:
-            nnx.update(model, zero.place(nnx.state(model, nnx.Param)))
-        optimizer = nnx.Optimizer(model, fp8jax.optim.adamw(1e-2, "O2", zero=zero), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, x, y):
-            loss_fn = lambda model, x, y: jnp.mean((model(x) - y) ** 2)  # noqa: E731
-            loss, grads = fp8jax.value_and_grad(loss_fn, zero=zero)(model, x, y)
-            optimizer.update(model, grads)
-            return loss
-
-        return [float(step(model, optimizer, X, Y)) for _ in range(3)], model
-
-    (losses, model), (alone, plain) = run(Zero(mesh(), "O2", stage)), run(None)
+    (losses, model), (alone, plain) = nnx_run(stage), nnx_run(None)
     np.testing.assert_allclose(losses, alone, rtol=NOISE)
     part = model.up.kernel.get_value().data.addressable_shards[0].data
     assert part.size * (DEVICES if stage == 3 else 1) == 32 * 64
