@@ -198,7 +198,14 @@ def test_stored_bytes_are_those_of_live_arrays(recipe, stage):
 @pytest.mark.parametrize("name", ["adamw_8bit", long("adafactor")])
 def test_other_optimizers_are_replicated(name):
     optimizer = lambda rate, recipe, zero: getattr(fp8jax.optim, name)(rate, recipe)  # noqa: E731
-    one, two = (between_steps(gpt(), "bf16", optimizer=optimizer, devices=n) for n in (1, 2))
+    of = gpt()
+    loss_fn, variables = subject.loss_of(fp8jax.transform(of.model, "bf16"), of.inputs, of.loss)
+    options = {"recipe": "bf16", "optimizer": optimizer}
+    steps = [training_step(loss_fn, variables, *of.inputs, **options, devices=n) for n in (1, 2)]
+    one, two = (
+        memory.plan_step(step.function, *step.args, target=None, devices=n)
+        for step, n in zip(steps, (1, 2), strict=True)
+    )
     assert two.moments == one.moments > 0 and two.stored == one.stored
 
 
