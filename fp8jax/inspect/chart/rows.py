@@ -137,7 +137,7 @@ def measure(
     def loss_fn(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
 
-    step = training_step(loss_fn, variables, x, recipe=recipe, **options)
+    step = training_step(loss_fn, variables, x, recipe=recipe, optimizer=optim.adamw, **options)
     lowered = targets.lower_for(step.function, *step.args, donate_argnums=(0, 1), **options)
     read = program.read(targets.compile(lowered, target))
     device = targets.mesh(target, devices).devices.flat[0]
