@@ -36,21 +36,34 @@ def test_an_interrupt_that_is_lost_is_noted():
     assert "KeyboardInterrupt" in ended.stderr
 
 
-def test_a_signal_asks_to_stop_and_a_second_interrupts(monkeypatch):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with signals.stop_requests() as requests:
-        with requests.deferred():
-            # A launcher repeats what the terminal sent.
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-                signal.raise_signal(number)
-                assert requests.asked() == signal.SIGTERM
-            monkeypatch.setattr(signals, "SECONDS_OF_ONE_REQUEST", 0.0)
-            signal.raise_signal(signal.SIGTERM)
-            with pytest.raises(KeyboardInterrupt):
+def test_a_signal_asks_to_stop_and_a_second_interrupts():
+    """In a process of its own, too."""
+    program = """
+        import signal
+        from fp8jax import signals
+
+        def interrupts():
+            try:
                 signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+            except KeyboardInterrupt:
+                return True
+
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        with signals.stop_requests() as requests:
+            with requests.deferred():
+                # A launcher repeats what the terminal sent.
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+                    signal.raise_signal(number)
+                    assert requests.asked() == signal.SIGTERM
+                signals.SECONDS_OF_ONE_REQUEST = 0.0
+                signal.raise_signal(signal.SIGTERM)
+                assert interrupts()
+            assert interrupts()
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        print("done")
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
 
 
 def test_what_a_process_ignores_it_goes_on_to_ignore():
