@@ -15,6 +15,7 @@ import pathlib
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -148,8 +149,12 @@ def helps(capsys, monkeypatch):
         else:
             return None
         monkeypatch.setattr(sys, "argv", [program[0], "--help"])
+        before = signal.getsignal(
+            signal.SIGINT
+        )  # train_gpt.py lets Ctrl-C end the process during its imports
         with pytest.raises(SystemExit) as end:
             run()
+        signal.signal(signal.SIGINT, before)
         return capsys.readouterr().out if end.value.code in (0, None) else None
 
     return text_of

@@ -16,7 +16,7 @@ from fp8jax import signals
 
 def test_an_interrupt_that_is_lost_is_noted():
     """In a callback of the garbage collector, where an exception is printed and lost. A process of its own:
-    here the collector may run in a thread of another test, and the interrupt would end the tests."""
+    another test may have left another handler here, or a thread in which the collector runs."""
     program = """
         import gc, signal
         from fp8jax import signals
