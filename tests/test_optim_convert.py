@@ -320,6 +320,15 @@ def test_other_adams_of_optax(tx):
     ]
 
 
+def test_a_chain_around_scale_by_adam_keeps_its_states():
+    params = params_of("te")
+    tx = optax.chain(optax.scale_by_adam(), optax.ema(0.9), optax.scale(-1e-3))
+    changed = convert(tx.init(params), params, "O2")
+    assert isinstance(changed[0], AdamState) and isinstance(changed[1], optax.EmaState)
+    new = optax.chain(scale_by_adam("O2"), optax.ema(0.9), optax.scale(-1e-3))
+    assert formats_of(changed) == formats_of(new.init(params))
+
+
 def test_other_states_and_parameters_are_refused():
     params = params_of("O2")
     state = adamw(1e-3, "O2").init(params)

@@ -135,9 +135,12 @@ def _is_known(node: Any) -> bool:
 
 
 def _is_of_optax(node: Any) -> bool:
-    """Whether a node is the state of `optax.adam` or `optax.adamw`, a tuple, or of `optax.scale_by_adam`."""
-    first = node[0] if type(node) is tuple and node else node
-    return isinstance(first, optax.ScaleByAdamState)
+    """Whether a node is the state of `optax.adam` or `optax.adamw`, a tuple, or of `optax.scale_by_adam`.
+
+    A tuple with other states than counts of steps is a chain of the user's, of which nothing may be lost.
+    """
+    first, *others = node if type(node) is tuple and node else (node,)
+    return isinstance(first, optax.ScaleByAdamState) and all(x.ndim == 0 for x in jax.tree.leaves(others))
 
 
 def _of_optax(state: Any) -> AdamState:
