@@ -26,7 +26,7 @@ from fp8jax.checkpoints.names import NameMap
 from fp8jax.checkpoints.serving import INPUT, QUANTIZATION, PlainFormat, ServingFormat, encode, format_of
 from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
-from fp8jax.quantization import ScaledArray, is_scaled, own_value, value
+from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, RHS, BlockScaling, of_recipe
 from fp8jax.variables import PARAMS, SCALING, has_params
@@ -234,12 +234,9 @@ def tensors_of(
             part = _part(stored, index)
             shape = place.torch_shape(part.shape)
             if kernel is None or isinstance(format, PlainFormat):
-                row, whole = None, own_value(part)
-                if isinstance(format, PlainFormat) and jnp.issubdtype(whole.dtype, jnp.floating):
-                    whole = value(part).astype(format.dtype)
-                array = place.restore(whole, shape)
+                array, row = place.restore(format.unquantized(part), shape), None
                 if len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding":
-                    row = ExportRow(name.removesuffix(".weight"), False, True, _error(array))
+                    row = ExportRow(name.removesuffix(".weight"), False, True, _inf_if_finite(array))
                 yield Tensor(name, {"": array}, row)
                 continue
             base = name.removesuffix(".weight")
@@ -259,7 +256,7 @@ def tensors_of(
             yield Tensor(base, parts, ExportRow(base, True, is_unchanged, sqnr))
 
 
-def _error(x: Array) -> Array:
+def _inf_if_finite(x: Array) -> Array:
     """The SQNR of an array that is not quantized: NaN if it has an infinity or NaN."""
     return jnp.where(jnp.isfinite(x).all(), jnp.inf, jnp.nan)
 

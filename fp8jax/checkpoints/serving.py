@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from fp8jax.formats import E2M1, E4M3, E8M0, Format
-from fp8jax.quantization import BlockMethod, PackedE2M1, ScaledArray, quantize_blocks, value
+from fp8jax.quantization import BlockMethod, PackedE2M1, ScaledArray, own_value, quantize_blocks, value
 
 WHOLE = 0  # a side of a block that is the whole side of the matrix
 
@@ -48,6 +48,11 @@ class PlainFormat:
     def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """Empty: `config.json` has no such entry."""
         return {}
+
+    def unquantized(self, x: Any) -> Any:
+        """A weight as it is written: rounded to nearest to `dtype`, if it is of floats."""
+        x = value(x)
+        return x.astype(self.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +83,10 @@ class ServingFormat:
     def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """The entry of `config.json`; `ignored` are the layers in high precision."""
         return {**self.config, self.ignored: list(ignored)}
+
+    def unquantized(self, x: Any) -> Any:
+        """A weight in high precision as it is written: in its dtype in the model."""
+        return own_value(x)
 
     def holds(self, format: Format, block: tuple[int, ...]) -> bool:
         """Whether the files can have codes in `format` with a scale for each `block`."""
