@@ -320,8 +320,8 @@ PRESETS: dict[str, Recipe] = {
     "mxfp8": Recipe(scaling="mxfp8", fp8_format="E4M3"),
     "nvfp4": Recipe(gemm="FP4", scaling="nvfp4", fp8_format="E4M3"),
 }
-for name, preset in PRESETS.items():
-    setattr(Recipe, name.upper().replace("+", "_"), preset)
+for _name, _preset in PRESETS.items():
+    setattr(Recipe, _name.upper().replace("+", "_"), _preset)
 
 # Names that `str` does not use.
 SHORT = {
