@@ -58,16 +58,22 @@ def difference(a, b):
     return norm(jax.tree.map(np.subtract, values(a), values(b))) / norm(b)
 
 
+def compiles_quickly():
+    return jax.config.read("jax_disable_most_optimizations")
+
+
 @functools.cache
-def parts_of(recipe):
-    """Gradients of the parts, each scaled by the first state; compiled as in the first test that asks."""
+def parts_of(recipe, is_quick):
+    """Gradients of the parts, each scaled by the first state."""
+    assert is_quick == compiles_quickly()
     model, variables = model_of(recipe)
     grad = jax.jit(fp8jax.value_and_grad(loss_of(model)))
     return [grad(variables, x, y) for x, y in zip(np.split(X, PARTS), np.split(Y, PARTS), strict=True)]
 
 
 @functools.cache
-def accumulated(recipe, format):
+def accumulated(recipe, format, is_quick):
+    assert is_quick == compiles_quickly()
     model, variables = model_of(recipe)
     return jax.jit(fp8jax.accumulate_gradients(loss_of(model), PARTS, format=format))(variables, X, Y)
 
@@ -83,8 +89,8 @@ def accumulated(recipe, format):
     ],
 )
 def test_the_mean_of_the_parts_in_the_formats_of_one(recipe, format):
-    loss, grads, new = accumulated(recipe, format)
-    parts = parts_of(recipe)
+    loss, grads, new = accumulated(recipe, format, compiles_quickly())
+    parts = parts_of(recipe, compiles_quickly())
     np.testing.assert_allclose(loss, np.mean([loss for loss, _, _ in parts]), rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(parts[0][1])
     jax.tree.map(lambda a, b: (a.dtype, a.shape) == (b.dtype, b.shape) or pytest.fail(), grads, parts[0][1])
@@ -136,7 +142,7 @@ def test_auxiliary_outputs_and_keyword_arguments():
     accumulate = jax.jit(fp8jax.accumulate_gradients(loss, PARTS, has_aux=True))
     (_, out), grads, new = accumulate(variables, X, Y, factor=jnp.ones(4))
     assert out.shape == (PARTS, 4, OUT)
-    _, once, _ = accumulated("te", "FP16")
+    _, once, _ = accumulated("te", "FP16", compiles_quickly())
     assert difference(grads, jax.tree.map(lambda g: 4 * g, once)) < 1e-2
 
 
@@ -275,7 +281,7 @@ def test_multi_steps_steps_once_along_the_mean(recipe):
         clip_by_global_norm(0.1), adamw(0.01, recipe, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
     )
     tx = multi_steps(base, PARTS)
-    grads = [g for _, g, _ in parts_of(recipe)]
+    grads = [g for _, g, _ in parts_of(recipe, compiles_quickly())]
 
     @jax.jit
     def step(variables, state, grads):
@@ -312,7 +318,7 @@ def test_multi_steps_takes_parameters_alone():
 def test_a_bad_gradient_among_several_skips_their_step():
     _, variables = model_of("O2")
     tx = multi_steps(adamw(0.01, "O2"), 2)
-    grads = [g for _, g, _ in parts_of("O2")]
+    grads = [g for _, g, _ in parts_of("O2", compiles_quickly())]
     bad = fp8jax.gradients.tree_map(lambda x: x * jnp.nan, grads[1])
     update = jax.jit(tx.update)
     state, now = jax.jit(tx.init)(variables), variables
@@ -327,4 +333,4 @@ def test_optaxs_own_raises_on_fp8_gradients():
     _, variables = model_of("O2")
     tx = optax.MultiSteps(adamw(0.01, "O2"), 2)
     with pytest.raises((TypeError, ValueError)):
-        tx.update(parts_of("O2")[0][1], tx.init(variables[PARAMS]), variables[PARAMS])
+        tx.update(parts_of("O2", compiles_quickly())[0][1], tx.init(variables[PARAMS]), variables[PARAMS])
