@@ -152,9 +152,11 @@ def helps(capsys, monkeypatch):
         before = signal.getsignal(
             signal.SIGINT
         )  # train_gpt.py lets Ctrl-C end the process during its imports
-        with pytest.raises(SystemExit) as end:
-            run()
-        signal.signal(signal.SIGINT, before)
+        try:
+            with pytest.raises(SystemExit) as end:
+                run()
+        finally:
+            signal.signal(signal.SIGINT, before)
         return capsys.readouterr().out if end.value.code in (0, None) else None
 
     return text_of
