@@ -4,17 +4,19 @@
     python examples/paired.py --data tinyshakespeare.txt --ways te O2 fp8 --seeds 10 --out runs/paired
     python examples/paired.py --data text.txt --steps 200 --seeds 3
     python examples/paired.py --record examples/records/2026-11-28_cpu2_paired/paired.json --out compared
+    python examples/paired.py --record paired.json --baseline te --ways O2 fp8
 
 Model and validation are those of train_gpt.py, and its options work here. Rivals of fp8jax are bf16 weights
 with bf16 Adam, an Adam with moments of 8 bits in blocks, and FlashOptim, see rivals.py. Each run is a process
 of its own, in the folder --out/WAY-SEED. Runs that are done are not trained again, and runs that were stopped
 go on (those of rivals.py begin again): give the command again, also with more ways and seeds. It prints a
 table and leaves paired.json, with the mean loss of every ten steps of each run, paired.png and gaps.png. With
---record it trains nothing, and compares the runs of a paired.json.
+--record it trains nothing, and compares the runs of a paired.json. With --baseline the runs are paired with
+those of another way than bf16.
 
 "bytes" are those of weight, gradient and moments per parameter, "peak MB" the memory of the compiled step on
-this device, with activations. "base" is bf16's loss with the same seeds on the same devices. "gap" is the
-mean difference of the last validation losses from those, with a 95% interval and the p-value of a paired
+this device, with activations. "base" is the baseline's loss with the same seeds on the same devices. "gap" is
+the mean difference of the last validation losses from those, with a 95% interval and the p-value of a paired
 t-test. "could tell" is the gap that such a test would have found in 80% of cases. "training gap" is the mean
 difference of the training losses, averaged over the last tenth of the steps.
 """
@@ -82,9 +84,9 @@ def train(way: str, seed: int, folder: pathlib.Path, options: Sequence[str]) -> 
     }
 
 
-def compare(runs: list[dict[str, Any]]) -> output.Rows:
+def compare(runs: list[dict[str, Any]], baseline: str = BASELINE) -> output.Rows:
     """A row for each way: its loss, and its gap to the baseline with the same seeds on the same device."""
-    alike = {pair_of(run): run for run in runs if run["way"] == BASELINE}
+    alike = {pair_of(run): run for run in runs if run["way"] == baseline}
     base = {pair: run["validation loss"] for pair, run in alike.items()}
     rows = []
     for way in dict.fromkeys(run["way"] for run in runs):
@@ -98,7 +100,7 @@ def compare(runs: list[dict[str, Any]]) -> output.Rows:
             "loss": f"{np.mean([run['validation loss'] for run in own]):.4f}" if own else "no pair",
             "base": f"{np.mean([base[pair_of(run)] for run in own]):.4f}" if own else "no pair",
         } | dict.fromkeys([*GAP, IN_TRAINING])
-        if way != BASELINE and len(own) > 1:
+        if way != baseline and len(own) > 1:
             row |= gap([run["validation loss"] - base[pair_of(run)] for run in own])
             in_training = gap([trained(run) - trained(alike[pair_of(run)]) for run in own])
             row |= {IN_TRAINING: f"{in_training['gap']}, {in_training['95%']}"}
@@ -136,12 +138,12 @@ def gap(differences: Sequence[float]) -> dict[str, Any]:
     return dict(zip(GAP, cells, strict=True))
 
 
-def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+def draw(runs: list[dict[str, Any]], baseline: str, path: pathlib.Path) -> None:
     """The training losses, as means over the seeds that all ways have and over 100 steps, and the bytes per
     parameter beside the gaps."""
     from matplotlib.figure import Figure
 
-    rows, count = compare(runs), min(10, len(runs[0]["losses"]))
+    rows, count = compare(runs, baseline), min(10, len(runs[0]["losses"]))
     seeds = set.intersection(*({run["seed"] for run in runs if run["way"] == row["way"]} for row in rows))
     curves, bars = (figure := Figure(figsize=(10, 3.6), dpi=150, layout="constrained")).subplots(1, 2)
     for number, row in enumerate(rows):
@@ -167,12 +169,12 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     figure.savefig(path)
 
 
-def draw_gaps(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+def draw_gaps(runs: list[dict[str, Any]], baseline: str, path: pathlib.Path) -> None:
     """The gap of each way, with its 95% interval, over its bytes per parameter."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 4), dpi=150, layout="constrained")).subplots()
-    rows = [row for row in compare(runs) if row["gap"]]
+    rows = [row for row in compare(runs, baseline) if row["gap"]]
     for number, row in enumerate(rows):
         low, high = map(float, row["95%"].split(" to "))
         alike = sum(round(float(other["bytes"])) == round(float(row["bytes"])) for other in rows[:number])
@@ -184,7 +186,7 @@ def draw_gaps(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(
         xlabel="bytes per parameter; ways of the same size side by side",
-        ylabel=f"validation loss above {BASELINE}, with 95% intervals",
+        ylabel=f"validation loss above {baseline}, with 95% intervals",
     )
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.63, 1))
     figure.savefig(path)
@@ -196,6 +198,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
+    parser.add_argument(
+        "--baseline",
+        default=BASELINE,
+        choices=list(WAYS),
+        metavar="WAY",
+        help="of the gaps, bf16 unless given",
+    )
     parser.add_argument("--seeds", type=int, default=10, help="of each way: 1 to this number")
     parser.add_argument("--out", default="runs/paired", help="the folder of the runs, and of the pictures")
     parser.add_argument("--record", metavar="FILE", help="compare the runs of this paired.json")
@@ -207,29 +216,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.record:
         if options:
             parser.error(f"--record trains nothing, so it takes no other options; got {' '.join(options)}")
-        ways, runs = {BASELINE, *args.ways}, json.loads(pathlib.Path(args.record).read_text())
-        show([run for run in runs if run["way"] in ways and run["seed"] <= args.seeds], folder)
+        ways, runs = {args.baseline, *args.ways}, json.loads(pathlib.Path(args.record).read_text())
+        runs = [run for run in runs if run["way"] in ways and run["seed"] <= args.seeds]
+        show(runs, args.baseline, folder)
         return
     options = ["--steps", "2000", *options]  # the last one counts
     path = folder / "options.json"
     if path.exists() and json.loads(path.read_text()) != options:
         parser.error(f"--out {folder} has runs with other options, see {path}; name another folder")
     path.write_text(json.dumps(options))
-    ways = dict.fromkeys([BASELINE, *args.ways])
+    ways = dict.fromkeys([args.baseline, *args.ways])
     pairs = [(way, seed) for seed in range(1, args.seeds + 1) for way in ways]
     try:
         runs = [train(*pair, folder, options) for pair in pairs]
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     (folder / "paired.json").write_text(json.dumps(runs))
-    show(runs, folder)
+    show(runs, args.baseline, folder)
 
 
-def show(runs: list[dict[str, Any]], folder: pathlib.Path) -> None:
+def show(runs: list[dict[str, Any]], baseline: str, folder: pathlib.Path) -> None:
     """Prints the table, and draws both pictures."""
-    draw(runs, folder / "paired.png")
-    draw_gaps(runs, folder / "gaps.png")
-    print(f"\n{output.table(compare(runs))}\n\n{folder / 'paired.png'}")
+    draw(runs, baseline, folder / "paired.png")
+    draw_gaps(runs, baseline, folder / "gaps.png")
+    print(f"\n{output.table(compare(runs, baseline))}\n\n{folder / 'paired.png'}")
 
 
 if __name__ == "__main__":

@@ -247,3 +247,8 @@ def test_the_page_has_the_table_of_the_record(paired):
 
     missing = [row["way"] for row in rows if row["gap"] and f"| {' | '.join(cells(row))} |" not in page]
     assert len(rows) >= 12 and missing == []
+    to_te = {row["way"]: row for row in paired.compare(json.loads(record.read_text()), "te")}
+    assert to_te["te"]["gap"] is None
+    for way in ("O2", "fp8"):
+        row = to_te[way]
+        assert f"{interval(row['gap'])} ({interval(row['95%'])})" in page.replace("\n", " ")
