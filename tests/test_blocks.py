@@ -31,7 +31,7 @@ from fp8jax.quantization import (
 )
 from fp8jax.quantization.blocks import SIGNS
 from fp8jax.quantization.kernels import rows_and_columns, rows_and_columns_fp4
-from fp8jax.scaling import block
+from fp8jax.scaling import block, seeds
 
 DATA = np.load(pathlib.Path(__file__).parent / "data" / "te_block.npz")
 METHODS = [BLOCK_1X128, BLOCK_128X128, MXFP8, NVFP4_1X16, NVFP4_16X16]
@@ -364,7 +364,7 @@ def test_seeds_of_nnx_layers():
 
     model = fp8jax.transform(Two(nnx.Rngs(0)), "nvfp4")
     keys = [leaf for path, leaf in nnx.to_flat_state(nnx.state(model)) if "fp8_key" in str(path)]
-    first = block.with_seeds(init_state("nvfp4"), "a/kernel")["key"]
+    first = seeds.with_seeds(init_state("nvfp4"), "a/kernel")["key"]
     np.testing.assert_array_equal(keys[0].get_value(), first)
     assert len(keys) == 2 and keys[0].get_value()[0] != keys[1].get_value()[0]
 

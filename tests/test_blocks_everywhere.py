@@ -20,7 +20,7 @@ from fp8jax.dot import Weight, dot_general, init_ragged_state, init_state, ragge
 from fp8jax.inspect import program, targets
 from fp8jax.quantization import NVFP4_16X16, is_scaled, quantize, value
 from fp8jax.quantization.kernels import rows_and_columns_fp4
-from fp8jax.scaling import block
+from fp8jax.scaling import block, seeds
 from fp8jax.train import checkpoint, metrics
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
@@ -393,7 +393,7 @@ def test_microbatches_and_optimizer_states(recipe):
     loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - jnp.sin(x)) ** 2)  # noqa: E731
     _, grads, new = jax.jit(fp8jax.accumulate_gradients(loss_fn, 2, format="FP32"))(variables, x)
     states = [
-        {name: block.for_part(variables[name], n) for name in variables if name == SCALING} for n in range(2)
+        {name: seeds.for_part(variables[name], n) for name in variables if name == SCALING} for n in range(2)
     ]
     parts = [
         jax.jit(fp8jax.value_and_grad(loss_fn))({**variables, **state}, half)[1]

@@ -414,6 +414,65 @@ def test_a_half_added_scaling_is_refused(fixed, monkeypatch):
         fp8jax.transform(nn.Dense(32), fixed).init(jax.random.key(0), jnp.ones((16, 32)))
 
 
+@pytest.fixture
+def averaged(monkeypatch):
+    """A scaling named "averaged" with a state of its own: a running mean of amaxes, and a count."""
+
+    def build(recipe):
+        return ScaleMethod(
+            init=lambda n: {"mean": jnp.ones(n), "count": jnp.zeros(())},
+            scale=lambda state, i, amax, limit: quantization.scale_of(2 * state["mean"][i], limit),
+            update=lambda state, amaxes, limits: {
+                "mean": (state["mean"] + amaxes) / 2,
+                "count": state["count"] + 1,
+            },
+        )
+
+    row = legal_values.FIELDS_OF_SCALING["current"]
+    monkeypatch.setitem(legal_values.FIELDS_OF_SCALING, "averaged", row)
+    monkeypatch.setitem(scaling.SCALINGS, "averaged", functools.partial(tensor.TensorScaling, build))
+    return "te,scaling=averaged"
+
+
+def test_a_new_scaling_with_a_state(averaged):
+    """Layers in a scan have the states of the same layers one after the other; and the chart reads it."""
+    kernels = 0.1 * jax.random.normal(jax.random.key(0), (3, 64, 64))
+    x = jax.random.normal(jax.random.key(1), (32, 64))
+    layer = lambda x, kernel: (x + x @ kernel, None)  # noqa: E731
+    scanned = lambda params, x: lax.scan(layer, x, params["w"])[0]  # noqa: E731
+
+    def unrolled(params, x):
+        for name in "abc":
+            x, _ = layer(x, params[name])
+        return x
+
+    results = []
+    for function, params in ((scanned, {"w": kernels}), (unrolled, dict(zip("abc", kernels, strict=True)))):
+        model = fp8jax.transform(function, averaged)
+        variables = model.init(params, x)
+        loss_fn = lambda variables, x: jnp.mean(model(variables, x) ** 2)  # noqa: B023, E731
+        for _ in range(2):
+            loss, _, variables = jax.jit(fp8jax.value_and_grad(loss_fn))(variables, x)
+        results.append((loss, variables["_overwrite_with_gradient"]))
+    (loss, stacked), (other, states) = results
+    np.testing.assert_allclose(loss, other, rtol=1e-6)
+    for name in ("mean", "count"):
+        np.testing.assert_allclose(stacked["w"][name], [states[key][name] for key in "abc"], rtol=1e-5)
+    np.testing.assert_array_equal(stacked["w"]["count"], [2, 2, 2])
+    assert chart.measure(averaged, devices=2).differences == []
+
+
+def test_only_a_seed_has_the_name_of_a_seed(averaged, monkeypatch):
+    build = lambda recipe: ScaleMethod(  # noqa: E731
+        init=lambda n: {"key": jnp.ones(n)},
+        scale=lambda state, i, amax, limit: quantization.scale_of(state["key"][i], limit),
+        update=lambda state, amaxes, limits: {"key": amaxes},
+    )
+    monkeypatch.setitem(scaling.SCALINGS, "averaged", functools.partial(tensor.TensorScaling, build))
+    with pytest.raises(ValueError, match="expected a seed .*'key'; got 3 numbers"):
+        fp8jax.transform(nn.Dense(32), averaged).init(jax.random.key(0), jnp.ones((32, 32)))
+
+
 # A new scaling with its own operands, and the backend that multiplies them ########################
 
 

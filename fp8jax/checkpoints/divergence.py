@@ -27,7 +27,7 @@ from fp8jax.formats import E8M0
 from fp8jax.quantization import ScaledArray, is_scaled, own_value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
-from fp8jax.scaling import RHS, BlockScaling, of_recipe
+from fp8jax.scaling import of_recipe
 from fp8jax.scaling.frozen_kernel import blocks_of_kernel
 from fp8jax.variables import OURS, PARAMS, SCALING
 
@@ -126,9 +126,9 @@ def _operand(parts: Mapping[str, Array], place: Place, format: ServingFormat, re
     scale = scale.astype(jnp.float32)
     if scale.size == 1 and not format.scale_rank:
         return ScaledArray(data, scale.reshape((1,) * data.ndim))
-    scaling = of_recipe(recipe)
-    assert isinstance(scaling, BlockScaling)
-    counts = blocks_of_kernel(scaling.method(RHS), data.shape, codes.shape[is_transposed])
+    method = of_recipe(recipe).kernel_method
+    assert method is not None
+    counts = blocks_of_kernel(method, data.shape, codes.shape[is_transposed])
     if counts is None:
         return place.arrange(dequantized(codes, scale, format.method.block))
     return ScaledArray(data, (scale.T if is_transposed else scale).reshape(counts))

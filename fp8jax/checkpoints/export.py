@@ -28,7 +28,7 @@ from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.rewrite import Kernel
-from fp8jax.scaling import LHS, RHS, BlockScaling, of_recipe
+from fp8jax.scaling import LHS, of_recipe
 from fp8jax.variables import PARAMS, SCALING, has_params
 
 
@@ -247,9 +247,7 @@ def tensors_of(
                 q = ScaledArray(place.restore(q.data, shape), q.scale.astype(jnp.float32))
             else:
                 q = None
-                scaling = of_recipe(kernel.recipe)
-                if isinstance(scaling, BlockScaling):
-                    method = scaling.method(RHS)
+                method = of_recipe(kernel.recipe).kernel_method
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, states, index)

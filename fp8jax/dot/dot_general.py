@@ -99,9 +99,15 @@ def init_state(recipe: Recipe | str) -> State:
 
 
 @functools.cache
+def state_ranks(recipe: Recipe) -> dict[str, int]:
+    """The names of the arrays that a state must have, sorted, and the ranks of the arrays."""
+    state = jax.eval_shape(lambda: init_state(recipe))
+    return {name: state[name].ndim for name in sorted(state) if name != ONE}
+
+
 def state_names(recipe: Recipe) -> tuple[str, ...]:
     """The names of the arrays that a state must have, sorted."""
-    return tuple(sorted(set(jax.eval_shape(lambda: init_state(recipe))) - {ONE}))
+    return tuple(state_ranks(recipe))
 
 
 def check_state(

@@ -14,8 +14,8 @@ from fp8jax.gradients.keys import shown
 from fp8jax.gradients.traced import gradient
 from fp8jax.gradients.zero import GradFn, GradShardings, ShardContext, over_devices
 from fp8jax.quantization import as_gradients
-from fp8jax.scaling.block import for_part, of_whole
 from fp8jax.scaling.merge import from_cotangents, settled
+from fp8jax.scaling.seeds import for_part, of_whole
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Names of mesh axes: one, several, or None where none were named.

@@ -10,6 +10,7 @@ from fp8jax.rewrite.interpreter.dots import Dot
 from fp8jax.rewrite.interpreter.find import FoundDots
 from fp8jax.rewrite.plan import Kernel, PlannedDot, kernels_of
 from fp8jax.rewrite.rules import OF_EMBEDDINGS, Layer, LayerChoice, Rules
+from fp8jax.scaling.base import KEY
 
 # Smaller dot products gain no speed, and are usually routers, gates or heads.
 SMALLEST = 32
@@ -129,4 +130,4 @@ def _with_formats_of(new: Recipe, choice: LayerChoice, dot: Dot, why: str) -> La
 
 def _can_merge(recipe: Recipe) -> bool:
     """Whether the scaling states of a dot product on several devices can be merged by max: not seeds."""
-    return not recipe.is_quantized or "key" not in state_names(recipe)
+    return not recipe.is_quantized or KEY not in state_names(recipe)

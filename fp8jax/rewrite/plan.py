@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax.dot import init_ragged_state, init_state, quantized_kernel, state_names
-from fp8jax.dot.dot_general import check_state
+from fp8jax.dot.dot_general import check_state, state_ranks
 from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Dot, Site
 from fp8jax.rewrite.interpreter.param_view import transpose
 from fp8jax.scaling.base import OLD
-from fp8jax.scaling.block import with_seeds
+from fp8jax.scaling.seeds import with_seeds
 from fp8jax.variables import SCALING
 
 # For a scaling state of another recipe.
@@ -104,11 +104,14 @@ class DotState(NamedTuple):
     scaling: dict[str, Any]  # the scaling state
     plugin: Any = None
 
-    def depth(self, groups: int) -> int:
-        """The number of leading axes of stacked layers; `groups` are a ragged dot's."""
-        vectors = (self.scaling[name] for name in ("scale", "key") if name in self.scaling)
-        found = (vector.ndim - 1 - (groups > 0) for vector in vectors)
-        return next(found, self.plugin.depth if self.plugin else 0)
+    def depth(self, kernel: Kernel) -> int:
+        """The number of leading axes of stacked layers."""
+        of_plugin = self.plugin.depth if self.plugin else 0
+        if not self.scaling:
+            return of_plugin
+        ranks = state_ranks(kernel.recipe)
+        found = (self.scaling[name].ndim - rank - bool(kernel.groups) for name, rank in ranks.items())
+        return next(found, of_plugin)
 
 
 class PlannedDot(NamedTuple):

@@ -14,7 +14,6 @@ from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import OF_A_VECTOR, OF_CONSTANTS, OF_NO_INPUT, OF_ROWS, Dot
 from fp8jax.rewrite.interpreter.find import FoundDots
 from fp8jax.rewrite.rules import BY_RULE, EXCLUDED, NOT_INCLUDED, OF_EMBEDDINGS, LayerChoice, layer_path
-from fp8jax.scaling import block
 
 # Warn if a smaller share of the FLOPs is in FP8.
 LOW_SHARE = 0.5
@@ -117,6 +116,7 @@ def make_report(
 
     rows: dict[tuple[str, bool, str], LayerRow] = {}
     chosen: list[backends.Choice] = []
+    own: dict[str, None] = {}  # lines of the scalings
     for path in sorted({*found.tables} - {dot.path for dot, _ in choices}):
         row = LayerRow(layer_path(path), kind(path, "gather"), (), False, OF_EMBEDDINGS)
         rows["/".join(path), False, ""] = row
@@ -126,8 +126,9 @@ def make_report(
         name = kind(dot.path, "ragged_dot" if dot.groups else "dot_general")
         row = LayerRow(dot.layer, name, dot.shape, *key[1:], gemm=dot.gemm)
         if choice.reason is None:
-            granularity = scaling.of_recipe(choice.recipe).granularity
-            chosen.append(backends.choose(backend, granularity, is_batched=dot.is_batched))
+            method = scaling.of_recipe(choice.recipe)
+            own[method.note] = None
+            chosen.append(backends.choose(backend, method.granularity, is_batched=dot.is_batched))
             row = row._replace(
                 scaling=choice.recipe.scaling,
                 backend=chosen[-1].name,
@@ -143,8 +144,7 @@ def make_report(
         rows[f"{scope} {name}", False, ""] = row
     if constant := sum(dot.flops for dot in found.dots if dot.reason == OF_CONSTANTS):
         rows["", False, ""] = LayerRow("(constants)", "dot_general", (), False, OF_CONSTANTS, constant)
-    of_recipes = dict.fromkeys(block.note_on_gpu(choice.recipe) for _, choice in choices if not choice.reason)
-    notes = [*backends.notes(chosen), *filter(None, [*of_recipes, *notes]), *_heads(found, choices)]
+    notes = [*backends.notes(chosen), *filter(None, [*own, *notes]), *_heads(found, choices)]
     return Report(recipe, tuple(rows.values()), total, "\n".join(notes))
 
 

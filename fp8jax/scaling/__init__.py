@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import block_method, current, delayed
+from fp8jax.scaling import block, current, delayed
 from fp8jax.scaling.base import CASTS as CASTS
 from fp8jax.scaling.base import GRAD as GRAD
 from fp8jax.scaling.base import LHS as LHS
@@ -24,10 +24,10 @@ from fp8jax.scaling.tensor import TensorScaling
 SCALINGS: dict[str, Callable[[Recipe], Scaling]] = {
     "delayed": functools.partial(TensorScaling, delayed.build),
     "current": functools.partial(TensorScaling, current.build),
-    "block": functools.partial(BlockScaling, block_method.BLOCK),
-    "block_float32": functools.partial(BlockScaling, block_method.BLOCK_FLOAT32),
-    "mxfp8": functools.partial(BlockScaling, block_method.BLOCK_OF_32),
-    "nvfp4": functools.partial(BlockScaling, block_method.nvfp4),
+    "block": functools.partial(BlockScaling, block.BLOCK),
+    "block_float32": functools.partial(BlockScaling, block.BLOCK_FLOAT32),
+    "mxfp8": functools.partial(BlockScaling, block.BLOCK_OF_32),
+    "nvfp4": functools.partial(BlockScaling, block.nvfp4),
 }
 
 

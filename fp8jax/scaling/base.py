@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array, Float
 
 from fp8jax.formats import Format
-from fp8jax.quantization import ScaledArray
+from fp8jax.quantization import BlockMethod, ScaledArray
 
 LHS, RHS, GRAD = 0, 1, 2
 OPERANDS = ("lhs", "rhs", "grad")
@@ -25,7 +25,9 @@ OPERANDS = ("lhs", "rhs", "grad")
 # Named scopes of the casts of lhs, rhs and the output gradient.
 CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
 
+# An entry `KEY` is a seed, see `fp8jax.scaling.seeds`; other entries have any names.
 State = dict[str, Float[Array, "..."]]
+KEY = "key"
 
 # An entry of states of 0.1.0, which nothing reads.
 OLD = "wgrad_scale"
@@ -121,6 +123,16 @@ class Scaling(abc.ABC):
     @abc.abstractmethod
     def rows_multiple(self) -> int | None:
         """Rows of a group are padded to a multiple of this number; None if each GEMM quantizes its rows."""
+
+    @property
+    def note(self) -> str:
+        """A line for reports; "" without one."""
+        return ""
+
+    @property
+    def kernel_method(self) -> BlockMethod | None:
+        """How `quantize_blocks` quantizes a kernel for its first GEMM; None if that is not how."""
+        return None
 
     @property
     def takes_computed(self) -> bool:

@@ -10,11 +10,9 @@ codes in both copies.
 
 Only "nvfp4" has a state, for the random bits of output gradients, and of "eden":
 
-    key    # shape=(2,), float32: a seed below 2**24, and the number of steps
+    key    # shape=(2,), float32: see `fp8jax.scaling.seeds`
 
-A transformed model has a seed for each layer, from its path, and `fp8jax.value_and_grad` adds the number of
-the device and of the microbatch, see `for_part`. The bits depend on the key, the entry's place and the
-tensor's amax.
+The bits depend on the key, the entry's place and the tensor's amax.
 
 References:
     TransformerEngine 2.20 `Float8BlockScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`; see
@@ -22,19 +20,23 @@ References:
 """
 
 import dataclasses
-import math
-import zlib
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, PyTree, UInt32
+from jaxtyping import Array, Float, Float32, UInt32
 
+from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.platforms import gpu_barrier
 from fp8jax.quantization import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    MXFP8,
+    NVFP4_1X16,
+    NVFP4_16X16,
     BlockMethod,
     Computed,
     ScaledArray,
@@ -47,14 +49,59 @@ from fp8jax.quantization import (
 )
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import eden
-from fp8jax.scaling.base import CASTS, GRAD, LHS, RHS, KernelMatrix, QuantizedRows, Scaling, State, Uses
-from fp8jax.scaling.block_method import MethodOf
+from fp8jax.scaling.base import (
+    CASTS,
+    GRAD,
+    KEY,
+    LHS,
+    RHS,
+    KernelMatrix,
+    QuantizedRows,
+    Scaling,
+    State,
+    Uses,
+)
 from fp8jax.scaling.frozen_kernel import operand_of_stored, stored_kernel
 from fp8jax.scaling.row_groups import in_aligned_groups
 
 # `BlockMethod.scale` -> the format of stored scales, where the names differ.
 _SCALE_FORMATS = {"power_of_two": "FP32", "float32": "FP32"}
-_SPREAD = np.uint32(0x9E3779B1)  # odd: seeds of consecutive numbers are far apart
+
+
+# (recipe, operand, use) -> how an operand is quantized for its first GEMM (use 0) or its second one (1).
+MethodOf = Callable[[Recipe, int, int], BlockMethod]
+
+
+class InFP8(NamedTuple):
+    """The methods of rhs and of other operands, whose formats are the recipe's; a `MethodOf`."""
+
+    rhs: BlockMethod
+    others: BlockMethod
+
+    def __call__(self, recipe: Recipe, operand: int, use: int) -> BlockMethod:
+        """See `MethodOf`."""
+        del use
+        format = formats.get(recipe.gemm_formats[operand == GRAD])
+        return dataclasses.replace(self.rhs if operand == RHS else self.others, format=format)
+
+
+BLOCK = InFP8(BLOCK_128X128, BLOCK_1X128)
+BLOCK_FLOAT32 = InFP8(*(dataclasses.replace(method, scale="float32") for method in BLOCK))
+BLOCK_OF_32 = InFP8(MXFP8, MXFP8)
+
+
+def nvfp4(recipe: Recipe, operand: int, use: int) -> BlockMethod:
+    """The method of NVFP4, a `MethodOf`.
+
+    "46" is for codes that are rounded to nearest: to choose the scale with the smaller error would give
+    stochastic rounding a bias (arXiv 2601.22813, section 4.2).
+    """
+    options = recipe.fp4_options
+    if "eden" in options and (use == 1 or operand == GRAD):
+        return eden.EDEN
+    method = NVFP4_16X16 if operand == RHS and "2d" in options else NVFP4_1X16
+    is_nearest = operand != GRAD or "stochastic" not in options
+    return method.with_rule("four_or_six") if "46" in options and is_nearest else method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +140,19 @@ class BlockScaling(Scaling):
         return None if self.recipe.gemm == "FP4" else self.method(LHS).block[1]
 
     @property
+    def note(self) -> str:
+        """See `Scaling`; the Pallas kernels lack some options of FP4."""
+        others = {"46", "eden"} & {*self.recipe.fp4_options} if self.recipe.gemm == "FP4" else set()
+        if not others:
+            return ""
+        return f"{' and '.join(sorted(others))}: on a GPU XLA quantizes, not the Pallas kernel"
+
+    @property
+    def kernel_method(self) -> BlockMethod:
+        """See `Scaling`."""
+        return self.method(RHS)
+
+    @property
     def takes_computed(self) -> bool:
         """See `Scaling`."""
         return self.recipe.gemm == "FP8" and not any(self.recipe.override_linear_precision)
@@ -100,7 +160,7 @@ class BlockScaling(Scaling):
     def init(self) -> State:
         """See `Scaling`."""
         if self.recipe.gemm == "FP4" and {"stochastic", "eden"} & {*self.recipe.fp4_options}:
-            return {"key": jnp.zeros(2, jnp.float32)}
+            return {KEY: jnp.zeros(2, jnp.float32)}
         return {}
 
     def format(self, operand: int) -> Format:
@@ -175,53 +235,12 @@ class BlockScaling(Scaling):
     def update(self, state: State, seen: Array) -> State:
         """See `Scaling`."""
         del seen
-        return {"key": state["key"].at[..., 1].add(1)} if "key" in state else {}
-
-
-def note_on_gpu(recipe: Recipe) -> str:
-    """A report's line for options of FP4 that the Pallas kernels do not have; "" without them."""
-    others = {"46", "eden"} & {*recipe.fp4_options} if recipe.gemm == "FP4" else set()
-    return f"{' and '.join(sorted(others))}: on a GPU XLA quantizes, not the Pallas kernel" if others else ""
+        return {KEY: state[KEY].at[..., 1].add(1)} if KEY in state else {}
 
 
 def _axis(shard: Any, use: int) -> int:
     """The sharded axis of a kernel's copy: the first GEMM's is transposed."""
     return shard.axis if use else -3 - shard.axis
-
-
-def with_seeds(state: State, path: str) -> State:
-    """The state with seeds for the layer at `path`, other ones for each of its stacked layers."""
-    if "key" not in state:
-        return state
-    stacked = state["key"].shape[:-1]
-    seeds = np.arange(math.prod(stacked), dtype=np.uint32) * _SPREAD + zlib.crc32(path.encode())
-    return {**state, "key": state["key"].at[..., 0].set((seeds % 2**24).astype(np.float32).reshape(stacked))}
-
-
-def for_part(states: PyTree, number: Any) -> PyTree:
-    """A tree of states for part `number` of a batch, a microbatch or a device's: with other random bits than
-    part 0, whose bits are those of `states`."""
-
-    def moved(path: Any, leaf: jax.Array) -> jax.Array:
-        if not _is_key(path):
-            return leaf
-        seed = leaf[..., 0].astype(jnp.uint32) + jnp.asarray(number).astype(jnp.uint32) * _SPREAD
-        return leaf.at[..., 0].set((seed % 2**24).astype(jnp.float32))
-
-    return jax.tree.map_with_path(moved, states)
-
-
-def of_whole(states: PyTree, old: PyTree) -> PyTree:
-    """The states that a part of a batch leaves, with the seeds of the `old` ones."""
-    return jax.tree.map_with_path(
-        lambda path, new, old: new.at[..., 0].set(old[..., 0]) if _is_key(path) else new, states, old
-    )
-
-
-def _is_key(path: Any) -> bool:
-    """Whether a leaf is a key: "key" in a dict of states, "kernel__fp8_key" in an NNX module."""
-    names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
-    return names[-1:] == ["key"] or any(name.endswith("__fp8_key") for name in names)
 
 
 def quantize_operand(
@@ -259,7 +278,7 @@ def quantize_operand(
         )
     return quantize_rows_and_columns_fp4(
         x,
-        state["key"] if operand == GRAD and "key" in state else None,
+        state.get(KEY) if operand == GRAD else None,
         scaling.method(operand),
         transposes,
         transform=operand != RHS and "hadamard" in scaling.recipe.fp4_options,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from fp8jax.quantization import ScaledArray
-from fp8jax.scaling.base import State
+from fp8jax.scaling.base import KEY, State
 
 
 def checked(*operands: Any) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ def checked(*operands: Any) -> tuple[Any, ...]:
 
 
 def _warn_of_lost(state: State) -> None:
-    lost = "its count of steps does not advance" if "key" in state else "its new amaxes are lost"
+    lost = "its count of steps does not advance" if KEY in state else "its new amaxes are lost"
     warnings.warn(
         f"a gradient is taken with respect to weights but not to the FP8 scaling state: {lost}. Take it "
         "with `fp8jax.value_and_grad`, of all of the variables.",

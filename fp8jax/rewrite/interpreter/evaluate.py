@@ -160,7 +160,7 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     """One dot product under its recipe. The kernel is used in its storage format and axis order."""
     which, recipe, out_dtype = planned.dot.kernel, planned.kernel.recipe, eqn.outvars[0].aval.dtype
     state = states.get(planned.key, _NO_STATE)
-    for _ in range(state.depth(planned.dot.groups)):
+    for _ in range(state.depth(planned.kernel)):
         # One dot product of stacked kernels, as under `nnx.vmap`: all share the state of the first layer.
         state = jax.tree.map(first_state, state)
     if not recipe.is_quantized and state.plugin is None:
@@ -250,9 +250,7 @@ def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: S
     xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
     sliced = (dot for dot in plan.dots.values() if any(at == site for at, _ in dot.dot.loops))
-    stacked = {
-        dot.key: states[dot.key] for dot in sliced if states.get(dot.key, _NO_STATE).depth(dot.dot.groups)
-    }
+    stacked = {dot.key: states[dot.key] for dot in sliced if states.get(dot.key, _NO_STATE).depth(dot.kernel)}
 
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         xs, of_layer = x

@@ -7,7 +7,7 @@ import torch
 
 from fp8jax import scaling
 from fp8jax.quantization import BlockMethod, fp4
-from fp8jax.scaling import GRAD, RHS, block, eden
+from fp8jax.scaling import GRAD, RHS, eden, seeds
 from fp8jax_torch import blocks, casts
 from fp8jax_torch.gemm import Operand
 from fp8jax_torch.random import leaf_seed, random_bits
@@ -18,7 +18,7 @@ class BlockScaling(Scaling):
     """Block scaling.
 
     The buffer of the state, of nvfp4 with stochastic rounding:
-        key: shape=(2,), float32: a seed, and the number of steps; see `fp8jax.scaling.block`.
+        key: shape=(2,), float32: a seed, and the number of steps; see `fp8jax.scaling.seeds`.
     """
 
     def check_device(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class BlockScaling(Scaling):
     def init(self, path: str) -> dict[str, torch.Tensor]:
         """See `Scaling`."""
         # The weight's path in a Flax model of the same names, which has the same seeds.
-        state = block.with_seeds(scaling.of_recipe(self.recipe).init(), f"{path}/kernel".lstrip("/"))
+        state = seeds.with_seeds(scaling.of_recipe(self.recipe).init(), f"{path}/kernel".lstrip("/"))
         return {name: torch.tensor(np.asarray(array)) for name, array in state.items()}
 
     def quantize(self, state: Any, operand: int, x: Operand, amax: Any, uses: Uses) -> Copies:
