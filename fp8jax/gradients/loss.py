@@ -10,9 +10,9 @@ from jax import lax
 
 from fp8jax import loss_scale
 from fp8jax.comm import Zero
+from fp8jax.gradients.data_parallel import GradFn, GradShardings, ShardContext, over_devices
 from fp8jax.gradients.keys import shown
 from fp8jax.gradients.traced import gradient
-from fp8jax.gradients.zero import GradFn, GradShardings, ShardContext, over_devices
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.scaling.seeds import for_part, of_whole

@@ -11,8 +11,8 @@ import jax
 import jax.core
 
 from fp8jax.dot import Weight
+from fp8jax.gradients.data_parallel import GradShardings, ShardContext
 from fp8jax.gradients.slots import grad_slot, in_format
-from fp8jax.gradients.zero import GradShardings, ShardContext
 from fp8jax.quantization import checked_parameter, is_scaled
 from fp8jax.rewrite import (
     FoundDots,

@@ -14,4 +14,4 @@ from fp8jax.optim.step.encode_state import as_written as as_written
 from fp8jax.optim.step.fused import fused_adam as fused_adam
 from fp8jax.optim.step.orthogonal import as_directions as as_directions
 from fp8jax.optim.step.orthogonal import directions as directions
-from fp8jax.optim.step.zero import advance_over_devices as advance_over_devices
+from fp8jax.optim.step.sharded import advance_over_devices as advance_over_devices
