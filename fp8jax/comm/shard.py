@@ -11,6 +11,7 @@ from fp8jax import formats
 from fp8jax.comm import buckets
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import reduced_codes, reduced_floats
+from fp8jax.comm.zero import Zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,21 @@ class ShardSpec:
     devices: int
     comm: str  # format in which gradients are sent
     is_part: bool  # whether the kernel is sharded; otherwise only its gradient is
+
+    @classmethod
+    def of(cls, zero: Zero, axis: int, comm: str, *, in_dots_only: bool) -> "ShardSpec | None":
+        """The sharding of a kernel whose gradient the dot's backward reduces; None below stage 2.
+
+        Args:
+            zero: the mesh and the stage.
+            axis: its sharded axis, see `Zero.split_of`.
+            comm: the format in which its gradient is sent.
+            in_dots_only: whether dots alone use it. Each dot then gathers a sharded kernel, for each of its
+                GEMMs; otherwise it is gathered once.
+        """
+        if not zero.shards_gradients:
+            return None
+        return cls(zero.axis, axis, zero.devices, comm, zero.shards_weights and in_dots_only)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole kernel; `shape` is the shape of a device's shard."""

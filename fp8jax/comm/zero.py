@@ -22,7 +22,7 @@ References:
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -118,6 +118,21 @@ class Zero:
             if leaf.ndim >= 2 and leaf.shape[axis] % self.devices == 0 and blocks[axis] == 1:
                 return axis
         return None
+
+    def comm_of(self, recipes: Sequence[Recipe]) -> str:
+        """The format in which gradients are sent: the format of the transformed models in the loss.
+
+        Raises:
+            ValueError: `recipe` has another `comm` column.
+        """
+        told = None if self.recipe is None else Recipe.parse(self.recipe)
+        own = next((recipe for recipe in recipes if recipe.comm == "FP8"), recipes[0] if recipes else told)
+        if told is not None and own is not None and own.comm != told.comm:
+            raise ValueError(
+                f"`zero`: expected a recipe with comm={own.comm}, as the model's {own} has; got {told} with "
+                f"comm={told.comm}. Leave it out, as in Zero(mesh, stage={self.stage})."
+            )
+        return "FP32" if own is None else own.comm
 
     def spec(self, leaf: Any, *, split: bool) -> Any:
         """The `PartitionSpec` of an array, or a `ScaledArray` of the specs of data and scale."""

@@ -1,7 +1,8 @@
 """Data-parallel gradients with ZeRO sharding: per-device gradients under `shard_map`, then reductions.
 
-The variables are global arrays. The `GradSharding` of each parameter, from its uses in the loss, says whether
-the dot's backward reduces its gradient, and when a sharded parameter is all-gathered.
+The variables are global arrays. The `GradSharding` of each parameter says whether the dot's backward reduces
+its gradient, and when a sharded parameter is all-gathered. `fp8jax.comm` decides it, by the parameter's uses
+in the loss.
 
 Each device's loss is divided by the number of devices, and gradients are summed. So output gradients, and the
 scaling state, equal those of one device with the whole batch.
@@ -22,7 +23,6 @@ from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
 from fp8jax.gradients.keys import check_batch
 from fp8jax.quantization import ScaledArray, is_scaled
-from fp8jax.recipe import Recipe
 from fp8jax.rewrite import StaticTree, Uses, aval_of
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
@@ -73,31 +73,18 @@ class ShardContext:
         shape[axis] *= self.devices
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
-    def comm(self, recipes: Sequence[Recipe]) -> str:
-        """The format in which gradients are sent: the format of the transformed models in the loss.
-
-        Raises:
-            ValueError: the recipe of `zero` has another `comm` column.
-        """
-        told = None if self.zero is None or self.zero.recipe is None else Recipe.parse(self.zero.recipe)
-        own = next((recipe for recipe in recipes if recipe.comm == "FP8"), recipes[0] if recipes else told)
-        if told is not None and own is not None and own.comm != told.comm:
-            raise ValueError(
-                f"`zero`: expected a recipe with comm={own.comm}, as the model's {own} has; got {told} with "
-                f"comm={told.comm}. Leave it out, as in Zero(mesh, stage={self.zero.stage})."  # pyright: ignore
-            )
-        return "FP32" if own is None else own.comm
-
     def sharding(self, axis: int | None, uses: Uses | None) -> GradSharding:
         """The sharding of a parameter by its uses in the loss; `axis` is the sharded axis of its gradient."""
         if self.zero is None or axis is None:
             return GradSharding()
         kernel = None if uses is None else uses.kernel
-        if uses is None or kernel is None or not (self.zero.shards_gradients and kernel.is_stacked_in_front):
+        if uses is None or kernel is None or not kernel.is_stacked_in_front:
             return GradSharding(axis)
         # A kernel with other uses is gathered once, not by its dot.
-        is_part = self.zero.shards_weights and uses.dots > 0 and not uses.others
-        return GradSharding(axis, ShardSpec(self.zero.axis, axis, self.devices, kernel.recipe.comm, is_part))
+        in_dots_only = uses.dots > 0 and not uses.others
+        return GradSharding(
+            axis, ShardSpec.of(self.zero, axis, kernel.recipe.comm, in_dots_only=in_dots_only)
+        )
 
     def whole(self, leaves: list[Any], shardings: Sequence[GradSharding]) -> list[Any]:
         """The parameters, after all-gathering the shards that no dot gathers."""

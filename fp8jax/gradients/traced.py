@@ -120,5 +120,5 @@ def gradient(
         grad if own else in_format(grad, each.leaf, each.shard, each.uses)
         for grad, own, each in zip(grads, is_own, params, strict=True)
     ]
-    of_grads = GradShardings(tuple(shardings), context.comm(found.recipes))
-    return out, treedef.unflatten(grads), new_state, of_grads
+    comm = "FP32" if context.zero is None else context.zero.comm_of(found.recipes)
+    return out, treedef.unflatten(grads), new_state, GradShardings(tuple(shardings), comm)
