@@ -314,8 +314,8 @@ def test_a_gpu_that_multiplies_in_high_precision_is_told(monkeypatch, device, sa
     assert backends.xla.why_not_fp8(Device("cpu", "cpu", None)) is None
     reason = backends.xla.why_not_fp8(device)
     monkeypatch.setattr(Device, "here", classmethod(lambda cls: device))
-    assert reason in backends.notes([backends.Choice("xla", "")])
-    assert reason not in backends.notes([backends.Choice("pallas", "")])
+    assert reason in backends.notes([backends.ChosenBackend("xla", "")])
+    assert reason not in backends.notes([backends.ChosenBackend("pallas", "")])
     operand = quantized("te,scaling=current", LHS, normal(0, 32, 32))
     with pytest.warns(UserWarning, match=says):
         backends.xla._dot_on_gpu(

@@ -16,7 +16,14 @@ from fp8jax import formats
 from fp8jax.adapters import moe
 from fp8jax.adapters.moe import exchange
 from fp8jax.adapters.moe.exchange import Way
-from fp8jax.dot import ExpertSharding, dot_general, init_ragged_state, init_state, ragged_dot, wide_ragged_dot
+from fp8jax.dot import (
+    ExpertSharding,
+    dot_general,
+    high_precision_ragged_dot,
+    init_ragged_state,
+    init_state,
+    ragged_dot,
+)
 from fp8jax.dot.row_tiles import row_tiles
 from fp8jax.scaling.merge import from_fm32, to_fm32
 
@@ -115,7 +122,9 @@ def test_wide_product_is_jaxs(dtype):
         return y, *vjp(g)
 
     with jax.default_matmul_precision("highest"):
-        for ours, theirs in zip(run(jax.jit(wide_ragged_dot)), run(jax.jit(jax.lax.ragged_dot)), strict=True):
+        for ours, theirs in zip(
+            run(jax.jit(high_precision_ragged_dot)), run(jax.jit(jax.lax.ragged_dot)), strict=True
+        ):
             assert ours.dtype == theirs.dtype == dtype
             ours, theirs = (part.astype(jnp.float32) for part in (ours, theirs))
             bound = float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(theirs)))
@@ -455,11 +464,11 @@ def test_over_devices_it_is_the_layer_of_one(level):
 def test_over_devices_a_plain_forward_needs_no_placed_arguments():
     x, w, sizes = normal(0, 32, 16), normal(1, 4, 16, 16), jnp.array([3, 9, 16, 0])
     over = ExpertSharding(mesh_of(2), "expert")
-    found = jax.jit(functools.partial(wide_ragged_dot, over=over))(x, w, sizes)
+    found = jax.jit(functools.partial(high_precision_ragged_dot, over=over))(x, w, sizes)
     # The first 16 rows are those of experts 0 and 1.
     rows = [*range(12), *range(16, 32)]
     np.testing.assert_allclose(
-        found[jnp.array(rows)], wide_ragged_dot(x[jnp.array(rows)], w, sizes), rtol=1e-6
+        found[jnp.array(rows)], high_precision_ragged_dot(x[jnp.array(rows)], w, sizes), rtol=1e-6
     )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import fp8jax
 from fp8jax.dot import ExpertSharding
-from fp8jax.dot.ragged import wide_ragged_dot
+from fp8jax.dot.ragged import high_precision_ragged_dot
 from fp8jax.inspect import numerics
 from fp8jax.inspect.numerics.rows import OUTLIER, WEAK
 
@@ -215,7 +215,7 @@ SIZES = (40, 0, 24, 8)  # of experts; 24 rows more are of none
 
 def experts_loss(over=None):
     def loss(params, x):
-        y = wide_ragged_dot(x, params["up"]["kernel"], jnp.array(SIZES), over)
+        y = high_precision_ragged_dot(x, params["up"]["kernel"], jnp.array(SIZES), over)
         return jnp.sum(jnp.sin(y)) / 100
 
     return loss

@@ -4,10 +4,10 @@
     python examples/bench/moe.py --rounds 20 --record examples/records
 
 Ways: `one kernel` is a bf16 GEMM of all rows with a single kernel, the least work. `lax.ragged_dot` is JAX's
-in bf16, `blocks` is `fp8jax.dot.wide_ragged_dot` in bf16, the others are `fp8jax.dot.ragged_dot` in FP8 or
-FP4, from bf16 rows and float32 kernels. No GPU has GEMMs of all of `te`, `block`, `mxfp8` and `nvfp4`. "here"
-times them on this machine, taking turns. "h200" compiles them for a GPU that is not here: GEMMs (counted once
-in loops over blocks) and temporaries. GEMM TFLOP includes the padding of blocks.
+in bf16, `blocks` is `fp8jax.dot.high_precision_ragged_dot` in bf16, the others are `fp8jax.dot.ragged_dot` in
+FP8 or FP4, from bf16 rows and float32 kernels. No GPU has GEMMs of all of `te`, `block`, `mxfp8` and `nvfp4`.
+"here" times them on this machine, taking turns. "h200" compiles them for a GPU that is not here: GEMMs
+(counted once in loops over blocks) and temporaries. GEMM TFLOP includes the padding of blocks.
 """
 
 import statistics
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import output
 from jax import lax
 
-from fp8jax.dot import init_ragged_state, ragged_dot, wide_ragged_dot
+from fp8jax.dot import high_precision_ragged_dot, init_ragged_state, ragged_dot
 from fp8jax.inspect import program, targets
 from fp8jax.rewrite import find_dots
 from fp8jax.scaling.merge import from_fm32, to_fm32
@@ -61,7 +61,7 @@ def in_fp8(recipe: str) -> Callable[..., Any]:
 WAYS = {
     "one kernel": lambda rows, kernels, sizes, state: lax.dot(rows, kernels[0].astype(rows.dtype)),
     "lax.ragged_dot": in_bf16(lax.ragged_dot),
-    "blocks": in_bf16(wide_ragged_dot),
+    "blocks": in_bf16(high_precision_ragged_dot),
     "te": in_fp8("te"),
     "te, current": in_fp8("te,scaling=current"),
     "block": in_fp8("block"),

@@ -31,7 +31,7 @@ BACKENDS = {
 }
 
 
-class Choice(NamedTuple):
+class ChosenBackend(NamedTuple):
     """The selected backend, and the reason."""
 
     name: str  # a key of `BACKENDS`
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 def choose(
     name: str, granularity: str = "tensor", *, is_batched: bool = False, device: Device | None = None
-) -> Choice:
+) -> ChosenBackend:
     """The backend `name`, or for "auto" the first that can compute the dot and is not the reference.
 
     Args:
@@ -63,7 +63,7 @@ def choose(
             f"`backend`: {name} cannot run here: {why}. With a scale per {granularity} these can: "
             f"{', '.join(able) or 'none'}."
         )
-    return Choice(found, why)
+    return ChosenBackend(found, why)
 
 
 def why_not(name: str, granularity: str = "tensor", *, device: Device | None = None) -> str | None:
@@ -95,7 +95,7 @@ def _first(name: str, granularity: str, is_batched: bool, device: Device | None)
     return None, "; ".join(reasons) or f"no backend multiplies operands with a scale per {granularity}"
 
 
-def notes(choices: list[Choice]) -> list[str]:
+def notes(choices: list[ChosenBackend]) -> list[str]:
     """A report's lines for the backends of a model's dots: norms, and names with reasons."""
     norms = [BACKENDS[choice.name].norms for choice in choices]
     found = list(dict.fromkeys([*norms, *(f"backend: {choice}" for choice in choices)]))

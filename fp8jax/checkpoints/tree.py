@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE
+from fp8jax.variables import PARAMS as PARAMS
+from fp8jax.variables import SCALING as SCALING
 
-PARAMS = "params"
-SCALING = "_overwrite_with_gradient"
 NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
 # Entries that only JAX has.
 ONLY_JAX = (OLD, ONE)

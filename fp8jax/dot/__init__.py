@@ -27,9 +27,9 @@ from fp8jax.dot.output import OPERANDS as OPERANDS
 from fp8jax.dot.output import OUTPUT as OUTPUT
 from fp8jax.dot.output import OUTPUT_CODES as OUTPUT_CODES
 from fp8jax.dot.output import through_fp8 as through_fp8
+from fp8jax.dot.ragged import high_precision_ragged_dot as high_precision_ragged_dot
 from fp8jax.dot.ragged import init_ragged_state as init_ragged_state
 from fp8jax.dot.ragged import ragged_dot as ragged_dot
-from fp8jax.dot.ragged import wide_ragged_dot as wide_ragged_dot
 from fp8jax.dot.row_tiles import ExpertSharding as ExpertSharding
 from fp8jax.dot.vjp import GEMMS as GEMMS
 from fp8jax.dot.weight import GradSlot as GradSlot

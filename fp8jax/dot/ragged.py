@@ -211,7 +211,7 @@ RAGGED = "fp8jax_ragged_dot"
 _ragged_p = jex.Primitive(RAGGED)
 
 
-def wide_ragged_dot(
+def high_precision_ragged_dot(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, over: ExpertSharding | None = None
 ) -> jax.Array:
     """`lax.ragged_dot(lhs, rhs, group_sizes)` in high precision, accumulated in float32.
@@ -219,7 +219,7 @@ def wide_ragged_dot(
     On CPU and GPU, XLA computes `jax.lax.ragged_dot` as a matmul of every row with every group's matrix: work
     and memory grow with the number of groups. This computes it in tiles of rows, as `ragged_dot` does.
 
-        >>> wide_ragged_dot(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.array([1, 2])).shape
+        >>> high_precision_ragged_dot(jnp.ones((3, 4)), jnp.ones((2, 4, 5)), jnp.array([1, 2])).shape
         (3, 5)
 
     Args:

@@ -257,17 +257,13 @@ class Recipe:
         return ("E4M3", "E4M3" if self.fp8_format == "E4M3" else "E5M2")
 
     @property
-    def kept_weight(self) -> str:
-        """Name of the format in which the optimizer keeps the matched layers' weights."""
-        return self.weight if self.master_weight == "-" else self.master_weight
-
-    @property
     def lost_to_rounding(self) -> str:
         """A report's line on what the optimizer loses by rounding to nearest; empty if nothing."""
         lost = []
         if self.moments[0] != "FP32" and self.rounding[0] == "nearest":
             lost.append(f"{self.moments[0]} first moments do not decay to zero")
-        if self.kept_weight == "FP16" and self.rounding[1] == "nearest":
+        weight = self.weight if self.master_weight == "-" else self.master_weight
+        if weight == "FP16" and self.rounding[1] == "nearest":
             lost.append("FP16 weights ignore updates below half of their last bit")
         return f"rounded to nearest: {', '.join(lost)}; the recipe fp8 avoids this" if lost else ""
 

@@ -115,7 +115,7 @@ def make_report(
         return default if module is None else type(module).__name__
 
     rows: dict[tuple[str, bool, str], LayerRow] = {}
-    chosen: list[backends.Choice] = []
+    chosen: list[backends.ChosenBackend] = []
     own: dict[str, None] = {}  # lines of the scalings
     for path in sorted({*found.tables} - {dot.path for dot, _ in choices}):
         row = LayerRow(layer_path(path), kind(path, "gather"), (), False, OF_EMBEDDINGS)

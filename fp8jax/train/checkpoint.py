@@ -34,7 +34,7 @@ from fp8jax.train import distributed
 
 ocp = need("orbax.checkpoint")
 
-KEPT = 3
+MAX_TO_KEEP = 3
 _REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
 
 
@@ -208,7 +208,7 @@ def _quiet() -> Iterator[None]:
 def _manager(folder: pathlib.Path) -> Iterator[Any]:
     """Orbax's manager."""
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=KEPT,
+        max_to_keep=MAX_TO_KEEP,
         step_prefix="step",
         step_format_fixed_length=8,
         cleanup_tmp_directories=True,
@@ -240,7 +240,7 @@ def _make_room(folder: pathlib.Path, step: int) -> None:
         if aside.is_symlink():
             aside.unlink()
         path.rename(aside)
-    for path in (_path(folder, earlier) for earlier in _steps(folder)[: 1 - KEPT]):
+    for path in (_path(folder, earlier) for earlier in _steps(folder)[: 1 - MAX_TO_KEEP]):
         if path.is_symlink():
             path.unlink()
 

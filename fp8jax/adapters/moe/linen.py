@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.adapters.moe.exchange import feed_forward
 from fp8jax.adapters.moe.routing import LOSSES, check, route
-from fp8jax.dot import ExpertSharding, wide_ragged_dot
+from fp8jax.dot import ExpertSharding, high_precision_ragged_dot
 
 EXPERTS_INIT = nn.initializers.lecun_normal(batch_axis=(0,))  # for each expert as in `nn.Dense`
 ROUTER_INIT = nn.initializers.lecun_normal()
@@ -48,7 +48,7 @@ class ExpertDense(nn.Module):
         shape = (self.num_experts, rows.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         rows, kernel = promote_dtype(rows, kernel, dtype=self.dtype)
-        return wide_ragged_dot(rows, kernel, sizes, over=self.over)
+        return high_precision_ragged_dot(rows, kernel, sizes, over=self.over)
 
 
 class ExpertRouter(nn.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from fp8jax.adapters.moe.exchange import feed_forward
 from fp8jax.adapters.moe.linen import EXPERTS_INIT, ROUTER_INIT
 from fp8jax.adapters.moe.routing import LOSSES, check, route
-from fp8jax.dot import ExpertSharding, wide_ragged_dot
+from fp8jax.dot import ExpertSharding, high_precision_ragged_dot
 
 
 class Routed(nnx.Variable):
@@ -54,7 +54,7 @@ class ExpertDense(nnx.Module):
     ) -> Float[Array, "rows out_features"]:
         """The outputs of the rows, of which the first `sizes[0]` belong to the first expert, and so on."""
         rows, kernel = promote_dtype((rows, self.kernel[...]), dtype=self.dtype)
-        return wide_ragged_dot(rows, kernel, sizes, over=self.over)
+        return high_precision_ragged_dot(rows, kernel, sizes, over=self.over)
 
 
 class ExpertRouter(nnx.Module):
