@@ -392,6 +392,21 @@ def test_with_kernels_sharded_along_another_axis(stage):
     np.testing.assert_allclose(losses, of_one("O2").losses[:3], rtol=NOISE)
 
 
+@pytest.mark.parametrize("recipe, devices, stage", [("O2", 3, 0), ("fp8", 6, 2)])
+def test_devices_that_are_no_power_of_two(recipe, devices, stage):
+    """The sum of their FP8 gradients is that of one device, whose scale is a power of two."""
+    model = fp8jax.transform(nn.Dense(48), recipe)
+    x = jax.random.normal(jax.random.key(1), (30, 36))
+    variables = model.init(jax.random.key(0), x)
+    loss_fn = lambda variables, x: jnp.mean((model.apply(variables, x) - 1) ** 2)  # noqa: E731
+    found = []
+    for zero in (None, Zero(mesh(devices), stage=stage)):
+        _, grads, _ = jax.jit(fp8jax.value_and_grad(loss_fn, zero=zero))(variables, x)
+        found.append(grads["kernel"].dequantize())
+    one, several = found
+    assert np.linalg.norm(several - one) < 0.06 * np.linalg.norm(one)
+
+
 @pytest.mark.long
 def test_zero_on_one_device():
     run = trained("O2", Zero(mesh(1), "O2", 3))

@@ -95,24 +95,24 @@ def in_buckets(
             bucket.append(tensor)
 
 
-def means_of_rows(tensors: list[jax.Array], axis_name: str) -> list[jax.Array]:
-    """The means over the devices of this device's row of each tensor.
+def sums_of_rows(tensors: list[jax.Array], axis_name: str, divisor: int) -> list[jax.Array]:
+    """The sums over the devices of this device's row of each tensor, divided by `divisor`.
 
     Args:
         tensors: uint8 E4M3 codes, shape=(devices, n); row i is for device i.
         axis_name: the mesh axis.
+        divisor: at least the number of devices, so that no sum saturates.
 
     Returns:
-        uint8 E4M3 codes with the same scale, shape=(n,) each. The mean is computed in float32 and rounded
-        once; it cannot saturate.
+        uint8 E4M3 codes with the same scale, shape=(n,) each, computed in float32 and rounded once.
     """
 
-    def mean(rows: jax.Array) -> jax.Array:
+    def divided(rows: jax.Array) -> jax.Array:
         parts = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
-        mean = jnp.mean(from_bytes(parts, formats.E4M3).astype(jnp.float32), axis=0)
-        return to_bytes(quantize_by(mean, formats.E4M3, 1.0).data)
+        total = jnp.sum(from_bytes(parts, formats.E4M3).astype(jnp.float32), axis=0)
+        return to_bytes(quantize_by(total / divisor, formats.E4M3, 1.0).data)
 
-    return list(in_buckets(mean, tensors))
+    return list(in_buckets(divided, tensors))
 
 
 def gathered(parts: list[jax.Array], axis_name: str) -> list[jax.Array]:

@@ -6,9 +6,9 @@ FP8 codes cannot be added. All devices quantize with a common scale, the largest
     each device computes the mean in float32 and rounds it to codes with the same scale
     for `all_reduce` each device sends these codes to all devices      (all-gather, 1 byte per entry)
 
-All devices share one scale per tensor (or block), so the mean cannot saturate. A sum has the codes of the
-mean, and its scale is multiplied by the number of devices. One collective sends the scales of the whole tree.
-The codes take one collective per bucket of tensors.
+All devices share one scale per tensor (or block), so the mean cannot saturate. A sum is divided by the number
+of devices, or by the next power of two, which multiplies its scale. One collective sends the scales of the
+whole tree. The codes take one collective per bucket of tensors.
 
 References:
     FP8-LM, arXiv 2310.18313, section 2.1; MS-AMP `FP8DistributedDataParallel`.
@@ -120,7 +120,7 @@ def _reduce(
     new, factors = reduced(
         leaves, axes, axis_name, Recipe.parse(recipe).comm, op=op, floats=floats, mu=factors
     )
-    is_power_of_two = op == "mean" and mu is None
+    is_power_of_two = mu is None
     pairs = zip(leaves, new, strict=True)
     tree = treedef.unflatten(like_gradient(old, leaf, is_power_of_two) for old, leaf in pairs)
     if has_params(grads):
@@ -221,7 +221,9 @@ def reduced_codes(
     """The means or sums of E4M3 `ScaledArray`s with common scales, sent as codes; see `reduced`."""
     devices = lax.axis_size(axis_name)
     rows = [_rows_for_devices(to_bytes(q.data), axis, devices) for q, axis in zip(codes, axes, strict=True)]
-    means = buckets.means_of_rows(rows, axis_name)
+    # A sum has a power of two as its scale, because a `ScaledGradient` has no other.
+    divisor = devices if op == "mean" else 2 ** (devices - 1).bit_length()
+    means = buckets.sums_of_rows(rows, axis_name, divisor)
     parts = [mean for mean, axis in zip(means, axes, strict=True) if axis is None]
     whole = iter(buckets.gathered(parts, axis_name))
     new = []
@@ -231,7 +233,7 @@ def reduced_codes(
         else:
             mean = _shard_of_row(mean, q.shape, axis, devices)
         scale = _own_scale(q.scale, axis, axis_name)
-        new.append(ScaledArray(from_bytes(mean, formats.E4M3), scale * devices if op == "sum" else scale))
+        new.append(ScaledArray(from_bytes(mean, formats.E4M3), scale * divisor if op == "sum" else scale))
     return new
 
 
