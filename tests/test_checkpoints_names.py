@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from fp8jax.checkpoints import GPT2, LLAMA, MIXTRAL, QWEN3, NameMap, Rename
@@ -71,3 +72,11 @@ def test_paths_without_a_name(mapping, path):
         ValueError, match=f"`mapping`: expected a rename that leads to {re.escape('/'.join(path))}"
     ):
         mapping.names_of(path, (3, 4))
+
+
+def test_the_bias_of_all_heads():
+    """(heads, width) in Flax, a vector in torch; and back."""
+    mapping = NameMap((Rename(r"query\.bias", "query/bias", shape=(2, 3)),))
+    place, bias = mapping.place("query.bias"), np.arange(6.0)
+    assert place.torch_shape((2, 3)) == (6,)
+    np.testing.assert_array_equal(place.restore(place.arrange(bias), (6,)), bias)

@@ -35,7 +35,8 @@ class Rename:
             None: the Flax model has no such array, and the tensor is left out.
         axes: torch's dimensions in Flax's order, as `torch.permute` takes them; None keeps the order.
         shape: the Flax array's shape where dimensions are split or joined, at most one of them -1:
-            (-1, heads, width) for an attention kernel, where torch has one dimension for all heads.
+            (-1, heads, width) for an attention kernel, where torch has one dimension for all heads, and
+            (heads, width) without `axes` for its bias, a vector in torch.
     """
 
     torch: str
@@ -84,15 +85,17 @@ class Place(NamedTuple):
             ValueError: it does not follow, because dimensions in the middle are split or joined.
         """
         shape, axes = tuple(shape), self.axes
+        if axes is None:
+            return shape if self.shape is None else (math.prod(shape),)  # a vector: the bias of all heads
         if self.shape is not None:
-            if axes is None or len(axes) != 2 or -1 not in (self.shape[0], self.shape[-1]):
+            if len(axes) != 2 or -1 not in (self.shape[0], self.shape[-1]):
                 raise ValueError(
                     f"`mapping`: expected a `Rename` with two axes and a shape with -1 at an end for "
                     f"{'/'.join(self.path)}; got axes={axes}, shape={self.shape}."
                 )
             split = 1 if self.shape[0] == -1 else len(shape) - 1
             shape = (math.prod(shape[:split]), math.prod(shape[split:]))
-        return shape if axes is None else tuple(shape[axes.index(axis)] for axis in range(len(axes)))
+        return tuple(shape[axes.index(axis)] for axis in range(len(axes)))
 
 
 def _permuted(tensor: Any, axes: Sequence[int]) -> Any:
