@@ -103,6 +103,13 @@ def test_the_width_at_which_a_recipe_pays():
 
 
 @needs_plugin
+def test_a_gpu_without_costs_of_xla():
+    """XLA's cost model does not know an L40S; FLOPs and bytes are known."""
+    found = estimate.estimate(subject.subject("mlp", batch=1, context=256, width=256), "te", target="l40s")
+    assert found.seconds() > 0 and not any(cost.xla for cost in found.costs)
+
+
+@needs_plugin
 def test_the_command(capsys, tmp_path):
     """An MLP of six GEMMs: in `te` all are FP8, and none is above the peak."""
     picture = tmp_path / "time.png"

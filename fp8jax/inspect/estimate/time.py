@@ -44,7 +44,8 @@ from fp8jax.rewrite.report import layer_of
 
 GEMMS, CASTS, OTHER, UPDATE, WIRE = PARTS = ("GEMMs", "casts", "other", OPTIMIZER, "collectives")
 GRADIENTS = tuple(part for part in PARTS if part != UPDATE)  # of loss and gradients
-_COSTS = {"xla_gpu_collect_cost_model_stats": True, "xla_gpu_enable_latency_hiding_scheduler": True}
+_COSTS = {"xla_gpu_collect_cost_model_stats": True}
+_FIRST_WITH_COSTS = (9, 0)  # the compute capability; for L40S XLA's cost model raises
 _LOW_PRECISION = ("f8", "f4")
 
 
@@ -152,7 +153,9 @@ def estimate(
     where: dict[str, Any] = {"target": gpu, "devices": devices}
     step = training_step(loss_fn, variables, *subject.inputs, recipe=recipe, stage=stage, **where)
     lowered = targets.lower_for(step.function, *step.args, donate_argnums=(0, 1), **where)
-    return of_program(targets.compile(lowered, gpu, **_COSTS).as_text(), str(recipe), gpu, devices)
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    options |= _COSTS if gpu.capability >= _FIRST_WITH_COSTS else {}
+    return of_program(targets.compile(lowered, gpu, **options).as_text(), str(recipe), gpu, devices)
 
 
 def of_program(text: str | None, recipe: str, target: targets.Target, devices: int = 1) -> Estimate:
