@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +164,25 @@ def test_export_of_an_nnx_run(tmp_path, recipe, format):
     assert report == want and sum(row.is_unchanged for row in report.rows if row.is_quantized) == 2
     for name in (CONFIG, "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
+
+
+@pytest.mark.parametrize("recipe", ["te", "fp8"])
+def test_export_of_a_run_with_names_of_axes(tmp_path, recipe):
+    """A kernel in a box of Flax has the path of one without."""
+    boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    settings = TrainConfig(
+        max_steps=1, per_device_train_batch_size=4, output_dir=str(tmp_path / "run"), recipe=recipe
+    )
+    loss_fn = lambda apply, batch: jnp.mean(apply(batch["x"]) ** 2)  # noqa: E731
+    rows = [{"x": np.full(32, i, np.float32)} for i in range(4)]
+    example = jax.tree.map(lambda x: x[None], rows[0])
+    trainer = Trainer(nn.Dense(64, kernel_init=boxed), loss_fn, settings, example)
+    run = fit(trainer, rows)
+    options = {"mapping": NameMap((Rename("weight", "kernel", (1, 0)), Rename("bias", "bias"))), "config": {}}
+    export(run.folder, tmp_path / "out", **options)
+    save(tmp_path / "want", trainer.model, run.state.variables, example["x"], **options)
+    model = "model.safetensors"
+    assert (tmp_path / "out" / model).read_bytes() == (tmp_path / "want" / model).read_bytes()
 
 
 def test_export_of_adapters_is_refused(tmp_path):

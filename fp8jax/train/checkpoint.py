@@ -19,7 +19,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from fp8jax.quantization import ScaledArray
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE, with_one, without_one
 from fp8jax.train import distributed
+from fp8jax.variables import PARAMS
 
 ocp = need("orbax.checkpoint")
 
@@ -128,7 +129,9 @@ def read_variables(folder: pathlib.Path) -> Checkpoint:
     """
     folder, skipped = folder.resolve(), list[str]()
     for step, path, content in _whole(folder, skipped):
-        return Checkpoint(step, _with_scaled(_variables_in(path)), content)
+        variables = _variables_in(path)
+        boxed = _boxed(content) if PARAMS in variables else ()  # in NNX each array is in a variable
+        return Checkpoint(step, _with_scaled(variables, boxed), content)
     why = f"the checkpoints are damaged: {skipped[0]}" if skipped else "no checkpoint is there"
     raise ValueError(f"{folder} cannot be read: {why}")
 
@@ -147,13 +150,22 @@ def _variables_in(path: pathlib.Path) -> PyTree:
         return reader.restore(path / "state", args=args)[0]["variables"]
 
 
-def _with_scaled(tree: Any) -> Any:
-    """Nested dicts, with a `ScaledArray` for each dict of codes and the bits of their scales."""
+def _boxed(content: dict[str, Any]) -> set[str]:
+    """The paths of the first model's parameters in boxes with names of axes, as `keystr` gives them."""
+    names = (name.removeprefix("[0].variables") for name in content["arrays"])
+    return {name.partition(".value")[0] for name in names if ".value" in name}
+
+
+def _with_scaled(tree: Any, boxed: Collection[str], at: str = "") -> Any:
+    """Nested dicts, with a `ScaledArray` for each dict of codes and the bits of their scales, and what is in
+    the box at each path of `boxed`."""
     if not isinstance(tree, dict):
         return tree
+    if at in boxed:
+        return _with_scaled(tree["value"], ())
     if set(tree) == {"data", "scale"} and jnp.issubdtype(tree["scale"].dtype, jnp.unsignedinteger):
         return ScaledArray.tree_unflatten(None, (tree["data"], tree["scale"]))
-    return {name: _with_scaled(child) for name, child in tree.items()}
+    return {name: _with_scaled(child, boxed, f"{at}[{name!r}]") for name, child in tree.items()}
 
 
 def _whole(folder: pathlib.Path, skipped: list[str]) -> Iterator[tuple[int, pathlib.Path, dict[str, Any]]]:
