@@ -291,11 +291,14 @@ def test_compressed_tensors_decompresses(tmp_path, recipe, format):
 def test_plain_weights(tmp_path, recipe, format):
     """All weights in one dtype, which Transformers loads without a word of quantization."""
     model, variables = trained(recipe)
-    config = {**llama.CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    others = {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16"}
+    config = {**llama.CONFIG, **others}
     report = save(tmp_path / "out", model, variables, TOKENS, mapping=LLAMA, format=format, config=config)
     assert not any(row.is_quantized for row in report.rows) and len(report.rows) == 15
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     dtype = {"bf16": jnp.bfloat16, "fp32": jnp.float32}[format]
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == config["torch_dtype"] == np.dtype(dtype).name
     want = jax.tree.map(lambda x: value(x).astype(dtype), variables["params"], is_leaf=is_scaled)
     arrays = [entry.array() for entry in read(tmp_path / "out").entries.values()]
     assert {np.dtype(array.dtype) for array in arrays} == {np.dtype(dtype)}
@@ -498,6 +501,9 @@ def test_statistics_are_refused(tmp_path):
     model = fp8jax.transform(Normed(), "te")
     with pytest.raises(ValueError, match="expected one whose parameters are all .*; got batch_stats"):
         save(tmp_path / "out", model, model.init(jax.random.key(0), x), x, mapping=PLAIN, config={})
+    module = nnx.Sequential(nnx.BatchNorm(64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="got batch_stats"):
+        save(tmp_path / "out", fp8jax.transform(module, "te"), mapping=PLAIN, config={})
     assert not list(tmp_path.iterdir())
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from fp8jax.adapters import nnx
 from fp8jax.adapters.adapter import adapter_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.maps import by_name
@@ -30,6 +31,8 @@ from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, of_recipe
 from fp8jax.variables import PARAMS, SCALING, has_params
+
+STATISTICS = "batch_stats"  # Flax's collection of a BatchNorm's means and variances
 
 
 class ExportRow(NamedTuple):
@@ -107,7 +110,7 @@ def save(
     Raises:
         ValueError: an argument is of another kind; the folder is not empty; no rename leads to a parameter;
             the format cannot hold a kernel; a kernel has an infinity or NaN; the model has adapters, or
-            Linen's statistics of a BatchNorm.
+            statistics of a BatchNorm.
         TypeError: `model` is not from `fp8jax.transform`, or `folder` is no path.
         ImportError: safetensors is not installed.
     """
@@ -161,9 +164,8 @@ def write(
         ignored = [row.name for row in rows if not row.is_quantized]
         if "lm_head" not in [row.name for row in rows]:
             ignored.append("lm_head")  # tied to the embedding
-        quantization = chosen.quantization_config(ignored)
         whole = {key: entry for key, entry in config.items() if key != QUANTIZATION}
-        whole |= {QUANTIZATION: quantization} if quantization else {}
+        whole |= chosen.config_of(ignored, config)
         (new / CONFIG).write_text(json.dumps(whole, indent=2) + "\n")
         if home == folder:  # which may be a link, or the current folder
             for file in sorted(new.iterdir(), key=lambda file: file.name == CONFIG):
@@ -201,16 +203,18 @@ def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
             f"`variables`: expected a tree with {PARAMS!r}, as `model.init` gives; got "
             f"{type(variables).__name__} without it. Give all variables."
         )
-    if isinstance(variables, Mapping) and jax.tree.leaves(variables.get("batch_stats")):
-        raise ValueError(
-            "`model`: expected one whose parameters are all that it has learned; got batch_stats, which no "
-            "mapping leads to a folder."
-        )
+    if nnx.is_module(model):
+        variables |= {STATISTICS: nnx.statistics_of(model)}
     return with_kernels(variables, adapter.kernels(variables, *inputs))
 
 
 def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> ExportSource:
-    """Variables with these kernels, to be written."""
+    """Variables with these kernels, to be written; raises ValueError for statistics of a BatchNorm."""
+    if jax.tree.leaves(variables.get(STATISTICS)):
+        raise ValueError(
+            "`model`: expected one whose parameters are all that it has learned; got batch_stats, which no "
+            "mapping leads to a folder."
+        )
     tree, frozen = named(variables), {}
     quantized = {tuple(map(str, p)): k for p, k in kernels.items() if k.recipe.is_quantized}
     for path, kernel in quantized.items():

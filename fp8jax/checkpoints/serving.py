@@ -18,7 +18,7 @@ Scales are multiplied with codes, also those that Transformers calls `weight_sca
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,9 +45,10 @@ class PlainFormat:
     dtype: Any
     is_static = False
 
-    def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """Empty: `config.json` has no such entry."""
-        return {}
+    def config_of(self, ignored: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of `config.json` to set: the dtype, in which Transformers loads the weights."""
+        del ignored
+        return {name: jnp.dtype(self.dtype).name for name in ("dtype", *{"torch_dtype"} & {*config})}
 
     def unquantized(self, x: Any) -> Any:
         """A weight as it is written: rounded to nearest to `dtype`, if it is of floats."""
@@ -80,9 +81,10 @@ class ServingFormat:
         """Whether files have scales of inputs."""
         return self.config.get("activation_scheme") == "static"
 
-    def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The entry of `config.json`; `ignored` are the layers in high precision."""
-        return {**self.config, self.ignored: list(ignored)}
+    def config_of(self, ignored: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry of `config.json` to set; `ignored` are the layers in high precision."""
+        del config
+        return {QUANTIZATION: {**self.config, self.ignored: list(ignored)}}
 
     def unquantized(self, x: Any) -> Any:
         """A weight in high precision as it is written: in its dtype in the model."""
