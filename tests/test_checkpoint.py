@@ -113,10 +113,13 @@ def test_a_checkpoint_may_be_a_link(saved, tmp_path):
 
 
 def test_a_partial_checkpoint_is_removed(saved, tmp_path):
+    """The next save removes it; a reader changes nothing."""
     copy = copy_of(saved, tmp_path)
     (copy / "step_00000004").rename(copy / "step_00000004.orbax-checkpoint-tmp")
+    before = sorted(copy.rglob("*"))
     found, skipped = checkpoint.restore(copy, like=make_state())
     assert found.step == 3 and not skipped
+    assert sorted(copy.rglob("*")) == before  # another process may be writing it
     checkpoint.save(copy, 5, make_state(5))
     assert sorted(path.name for path in copy.iterdir()) == [f"step_0000000{n}" for n in (2, 3, 5)]
 

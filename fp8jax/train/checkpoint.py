@@ -109,7 +109,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
         is_old = not any(name.endswith(f"[{ONE!r}]") for name in content["arrays"])
         saved = without_one(like) if is_old else like
         _check(path, content, saved, run)
-        state, damage = _restored(folder, step, saved)
+        state, damage = _restored(path, saved)
         if distributed.any_of(bool(damage)):
             skipped.append(f"{path}: {damage or 'another process cannot read its arrays'}")
             continue
@@ -143,11 +143,9 @@ def _variables_in(path: pathlib.Path) -> PyTree:
             found = reader.metadata(path / "state").item_metadata.tree[0]["variables"]
         except (LookupError, TypeError):
             raise ValueError(f"{path} is no checkpoint of `fp8jax.train.fit`") from None
-        like = [{"variables": found}]
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
-        args = ocp.checkpoint_utils.construct_restore_args(shapes)
-        args = ocp.args.PyTreeRestore(shapes, restore_args=args, partial_restore=True)
-        return reader.restore(path / "state", args=args)[0]["variables"]
+    like = [{"variables": found}]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
+    return _read(path, shapes)[0]["variables"]
 
 
 def _boxed(content: dict[str, Any]) -> set[str]:
@@ -184,19 +182,23 @@ def _whole(folder: pathlib.Path, skipped: list[str]) -> Iterator[tuple[int, path
         yield step, path, content
 
 
-def _restored(folder: pathlib.Path, step: int, like: PyTree) -> tuple[PyTree, str]:
+def _restored(path: pathlib.Path, like: PyTree) -> tuple[PyTree, str]:
     """The state of a checkpoint, and "" or why its arrays cannot be read."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
     try:
-        with _manager(folder) as manager:
-            args = ocp.checkpoint_utils.construct_restore_args(shapes)
-            args = ocp.args.PyTreeRestore(shapes, restore_args=args, partial_restore=True)
-            items = manager.restore(step, args=ocp.args.Composite(state=args))
+        return _read(path, shapes), ""
     except Exception as error:  # tensorstore raises many types
         if distributed.is_loss(error) or isinstance(error, jax.errors.JaxRuntimeError):
             raise  # as for a lack of memory
         return None, f"its arrays cannot be read ({_reason(error)})"
-    return items["state"], ""
+
+
+def _read(path: pathlib.Path, shapes: PyTree) -> PyTree:
+    """Reads the arrays of a checkpoint. Writes and deletes nothing: its run may be saving another one."""
+    args = ocp.checkpoint_utils.construct_restore_args(shapes)
+    args = ocp.args.PyTreeRestore(shapes, restore_args=args, partial_restore=True)
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(path / "state", args=args)
 
 
 def last_step(folder: pathlib.Path) -> int:
@@ -218,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _manager(folder: pathlib.Path) -> Iterator[Any]:
-    """Orbax's manager."""
+    """Orbax's manager, for saving: it deletes partial checkpoints and all but the newest three."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=MAX_TO_KEEP,
         step_prefix="step",
