@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -166,6 +167,22 @@ def test_a_run_that_does_not_compile_gives_its_folder_back(tmp_path):
             raise error
         assert folder.exists() == remains
     assert run_folder.read(folder, ["lr"]) == now
+
+
+@pytest.mark.parametrize("name", ["new/run", "empty"])
+def test_a_disk_that_is_full_at_the_start(tmp_path, name):
+    """Nothing new is left, so a new run can begin there."""
+    (tmp_path / "empty").mkdir()
+    folder, limit = tmp_path / name, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot be written: File too large; mend that, or give anoth"):
+            with run_folder.taken(folder, NONE, RunMetadata({"lr": 1}, "text")):
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty"]
+    assert run_folder.choose(str(folder), resume=False) == folder
 
 
 def test_two_runs_that_chose_one_folder(tmp_path, monkeypatch):

@@ -201,16 +201,23 @@ def _lock(path: pathlib.Path) -> list[int]:
 
 def _take(folder: pathlib.Path, now: RunMetadata) -> None:
     content = json.dumps({**now._asdict(), "digest": now.digest}, indent=1)
+    path, undo = folder / _SETTINGS, contextlib.ExitStack()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / _SETTINGS, "x", encoding="utf-8") as file:
+        for new in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+            new.mkdir(exist_ok=True)
+            undo.callback(new.rmdir)
+        with open(path, "x", encoding="utf-8") as file:  # no link to a whole file: some mounts have no links
+            undo.callback(path.unlink)
             file.write(content)
     except FileExistsError:
         raise ValueError(
             f"another run took {folder} meanwhile; start again, or give another folder"
         ) from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be written: {getattr(error, 'strerror', error)}") from None
+        with contextlib.suppress(OSError):
+            undo.close()
+        reason = getattr(error, "strerror", error)
+        raise ValueError(f"{folder} cannot be written: {reason}; mend that, or give another folder") from None
 
 
 def save(folder: pathlib.Path, step: int, state: PyTree, metadata: dict[str, Any], run: str) -> None:
