@@ -371,7 +371,7 @@ def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, source, m
 
 
 @of_nnx
-def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path):
+def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path, caplog):
     """One batch with a NaN leaves the statistics of a BatchNorm NaN for good, though the step is skipped."""
     trainer, options, _ = alone
     source = [*ROWS[:20], *ROWS[:4], *WITH_NAN[:4], *ROWS]  # the NaN is in step 7
@@ -385,6 +385,8 @@ def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path):
     found, skipped = checkpoint.restore(tmp_path / "run/checkpoints", [run.like])
     assert found.step == 5 and skipped == []
     assert checks.bad_arrays(run, found.state[0]) == []
+    with jax.log_compiles():
+        assert checks.bad_arrays(run, found.state[0]) == [] and "Compiling" not in caplog.text
     # Resumed, it is the run again from before that step.
     with pytest.raises(Diverged, match="goes on after step 5"):
         fit(run, source, shuffle=False, **options, resume=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.errors import Diverged
@@ -82,8 +82,11 @@ def check_finite(name: str, curves: Curves, arrays: Sequence[str], saved: int | 
 def bad_arrays(trainer: Trainer, state: State) -> list[str]:
     """The paths of arrays of a state with NaN; and with infinite numbers, if they are trained."""
     trained = trainer.network.trained(state.variables), state.opt_state
-    is_number = lambda x: ~jnp.isnan(x)  # noqa: E731
-    return [*not_finite.bad_arrays(trained), *not_finite.bad_arrays(state.variables, is_number)]
+    return [*not_finite.bad_arrays(trained), *not_finite.bad_arrays(state.variables, _is_number)]
+
+
+def _is_number(x: Array) -> Bool[Array, "..."]:
+    return ~jnp.isnan(x)
 
 
 def bad_layer(trainer: Trainer, state: State, batch: PyTree) -> str:

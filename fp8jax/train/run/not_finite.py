@@ -6,6 +6,7 @@
 `first_bad_layer` runs a function again, one operation after the other, and so is for runs that have failed.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,16 +33,20 @@ def bad_arrays(tree: PyTree, is_good: Callable[[Array], Bool[Array, "..."]] = jn
 
     Args:
         tree: arrays of any dtype, on all processes; only floating ones are looked at.
-        is_good: by default infinite numbers and NaN are not.
+        is_good: by default infinite numbers and NaN are not. A call with the same function compiles nothing.
     """
-    all_good = jax.jit(lambda x: jnp.all(is_good(x)))
     found = []
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
         parts = (leaf.data, leaf.scale) if is_scaled(leaf) else (leaf,)
         # One at a time: on a CPU of several devices, programs with collectives must not overlap.
-        if not all(bool(all_good(_on_device(x))) for x in parts if _is_float(x)):
+        if not all(bool(_all_good(_on_device(x), is_good)) for x in parts if _is_float(x)):
             found.append(jax.tree_util.keystr(path, simple=True, separator="/"))
     return found
+
+
+@functools.partial(jax.jit, static_argnames="is_good")
+def _all_good(x: Array, is_good: Callable[[Array], Bool[Array, "..."]]) -> Bool[Array, ""]:
+    return jnp.all(is_good(x))
 
 
 def _on_device(x: jax.Array) -> jax.Array:
