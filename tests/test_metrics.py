@@ -172,6 +172,18 @@ def test_metrics_of_a_span_of_steps():
     assert curves.saturations[0] == [float(np.float32(0.1 * 9))] * 3
 
 
+def test_rows_of_scales_are_merged(monkeypatch):
+    """A long run keeps the last scale and the largest saturation of its older spans; the newest is alone."""
+    curves = runs.make_curves(steps=20_000, tensors=2)
+    assert metrics.MOST_ROWS == 1000 and 500 < len(curves.scales) == len(curves.saturations) <= 1000
+    monkeypatch.setattr(metrics, "MOST_ROWS", 4)
+    older = Curves.from_json({**Curves().to_json(), "scale_steps": [1, 2, 3, 4, 5], "loss": [1.0] * 5})
+    older.scales, older.saturations = [[float(i)] for i in range(5)], [[0.5], [0.1], [3.0], [7.0], [2.0]]
+    older.add([StepMetrics(1.0, 0, ScaleMetrics(np.ones(1), np.ones(1)))], 0.1)
+    assert older.scale_steps == [2, 4, 5, 6] and older.scales == [[1.0], [3.0], [4.0], [1.0]]
+    assert older.saturations == [[0.5], [7.0], [2.0], [1.0]] and older.line(1, 1, "rows")["loss"] == 1.0
+
+
 def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

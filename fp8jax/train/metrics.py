@@ -31,6 +31,7 @@ from fp8jax.train import distributed
 from fp8jax.train.run_folder import write
 from fp8jax.variables import PARAMS, SCALING
 
+MOST_ROWS = 1000  # of the scales in a `Curves`; a picture of them has hardly more columns
 OPERANDS = ("input", "weight", "output gradient")  # the order in a dot's scaling state
 
 
@@ -176,7 +177,7 @@ def bytes_per_parameter(variables: PyTree, gradients: PyTree, opt_state: PyTree)
 
 @dataclasses.dataclass
 class Curves:
-    """The metrics of a model over its run; the lists grow."""
+    """The metrics of a model over its run; the lists grow, those of scales and saturations to `MOST_ROWS`."""
 
     loss: list[float] = dataclasses.field(default_factory=list)  # of every step
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (steps done, loss)
@@ -202,9 +203,19 @@ class Curves:
         if unchanged is not None and len(self.loss) not in self.skipped[-1:]:
             self.unchanged.append((len(self.loss), unchanged))
         self.seconds += seconds
+        self._make_room()
         self.scale_steps.append(len(self.loss))
         self.scales.append(np.asarray(steps[-1].scales.scale).tolist())
         self.saturations.append(np.max([step.scales.saturation for step in steps], axis=0).tolist())
+
+    def _make_room(self) -> None:
+        """Merges each two neighbours of too many rows: the last scales, the larger saturations."""
+        while (count := len(self.scale_steps)) >= MOST_ROWS:
+            last = [min(first + 1, count - 1) for first in range(0, count, 2)]
+            self.scale_steps = [self.scale_steps[i] for i in last]
+            self.scales = [self.scales[i] for i in last]
+            rows = np.array(self.saturations)
+            self.saturations = np.maximum(rows[::2], rows[last]).tolist()
 
     @property
     def steps_per_second(self) -> float:

@@ -100,7 +100,7 @@ def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
 
 
 def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
-    """One map per operand: a row per layer, a column per logged step, red where casts clipped."""
+    """One map per operand: a row per layer, a column per span of steps, red where casts clipped."""
     values = np.array(curves.saturations)
     rows = [[i for i, t in enumerate(tensors) if t.operand == operand] for operand in OPERANDS]
     inches = min(0.2 * len(tensors), MOST_INCHES)
