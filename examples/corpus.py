@@ -130,6 +130,7 @@ class RandomWindows:
         steps: number of batches.
         seed: of the places.
         purpose: another purpose has other places.
+        vocabulary: of the text, for the fingerprint: other characters may have the same tokens.
     """
 
     def __init__(
@@ -140,11 +141,12 @@ class RandomWindows:
         steps: int,
         seed: int,
         purpose: str = "train",
+        vocabulary: str = "",
     ) -> None:
         self._tokens, self.context, self._batch, self._steps = tokens, context, batch, steps
         self._seed = seed, zlib.crc32(purpose.encode())
         self.step = functools.lru_cache(maxsize=4)(self._step)
-        self.fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()
+        self.fingerprint = hashlib.sha256(vocabulary.encode() + tokens.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return self._batch * self._steps

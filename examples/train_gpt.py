@@ -91,8 +91,9 @@ def fit(run: Run) -> train.Fitted:
         corpus.RandomWindows(text.train, *size, options.steps, options.seed),
         twin=run.trainers[1] if len(run.trainers) > 1 else None,
         shuffle=False,
+        # The vocabulary is in this fingerprint alone, so that runs that began before it was there go on.
         validation=corpus.RandomWindows(
-            text.validation, *size, options.eval_batches, options.seed, purpose="validation"
+            text.validation, *size, options.eval_batches, options.seed, "validation", text.vocabulary
         ),
         final_validation=corpus.windows(text.validation, options.batch, options.context, FINAL_BATCHES),
         validation_loss=loss,

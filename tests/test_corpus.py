@@ -117,6 +117,13 @@ def test_random_windows():
         np.testing.assert_array_equal(next(loader), rows.step(step))
 
 
+def test_other_characters_with_the_same_tokens():
+    """They are another text, which a resumed run notices."""
+    tokens = np.arange(500, dtype=np.uint16)
+    first, second, plain = (random_windows(tokens, vocabulary=v).fingerprint for v in ("ab", "xy", ""))
+    assert first != second != plain and plain == random_windows(tokens).fingerprint
+
+
 def test_every_window_can_be_drawn():
     starts = random_windows(np.arange(5), seed=0, batch=200, context=2).step(0)[:, 0]
     assert set(starts.tolist()) == {0, 1, 2}

@@ -528,9 +528,9 @@ def test_a_source_without_numbers_is_refused(trainer, source):
         fit(trainer, source)
 
 
-def write_settings(folder, settings):
+def write_settings(folder, settings, data=None):
     """As if a run on ROWS had begun in the folder."""
-    begun = RunMetadata(settings, Examples(ROWS, None).fingerprint())
+    begun = RunMetadata(settings, data or Examples(ROWS, None).fingerprint())
     (folder / "settings.json").write_text(json.dumps({**begun._asdict(), "digest": begun.digest}))
 
 
@@ -589,6 +589,30 @@ def test_bad_input_is_refused_and_nothing_is_written(trainer, tmp_path, source, 
         fit(trainer, source, **options)
     assert says in str(caught.value)
     assert {path.name for path in tmp_path.rglob("*")} == {"taken", "settings.json", "file"}
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"validation": rows(8, seed=2)}, "began with other `validation` rows; give that"),
+        ({}, "began with other `validation` rows"),
+        ({**HELD_OUT, "final_validation": rows(9)}, "began with other `final_validation` rows"),
+        (HELD_OUT, None),
+    ],
+)
+def test_a_run_goes_on_with_its_validation_rows_only(trainer, tmp_path, monkeypatch, options, says):
+    """Older runs have no fingerprint of these rows, and go on with any."""
+    began = checks.fingerprint((ROWS, HELD_OUT["validation"], None), None)
+    monkeypatch.setattr("fp8jax.train.run_folder.taken", lambda *args: pytest.fail("it was not refused"))
+    options = {**options, "validation_loss": loss} if options else options
+    for number, data in enumerate((began, None)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_settings(folder, {"seed": 0}, data)
+        is_refused = says and data
+        with pytest.raises(ValueError if is_refused else pytest.fail.Exception) as caught:
+            fit(at(trainer, folder), ROWS, resume=True, **options)
+        assert (says if is_refused else "it was not refused") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -114,14 +114,15 @@ def fit(
             found = run_folder.read(folder, settings)
             examples = Examples(source, transform)
             checks.check_rows(trainer, examples)
-            now = RunMetadata(settings, examples.fingerprint(found.data))
+            held_out = validation, validation if final_validation is None else final_validation
+            trainers = [trainer, *([twin] if twin else [])]
+            models = [Model(one, validator(one, held_out, transform, validation_loss)) for one in trainers]
+            sources = source, validation, final_validation
+            now = RunMetadata(settings, checks.fingerprint(sources, transform, found.data))
             run_folder.check_same(folder, found, now, fixed_options(type(options)))
             checks.check_batches(trainer, folder, found)
             batches = trainer.loader(source, transform, shuffle=shuffle)
             opened.enter_context(contextlib.closing(batches))
-            sources = validation, validation if final_validation is None else final_validation
-            trainers = [trainer, *([twin] if twin else [])]
-            models = [Model(one, validator(one, sources, transform, validation_loss)) for one in trainers]
             models[0].is_measured = config.statistics and config.precision.is_quantized
             layers = [one.layers.splitlines()[0] for one in trainers]
             _ = trainer.kernels  # for the checkpoints; an error in the model shows now

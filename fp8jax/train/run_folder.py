@@ -34,6 +34,7 @@ from fp8jax.inspect.numerics import rows as measured_rows
 from fp8jax.train import checkpoint, distributed
 
 RUNS = pathlib.Path("runs")
+DATA = ("data", "`validation` rows", "`final_validation` rows")
 _SETTINGS, _SAVED = "settings.json", "saved.json"
 # Errors of damaged JSON.
 _UNREADABLE = (OSError, RecursionError, LookupError, OverflowError, TypeError, ValueError)
@@ -43,7 +44,7 @@ class RunMetadata(NamedTuple):
     """The settings and the data that a run began with."""
 
     settings: dict[str, Any]  # empty if there is no run
-    data: str  # fingerprint
+    data: str  # fingerprints of the rows and, separated by "; ", of `DATA[1:]`, see `checks.fingerprint`
 
     @property
     def digest(self) -> str:
@@ -140,9 +141,11 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
                 f"the run in {folder} has {flag} {value}, not {now.settings[name]}; leave {flag} as it was, "
                 "or start a new run in another folder"
             )
-    if found.settings and found.data != now.data:
+    parts = zip(DATA, found.data.split("; "), now.data.split("; "), strict=False)
+    if found.settings and (other := [name for name, before, given in parts if before != given]):
         raise ValueError(
-            f"the run in {folder} began with other data; give that, or start a new run in another folder"
+            f"the run in {folder} began with other {other[0]}; give that, or start a new run in another "
+            "folder"
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, PyTree
 
-from fp8jax.train.data.loader import Examples
+from fp8jax.train.data.loader import Examples, Source
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run import not_finite
@@ -136,6 +136,24 @@ def check_rows(trainer: Trainer, examples: Examples) -> None:
     trainer.check(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((trainer.rows, *x.shape), x.dtype), examples[0])
     )
+
+
+def fingerprint(
+    sources: Sequence[Source | None], transform: Callable[[Any], Any] | None, like: str = ""
+) -> str:
+    """The fingerprints of a run's sources, for `RunMetadata.data`: "none" for one that is not given.
+
+    Args:
+        sources: `source`, `validation` and `final_validation`.
+        transform: of all of them.
+        like: the fingerprints to compare with; an older run has that of `source` alone.
+    """
+    pairs = zip(sources, like.split("; ") if like else [""] * len(sources), strict=False)
+    found = [
+        "none" if source is None else Examples(source, transform).fingerprint(before)
+        for source, before in pairs
+    ]
+    return "; ".join(found)
 
 
 def check_batches(trainer: Trainer, folder: pathlib.Path, found: RunMetadata) -> None:
