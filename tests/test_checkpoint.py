@@ -300,14 +300,23 @@ def test_checkpoint_of_another_model(saved, change):
 @pytest.mark.parametrize(
     "began, now, says",
     [
-        (2, 1, r"of another model or recipe: its \[1\]\.step is int32\[\], this run's is nothing"),
-        (1, 2, r"of another model or recipe: its \[1\]\.step is nothing, this run's is int32\[\]"),
+        (
+            2,
+            1,
+            r"of another model or recipe: its \[1\]\.step is int32\[\], .*2 models, and 1 are given",
+        ),
+        (
+            1,
+            2,
+            r"of another model or recipe: its \[1\]\.step is nothing, .*1 models, and 2 are given",
+        ),
         (2, 3, r"of another model or recipe: its \[1\]\.variables\['w'\] is float32\[2\], this"),
+        (1, 0, r"its .* this run's is int32\[\]; `fit` saves a list .*, so expected `like=\[trainer.like\]`"),
     ],
 )
 def test_checkpoint_with_another_twin(tmp_path, began, now, says):
     twin = State(jnp.int32(2), {"w": jnp.ones(2)}, {})
-    runs = {1: [twin], 2: [twin, twin], 3: [twin, twin._replace(variables={"w": jnp.ones(3)})]}
+    runs = {0: twin, 1: [twin], 2: [twin, twin], 3: [twin, twin._replace(variables={"w": jnp.ones(3)})]}
     checkpoint.save(tmp_path, 2, runs[began])
     with pytest.raises(ValueError, match=says):
         checkpoint.restore(tmp_path, like=runs[now])

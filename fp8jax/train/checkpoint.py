@@ -19,7 +19,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +94,8 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
     Args:
         folder: of all checkpoints of a run.
         like: arrays or shapes with the structure, dtypes and shardings that the state shall have; other
-            shardings than when it was saved will do.
+            shardings than when it was saved will do. For a run of `fit`: `[trainer.like]`, and with a twin
+            `[trainer.like, twin.like]`.
         run: as in `save`.
 
     Returns:
@@ -311,8 +312,23 @@ def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) 
         if there != here:
             raise ValueError(
                 f"{path} is of another model or recipe: its {name} is {there}, this run's is {here}; "
-                "resume with the settings that the run began with"
+                + _advice(_models(found), _models(expected))
             )
+
+
+def _models(names: Iterable[str]) -> set[str]:
+    """The indices of the models that arrays of `fit` belong to, as "[0]"."""
+    return {index[0] for name in names if (index := re.match(r"\[\d+\]", name))}
+
+
+def _advice(saved: set[str], given: set[str]) -> str:
+    if saved and not given:
+        return (
+            "`fit` saves a list with a state for each model, so expected `like=[trainer.like]`; got a state"
+        )
+    if len(saved) != len(given):
+        return f"it has {len(saved)} models, and {len(given)} are given; leave `twin` as it was"
+    return "resume with the settings that the run began with"
 
 
 def _reason(error: Exception) -> str:
