@@ -293,6 +293,24 @@ def test_the_advice_on_the_page_runs(root):
     assert any(len(leaf.sharding.device_set) == 8 and not leaf.sharding.is_fully_replicated for leaf in mu)
 
 
+def without_blocks():
+    return nn.Dense(WIDTH), jnp.ones((16, WIDTH))
+
+
+def test_a_model_without_repeated_blocks(monkeypatch, capsys):
+    """It is planned without gradient checkpointing, and the advice says so."""
+
+    def plan(model, recipe, x, **options):
+        model.apply(model.init(jax.random.key(0), x), x)
+        return planned_of(0, 4)(model, recipe, x, devices=1, stage=0)
+
+    monkeypatch.setattr(fitting, "plan", plan)
+    assert cli.main(["advise", "--model", f"{__name__}:without_blocks"]) == 0
+    first, figure, *_ = capsys.readouterr().out.splitlines()
+    assert first == 'model = fp8jax.transform(model, "fp8")'
+    assert figure.endswith("; no gradient checkpointing: no module with layers repeats in the model")
+
+
 def test_nothing_fits(monkeypatch, capsys):
     monkeypatch.setattr(fitting, "plan", planned_of(10**12, 1))
     assert cli.main(["advise", "--model=gpt", "--layers=1", "--devices=8"]) == 2

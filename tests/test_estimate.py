@@ -145,6 +145,7 @@ def test_the_command(capsys, tmp_path):
         (["--model", "mlp", "--experts", "2"], "mlp has batch, context, heads, width"),
         (["--model", "layer", "--heads", "3"], "multiple of `heads`"),
         (["--target", "cray"], "expected one of h100, h200, b200, l40s"),
+        (["--model", "mine:tiny", "--widths", "64"], "--widths is of a gpt or a layer, and your model has"),
     ],
 )
 def test_wrong_options_are_told(options, says, capsys):

@@ -113,6 +113,10 @@ def run_estimate(args: argparse.Namespace) -> int:
     from fp8jax.inspect import chart, estimate, subject
     from fp8jax.inspect.estimate import report
 
+    if ":" in args.model:
+        _refuse(
+            args, ("widths",), "{} is of a gpt or a layer, and your model has its own sizes; leave it out"
+        )
     subjects = {None: subject_of(args)}
     names = _recipes(args, subjects[None].model, ["te", "O2", "block", "mxfp8"])
     if subject.recipe_of(subjects[None].model) is None:
@@ -155,6 +159,7 @@ def run_advise(args: argparse.Namespace) -> int:
     configure(is_cpu=True)
     from fp8jax.inspect import memory, numerics
     from fp8jax.inspect.memory import cache
+    from fp8jax.rewrite.remat import NoBlocksError
 
     found = numerics.Advice(args.recipe or numerics.recipe_for(args.target), (), ())
     if args.statistics:
@@ -173,16 +178,22 @@ def run_advise(args: argparse.Namespace) -> int:
             args.batch = batch if ":" in args.model else size
             return subject_of(args)
 
-        fit = memory.fit(
-            found.recipe,
-            of_batch,
-            target=args.target,
-            devices=args.devices,
-            checkpointing=checkpointing,
-            batch=1 if ":" in args.model else batch,
-            cache=cache.default_folder(),
-        )
-        found = found.planned(fit.plan.devices, fit.plan.stage, checkpointing, str(fit))
+        def fitted(checkpointing: str, note: str = "") -> numerics.Advice:
+            fit = memory.fit(
+                found.recipe,
+                of_batch,
+                target=args.target,
+                devices=args.devices,
+                checkpointing=checkpointing,
+                batch=1 if ":" in args.model else batch,
+                cache=cache.default_folder(),
+            )
+            return found.planned(fit.plan.devices, fit.plan.stage, checkpointing, f"{fit}{note}")
+
+        try:
+            found = fitted(checkpointing)
+        except NoBlocksError:
+            found = fitted("none", "; no gradient checkpointing: no module with layers repeats in the model")
     data = {**found._asdict(), "rules": [rule.path for rule in found.rules], "text": str(found)}
     _print(args, data, lambda: str(found))
     return 0

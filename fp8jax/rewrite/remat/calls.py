@@ -103,6 +103,10 @@ def calls_in(scope: str) -> list[tuple[int, int]]:
     return [(int(number), int(time)) for number, time in re.findall(rf"{_CALL}(\d+)\.(\d+)", scope)]
 
 
+class NoBlocksError(ValueError):
+    """Gradient checkpointing of a model without repeated modules."""
+
+
 # The choice of blocks ############################################################################
 
 
@@ -110,7 +114,8 @@ def find_blocks(root: ModuleCall, names: tuple[str, ...] | None) -> list[ModuleC
     """The calls to checkpoint, of modules with these class names or path patterns; None for repeated modules.
 
     Raises:
-        ValueError: there is none, or a pattern matches none.
+        NoBlocksError: a ValueError: there is none.
+        ValueError: a pattern matches none.
     """
     blocks = list(_repeated(root) if names is None else _named(root, names))
     holders = [call for call in root.all_below() if call.holds_layers]
@@ -122,7 +127,7 @@ def find_blocks(root: ModuleCall, names: tuple[str, ...] | None) -> list[ModuleC
                 f"`checkpoint_blocks`: {name!r} matches no module that holds layers; they are {kinds}."
             )
     if not blocks:
-        raise ValueError(
+        raise NoBlocksError(
             "`gradient_checkpointing`: no module that holds layers repeats in this model, so there are no "
             f"blocks to find; name some with `checkpoint_blocks`. The modules that hold layers are {kinds}."
         )
