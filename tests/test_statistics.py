@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import flax.linen as nn
 import jax
@@ -16,7 +17,7 @@ import fp8jax
 from fp8jax.dot import ExpertSharding
 from fp8jax.dot.ragged import high_precision_ragged_dot
 from fp8jax.inspect import numerics
-from fp8jax.inspect.numerics.rows import OUTLIER, WEAK
+from fp8jax.inspect.numerics.rows import OUTLIER, WEAK, as_json
 
 RECIPES = ("te", "te,fp8_format=E4M3", "mxfp8", "O2")
 X = np.array(
@@ -365,3 +366,18 @@ def test_moments_that_underflow():
     row = numerics.step_statistics(grads, (params, tx.init(params)), (after, new))["w"]
     assert row.first_underflow == pytest.approx(1 / 3)
     assert row.second_underflow == pytest.approx(1 / 3)
+
+
+def test_saved_rows_are_strict_json(tmp_path):
+    """Null stands for infinity and NaN. Older files, which have them, load, too."""
+    nan, inf = float("nan"), float("inf")
+    names = ("first", (), "input", "te", True)
+    rows = [
+        numerics.OperandRow(*names, 3.0, 0.1, 0.0, inf, 2.0, 0, 0, 4),  # nothing is rounded
+        numerics.OperandRow(*names, inf, nan, 0.0, nan, 0.0, 4, 0, 4),
+    ]
+    (tmp_path / "new.json").write_text(as_json(rows))
+    (tmp_path / "old.json").write_text(json.dumps([row._asdict() for row in rows]))
+    json.loads((tmp_path / "new.json").read_text(), parse_constant=pytest.fail)
+    for name in ("new", "old"):
+        assert str(list(numerics.load(tmp_path / f"{name}.json"))) == str(rows)

@@ -106,8 +106,13 @@ class Statistics:
 
 
 def as_json(rows: Iterable[OperandRow]) -> str:
-    """The rows as `Statistics.save` writes them."""
-    return json.dumps([row._asdict() for row in rows], indent=1)
+    """The rows as `Statistics.save` writes them; null stands for a number that is not finite."""
+
+    def finite(x: Any) -> Any:
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    found = [{name: finite(x) for name, x in row._asdict().items()} for row in rows]
+    return json.dumps(found, indent=1, allow_nan=False)
 
 
 def load(path: str | os.PathLike[str]) -> tuple[OperandRow, ...]:
@@ -118,9 +123,16 @@ def load(path: str | os.PathLike[str]) -> tuple[OperandRow, ...]:
     """
     with open(path, encoding="utf-8") as file:
         try:
-            return tuple(OperandRow(**{**row, "at": tuple(row["at"])}) for row in json.load(file))
+            return tuple(map(_from_json, json.load(file)))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
+
+
+def _from_json(content: dict[str, Any]) -> OperandRow:
+    """The inverse of a row in `as_json`, except that an `sqnr` of -inf becomes NaN."""
+    of_null = {"amax": math.inf, "sqnr": math.inf if content["amax"] is not None else math.nan}
+    row = {name: of_null.get(name, math.nan) if x is None else x for name, x in content.items()}
+    return OperandRow(**{**row, "at": tuple(content["at"])})
 
 
 def files_of_run(run: str | os.PathLike[str]) -> list[pathlib.Path]:
