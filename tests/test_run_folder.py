@@ -29,6 +29,12 @@ def test_folders_are_numbered_and_never_taken_over(tmp_path, monkeypatch):
         run_folder.choose("taken", resume=False)
 
 
+def test_a_folder_in_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for out in ("~/run", pathlib.Path("~/run")):
+        assert run_folder.choose(out, resume=False) == tmp_path / "run"
+
+
 @pytest.mark.parametrize(
     "out, resume, or_start, says",
     [

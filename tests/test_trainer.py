@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import pathlib
 import subprocess
 
 import flax
@@ -88,6 +89,19 @@ def trained(model=None, steps=3, **settings):
         state, metrics = trainer.step(state, batch)
         losses.append(float(metrics.loss))
     return trainer, state, losses
+
+
+@pytest.mark.parametrize("folder", ["~/programs", pathlib.Path("~/programs")])
+def test_a_compile_cache_in_the_users_home(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [jax.config.values[name] for name in names]
+    try:
+        Trainer(Plain(), loss, TrainConfig(compile_cache=folder), rows(1))
+        assert jax.config.values[names[0]] == str(tmp_path / "programs")
+    finally:
+        for name, value_before in zip(names, before, strict=True):
+            jax.config.update(name, value_before)
 
 
 # --- the first state --------------------------------------------------------------------------

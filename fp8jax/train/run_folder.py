@@ -56,7 +56,8 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
     """Chooses the folder of a run; creates nothing.
 
     Args:
-        folder: the folder, or "" for runs/NAME-N: the next free N, or with `resume` the newest.
+        folder: the folder, in which ~ is the user's home, or "" for runs/NAME-N: the next free N, or with
+            `resume` the newest.
         resume: whether to go on with the run that is there. Messages name it --resume, as a command line.
         or_start: whether `resume` may find no run.
         name: see `folder`.
@@ -72,7 +73,7 @@ def choose(folder: str, *, resume: bool = False, or_start: bool = False, name: s
 
 
 def _choose(chosen: str, resume: bool, or_start: bool) -> str:
-    folder = pathlib.Path(chosen)
+    folder = pathlib.Path(os.path.expanduser(chosen))
     try:
         if os.path.lexists(folder) and not folder.is_dir():
             raise ValueError(f"{folder} is a file; give a folder for the run")
