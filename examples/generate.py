@@ -92,12 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=pathlib.Path, help="the folder of a run")
     parser.add_argument("--prompt", default="def ", help="(default 'def ')")
-    parser.add_argument("--tokens", type=int, default=40, help="(default 40)")
+    parser.add_argument("--tokens", type=int, default=40, help="at least 1 (default 40)")
     parser.add_argument("--format", default="fp8", choices=FORMATS, help="of the export (default fp8)")
     parser.add_argument(
         "--export", type=pathlib.Path, help="the new folder of the export (default: none stays)"
     )
     args = parser.parse_args(argv)
+    if args.tokens < 1:
+        parser.error(f"--tokens: expected at least 1; got {args.tokens}")
 
     try:
         return compare(args.run, args.prompt, args.tokens, args.format, args.export)

@@ -55,6 +55,12 @@ def test_too_many_tokens(program):
         program.generate(cached, variables, PROMPT, 20)
 
 
+def test_fewer_tokens_than_one(program, capsys):
+    with pytest.raises(SystemExit) as exit:
+        program.main(["runs/gpt-1", "--tokens", "-3"])
+    assert exit.value.code == 2 and "--tokens: expected at least 1; got -3" in capsys.readouterr().err
+
+
 def test_the_program(program, tmp_path, capsys):
     argv = [*runs.TINY, "--data", runs.short_text(tmp_path), "--recipe", "O3", "--steps", "2", "--no-twin"]
     assert program.train_gpt.main([*argv, "--out", str(tmp_path / "run")]) == 0
