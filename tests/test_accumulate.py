@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8jax
 from fp8jax import formats
+from fp8jax.inspect import program
 from fp8jax.optim import adamw, clip_by_global_norm, multi_steps, skipped
 from fp8jax.quantization import is_scaled, value
 from fp8jax.rewrite.interpreter.find import scan_parts
@@ -68,7 +70,7 @@ def parts_of(recipe, is_quick):
     assert is_quick == compiles_quickly()
     model, variables = model_of(recipe)
     grad = jax.jit(fp8jax.value_and_grad(loss_of(model)))
-    return [grad(variables, x, y) for x, y in zip(np.split(X, PARTS), np.split(Y, PARTS), strict=True)]
+    return [grad(variables, X[i::PARTS], Y[i::PARTS]) for i in range(PARTS)]
 
 
 @functools.cache
@@ -144,6 +146,24 @@ def test_auxiliary_outputs_and_keyword_arguments():
     assert out.shape == (PARTS, 4, OUT)
     _, once, _ = accumulated("te", "FP16", compiles_quickly())
     assert difference(grads, jax.tree.map(lambda g: 4 * g, once)) < 1e-2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_sharded_batch_stays_on_its_devices(kind):
+    """Each device computes its own rows of every microbatch, and gathers none."""
+    model, variables = model_of("te")
+    batch = np.tile(X, (16, 1)), np.tile(Y, (16, 1))
+    grad = jax.jit(fp8jax.accumulate_gradients(loss_of(model), PARTS))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    one = grad.lower(variables, *batch).compile()
+    with jax.set_mesh(mesh):
+        variables = jax.device_put(variables, NamedSharding(mesh, PartitionSpec()))
+        sharded = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+        many = grad.lower(variables, *sharded).compile()
+        got, _, _ = many(variables, *sharded)
+    np.testing.assert_allclose(got, grad(model_of("te")[1], *batch)[0], rtol=1e-6)
+    assert "all-gather" not in {collective.kind for collective in program.read(many).collectives}
+    assert many.cost_analysis()["flops"] < 0.5 * one.cost_analysis()["flops"]
 
 
 # Random keys #####################################################################################

@@ -397,7 +397,7 @@ def test_microbatches_and_optimizer_states(recipe):
     ]
     parts = [
         jax.jit(fp8jax.value_and_grad(loss_fn))({**variables, **state}, half)[1]
-        for state, half in zip(states, (x[:32], x[32:]), strict=True)
+        for state, half in zip(states, (x[::2], x[1::2]), strict=True)
     ]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, mean)

@@ -44,8 +44,9 @@ def accumulate_gradients(
 
     Returns:
         A function of the same arguments that returns `(loss, grads, variables)`. It splits the arrays after
-        the variables along their first axis, but not the keyword arguments. The loss is the mean over the
-        microbatches, auxiliary outputs are stacked, and the gradients are the mean, in `value_and_grad`'s
+        the variables along their first axis, but not the keyword arguments. Microbatch i has the rows
+        `x[i::microbatches]`, so that rows of a sharded batch stay on their devices. The loss is the mean over
+        the microbatches, auxiliary outputs are stacked, and the gradients are the mean, in `value_and_grad`'s
         formats. All microbatches use the same incoming scaling state; their amaxes are merged by max.
 
     Raises:
@@ -104,7 +105,8 @@ def _on_one_device(
 
     numbers = context.device_index * microbatches + jnp.arange(microbatches)
     keys = jax.vmap(functools.partial(fold_in, {name: kwargs[name] for name in names}))(numbers)
-    rows = jax.tree.map(lambda x: x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:]), args)
+    # Every microbatch has rows of every device, so that a sharded batch stays where it is.
+    rows = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), args)
     _, shapes, shardings = jax.eval_shape(one, jax.tree.map(lambda x: x[0], (rows, keys, numbers)))
     sums, (losses, aux) = jax.lax.scan(add, _no_sums(shapes, format), (rows, keys, numbers))
     return (jnp.mean(losses), aux), _finished(sums, shapes, shardings), shardings
