@@ -407,6 +407,21 @@ def test_devices_that_are_no_power_of_two(recipe, devices, stage):
     assert np.linalg.norm(several - one) < 0.06 * np.linalg.norm(one)
 
 
+@pytest.mark.parametrize("stage, first", [(0, None), (1, None), (3, "data")])
+def test_placing_keeps_the_sharding_over_another_axis(stage, first):
+    two = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    zero = Zero(two, "O2", stage, axis_name="data")
+    columns = NamedSharding(two, PartitionSpec(None, "model"))
+    kernel = fp8jax.quantize(jnp.ones((32, 64)), formats.FP16)
+    kernel = fp8jax.ScaledArray(jax.device_put(kernel.data, columns), kernel.scale)
+    params = zero.place({"kernel": kernel, "plain": jax.device_put(jnp.ones((32, 64)), columns)})
+    assert params["kernel"].data.sharding.spec == PartitionSpec(first, "model")
+    assert params["plain"].sharding.spec == PartitionSpec(first, "model")
+    mu, nu = fp8jax.optim.moments(fp8jax.optim.adamw(1e-2, "O2", zero=zero).init(params))
+    for moment in (mu["kernel"].data, nu["kernel"].data, mu["plain"].data):
+        assert moment.sharding.spec == PartitionSpec("data" if stage else None, "model")
+
+
 @pytest.mark.long
 def test_zero_on_one_device():
     run = trained("O2", Zero(mesh(1), "O2", 3))

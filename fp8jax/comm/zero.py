@@ -150,7 +150,8 @@ class Zero:
     def place(self, variables: PyTree) -> PyTree:
         """Places variables or parameters on the mesh: sharded in stage 3, otherwise replicated.
 
-        In a jitted `init` no device stores more than its shards.
+        In a jitted `init` no device stores more than its shards. An axis that `Zero` does not shard stays
+        sharded over other axes of the mesh.
         """
         if has_params(variables):
             others = {name: tree for name, tree in variables.items() if name != PARAMS}
@@ -161,7 +162,8 @@ class Zero:
         )
 
     def place_state(self, tree: PyTree, params: PyTree, memory: str | None = None) -> PyTree:
-        """Places moments or master weights on the mesh: sharded from stage 1 on.
+        """Places moments or master weights on the mesh: sharded from stage 1 on, and over other axes of the
+        mesh as the parameter is. Under `jax.jit` JAX chooses the sharding over other axes.
 
         `adam` and `adamw` call this.
 
@@ -191,10 +193,21 @@ class Zero:
         axis = self.split_of(param) if split else None
         spec = self.spec(leaf, split=axis is not None)
         if is_scaled(leaf):  # scales stay in device memory
-            return ScaledArray(
-                self._placed(leaf.data, spec.data, memory), self._placed(leaf.scale, spec.scale)
-            )
-        return self._placed(leaf, spec, memory)
+            data = self._placed(leaf.data, self._with_other_axes(leaf, spec.data, param), memory)
+            return ScaledArray(data, self._placed(leaf.scale, spec.scale))
+        return self._placed(leaf, self._with_other_axes(leaf, spec, param), memory)
+
+    def _with_other_axes(self, leaf: Any, spec: P, param: Any) -> P:
+        """`spec`, with a concrete parameter's own sharding of other dims over other axes of the mesh."""
+        array = param.data if is_scaled(param) else param
+        own = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+        if not isinstance(own, NamedSharding) or own.mesh != self.mesh or leaf.shape != param.shape:
+            return spec
+        dims: list[Any] = [*spec, *[None] * (array.ndim - len(spec))]
+        for i, names in enumerate(own.spec):
+            names = names if isinstance(names, tuple) else (names,)
+            dims[i] = dims[i] or tuple(name for name in names if name not in (None, self.axis)) or None
+        return P(*dims) if any(dims) else spec
 
     def _placed(self, x: Any, spec: P, memory: str | None = None) -> Any:
         if self._is_explicit:
