@@ -196,6 +196,22 @@ def test_gradient_inside_a_shard_map():
         jax.eval_shape(run, mine.variables, X, Y)
 
 
+@pytest.mark.parametrize("recipe", ["te", "O2", "block"])
+def test_gradient_under_check_vma(recipe):
+    """JAX sums float gradients over the devices; states and FP8 gradients are refused."""
+    mine = pieces("linen", recipe)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = lambda v, x, y: mine.on_devices(v, x[0], y[0])[1]  # noqa: E731
+    run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    if recipe != "block":
+        with pytest.raises(ValueError, match=r"`check_vma`: expected jax.shard_map\(..., check_vma=False\)"):
+            jax.jit(run)(mine.variables, X, Y)
+        return
+    grads = jax.jit(run)(mine.variables, X, Y)
+    parts = [mine.grad(mine.variables, x, y)[1] for x, y in zip(X, Y, strict=True)]
+    jax.tree.map(lambda a, *b: np.testing.assert_allclose(a, sum(b), rtol=1e-4, atol=1e-6), grads, *parts)
+
+
 @pytest.mark.parametrize("idiom", ["sum", "negation", "double in the leaf's dtype"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "multi_steps"])
 def test_where_values_are_at_hand_it_raises(name, idiom):

@@ -1,7 +1,8 @@
 """`value_and_grad`: the loss, the gradients, and the variables with the new scaling state."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ def value_and_grad(
             states are those of the whole batch; auxiliary outputs are stacked over the devices.
         axis_name: inside a `jax.shard_map` of yours, the mesh axes over which the batch is split: a name, or
             a tuple of names. The new scaling states are merged by max over them, and the new loss scales by
-            min; average the gradients yourself. `()` leaves each device with states of its own.
+            min; average the gradients yourself. `()` leaves each device with states of its own. The
+            `jax.shard_map` must have `check_vma=False`: under JAX's default JAX itself sums the gradients of
+            parameters that are the same on all devices, and scaling states and FP8 gradients have no sum.
 
     Returns:
         A function of the same arguments that returns `(loss, grads, variables)`, or
@@ -61,7 +64,8 @@ def value_and_grad(
 
     Raises:
         ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices; the
-            function runs inside `jax.shard_map` with a scaling state, and `axis_name` is None.
+            function runs inside `jax.shard_map` with a scaling state, and `axis_name` is None or `check_vma`
+            is True.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
     References:
@@ -104,7 +108,8 @@ def with_state(
             return _loss_and_aux(out, has_aux)
 
         old = variables if is_whole else {PARAMS: variables}
-        out, new = grad_fn(loss_and_aux, old, args, kwargs)
+        with _clear_error_of_check_vma():
+            out, new = grad_fn(loss_and_aux, old, args, kwargs)
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
         if zero is None:
@@ -114,6 +119,21 @@ def with_state(
         return out, grads, {**variables, **new} if is_whole else variables
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _clear_error_of_check_vma() -> Iterator[None]:
+    """Replaces JAX's error where a state or an FP8 gradient must not differ between devices."""
+    try:
+        yield
+    except ValueError as error:
+        if not all(part in str(error) for part in ("manual axis types do not match", "fp8_meta")):
+            raise
+        raise ValueError(
+            "`check_vma`: expected jax.shard_map(..., check_vma=False) around gradients with a scaling state "
+            "or FP8 weights; got True, JAX's default, under which JAX sums gradients over the devices, and "
+            "these cannot be summed."
+        ) from error
 
 
 def _merged(states: dict[str, Any], axis_name: AxisNames) -> dict[str, Any]:
