@@ -196,6 +196,20 @@ def test_gradient_inside_a_shard_map():
         jax.eval_shape(run, mine.variables, X, Y)
 
 
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_gradient_in_a_shard_map_without_jit(recipe):
+    mine = pieces("linen", recipe)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(v, x, y):
+        loss, grads, new = mine.on_devices(v, x[0], y[0])
+        return lax.pmean(loss, "data"), fp8jax.comm.all_reduce(grads, "data", recipe), new
+
+    run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=False)
+    got, want = run(mine.variables, X, Y), jax.jit(run)(mine.variables, X, Y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(value(a), value(b), rtol=1e-6), got, want)
+
+
 @pytest.mark.parametrize("recipe", ["te", "O2", "block"])
 def test_gradient_under_check_vma(recipe):
     """JAX sums float gradients over the devices; states and FP8 gradients are refused."""

@@ -109,7 +109,7 @@ def with_state(
 
         old = variables if is_whole else {PARAMS: variables}
         with _clear_error_of_check_vma():
-            out, new = grad_fn(loss_and_aux, old, args, kwargs)
+            out, new = _computed(lambda: grad_fn(loss_and_aux, old, args, kwargs))
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
         if zero is None:
@@ -119,6 +119,14 @@ def with_state(
         return out, grads, {**variables, **new} if is_whole else variables
 
     return wrapped
+
+
+def _computed(gradient: Callable[[], Any]) -> Any:
+    """The result of `gradient()`, inside of a `jax.shard_map` under `jax.jit`.
+
+    A `jax.shard_map` that is not jitted has no extended dtypes, which states and FP8 gradients have inside.
+    """
+    return jax.jit(gradient)() if jax.sharding.get_abstract_mesh().manual_axes else gradient()
 
 
 @contextlib.contextmanager
