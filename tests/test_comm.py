@@ -161,6 +161,19 @@ def test_all_reduce_of_whole_variables():
     np.testing.assert_allclose(parts[PARAMS]["layer"], np.ones((DEVICES, 1, 2)))
 
 
+@pytest.mark.parametrize("call", [fp8jax.comm.all_reduce, fp8jax.comm.reduce_scatter])
+def test_batch_statistics_become_their_mean(call):
+    keys = jax.random.split(jax.random.key(0), DEVICES)
+    grads = {
+        PARAMS: {"w": jnp.ones((DEVICES, 8))},
+        "batch_stats": {"mean": jnp.arange(8.0), "count": jnp.arange(8), "key": keys},
+    }
+    got = on_each(lambda g: call(g, "data", "te"), grads)["batch_stats"]
+    np.testing.assert_array_equal(got["mean"], 3.5)
+    np.testing.assert_array_equal(got["count"], np.arange(8))
+    assert (got["key"] == keys).all()
+
+
 def test_a_sum_is_the_mean_times_the_devices():
     got = on_each(lambda g: fp8jax.comm.all_reduce(g, "data", op="sum"), sent())
     for name, mean in reduced("O2").items():

@@ -14,6 +14,7 @@ References:
     FP8-LM, arXiv 2310.18313, section 2.1; MS-AMP `FP8DistributedDataParallel`.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,8 @@ def all_reduce(
     Returns:
         The same structure, dtypes and shapes, with the same values on every device; with `mu` a pair of these
         gradients and the new state. NaN or inf on one device is NaN on all. New scaling states are merged by
-        max, loss scales by min.
+        max, loss scales by min. Floats of other collections, as batch statistics, become their mean; other
+        arrays there stay each device's own.
 
     Raises:
         ValueError: `op` or `floats` is not legal, or a leaf has another dtype than a float's.
@@ -85,8 +87,8 @@ def reduce_scatter(
     """Each device's shard of the mean or sum of the devices' gradients, inside of a `jax.shard_map`.
 
     Args:
-        grads: a tree of arrays and E4M3 `ScaledArray`s, or whole variables. Other collections are merged and
-            replicated.
+        grads: a tree of arrays and E4M3 `ScaledArray`s, or whole variables. Other collections are merged as
+            by `all_reduce`.
         axis: the tensors' axis to shard; device i of the mesh axis gets shard i.
         axis_name, recipe, op, floats: see `all_reduce`.
 
@@ -266,8 +268,12 @@ def merged(variables: Mapping[str, Any], axis_name: str) -> dict[str, Any]:
     """The collections other than "params", merged over the devices. All scaling states must be of the same
     step."""
 
+    def mean(x: Any) -> Any:
+        return lax.pmean(x, axis_name) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
     merge = {
         SCALING: lambda states: unmarked(lax.pmax(marked(states), axis_name)),
         LOSS_SCALE: lambda state: lax.pmin(state, axis_name),
     }
-    return {name: merge[name](tree) for name, tree in variables.items() if name != PARAMS}
+    means = functools.partial(jax.tree.map, mean)
+    return {name: merge.get(name, means)(tree) for name, tree in variables.items() if name != PARAMS}
