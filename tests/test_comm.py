@@ -322,6 +322,14 @@ def test_leaves_that_are_no_floats_are_refused(call, says, dtype):
     assert whole.dtype == dtype and whole.shape == (DEVICES, 64)
 
 
+def test_numbers_are_arrays():
+    got = on_each(lambda x: fp8jax.comm.all_reduce({"w": x, "factor": 1.5}, "data"), jnp.ones((DEVICES, 8)))
+    np.testing.assert_array_equal(got["factor"], np.full(DEVICES, 1.5))
+    for call, says in ((fp8jax.comm.reduce_scatter, "axis 0 divides"), (fp8jax.comm.all_gather, "an axis 0")):
+        with pytest.raises(ValueError, match=rf"expected tensors .*{says}.*; got \(\)\. Take another `axis`"):
+            on_each(lambda x, call=call: call(1.5, "data"), jnp.ones(DEVICES))
+
+
 @pytest.mark.parametrize("floats", ["FP32", "FP8"])
 @pytest.mark.parametrize("shape, axis", [((8,), 1), ((16, 6), 2), ((16, 6), -3), ((), 0)])
 def test_axes_that_a_tensor_lacks_are_refused(shape, axis, floats):

@@ -112,6 +112,9 @@ def _reduce(
     if floats not in (None, "FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
     params = grads[PARAMS] if has_params(grads) else grads
+    params = jax.tree.map(
+        lambda leaf: leaf if is_scaled(leaf) else jnp.asarray(leaf), params, is_leaf=is_scaled
+    )
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_scaled):
         check_float("grads", path, leaf, "Send others by `jax.lax.psum`.")
