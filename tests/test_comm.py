@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import fp8jax
 from fp8jax import formats, quantize
-from fp8jax.quantization import is_scaled, value
+from fp8jax.quantization import ScaledGradient, as_gradients, is_scaled, quantize_gradient, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 DEVICES = 8
@@ -246,6 +246,36 @@ def test_codes_are_gathered_bit_for_bit_and_put_on_one_scale(format):
     floats = on_each(lambda g: fp8jax.comm.all_gather(g, "data", floats="FP8"), {"w": x})["w"]
     scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / 448))
     assert np.abs(floats[0] - np.asarray(x).reshape(16, 5)).max() <= 16 * scale
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.37])
+def test_gathered_shards_of_a_gradient_are_a_gradient(factor):
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(DEVICES, 16, 3)), jnp.float32)
+
+    def both(x):
+        grads = as_gradients({"w": quantize_gradient(x)})
+        grads = fp8jax.optim.clip_by_global_norm(factor).update(grads, None)[0]
+        parts = fp8jax.comm.reduce_scatter(grads, "data")
+        return fp8jax.comm.all_gather(parts, "data"), fp8jax.comm.all_reduce(grads, "data")
+
+    got, want = on_each(both, x)
+    assert isinstance(got["w"], ScaledGradient)
+    np.testing.assert_allclose(values(got["w"]), values(want["w"]), rtol=1e-6)
+
+
+def test_gathered_shards_without_a_tag_are_not_numbers():
+    def broken(x):
+        grads = {"w": quantize_gradient(x)}
+        return fp8jax.comm.all_gather(jax.tree.map(lambda a: a + a, as_gradients(grads)), "data")
+
+    assert np.isnan(values(on_each(broken, jnp.ones((DEVICES, 8, 3)))["w"])).all()
+
+
+@pytest.mark.parametrize("recipe, want", [("te", np.inf), ("O2", np.nan)])
+def test_an_infinity_of_one_device(recipe, want):
+    x = jnp.ones((DEVICES, 4)).at[3, 1].set(jnp.inf)
+    got = on_each(lambda x: fp8jax.comm.all_reduce(x, "data", recipe), x)
+    np.testing.assert_allclose(got, np.tile([1, want, 1, 1], (DEVICES, 1)))
 
 
 def collectives(function, *args):

@@ -9,14 +9,14 @@ from jaxtyping import PyTree
 
 from fp8jax.comm import buckets
 from fp8jax.comm.reduce import at, check_float, has_blocks_along
-from fp8jax.quantization import ScaledArray, is_scaled, to_bits
+from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, to_bits
 
 
 def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP32") -> PyTree:
     """`lax.all_gather(..., tiled=True)` of a tree; for use inside `jax.shard_map` with `check_vma=False`.
 
     Args:
-        tree: this device's shards, arrays and `ScaledArray`s.
+        tree: this device's shards, arrays and `ScaledArray`s; gradients stay gradients.
         axis_name: the mesh axis of the shards.
         axis: the tensors' axis along which shards are concatenated, device 0's first.
         floats: how float arrays are sent. "FP32": in their dtype. "FP8": as E4M3 codes with one power-of-two
@@ -58,7 +58,8 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
         if i not in shared:
             scale = lax.all_gather(q.scale, axis_name, axis=axis, tiled=True)
             q = ScaledArray(q.data, scale)
-        new[i] = q if is_scaled(leaves[i]) else q.dequantize(leaves[i].dtype)
+        is_codes = is_scaled(leaves[i])
+        new[i] = like_gradient(leaves[i], q, True) if is_codes else q.dequantize(leaves[i].dtype)
     return treedef.unflatten([new[i] for i in range(len(leaves))])
 
 

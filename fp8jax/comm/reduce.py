@@ -65,9 +65,9 @@ def all_reduce(
 
     Returns:
         The same structure, dtypes and shapes, with the same values on every device; with `mu` a pair of these
-        gradients and the new state. NaN or inf on one device is NaN on all. New scaling states are merged by
-        max, loss scales by min. Floats of other collections, as batch statistics, become their mean; other
-        arrays there stay each device's own.
+        gradients and the new state. NaN on one device is NaN on all; inf is NaN where codes are sent, and in
+        floats as in `jax.lax.pmean`. New scaling states are merged by max, loss scales by min. Floats of
+        other collections, as batch statistics, become their mean; other arrays there stay each device's own.
 
     Raises:
         ValueError: `op` or `floats` is not legal, or a leaf has another dtype than a float's.
