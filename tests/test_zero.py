@@ -333,6 +333,21 @@ def test_microbatches_on_devices_draw_by_keys_of_their_own():
             fp8jax.value_and_grad(loss_fn, has_aux=True, zero=zero)(params, X, raw)
 
 
+@pytest.mark.parametrize("kind", ["variables", "module"])
+def test_a_loss_that_closes_over_its_batch_is_refused(kind):
+    """Each device would compute all of it. Values that all devices share come as keyword arguments."""
+    if kind == "module":
+        params, loss_fn = nnx.Linear(32, 32, rngs=nnx.Rngs(0)), lambda model: jnp.mean(model(X))
+    else:
+        params, loss_fn = {"w": jnp.ones(())}, lambda params: jnp.mean(X * params["w"])
+    zero = Zero(mesh(2), "O2")
+    with pytest.raises(ValueError, match="`args`: expected arrays of a batch after the variables; got none"):
+        fp8jax.value_and_grad(loss_fn, zero=zero)(params)
+    assert fp8jax.value_and_grad(loss_fn, zero=Zero(mesh(1), "O2"))(params)[0].shape == ()
+    shared = fp8jax.value_and_grad(lambda params, *, x: loss_fn(params) + jnp.mean(x), zero=zero)
+    assert shared(params, x=X)[0].shape == ()
+
+
 def test_random_bits_of_microbatches_on_devices():
     """Each microbatch of an NNX module on each device draws bits of its own."""
 

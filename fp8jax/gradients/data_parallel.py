@@ -21,7 +21,7 @@ from fp8jax.comm import Zero
 from fp8jax.comm.gather import whole_from_parts
 from fp8jax.comm.reduce import merged, reduced
 from fp8jax.comm.shard import ShardSpec
-from fp8jax.gradients.keys import check_batch
+from fp8jax.gradients.keys import check_batch, check_given
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.rewrite import StaticTree, Uses, aval_of
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
@@ -122,6 +122,7 @@ def over_devices(on_device: Callable[..., tuple[Any, Any, GradShardings]], zero:
         params = variables[PARAMS]
         fold = f"`jax.random.fold_in(key, jax.lax.axis_index({zero.axis!r}))`"
         advice = f"a keyword argument, and let the loss draw by {fold}"
+        check_given(args, kwargs, zero.devices)
         check_batch(args, zero.devices, f"the {zero.devices} devices of axis {zero.axis!r}", advice)
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)
         context = ShardContext(

@@ -79,6 +79,16 @@ def check_batch(args: Any, parts: int, of: str, advice: str) -> None:
             )
 
 
+def check_given(args: Any, kwargs: Any, parts: int) -> None:
+    """Raises ValueError if there is nothing to split into parts: the loss has no other arguments."""
+    if parts > 1 and not jax.tree.leaves((args, kwargs)):
+        raise ValueError(
+            "`args`: expected arrays of a batch after the variables; got none, and each of the "
+            f"{parts} parts would compute all that `loss_fn` closes over. Pass the batch as positional "
+            "arguments, which are split, and what all parts share as keyword arguments."
+        )
+
+
 def _is_typed(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 

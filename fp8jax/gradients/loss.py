@@ -63,9 +63,9 @@ def value_and_grad(
         With parameters alone in place of variables, `grads` is a tree like them, and they come back.
 
     Raises:
-        ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices; the
-            function runs inside `jax.shard_map` with a scaling state, and `axis_name` is None or `check_vma`
-            is True.
+        ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices, or
+            there are no arguments after the variables; the function runs inside `jax.shard_map` with a
+            scaling state, and `axis_name` is None or `check_vma` is True.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
     References:

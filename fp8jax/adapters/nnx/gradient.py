@@ -13,7 +13,7 @@ from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.module import is_module
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
-from fp8jax.gradients.keys import fold_in
+from fp8jax.gradients.keys import check_given, fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # The parts of a module: trained parameters, scaling states, the loss scale, frozen parameters, all others.
@@ -39,6 +39,7 @@ def gradient_of_module(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        check_given(args, kwargs, parts)
         graph, params, states, scales, frozen, rest = nnx.split(model, *KINDS)
         variables = {PARAMS: params, SCALING: states}
         for _, variable in nnx.to_flat_state(scales):
