@@ -213,6 +213,33 @@ def test_masked_acts_on_whole_leaves(mask):
     assert [leaf.shape for leaf in held] == [(4, 8)]
 
 
+@pytest.mark.parametrize("freeze", ["partition", "multi_transform", "masked"])
+@pytest.mark.parametrize("is_leaf", [None, is_scaled], ids=["leaves", "arrays"])
+def test_labels_by_path(freeze, is_leaf):
+    """A label for codes and another for the scale freeze nothing, and are refused with what to do."""
+
+    def labels(params):
+        name = lambda path, _: "frozen" if "w" in jax.tree_util.keystr(path) else "trained"  # noqa: E731
+        return jax.tree_util.tree_map_with_path(name, params, is_leaf=is_leaf)
+
+    parts = {"trained": adamw(1e-2, "O2"), "frozen": optax.set_to_zero()}
+    if freeze == "masked":
+        is_trained = lambda params: jax.tree.map(lambda label: label == "trained", labels(params))  # noqa: E731
+        tx = optax.masked(parts["trained"], is_trained)
+    else:
+        tx = getattr(optax, freeze)(parts, labels)
+    if is_leaf is None:
+        with pytest.raises(TypeError, match=r"`params`: expected whole scaled arrays.*is_leaf=fp8jax"):
+            tx.init(PARAMETERS)
+        return
+    state, grads = tx.init(PARAMETERS), {**GRADIENTS, "w": as_gradients(GRADIENTS["w"])}
+    updates, _ = tx.update(grads, state, PARAMETERS)
+    if freeze != "masked":
+        new = fp8jax.apply_updates(PARAMETERS, updates)
+        np.testing.assert_array_equal(new["w"].data, PARAMETERS["w"].data)
+        assert jnp.any(new["b"] != PARAMETERS["b"])
+
+
 def test_each_label_can_have_its_own_optimizer():
     tx = optax.multi_transform(
         {"narrow": adamw(0.1, "O2"), "wide": adamw(0.1, "fp32")}, {"w": "narrow", "b": "wide"}

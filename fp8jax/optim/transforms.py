@@ -24,9 +24,11 @@ def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransform
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
+        _refuse_cut(params)
         return tx.init(params_of(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        _refuse_cut((updates, params))
         if has_params(params):
             _check_moved(params.get(SCALING, {}), state)
         if not has_params(updates):
@@ -41,6 +43,17 @@ def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransform
         return {PARAMS: new}, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_cut(tree: Any) -> None:
+    """Raises TypeError if a mask or labels of optax took codes or scales out of `ScaledArray`s."""
+    for leaf in jax.tree.leaves(tree, is_leaf=is_scaled):
+        if is_scaled(leaf) and optax.MaskedNode in map(type, (leaf.data, leaf.bits)):
+            raise TypeError(
+                "`params`: expected whole scaled arrays; got one without its codes or its scale: the mask or "
+                "the labels have a leaf for each of the two. Make them by jax.tree_util.tree_map_with_path("
+                "..., is_leaf=fp8jax.quantization.is_scaled), or give one label for a layer."
+            )
 
 
 def _check_moved(scaling: Any, state: Any) -> None:
