@@ -46,7 +46,8 @@ def value_and_grad(
         are a tree like the parameters, and the variables have the new scaling state, see
         `fp8jax.gradients.value_and_grad`. For a module it returns the loss and an `nnx.State` of gradients of
         its `nnx.Param`s, as `nnx.value_and_grad` does, and writes the new scaling state and statistics to the
-        module.
+        module. NNX objects among the other arguments, such as `nnx.Rngs` or a second module, keep what the
+        loss changes in them. They are not split as a batch is, and have no gradient.
     """
     grad_of = functools.partial(gradients.value_and_grad, zero=zero, axis_name=axis_name)
     return _of_any(loss_fn, has_aux, grad_of, zero, None)
@@ -66,7 +67,8 @@ def accumulate_gradients(
 
     For the arguments see `fp8jax.gradients.accumulate_gradients`. Pass random keys as keyword arguments and
     name them in `keys`; each microbatch, and with `zero` each device, gets its own key. The random streams of
-    an NNX module need no name. All microbatches see the incoming statistics; the last one's are returned.
+    an NNX module, and an `nnx.Rngs` among the arguments, need no name. All microbatches see the incoming
+    statistics; the last one's are returned.
     """
     options = {"format": format, "zero": zero, "axis_name": axis_name, "keys": keys}
     grad_of = functools.partial(gradients.accumulate_gradients, microbatches=microbatches, **options)

@@ -189,9 +189,9 @@ def operands_of(module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
 
 def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The module and those among its arguments, and the operands of the rewritten function."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    nodes = (module, *filter(_is_node, leaves))
-    arguments, arrays = StaticTree.of(treedef.unflatten([_NODE if _is_node(x) else x for x in leaves]))
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    nodes = (module, *filter(is_node, leaves))
+    arguments, arrays = StaticTree.of(treedef.unflatten([_NODE if is_node(x) else x for x in leaves]))
     function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
     has_adapters = function.settings.lora is not None
 
@@ -215,7 +215,8 @@ def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -
     return nodes, (variables, rest, arrays, _Call(graph, method, path, arguments))
 
 
-def _is_node(leaf: Any) -> bool:
+def is_node(leaf: Any) -> bool:
+    """Whether a leaf of arguments is an NNX object: a module, random streams, a metric, a variable."""
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
 
@@ -227,7 +228,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     module: Any = nodes[0]
     thaw(nodes)
     _remove_states(module)
-    _refuse_assignments(nodes)
+    refuse_assignments(nodes)
     values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
     watched = _watched(nodes)
     modules = iter(nodes[1:])
@@ -244,7 +245,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     changes = []
     for path, variable in nnx.to_flat_state(nnx.state(nodes)):
         is_new = path not in values
-        is_changed = is_new or not _is_same(values[path], value_of(variable))
+        is_changed = is_new or not is_same(values[path], value_of(variable))
         if is_changed and not isinstance(variable, nnx.Param | Frozen | FP8State):
             changes.append(((path, variable), is_new))
     return result, changes
@@ -258,24 +259,25 @@ def _remove_states(module: nnx.Module) -> None:
             delattr(each, name)
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def is_same(old: Any, new: Any) -> bool:
+    """Whether two values consist of the same arrays."""
     olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
     return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))
 
 
-def _refuse_assignments(nodes: Any) -> None:
+def refuse_assignments(nodes: Any) -> None:
     """Makes an assignment to a parameter raise: the new value would be lost."""
-
-    def refuse(param: Any, new: Any) -> Any:
-        del new
-        raise _ChangesModule(
-            f"`model`: expected a call that changes no parameter; it assigns to a {type(param).__name__} of "
-            f"shape {param.shape}. Assign outside of the call, or make it an nnx.Variable of another kind."
-        )
-
     for _, variable in nnx.iter_graph(nodes):
         if isinstance(variable, nnx.Param):
-            variable.set_metadata(on_set_value=refuse)
+            variable.set_metadata(on_set_value=_refuse)
+
+
+def _refuse(param: Any, new: Any) -> Any:
+    del new
+    raise _ChangesModule(
+        f"`model`: expected a call that changes no parameter; it assigns to a {type(param).__name__} of "
+        f"shape {param.shape}. Assign outside of the call, or make it an nnx.Variable of another kind."
+    )
 
 
 def _watched(nodes: Any) -> dict[Any, Any]:

@@ -1,5 +1,6 @@
 """Gradients of a loss of an NNX module, or of its states, by way of variables that are nested dicts."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
+from fp8jax.adapters.nnx.calls import is_node, is_same, refuse_assignments
 from fp8jax.adapters.nnx.module import is_module
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import check_given, fold_in
@@ -39,37 +41,97 @@ def gradient_of_module(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        (args, kwargs), others = _without_nodes((args, kwargs))
         check_given(args, kwargs, parts)
-        graph, params, states, scales, frozen, rest = nnx.split(model, *KINDS)
+        nodes = model, *others
+        graph, *parts_of_model, constant, rest = nnx.split(nodes, *_KINDS)
+        params, states, scales = (state.get(0, nnx.State({})) for state in parts_of_model)
         variables = {PARAMS: params, SCALING: states}
         for _, variable in nnx.to_flat_state(scales):
             variables[LOSS_SCALE] = variable.get_value()
 
         def pure(variables: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
             # Copies, which belong to this trace, so that it may change them.
-            constants, changing = jax.tree.map(lambda x: x, ((scales, frozen), rest))
+            scale, constants, before = jax.tree.map(lambda x: x, (scales, constant, rest))
             if parts > 1:
-                changing = _with_keys(
-                    changing, lambda _, key: key.replace(fold_in(key.get_value(), number[0]))
-                )
-            inside = nnx.merge(graph, variables[PARAMS], variables[SCALING], *constants, changing)
+                before = _with_keys(before, lambda key: fold_in(key, number[0]))
+            old = {path: value_of(variable) for path, variable in nnx.to_flat_state(before)}
+            of_model = map(_of_model, (variables[PARAMS], variables[SCALING], scale))
+            inside, *others = nnx.merge(graph, *of_model, constants, before)
+            refuse_assignments(others)
+            args, kwargs = _with_nodes((args, kwargs), others)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            after = nnx.split(inside, *KINDS)[-1]
-            if parts > 1:
-                old = dict(nnx.to_flat_state(rest))
-                after = _with_keys(after, lambda path, key: old.get(path, key))
-            return loss, (aux, after)
+            after = nnx.split((inside, *others), *_KINDS)[-1]
+            return loss, (aux, _changed(after, old, parts))
 
         numbers = np.arange(parts, dtype=np.int32) if parts > 1 else None  # split as a batch is
         out, grads, new = gradient_of_states(pure, grad_of)(variables, numbers, *args, **kwargs)
         loss, (aux, after) = out
-        nnx.update(model, merged(after), new[SCALING])
+        nnx.update(nodes, merged(after))
+        nnx.update(model, new[SCALING])
         for path, variable in nnx.to_flat_state(scales):
             nnx.update(model, nnx.from_flat_state([(path, variable.replace(new[LOSS_SCALE]))]))
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+def _of_first(kind: Any) -> Callable[[Any, Any], bool]:
+    return lambda path, variable: path[0] == 0 and isinstance(variable, kind)
+
+
+# The parts of a model and the other NNX objects among a loss's arguments: the first three kinds of the model
+# alone, what else stays, and all others, which the loss may change.
+_KINDS = (*map(_of_first, KINDS[:3]), nnx.Any(*KINDS[:-1]), ...)
+
+
+def _of_model(state: Any) -> nnx.State:
+    """A state of the model as one of all nodes."""
+    return nnx.State({0: state} if state else {})
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The place of an NNX object in the arguments; a tree without leaves."""
+
+    number: int
+
+
+def _without_nodes(arguments: Any) -> tuple[Any, list[Any]]:
+    """The arguments with a `_Place` for each NNX object, and these objects."""
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_node)
+    nodes = [leaf for leaf in leaves if is_node(leaf)]
+    places = map(_Place, range(len(nodes)))
+    return treedef.unflatten([next(places) if is_node(leaf) else leaf for leaf in leaves]), nodes
+
+
+def _with_nodes(arguments: Any, nodes: list[Any]) -> Any:
+    def node(leaf: Any) -> Any:
+        return nodes[leaf.number] if isinstance(leaf, _Place) else leaf
+
+    return jax.tree.map(node, arguments, is_leaf=lambda leaf: isinstance(leaf, _Place))
+
+
+def _changed(after: Any, old: dict[Any, Any], parts: int) -> nnx.State:
+    """The variables that the loss changed or created; `old` has the values before.
+
+    With several parts the keys of random streams stay, and a changed metric is refused.
+    """
+    changed = []
+    for path, variable in nnx.to_flat_state(after):
+        if path in old and is_same(old[path], value_of(variable)):
+            continue
+        if parts > 1 and isinstance(variable, nnx.metrics.MetricState):
+            raise ValueError(
+                "`loss_fn`: expected a loss that updates no nnx.Metric, with microbatches or `zero`, as "
+                f"metrics of parts of a batch cannot be merged; it changes {'/'.join(map(str, path[1:]))!r}. "
+                "Return the values with `has_aux=True`, and update the metric outside of the loss."
+            )
+        if parts == 1 or not (path in old and isinstance(variable, nnx.RngKey)):
+            changed.append((path, variable))
+    return nnx.from_flat_state(changed)
 
 
 def for_any_model(
@@ -119,9 +181,11 @@ def gradient_of_states(
     return wrapped
 
 
-def _with_keys(state: nnx.State, new: Callable[[Any, nnx.RngKey], Any]) -> nnx.State:
-    """The state with other keys of random streams, `new(path, key)`."""
-    return nnx.map_state(lambda path, x: new(path, x) if isinstance(x, nnx.RngKey) else x, state)
+def _with_keys(state: nnx.State, new: Callable[[Any], Any]) -> nnx.State:
+    """The state with new keys of random streams."""
+    return nnx.map_state(
+        lambda _, x: x.replace(new(x.get_value())) if isinstance(x, nnx.RngKey) else x, state
+    )
 
 
 def mean_of_devices(state: nnx.State) -> nnx.State:

@@ -97,7 +97,8 @@ def statistics(
     grad_of_module = gradient_of_module(loss_fn, has_aux, grad_of, lambda state: state, 1)
 
     def of_module(model: Any, *args: Any, **kwargs: Any) -> Statistics:
-        out, _ = grad_of_module(flax_nnx.clone(model), *args, **kwargs)
+        model, args, kwargs = flax_nnx.clone((model, args, kwargs))  # the loss may change them
+        out, _ = grad_of_module(model, *args, **kwargs)
         return out[0] if has_aux else out
 
     def first(gradient: Callable[..., Any]) -> Callable[..., Statistics]:
