@@ -143,6 +143,47 @@ def test_nnx_modules_with_unneeded_states():
         model(X)
 
 
+class Layers(nnx.Module):
+    def __init__(self, seed):
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(seed)) for _ in range(2)])
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+@pytest.mark.parametrize("recipe, got", [("fp8", "FP16"), ("O3", "E4M3")])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model: model(X),
+        lambda model: model.layers[0](X),
+        lambda model: fp8jax.value_and_grad(lambda model: jnp.sum(model(X)))(model),
+        lambda model: fp8jax.value_and_grad(lambda pair: jnp.sum(pair[0](X)))(nnx.List([model])),
+        lambda model: fp8jax.report(model, X),
+    ],
+    ids=["call", "layer", "gradient", "gradient of a list", "report"],
+)
+def test_plain_weights_in_a_transformed_nnx_module(recipe, got, run):
+    """They would train in float32, in silence."""
+    model = fp8jax.transform(Layers(0), recipe)
+    nnx.update(model, nnx.state(Layers(1), nnx.Param))
+    with pytest.raises(ValueError, match=rf"expected {got} codes in '.*kernel'.*got float32\[32, 32\]"):
+        run(model)
+    codes = fp8jax.transform(Layers(2), recipe)
+    for layer, old in zip(model.layers, codes.layers, strict=True):
+        layer.kernel.set_value(
+            fp8jax.quantization.quantize_like(layer.kernel.get_value(), old.kernel.get_value())
+        )
+    run(model)
+
+
+@pytest.mark.parametrize("recipe", ["te", "current"])
+def test_plain_weights_where_kernels_are_plain(recipe):
+    model, other = fp8jax.transform(Layers(0), recipe), Layers(1)
+    nnx.update(model, nnx.state(other, nnx.Param))
+    np.testing.assert_allclose(model(X), other(X), atol=0.2 * float(jnp.max(jnp.abs(other(X)))))
+
+
 def test_a_rule_of_one_layer_needs_no_state():
     """The states of the other layers stay, and the message names the layer."""
     module = nn.Sequential([nn.Dense(32), nn.Dense(32)])

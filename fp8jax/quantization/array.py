@@ -196,7 +196,7 @@ class ScaledArray:
     def __setitem__(self, index: Any, new: Any) -> None:
         raise TypeError(
             "a ScaledArray cannot be changed in place: make a new one; for an NNX parameter call "
-            "`param.set_value(array)`."
+            "`param.set_value(fp8jax.quantization.quantize_like(array, param.get_value()))`."
         )
 
     @property

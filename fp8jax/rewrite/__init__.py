@@ -32,5 +32,6 @@ from fp8jax.rewrite.rules import layer_path as layer_path
 from fp8jax.rewrite.traced_function import Annotations as Annotations
 from fp8jax.rewrite.traced_function import Settings as Settings
 from fp8jax.rewrite.traced_function import StaticTree as StaticTree
+from fp8jax.rewrite.traced_function import has_plain_parameters as has_plain_parameters
 from fp8jax.rewrite.traced_function import live_jaxpr as live_jaxpr
 from fp8jax.rewrite.traced_function import plain_parameters as plain_parameters

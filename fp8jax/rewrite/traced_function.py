@@ -289,6 +289,11 @@ def plain_parameters() -> Iterator[None]:
         _are_plain.reset(token)
 
 
+def has_plain_parameters() -> bool:
+    """Whether this code is traced inside of `plain_parameters`."""
+    return _are_plain.get()
+
+
 def call(program: TracedFunction, *operands: Any) -> list[Any]:
     """`program.run(*operands)`; one equation under `plain_parameters`, and compiled once for eager calls."""
     flat, treedef = jax.tree.flatten(operands)

@@ -29,7 +29,8 @@ from fp8jax.adapters.nnx.variables import (
     thaw,
     value_of,
 )
-from fp8jax.rewrite import FunctionModel, StaticTree
+from fp8jax.quantization import is_scaled
+from fp8jax.rewrite import FunctionModel, StaticTree, has_plain_parameters
 from fp8jax.variables import FROZEN, PARAMS, SCALING
 
 
@@ -200,6 +201,8 @@ def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -
         return path[0] == 0 and isinstance(variable, nnx.Param | Frozen) and not is_adapter
 
     graph, params, rest = nnx.split(nodes, is_param, ...)
+    if not has_plain_parameters():
+        check_kernels(module)
     states, adapters = {}, {}
     for (node, *below), variable in nnx.to_flat_state(rest):
         names = [*map(str, path), *map(str, below)]
@@ -213,6 +216,27 @@ def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -
     variables = {PARAMS: unflatten_dict(adapters), FROZEN: tree} if has_adapters else {PARAMS: tree}
     variables[SCALING] = unflatten_dict(states)
     return nodes, (variables, rest, arrays, _Call(graph, method, path, arguments))
+
+
+def check_kernels(model: nnx.Module) -> None:
+    """Raises ValueError if a kernel of transformed modules is a float array where `transform` made codes."""
+    for at, module in modules_of(model):
+        rewritten = rewritten_of(module)
+        if rewritten is None or (at and rewritten.path):  # a part of a module that is looked at
+            continue
+        kernels = rewritten.function.settings.kernels or {}
+        for below, param in nnx.iter_graph(module):
+            kernel = kernels.get(tuple(map(str, (*rewritten.path, *below))))
+            if kernel is None or kernel.recipe.weight in ("FP32", "BF16") or not isinstance(param, nnx.Param):
+                continue
+            if not is_scaled(param.get_value()):
+                name, recipe = "/".join(map(str, (*at, *below))), kernel.recipe
+                raise ValueError(
+                    f"`model`: expected {recipe.weight} codes in {name!r}, as `transform` made them for "
+                    f"{recipe}; got {param.dtype}{list(param.shape)}. Load plain weights, or replace layers, "
+                    "before `transform`; or quantize one kernel: `param.set_value(fp8jax.quantization."
+                    "quantize_like(array, param.get_value()))`."
+                )
 
 
 def is_node(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.calls import is_node, is_same, refuse_assignments
+from fp8jax.adapters.nnx.calls import check_kernels, is_node, is_same, refuse_assignments
 from fp8jax.adapters.nnx.module import is_module
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import check_given, fold_in
@@ -41,6 +41,7 @@ def gradient_of_module(
 
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        check_kernels(model)
         (args, kwargs), others = _without_nodes((args, kwargs))
         check_given(args, kwargs, parts)
         nodes = model, *others
