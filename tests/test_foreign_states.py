@@ -143,6 +143,23 @@ def test_nnx_modules_with_unneeded_states():
         model(X)
 
 
+@pytest.mark.parametrize(
+    "recipe, other", [("te", "fp8"), ("current", "te"), ("te", "nvfp4"), ("te", "current")]
+)
+def test_what_nnx_modules_are_told(recipe, other):
+    """An NNX module has no `model.init`."""
+    model, foreign = (
+        fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), name) for name in (recipe, other)
+    )
+    for name in [name for name in vars(model) if "__fp8_" in name]:
+        delattr(model, name)
+    for name in [name for name in vars(foreign) if "__fp8_" in name]:
+        setattr(model, name, getattr(foreign, name))
+    with pytest.raises(ValueError, match=r"nnx\.state\(old, nnx\.Param\)") as error:
+        model(X)
+    assert "model.init" not in str(error.value)
+
+
 class Layers(nnx.Module):
     def __init__(self, seed):
         self.layers = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(seed)) for _ in range(2)])

@@ -46,6 +46,7 @@ class FunctionModel:
         num_states: number of arguments after `params` that are model state, such as batch statistics, not
             inputs.
         context: returns a key of everything else that a trace of `fn` depends on.
+        remedy: for errors, how to get scaling states of this recipe; None for those of `init`.
 
     Raises:
         ValueError: the backend is unknown, or a rule changes a column of the whole model.
@@ -57,6 +58,7 @@ class FunctionModel:
     annotations: Annotations = dataclasses.field(default_factory=Annotations, repr=False)
     num_states: int = 0
     context: Callable[[], Any] = _no_context
+    remedy: str | None = None
     _programs: Programs = dataclasses.field(default_factory=Programs, repr=False)
 
     def __post_init__(self) -> None:
@@ -158,7 +160,7 @@ class FunctionModel:
             warn_of_none(program.report)
         own = self._adapters(adapters, program.shapes, program.adapted)
         states = {
-            each.key: DotState(dict(each.state_in(scales)), own.get(each.path))
+            each.key: DotState(dict(each.state_in(scales, self.remedy)), own.get(each.path))
             for each in program.plan.dots.values()
         }
         leaves = jax.tree.leaves(params, is_leaf=is_scaled)

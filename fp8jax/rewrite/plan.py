@@ -22,6 +22,8 @@ from fp8jax.variables import SCALING
 _REMEDY = (
     "Take it from `model.init(...)`; `model.quantize(plain, like=model.init(...))` keeps trained weights."
 )
+_REMEDY_OF_NONE = "Take it from `model.init(...)`, and give `apply` all of the variables, not 'params' alone."
+_REMEDY_OF_OTHERS = f"Leave it out of {SCALING!r}, or take that collection from `model.init(...)`."
 
 
 class Kernel(NamedTuple):
@@ -131,15 +133,19 @@ class PlannedDot(NamedTuple):
         """The initial scaling state, with a leading axis for each scan that slices the kernel."""
         return self.kernel.first_state(self.key)
 
-    def state_in(self, states: Mapping[str, Any]) -> Any:
+    def state_in(self, states: Mapping[str, Any], remedy: str | None = None) -> Any:
         """The scaling state among nested dicts of states; {} if it needs none.
+
+        Args:
+            states: the scaling states of a model.
+            remedy: for the errors, how to get other states; by default for models with `init`.
 
         Raises:
             ValueError: `states` lack it, or have one of another recipe, or one that it does not need.
         """
         recipe = self.kernel.recipe
         if not (recipe.is_quantized and state_names(recipe)):
-            self._check_no_others(_at(states, self.key))
+            self._check_no_others(_at(states, self.key), remedy)
             return {}
         # States that `merge` merged by max have the parameter's own key.
         for key in (self.key, self.path):
@@ -147,22 +153,20 @@ class PlannedDot(NamedTuple):
             if found is None:
                 continue
             at = f" in the scaling state of {'/'.join(self.path)!r}"
-            check_state(recipe, found, "variables", at, _REMEDY)
+            check_state(recipe, found, "variables", at, remedy or _REMEDY)
             return {name: entry for name, entry in found.items() if name != OLD}
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
-            f"{SCALING!r}; got none. Take it from `model.init(...)`, and give `apply` all of the variables, "
-            "not 'params' alone; replace layers of an NNX module before `transform`."
+            f"{SCALING!r}; got none. {remedy or _REMEDY_OF_NONE}"
         )
 
-    def _check_no_others(self, found: Any) -> None:
+    def _check_no_others(self, found: Any, remedy: str | None) -> None:
         """Raises ValueError for a state of another scaling, if this dot product's casts have none."""
         if others := set(found if isinstance(found, Mapping) else ()) - {OLD}:
             raise ValueError(
                 f"`variables`: expected nothing in the scaling state of {'/'.join(self.path)!r} for "
                 f"{self.kernel.recipe}; got {', '.join(sorted(others))}: the state of another recipe, which "
-                f"no step would renew. Leave it out of {SCALING!r}, or take that collection from "
-                "`model.init(...)`."
+                f"no step would renew. {remedy or _REMEDY_OF_OTHERS}"
             )
 
 

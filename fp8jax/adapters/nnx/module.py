@@ -38,6 +38,13 @@ from fp8jax.variables import FROZEN, PARAMS
 FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 _KNOWN = (*FLAX_LAYERS, ExpertDense)
 
+# For a scaling state of another recipe, or none.
+_REMEDY = (
+    "Give nnx.update the parameters alone, `nnx.state(old, nnx.Param)`, into a newly transformed model; if "
+    "the weight formats differ, transform `fp8jax.adapters.nnx.dequantize(old)`; replace layers of an NNX "
+    "module before `transform`."
+)
+
 
 def is_module(model: Any) -> bool:
     """Whether `model` is an NNX module."""
@@ -80,7 +87,8 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
             param.set_value(kernel.in_format(param.get_value()))
     if settings.recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
-    rewrite(copy, FunctionModel(run_call, settings._replace(kernels=kernels), num_states=1))
+    settings = settings._replace(kernels=kernels)
+    rewrite(copy, FunctionModel(run_call, settings, num_states=1, remedy=_REMEDY))
     return copy
 
 
