@@ -12,12 +12,13 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax import Recipe, quantize
+from fp8jax import Recipe, quantization, quantize
 from fp8jax.comm import Zero
 from fp8jax.optim import (
     adamw,
     adamw_8bit,
     convert,
+    masters,
     moments,
     multi_steps,
     scale_by_adam,
@@ -364,6 +365,43 @@ def train_step(model, tx, variables, state):
     return loss, fp8jax.apply_updates(variables, updates), state
 
 
+@pytest.mark.parametrize("name", ["O3", KAHAN_O3, "O3,master_weight=FP32", "fp8", "O2", "te"])
+def test_masters(name):
+    """The weights that the state has, in float32; a run that goes on with them loses no step."""
+    params, tx = params_of(name), adamw(1e-5, name, weight_decay=0.0)
+    state = optax.chain(tx).init(params)
+    first = masters(state, {PARAMS: params})
+    for _ in range(5):
+        updates, state = optax.chain(tx).update(grads_of(0), state, params)
+        params = fp8jax.apply_updates(params, updates)
+    got = masters(state, params)
+    assert got["w"].dtype == jnp.float32 and jax.tree.structure(got) == jax.tree.structure(grads_of(0))
+    moved = jnp.abs(got["w"] - first["w"])
+    least = {"O3": 0, "O2": 0}.get(name, 4e-5)
+    assert least <= float(jnp.mean(moved)) < 6e-5
+    assert jnp.max(jnp.abs(got["w"] - quantization.value(params["w"]))) < 0.02
+    plain = convert(state, got, "te")
+    adamw(1e-3, "te").update(grads_of(0), plain[0], got)
+    with pytest.raises(ValueError, match="`params`: expected the parameters that `state` was made for"):
+        masters(state, {"w": jnp.ones((2, 2))})
+    with pytest.raises(ValueError, match="`state`: expected the state of one `adam` or `adamw`; got 0"):
+        masters(optax.sgd(1.0).init(params), params)
+
+
+def test_back_to_optax():
+    """The moments as optax.adamw has them: its next step is the same as ours."""
+    params, name = params_of("fp8"), "fp8"
+    state = adamw(1e-3, name).init(params)
+    for _ in range(2):
+        updates, state = adamw(1e-3, name).update(grads_of(0), state, params)
+        params = fp8jax.apply_updates(params, updates)
+    plain, tx = masters(state, params), optax.adamw(1e-3)
+    state = convert(state, plain, "te")
+    got, _ = tx.update(grads_of(0), (state.adam, *tx.init(plain)[1:]), plain)
+    want, _ = adamw(1e-3, "te", weight_decay=1e-4).update(grads_of(0), state, plain)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-9), got, want)
+
+
 def test_training_through_three_recipes():
     """fp8, then O2, then fp8: the loss falls in each part, and ends where fp8 alone ends."""
     model = fp8jax.transform(MLP(), "fp8")
@@ -405,6 +443,20 @@ def test_small_steps_move_after_the_change():
     assert lost < 0.1 * 20e-6 and 0.9 * 20e-6 < kept < 20e-6
 
 
+@pytest.mark.parametrize("pure", [lambda state: state, nnx.as_pure], ids=["variables", "values"])
+def test_an_nnx_model_leaves_its_masters(pure):
+    model = fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), "O3")
+    optimizer = nnx.Optimizer(model, adamw(1e-2, "O3"), wrt=nnx.Param)
+    for _ in range(3):
+        optimizer.update(model, fp8jax.value_and_grad(lambda model: jnp.mean((model(X) - Y) ** 2))(model)[1])
+    plain = fp8jax.adapters.nnx.dequantize(model)
+    before = plain.kernel[...]
+    nnx.update(plain, masters(pure(optimizer.opt_state), pure(nnx.state(model, nnx.Param))))
+    want = nnx.as_pure(optimizer.opt_state).master["kernel"].dequantize()
+    np.testing.assert_array_equal(plain.kernel[...], want)
+    assert jnp.any(before != want) and plain(X).shape == X.shape
+
+
 def test_nnx_optimizer():
     """An `nnx.Optimizer`'s state: as pure arrays, and back."""
     model = fp8jax.transform(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), "fp8")
@@ -419,6 +471,7 @@ def test_nnx_optimizer():
     second = nnx.Optimizer(model, adamw(1e-2, "fp8"), wrt=nnx.Param)
     params = nnx.as_pure(nnx.state(model, nnx.Param))
     nnx.update(second.opt_state, nnx.state(convert(nnx.as_pure(first.opt_state), params, "fp8")))
+    second.step[...] = first.step[...]
     losses += [step(second) for _ in range(5)]
     assert losses[9] < losses[5] < losses[4]
-    assert int(nnx.as_pure(second.opt_state).adam.count) == 10
+    assert int(nnx.as_pure(second.opt_state).adam.count) == int(second.step[...]) == 10

@@ -8,7 +8,7 @@ import optax
 
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.nnx_variables import filled, with_variables_inside, without_variables
+from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, DequantizedState, is_ours
 from fp8jax.optim.state.stored_formats import (
     NONE,
@@ -18,6 +18,7 @@ from fp8jax.optim.state.stored_formats import (
     first_remainder,
     first_roundings,
     is_rounded_at_random,
+    one_adam,
     stored_formats,
 )
 from fp8jax.optim.step import ParamState
@@ -84,6 +85,35 @@ def convert(
         return node
 
     return jax.tree.map(rebuild, state, is_leaf=_is_known)
+
+
+def masters(state: Any, params: Any) -> Any:
+    """The parameters in float32, as exact as the state has them: to go on without its master weights.
+
+        plain = {"params": fp8jax.optim.masters(opt_state, variables)}
+
+    Args:
+        state: an optimizer state that contains one `adam`, `adamw` or `muon`.
+        params: its parameters, or whole variables.
+
+    Returns:
+        A tree like the parameters: the master weight, or the weight where there is none, plus the remainder.
+
+    Raises:
+        ValueError: `state` has no Adam or more than one, or belongs to other parameters.
+    """
+    tree, adam = params[PARAMS] if has_params(params) else params, one_adam(state)
+    leaves, treedef = jax.tree.flatten(without_variables(tree), is_leaf=is_scaled)
+    mu, *others = (without_variables(x) for x in (adam.adam.mu, adam.master, adam.remainder))
+    stored = [jax.tree.leaves(filled(x, mu), is_leaf=lambda x: x is None or is_scaled(x)) for x in others]
+    if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(mu, is_leaf=_is_stored)]:
+        raise ValueError("`params`: expected the parameters that `state` was made for; got another tree.")
+    rows = zip(leaves, *(x if x != [None] else [None] * len(leaves) for x in stored), strict=True)
+    new = [
+        decode_weight(*jax.tree.map(_fetched, (param if master is None else master, remainder)))
+        for param, master, remainder in rows
+    ]
+    return in_variables(tree, treedef.unflatten(new))
 
 
 def check_formats(

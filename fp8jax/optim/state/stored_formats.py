@@ -146,9 +146,7 @@ def with_masters(state: Any, params: Any) -> Any:
         ValueError: `state` has no Adam or more than one, or `params` has other names or shapes.
     """
     tree = params[PARAMS] if has_params(params) else params
-    found = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
-    if len(found) != 1:
-        raise ValueError(f"`state`: expected the state of one `adam` or `adamw`; got {len(found)} of them.")
+    one_adam(state)
 
     def rebuild(node: Any) -> Any:
         if not is_adam_state(node):
@@ -158,6 +156,14 @@ def with_masters(state: Any, params: Any) -> Any:
         return node._replace(master=in_variables(node.master, new))
 
     return jax.tree.map(rebuild, state, is_leaf=is_adam_state)
+
+
+def one_adam(state: Any) -> Any:
+    """The only `AdamState` in an optimizer state; raises ValueError if there is none, or more than one."""
+    found = [node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node)]
+    if len(found) != 1:
+        raise ValueError(f"`state`: expected the state of one `adam` or `adamw`; got {len(found)} of them.")
+    return found[0]
 
 
 def _masters_from(params: Any, masters: Any) -> Any:
