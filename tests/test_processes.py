@@ -304,7 +304,10 @@ def checkpoints(run):
     """The steps of complete checkpoints: each process has added its checksums."""
 
     def is_complete(path):
-        files = [file.read_text() for file in path.glob("sha256.*.json")]
+        try:
+            files = [file.read_text() for file in path.glob("sha256.*.json")]
+        except FileNotFoundError:  # the run deletes this checkpoint
+            return False
         counts = [json.loads(text)["processes"] for text in files if text]
         return len(counts) > 0 and set(counts) == {len(counts)}
 

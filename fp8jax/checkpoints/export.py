@@ -21,6 +21,7 @@ from jaxtyping import Array, Shaped
 
 from fp8jax.adapters import nnx
 from fp8jax.adapters.adapter import adapter_of
+from fp8jax.adapters.nnx.variables import statistics_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap
@@ -204,7 +205,7 @@ def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
             f"{type(variables).__name__} without it. Give all variables."
         )
     if nnx.is_module(model):
-        variables |= {STATISTICS: nnx.statistics_of(model)}
+        variables |= {STATISTICS: statistics_of(model)}
     return with_kernels(variables, adapter.kernels(variables, *inputs))
 
 

@@ -11,4 +11,3 @@ from fp8jax.adapters.nnx.module import report as report
 from fp8jax.adapters.nnx.variables import FP8State as FP8State
 from fp8jax.adapters.nnx.variables import Frozen as Frozen
 from fp8jax.adapters.nnx.variables import LossScale as LossScale
-from fp8jax.adapters.nnx.variables import statistics_of as statistics_of
