@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,14 +51,13 @@ class _Call:
     graph: Any  # of the module and the modules among its arguments
     method: Callable[..., Any]
     path: tuple[Any, ...]
-    arguments: StaticTree  # with `_NODE` for modules
+    arguments: StaticTree  # without NNX objects
 
 
 class _ChangesModule(ValueError):
     """A traced call changed a parameter or an attribute, and the change would be lost."""
 
 
-_NODE = object()
 # Errors of a function that needs values while it is traced.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -190,9 +189,8 @@ def operands_of(module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
 
 def _operands(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The module and those among its arguments, and the operands of the rewritten function."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-    nodes = (module, *filter(is_node, leaves))
-    arguments, arrays = StaticTree.of(treedef.unflatten([_NODE if is_node(x) else x for x in leaves]))
+    taken, others = without_nodes((args, kwargs))
+    nodes, (arguments, arrays) = (module, *others), StaticTree.of(taken)
     function, path = module.rewritten__fp8.function, module.rewritten__fp8.path
     has_adapters = function.settings.lora is not None
 
@@ -239,7 +237,32 @@ def check_kernels(model: nnx.Module) -> None:
                 )
 
 
-def is_node(leaf: Any) -> bool:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The place of an NNX object in the arguments; a tree without leaves."""
+
+    number: int
+
+
+def without_nodes(arguments: Any) -> tuple[Any, list[Any]]:
+    """The arguments with a `_Place` for each NNX object, and these objects."""
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=_is_node)
+    nodes = [leaf for leaf in leaves if _is_node(leaf)]
+    places = map(_Place, range(len(nodes)))
+    return treedef.unflatten([next(places) if _is_node(leaf) else leaf for leaf in leaves]), nodes
+
+
+def with_nodes(arguments: Any, nodes: Sequence[Any]) -> Any:
+    """The inverse of `without_nodes`, with these objects."""
+
+    def node(leaf: Any) -> Any:
+        return nodes[leaf.number] if isinstance(leaf, _Place) else leaf
+
+    return jax.tree.map(node, arguments, is_leaf=lambda leaf: isinstance(leaf, _Place))
+
+
+def _is_node(leaf: Any) -> bool:
     """Whether a leaf of arguments is an NNX object: a module, random streams, a metric, a variable."""
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
@@ -255,9 +278,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     refuse_assignments(nodes)
     values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
     watched = _watched(nodes)
-    modules = iter(nodes[1:])
-    arguments = call.arguments.filled(arrays)
-    args, kwargs = jax.tree.map(lambda x: next(modules) if x is _NODE else x, arguments)
+    args, kwargs = with_nodes(call.arguments.filled(arrays), nodes[1:])
     function = module.rewritten__fp8.function
     token = _active.set(function)
     try:

@@ -1,6 +1,5 @@
 """Gradients of a loss of an NNX module, or of its states, by way of variables that are nested dicts."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.calls import check_kernels, is_node, is_same, refuse_assignments
+from fp8jax.adapters.nnx.calls import check_kernels, is_same, refuse_assignments, with_nodes, without_nodes
 from fp8jax.adapters.nnx.module import is_module
 from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
 from fp8jax.gradients.keys import check_given, fold_in
@@ -42,7 +41,7 @@ def gradient_of_module(
     @functools.wraps(loss_fn)
     def wrapped(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         check_kernels(model)
-        (args, kwargs), others = _without_nodes((args, kwargs))
+        (args, kwargs), others = without_nodes((args, kwargs))
         check_given(args, kwargs, parts)
         nodes = model, *others
         graph, *parts_of_model, constant, rest = nnx.split(nodes, *_KINDS)
@@ -60,7 +59,7 @@ def gradient_of_module(
             of_model = map(_of_model, (variables[PARAMS], variables[SCALING], scale))
             inside, *others = nnx.merge(graph, *of_model, constants, before)
             refuse_assignments(others)
-            args, kwargs = _with_nodes((args, kwargs), others)
+            args, kwargs = with_nodes((args, kwargs), others)
             out = loss_fn(inside, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             after = nnx.split((inside, *others), *_KINDS)[-1]
@@ -90,29 +89,6 @@ _KINDS = (*map(_of_first, KINDS[:3]), nnx.Any(*KINDS[:-1]), ...)
 def _of_model(state: Any) -> nnx.State:
     """A state of the model as one of all nodes."""
     return nnx.State({0: state} if state else {})
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """The place of an NNX object in the arguments; a tree without leaves."""
-
-    number: int
-
-
-def _without_nodes(arguments: Any) -> tuple[Any, list[Any]]:
-    """The arguments with a `_Place` for each NNX object, and these objects."""
-    leaves, treedef = jax.tree.flatten(arguments, is_leaf=is_node)
-    nodes = [leaf for leaf in leaves if is_node(leaf)]
-    places = map(_Place, range(len(nodes)))
-    return treedef.unflatten([next(places) if is_node(leaf) else leaf for leaf in leaves]), nodes
-
-
-def _with_nodes(arguments: Any, nodes: list[Any]) -> Any:
-    def node(leaf: Any) -> Any:
-        return nodes[leaf.number] if isinstance(leaf, _Place) else leaf
-
-    return jax.tree.map(node, arguments, is_leaf=lambda leaf: isinstance(leaf, _Place))
 
 
 def _changed(after: Any, old: dict[Any, Any], parts: int) -> nnx.State:
