@@ -131,7 +131,7 @@ class Scaling(abc.ABC):
 
     @property
     def kernel_method(self) -> BlockMethod | None:
-        """How `quantize_blocks` quantizes a kernel for its first GEMM; None if that is not how."""
+        """The arguments of `quantize_blocks` for a kernel in its first GEMM; None for other scalings."""
         return None
 
     @property
