@@ -84,6 +84,15 @@ def test_compile_measures_both_programs():
 
 
 @pytest.mark.long
+def test_load_counts_the_bytes_of_arrays(bench):
+    """E4M3 weights are half of a bf16 folder's bytes, but for the files' headers."""
+    ways = ["bf16 into bf16", "bf16 into O3's E4M3 weights"]
+    [rows] = json.loads(bench("load", "--tiny", "--json", "--ways", *ways)).values()
+    assert [row["what"] for row in rows] == ways
+    assert [round(row["arrays"], 1) for row in rows] == [1.0, 0.5]
+    assert all(row["first s"] > 0 for row in rows)
+
+
 def test_fp4_bias_measures_gradients(bench):
     [rows] = json.loads(bench("fp4_bias", "--tiny", "--json", "--fp4-options", "", "46+eden")).values()
     assert [row["fp4_options"] for row in rows] == ["none", "46+eden"]

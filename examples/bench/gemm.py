@@ -43,6 +43,7 @@ TORCH, OURS, OURS_KN, BF16 = "torch._scaled_mm", "fp8jax", "fp8jax, kernel (k, n
 LEAST = "block, least speed / the FP8 GEMM's"
 METHODS = {
     "block": (BLOCK_1X128, BLOCK_128X128),
+    "block, weight gradient": (BLOCK_1X128, BLOCK_1X128),
     "mxfp8": (MXFP8, MXFP8),
     "nvfp4": (NVFP4_1X16, NVFP4_16X16),
 }
