@@ -737,3 +737,29 @@ def test_a_head_alone_loses_the_scaling_state():
     assert set(text.split(". ")[0] for text in told(lambda: nnx.grad(squares, argnums=of_all)(model))) == {
         *LOST
     }
+
+
+def test_merging_after_a_donated_step():
+    """`adapt` shares what has no adapters with the pretrained variables, whose arrays a step then deletes."""
+    module, x = nn.Dense(32), jnp.ones((4, 32))
+    pretrained = module.init(jax.random.key(0), x)
+    model = fp8jax.transform(module, "te", lora=LoRA(rank=2))
+    variables = model.adapt(jax.random.key(1), pretrained, x)
+    want = jax.tree.map(jnp.copy, model.merge(variables, pretrained))
+    step = lambda v: jax.tree.map(lambda x: x.reshape(-1).reshape(x.shape), v)  # noqa: E731
+    donated = jax.jit(step, donate_argnums=0)(variables)
+    assert pretrained[PARAMS]["bias"].is_deleted()
+    got = model.merge(donated, pretrained)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), got, want))
+    module.apply(got, x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_merged_kernels_have_the_dtype_of_the_module(dtype):
+    x = jnp.ones((4, 32), dtype)
+    module = nn.Dense(32, param_dtype=dtype)
+    model = fp8jax.transform(module, "te", lora=LoRA(rank=2))
+    pretrained = module.init(jax.random.key(0), x)
+    variables = model.adapt(jax.random.key(1), pretrained, x)
+    for merged in (model.merge(variables, pretrained), model.dequantize(variables)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(merged)} == {jnp.dtype(dtype)}

@@ -360,3 +360,9 @@ def test_moments_are_a_column_of_their_own():
 def test_a_recipe_in_the_rates_place_is_refused(make, rate):
     with pytest.raises(TypeError, match="`learning_rate`: expected a number or a schedule; got .*O2"):
         make(rate)
+
+
+@pytest.mark.parametrize("tx", [adamw(1e-3, "fp8"), adamw_8bit(1e-3)])
+def test_strict_dtypes(strict_dtypes, tx):
+    params = {"w": quantize(jnp.ones((64, 64)), "FP16", power_of_two=True)}
+    tx.update({"w": jnp.ones((64, 64))}, tx.init(params), params)

@@ -475,3 +475,55 @@ def test_nnx_optimizer():
     losses += [step(second) for _ in range(5)]
     assert losses[9] < losses[5] < losses[4]
     assert int(nnx.as_pure(second.opt_state).adam.count) == int(second.step[...]) == 10
+
+
+# Weights in another format ########################################################################
+
+
+def with_weights(params, weight):
+    """Parameters with their weights in another format."""
+    w = quantization.value(params["w"]).astype(jnp.float32)
+    is_scaled = weight in ("FP16", "E4M3")
+    return {**params, "w": quantize(w, weight, power_of_two=True) if is_scaled else w.astype(weight)}
+
+
+@pytest.mark.parametrize("new", ["O3", KAHAN_O3, "O3,master_weight=FP32"])
+def test_remainders_of_16_bit_weights_are_not_those_of_e4m3_weights(new):
+    """New master weights are the new weights."""
+    params, state = trained("fp8")
+    params = with_weights({**params, "w": masters(state, params)["w"]}, "E4M3")
+    changed = converted(state, params, new)
+    assert formats_of(changed) == formats_of(optimizer(new).init(params))
+    np.testing.assert_array_equal(masters(changed, params)["w"], params["w"].dequantize())
+
+
+@pytest.mark.parametrize("old, new", [("FP16", "bfloat16"), ("bfloat16", "FP16")])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: with_dequantized(optax.sgd(1e-3, 0.9))])
+def test_scaled_and_plain_weights_of_16_bits(old, new, wrap):
+    """The remainders begin again, and the moments go on."""
+    tx = wrap(adamw(1e-3, "fp8"))
+    first, params = with_weights(params_of("te"), old), with_weights(params_of("te"), new)
+    _, state = tx.update(grads_of(0), tx.init(first), first)
+    with pytest.raises(ValueError, match="remainders"):
+        tx.update(grads_of(1), state, params)
+    changed = convert(state, params, "fp8")
+    assert formats_of(changed) == formats_of(tx.init(params))
+    tx.update(grads_of(1), changed, params)
+
+
+@pytest.mark.parametrize("has_muon", [True, False])
+def test_states_of_muon_and_adam(has_muon):
+    """The refusal does not advise `convert`, which changes no state of one into the other's."""
+    params, pair = params_of("fp8"), [fp8jax.optim.muon(1e-3, "fp8"), adamw(1e-3, "fp8")]
+    tx, other = pair if has_muon else pair[::-1]
+    with pytest.raises(ValueError, match=r"Begin a new state with `init`: Muon"):
+        tx.update(grads_of(0), convert(other.init(params), params, "fp8"), params)
+
+
+def test_a_state_of_another_kind():
+    params = params_of("fp8")
+    state = with_dequantized(optax.lion(1e-3)).init(params)
+    with pytest.raises(
+        TypeError, match="expected the `AdamState`.*got a DequantizedState.*`init` for another"
+    ):
+        adamw(1e-3, "fp8").update(grads_of(0), state, params)

@@ -237,3 +237,11 @@ def test_arithmetic_on_leaves(name, format):
             run(a, b).dequantize()
     halved = jax.tree.map(lambda w: 0.5 * w, {"w": b}, is_leaf=is_scaled)
     np.testing.assert_array_equal(halved["w"], 10.0)
+
+
+def test_an_exported_program_is_stored_and_read():
+    """`jax.export` knows the tree of a `ScaledArray`, so a model's variables can be inputs."""
+    q, double = quantize(jnp.arange(6.0).reshape(2, 3), "E4M3"), lambda q: 2 * value(q)
+    exported = jax.export.export(jax.jit(double))(q)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(q), double(q))

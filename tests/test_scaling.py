@@ -618,3 +618,15 @@ def test_a_new_scaling_without_its_twin_on_torch_is_refused(fixed):
 
     with pytest.raises(ValueError, match="scaling=fixed"):
         fp8jax_torch.transform(fp8jax_torch.extra.torch.nn.Linear(16, 16), fixed)
+
+
+def test_variables_of_numpy_arrays():
+    """As a checkpoint may restore them; the seeds of NVFP4 are changed where they are."""
+    model = fp8jax.transform(lambda params, x: x @ params["w"], "nvfp4")
+    x = jnp.ones((32, 32))
+    variables = model.init({"w": jnp.ones((32, 32))}, x)
+    run = fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))
+    for got, want in zip(
+        *(jax.tree.leaves(run(v)) for v in (jax.device_get(variables), variables)), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)

@@ -99,8 +99,8 @@ def _step(leaf: Any, update: Any) -> Any:
     if is_scaled(update):
         raise TypeError(
             f"`updates`: expected arrays; got a ScaledArray, {update.data.dtype}{list(update.shape)}. "
-            "A transformation without support for FP8 gradients returned it: put `fp8jax.optim.dequantize()` "
-            "before that transformation."
+            "A transformation without support for FP8 gradients or scaled weights returned it: put "
+            "`fp8jax.optim.dequantize()` before it, or `fp8jax.optim.with_dequantized(...)` around it."
         )
     if not is_scaled(leaf):
         return (leaf + update).astype(leaf.dtype)

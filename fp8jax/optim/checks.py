@@ -99,8 +99,8 @@ def check_state(state: Any, kind: type[Any]) -> None:
     """Raises TypeError if `state` is not of this kind."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"`state`: expected the `{kind.__name__}` that `init` returns; got a {type(state).__name__}. "
-            "Call `update(grads, state, params)`."
+            f"`state`: expected the `{kind.__name__}` that this optimizer's `init` returns; got a "
+            f"{type(state).__name__}. Call `update(grads, state, params)`, and `init` for another optimizer."
         )
 
 

@@ -159,10 +159,11 @@ def _stepped(
 def _scalars(rule: UpdateRule, old: Any, count: Any) -> AdamScalars:
     """The scalars of step number `count`, after `old` steps."""
     rate: Any = rule.learning_rate(old) if callable(rule.learning_rate) else rule.learning_rate
+    steps = jnp.float32(count)
     scalars = AdamScalars(
         (rule.b1, rule.b2),
         (1 - rule.b1, 1 - rule.b2),
-        (1 - jnp.float32(rule.b1) ** count, jnp.sqrt(1 - jnp.float32(rule.b2) ** count)),
+        (1 - jnp.float32(rule.b1) ** steps, jnp.sqrt(1 - jnp.float32(rule.b2) ** steps)),
         rule.eps,
         None if rate is None else -rate,
         rule.weight_decay,

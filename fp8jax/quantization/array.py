@@ -1,13 +1,14 @@
 """`ScaledArray`: codes and their scale as one pytree node."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jaxtyping import Array, Float
 
 from fp8jax.formats import ALL, E4M3, E8M0, Format
@@ -58,6 +59,12 @@ def _of_value(name: str) -> Callable[..., jax.Array]:
     return method
 
 
+@functools.partial(
+    export.register_pytree_node_serialization,
+    serialized_name="fp8jax.ScaledArray",
+    serialize_auxdata=lambda aux: b"",
+    deserialize_auxdata=lambda aux: None,
+)
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledArray:

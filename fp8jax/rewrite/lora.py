@@ -247,6 +247,11 @@ class Adapters:
         return (self.scale * ((layout.lhs.to_matrix(x) @ a) @ b)).reshape(layout.out_shape)
 
     def merged(self, kernel: Any, times: float = 1.0) -> Float[Array, "..."]:
-        """`kernel + times scale A B`, float32."""
+        """`kernel + times scale A B`, summed in float32.
+
+        A sum is rounded to nearest to the kernel's dtype in the model; a difference is float32.
+        """
         product = jnp.matmul(self.a, self.b, precision="highest")
-        return value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
+        new = value(kernel).astype(jnp.float32) + times * self.scale * product.reshape(kernel.shape)
+        own_dtype = kernel.own_dtype if is_scaled(kernel) else kernel.dtype
+        return new.astype(own_dtype) if times > 0 else new

@@ -48,7 +48,7 @@ def for_part(states: PyTree, number: Any) -> PyTree:
         if not _is_key(path):
             return leaf
         seed = leaf[..., 0].astype(jnp.uint32) + jnp.asarray(number).astype(jnp.uint32) * _SPREAD
-        return leaf.at[..., 0].set((seed % 2**24).astype(jnp.float32))
+        return jnp.asarray(leaf).at[..., 0].set((seed % 2**24).astype(jnp.float32))
 
     return jax.tree.map_with_path(moved, states)
 

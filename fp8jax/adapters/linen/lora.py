@@ -13,9 +13,19 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from fp8jax.adapters.linen.boxes import with_plain_boxes
 from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of, module_variables
+from fp8jax.quantization import is_scaled
 from fp8jax.variables import FROZEN, OURS, PARAMS
+
+
+def _alive(leaf: Any, own: Any) -> Any:
+    """A parameter of the plain module; the frozen one, if a donating step deleted the array, which `adapt`
+    shares."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return own if is_array and not is_scaled(own) and leaf.is_deleted() else leaf
 
 
 class LoRAModel(LinenModel):
@@ -74,5 +84,7 @@ class LoRAModel(LinenModel):
         """Variables of the untransformed module with `times` the adapters added to the kernels."""
         frozen = leaves_of("variables", variables, FROZEN)
         check_same(argument, leaves_of(argument, plain), frozen, "`variables`")
-        params = self._function.with_adapters(plain[PARAMS], variables[PARAMS], times)
+        leaves, treedef = jax.tree.flatten(plain[PARAMS], is_leaf=is_scaled)
+        alive = treedef.unflatten(map(_alive, leaves, frozen.values()))
+        params = self._function.with_adapters(alive, variables[PARAMS], times)
         return {**module_variables(plain), PARAMS: with_plain_boxes(params)}

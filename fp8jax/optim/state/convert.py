@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
@@ -25,7 +26,7 @@ from fp8jax.optim.step import ParamState
 from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
 from fp8jax.optim.step.weight_remainder import decode_weight
 from fp8jax.optim.storage import Storage
-from fp8jax.quantization import is_scaled
+from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
 
@@ -187,13 +188,20 @@ def _of_keys(key: Any, needs_key: bool) -> list[str]:
 
 
 def _refuse(differences: list[str], recipe: Recipe | None, in_8_bits: bool) -> None:
-    if differences:
-        name = None if recipe is None else str(recipe)
-        raise ValueError(
-            f"`state`: expected the formats of the optimizer's recipe, {name}; got "
-            f"{', '.join(dict.fromkeys(differences))}. Change the state with `fp8jax.optim.convert(state, "
-            f"params, {name!r}{', in_8_bits=True' if in_8_bits else ''})`, or begin a new one with `init`."
+    if not differences:
+        return
+    name = None if recipe is None else str(recipe)
+    change = f"`fp8jax.optim.convert(state, params, {name!r}{', in_8_bits=True' if in_8_bits else ''})`"
+    remedy = f"Change the state with {change}, or begin a new one with `init`."
+    if any(each.startswith(_LABELS.nu) and NONE in each for each in differences):
+        remedy = (
+            "Begin a new state with `init`: Muon has no second moments, and `convert` makes no state of Adam "
+            "from one of Muon, or the reverse. `fp8jax.optim.masters(state, params)` gives the weights."
         )
+    raise ValueError(
+        f"`state`: expected the formats of the optimizer's recipe, {name}; got "
+        f"{', '.join(dict.fromkeys(differences))}. {remedy}"
+    )
 
 
 def _name_of(stored: Any) -> str:
@@ -241,7 +249,8 @@ def _converted_roundings(
 ) -> DequantizedState:
     remainder, key, count = first_roundings(params, recipe, seed)
     if state.remainder is not None and remainder is not None:
-        remainder = state.remainder
+        new, old = (filled(without_variables(tree), params) for tree in (remainder, state.remainder))
+        remainder = with_variables_inside(jax.tree.map(_same_remainder, new, old, is_leaf=_is_none))
     if state.key is not None and key is not None:
         key, count = state.key, state.count
     return DequantizedState(state.inner, state.skipped, remainder, key, count)
@@ -254,6 +263,7 @@ def _is_stored(node: Any) -> bool:
 def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
     """The moments, the master weight and the remainder of one parameter in other formats."""
     old = jax.tree.map(_fetched, old)
+    old = old if _is_of_weight(old) else old._replace(remainder=None)
     master = old.master
     if _name_of(master) != wanted.master:
         weight = decode_weight(old.param if master is None else master, old.remainder)
@@ -270,6 +280,25 @@ def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:
         for moment, name, signed in ((old.mu, wanted.mu, True), (old.nu, wanted.nu, False))
     ]
     return [*moments, master, remainder]
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _same_remainder(new: Any, old: Any) -> Any:
+    """The old remainder, if it is of a weight in the new one's format."""
+    return old if new is not None and old is not None and old.dtype == new.dtype else new
+
+
+def _is_of_weight(old: ParamState) -> bool:
+    """Whether the remainder can be of the parameter, or of the master weight: an FP16 weight's is not of the
+    E4M3 weight or the 16-bit array that the weight became."""
+    if old.remainder is None or old.master is not None:
+        return True
+    if is_scaled(old.param):
+        return format_of(old.param) == formats.FP16 and old.remainder.dtype == formats.E4M3.dtype
+    return old.remainder.dtype == jnp.int8
 
 
 def _fetched(x: jax.Array) -> jax.Array:

@@ -98,8 +98,8 @@ def adam_step(state: ParamState, scalars: AdamScalars, decay: str) -> AdamStep:
 
 def nesterov_shares(decay: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The shares of the first moment and of the gradient in step number `count` with Nesterov's momentum."""
-    decay = jnp.float32(decay)
-    return decay / (1 - decay ** (count + 1)), (1 - decay) / (1 - decay**count)
+    decay, steps = jnp.float32(decay), jnp.float32(count)
+    return decay / (1 - decay ** (steps + 1)), (1 - decay) / (1 - decay**steps)
 
 
 def largest_update(scalars: AdamScalars, eps: Any) -> jax.Array | None:
