@@ -14,7 +14,7 @@ from flax.nnx import bridge
 
 import fp8jax
 from fp8jax.adapters.adapter import FRAMEWORKS, Framework, adapter_of
-from fp8jax.inspect import subject
+from fp8jax.inspect import gemms, memory, subject
 from fp8jax.quantization import is_scaled, value
 from fp8jax.rewrite import FunctionModel
 from fp8jax.train import TrainConfig, Trainer, metrics
@@ -585,14 +585,18 @@ class EquinoxModel:
         eqx, _ = equinox_net()
         return self._of("__call__").init(eqx.filter(self.module, eqx.is_array), *args)
 
+    def init_with_inputs(self, *args):
+        return self.init(*args), args
+
     def split(self, variables, *inputs):
         return variables, inputs
 
     def apply(self, variables, *args, method="__call__"):
         return self._of(method).apply(variables, *args)
 
-    def report(self, variables, *args, method="__call__"):
-        return self._of(method).report(variables, *args)
+    def report(self, *args, method="__call__"):
+        eqx, _ = equinox_net()
+        return self._of(method).report(eqx.filter(self.module, eqx.is_array), *args)
 
     def kernels(self, variables, *args):
         return self._of("__call__").kernels(variables, *args)
@@ -635,21 +639,44 @@ def test_a_new_framework(equinox_adapter, recipe):
         variables, state, loss = step(variables, state)
         losses.append(float(loss))
     assert losses[-1] < 0.3 * losses[0]
-    assert [row.path for row in fp8jax.report(model, variables, x).rows if row.fp8] == ["up", "down"]
+    assert [row.path for row in fp8jax.report(model, x).rows if row.fp8] == ["up", "down"]
     assert adapter_of(model).plain() is equinox_adapter
     assert (
         metrics.clipped(model, variables, 0.1 * x).keys() <= metrics.clipped(model, variables, 1e3 * x).keys()
     )
 
 
-@pytest.mark.parametrize("method", ["plain", "split", "apply", "kernels", "freeze", "report"])
+@pytest.mark.parametrize(
+    "method", ["plain", "init_with_inputs", "split", "apply", "kernels", "freeze", "report"]
+)
 def test_half_a_framework_raises(equinox_adapter, monkeypatch, method):
     with pytest.raises(TypeError, match="is_transformed"):
         Framework(is_plain=callable, transform=EquinoxModel, adapter=lambda model: model)
     monkeypatch.delattr(EquinoxModel, method)
-    model = fp8jax.transform(equinox_adapter, "te")
-    with pytest.raises(TypeError, match=rf"FRAMEWORKS\['equinox'\]: expected an adapter with .*{method}"):
-        fp8jax.report(model, model.init(jnp.ones((32, WIDTH))), jnp.ones((32, WIDTH)))
+    x = jnp.ones((32, WIDTH))
+    for call in (
+        lambda: fp8jax.report(fp8jax.transform(equinox_adapter, "te"), x),
+        lambda: gemms.check((equinox_adapter, x), "te"),
+        lambda: memory.plan(equinox_adapter, "te", x),
+    ):
+        with pytest.raises(TypeError, match=rf"FRAMEWORKS\['equinox'\]: expected an adapter with .*{method}"):
+            call()
+
+
+def test_doctor_and_plan_of_a_new_framework(equinox_adapter):
+    """They are those of the same module as a function of its parameters."""
+    eqx, net = equinox_net()
+    params, static = eqx.partition(net, eqx.is_array)
+    fn, x = lambda params, x: eqx.combine(params, static)(x), jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
+    rows = gemms.check((equinox_adapter, x), "te")
+    assert [(row.layer, row.report, row.fp8, row.others) for row in rows[:2]] == [
+        ("up", "FP8", 2, 0),
+        ("down", "FP8", 3, 0),
+    ]
+    assert rows == gemms.check((fp8jax.transform(equinox_adapter, "te"), x), "te")
+    assert rows == gemms.check((fn, (params, x)), "te")
+    planned = memory.plan(equinox_adapter, "te", x)
+    assert planned == memory.plan(fn, "te", params, x) and planned.inputs < 2 * 4 * x.size
 
 
 def test_models_that_the_trainer_does_not_know(equinox_adapter):
@@ -663,15 +690,16 @@ def test_models_that_the_trainer_does_not_know(equinox_adapter):
 
 
 def test_transformed_models_of_the_commands(equinox_adapter):
-    for plain in (nn.Dense(WIDTH), nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))):
+    fn = lambda params, x: x @ params  # noqa: E731
+    for plain in (nn.Dense(WIDTH), nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), fn, equinox_adapter):
         model = fp8jax.transform(plain, "te")
         assert subject.transformed(model, "te") is model
         with pytest.raises(
             ValueError, match="expected a plain module for the recipe bf16; got one .* with te"
         ):
             subject.transformed(model, "bf16")
-    with pytest.raises(TypeError, match="`model`: expected a Flax module, Linen or NNX; got EquinoxModel"):
-        subject.transformed(fp8jax.transform(equinox_adapter, "te"), "te")
+    with pytest.raises(TypeError, match="`model`: expected a Flax module, Linen or NNX, .*; got object"):
+        subject.transformed(object(), "te")
 
 
 def test_the_plain_model_has_no_adapters():

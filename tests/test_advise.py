@@ -254,7 +254,7 @@ def test_no_batch_of_0(monkeypatch, capsys):
 def test_the_help_says_the_defaults(capsys):
     assert runs.status_of(["advise", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "inputs being one device's (default none)" in text
+    assert "inputs being one device's (default none)" in text and "(fn, (params, *inputs))" in text
     assert "on each device (default the most that fit, up to 64)" in text
     assert "h200, b200 or l40s; by default h100" in text
 
@@ -344,6 +344,6 @@ def test_llama_has_its_parameters():
     """8.03 billion, as the paper says."""
     of = subject.subject("llama-8b")
     model = subject.transformed(of.model, "bf16")
-    _, variables = subject.loss_of(model, of.inputs, of.loss)
+    _, (variables, *_) = subject.loss_of(model, of.inputs, of.loss)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
     assert count == pytest.approx(8.03e9, rel=2e-3)

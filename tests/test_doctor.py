@@ -114,6 +114,20 @@ MODELS = {
 }
 
 
+def test_a_function_of_parameters():
+    """Its parameters are the first of its inputs; its loss gets the others."""
+    params = jax.eval_shape(MLP().init, jax.random.key(0), inputs(24, 32))["params"]
+    fn, losses = lambda params, x: MLP().apply({"params": params}, x), []
+
+    def loss(y, *others):
+        losses.append([x.shape for x in others])
+        return jnp.sum(y)
+
+    _, recipe, expected = MODELS["linen"]
+    rows = gemms.check((fn, (params, inputs(24, 32)), loss), recipe)
+    assert counted(rows) == expected and not complaints(rows) and losses[0] == [(24, 32)]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_cpu_is_given_is_counted_by_layer(name):
     model, recipe, expected = MODELS[name]
@@ -273,8 +287,8 @@ def test_layers_that_are_not_reported_may_have_no_fp8():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(TypeError, match="`model`: expected a Flax module"):
-        gemms.check((lambda x: x, inputs(2, 2)), "O2")
+    with pytest.raises(TypeError, match="`model`: expected a Flax module, .* or a function of parameters"):
+        gemms.check((object(), inputs(2, 2)), "O2")
     with pytest.raises(ValueError, match="`target`: expected one of h100"):
         gemms.check((MLP(), inputs(24, 32)), "O2", target="h300")
 

@@ -170,10 +170,8 @@ def test_each_parameter_is_reduced_once():
 
 def between_steps(of, recipe, **options):
     """A plan of the bytes stored between steps alone, for which nothing is compiled."""
-    loss_fn, variables = subject.loss_of(fp8jax.transform(of.model, recipe), of.inputs, of.loss)
-    variables, opt_state, *batch = training_step(
-        loss_fn, variables, *of.inputs, recipe=recipe, **options
-    ).args
+    loss_fn, args = subject.loss_of(fp8jax.transform(of.model, recipe), of.inputs, of.loss)
+    variables, opt_state, *batch = training_step(loss_fn, *args, recipe=recipe, **options).args
     return memory.plan_of(variables, opt_state, batch, total=0)
 
 
@@ -199,9 +197,9 @@ def test_stored_bytes_are_those_of_live_arrays(recipe, stage):
 def test_other_optimizers_are_replicated(name):
     optimizer = lambda rate, recipe, zero: getattr(fp8jax.optim, name)(rate, recipe)  # noqa: E731
     of = gpt()
-    loss_fn, variables = subject.loss_of(fp8jax.transform(of.model, "bf16"), of.inputs, of.loss)
+    loss_fn, args = subject.loss_of(fp8jax.transform(of.model, "bf16"), of.inputs, of.loss)
     options = {"recipe": "bf16", "optimizer": optimizer}
-    steps = [training_step(loss_fn, variables, *of.inputs, **options, devices=n) for n in (1, 2)]
+    steps = [training_step(loss_fn, *args, **options, devices=n) for n in (1, 2)]
     one, two = (
         memory.plan_step(step.function, *step.args, target=None, devices=n)
         for step, n in zip(steps, (1, 2), strict=True)
@@ -238,6 +236,14 @@ def test_nnx_modules_of_arrays_and_shapes():
     assert of_arrays[:7] == linen[:7] and of_arrays.sent == linen.sent
 
 
+def test_a_function_is_planned_as_its_module():
+    """The parameters are no part of the batch."""
+    params = jax.eval_shape(Dense().init, jax.random.key(0), X)["params"]
+    fn = lambda params, x: Dense().apply({"params": params}, x)  # noqa: E731
+    where = {"devices": 2, "stage": 2}
+    assert memory.plan(fn, "O2", params, X, **where) == memory.plan(Dense(), "O2", X, **where)
+
+
 def test_a_loss_function_is_planned_as_its_model():
     model = fp8jax.transform(Dense(), "te")
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64))))
@@ -264,7 +270,7 @@ def test_plan_of_user_step():
 @pytest.mark.parametrize(
     "call, error, says",
     [
-        (lambda: memory.plan(jnp.sin, "te", X), TypeError, "`model`: expected a Flax module"),
+        (lambda: memory.plan(object(), "te", X), TypeError, "`model`: expected a Flax module"),
         (lambda: memory.plan(Dense(), "te", X, target="h300"), ValueError, "`target`: expected one of h100"),
         (
             lambda: memory.plan(Dense(), "te", X, devices=0),

@@ -194,18 +194,24 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"fp8jax {fp8jax.__version__}\n"
 
 
-def test_a_users_model_is_planned_where_it_is(tmp_path):
-    source = """
+@pytest.mark.parametrize(
+    "returned, weights",
+    [("nn.Dense(64), x", 32 * 64 + 64), ("lambda w, x: x @ w, (w, x)", 32 * 64)],
+    ids=["linen", "function"],
+)
+def test_a_users_model_is_planned_where_it_is(returned, weights, tmp_path):
+    source = f"""
         import flax.linen as nn
         import jax, jax.numpy as jnp
         def tiny():
-            return nn.Dense(64), jax.ShapeDtypeStruct((8, 32), jnp.float32)
+            w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 64), (8, 32)))
+            return {returned}
     """
     (tmp_path / "mine.py").write_text(textwrap.dedent(source))
     run = command(
         "-m", "fp8jax.cli", "plan", "--model", "mine:tiny", "--json", "--recipe", "bf16", cwd=tmp_path
     )
-    assert json.loads(run.stdout)[0]["weights"] == 4 * (32 * 64 + 64), run.stderr
+    assert json.loads(run.stdout)[0]["weights"] == 4 * weights, run.stderr
 
 
 @pytest.mark.parametrize(
@@ -213,16 +219,23 @@ def test_a_users_model_is_planned_where_it_is(tmp_path):
     [["plan", "--no-cache"], ["estimate", "--target", "h200"], ["doctor", "--compile"]],
     ids=" ".join,
 )
-def test_a_transformed_model_has_a_recipe(command, tmp_path, monkeypatch, capsys):
-    source = """
+@pytest.mark.parametrize(
+    "returned",
+    ['fp8jax.transform(nn.Dense(64), "fp8"), x', 'fp8jax.transform(lambda w, x: x @ w, "fp8"), (w, x)'],
+    ids=["linen", "function"],
+)
+def test_a_transformed_model_has_a_recipe(returned, command, tmp_path, monkeypatch, capsys):
+    source = f"""
         import flax.linen as nn, fp8jax
         import jax, jax.numpy as jnp
         def tiny():
-            return fp8jax.transform(nn.Dense(64), "fp8"), jax.ShapeDtypeStruct((32, 32), jnp.float32)
+            w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 64), (32, 32)))
+            return {returned}
     """
     if command[0] == "estimate" and targets.why_not():
         pytest.skip(str(targets.why_not()))
     (tmp_path / "its_own.py").write_text(textwrap.dedent(source))
+    monkeypatch.delitem(sys.modules, "its_own", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for options in ([], ["--recipe", "fp8"]):

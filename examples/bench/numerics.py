@@ -30,7 +30,7 @@ def rows(args: Any) -> output.Rows:
     sizes = {name: getattr(args, name) for name in ("layers", "width", "heads", "context", "batch")}
     of = subject("gpt", dtype="float32", vocabulary=args.vocabulary, **sizes)
     model = transformed(of.model, args.recipe)
-    loss, shapes = loss_of(model, of.inputs, of.loss)
+    loss, (shapes, *_) = loss_of(model, of.inputs, of.loss)
     tokens = jax.random.randint(jax.random.key(1), of.inputs[0].shape, 0, args.vocabulary)
     variables = jax.jit(model.init)(jax.random.key(0), tokens)
     step = training_step(loss, shapes, *of.inputs, recipe=args.recipe)

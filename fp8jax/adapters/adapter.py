@@ -3,11 +3,15 @@
 adapter = adapter_of(model)
 variables, inputs = adapter.split(*args)      # of a Linen model: the first argument, and the others
 y = adapter.apply(variables, *inputs)
+
+The arguments of `report` and `init_with_inputs` are example inputs, without variables. Those of a function of
+parameters begin with its parameters.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from flax import nnx as flax_nnx
 from jaxtyping import PyTree
 
 from fp8jax.adapters import linen, nnx
@@ -29,6 +33,10 @@ class Adapter(Protocol):
         """The model without its recipe and its adapters, for `transform`."""
         ...
 
+    def init_with_inputs(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The first variables, a dict with "params", and the inputs of `apply`, from example inputs."""
+        ...
+
     def split(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
         """The variables, and the inputs among the arguments of a call."""
         ...
@@ -46,7 +54,7 @@ class Adapter(Protocol):
         ...
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Which layers run in FP8 for these inputs, and why the others do not."""
+        """Which layers run in FP8 for these example inputs, and why the others do not."""
         ...
 
 
@@ -57,6 +65,8 @@ class Framework(NamedTuple):
     transform: Callable[[Any, Settings], Any]  # an NNX module's takes example inputs, too
     is_transformed: Callable[[Any], bool]
     adapter: Callable[[Any], Adapter]
+    # `transform(model)` without computing arrays; most compute none
+    eval_shape: Callable[[Callable[[Any], Any], Any], Any] = lambda transform, model: transform(model)
 
 
 def _linen(module: Any, settings: Settings) -> Any:
@@ -69,7 +79,7 @@ def _is_transformed_nnx(model: Any) -> bool:
 
 # All but functions of parameters, which `transform` takes last.
 FRAMEWORKS: dict[str, Framework] = {
-    "nnx": Framework(nnx.is_module, nnx.transform, _is_transformed_nnx, NNXModel),
+    "nnx": Framework(nnx.is_module, nnx.transform, _is_transformed_nnx, NNXModel, flax_nnx.eval_shape),
     "linen": Framework(
         linen.is_module, _linen, lambda model: isinstance(model, linen.LinenModel), lambda model: model
     ),
@@ -79,6 +89,11 @@ FRAMEWORKS: dict[str, Framework] = {
 def framework_of(model: Any) -> str | None:
     """The name of a transformed model's framework; None for a plain model or a function of parameters."""
     return next((name for name, each in FRAMEWORKS.items() if each.is_transformed(model)), None)
+
+
+def is_transformed(model: Any) -> bool:
+    """Whether `adapter_of` gives an adapter of the model."""
+    return isinstance(model, FunctionModel) or framework_of(model) is not None
 
 
 def adapter_of(model: Any) -> Adapter:
@@ -91,8 +106,8 @@ def adapter_of(model: Any) -> Adapter:
         adapter = FRAMEWORKS[name].adapter(model)
         if not isinstance(adapter, Adapter):
             raise TypeError(
-                f"FRAMEWORKS[{name!r}]: expected an adapter with settings, plain, split, apply, kernels, "
-                f"freeze and report; got {type(adapter).__name__}."
+                f"FRAMEWORKS[{name!r}]: expected an adapter with settings, plain, init_with_inputs, split, "
+                f"apply, kernels, freeze and report; got {type(adapter).__name__}."
             )
         return adapter
     if isinstance(model, FunctionModel):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from fp8jax.adapters import linen, nnx
-from fp8jax.adapters.adapter import FRAMEWORKS, adapter_of
+from fp8jax.adapters.adapter import FRAMEWORKS, adapter_of, is_transformed
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, LoRA, Report, Rule, Settings, checkpointing
 
@@ -80,9 +80,9 @@ def transform(
 
 def _not_a_function(model: Any) -> str | None:
     """A description of an argument that is not a function of parameters; None for such a function."""
-    if isinstance(model, linen.LinenModel | FunctionModel):
-        name = "module" if isinstance(model, linen.LinenModel) else "fn"
-        return f"a transformed model ({type(model).__name__}); transform its `.{name}` instead"
+    if is_transformed(model):
+        plain = "fp8jax.adapters.adapter.adapter_of(model).plain()"
+        return f"a transformed model ({type(model).__name__}); transform the plain model, `{plain}`"
     held = getattr(model, "module", None)  # as in Hugging Face's FlaxPreTrainedModel
     if linen.is_module(held) or nnx.is_module(held):
         return (

@@ -36,8 +36,9 @@ def add_model(command: argparse.ArgumentParser, default: str | None = "gpt", bat
         default=default,
         help="gpt (as gpt-125m), gpt-125m, gpt-350m, gpt-7b, llama-8b, gpt-13b, gpt-175b; a transformer's "
         "layer, its mlp or its dense layers alone (31 x 512 tokens, width 4096, unless sizes say otherwise); "
-        "or package.module:function, which returns (model, inputs) or (model, inputs, loss), inputs being "
-        f"one device's (default {default or 'none'})",
+        "or package.module:function, which returns (model, inputs) or (model, inputs, loss), for a "
+        "function of parameters (fn, (params, *inputs)) or with a loss, inputs being one device's "
+        f"(default {default or 'none'})",
     )
     for name, meaning in SIZES.items():
         command.add_argument(flags([name]), type=integer, help=f"of a gpt: {meaning.format(batch=batch)}")

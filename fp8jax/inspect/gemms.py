@@ -51,9 +51,10 @@ def check(
     """Compares the program of a gradient step with the model's report.
 
     Args:
-        subject: (model, inputs) or (model, inputs, loss): a Linen or NNX module, plain or transformed; its
-            inputs, arrays or `jax.ShapeDtypeStruct`s; and `loss(outputs, *inputs)`, by default the mean
-            square of the outputs. `subject("gpt-125m")` gives one.
+        subject: (model, inputs) or (model, inputs, loss): a model that `fp8jax.transform` takes or returns;
+            the arguments of its report, arrays or `jax.ShapeDtypeStruct`s: its inputs, for a function of
+            parameters `(params, *inputs)`; and `loss(outputs, *inputs)`, by default the mean square of the
+            outputs. `subject("gpt-125m")` gives one.
         recipe: a `Recipe`, or the text of one; for a transformed model, its own.
         target: a GPU that is not here; None for this machine.
 
@@ -61,7 +62,7 @@ def check(
         A row for each layer with a GEMM, and a row for the GEMMs outside of layers.
 
     Raises:
-        TypeError: the model is no Flax module.
+        TypeError: see `fp8jax.transform`.
         ValueError: the recipe cannot be parsed, or is not the transformed model's; no such target.
         RuntimeError: the packages that compile for a target are missing.
     """
@@ -69,14 +70,14 @@ def check(
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
     model = transformed(model, recipe)
     report = report_of(model, inputs)
-    loss_fn, variables = loss_of(model, inputs, *loss)
+    loss_fn, args = loss_of(model, inputs, *loss)
     step = gradients.value_and_grad(loss_fn)
-    lowered = targets.lower_for(step, variables, *inputs, target=target)
+    lowered = targets.lower_for(step, *args, target=target)
     gemms = compiled = program.read_lowered(lowered)
     if target is not None or jax.devices()[0].platform != "cpu":
         compiled = program.read(targets.compile(lowered, target)).gemms
         if any(row.fp8 and BACKENDS[row.backend].is_call_on_gpu for row in report.rows):
-            lowered = jax.jit(step).trace(variables, *inputs).lower(lowering_platforms=("cpu",))
+            lowered = jax.jit(step).trace(*args).lower(lowering_platforms=("cpu",))
             gemms = program.read_lowered(lowered)
     capability = capability_of(jax.devices()[0]) if target is None else targets.get(target).capability
     return _compared(report, _high_precision(model), gemms, compiled, capability)

@@ -2,21 +2,19 @@
 
 subject("gpt-7b", batch=2)
 subject("gpt", experts=8, top_k=2)       # a mixture of experts in each layer
-subject("my_package.models:tiny")        # a function that returns (model, example inputs)
+subject("my_package.models:tiny")        # a function that returns (model, inputs) or (fn, (params, *inputs))
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from fp8jax import adapters
-from fp8jax.adapters import linen
-from fp8jax.adapters import nnx as nnx_adapter
-from fp8jax.adapters.adapter import adapter_of, framework_of
+from fp8jax.adapters.adapter import FRAMEWORKS, adapter_of, is_transformed
 from fp8jax.extras import look_up
 from fp8jax.inspect.models import GPT, GPTS, LAYER_SIZES, LAYERS
 from fp8jax.recipe import Recipe
@@ -25,7 +23,11 @@ from fp8jax.rewrite.report import Report
 
 
 class Subject(NamedTuple):
-    """A model with one device's inputs."""
+    """A model with one device's inputs.
+
+    `inputs` are the arguments of `fp8jax.report`: for a function of parameters `(params, *inputs)`, since it
+    keeps no parameters. Its loss gets the inputs without the parameters.
+    """
 
     model: Any
     inputs: tuple[PyTree, ...]
@@ -106,21 +108,20 @@ def mean_square(outputs: Float[Array, "..."], *inputs: PyTree) -> Float[Array, "
 
 
 def recipe_of(model: Any) -> Recipe | None:
-    """The recipe of a transformed Linen or NNX model; None for another model."""
-    # `loss_of` makes variables of these.
-    return adapter_of(model).settings.recipe if framework_of(model) in ("linen", "nnx") else None
+    """The recipe of a transformed model; None for a plain one."""
+    return adapter_of(model).settings.recipe if is_transformed(model) else None
 
 
 def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) -> Any:
     """The model under the recipe; one that has it already is returned as it is. Shapes replace NNX arrays.
 
     Args:
-        model: a Linen or NNX module.
+        model: a Linen or NNX module, a function of parameters, or a model of an entry of `FRAMEWORKS`.
         recipe: a `Recipe`, or the text of one.
         lora_rank: of adapters to train in place of the model; None for no adapters.
 
     Raises:
-        TypeError: the model is no Flax module, or gets adapters and is transformed already.
+        TypeError: see `fp8jax.transform`; the model gets adapters and is transformed already.
         ValueError: the recipe cannot be parsed, or the model is transformed with another one.
     """
     lora = None if lora_rank is None else LoRA(rank=lora_rank)
@@ -131,32 +132,31 @@ def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) 
                 f"Give the plain module, or take the recipe {own}."
             )
         return model
-    if linen.is_module(model):
-        return adapters.transform(model, recipe, lora=lora)
-    if not nnx_adapter.is_module(model):
-        raise TypeError(f"`model`: expected a Flax module, Linen or NNX; got {type(model).__name__}.")
-    return nnx.eval_shape(lambda model: adapters.transform(model, recipe, lora=lora), model)
+    transform = functools.partial(adapters.transform, recipe=recipe, lora=lora)
+    found = [framework for framework in FRAMEWORKS.values() if framework.is_plain(model)]
+    return found[0].eval_shape(transform, model) if found else transform(model)
 
 
 def loss_of(
     model: Any, inputs: tuple[PyTree, ...], loss: Callable[..., jax.Array] = mean_square
-) -> tuple[Callable[..., jax.Array], PyTree]:
-    """The loss of a transformed model as a function of variables, and the shapes of the variables.
+) -> tuple[Callable[..., jax.Array], tuple[PyTree, ...]]:
+    """The loss of a transformed model as a function of variables, and the shapes of its arguments.
 
     Args:
         model: the result of `transformed`.
-        inputs: arrays or `jax.ShapeDtypeStruct`s.
+        inputs: arrays or `jax.ShapeDtypeStruct`s, see `Subject`.
         loss: `loss(outputs, *inputs)`.
 
     Returns:
-        `loss_fn(variables, *inputs)`, and a tree of `jax.ShapeDtypeStruct`s.
+        `loss_fn(variables, *inputs)`, and its arguments, trees of `jax.ShapeDtypeStruct`s.
     """
-    adapter: Any = adapter_of(model)
+    adapter = adapter_of(model)
 
     def loss_of_variables(variables: Any, *inputs: Any) -> jax.Array:
         return loss(adapter.apply(variables, *inputs), *inputs)
 
-    return loss_of_variables, jax.eval_shape(lambda *x: adapter.init(jax.random.key(0), *x), *inputs)
+    variables, inputs = jax.eval_shape(lambda *x: adapter.init_with_inputs(*x), *inputs)
+    return loss_of_variables, (variables, *inputs)
 
 
 def report_of(model: Any, inputs: tuple[PyTree, ...]) -> Report:

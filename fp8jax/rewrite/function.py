@@ -99,6 +99,10 @@ class FunctionModel:
         formatted = _with_kernels(params, program, lambda x, planned: planned.kernel.in_format(x))
         return {PARAMS: formatted, **self._states(program)}
 
+    def init_with_inputs(self, *args: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """The variables of `init`, and the arguments after the parameters."""
+        return self.init(*args), args[1:]
+
     def adapt(self, key: PRNGKeyArray, params: PyTree, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Variables of a model with adapters.
 

@@ -78,6 +78,10 @@ class LinenModel:
         out, plain = self.module.init_with_output(rngs, *args, **kwargs)
         return out, self._from_plain(self._function.init, rngs, dict(plain), *args, **kwargs)
 
+    def init_with_inputs(self, *args: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """The variables of `init` for these inputs, and the inputs."""
+        return self.init(jax.random.key(0), *args), args
+
     def _from_plain(
         self, init: Callable[..., Any], rngs: Any, plain: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:

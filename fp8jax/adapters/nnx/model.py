@@ -53,10 +53,9 @@ class NNXModel:
         """A copy of the module in high precision, without adapters."""
         return plain_module(self.module)
 
-    def init(self, rngs: Any, *args: Any) -> dict[str, Any]:
-        """The module's variables, with zeros for shapes; `LinenModel.init` has the same arguments."""
-        del rngs, args
-        return _arrays(self.split()[0])
+    def init_with_inputs(self, *args: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """The module's variables, with zeros for shapes, and all arguments."""
+        return _arrays(self.split()[0]), args
 
     def split(self, *args: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
         """The module's parameters and scaling states, and all arguments."""

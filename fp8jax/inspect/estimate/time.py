@@ -141,7 +141,7 @@ def estimate(
         target, devices, stage: as in `fp8jax.inspect.memory.plan`.
 
     Raises:
-        TypeError: the model is no Flax module.
+        TypeError: see `fp8jax.transform`.
         ValueError: the recipe cannot be parsed; no such target or stage; the target lacks the recipe's GEMMs,
             or its peak is not known.
         RuntimeError: the packages that compile for a target are missing.
@@ -149,9 +149,9 @@ def estimate(
     gpu, recipe = targets.get(target), Recipe.parse(recipe)
     if not gpu.flops or not gpu.link:
         raise ValueError(f"`target`: expected a GPU with `flops` and `link`, for an estimate; got {gpu}.")
-    loss_fn, variables = loss_of(transformed(subject.model, recipe), subject.inputs, subject.loss)
+    loss_fn, args = loss_of(transformed(subject.model, recipe), subject.inputs, subject.loss)
     where: dict[str, Any] = {"target": gpu, "devices": devices}
-    step = training_step(loss_fn, variables, *subject.inputs, recipe=recipe, stage=stage, **where)
+    step = training_step(loss_fn, *args, recipe=recipe, stage=stage, **where)
     lowered = targets.lower_for(step.function, *step.args, donate_argnums=(0, 1), **where)
     options = {"xla_gpu_enable_latency_hiding_scheduler": True}
     options |= _COSTS if gpu.capability >= _FIRST_WITH_COSTS else {}

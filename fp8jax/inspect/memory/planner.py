@@ -66,11 +66,11 @@ def plan(
     For a loss function or another optimizer see `plan_step` and `fp8jax.inspect.step.training_step`.
 
     Args:
-        model: a Linen or NNX module, plain or transformed, of arrays or shapes.
+        model: a model that `fp8jax.transform` takes or returns, of arrays or shapes.
         recipe: a `Recipe`, or the text of one.
         inputs: of the model on one device: arrays or `jax.ShapeDtypeStruct`s. Only shapes and dtypes are
-            used.
-        loss: `loss(outputs, *inputs)`; by default the mean square of the outputs.
+            used. For a function of parameters, its parameters and the inputs.
+        loss: `loss(outputs, *inputs)`, without parameters; by default the mean square of the outputs.
         devices: how many, each with a batch like `inputs`.
         stage: of ZeRO, see `fp8jax.comm.Zero`.
         target: name of a GPU that need not be here, or a `Target`; None for this process's devices.
@@ -80,14 +80,14 @@ def plan(
         The plan. Its `total` is the peak that the compiler reports for one device.
 
     Raises:
-        TypeError: `model` is no Flax module.
+        TypeError: see `fp8jax.transform`.
         ValueError: the recipe cannot be parsed; no such target or stage; this process has fewer devices.
         RuntimeError: the packages that compile for a target are missing.
     """
     recipe = Recipe.parse(recipe)
-    loss_fn, variables = loss_of(transformed(model, recipe), inputs, loss or mean_square)
+    loss_fn, args = loss_of(transformed(model, recipe), inputs, loss or mean_square)
     where: dict[str, Any] = {"target": target, "devices": devices}
-    step = training_step(loss_fn, variables, *inputs, recipe=recipe, stage=stage, **where)
+    step = training_step(loss_fn, *args, recipe=recipe, stage=stage, **where)
     return plan_step(step.function, *step.args, recipe=str(recipe), cache=cache, **where)._replace(
         stage=stage
     )
