@@ -16,6 +16,7 @@ PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
 LOSS_SCALE = "loss_scale"
 FROZEN = "frozen"
+STATISTICS = "batch_stats"  # Flax's collection of a BatchNorm's means and variances
 
 # Other collections, such as batch statistics, belong to the module.
 OURS = (PARAMS, SCALING, LOSS_SCALE, FROZEN)

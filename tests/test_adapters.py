@@ -525,6 +525,18 @@ def test_adapter(kind):
     assert not np.allclose(adapter.apply({**variables, SCALING: spoilt}, *inputs), call(*args), rtol=0.1)
 
 
+def test_statistics_among_the_variables_of_nnx():
+    """They are a collection of `NNXModel`, as of a Linen model."""
+    parts = (
+        nnx.BatchNorm(WIDTH, use_running_average=True, rngs=nnx.Rngs(0)),
+        nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)),
+    )
+    adapter = adapter_of(fp8jax.transform(nnx.Sequential(*parts), "te"))
+    variables, inputs = adapter.split(X)
+    changed = {**variables, "batch_stats": jax.tree.map(lambda x: x + 1, variables["batch_stats"])}
+    assert not np.allclose(adapter.apply(changed, *inputs), adapter.apply(variables, *inputs))
+
+
 def test_adapter_of_plain_model():
     for plain in (nn.Dense(4), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.sin):
         with pytest.raises(TypeError, match="expected a model from fp8jax.transform"):

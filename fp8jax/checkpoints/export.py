@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from fp8jax.adapters import nnx
 from fp8jax.adapters.adapter import adapter_of
-from fp8jax.adapters.nnx.variables import statistics_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap
@@ -31,9 +29,7 @@ from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, of_recipe
-from fp8jax.variables import PARAMS, SCALING, has_params
-
-STATISTICS = "batch_stats"  # Flax's collection of a BatchNorm's means and variances
+from fp8jax.variables import PARAMS, SCALING, STATISTICS, has_params
 
 
 class ExportRow(NamedTuple):
@@ -204,8 +200,6 @@ def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
             f"`variables`: expected a tree with {PARAMS!r}, as `model.init` gives; got "
             f"{type(variables).__name__} without it. Give all variables."
         )
-    if nnx.is_module(model):
-        variables |= {STATISTICS: statistics_of(model)}
     return with_kernels(variables, adapter.kernels(variables, *inputs))
 
 

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8jax.adapters.nnx.calls import rewritten_of
-from fp8jax.adapters.nnx.gradient import KINDS, put_in, tree_of
+from fp8jax.adapters.nnx.gradient import put_in, tree_of
 from fp8jax.adapters.nnx.lora import adapt, lora_of, merge, plain_module
 from fp8jax.adapters.nnx.module import check_module, freeze, placed_kernels, report, with_recipe
+from fp8jax.adapters.nnx.variables import FP8State
 from fp8jax.rewrite import Kernel, Report, Settings
-from fp8jax.variables import PARAMS, SCALING
+from fp8jax.variables import PARAMS, SCALING, STATISTICS
+
+# The variables of an `NNXModel`.
+_COLLECTIONS = {PARAMS: nnx.Param, SCALING: FP8State, STATISTICS: nnx.BatchStat}
 
 
 def transform(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] | None = None) -> nnx.Module:
@@ -58,16 +62,16 @@ class NNXModel:
         return _arrays(self.split()[0]), args
 
     def split(self, *args: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """The module's parameters and scaling states, and all arguments."""
-        _, params, states, *_ = nnx.split(self.module, *KINDS)
-        return {PARAMS: tree_of(params), SCALING: tree_of(states)}, args
+        """The module's parameters, scaling states and statistics, and all arguments."""
+        _, *states, _ = nnx.split(self.module, *_COLLECTIONS.values(), ...)
+        return dict(zip(_COLLECTIONS, map(tree_of, states), strict=True)), args
 
     def apply(self, variables: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The call of a copy of the module with these variables."""
-        graph, params, states, *others = nnx.split(self.module, *KINDS)
-        inside = put_in(params, variables[PARAMS]), put_in(states, variables[SCALING])
+        graph, *states, others = nnx.split(self.module, *_COLLECTIONS.values(), ...)
+        inside = (put_in(state, variables[name]) for name, state in zip(_COLLECTIONS, states, strict=True))
         # Copies, which belong to the trace of this call, so that the call may change them.
-        copy: Any = nnx.merge(graph, *inside, *_arrays(others))
+        copy: Any = nnx.merge(graph, *inside, _arrays(others))
         return copy(*args, **kwargs)
 
     def kernels(self, variables: Any, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:

@@ -70,11 +70,6 @@ def value_of(leaf: Any) -> Any:
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def statistics_of(model: nnx.Module) -> nnx.State:
-    """The means and variances of a module's BatchNorms."""
-    return nnx.state(model, nnx.BatchStat)
-
-
 def state_path(path: Sequence[Any]) -> tuple[Any, ...]:
     """The path of a variable in the tree of its collection: a scaling state's array is below its kernel."""
     *parents, name = path
