@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import runs
+from flax import nnx
 
 import fp8jax
 from fp8jax import cli
@@ -243,6 +244,20 @@ def test_stage_and_batch_that_fit(base, each, devices, stage, batch, monkeypatch
         assert second.startswith("zero = fp8jax.comm.Zero(") and second.endswith(f", stage={stage})")
     else:
         assert second.startswith("# ")
+
+
+@pytest.mark.parametrize("kind", ["shapes", "function"])
+def test_a_module_of_shapes_and_a_function_fit(kind, monkeypatch):
+    """Neither has arrays, and none are computed."""
+    plan = planned_of(20, 4)
+    monkeypatch.setattr(
+        fitting, "plan", lambda model, recipe, *inputs, **where: plan(model, recipe, inputs[-1], **where)
+    )
+    layer = nnx.eval_shape(lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    models = {"shapes": (layer, (x,)), "function": (lambda w, x: x @ w, (x, x))}
+    of = subject.Subject(*models[kind], subject.mean_square)
+    assert memory.fit("fp8", lambda batch: of, target="h100", batch=8, checkpointing="none").batch == 8
 
 
 def test_no_batch_of_0(monkeypatch, capsys):

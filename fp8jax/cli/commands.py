@@ -75,6 +75,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from fp8jax.comm import Zero
     from fp8jax.inspect import memory, subject, tables, targets
     from fp8jax.inspect.memory import advice, cache, fp8_lm
+    from fp8jax.rewrite import LoRA
 
     folder = cache.default_folder() if args.cache else None
     if args.paper:
@@ -86,7 +87,8 @@ def run_plan(args: argparse.Namespace) -> int:
         return 0
     of, where = subject_of(args), args.target or "device"
     recipes = _recipes(args, of.model, ["bf16", "fp8"])
-    models = {recipe: subject.transformed(of.model, recipe, args.lora_rank) for recipe in recipes}
+    lora = {} if args.lora_rank is None else {"lora": LoRA(rank=args.lora_rank)}
+    models = {recipe: subject.transformed(of.model, recipe, **lora) for recipe in recipes}
     cases: dict[str, Any] = {
         f"{recipe}, ZeRO {stage}, {devices} x {where}": (recipe, stage, devices)
         for recipe, stage, devices in itertools.product(recipes, args.zero, args.devices)

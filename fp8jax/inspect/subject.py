@@ -18,7 +18,6 @@ from fp8jax.adapters.adapter import FRAMEWORKS, adapter_of, is_transformed
 from fp8jax.extras import look_up
 from fp8jax.inspect.models import GPT, GPTS, LAYER_SIZES, LAYERS
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.report import Report
 
 
@@ -112,27 +111,26 @@ def recipe_of(model: Any) -> Recipe | None:
     return adapter_of(model).settings.recipe if is_transformed(model) else None
 
 
-def transformed(model: Any, recipe: Recipe | str, lora_rank: int | None = None) -> Any:
+def transformed(model: Any, recipe: Recipe | str, **options: Any) -> Any:
     """The model under the recipe; one that has it already is returned as it is. Shapes replace NNX arrays.
 
     Args:
         model: a Linen or NNX module, a function of parameters, or a model of an entry of `FRAMEWORKS`.
         recipe: a `Recipe`, or the text of one.
-        lora_rank: of adapters to train in place of the model; None for no adapters.
+        options: of `fp8jax.transform`.
 
     Raises:
-        TypeError: see `fp8jax.transform`; the model gets adapters and is transformed already.
+        TypeError: see `fp8jax.transform`; the model gets options and is transformed already.
         ValueError: the recipe cannot be parsed, or the model is transformed with another one.
     """
-    lora = None if lora_rank is None else LoRA(rank=lora_rank)
-    if lora is None and (own := recipe_of(model)) is not None:
+    if not options and (own := recipe_of(model)) is not None:
         if own != Recipe.parse(recipe):
             raise ValueError(
                 f"`model`: expected a plain module for the recipe {recipe}; got one transformed with {own}. "
                 f"Give the plain module, or take the recipe {own}."
             )
         return model
-    transform = functools.partial(adapters.transform, recipe=recipe, lora=lora)
+    transform = functools.partial(adapters.transform, recipe=recipe, **options)
     found = [framework for framework in FRAMEWORKS.values() if framework.is_plain(model)]
     return found[0].eval_shape(transform, model) if found else transform(model)
 

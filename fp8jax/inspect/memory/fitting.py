@@ -7,10 +7,9 @@ import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fp8jax import adapters
 from fp8jax.inspect import targets
 from fp8jax.inspect.memory.planner import MemoryPlan, plan
-from fp8jax.inspect.subject import Subject
+from fp8jax.inspect.subject import Subject, transformed
 from fp8jax.recipe import Recipe
 
 # A tenth is left for fragments, NCCL's buffers and cuBLAS's workspaces.
@@ -61,7 +60,7 @@ def fit(
     for stage in (2, 3) if devices > 1 else (0,):
         for size in sizes:
             of = of_batch(size)
-            model = adapters.transform(of.model, recipe, gradient_checkpointing=checkpointing)
+            model = transformed(of.model, recipe, gradient_checkpointing=checkpointing)
             where = {"devices": devices, "stage": stage, "target": target, "cache": cache}
             planned = plan(model, recipe, *of.inputs, loss=of.loss, **where)
             needed = planned.total
