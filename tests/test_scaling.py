@@ -462,6 +462,20 @@ def test_a_new_scaling_with_a_state(averaged):
     assert chart.measure(averaged, devices=2).differences == []
 
 
+@pytest.mark.parametrize("fields", [{}, {"fp8_format": ("E4M3", "it has no other")}])
+def test_statistics_of_a_new_scaling_with_a_state(averaged, monkeypatch, fields):
+    """A plain model has no state for it, so its scales are the tensor's own, as those of delayed scaling."""
+    row = legal_values.FIELDS_OF_SCALING["averaged"] | fields
+    monkeypatch.setitem(legal_values.FIELDS_OF_SCALING, "averaged", row)
+    w, x = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(64, 64), (32, 64)]))
+    recipes = [Recipe.parse(f"{name},fp8_format=E4M3") for name in (averaged, "current")]
+    rows = fp8jax.statistics(lambda w, x: jnp.mean((x @ w) ** 2), recipes)(w, x).rows
+    of_averaged, of_current = (
+        [row._replace(recipe="") for row in rows if row.recipe == str(recipe)] for recipe in recipes
+    )
+    assert of_averaged == of_current and len(of_current) == 4
+
+
 def test_only_a_seed_has_the_name_of_a_seed(averaged, monkeypatch):
     build = lambda recipe: ScaleMethod(  # noqa: E731
         init=lambda n: {"key": jnp.ones(n)},

@@ -9,10 +9,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
+
 from fp8jax.recipe import Recipe
 from fp8jax.scaling import block, current, delayed
 from fp8jax.scaling.base import CASTS as CASTS
 from fp8jax.scaling.base import GRAD as GRAD
+from fp8jax.scaling.base import KEY
 from fp8jax.scaling.base import LHS as LHS
 from fp8jax.scaling.base import OPERANDS as OPERANDS
 from fp8jax.scaling.base import RHS as RHS
@@ -45,6 +48,9 @@ def of_recipe(recipe: Recipe) -> Scaling:
     return SCALINGS[recipe.scaling](recipe)
 
 
+@functools.cache
 def with_fresh_scales(recipe: Recipe) -> Recipe:
-    """The recipe with scales of the tensor itself, in the place of delayed ones."""
-    return dataclasses.replace(recipe, scaling="current") if recipe.scaling == "delayed" else recipe
+    """The recipe with scales of the tensor itself, in the place of scales from a state as delayed ones."""
+    chosen = of_recipe(recipe)
+    has_scales = chosen.granularity == "tensor" and {*jax.eval_shape(chosen.init)} - {KEY}
+    return dataclasses.replace(recipe, scaling="current") if has_scales else recipe

@@ -61,11 +61,11 @@ def key_of(recipe: Recipe, operand: int) -> Recipe:
     if not recipe.is_quantized:
         return dataclasses.replace(Recipe(), gemm=recipe.gemm)
     names = {"gemm", "override_linear_precision", "scaling", "fp8_format", "fp4_options", "margin"}
-    if operand != GRAD and scaling.of_recipe(recipe).granularity == "tensor":
-        names -= {"fp8_format"}
     if operand == RHS:
         names |= {"weight", "master_weight"}
     changes = {name: getattr(recipe, name) for name in names}
+    if operand != GRAD:  # it is in E4M3 also in HYBRID, which is not legal with every scaling
+        changes["fp8_format"] = "E4M3"
     return scaling.with_fresh_scales(dataclasses.replace(Recipe(), **changes))
 
 
