@@ -128,12 +128,10 @@ def advise(
 
 
 def _runs(recipe: Recipe, device: backends.Device | None) -> bool:
-    """Whether a device multiplies the operands; a CPU emulates all, and is taken for a GPU without MXFP8."""
-    is_cpu = (device or backends.Device.here()).platform == "cpu"
-    granularity = scaling.of_recipe(recipe).granularity
-    return not (is_cpu and recipe.scaling == "mxfp8") and not backends.why_not(
-        "auto", granularity, device=device
-    )
+    """Whether a device multiplies the operands; a CPU, which emulates all, is taken for an H100."""
+    device = device or backends.Device.here()
+    device = targets.get("h100").as_device if device.platform == "cpu" else device
+    return backends.why_not("auto", scaling.of_recipe(recipe).granularity, device=device) is None
 
 
 def _chosen(
