@@ -552,12 +552,14 @@ def fake_rowwise(x, axis):
     return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
-def test_rowwise_gemms(rowwise):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_rowwise_gemms(rowwise, backend):
     """All three GEMMs are fake quantization along their contracted axes."""
     random = np.random.default_rng(0)
     x, grad = (random.normal(size=shape).astype(np.float32) for shape in ((32, 64), (32, 48)))
     kernel = (random.normal(size=(64, 48)) * 10.0 ** random.uniform(-3, 3, 48)).astype(np.float32)
-    dot = lambda x, kernel: dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=rowwise, state={})  # noqa: E731
+    options = {"recipe": rowwise, "state": {}, "backend": backend}
+    dot = lambda x, kernel: dot_general(x, kernel, (((1,), (0,)), ((), ())), **options)  # noqa: E731
     out, pullback = jax.vjp(dot, x, kernel)
     dx, dkernel = pullback(grad)
     wanted = fake_rowwise(x, 1) @ fake_rowwise(kernel, 0)

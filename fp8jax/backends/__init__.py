@@ -79,7 +79,8 @@ def _first(name: str, granularity: str, is_batched: bool, device: Device | None)
     if name != "auto":
         known = BACKENDS[name].granularities
         reason = f"it multiplies operands with a scale per {' or '.join(known)}, not per {granularity}"
-        reason = BACKENDS[name].supports(device, is_batched) if granularity in known else reason
+        if BACKENDS[name].is_reference or granularity in known:
+            reason = BACKENDS[name].supports(device, is_batched)
         return (None, reason) if reason else (name, "as asked for")
     reasons = []
     for each, backend in BACKENDS.items():

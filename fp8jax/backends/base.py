@@ -77,7 +77,7 @@ class Backend(NamedTuple):
     granularities: tuple[str, ...]  # of operands that it multiplies, see `fp8jax.scaling.base.Scaling`
     dot: Callable[..., jax.Array]
     supports: Callable[[Device | None, bool], str | None] = supports_all
-    is_reference: bool = False  # for comparison; "auto" never selects it
+    is_reference: bool = False  # for comparison: it multiplies all operands, and "auto" never selects it
     is_for_meshes: bool = True  # whether "auto" selects it for several devices
     is_call_on_gpu: bool = False  # whether a program for a GPU has calls, and one for a CPU has dots
     # The targets of its custom calls, and how reports name their GEMMs.
