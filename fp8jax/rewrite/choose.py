@@ -97,7 +97,7 @@ def layer_of(dot: Dot, modules: Mapping[str, Any]) -> Layer:
 def _choose(dot: Dot, path: tuple[str, ...], found: FoundDots, rules: Rules, layer: Layer) -> LayerChoice:
     choice = rules.choose(layer)
     reason = dot.reason
-    if not reason and dot.place.is_on_each and not _can_merge(choice.recipe):
+    if not reason and dot.place.is_on_each and KEY in state_names(choice.recipe):  # no max of seeds
         reason = "it is inside of a shard_map, and its rounding has seeds: give it a rule, as `current`"
     if reason is not None:
         return LayerChoice(rules.recipe if rules.recipe.is_quantized else Recipe.TE, reason)
@@ -126,8 +126,3 @@ def _with_formats_of(new: Recipe, choice: LayerChoice, dot: Dot, why: str) -> La
     dtype = _DTYPES.get(str(dot.dtype), str(dot.dtype))
     stays = "stay" if len(names) > 1 else "stays"
     return LayerChoice(new, None, f"{' and '.join(names)} {stays} {dtype}: {why}")
-
-
-def _can_merge(recipe: Recipe) -> bool:
-    """Whether the scaling states of a dot product on several devices can be merged by max: not seeds."""
-    return not recipe.is_quantized or KEY not in state_names(recipe)

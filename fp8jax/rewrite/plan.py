@@ -144,7 +144,7 @@ class PlannedDot(NamedTuple):
             ValueError: `states` lack it, or have one of another recipe, or one that it does not need.
         """
         recipe = self.kernel.recipe
-        if not (recipe.is_quantized and state_names(recipe)):
+        if not state_names(recipe):
             self._check_no_others(_at(states, self.key), remedy)
             return {}
         # States that `merge` merged by max have the parameter's own key.

@@ -80,8 +80,7 @@ def declare(
     row = {column: re.sub("E4M3|E4M4|E5M2", "FP8", formats) for column, formats in row.items()}
     scales = scaling.of_recipe(recipe).scales if recipe.is_quantized else "-"
     is_plain = recipe.weight == recipe.weight_grad == "FP32" and recipe.gemm != "FP16"
-    has_state = recipe.is_quantized and bool(state_names(recipe))
-    needs = NEEDS[has_state if is_plain else 2]
+    needs = NEEDS[bool(state_names(recipe)) if is_plain else 2]
     is_high_precision = recipe.is_quantized and recipe.override_linear_precision[2]
     operands = {activations, activations if is_high_precision else recipe.gemm}
     saved = {"none": operands, "fp8": {activations, recipe.gemm}}
