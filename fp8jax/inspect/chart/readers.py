@@ -9,13 +9,14 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from fp8jax import adapters, gradients, optim
+from fp8jax import adapters, formats, gradients, optim
 from fp8jax.inspect import program
 from fp8jax.optim.state.stored_formats import ROOT
 from fp8jax.optim.step.codecs import name_of
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.find import scan_parts
+from fp8jax.scaling.merge import is_state
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 
 WIDTH, TOKENS = 256, 128  # of the model, and per device
@@ -33,7 +34,8 @@ _DTYPES = {
 _FORMATS = {dtype: name for name, dtypes in _DTYPES.items() for dtype in dtypes}
 _BITS = {"FP4": 4, "FP8": 8, "FP16": 16, "BF16": 16, "FP32": 32}
 NEEDS = ("nothing", "state", "value_and_grad")
-_SCALE_FORMATS = {"f32": "FP32", "f8e8m0fnu": "E8M0", "f8e4m3fn": "E4M3"}
+# XLA's names of the dtypes of scales, as "f8e8m0fnu" for float8_e8m0fnu.
+_SCALE_FORMATS = {re.sub("loat|_", "", each.dtype.name): each.name for each in formats.ALL}
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:
@@ -56,8 +58,7 @@ def of_scales(value_and_grad: Any, variables: Any, *inputs: Any) -> tuple[str, s
     lowered = jax.jit(value_and_grad).trace(*shapes).lower(lowering_platforms=("cpu",))
     gemms = [gemm for gemm in program.read_lowered(lowered) if gemm.is_fp8]
     found = [block for gemm in gemms for block in gemm.blocks or ("tensor",)]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(variables.get(SCALING, {}))]
-    history = ", history" if any("amax_history" in path for path in paths) else ""
+    history = ", history" * any(map(is_state, jax.tree.leaves(variables.get(SCALING, {}), is_leaf=is_state)))
     names = [re.sub(r"\w+$", lambda dtype: _SCALE_FORMATS.get(dtype[0], dtype[0]), block) for block in found]
     return mixed(name + history * (name == "tensor") for name in names), _counted(found)
 
