@@ -40,10 +40,9 @@ def recipe_of(recipe: Recipe | str) -> Any:
     _refuse(recipe, "scaling", recipe.scaling in _RECIPES)
     _refuse(recipe, "interval", recipe.interval == 1)
     _refuse(recipe, "override_linear_precision", not any(recipe.override_linear_precision))
-    if recipe.scaling == "current":
-        _refuse(recipe, "margin", recipe.margin == 0, ", with scaling=current")
-    theirs = importlib.import_module("transformer_engine.common.recipe")
     name, fields = _RECIPES[recipe.scaling]
+    _refuse(recipe, "margin", "margin" in fields or recipe.margin == 0, f", with scaling={recipe.scaling}")
+    theirs = importlib.import_module("transformer_engine.common.recipe")
     options = {field: getattr(recipe, field) for field in fields}
     return getattr(theirs, name)(fp8_format=theirs.Format[recipe.fp8_format], **options)
 
