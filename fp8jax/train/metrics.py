@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, PyTree
 
-from fp8jax import formats
 from fp8jax.adapters.adapter import adapter_of
 from fp8jax.extras import need
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
+from fp8jax.scaling import GRAD, LHS, RHS, of_recipe
 from fp8jax.scaling.merge import is_state
 from fp8jax.train import distributed
 from fp8jax.train.run_folder import write
@@ -73,11 +73,10 @@ def scale_metrics(before: PyTree, after: PyTree, recipe: Recipe) -> ScaleMetrics
     Args:
         before: variables that the step began with.
         after: variables that it ended with.
-        recipe: its `gemm_formats` are those of the casts.
+        recipe: the formats of the casts are those of its scaling.
     """
     scales, saturations = [jnp.zeros(0)], [jnp.zeros(0)]
-    forward, backward = (formats.get(name).max for name in recipe.gemm_formats)
-    limits = jnp.array([forward, forward, backward], jnp.float32)
+    limits = jnp.array([of_recipe(recipe).format(operand).max for operand in (LHS, RHS, GRAD)], jnp.float32)
     for (_, old), (_, new) in zip(_delayed_states(before), _delayed_states(after), strict=True):
         largest = old["scale"] * jnp.broadcast_to(limits, old["scale"].shape)
         ratio = new["amax_history"][..., 0] / largest
