@@ -12,9 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.quantization import FIRST_SCALES, MAX_SCALE, MIN_SCALE, UNSET, usable
+from fp8jax.quantization import MAX_SCALE, MIN_SCALE, UNSET, usable
 from fp8jax.recipe import Recipe
-from fp8jax.scaling.delayed import ONE
+from fp8jax.scaling import of_recipe
 
 # TransformerEngine's names of lhs, rhs and the output gradient.
 _OPERANDS = ("x", "kernel", "grad")
@@ -118,17 +118,13 @@ def _entry_from_te(state: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
             f"`recipe`: expected scaling=delayed with amax_history_len={history.shape[-1]}, as the "
             f"state has; got {recipe}."
         )
-    scale, first = 1 / factor, jnp.array(FIRST_SCALES[recipe.first_scale], jnp.float32)
-    history = jnp.where(usable(history), history, 0.0)
+    layers, first = history.shape[:-2], of_recipe(recipe).init()
+    scale, history = 1 / factor, jnp.where(usable(history), history, 0.0)
     oldest = jnp.zeros_like(history[..., :1])
-    new = {
-        "scale": jnp.where(usable(scale), jnp.clip(scale, MIN_SCALE, MAX_SCALE), first),
+    return {name: jnp.broadcast_to(x, (*layers, *x.shape)) for name, x in first.items()} | {
+        "scale": jnp.where(usable(scale), jnp.clip(scale, MIN_SCALE, MAX_SCALE), first["scale"]),
         "amax_history": jnp.concatenate([history[..., :0:-1], oldest], axis=-1),
-        ONE: jnp.ones_like(scale),
     }
-    if recipe.interval > 1:
-        new["step"] = jnp.zeros(history.shape[:-2], jnp.float32)
-    return new
 
 
 def _expect_tree(state: Mapping[str, Any], expected: str) -> None:
