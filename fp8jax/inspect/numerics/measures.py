@@ -4,7 +4,7 @@ A GEMM's operand is a matrix, ([batch,] rows, columns). Under block scaling an o
 its two GEMMs; the numbers are of the copy for the first one, fprop or dgrad.
 """
 
-import dataclasses
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,12 @@ from fp8jax import formats, scaling
 from fp8jax.dot.layout import Side
 from fp8jax.dot.vjp import GEMMS, OPERANDS_OF
 from fp8jax.dot.weight import WHOLE
-from fp8jax.quantization import ScaledArray, amax, as_codes, is_scaled, quantize_gradient, scale_of
+from fp8jax.quantization import UNSET, ScaledArray, amax, as_codes, is_scaled, quantize_gradient
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import GRAD, LHS, RHS, State, eden
 from fp8jax.scaling.base import KernelMatrix
+from fp8jax.scaling.merge import is_state
 
 WGRAD = 3
 # The names of `LHS`, `RHS`, `GRAD` and `WGRAD`.
@@ -57,16 +58,16 @@ def key_of(recipe: Recipe, operand: int) -> Recipe:
     """The recipe without the columns that do not change an operand without a state, so that recipes with the
     same cast share its numbers."""
     if operand == WGRAD:
-        return dataclasses.replace(Recipe(), weight_grad=recipe.weight_grad)
+        return replace(Recipe(), weight_grad=recipe.weight_grad)
     if not recipe.is_quantized:
-        return dataclasses.replace(Recipe(), gemm=recipe.gemm)
+        return replace(Recipe(), gemm=recipe.gemm)
     names = {"gemm", "override_linear_precision", "scaling", "fp8_format", "fp4_options", "margin"}
     if operand == RHS:
         names |= {"weight", "master_weight"}
     changes = {name: getattr(recipe, name) for name in names}
     if operand != GRAD:  # it is in E4M3 also in HYBRID, which is not legal with every scaling
         changes["fp8_format"] = "E4M3"
-    return scaling.with_fresh_scales(dataclasses.replace(Recipe(), **changes))
+    return scaling.with_fresh_scales(replace(Recipe(), **changes))
 
 
 def operand_codes(
@@ -91,8 +92,11 @@ def operand_codes(
         dtype = formats.get(recipe.gemm).dtype
         values = jnp.asarray(x).astype(dtype).astype(jnp.float32)
         return Codes(side.to_matrix(values) if operand == RHS else values, jnp.zeros((), bool))
-    chosen = scaling.of_recipe(scaling.with_fresh_scales(recipe) if state is None else recipe)
-    state = _with_amax(recipe, operand, x, state or {})
+    own = scaling.with_fresh_scales(recipe) if state is None else replace(recipe, first_scale="tensor")
+    chosen, state = scaling.of_recipe(own), state or {}
+    if is_state(state):
+        is_known = jnp.max(state["amax_history"], axis=-1) > 0
+        state = {**state, "scale": jnp.where(is_known, state["scale"], UNSET)}
     if operand == RHS:
         kernel = KernelMatrix(side, WHOLE)
         stored = x if is_stored or is_scaled(x) else Kernel(recipe, (), 0).in_format(x)
@@ -108,16 +112,6 @@ def operand_codes(
         codes = Codes(*(jnp.swapaxes(part, -1, -2) for part in codes))
     rows, columns = side.matrix[-2:] if operand == RHS else x.shape[-2:]
     return Codes(*(part[..., :rows, :columns] for part in codes))
-
-
-def _with_amax(recipe: Recipe, operand: int, x: Any, state: State) -> State:
-    """The state; before the first amax with the scale of the tensor's own."""
-    if "amax_history" not in state:
-        return state
-    limit = scaling.of_recipe(recipe).format(operand).max
-    own = scale_of(amax(x), limit, margin=recipe.margin)
-    is_known = jnp.max(state["amax_history"], axis=-1) > 0
-    return {**state, "scale": jnp.where(is_known, state["scale"], own)}
 
 
 def _codes(q: ScaledArray) -> Codes:
