@@ -277,3 +277,16 @@ def test_values_leave_torch():
     assert all(array.tolist() == want for array in arrays)
     assert weight.tolist() == want
     assert np.asarray(weight.detach(), dtype=np.float16).dtype == np.float16
+
+
+@pytest.mark.parametrize("take", [np.from_dlpack, jnp.from_dlpack, torch.from_dlpack])
+def test_values_leave_by_dlpack(take):
+    """Of a weight, a gradient and a view: new memory with the values."""
+    weight = nn.Parameter(quantize(torch.randn(4, 3), formats.E4M3))
+    weight.grad = quantize_gradient(torch.randn(4, 3))
+    for x in (weight.detach(), weight.grad, weight.t().detach()):
+        got = take(x)
+        assert np.asarray(got).tolist() == x.tolist()
+    if take is torch.from_dlpack:
+        got += 1
+        assert weight.t().tolist() == x.tolist() != got.tolist()

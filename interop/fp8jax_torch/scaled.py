@@ -104,6 +104,10 @@ class ScaledTensor(torch.Tensor):
         """The values as an array, not the codes; `numpy.asarray` calls this."""
         return self.dequantize().numpy(force=force)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """The values in new memory, as for `numpy`; `from_dlpack` of JAX, NumPy and torch calls this."""
+        return self.dequantize().__dlpack__(**options)
+
     def tolist(self) -> Any:
         """The values as numbers."""
         return self.dequantize().tolist()

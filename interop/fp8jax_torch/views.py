@@ -51,6 +51,10 @@ class View(torch.Tensor):
         """As torch's."""
         return self.plain.numpy(force=force)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """A copy of the values, which may be written."""
+        return self.plain.clone().__dlpack__(**options)
+
     def tolist(self) -> Any:
         """As torch's."""
         return self.plain.tolist()
